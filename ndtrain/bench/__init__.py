@@ -1,0 +1,1 @@
+"""`python -m ndtrain.bench <bench> key=value ...`: measurements of this trainer against its peers."""

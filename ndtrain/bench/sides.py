@@ -1,0 +1,196 @@
+"""The sides of a comparison: each builder gives a function that makes one optimizer step of the same training.
+
+Every side starts from the weights of `run.seed`, and a step is what a trainer has to do: forward and backward of all
+microbatches, the gradient's mean over the valid tokens of the global batch, clipping by its global norm, AdamW (decay
+on matrices only), and the global batch's mean loss as a float.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ndtrain.config import Config, ModelConfig, resolve
+from ndtrain.data import Batch
+from ndtrain.layout import BATCH_AXES
+from ndtrain.mesh import Mesh, MeshSpec
+from ndtrain.model import Transformer
+from ndtrain.model.hf import to_hf
+from ndtrain.model.init import fill
+from ndtrain.model.loss import IGNORE
+from ndtrain.parallel.apply import DTYPES, build_stage, initialise
+from ndtrain.step import TrainingStep
+
+Step = Callable[[Sequence[Batch]], float]  # this rank's microbatches -> mean loss of the global batch
+
+# -------------------------------------------------------------------------------------------------------------- ours
+
+
+def ours(cfg: Config, mesh: Mesh) -> Step:
+    """ndtrain's own step."""
+    stage = build_stage(cfg, mesh)
+    initialise(stage, cfg)
+    step, numbers = TrainingStep(cfg, mesh, stage), count(1)
+    return lambda batches: step.run(next(numbers), batches)().loss
+
+
+def local(cfg: Config, mesh: Mesh) -> Step:
+    """ndtrain's step on each rank by itself: the same tokens a rank, nothing to communicate. Its optimizer updates the
+    whole model where fsdp's updates a part."""
+    alone = deepcopy(cfg)
+    alone.mesh.dp = alone.mesh.fsdp = 1
+    alone.train.global_batch //= mesh.size(*BATCH_AXES)
+    resolve(alone, world_size=1)
+    return ours(alone, Mesh(MeshSpec.of(alone.mesh), 0, mesh.device))
+
+
+# ------------------------------------------------------------------------------------------------------------- peers
+
+
+class Loop:
+    """A plain PyTorch training loop's step.
+
+    Args:
+        module: (tokens, labels) -> sum of token losses.
+        ranks: how many ranks' gradients `module` averages.
+        synchronised: given whether a microbatch is the step's last, the context it runs in.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        module: nn.Module,
+        ranks: int = 1,
+        synchronised: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
+    ):
+        self.module, self.ranks, self.synchronised, self.clip = module, ranks, synchronised, cfg.optim.clip
+        by_kind = {True: [], False: []}
+        for p in module.parameters():
+            by_kind[p.ndim >= 2].append(p)
+        groups = [
+            {"params": by_kind[True], "weight_decay": cfg.optim.weight_decay},
+            {"params": by_kind[False], "weight_decay": 0.0},
+        ]
+        o = cfg.optim
+        self.optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas), eps=o.eps, fused=True)
+
+    def __call__(self, batches: Sequence[Batch]) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        valid = sum((b.labels != IGNORE).sum() for b in batches)
+        counted = self._sum(valid)  # on its way during the first forward
+        total = torch.zeros(())
+        for i, batch in enumerate(batches):
+            with self.synchronised(i == len(batches) - 1):
+                loss = self.module(batch.tokens, batch.labels)
+                if i == 0:
+                    counted()
+                (loss * (self.ranks / valid)).backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
+        self.optimizer.step()
+        mean = total / valid
+        self._sum(mean)()
+        return mean.item()
+
+    def _sum(self, x: Tensor) -> Callable[[], object]:
+        """Starts to sum `x` over the ranks in place; what waits for it."""
+        return dist.all_reduce(x, async_op=True).wait if self.ranks > 1 else lambda: None
+
+
+class Cast(nn.Module):
+    """Computes in `dtype` from the wider parameters of `module`, whose gradients accumulate in their own precision."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, *args: Tensor) -> Tensor:
+        narrow = {name: p.to(self.dtype) for name, p in self.module.named_parameters()}
+        return torch.func.functional_call(self.module, narrow, args)
+
+
+class HuggingFace(nn.Module):
+    """`transformers`' own model and loss behind our model's signature."""
+
+    def __init__(self, m: ModelConfig):
+        super().__init__()
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf(m)), attn_implementation="sdpa")
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        # divided by one item, its loss is the sum
+        return self.causal_lm(
+            input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=1, use_cache=False
+        ).loss
+
+
+def bare(cfg: Config, mesh: Mesh) -> Step:
+    """A PyTorch loop over ndtrain's model, in one process."""
+    return Loop(cfg, _in_compute_precision(cfg, _plain(cfg)))
+
+
+def transformers(cfg: Config, mesh: Mesh) -> Step:
+    """The same loop over `transformers`' model of the same shape."""
+    module = HuggingFace(cfg.model)
+    _fill(cfg, module.causal_lm)
+    return Loop(cfg, _in_compute_precision(cfg, module))
+
+
+def ddp(cfg: Config, mesh: Mesh) -> Step:
+    """DistributedDataParallel over ndtrain's model."""
+    accumulates = cfg.train.global_batch > mesh.size("dp") * cfg.train.micro_batch
+    module = DistributedDataParallel(
+        _in_compute_precision(cfg, _plain(cfg)),
+        gradient_as_bucket_view=True,
+        static_graph=not accumulates,  # with no_sync it would not see the first microbatches
+    )
+    return Loop(cfg, module, mesh.size("dp"), lambda last: nullcontext() if last else module.no_sync())
+
+
+def fsdp2(cfg: Config, mesh: Mesh) -> Step:
+    """FSDP2 over ndtrain's model: each block a unit, the rest the root's."""
+    module, zero = _plain(cfg), cfg.mesh.zero
+    narrow = {"param_dtype": DTYPES[cfg.precision.compute], "reduce_dtype": DTYPES[cfg.precision.params]}
+    # rotary tables travel with the inputs and stay wide
+    policy = MixedPrecisionPolicy(**narrow, cast_forward_inputs=False) if _narrows(cfg) else MixedPrecisionPolicy()
+    for block in module.model.layers.values():
+        fully_shard(block, reshard_after_forward=zero == 3, mp_policy=policy)
+    fully_shard(module, reshard_after_forward=None if zero == 3 else False, mp_policy=policy)
+
+    def synchronised(last: bool) -> AbstractContextManager:
+        module.set_requires_gradient_sync(last or zero > 1)
+        module.set_reshard_after_backward(last or zero == 3)
+        return nullcontext()
+
+    return Loop(cfg, module, mesh.size("fsdp"), synchronised)
+
+
+def _plain(cfg: Config) -> Transformer:
+    module = Transformer(cfg.model, loss_chunk=cfg.train.loss_chunk)
+    _fill(cfg, module)
+    return module
+
+
+def _fill(cfg: Config, module: nn.Module) -> None:
+    for name, p in module.named_parameters():
+        fill(p.data.view(-1), cfg.model, cfg.run.seed, name, 0)
+
+
+def _narrows(cfg: Config) -> bool:
+    return cfg.precision.compute != cfg.precision.params
+
+
+def _in_compute_precision(cfg: Config, module: nn.Module) -> nn.Module:
+    return Cast(module, DTYPES[cfg.precision.compute]) if _narrows(cfg) else module
+
+
+SIDES: dict[str, Callable[[Config, Mesh], Step]] = {
+    "ours": ours, "local": local, "bare": bare, "transformers": transformers, "ddp": ddp, "fsdp2": fsdp2,
+}  # fmt: skip

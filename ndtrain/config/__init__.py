@@ -1,0 +1,49 @@
+"""The typed schema of a run, how it is composed, and every check that needs no tensor.
+
+Every failure found here is a `ConfigError` with one line that names the key and the fix; `train.py` prints it and
+exits with status 2 before any process group forms.
+"""
+
+import os
+
+from ndtrain.config.checks import resolve
+from ndtrain.config.compose import check_overrides, conf_dir, load_config, register, to_config, to_yaml
+from ndtrain.config.schema import (
+    AXES,
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    HardwareConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RecomputeConfig,
+)
+
+__all__ = [
+    "AXES",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "HardwareConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RecomputeConfig",
+    "check_overrides",
+    "conf_dir",
+    "load_config",
+    "register",
+    "resolve",
+    "to_config",
+    "to_yaml",
+    "world_from_env",
+]
+
+
+def world_from_env() -> tuple[int, int, int]:
+    """(rank, local rank, world size) as torchrun sets them; (0, 0, 1) without a launcher."""
+    env = os.environ
+    return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))

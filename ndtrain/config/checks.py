@@ -1,0 +1,187 @@
+"""Every check of a configuration that needs no tensor and no process group."""
+
+import math
+from typing import Any
+
+from ndtrain.config.compose import near
+from ndtrain.config.schema import AXES, Config, ConfigError, ModelConfig
+
+_NOT_YET = {
+    "mesh": ("pp", "cp", "tp"),
+    "schedule": ("interleaved", "zb_h1", "zb_v", "dualpipe_v", "csv"),
+    "recompute": ("selective", "budget"),
+    "data": ("hf", "blend"),
+}
+_CHOICES = {
+    "precision.params": ("fp32", "fp64"),
+    "precision.compute": ("fp64", "fp32", "bf16"),
+    "schedule.name": ("gpipe", "1f1b", *_NOT_YET["schedule"]),
+    "recompute.name": ("none", "full", "every", *_NOT_YET["recompute"]),
+    "optim.name": ("adamw",),
+    "optim.schedule": ("constant", "linear", "cosine", "wsd"),
+    "data.name": ("python", "text", "jsonl", "bin", *_NOT_YET["data"]),
+    "data.dtype": ("uint16", "uint32"),
+    "logger.name": ("wandb", "jsonl"),
+    "hardware.device": ("auto", "cpu", "cuda"),
+    "cp.kind": ("ring", "ulysses"),
+    "cp.balance": ("zigzag", "none"),
+    "model.model_type": ("llama", "mistral", "qwen2", "qwen3"),
+}
+_AT_LEAST = {
+    "train.steps": 1, "train.seq_len": 1, "train.global_batch": 1, "train.micro_batch": 1, "train.loss_chunk": 1,
+    "train.log_every": 1, "model.vocab_size": 1, "model.hidden_size": 1, "model.intermediate_size": 1,
+    "model.num_hidden_layers": 1, "model.num_attention_heads": 1, "model.num_key_value_heads": 1,
+    "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.max_file_bytes": 1, "optim.warmup": 0, "data.prefetch": 1,
+    "schedule.chunks": 1, "recompute.every": 1, "optim.weight_decay": 0, "optim.min_lr": 0, "run.seed": 0,
+}  # fmt: skip
+
+
+def _get(cfg: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(cfg, section), name)
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def resolve(cfg: Config, world_size: int) -> Config:
+    """Fills in what depends on the world size (`-1` mesh sizes, the default zero stage, head_dim) and checks every
+    rule that spans fields. Changes and returns `cfg`.
+
+    Raises:
+        ConfigError: with the first rule that does not hold.
+    """
+    for key, choices in _CHOICES.items():
+        value = _get(cfg, key)
+        _require(
+            value in choices,
+            f"{key}={value}: no such choice; {near(str(value), list(choices))}known: {', '.join(choices)}",
+        )
+    for key, least in _AT_LEAST.items():
+        _require(_get(cfg, key) >= least, f"{key}={_get(cfg, key)}: must be at least {least}")
+    for section in ("schedule", "recompute", "data"):
+        name = getattr(cfg, section).name
+        have = [c for c in _CHOICES[f"{section}.name"] if c not in _NOT_YET[section]]
+        _require(name not in _NOT_YET[section], f"{section}={name} is not yet supported: choose {' or '.join(have)}")
+    _require(cfg.run.dir != "", "run.dir is empty: name a folder, e.g. run.dir=runs/first")
+    _require(not cfg.checkpoint.async_save, "checkpoint.async_save=true is not yet supported: set it to false")
+    _check_model(cfg.model)
+    _resolve_mesh(cfg, world_size)
+    _check_train(cfg)
+    return cfg
+
+
+def _check_model(m: ModelConfig) -> None:
+    _require(
+        m.num_attention_heads % m.num_key_value_heads == 0,
+        f"model.num_attention_heads={m.num_attention_heads} must be a multiple of "
+        f"model.num_key_value_heads={m.num_key_value_heads}",
+    )
+    if m.head_dim is None:
+        _require(
+            m.hidden_size % m.num_attention_heads == 0,
+            f"model.hidden_size={m.hidden_size} must be a multiple of "
+            f"model.num_attention_heads={m.num_attention_heads}, or set model.head_dim",
+        )
+        m.head_dim = m.hidden_size // m.num_attention_heads
+    _require(m.head_dim % 2 == 0, f"model.head_dim={m.head_dim} must be even (RoPE rotates pairs)")
+    _require(m.sliding_window is None, "model.sliding_window is not yet supported: set it to null")
+    if m.rope_scaling:
+        kind = m.rope_scaling.get("rope_type", m.rope_scaling.get("type"))
+        _require(
+            kind in ("default", "linear", "llama3"),
+            f"model.rope_scaling.rope_type={kind}: known: default, linear, llama3",
+        )
+        need = {
+            "linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        }
+        for key in need.get(kind, ()):
+            _require(key in m.rope_scaling, f"model.rope_scaling.{key} is missing: rope_type={kind} needs it")
+
+
+def _resolve_mesh(cfg: Config, world_size: int) -> None:
+    mesh = cfg.mesh
+    sizes = {a: getattr(mesh, a) for a in AXES}
+    _require(sorted(mesh.order) == sorted(AXES), f"mesh.order={mesh.order}: must name each of {', '.join(AXES)} once")
+    for axis, size in sizes.items():
+        _require(size == -1 or size >= 1, f"mesh.{axis}={size}: must be at least 1, or -1 for the rest")
+    for axis in _NOT_YET["mesh"]:
+        _require(
+            sizes[axis] == 1, f"mesh.{axis}={sizes[axis]} is not yet supported (dp and fsdp are): set mesh.{axis}=1"
+        )
+    free = [a for a, s in sizes.items() if s == -1]
+    _require(len(free) <= 1, f"mesh.{' and mesh.'.join(free)} are -1: only one axis can take the rest")
+    fixed = math.prod(s for s in sizes.values() if s != -1)
+    product = " x ".join(f"{a}={s}" for a, s in sizes.items() if s != 1) or "1"
+    if free:
+        _require(
+            world_size % fixed == 0,
+            f"mesh {product}: the fixed sizes make {fixed}, which does not divide the {world_size} ranks started",
+        )
+        setattr(mesh, free[0], world_size // fixed)
+    else:
+        _require(
+            fixed == world_size,
+            f"mesh {product} needs {fixed} rank{'s' * (fixed != 1)} but {world_size} started: "
+            f"change the mesh (mesh.fsdp=-1 takes the rest) or torchrun --nproc-per-node {fixed}",
+        )
+    _require(
+        cfg.schedule.chunks == 1 or mesh.pp > 1,
+        f"schedule.chunks={cfg.schedule.chunks}: more than one chunk needs mesh.pp > 1",
+    )
+    if mesh.zero is None:
+        mesh.zero = 1 if mesh.pp > 1 else 3
+    _require(mesh.zero in (1, 2, 3), f"mesh.zero={mesh.zero}: must be 1, 2 or 3")
+    for dim, axis in cfg.layout.rules.items():
+        _require(
+            axis is None or axis in AXES, f"layout.rules.{dim}={axis}: no such axis; known: {', '.join(AXES)}, null"
+        )
+
+
+def _check_train(cfg: Config) -> None:
+    t, mesh, optim = cfg.train, cfg.mesh, cfg.optim
+    replicas = mesh.dp * mesh.fsdp
+    per_forward = replicas * t.micro_batch
+    _require(
+        t.global_batch % per_forward == 0,
+        f"train.global_batch={t.global_batch} must be a multiple of mesh.dp x mesh.fsdp x train.micro_batch = "
+        f"{mesh.dp} x {mesh.fsdp} x {t.micro_batch} = {per_forward}: "
+        f"try train.global_batch={per_forward * max(1, round(t.global_batch / per_forward))}",
+    )
+    _require(t.stop_at is None or t.stop_at >= 1, f"train.stop_at={t.stop_at}: must be at least 1, or null")
+    if t.stop_at is not None:
+        _require(t.stop_at <= t.steps, f"train.stop_at={t.stop_at} lies beyond train.steps={t.steps}")
+    for key in ("lr", "min_lr", "eps", "weight_decay", "clip"):
+        value = getattr(optim, key)
+        _require(value is None or math.isfinite(value), f"optim.{key}={value}: must be a finite number")
+    _require(optim.lr > 0, f"optim.lr={optim.lr}: must be positive")
+    _require(
+        len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas),
+        f"optim.betas={optim.betas}: must be two numbers in [0, 1)",
+    )
+    _require(optim.eps > 0, f"optim.eps={optim.eps}: must be positive")
+    _require(
+        optim.clip is None or optim.clip > 0, f"optim.clip={optim.clip}: must be positive, or null for no clipping"
+    )
+    _require(0 < optim.wsd_decay <= 1, f"optim.wsd_decay={optim.wsd_decay}: must lie in (0, 1]")
+    length = t.steps if optim.decay_steps is None else optim.decay_steps
+    _require(length >= 1, f"optim.decay_steps={length}: must be at least 1, or null for train.steps")
+    _require(
+        optim.schedule == "constant" or optim.warmup < length,
+        f"optim.warmup={optim.warmup} must be less than the {length} steps of the schedule "
+        "(optim.decay_steps, or train.steps)",
+    )
+    _require(
+        not (cfg.precision.params == "fp32" and cfg.precision.compute == "fp64"),
+        "precision.compute=fp64 needs precision.params=fp64",
+    )
+    _require(
+        not (cfg.precision.params == "fp64" and cfg.precision.compute == "bf16"),
+        "precision.params=fp64 goes with precision.compute=fp64 or fp32",
+    )
+    if cfg.data.name in ("text", "jsonl", "bin"):
+        _require(bool(cfg.data.path), f"data.path is missing: data={cfg.data.name} needs it, e.g. data.path=corpus/")
+    _require(0 <= cfg.data.validation < 1, f"data.validation={cfg.data.validation}: must lie in [0, 1)")

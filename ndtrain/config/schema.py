@@ -1,0 +1,185 @@
+"""The typed schema of a run: every key, its type and its default."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import II
+
+
+class ConfigError(ValueError):
+    """A run that cannot start as configured. The message is one line: the key, what is wrong, the fix."""
+
+
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
+
+
+@dataclass
+class RunConfig:
+    name: str = "run"
+    dir: str = "runs/${run.name}"
+    seed: int = 0
+
+
+@dataclass
+class MeshConfig:
+    """Sizes of the mesh axes; one may be -1, which takes the ranks the others leave."""
+
+    name: str = "default"
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+    order: list[str] = field(default_factory=lambda: list(AXES))  # outer to inner
+    zero: int | None = None  # 1 | 2 | 3; null: 3, or 1 where pp > 1
+
+
+@dataclass
+class LayoutConfig:
+    rules: dict[str, str | None] = field(
+        default_factory=lambda: {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
+    )
+
+
+@dataclass
+class ModelConfig:
+    """Fields carry the names of Hugging Face's config.json."""
+
+    name: str = "llama"
+    model_type: str = "llama"  # llama | mistral | qwen2 | qwen3
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 1024
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int | None = None  # null: hidden_size / num_attention_heads
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = field(
+        default_factory=dict
+    )  # empty or null: none; e.g. {rope_type: llama3, factor: 32, ...}
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    sliding_window: int | None = None
+    initializer_range: float = 0.02
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 1000  # the plan's length, which LR schedules refer to
+    stop_at: int | None = None  # stop early after this step
+    seq_len: int = 256
+    global_batch: int = 16  # sequences per step over the whole mesh
+    micro_batch: int = 8  # sequences per forward per rank
+    loss_chunk: int = 1024  # tokens whose logits exist at one time
+    compile: bool = False
+    log_every: int = 1
+
+
+@dataclass
+class PrecisionConfig:
+    params: str = "fp32"  # master weights, moments and gradients: fp32 | fp64
+    compute: str = "fp32"  # matmuls and activations: fp64 | fp32 | bf16
+
+
+@dataclass
+class ScheduleConfig:
+    name: str = "1f1b"
+    chunks: int = 1
+    path: str | None = None
+
+
+@dataclass
+class RecomputeConfig:
+    name: str = "none"
+    every: int = 1  # with recompute=every: keep one boundary in this many blocks
+
+
+@dataclass
+class TPConfig:
+    sequence_parallel: bool = True
+    overlap: bool = False
+
+
+@dataclass
+class CPConfig:
+    kind: str = "ring"
+    balance: str = "zigzag"
+
+
+@dataclass
+class OptimConfig:
+    name: str = "adamw"
+    lr: float = 3e-4
+    min_lr: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+    schedule: str = "cosine"  # constant | linear | cosine | wsd
+    warmup: int = 0  # steps
+    decay_steps: int | None = None  # null: train.steps
+    wsd_decay: float = 0.2  # with schedule=wsd: the last fraction of decay_steps that decays
+
+
+@dataclass
+class DataConfig:
+    name: str = "python"
+    path: str | None = None  # file, folder or glob (text, jsonl), one file (bin)
+    tokenizer: str = "bpe"  # byte | bpe | a tokenizer.json or Hugging Face folder
+    vocab_size: int = II("model.vocab_size")  # what a trained bpe aims for
+    text_key: str = "text"  # jsonl: the field that holds the text
+    dtype: str = "uint16"  # bin: uint16 | uint32
+    shuffle: bool = True
+    validation: float = 0.02  # fraction of files (or documents) held out
+    cache: str = "${oc.env:NDTRAIN_CACHE,'~/.cache/ndtrain'}/data"
+    prefetch: int = 2  # batches kept ready
+
+
+@dataclass
+class CheckpointConfig:
+    name: str = "default"
+    every: int = 0  # steps; 0: only at the end and on stop
+    keep: int = 2
+    async_save: bool = False
+    max_file_bytes: int = 4 * 2**30
+
+
+@dataclass
+class LoggerConfig:
+    name: str = "wandb"  # wandb | jsonl (metrics.jsonl is written with either)
+    project: str = "ndtrain"
+
+
+@dataclass
+class HardwareConfig:
+    name: str = "auto"
+    device: str = "auto"  # auto | cpu | cuda
+    peak_tflops: float | None = None  # per device; null: from the table of devices, measured for CPU
+    timeout_s: float = 600.0  # deadline of a collective
+
+
+@dataclass
+class Config:
+    """One complete run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    tp: TPConfig = field(default_factory=TPConfig)
+    cp: CPConfig = field(default_factory=CPConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    resume: str = "none"  # none | auto | a checkpoint folder, or a run folder for its newest
+    init_from: str | None = None  # a Hugging Face folder

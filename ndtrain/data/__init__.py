@@ -1,0 +1,93 @@
+"""Text to tokens to batches: corpora, tokenizers, and the batch as a pure function of (seed, step)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ndtrain.config import Config, ConfigError
+from ndtrain.data.batches import Batch, Prefetcher, Sequences, microbatches, rows_of
+from ndtrain.data.cache import digest
+from ndtrain.data.corpora import Corpus, open_corpus
+from ndtrain.data.store import open_bin, tokenise
+from ndtrain.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "Batch",
+    "Data",
+    "Prefetcher",
+    "Sequences",
+    "Tokenizer",
+    "load_tokenizer",
+    "microbatches",
+    "open_data",
+    "rows_of",
+]
+
+_SAMPLE = 32 << 20  # bytes of text that a bpe is trained on
+
+
+@dataclass(frozen=True)
+class Data:
+    """An opened corpus: flat arrays of token ids (uint16 or uint32, memory-mapped, read-only).
+
+    `validation` may be empty. `tokenizer` is None for token files. Every id lies below `vocab_size`. `fingerprint`
+    is a digest of all ids: it changes when the corpus does, and is the same on every machine that has the same one.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    fingerprint: str
+
+
+def open_data(cfg: Config) -> Data:
+    """Opens `cfg.data`, tokenising it into the data cache if it is not there yet. Needs no process group.
+
+    Processes that open the same corpus on one host at once share the work: one tokenises, the others wait.
+
+    Raises:
+        ConfigError: a missing or empty corpus, one shorter than a sequence, a document that cannot be read, an unusable
+            tokenizer or cache, or ids beyond `model.vocab_size`.
+    """
+    cache = Path(cfg.data.cache).expanduser()
+    data = _open_bin(cfg, cache) if cfg.data.name == "bin" else _open_text(cfg, cache)
+    least = cfg.train.seq_len + 1
+    if len(data.train) < least:
+        raise ConfigError(
+            f"data={cfg.data.name}: the training split holds {len(data.train)} tokens, fewer than one sequence of "
+            f"train.seq_len + 1 = {least}: lower train.seq_len or give more data"
+        )
+    return data
+
+
+def _open_bin(cfg: Config, cache: Path) -> Data:
+    tokens, scan = open_bin(cfg.data, cache)
+    if scan.largest >= cfg.model.vocab_size:
+        raise ConfigError(
+            f"data.path={cfg.data.path}: token id {scan.largest} at offset {scan.offset} lies beyond "
+            f"model.vocab_size={cfg.model.vocab_size}: set model.vocab_size to at least {scan.largest + 1}"
+        )
+    return Data(tokens, tokens[:0], None, scan.largest + 1, scan.fingerprint)
+
+
+def _open_text(cfg: Config, cache: Path) -> Data:
+    corpus = open_corpus(cfg.data)
+    tokenizer = _tokenizer(cfg, corpus, cache)
+    tokens = tokenise(corpus, tokenizer, cache)
+    if len(tokens.train) == 0:
+        cause = "every document is in the validation split" if len(tokens.validation) else "no document has any text"
+        raise ConfigError(f"{corpus.setting}: nothing to train on, {cause}: give more data or set data.validation=0")
+    return Data(tokens.train, tokens.validation, tokenizer, tokenizer.vocab_size, tokens.fingerprint)
+
+
+def _tokenizer(cfg: Config, corpus: Corpus, cache: Path) -> Tokenizer:
+    trained = cache / f"bpe-{digest(corpus.key(), cfg.data.vocab_size, _SAMPLE)}.json"
+    tokenizer = load_tokenizer(cfg.data, lambda: corpus.sample(_SAMPLE), trained)
+    if tokenizer.vocab_size > cfg.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={cfg.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
+            f"data.tokenizer={cfg.data.tokenizer}: set model.vocab_size to at least {tokenizer.vocab_size}"
+        )
+    return tokenizer

@@ -1,0 +1,179 @@
+"""Tokenizers: bytes, a BPE trained on the corpus, or a given one; each saved so that `transformers` opens it."""
+
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from ndtrain.config import ConfigError, DataConfig
+from ndtrain.data.cache import digest, load_or_build, publish
+
+EOS = "<|endoftext|>"
+_KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    `eos_id` is the token that ends a document; `vocab_size` is the largest id + 1.
+    """
+
+    def __init__(self, files: dict[str, bytes], eos_id: int):
+        """`files` are the contents of a Hugging Face tokenizer folder, `tokenizer.json` among them."""
+        self.eos_id = eos_id
+        self._files = files
+        self._backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = True  # a corpus that spells out "<|endoftext|>" does not end there
+        self.vocab_size = max(self._backend.get_vocab().values()) + 1
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, with no special token added."""
+        return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        """Writes the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs."""
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)
+
+    def digest(self) -> str:
+        """Equal for tokenizers that turn a text into the same ids."""
+        return digest(self._files["tokenizer.json"].decode(), self.eos_id)
+
+
+def load_tokenizer(data: DataConfig, texts: Callable[[], Iterable[str]], cache: Path) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names.
+
+    `texts` gives the sample a bpe is trained on. `cache` is the file a trained one is kept in; its name must change
+    with the sample and with `data.vocab_size`.
+
+    Raises:
+        ConfigError: no tokenizer there, a damaged one, one without an end-of-text token, or a `data.vocab_size` too
+            small for bpe.
+    """
+    if data.tokenizer == "byte":
+        return _own_tokenizer(_byte_level(_byte_vocab()))
+    if data.tokenizer == "bpe":
+        least = len(_byte_vocab())
+        if data.vocab_size < least:
+            raise ConfigError(
+                f"data.vocab_size={data.vocab_size} is too small for data.tokenizer=bpe: set it (or model.vocab_size) "
+                f"to at least {least}, the 256 bytes and {EOS}"
+            )
+        return load_or_build(cache, partial(_load_trained, cache), lambda: _train(texts(), data.vocab_size, cache))
+    return _given_tokenizer(data.tokenizer)
+
+
+# ------------------------------------------------------------------------------------------------------ byte and bpe
+
+
+def _byte_vocab() -> dict[str, int]:
+    """Byte b has id b, under the printable character that byte-level tokenizers write it as; EOS comes last."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    vocab = {chr(b if b in printable else next(others)): b for b in range(256)}
+    return vocab | {EOS: 256}
+
+
+def _byte_level(vocab: dict[str, int] | None) -> tokenizers.Tokenizer:
+    """A byte-level BPE without merges. With a `vocab` it is final; without one, it is to be trained."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=vocab and []))
+    # Splitting into words serves merges alone; with none it would only cost time.
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=vocab is None)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([EOS])
+    return backend
+
+
+def _train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    backend = _byte_level(None)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    with publish(path) as file:
+        file.write(backend.to_str().encode())
+
+
+def _load_trained(path: Path) -> Tokenizer | None:
+    try:
+        return _own_tokenizer(tokenizers.Tokenizer.from_str(path.read_bytes().decode()))
+    except Exception:  # absent or damaged; the library raises bare Exception
+        return None
+
+
+def _own_tokenizer(backend: tokenizers.Tokenizer) -> Tokenizer:
+    return Tokenizer(
+        {"tokenizer.json": backend.to_str().encode(), "tokenizer_config.json": _tokenizer_config(EOS)},
+        backend.token_to_id(EOS),
+    )
+
+
+def _tokenizer_config(eos: str) -> bytes:
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "clean_up_tokenization_spaces": False}
+    return (json.dumps(fields, indent=2) + "\n").encode()
+
+
+# ------------------------------------------------------------------------------------------------------------- given
+
+
+def _given_tokenizer(setting: str) -> Tokenizer:
+    place = Path(setting).expanduser()
+    main = place / "tokenizer.json" if place.is_dir() else place
+    if not place.exists():
+        raise ConfigError(
+            f"data.tokenizer={setting}: no such file: give byte, bpe, a tokenizer.json or a Hugging Face folder"
+        )
+    if not main.is_file():
+        raise ConfigError(
+            f"data.tokenizer={setting}: this folder has no tokenizer.json: write one with "
+            "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    files = {name: main.with_name(name).read_bytes() for name in _TOKENIZER_FILES if main.with_name(name).is_file()}
+    files["tokenizer.json"] = main.read_bytes()
+    try:
+        backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"data.tokenizer={setting}: {main} is not a tokenizer.json: {error}") from error
+    eos_id = _eos_id(backend, main.parent)
+    if eos_id is None or backend.id_to_token(eos_id) is None:
+        raise ConfigError(
+            f"data.tokenizer={setting}: its end-of-text token is unknown: name it as eos_token in "
+            f"{main.with_name('tokenizer_config.json')}"
+        )
+    files.setdefault("tokenizer_config.json", _tokenizer_config(backend.id_to_token(eos_id)))
+    return Tokenizer(files, eos_id)
+
+
+def _eos_id(backend: tokenizers.Tokenizer, folder: Path) -> int | None:
+    """The end-of-text token that the files beside a tokenizer.json name, else a token with a usual name for it."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _read_json(folder / name).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            return backend.token_to_id(token)
+    ids = _read_json(folder / "config.json").get("eos_token_id")
+    if ids is not None:
+        return ids[0] if isinstance(ids, list) else ids
+    return next((i for i in map(backend.token_to_id, _KNOWN_EOS) if i is not None), None)
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"data.tokenizer: {path} is not JSON: {error}") from error

@@ -1,0 +1,206 @@
+"""How each logical tensor is cut over the mesh, derived from two tables: the model's dims and the user's rules.
+
+A **dim** is a named tensor dimension (`heads`), a rule sends it to a mesh axis (`tp`). A tensor's *local* part is what
+the axes of its dims leave on this rank; local tensors of one unit (embedding, a block, norm, head) stand one behind
+the other in a **flat** buffer, which is cut evenly over fsdp x cp. `runs` expresses any such part as pieces of the
+global row-major tensor. Initialising, saving, loading and resharding copy runs and know nothing else.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ndtrain.config import ConfigError
+from ndtrain.mesh import MeshSpec
+
+SHARD_AXES = ("fsdp", "cp")  # hold the same parameters and cut the flat buffers between them
+REPLICA_AXES = ("dp",)  # hold the same shards
+DATA_AXES = (*REPLICA_AXES, *SHARD_AXES)  # see different tokens, so every gradient is partial over them
+BATCH_AXES = ("dp", "fsdp")  # see different sequences
+MODEL_AXES = ("pp", "fsdp", "cp", "tp")  # hold different elements of the model
+
+
+class Run(NamedTuple):
+    """`length` elements that are contiguous both in the global row-major tensor and in the local part."""
+
+    global_start: int
+    local_start: int
+    length: int
+
+
+class Dim(NamedTuple):
+    """One tensor dimension: its name, how many units may be cut apart, and elements per unit (head_dim for heads)."""
+
+    name: str
+    units: int
+    width: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.units * self.width
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """One logical tensor as this rank holds it.
+
+    Attributes:
+        dims: the global dims.
+        cut: per dim (first element, elements) of the local part.
+        partial: mesh axes over which this tensor's local gradient must be summed.
+    """
+
+    name: str
+    dims: tuple[Dim, ...]
+    cut: tuple[tuple[int, int], ...]
+    partial: frozenset[str]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(d.size for d in self.dims)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(n for _, n in self.cut)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def local_numel(self) -> int:
+        return math.prod(self.local_shape)
+
+    def runs(self, start: int = 0, stop: int | None = None) -> list[Run]:
+        """The elements [start, stop) of the local row-major tensor as runs; `local_start` counts from `start`."""
+        stop = self.local_numel if stop is None else stop
+        inner = self._contiguous()
+        found: list[Run] = []
+        at = start
+        while at < stop:
+            length = min(inner - at % inner, stop - at)
+            begin = self._to_global(at)
+            if found and found[-1].global_start + found[-1].length == begin:
+                found[-1] = found[-1]._replace(length=found[-1].length + length)
+            else:
+                found.append(Run(begin, at - start, length))
+            at += length
+        return found
+
+    def _contiguous(self) -> int:
+        """Elements of the local tensor that are certainly contiguous in the global one: the dims after the last cut
+        dim, times what the cut leaves of that dim."""
+        inner = 1
+        for dim, (_, n) in zip(reversed(self.dims), reversed(self.cut), strict=True):
+            inner *= n
+            if n != dim.size:
+                break
+        return inner
+
+    def _to_global(self, local: int) -> int:
+        """Global row-major offset of the local row-major offset `local`."""
+        offset, stride = 0, 1
+        for dim, (first, n) in zip(reversed(self.dims), reversed(self.cut), strict=True):
+            local, i = divmod(local, n)
+            offset += (first + i) * stride
+            stride *= dim.size
+        return offset
+
+
+def even_cut(size: int, parts: int, index: int) -> tuple[int, int]:
+    """[start, stop) of part `index` when `size` is cut into `parts` of ceil(size / parts), the last ones short."""
+    each = -(-size // parts)
+    return min(size, each * index), min(size, each * (index + 1))
+
+
+class Layouts:
+    """The layout of every tensor of a model on one rank of a mesh.
+
+    Args:
+        tensors: name -> dims, the model's table applied to its sizes.
+        rules: dim -> mesh axis or None, the user's table.
+
+    Raises:
+        ConfigError: a rule names a dim that no tensor has, or an axis does not divide a dim.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, tuple[Dim, ...]], rules: Mapping[str, str | None], mesh: MeshSpec, rank: int
+    ):
+        self.mesh, self.rank = mesh, rank
+        known = {d.name for dims in tensors.values() for d in dims}
+        for name in rules:
+            if name not in known:
+                raise ConfigError(
+                    f"layout.rules.{name}: no parameter has such a dim; known: {', '.join(sorted(known))}"
+                )
+        self._by_name = {name: self._layout(name, dims, rules) for name, dims in tensors.items()}
+
+    def __getitem__(self, name: str) -> TensorLayout:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise KeyError(f"parameter {name!r} has no row in the model's dim table") from None
+
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def _layout(self, name: str, dims: tuple[Dim, ...], rules: Mapping[str, str | None]) -> TensorLayout:
+        axes = [rules.get(d.name) for d in dims]
+        cut = tuple(self._cut(name, d, axis) for d, axis in zip(dims, axes, strict=True))
+        return TensorLayout(name, dims, cut, frozenset(DATA_AXES))
+
+    def _cut(self, name: str, dim: Dim, axis: str | None) -> tuple[int, int]:
+        n = self.mesh.size(axis) if axis else 1
+        if dim.units % n:
+            raise ConfigError(f"{name}: mesh.{axis}={n} does not divide its {dim.units} {dim.name}")
+        each = dim.size // n
+        return (self.mesh.coords(self.rank)[axis] * each if n > 1 else 0), each
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The flat buffer of one unit: its local tensors one behind the other, matrices before vectors (so that a
+    weight-decay group is one slice), padded to a multiple of `parts`.
+
+    Attributes:
+        offsets: name -> start in the flat buffer.
+        decayed: elements that belong to matrices; they come first.
+        parts: over how many ranks it is cut; part `i` is `bounds(i)`.
+    """
+
+    tensors: tuple[TensorLayout, ...]
+    offsets: dict[str, int]
+    decayed: int
+    numel: int  # padded
+    parts: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorLayout], parts: int) -> "FlatLayout":
+        ordered = tuple(sorted(tensors, key=lambda t: len(t.dims) < 2))  # stable: model order within each kind
+        offsets, at = {}, 0
+        for t in ordered:
+            offsets[t.name] = at
+            at += t.local_numel
+        decayed = sum(t.local_numel for t in ordered if len(t.dims) >= 2)
+        return cls(ordered, offsets, decayed, -(-at // parts) * parts, parts)
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        """[start, stop) of a part in the flat buffer."""
+        return even_cut(self.numel, self.parts, part)
+
+    def decayed_in(self, start: int, stop: int) -> int:
+        """How many elements of [start, stop), counted from its front, belong to matrices."""
+        return max(0, min(stop, self.decayed) - start)
+
+    def runs(self, start: int, stop: int) -> list[tuple[TensorLayout, list[Run]]]:
+        """The elements [start, stop) of the flat buffer as runs of each tensor; `local_start` counts from `start`."""
+        found = []
+        for t in self.tensors:
+            at = self.offsets[t.name]
+            a, b = max(start, at), min(stop, at + t.local_numel)
+            if a < b:
+                shift = a - start
+                found.append((t, [r._replace(local_start=r.local_start + shift) for r in t.runs(a - at, b - at)]))
+        return found

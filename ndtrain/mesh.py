@@ -1,0 +1,114 @@
+"""The mesh: named axes over ranks, as pure arithmetic (`MeshSpec`) and as process groups (`Mesh`).
+
+An **axis** is one of pp, dp, fsdp, cp, tp; a **coord** is a position on one axis. Ranks are laid out row-major in
+`order`, outer to inner, so the last axis has neighbouring ranks.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ndtrain.config import AXES, MeshConfig
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """Axis names outer to inner with their sizes. Needs no processes."""
+
+    order: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cfg: MeshConfig) -> "MeshSpec":
+        return cls(tuple(cfg.order), tuple(getattr(cfg, axis) for axis in cfg.order))
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes)
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along `axes` together."""
+        return math.prod(self.sizes[self.order.index(a)] for a in axes)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Axis -> coord of a global rank."""
+        found = {}
+        for axis, size in zip(reversed(self.order), reversed(self.sizes), strict=True):
+            rank, found[axis] = divmod(rank, size)
+        return {a: found[a] for a in self.order}
+
+    def rank(self, coords: dict[str, int]) -> int:
+        """Global rank at `coords`, the inverse of `coords()`."""
+        rank = 0
+        for axis, size in zip(self.order, self.sizes, strict=True):
+            rank = rank * size + coords[axis]
+        return rank
+
+    def index(self, rank: int, *axes: str) -> int:
+        """Position of `rank` among the ranks that differ from it only along `axes`, in mesh order."""
+        coords, position = self.coords(rank), 0
+        for axis in self._ordered(axes):
+            position = position * self.size(axis) + coords[axis]
+        return position
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """All groups of ranks that differ only along `axes`; within a group, by `index`."""
+        inner = self._ordered(axes)
+        outer = [a for a in self.order if a not in inner]
+        ranges = lambda names: product(*(range(self.size(a)) for a in names))
+        return [
+            [self.rank(dict(zip(outer, o, strict=True)) | dict(zip(inner, i, strict=True))) for i in ranges(inner)]
+            for o in ranges(outer)
+        ]
+
+    def _ordered(self, axes: tuple[str, ...]) -> list[str]:
+        return [a for a in self.order if a in axes]
+
+
+class Mesh:
+    """A `MeshSpec` seen from one rank, with process groups. A group of one rank is `None`: nothing to send.
+
+    Groups of several axes (fsdp x cp) are made on first use, which every rank must reach in the same order.
+    """
+
+    def __init__(self, spec: MeshSpec, rank: int, device: torch.device):
+        self.spec, self.rank, self.device = spec, rank, device
+        self.coords = spec.coords(rank)
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+
+    @cached_property
+    def _device_mesh(self) -> DeviceMesh:
+        ranks = torch.arange(self.spec.world_size).view(self.spec.sizes)
+        return DeviceMesh(self.device.type, ranks, mesh_dim_names=self.spec.order)
+
+    def size(self, *axes: str) -> int:
+        return self.spec.size(*axes)
+
+    def index(self, *axes: str) -> int:
+        """This rank's position along `axes` together."""
+        return self.spec.index(self.rank, *axes)
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The process group of the ranks that differ from this one only along `axes`; None where that is one rank."""
+        wide = tuple(a for a in self.spec.order if a in axes and self.spec.size(a) > 1)
+        if wide not in self._groups:
+            self._groups[wide] = self._make(wide)
+        return self._groups[wide]
+
+    def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        if not axes:
+            return None
+        if len(axes) == 1:
+            return self._device_mesh.get_group(axes[0])
+        if self.spec.size(*axes) == self.spec.world_size:
+            return dist.group.WORLD
+        return self._device_mesh[axes]._flatten("_".join(axes)).get_group()
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        return self.group(*AXES)

@@ -1,0 +1,141 @@
+"""What rank 0 shows: a live progress bar on a terminal, plain lines anywhere else."""
+
+import contextlib
+import os
+import sys
+import time
+from collections import deque
+from typing import Any, TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TextColumn
+
+_WINDOW = 20  # steps the shown rates are averaged over
+_REFRESH_S = 0.1
+_LEAST_BAR = 4  # characters; rich draws no shorter bar
+
+
+class Console:
+    """Shows a run of `total` steps. Rates leave out the first step (it compiles, warms up and fills caches) and are
+    averages over the last `_WINDOW` steps.
+
+    Args:
+        total: the last step of this run.
+        log_every: steps between plain lines; the bar moves every step.
+        stream: where to; None: stdout. It gets the bar if it is a terminal that can move its cursor.
+    """
+
+    def __init__(self, total: int, log_every: int, stream: TextIO | None = None):
+        self._total = total
+        self._log_every = log_every
+        self._stream = stream or sys.stdout
+        self._rows: deque[dict[str, Any]] = deque(maxlen=_WINDOW)
+        self._warm = False
+        live = self._stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+        self._bar = _Bar(total, self._stream) if live else None
+
+    def update(self, row: dict[str, Any]) -> None:
+        """Shows the step of `row`, a row of metrics.jsonl."""
+        if self._warm:
+            self._rows.append(row)
+        self._warm = True
+        step = row["step"]
+        if self._bar:
+            self._bar.update(step, [f"loss {row['loss']:.4f}", *self._rates(step, ("tok/s", "MFU", "left"))])
+        elif step % self._log_every == 0 or step == self._total:
+            rates = self._rates(step, ("tok/s", "MFU", "s/step", "left"))
+            self._print("  ".join([f"step {step}/{self._total}", *_state(row), *rates]))
+
+    def note(self, text: str) -> None:
+        """Prints a line, above the bar where there is one."""
+        if self._bar:
+            self._bar.print(text)
+        else:
+            self._print(text)
+
+    def warn(self, text: str) -> None:
+        self.note(f"warning: {text}")
+
+    def close(self) -> None:
+        """Leaves the bar as it stands and gives the terminal back."""
+        if self._bar:
+            self._bar.close()
+
+    def _rates(self, step: int, which: tuple[str, ...]) -> list[str]:
+        """The averages asked for, ready to show; none before the second step."""
+        if not self._rows:
+            return []
+        seconds = sum(row["step_time_s"] for row in self._rows)
+        step_s = seconds / len(self._rows)
+        rate, mfu = (sum(r[k] * r["step_time_s"] for r in self._rows) / seconds for k in ("tokens_per_s", "mfu"))
+        shown = {
+            "tok/s": f"{rate:,.0f} tok/s",
+            "MFU": f"MFU {100 * mfu:.1f} %",
+            "s/step": f"{step_s:.3g} s/step",
+            "left": f"left {duration(step_s * (self._total - step))}",
+        }
+        return [shown[key] for key in which]
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk behind a redirected stdout must not end the training
+            print(text, file=self._stream, flush=True)
+
+
+class _Bar:
+    """rich's progress bar, drawn by the training thread itself at most every `_REFRESH_S`."""
+
+    def __init__(self, total: int, stream: TextIO):
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[stats]}", markup=False),
+            console=RichConsole(file=stream),
+            auto_refresh=False,
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=total, stats="")
+        self._total = total
+        self._started = False
+        self._drawn = float("-inf")
+
+    def update(self, step: int, figures: list[str]) -> None:
+        """Shows as many of `figures` as the terminal is wide enough for, the first at any width."""
+        room = self._progress.console.width - len(f"step {step}/{self._total} ") - _LEAST_BAR - 1
+        while len(figures) > 1 and len("  ".join(figures)) > room:
+            figures = figures[:-1]
+        if not self._started:
+            self._started = True
+            self._progress.start()
+            self._progress.console.show_cursor(True)  # rich hides it, and a killed process could not bring it back
+        self._progress.update(self._task, completed=step, stats="  ".join(figures))
+        now = time.monotonic()
+        if now - self._drawn >= _REFRESH_S or step == self._total:
+            self._progress.refresh()
+            self._drawn = now
+
+    def print(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._started:
+            self._progress.stop()
+            self._started = False
+
+
+def _state(row: dict[str, Any]) -> list[str]:
+    shown = [f"loss {row['loss']:.4f}"]
+    if row["grad_norm"] is not None:
+        shown.append(f"grad_norm {row['grad_norm']:.2f}")
+    return [*shown, f"lr {row['lr']:.1e}"]
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: 32s, 1m32s, 3h05m, 2d04h."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{s:02}s" if minutes else f"{s}s"

@@ -1,0 +1,81 @@
+"""metrics.jsonl: one JSON object a line, one line a step."""
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+class JsonlWriter:
+    """Appends rows to `path`, each in the file when `write` returns.
+
+    Rows of steps after `resume_step`, which the run is about to repeat, are dropped first, and so is what a kill left
+    torn; the file holds exactly one line per step. 0 starts afresh.
+
+    Raises:
+        OSError: the file cannot be read, rewritten or opened.
+    """
+
+    def __init__(self, path: Path, resume_step: int):
+        _keep_until(path, resume_step)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the life of the run)
+        self._waiting = b""
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends `row`, a flat dict of numbers, strings and None; NaN and infinities become null, which JSON has.
+
+        A write that fails leaves no torn line: the row waits and goes out with the next one.
+
+        Raises:
+            OSError: the disk is full, or the file is gone.
+        """
+        self._waiting += _line(row)
+        size = os.fstat(self._file.fileno()).st_size
+        written = self._file.write(self._waiting)
+        if written < len(self._waiting):
+            self._file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+        self._waiting = b""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps({key: _plain(value) for key, value in row.items()}, allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """A number of any library as Python's own, or None where it is not finite."""
+    if value is None or isinstance(value, int | str):
+        return value
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Rewrites the file to its rows of steps up to `step`: a temporary file and a rename, so a kill loses nothing."""
+    if not path.exists():
+        return
+    before = path.read_bytes()
+    rows = {}
+    for line in before.splitlines(keepends=True):
+        at = _step_of(line)
+        if at is not None and at <= step:
+            rows[at] = line
+    after = b"".join(rows.values())
+    if after == before:
+        return
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(after)
+    part.replace(path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a whole line; None for a torn one."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,132 @@
+"""The wandb run of a training run. wandb is a guest: it never asks, never waits long, and never stops the training."""
+
+import netrc
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from omegaconf import OmegaConf
+
+from ndtrain.config import Config
+
+_INIT_TIMEOUT_S = 15.0  # a server that does not answer holds up the start for this long
+_FINISH_TIMEOUT_S = 60.0  # and the end for this long; `wandb sync` uploads what is left
+
+
+class WandbLogger:
+    """Logs rows to a wandb run under `<run_dir>/wandb`, whose id in `<run_dir>/wandb_id` is kept across resumes.
+
+    Online if the user is logged in (an API key in the environment, in wandb's settings or in netrc) and WANDB_MODE does
+    not say otherwise, else offline. Whatever fails in wandb is one line to `warn`, after which nothing is logged.
+
+    Attributes:
+        where: the run's page, or its folder when offline; None where wandb is off.
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path, warn: Callable[[str], None]):
+        self._warn = warn
+        self._run = None
+        self.where: str | None = None
+        try:
+            self._run = self._start(cfg, run_dir)
+            self.where = None if self._run.disabled else self._run.url or self._run.settings.sync_dir
+        except Exception as error:
+            warn(f"wandb is off: {_one_line(error)}")
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Logs `row` at `row["step"]`; an online run drops a step it already has."""
+        if self._run is None:
+            return
+        try:
+            self._run.log(row, step=row["step"], commit=True)
+        except Exception as error:
+            self._run = None
+            self._warn(f"wandb failed at step {row['step']} and is off from here: {_one_line(error)}")
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Flushes and ends the run. Does nothing the second time, also when a signal interrupts the first."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        try:
+            run.finish(exit_code=exit_code)
+        except Exception as error:
+            self._warn(f"wandb did not finish: {_one_line(error)}")
+
+    def _start(self, cfg: Config, run_dir: Path) -> Any:
+        """The wandb Run: as the user has set wandb up, or offline where that fails."""
+        import wandb  # heavy, and optional: a broken installation must not stop a run
+
+        settings = _settings(wandb)
+        mode = _mode(wandb.setup(settings=settings).settings, self._warn)
+        arguments = {
+            "project": cfg.logger.project,
+            "name": cfg.run.name,
+            "dir": str(run_dir),
+            "id": _run_id(run_dir / "wandb_id"),
+            "resume": "allow",
+            "config": OmegaConf.to_container(OmegaConf.structured(cfg), resolve=True),
+            "allow_val_change": True,  # a resumed run may change its mesh
+            "settings": settings,
+        }
+        try:
+            return wandb.init(mode=mode, **arguments)
+        except Exception as error:
+            if mode == "offline":
+                raise
+            self._warn(f"wandb logs offline, to be sent with `wandb sync`: {_one_line(error)}")
+            wandb.teardown(exit_code=1)  # its service still holds the run's id
+            wandb.setup(settings=settings)
+            return wandb.init(mode="offline", **arguments)
+
+
+def _settings(wandb: Any) -> Any:
+    """Silent, short timeouts, and stdout left alone (the progress bar has it); settings an older wandb lacks are left
+    out."""
+    wanted = {
+        "silent": True,
+        "console": "off",
+        "init_timeout": _INIT_TIMEOUT_S,
+        "login_timeout": _INIT_TIMEOUT_S,
+        "finish_timeout": _FINISH_TIMEOUT_S,
+    }
+    return wandb.Settings(**{key: value for key, value in wanted.items() if key in wandb.Settings.model_fields})
+
+
+def _mode(settings: Any, warn: Callable[[str], None]) -> str | None:
+    """`mode` for `wandb.init`: None leaves it to the user's own setting. Without credentials an online run would
+    prompt for them, so it is offline whatever the setting."""
+    if settings.mode in ("offline", "dryrun", "disabled") or _logged_in(settings):
+        return None
+    if os.environ.get("WANDB_MODE"):
+        warn(f"WANDB_MODE={settings.mode} but wandb has no API key (`wandb login`): logging offline")
+    return "offline"
+
+
+def _logged_in(settings: Any) -> bool:
+    """Whether there are credentials for the server, looked for where wandb itself looks."""
+    if settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    named = os.environ.get("NETRC")
+    for path in [named] if named else ["~/.netrc", "~/_netrc"]:
+        try:
+            if netrc.netrc(Path(path).expanduser()).authenticators(urlsplit(settings.base_url).netloc):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def _run_id(path: Path) -> str:
+    """The run's id: the one kept in `path`, made at the first start."""
+    if not path.exists():
+        path.write_text(secrets.token_hex(4) + "\n")
+    return path.read_text().strip()
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

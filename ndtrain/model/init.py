@@ -1,0 +1,46 @@
+"""Initial weights as a pure function of (seed, parameter name, element), so that every mesh starts from one model.
+
+Element `e` of a parameter is made from the `e`-th 64-bit word of a Philox counter stream (Salmon et al., 2011) keyed
+by seed and name: any range can be drawn on its own.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ndtrain.config import ModelConfig
+
+_WORDS_PER_COUNT = 4  # Philox-4x64 yields four words per counter
+_BLOCK = 1 << 20  # elements drawn at one time
+
+
+def standard_normal(seed: int, name: str, start: int, length: int) -> Tensor:
+    """Elements [start, start + length) of the parameter's N(0, 1) stream, fp64 [length]."""
+    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
+    lead = start % _WORDS_PER_COUNT
+    bits = np.random.Philox(key=np.frombuffer(digest[:16], dtype=np.uint64), counter=start // _WORDS_PER_COUNT)
+    words = bits.random_raw(lead + length)[lead:]
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # inside (0, 1)
+    return torch.special.ndtri(torch.from_numpy(uniform))
+
+
+def fill(out: Tensor, m: ModelConfig, seed: int, name: str, start: int) -> None:
+    """Writes elements [start, start + out.numel()) of the parameter's initial value into the 1-D `out`."""
+    if name.endswith("norm.weight"):
+        out.fill_(1)
+    elif name.endswith(".bias"):
+        out.fill_(0)
+    else:
+        std = _std(m, name)
+        for at in range(0, out.numel(), _BLOCK):
+            piece = out[at : at + _BLOCK]
+            piece.copy_(standard_normal(seed, name, start + at, piece.numel()) * std)
+
+
+def _std(m: ModelConfig, name: str) -> float:
+    """Projections that write to the residual stream are scaled down by its depth (GPT-2, Radford et al., 2019)."""
+    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if writes_residual else 1)

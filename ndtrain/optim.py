@@ -1,0 +1,99 @@
+"""AdamW on this rank's shards, the global gradient norm from layouts, and learning-rate schedules."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ndtrain.collectives import Group, all_gather_row
+from ndtrain.config import OptimConfig
+from ndtrain.parallel.fsdp import ShardedUnits
+
+# ------------------------------------------------------------------------------------------------- learning rate
+
+
+def learning_rate(cfg: OptimConfig, step: int, total_steps: int) -> float:
+    """The rate of the update that makes step `step` (from 1).
+
+    Linear warmup to `lr` over `warmup` steps, then by `schedule` down to `min_lr` at `decay_steps`: constant, linear,
+    cosine, or wsd (constant, then linear over the last fraction `wsd_decay`; Hu et al., 2024, arXiv:2404.06395).
+    """
+    if step <= cfg.warmup:
+        return cfg.lr * step / cfg.warmup
+    end = total_steps if cfg.decay_steps is None else cfg.decay_steps
+    start = cfg.warmup if cfg.schedule != "wsd" else max(cfg.warmup, end - round(cfg.wsd_decay * end))
+    done = min(1.0, max(0.0, (step - start) / max(1, end - start)))
+    left = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "wsd": 1 - done,
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+    }[cfg.schedule]
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
+
+
+# ------------------------------------------------------------------------------------------------------ the update
+
+
+class Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) over the shards of all units.
+
+    Each unit's shard is at most two tensors, matrices (decayed) and vectors (not): slices of the flat buffers.
+
+    Args:
+        group: the ranks whose shards together are the model.
+    """
+
+    def __init__(self, units: ShardedUnits, cfg: OptimConfig, group: Group):
+        self.cfg, self.group = cfg, group
+        self._steps: list[Tensor] = []
+        decayed, plain, state = [], [], {}
+        for unit in units.units.values():
+            cut = unit.layout.decayed_in(*unit.layout.bounds(units.index))
+            for kind, span in ((decayed, slice(0, cut)), (plain, slice(cut, None))):
+                weight = unit.master[span]
+                if weight.numel():
+                    weight.grad = unit.grad[span]
+                    kind.append(weight)
+                    self._steps.append(torch.zeros((), dtype=torch.float32, device=weight.device))
+                    state[weight] = {
+                        "step": self._steps[-1],
+                        "exp_avg": unit.exp_avg[span],
+                        "exp_avg_sq": unit.exp_avg_sq[span],
+                    }
+        self._weights = decayed + plain
+        by_group = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self._adamw = torch.optim.AdamW(
+            [g for g in by_group if g["params"]], lr=cfg.lr, betas=tuple(cfg.betas), eps=cfg.eps, fused=True
+        )
+        self._adamw.state.update(state)
+        self._fuses_clip = bool(self._weights) and self._weights[0].dtype == torch.float32
+
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm of the whole model's gradient, each element counted once; fp64, the same bits on every rank."""
+        norms = torch.stack(torch._foreach_norm([w.grad for w in self._weights]))
+        mine = norms.double().square().sum().view(1)
+        rows, flight = all_gather_row(mine, self.group)
+        flight.wait()
+        return rows.sum().sqrt()
+
+    def step(self, step: int, lr: float, norm: Tensor) -> None:
+        """Clips by `norm` and makes update number `step` (from 1)."""
+        if self.cfg.clip is not None:
+            self._clip((norm + 1e-6) / self.cfg.clip)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        torch._foreach_zero_(self._steps)
+        torch._foreach_add_(self._steps, step - 1)  # the optimizer counts this one itself
+        self._adamw.step()
+
+    def _clip(self, excess: Tensor) -> None:
+        """Divides the gradients by `excess`, where that is more than 1."""
+        excess = excess.clamp(min=1)
+        if self._fuses_clip:  # as GradScaler hands it to the fused kernel: one pass over the gradients less
+            self._adamw.grad_scale, self._adamw.found_inf = (
+                excess.float(),
+                torch.zeros_like(excess, dtype=torch.float32),
+            )
+        else:  # that kernel takes an fp32 scale only
+            torch._foreach_div_([w.grad for w in self._weights], excess)

@@ -1,0 +1,47 @@
+"""dp: ranks that hold the same parameter shards and see different tokens. Finished gradients are all-reduced in
+buckets while the backward goes on."""
+
+from torch import Tensor
+
+from ndtrain.collectives import Group, Pending, all_reduce
+
+BUCKET_BYTES = 4 << 20  # smaller neighbours are sent together: below this, gloo's all_reduce costs its latency
+
+
+class ReplicaReducer:
+    """Sums gradient slices over the replicas, in place.
+
+    Slices come in backward order, so each usually ends where the one before began: those are merged, up to
+    BUCKET_BYTES, into one message.
+    """
+
+    def __init__(self, group: Group):
+        self._group = group
+        self._buffer: Tensor | None = None
+        self._span = (0, 0)
+        self._flights: list[Pending] = []
+
+    def add(self, buffer: Tensor, start: int, stop: int) -> None:
+        """buffer[start:stop] is final on this rank. Every rank must call in the same order."""
+        if self._group is None:
+            return
+        if self._buffer is buffer and stop == self._span[0]:
+            self._span = (start, self._span[1])
+        else:
+            self._launch()
+            self._buffer, self._span = buffer, (start, stop)
+        if (self._span[1] - self._span[0]) * buffer.element_size() >= BUCKET_BYTES:
+            self._launch()
+
+    def _launch(self) -> None:
+        if self._buffer is None:
+            return
+        self._flights.append(all_reduce(self._buffer[slice(*self._span)], self._group))
+        self._buffer = None
+
+    def finish(self) -> None:
+        """Every slice holds the sum."""
+        self._launch()
+        for flight in self._flights:
+            flight.wait()
+        self._flights.clear()

@@ -1,0 +1,240 @@
+"""fsdp (and cp): each unit's parameters are one flat buffer, cut evenly over the ranks that hold the same parameters.
+
+With N local parameters, n ranks, c bytes of compute precision and 4-byte master precision a rank holds
+
+| zero | parameters  | gradients | master + moments |
+|------|-------------|-----------|------------------|
+| 1    | N c         | 4 N       | 12 N / n         |
+| 2    | N c         | 4 N / n   | 12 N / n         |
+| 3    | one or two units while they compute | 4 N / n | 12 N / n |
+
+Where compute and master precision are one dtype and parameters stay resident (zero 1 and 2, or n = 1), the rank's own
+piece of the compute copy *is* the master: 4 N / n less.
+
+The idea of sharding all state is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.02054).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ndtrain.collectives import Group, Pending, all_gather, reduce_scatter
+from ndtrain.layout import FlatLayout
+from ndtrain.parallel.direct import Gradients
+from ndtrain.parallel.dp import ReplicaReducer
+
+
+@dataclass
+class Unit:
+    """One unit's buffers on this rank. Parameters are views of `full`, their `.grad` views of `full_grad`.
+
+    Attributes:
+        full: all local elements in compute precision; its storage is empty while a zero=3 unit is not in use.
+        master, exp_avg, exp_avg_sq, grad: this rank's elements in master precision.
+    """
+
+    name: str
+    layout: FlatLayout
+    parameters: dict[str, nn.Parameter]
+    full: Tensor
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    grad: Tensor
+    full_grad: Tensor | None
+    grad_at: tuple[Tensor, int]  # the buffer that `grad` is a slice of, and where
+    ready: bool = False  # full holds the current weights
+    gather: Pending | None = None
+    reduced_before: bool = False  # grad already holds earlier microbatches of this step
+
+
+class ShardedUnits:
+    """All units of a stage on this rank: their state, and when it is gathered, freed and reduced.
+
+    Args:
+        layouts: unit name -> flat layout, in model order.
+        group, index: the ranks that cut the flat buffers between them, and this rank's place among them.
+        gradients: through which matrices' gradients come (`direct_ops`); None where autograd adds them all.
+        zero: 1, 2 or 3, as above.
+        compute, master: dtypes.
+    """
+
+    def __init__(
+        self,
+        layouts: dict[str, FlatLayout],
+        group: Group,
+        index: int,
+        replicas: ReplicaReducer,
+        gradients: Gradients | None,
+        zero: int,
+        compute: torch.dtype,
+        master: torch.dtype,
+        device: torch.device,
+    ):
+        self.group, self.index, self.replicas, self.gradients = group, index, replicas, gradients
+        parts = next(iter(layouts.values())).parts
+        self.keeps_full = zero < 3 or (parts == 1 and compute == master)
+        self.keeps_grad = zero == 1 or parts == 1
+        self.shares_master = self.keeps_full and compute == master
+        self.compute, self.master, self.device = compute, master, device
+        self._reductions: list[tuple[Unit, Tensor, Pending, bool]] = []
+        self.units = self._allocate(layouts)
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def _allocate(self, layouts: dict[str, FlatLayout]) -> dict[str, Unit]:
+        """One buffer of each kind for the whole stage, in model order, so that the optimizer sees few tensors and
+        neighbouring gradients can travel in one message."""
+        local = sum(f.numel for f in layouts.values())
+        parts = next(iter(layouts.values())).parts
+        empty = lambda n, dtype: torch.zeros(n, dtype=dtype, device=self.device)
+        full = empty(local, self.compute) if self.keeps_full else None
+        master = None if self.shares_master else empty(local // parts, self.master)
+        grad = empty(local if self.keeps_grad else local // parts, self.master)
+        exp_avg, exp_avg_sq = empty(local // parts, self.master), empty(local // parts, self.master)
+        units, at, shard_at = {}, 0, 0
+        for name, layout in layouts.items():
+            start, stop = layout.bounds(self.index)
+            size = stop - start
+            unit_full = full[at : at + layout.numel] if self.keeps_full else empty(layout.numel, self.compute)
+            grad_start = at + start if self.keeps_grad else shard_at
+            span = slice(shard_at, shard_at + size)
+            units[name] = unit = Unit(
+                name=name,
+                layout=layout,
+                parameters=_parameters(unit_full, layout, self.master),
+                full=unit_full.data,  # a version counter of its own: a gather is no in-place change of a saved weight
+                master=unit_full.data[start:stop] if self.shares_master else master[span],
+                exp_avg=exp_avg[span],
+                exp_avg_sq=exp_avg_sq[span],
+                grad=grad[grad_start : grad_start + size],
+                full_grad=grad[at : at + layout.numel] if self.keeps_grad else None,
+                grad_at=(grad, grad_start),
+            )
+            if self.keeps_grad:
+                self._attach(unit)
+            if not self.keeps_full:
+                _resize(unit.full, 0)
+            at, shard_at = at + layout.numel, shard_at + size
+        return units
+
+    def state_bytes(self) -> int:
+        """Bytes of parameters, gradients, master weights and moments this rank holds now (shared storage once)."""
+        storages = {}
+        for unit in self.units.values():
+            for x in (unit.full, unit.master, unit.exp_avg, unit.exp_avg_sq, unit.grad, unit.full_grad):
+                if x is not None:
+                    storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return sum(storages.values())
+
+    # -------------------------------------------------------------------------------------------------- parameters
+
+    def fetch(self, name: str) -> None:
+        """Starts to gather the unit's weights, unless they are here or on their way."""
+        unit = self.units[name]
+        if unit.ready or unit.gather:
+            return
+        if not self.keeps_full:
+            _resize(unit.full, unit.layout.numel)
+        unit.gather = all_gather(unit.full, unit.master, self.group)
+
+    def use(self, name: str) -> None:
+        """The unit's weights are here when this returns."""
+        unit = self.units[name]
+        if unit.ready:
+            return
+        self.fetch(name)
+        unit.gather.wait()
+        unit.gather, unit.ready = None, True
+
+    def release(self, name: str) -> None:
+        """The unit's weights are not needed for now (zero=3 frees them)."""
+        unit = self.units[name]
+        if not self.keeps_full and unit.ready:
+            _resize(unit.full, 0)
+            unit.ready = False
+
+    def weights_changed(self) -> None:
+        """After an optimizer step or a load: what was gathered is stale."""
+        for unit in self.units.values():
+            self.release(unit.name)
+            unit.ready = False
+
+    # --------------------------------------------------------------------------------------------------- gradients
+
+    def begin_step(self) -> None:
+        """Gradients start anew."""
+        for unit in self.units.values():
+            unit.reduced_before = False
+            if self.keeps_grad:
+                self._start_gradient(unit)
+
+    def open_gradients(self, name: str) -> None:
+        """Backward through the unit may accumulate into `.grad` from now on."""
+        unit = self.units[name]
+        if unit.full_grad is None:
+            unit.full_grad = torch.empty(unit.layout.numel, dtype=self.master, device=self.device)
+            self._attach(unit)
+            self._start_gradient(unit)
+
+    def reduce(self, name: str, final: bool) -> None:
+        """The unit's gradient of this microbatch is complete on this rank; `final`: it was the step's last.
+
+        zero=1 sums over the ranks once, after the last microbatch; zero=2 and 3 after every one.
+        """
+        if self.keeps_grad and not final:
+            return
+        unit = self.units[name]
+        if self.gradients:
+            self.gradients.close(unit.parameters.values())
+        full, flight = unit.full_grad, reduce_scatter(unit.full_grad, self.group)
+        if not self.keeps_grad:
+            unit.full_grad = None  # the flight's alone: the unit's next backward opens another
+            for p in unit.parameters.values():
+                p.grad = None
+        self._land_reductions()  # the one before this, so that at most one is in flight
+        self._reductions.append((unit, full, flight, final))
+
+    def finish_step(self) -> None:
+        """Every unit's `grad` holds the sum over all microbatches, shards and replicas."""
+        self._land_reductions()
+        self.replicas.finish()
+
+    def _land_reductions(self) -> None:
+        for unit, full, flight, final in self._reductions:
+            flight.wait()
+            if not self.keeps_grad:
+                own = full[slice(*unit.layout.bounds(self.index))]
+                unit.grad.add_(own) if unit.reduced_before else unit.grad.copy_(own)
+                unit.reduced_before = True
+            if final:
+                buffer, start = unit.grad_at
+                self.replicas.add(buffer, start, start + unit.grad.numel())
+        self._reductions.clear()
+
+    def _start_gradient(self, unit: Unit) -> None:
+        """Matrices are overwritten by their first product; vectors, which autograd adds to, and the padding behind
+        them become zero."""
+        unit.full_grad[unit.layout.decayed if self.gradients else 0 :].zero_()
+        if self.gradients:
+            self.gradients.open([p for p in unit.parameters.values() if p.ndim > 1])
+
+    def _attach(self, unit: Unit) -> None:
+        for t in unit.layout.tensors:
+            at = unit.layout.offsets[t.name]
+            unit.parameters[t.name].grad = unit.full_grad[at : at + t.local_numel].view(t.local_shape)
+
+
+def _parameters(full: Tensor, layout: FlatLayout, grad_dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    found = {}
+    for t in layout.tensors:
+        at = layout.offsets[t.name]
+        found[t.name] = p = nn.Parameter(full[at : at + t.local_numel].view(t.local_shape))
+        if grad_dtype != p.dtype:
+            p.grad_dtype = grad_dtype
+    return found
+
+
+def _resize(x: Tensor, numel: int) -> None:
+    x.untyped_storage().resize_(numel * x.element_size())

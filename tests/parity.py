@@ -1,0 +1,139 @@
+"""The parity contract: any mesh gives the one-process run's loss, gradients, norm, weights and moments."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ndtrain.config import Config, load_config, resolve, world_from_env
+from ndtrain.data import Batch
+from ndtrain.layout import BATCH_AXES
+from ndtrain.mesh import Mesh, MeshSpec
+from ndtrain.model.loss import IGNORE
+from ndtrain.parallel.apply import build_stage, initialise
+from ndtrain.step import TrainingStep
+from tests.ranks import run_ranks
+
+STATE = ("gradient", "weight", "exp_avg", "exp_avg_sq")
+# 3 K/V and 6 query heads, vocabulary 101, hidden 36: sizes that 2, 4 and 8 do not divide once flat
+SHAPE = [
+    "model.vocab_size=101", "model.hidden_size=36", "model.intermediate_size=52", "model.num_hidden_layers=3",
+    "model.num_attention_heads=6", "model.num_key_value_heads=3", "train.seq_len=12", "train.loss_chunk=10",
+    "train.steps=3", "optim.lr=1e-2", "optim.clip=0.5", "model.initializer_range=0.3",
+]  # fmt: skip
+FP64 = ["precision.params=fp64", "precision.compute=fp64"]
+
+
+@dataclass
+class Run:
+    """What a run of some steps came to, on the whole model: per step losses and norms; per tensor the last state and
+    the first step's gradient."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # kind -> name -> tensor
+
+
+def mask_none(row: int, step: int, seq_len: int) -> int:
+    return 0
+
+
+def mask_uneven(row: int, step: int, seq_len: int) -> int:
+    """Leading labels that are ignored: rows differ widely, the first four (a rank's all, with 8 ranks) have no valid
+    token at all."""
+    return seq_len if row < 4 else int(np.random.default_rng((step, row, 1)).integers(0, seq_len))
+
+
+MASKS = {"none": mask_none, "uneven": mask_uneven}
+
+
+def make_batches(cfg: Config, mesh: Mesh, step: int, mask: str) -> list[Batch]:
+    """This rank's microbatches of random tokens; a row's content depends on (step, row) alone."""
+    t = cfg.train
+    each = t.global_batch // mesh.size(*BATCH_AXES)
+    first = mesh.index(*BATCH_AXES) * each
+    rows = []
+    for row in range(first, first + each):
+        tokens = np.random.default_rng((step, row)).integers(0, cfg.model.vocab_size, t.seq_len + 1)
+        labels = tokens[1:].copy()
+        labels[: MASKS[mask](row, step, t.seq_len)] = IGNORE
+        rows.append((torch.from_numpy(tokens[:-1]), torch.from_numpy(labels)))
+    groups = [rows[i : i + t.micro_batch] for i in range(0, each, t.micro_batch)]
+    return [Batch(torch.stack([x for x, _ in g]), torch.stack([y for _, y in g])) for g in groups]
+
+
+def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]]:
+    """On one rank: train.steps steps. Returns losses and norms, and every piece of state this rank owns as
+    (kind, name, global start, values)."""
+    rank, _, world = world_from_env()
+    cfg = resolve(load_config(overrides), world)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
+    stage = build_stage(cfg, mesh)
+    initialise(stage, cfg)
+    step = TrainingStep(cfg, mesh, stage)
+    run, pieces = Run(), []
+    update = step.optimizer.step
+
+    def keep_first_gradient(number, lr, norm):
+        if number == 1:
+            pieces.extend(owned(stage, "gradient", lambda u: u.grad))
+        update(number, lr, norm)
+
+    step.optimizer.step = keep_first_gradient
+    for number in range(1, cfg.train.steps + 1):
+        report = step.run(number, make_batches(cfg, mesh, number, mask))()
+        run.losses.append(report.loss)
+        run.norms.append(report.grad_norm)
+    for kind, part in (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        pieces.extend(owned(stage, kind, lambda u, part=part: getattr(u, part)))
+    return run, pieces
+
+
+def owned(stage, kind, part):
+    for unit in stage.units.units.values():
+        for tensor, runs in unit.layout.runs(*unit.layout.bounds(stage.units.index)):
+            for run in runs:
+                values = part(unit)[run.local_start : run.local_start + run.length].clone()
+                yield kind, tensor.name, tensor.shape, run.global_start, values
+
+
+def train(n: int, overrides: list[str], mask: str = "none") -> Run:
+    """A run on n ranks, assembled. Asserts that ranks agree on losses and norms, and replicas to the bit."""
+    results = run_ranks(rank_run, n, overrides, mask)
+    run = results[0][0]
+    for other, _ in results[1:]:
+        assert other.losses == run.losses and other.norms == run.norms, "ranks report different losses or norms"
+    for _, pieces in results:
+        for kind, name, shape, start, values in pieces:
+            whole = run.tensors.setdefault(kind, {}).setdefault(
+                name, torch.full(shape, float("nan"), dtype=values.dtype)
+            )
+            place = whole.view(-1)[start : start + values.numel()]
+            assert torch.equal(place, values) or place.isnan().all(), f"{kind} of {name} differs between replicas"
+            place.copy_(values)
+    for kind in STATE:
+        for name, whole in run.tensors[kind].items():
+            assert not whole.isnan().any(), f"{kind} of {name} is not whole (or not a number)"
+    return run
+
+
+def compare(run: Run, reference: Run, loss: float, state: float) -> None:
+    """Asserts the contract; on failure the message names the worst tensor.
+
+    Args:
+        loss: tolerance of losses, relative.
+        state: of norms, gradients, weights and moments, relative to each tensor's norm.
+    """
+    for got, want in zip(run.losses, reference.losses, strict=True):
+        assert abs(got - want) <= loss * max(1, abs(want)), f"loss {got!r}, reference {want!r}"
+    for got, want in zip(run.norms, reference.norms, strict=True):
+        assert abs(got - want) <= state * want, f"grad norm {got!r}, reference {want!r}"
+    for kind in STATE:
+        assert run.tensors[kind].keys() == reference.tensors[kind].keys()
+        off = {n: distance(run.tensors[kind][n], reference.tensors[kind][n]) for n in reference.tensors[kind]}
+        worst = max(off, key=off.get)
+        assert off[worst] <= state, f"{kind} of {worst} is off by {off[worst]:.2e} (bound {state:.0e})"
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()

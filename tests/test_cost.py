@@ -1,0 +1,121 @@
+"""FLOPs and bytes against figures worked out by hand."""
+
+import pytest
+
+from ndtrain import cost
+from ndtrain.config import ModelConfig, RecomputeConfig, load_config, resolve
+
+TINY = ModelConfig(
+    vocab_size=10,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+)
+# q and o are 8 x 24 each, k and v 8 x 12, gate, up and down 8 x 12
+TINY_BLOCK = 2 * 192 + 2 * 96 + 3 * 96
+
+
+def model(name: str) -> ModelConfig:
+    return resolve(load_config([f"model={name}"]), world_size=1).model
+
+
+def tiny(**changes) -> ModelConfig:
+    return ModelConfig(**{**vars(TINY), **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("llama3_2_1b", 1_235_814_400), ("llama3_8b", 8_030_261_248), ("llama_small", 9_965_824)],
+)
+def test_parameter_count_of_known_models(name, count):
+    assert cost.parameter_count(model(name)) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "vectors"),
+    [
+        ({}, 16),
+        ({"attention_bias": True}, 16 + 24 + 2 * 12 + 8),
+        ({"mlp_bias": True}, 16 + 2 * 12 + 8),
+        ({"model_type": "qwen2"}, 16 + 24 + 2 * 12),
+        ({"model_type": "qwen3"}, 16 + 2 * 6),
+    ],
+)
+def test_vectors_of_a_block_follow_the_model_type(changes, vectors):
+    assert cost.block_parameters(tiny(**changes)) == TINY_BLOCK + vectors
+
+
+def test_parameter_count_is_that_of_the_model():
+    """The description and the code that builds the model agree, for each kind of model."""
+    torch = pytest.importorskip("torch")
+    from ndtrain.model import Transformer
+
+    for changes in (
+        {},
+        {"tie_word_embeddings": True},
+        {"model_type": "qwen2"},
+        {"model_type": "qwen3"},
+        {"attention_bias": True, "mlp_bias": True},
+    ):
+        m = tiny(**changes)
+        with torch.device("meta"):
+            built = Transformer(m, range(m.num_hidden_layers), True, True)
+        assert sum(p.numel() for p in built.parameters()) == cost.parameter_count(m), changes
+
+
+def test_head_counts_as_matmul_whether_tied_or_not():
+    for tied in (False, True):
+        assert cost.matmul_parameters(tiny(tie_word_embeddings=tied)) == 3 * TINY_BLOCK + 80
+
+
+def test_flops_per_token():
+    assert cost.flops_per_token(TINY, 100) == 6 * (3 * TINY_BLOCK + 80) + 12 * 3 * 4 * 6 * 100
+    # Llama 3.1 8B at 8192 tokens: 6 x 7,504,658,432 + 12 x 32 x 32 x 128 x 8192
+    assert cost.flops_per_token(model("llama3_8b"), 8192) == 45_027_950_592 + 12_884_901_888
+
+
+def test_flops_add_up_from_blocks_and_head():
+    forward = 3 * cost.block_flops(TINY, 100) + cost.head_flops(TINY)
+    assert cost.flops_per_token(TINY, 100) == 3 * forward
+
+
+@pytest.mark.parametrize(("name", "again"), [("none", 0), ("full", 1), ("every", 1)])
+def test_recompute_adds_a_forward_of_the_blocks(name, again):
+    extra = again * 3 * (2 * TINY_BLOCK + 4 * 4 * 6 * 100)
+    flops = cost.hardware_flops_per_token(TINY, 100, RecomputeConfig(name=name, every=2))
+    assert flops == cost.flops_per_token(TINY, 100) + extra
+
+
+def test_unknown_recompute_mode_is_refused():
+    with pytest.raises(ValueError, match="recompute=selective"):
+        cost.hardware_flops_per_token(TINY, 100, RecomputeConfig(name="selective"))
+
+
+@pytest.mark.parametrize(
+    ("zero", "compute", "per_parameter"),
+    [(1, 2, 6 + 12 / 4), (1, 4, 8 + 12 / 4), (2, 2, 2 + 16 / 4), (2, 4, 4 + 16 / 4), (3, 2, 16 / 4), (3, 4, 16 / 4)],
+)
+def test_state_bytes_follow_the_design(zero, compute, per_parameter):
+    assert cost.state_bytes(1000, 4, zero, compute) == 1000 * per_parameter
+
+
+def test_state_bytes_in_fp64_and_shared():
+    assert cost.state_bytes(1000, 4, 1, 8, master_bytes=8) == 1000 * (16 + 24 / 4)
+    assert cost.state_bytes(1000, 4, 1, 4, shared=True) == cost.state_bytes(1000, 4, 1, 4) - 4 * 250
+    assert cost.state_bytes(1000, 4, 2, 4, shared=True) == cost.state_bytes(1000, 4, 2, 4) - 4 * 250
+    assert cost.state_bytes(1000, 4, 3, 4, shared=True) == cost.state_bytes(1000, 4, 3, 4)
+    assert cost.state_bytes(1000, 1, 3, 4) == 16_000
+
+
+def test_state_bytes_pads_to_equal_shards():
+    assert cost.state_bytes(10, 4, 3, 2) == 16 * 3
+
+
+def test_state_bytes_refuses_what_cannot_be():
+    with pytest.raises(ValueError, match="zero=0"):
+        cost.state_bytes(10, 1, 0, 4)
+    with pytest.raises(ValueError, match="2-byte"):
+        cost.state_bytes(10, 1, 1, 2, shared=True)
