@@ -74,7 +74,8 @@ class State:
 
 def _pieces(stage: Stage, mesh: Mesh, owned_only: bool) -> Iterator[tuple[Unit, str, int, slice]]:
     """(unit, tensor name, first element in the whole tensor, slice of the unit's shard buffers) of all this rank
-    holds, or of what it alone writes: replicas share a shard's elements out between them."""
+    holds, or of what it alone writes: replicas share a shard's elements out between them, and of copies the first
+    writes."""
     for unit in stage.units.units.values():
         start, stop = unit.layout.bounds(stage.units.index)
         first, last = start, stop
@@ -82,6 +83,8 @@ def _pieces(stage: Stage, mesh: Mesh, owned_only: bool) -> Iterator[tuple[Unit, 
             cut = even_cut(stop - start, mesh.size(*REPLICA_AXES), mesh.index(*REPLICA_AXES))
             first, last = start + cut[0], start + cut[1]
         for tensor, runs in unit.layout.runs(first, last):
+            if owned_only and tensor.copy > 0:
+                continue
             for run in runs:
                 at = first - start + run.local_start
                 yield unit, tensor.name, run.global_start, slice(at, at + run.length)
@@ -377,8 +380,10 @@ def load(path: Path, stage: Stage, mesh: Mesh) -> None:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
     whole = sums.to(mesh.device)
     all_reduce(whole.view(-1), mesh.world).wait()
-    readers = mesh.size(*REPLICA_AXES)  # each element was read, and summed, once by each replica
+    tensors = {prefix + n: stage.layouts[n] for n in stage.layouts.names() for ps in PARTS.values() for prefix, _ in ps}
     for (name, words), got in zip(expected.items(), whole.tolist(), strict=True):
+        # each element was read, and summed, by each replica and copy
+        readers = mesh.size(*REPLICA_AXES) * tensors[name].copies
         if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
             raise DamagedCheckpoint(f"{path} is damaged: the content of {name} is not what was written")
     stage.units.weights_changed()

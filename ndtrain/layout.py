@@ -4,10 +4,13 @@ A **dim** is a named tensor dimension (`heads`), a rule sends it to a mesh axis 
 the axes of its dims leave on this rank; local tensors of one unit (embedding, a block, norm, head) stand one behind
 the other in a **flat** buffer, which is cut evenly over fsdp x cp. `runs` expresses any such part as pieces of the
 global row-major tensor. Initialising, saving, loading and resharding copy runs and know nothing else.
+
+Neighbouring tp ranks may hold **copies** of one part: of a tensor that no rule cuts, or of a K/V head where tp exceeds
+their number. The first of them owns it: it alone counts the part in a norm and writes it to a checkpoint.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +22,11 @@ REPLICA_AXES = ("dp",)  # hold the same shards
 DATA_AXES = (*REPLICA_AXES, *SHARD_AXES)  # see different tokens, so every gradient is partial over them
 BATCH_AXES = ("dp", "fsdp")  # see different sequences
 MODEL_AXES = ("pp", "fsdp", "cp", "tp")  # hold different elements of the model
+CUT_AXIS = "tp"  # the axis that rules may send dims to
+
+UNEVEN = ("vocab",)  # dims whose parts may differ by one unit
+COPIED = ("kv_heads",)  # dims that may have fewer units than the axis has ranks: neighbours then hold the same one
+FOLLOWS = {"head_dim": "heads"}  # a tensor of the first dim is applied to activations that the second's rule cuts
 
 
 class Run(NamedTuple):
@@ -48,13 +56,18 @@ class TensorLayout:
     Attributes:
         dims: the global dims.
         cut: per dim (first element, elements) of the local part.
-        partial: mesh axes over which this tensor's local gradient must be summed.
+        partial: mesh axes over which this tensor's local gradient must be summed; over tp it is the sum of the copies'.
+        cut_dim: which dim a rule cuts.
+        copies, copy: how many neighbouring tp ranks hold this part, and which of them this rank is.
     """
 
     name: str
     dims: tuple[Dim, ...]
     cut: tuple[tuple[int, int], ...]
     partial: frozenset[str]
+    cut_dim: int | None = None
+    copies: int = 1
+    copy: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,28 +127,41 @@ def even_cut(size: int, parts: int, index: int) -> tuple[int, int]:
     return min(size, each * index), min(size, each * (index + 1))
 
 
+def fair_cut(size: int, parts: int, index: int) -> tuple[int, int]:
+    """[start, stop) of part `index` when `size` is cut into `parts` that differ by one at most."""
+    return size * index // parts, size * (index + 1) // parts
+
+
 class Layouts:
     """The layout of every tensor of a model on one rank of a mesh.
 
     Args:
         tensors: name -> dims, the model's table applied to its sizes.
         rules: dim -> mesh axis or None, the user's table.
+        stream: mesh axes over which the tokens of the residual stream are cut.
 
     Raises:
-        ConfigError: a rule names a dim that no tensor has, or an axis does not divide a dim.
+        ConfigError: a rule names a dim that no tensor has or an axis that cuts none, or an axis does not divide a dim.
     """
 
     def __init__(
-        self, tensors: Mapping[str, tuple[Dim, ...]], rules: Mapping[str, str | None], mesh: MeshSpec, rank: int
+        self,
+        tensors: Mapping[str, tuple[Dim, ...]],
+        rules: Mapping[str, str | None],
+        mesh: MeshSpec,
+        rank: int,
+        stream: Iterable[str] = DATA_AXES,
     ):
-        self.mesh, self.rank = mesh, rank
+        self.mesh, self.rank, self.rules, self.stream = mesh, rank, rules, frozenset(stream)
         known = {d.name for dims in tensors.values() for d in dims}
-        for name in rules:
+        for name, axis in rules.items():
             if name not in known:
                 raise ConfigError(
                     f"layout.rules.{name}: no parameter has such a dim; known: {', '.join(sorted(known))}"
                 )
-        self._by_name = {name: self._layout(name, dims, rules) for name, dims in tensors.items()}
+            if axis not in (None, CUT_AXIS):
+                raise ConfigError(f"layout.rules.{name}={axis}: only {CUT_AXIS} cuts dims: set it to {CUT_AXIS} or null")
+        self._by_name = {name: self._layout(name, dims) for name, dims in tensors.items()}
 
     def __getitem__(self, name: str) -> TensorLayout:
         try:
@@ -146,23 +172,38 @@ class Layouts:
     def names(self) -> list[str]:
         return list(self._by_name)
 
-    def _layout(self, name: str, dims: tuple[Dim, ...], rules: Mapping[str, str | None]) -> TensorLayout:
-        axes = [rules.get(d.name) for d in dims]
-        cut = tuple(self._cut(name, d, axis) for d, axis in zip(dims, axes, strict=True))
-        return TensorLayout(name, dims, cut, frozenset(DATA_AXES))
+    def _layout(self, name: str, dims: tuple[Dim, ...]) -> TensorLayout:
+        n, index = self.mesh.size(CUT_AXIS), self.mesh.coords(self.rank)[CUT_AXIS]
+        cut_dim = next((i for i, d in enumerate(dims) if self.rules.get(d.name)), None) if n > 1 else None
+        copies = n if cut_dim is None else 1
+        cut = [(0, d.size) for d in dims]
+        if cut_dim is not None:
+            dim = dims[cut_dim]
+            copies = max(1, n // dim.units) if dim.name in COPIED else 1
+            cut[cut_dim] = self._cut(name, dim, n // copies, index // copies)
+        partial = self._partial(dims, copies, cut_dim is not None)
+        return TensorLayout(name, dims, tuple(cut), partial, cut_dim, copies, index % copies)
 
-    def _cut(self, name: str, dim: Dim, axis: str | None) -> tuple[int, int]:
-        n = self.mesh.size(axis) if axis else 1
-        if dim.units % n:
-            raise ConfigError(f"{name}: mesh.{axis}={n} does not divide its {dim.units} {dim.name}")
-        each = dim.size // n
-        return (self.mesh.coords(self.rank)[axis] * each if n > 1 else 0), each
+    def _partial(self, dims: tuple[Dim, ...], copies: int, ruled: bool) -> frozenset[str]:
+        """A gradient is partial over the axes that cut the activations its tensor is applied to: those of the stream,
+        or of the dim it follows. An axis that cuts the tensor along with them leaves nothing to sum but over copies."""
+        axes = self.stream | {self.rules.get(FOLLOWS[d.name]) for d in dims if d.name in FOLLOWS} - {None}
+        if ruled:
+            axes = axes - {CUT_AXIS} if copies == 1 else axes | {CUT_AXIS}
+        return frozenset(axes)
+
+    def _cut(self, name: str, dim: Dim, parts: int, index: int) -> tuple[int, int]:
+        """(first element, elements) of part `index`."""
+        if dim.units % parts and not (dim.name in UNEVEN and dim.units > parts):
+            raise ConfigError(f"{name}: mesh.{CUT_AXIS}={self.mesh.size(CUT_AXIS)} does not divide its {dim.units} {dim.name}")
+        start, stop = fair_cut(dim.units, parts, index)
+        return start * dim.width, (stop - start) * dim.width
 
 
 @dataclass(frozen=True)
 class FlatLayout:
     """The flat buffer of one unit: its local tensors one behind the other, matrices before vectors (so that a
-    weight-decay group is one slice), padded to a multiple of `parts`.
+    weight-decay group is one slice) and within either the cut before the copied, padded to a multiple of `parts`.
 
     Attributes:
         offsets: name -> start in the flat buffer.
@@ -178,7 +219,8 @@ class FlatLayout:
 
     @classmethod
     def of(cls, tensors: Iterable[TensorLayout], parts: int) -> "FlatLayout":
-        ordered = tuple(sorted(tensors, key=lambda t: len(t.dims) < 2))  # stable: model order within each kind
+        # stable: model order within each kind
+        ordered = tuple(sorted(tensors, key=lambda t: (len(t.dims) < 2, t.copies)))
         offsets, at = {}, 0
         for t in ordered:
             offsets[t.name] = at
@@ -194,13 +236,26 @@ class FlatLayout:
         """How many elements of [start, stop), counted from its front, belong to matrices."""
         return max(0, min(stop, self.decayed) - start)
 
+    def tensors_in(self, start: int, stop: int) -> list[tuple[TensorLayout, int, int]]:
+        """(tensor, first, last) for each tensor with elements in [start, stop): where in the flat buffer they stand."""
+        spans = ((t, max(start, self.offsets[t.name]), min(stop, self.offsets[t.name] + t.local_numel)) for t in self.tensors)
+        return [(t, a, b) for t, a, b in spans if a < b]
+
     def runs(self, start: int, stop: int) -> list[tuple[TensorLayout, list[Run]]]:
         """The elements [start, stop) of the flat buffer as runs of each tensor; `local_start` counts from `start`."""
         found = []
-        for t in self.tensors:
+        for t, a, b in self.tensors_in(start, stop):
             at = self.offsets[t.name]
-            a, b = max(start, at), min(stop, at + t.local_numel)
-            if a < b:
-                shift = a - start
-                found.append((t, [r._replace(local_start=r.local_start + shift) for r in t.runs(a - at, b - at)]))
+            found.append((t, [r._replace(local_start=r.local_start + a - start) for r in t.runs(a - at, b - at)]))
+        return found
+
+    def slices(self, start: int, stop: int, wanted: Callable[[TensorLayout], bool]) -> list[slice]:
+        """The elements of [start, stop) that belong to `wanted` tensors as few slices, which count from `start`."""
+        found: list[slice] = []
+        for t, a, b in self.tensors_in(start, stop):
+            if not wanted(t):
+                continue
+            if found and found[-1].stop == a - start:
+                a = found.pop().start + start
+            found.append(slice(a - start, b - start))
         return found

@@ -100,6 +100,16 @@ class Mesh:
             self._groups[wide] = self._make(wide)
         return self._groups[wide]
 
+    def subgroup(self, axis: str, n: int) -> dist.ProcessGroup | None:
+        """The process group of this rank's `n` neighbours along `axis`: its ranks, cut into runs of n. Every rank must
+        ask for the same in the same order."""
+        if n == self.spec.size(axis):
+            return self.group(axis)
+        if n == 1:
+            return None
+        runs = [ranks[i : i + n] for ranks in self.spec.groups(axis) for i in range(0, len(ranks), n)]
+        return dist.new_subgroups_by_enumeration(runs)[0]
+
     def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         if not axes:
             return None

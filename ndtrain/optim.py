@@ -45,11 +45,14 @@ class Optimizer:
     """
 
     def __init__(self, units: ShardedUnits, cfg: OptimConfig, group: Group):
-        self.cfg, self.group = cfg, group
+        self.cfg, self.group, self.device = cfg, group, units.device
         self._steps: list[Tensor] = []
+        self._counted: list[Tensor] = []  # gradients, each element of the model on one rank alone
         decayed, plain, state = [], [], {}
         for unit in units.units.values():
-            cut = unit.layout.decayed_in(*unit.layout.bounds(units.index))
+            bounds = unit.layout.bounds(units.index)
+            self._counted += [unit.grad[s] for s in unit.layout.slices(*bounds, lambda t: t.copy == 0)]
+            cut = unit.layout.decayed_in(*bounds)
             for kind, span in ((decayed, slice(0, cut)), (plain, slice(cut, None))):
                 weight = unit.master[span]
                 if weight.numel():
@@ -71,8 +74,9 @@ class Optimizer:
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, each element counted once; fp64, the same bits on every rank."""
-        norms = torch.stack(torch._foreach_norm([w.grad for w in self._weights]))
-        mine = norms.double().square().sum().view(1)
+        mine = torch.zeros(1, dtype=torch.float64, device=self.device)
+        if self._counted:
+            mine += torch.stack(torch._foreach_norm(self._counted)).double().square().sum()
         rows, flight = all_gather_row(mine, self.group)
         flight.wait()
         return rows.sum().sqrt()

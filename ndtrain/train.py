@@ -39,7 +39,7 @@ from ndtrain.layout import BATCH_AXES
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.metrics import Metrics, keep_freed_memory, peak_flops, peak_memory_bytes, reset_peak_memory
 from ndtrain.model.hf import from_hf, read_hf_config
-from ndtrain.parallel.apply import DTYPES, Stage, build_stage, initialise
+from ndtrain.parallel.apply import DTYPES, Stage, build_stage, initialise, sequence_cut
 from ndtrain.step import StepReport, TrainingStep
 
 log = logging.getLogger("ndtrain")
@@ -284,14 +284,20 @@ def _say_start(run: Run, path: Path | None) -> None:
 
 
 def _order(cfg: Config, data: Data) -> dict[str, Any]:
-    """All that the tokens of a step depend on."""
+    """All that the tokens of a step, and which of them count, depend on."""
     return {
         "corpus": data.fingerprint,
         "run.seed": cfg.run.seed,
         "train.seq_len": cfg.train.seq_len,
         "train.global_batch": cfg.train.global_batch,
         "data.shuffle": cfg.data.shuffle,
+        "data.pack": _packed_at(cfg, data),
     }
+
+
+def _packed_at(cfg: Config, data: Data) -> int | None:
+    """The token that the documents of a sequence are told apart by; None without packing."""
+    return data.eos_id if cfg.data.pack else None
 
 
 # ------------------------------------------------------------------------------------------------------------- loop
@@ -304,7 +310,8 @@ def loop(run: Run) -> None:
     last = t.steps if t.stop_at is None else t.stop_at
     sequences = Sequences(run.data.train, t.seq_len, t.global_batch, cfg.run.seed, cfg.data.shuffle)
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-    make = lambda s: microbatches(sequences, s, rows, t.micro_batch)
+    cut, eos = sequence_cut(cfg), _packed_at(cfg, run.data)
+    make = lambda s: microbatches(sequences, s, rows, t.micro_batch, cut, mesh.index("cp"), eos)
     prefetcher = Prefetcher(make, run.state.step, last, cfg.data.prefetch, pin=mesh.device.type == "cuda")
     reset_peak_memory(mesh.device)
     read_previous: Callable[[], bool] = lambda: False

@@ -1,16 +1,17 @@
 """The parity contract: any mesh gives the one-process run's loss, gradients, norm, weights and moments."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from ndtrain.config import Config, load_config, resolve, world_from_env
-from ndtrain.data import Batch
+from ndtrain.data import Batch, microbatches, rows_of
 from ndtrain.layout import BATCH_AXES
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.model.loss import IGNORE
-from ndtrain.parallel.apply import build_stage, initialise
+from ndtrain.parallel.apply import build_stage, initialise, sequence_cut
 from ndtrain.step import TrainingStep
 from tests.ranks import run_ranks
 
@@ -47,19 +48,36 @@ def mask_uneven(row: int, step: int, seq_len: int) -> int:
 MASKS = {"none": mask_none, "uneven": mask_uneven}
 
 
+EOS = 7  # ends a document in packed runs
+
+
+@dataclass
+class RandomRows:
+    """In place of a corpus: a row's content depends on (step, row) alone."""
+
+    cfg: Config
+
+    def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
+        return np.stack([self._row(step, row) for row in rows])
+
+    def _row(self, step: int, row: int) -> np.ndarray:
+        draw = np.random.default_rng((step, row))
+        tokens = draw.integers(0, self.cfg.model.vocab_size, self.cfg.train.seq_len + 1)
+        if self.cfg.data.pack:
+            tokens[draw.random(tokens.size) < draw.choice([0.05, 0.3])] = EOS
+        return tokens
+
+
 def make_batches(cfg: Config, mesh: Mesh, step: int, mask: str) -> list[Batch]:
-    """This rank's microbatches of random tokens; a row's content depends on (step, row) alone."""
-    t = cfg.train
-    each = t.global_batch // mesh.size(*BATCH_AXES)
-    first = mesh.index(*BATCH_AXES) * each
-    rows = []
-    for row in range(first, first + each):
-        tokens = np.random.default_rng((step, row)).integers(0, cfg.model.vocab_size, t.seq_len + 1)
-        labels = tokens[1:].copy()
-        labels[: MASKS[mask](row, step, t.seq_len)] = IGNORE
-        rows.append((torch.from_numpy(tokens[:-1]), torch.from_numpy(labels)))
-    groups = [rows[i : i + t.micro_batch] for i in range(0, each, t.micro_batch)]
-    return [Batch(torch.stack([x for x, _ in g]), torch.stack([y for _, y in g])) for g in groups]
+    """This rank's microbatches of random tokens, cut as cp says."""
+    t, cut, part = cfg.train, sequence_cut(cfg), mesh.index("cp")
+    rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
+    batches = microbatches(RandomRows(cfg), step, rows, t.micro_batch, cut, part, EOS if cfg.data.pack else None)
+    places = torch.from_numpy(cut.index(part))
+    for i, row in enumerate(rows):
+        labels = batches[i // t.micro_batch].labels[i % t.micro_batch]
+        labels[places < MASKS[mask](row, step, t.seq_len)] = IGNORE
+    return batches
 
 
 def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]]:

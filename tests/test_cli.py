@@ -95,6 +95,15 @@ REFUSED = {  # overrides -> what the line must say
     "start from nowhere": (["init_from=/no/such/model"], ["init_from=/no/such/model", "config.json"]),
     "start from a folder without a model": (["init_from=/usr"], ["init_from=/usr", "config.json"]),
     "empty run folder name": (["run.dir="], ["run.dir"]),
+    "window of a llama": (["model.sliding_window=8"], ["model.sliding_window=8", "model.model_type=llama", "mistral"]),
+    "rule of an unknown dim": (["layout.rules.vocabs=tp"], ["layout.rules.vocabs", "'layout.rules.vocab'"]),
+    "rule with a new dim": (["+layout.rules.hidden=tp"], ["layout.rules.hidden", "vocab"]),
+    "rule with an unknown axis": (["layout.rules.mlp=tpp"], ["layout.rules.mlp=tpp", "tp"]),
+    "rule with an axis that cuts nothing": (["layout.rules.mlp=dp"], ["layout.rules.mlp=dp", "only tp"]),
+    "rules that part heads": (["layout.rules.heads=null"], ["layout.rules.kv_heads=tp", "layout.rules.heads"]),
+    "attention kind": (["cp.kind=rings"], ["cp.kind=rings", "'ring'", "ulysses"]),
+    "attention balance": (["cp.balance=zigzagg"], ["cp.balance=zigzagg", "'zigzag'"]),
+    "cap": (["model.attn_logit_softcapping=0"], ["model.attn_logit_softcapping=0", "positive"]),
 }  # fmt: skip
 
 
@@ -114,8 +123,26 @@ WORLDS = {  # (ranks started, overrides) -> what the line must say; refused befo
     "no rest": (4, ["mesh.dp=3", "mesh.fsdp=-1"], ["dp=3", "does not divide the 4 ranks"]),
     "batch over the mesh": (8, ["mesh.fsdp=8"], ["train.global_batch=8", "= 16", "try train.global_batch=16"]),
     "pp to come": (2, ["mesh.pp=2"], ["mesh.pp=2", "not yet", "mesh.pp=1"]),
-    "cp to come": (2, ["mesh.cp=-1"], ["mesh.cp=-1", "not yet", "mesh.cp=1"]),
-    "tp to come": (4, ["mesh.tp=2", "mesh.fsdp=2"], ["mesh.tp=2", "not yet", "mesh.tp=1"]),
+    "heads over tp": (3, ["mesh.tp=3"], ["mesh.tp=3", "model.num_attention_heads=4"]),
+    "K/V heads over tp": (
+        4, ["mesh.tp=4", "model.num_attention_heads=12", "model.num_key_value_heads=6", "model.head_dim=8"],
+        ["mesh.tp=4", "model.num_key_value_heads=6"],
+    ),
+    "mlp over tp": (4, ["mesh.tp=4", "model.intermediate_size=178"], ["mesh.tp=4", "model.intermediate_size=178"]),
+    "vocabulary over tp": (4, ["mesh.tp=4", "model.vocab_size=3"], ["mesh.tp=4", "layout.rules.vocab=null"]),
+    "tokens over tp": (4, ["mesh.tp=4", "train.seq_len=65"], ["mesh.tp=4", "130", "tp.sequence_parallel"]),
+    "whole heads on a cut stream": (
+        2, ["mesh.tp=2", "layout.rules.heads=null", "layout.rules.kv_heads=null"],
+        ["layout.rules.heads=null", "tp.sequence_parallel=false"],
+    ),
+    "zigzag over cp": (
+        2, ["mesh.cp=2", "train.seq_len=66"],
+        ["train.seq_len=66", "2 x mesh.cp = 4", "cp.balance=zigzag", "train.seq_len=64"],
+    ),
+    "stripes over cp": (2, ["mesh.cp=2", "train.seq_len=65", "cp.balance=striped"], ["train.seq_len=65", "mesh.cp = 2"]),
+    "ulysses beyond heads": (8, ["mesh.cp=8", "cp.kind=ulysses"], ["cp.ulysses=8", "model.num_attention_heads=4"]),
+    "ulysses beyond a rank's heads": (8, ["mesh.cp=4", "mesh.tp=2", "cp.kind=ulysses"], ["cp.ulysses=4", "mesh.tp = 2"]),
+    "ulysses over cp": (4, ["mesh.cp=4", "cp.ulysses=3"], ["cp.ulysses=3", "mesh.cp=4"]),
 }
 
 

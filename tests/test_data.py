@@ -11,6 +11,8 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,11 @@ from ndtrain.data import (
     store,
     tokenizer,
 )
+from ndtrain.model.loss import IGNORE
+from ndtrain.sequence import BALANCES, SequenceCut
+from ndtrain.step import TrainingStep
+from ndtrain.train import main
+from tests.helpers import arguments
 
 TEXT = "The quick brown fox, who is called Ünal 狐, jumps over\n\n    the lazy dog's 1234 bones.\n"
 
@@ -169,6 +176,181 @@ def test_bin_file_without_shuffle_has_the_documented_layout(tmp_path, dtype):
         for i, row in enumerate(sampled.tokens(step, range(batch))):
             k = (step * batch + i) % count
             assert row.tolist() == ids[k * length : k * length + length + 1].tolist()
+
+
+# ------------------------------------------------------------------------------------------------- packing and cutting
+
+EOS = 0
+
+
+CUTS = [
+    SequenceCut(12, ring, ulysses, balance)
+    for balance in BALANCES
+    for ring, ulysses in [(1, 1), (2, 1), (3, 1), (1, 2), (1, 6), (2, 2), (2, 3), (3, 2)]
+]
+
+
+def concatenated(batches: list[Batch]) -> Batch:
+    """One batch of the rows of all."""
+    for b in batches:
+        assert b.labels.shape == b.tokens.shape
+        assert b.positions is None or b.positions.shape in (b.tokens.shape, b.tokens.shape[1:])
+        assert b.documents is None or len(b.documents) == len(b.tokens)
+    join = lambda name: torch.cat([getattr(b, name) for b in batches])
+    rows = None if batches[0].documents is None else sum((b.documents for b in batches), ())
+    same = batches[0].positions is None or batches[0].positions.dim() == 1
+    return Batch(join("tokens"), join("labels"), batches[0].positions if same else join("positions"), rows)
+
+
+def put_together(parts: list[Batch], indices: list[np.ndarray]) -> Batch:
+    """The whole batch from those of all parts of a cut."""
+    order = torch.from_numpy(np.argsort(np.concatenate(indices)))
+    join = lambda name: torch.cat([getattr(b, name) for b in parts], dim=-1)[..., order]
+    assert len({b.documents for b in parts}) == 1
+    return Batch(join("tokens"), join("labels"), join("positions"), parts[0].documents)
+
+
+def assert_equal(one: Batch, other: Batch) -> None:
+    for name in ("tokens", "labels", "positions"):
+        a, b = getattr(one, name), getattr(other, name)
+        assert a is b is None or (a.dtype == b.dtype == torch.int64 and torch.equal(a, b)), name
+    assert one.documents == other.documents
+
+
+packed_tokens = st.integers(1, 4).flatmap(
+    lambda rows: st.integers(1, 12).flatmap(
+        lambda length: st.tuples(
+            st.just(length), st.lists(st.integers(0, 3), min_size=rows * length + 1, max_size=rows * length + 1)
+        )
+    )
+)
+
+
+def test_packed_rows():
+    ids = np.array([5, 0, 3, 4, 0, 0, 7, 8, 0, 6, 6, 6, 6, 6, 6, 6, 0, 9, 9, 9, 9, 9, 9, 9, 9])
+    (batch,) = microbatches(Sequences(ids, 8, 3, 0, False), 0, range(3), 3, eos=0)
+    assert batch.tokens.tolist() == [ids[i : i + 8].tolist() for i in (0, 8, 16)]
+    assert batch.documents == ((0, 2, 5, 6), (0, 1), (0, 1))
+    assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4, 5, 6]]
+    x = IGNORE
+    assert batch.labels.tolist() == [[0, x, 4, 0, x, x, 8, 0], [x, 6, 6, 6, 6, 6, 6, 0], [x, 9, 9, 9, 9, 9, 9, 9]]
+
+
+@given(packed_tokens, st.booleans(), st.integers(0, 9))
+@settings(deadline=None)
+def test_packing_restarts_positions_and_ignores_the_label_across_a_boundary(tokens, shuffle, step):
+    length, ids = tokens
+    count = (len(ids) - 1) // length
+    sampled = Sequences(np.array(ids, np.uint16), length, count, 7, shuffle)
+    packed = concatenated(microbatches(sampled, step, range(count), 1, eos=EOS))
+    for i, row in enumerate(sampled.tokens(step, range(count)).tolist()):
+        starts, place = [0], 0
+        for t in range(length):
+            if t and row[t - 1] == EOS:
+                starts.append(t)
+                place = 0
+            assert packed.positions[i, t] == place
+            assert packed.labels[i, t] == (IGNORE if row[t] == EOS else row[t + 1])
+            place += 1
+        assert packed.documents[i] == tuple(starts)
+        assert all(type(start) is int for start in packed.documents[i])
+
+
+@given(packed_tokens, st.booleans(), st.integers(0, 9))
+@settings(deadline=None)
+def test_packing_changes_neither_tokens_nor_their_order(tokens, shuffle, step):
+    length, ids = tokens
+    count = (len(ids) - 1) // length
+    make = partial(microbatches, Sequences(np.array(ids), length, count, 7, shuffle), step, range(count), count)
+    (plain,), (packed,) = make(), make(eos=EOS)
+    assert plain.positions is None and plain.documents is None
+    assert torch.equal(plain.tokens, packed.tokens)
+    assert torch.equal(plain.labels.masked_fill(plain.tokens == EOS, IGNORE), packed.labels)
+
+
+@given(
+    cut=st.sampled_from(CUTS),
+    micro=st.sampled_from([1, 2, 4]),
+    eos=st.sampled_from([None, EOS]),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None)
+def test_the_parts_of_a_cut_make_up_the_batch(cut, micro, eos, seed):
+    ids = np.random.default_rng(seed).integers(0, 4, 5 * 12 + 1)
+    make = partial(microbatches, Sequences(ids, 12, 4, seed, True), seed, range(4), micro, eos=eos)
+    parts = range(cut.parts)
+    got = [make(cut=cut, part=p) for p in parts]
+    assert {b.tokens.shape for batches in got for b in batches} == {(micro, 12 // cut.parts)}
+    assert all(x.is_contiguous() for batches in got for b in batches for x in (b.tokens, b.labels))
+    whole = concatenated(make())
+    if cut.parts == 1:  # nothing is cut
+        assert_equal(concatenated(got[0]), whole)
+        return
+    if eos is None:
+        whole = replace(whole, positions=torch.arange(12))
+    assert_equal(put_together([concatenated(b) for b in got], [cut.index(p) for p in parts]), whole)
+
+
+def test_a_cut_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="a cut of 8 tokens does not fit sequences of 4"):
+        microbatches(sequences(seq_len=4), 0, range(2), 1, SequenceCut(8, 2), 0)
+
+
+@pytest.mark.parametrize("change", [lambda b: b.to(torch.device("meta")), Batch.pin])
+def test_a_moved_batch_keeps_everything(change, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x.to("meta"))  # pinning needs a GPU
+    ones = torch.ones(2, 4, dtype=torch.long)
+    moved = change(Batch(ones, ones, ones[0], ((0,), (0, 2))))
+    assert [x.device.type for x in (moved.tokens, moved.labels, moved.positions)] == ["meta"] * 3
+    assert moved.positions.shape == (4,) and moved.documents == ((0,), (0, 2))
+    assert change(Batch(ones, ones)).positions is None
+
+
+def test_packing_splits_a_text_corpus_at_its_documents(folder, tmp_path):
+    settings = {"name": "text", "path": str(folder)}
+    plain, data = (open_data(config({**settings, "pack": pack}, tmp_path)) for pack in (False, True))
+    assert data.eos_id == data.tokenizer.eos_id == plain.eos_id == 256
+    assert data.fingerprint == plain.fingerprint and np.array_equal(data.train, plain.train)
+    length = len(data.train) - 1
+    (batch,) = microbatches(Sequences(data.train, length, 1, 0, False), 0, [0], 1, eos=data.eos_id)
+    pieces = np.split(batch.tokens[0].numpy(), batch.documents[0][1:])
+    texts = [data.tokenizer.decode(piece.tolist()) for piece in pieces]
+    assert [t.removesuffix("<|endoftext|>") for t in texts] == documents(data)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_bin_file_is_split_at_its_own_end_of_text(tmp_path, monkeypatch, pack):
+    monkeypatch.setattr(store, "_CHUNK", 7)
+    path = tmp_path / "a.bin"
+    np.arange(40, dtype="<u2").tofile(path)
+    settings = {"name": "bin", "path": str(path), "pack": pack}
+    assert [open_data(config({**settings, "eos_id": eos}, tmp_path)).eos_id for eos in (0, 7, 39)] == [0, 7, 39]
+    if not pack:
+        # not looked for where nothing is split
+        assert open_data(config({**settings, "eos_id": 40}, tmp_path)).eos_id == 40
+        assert open_data(config(settings, tmp_path)).eos_id is None
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_run_gets_packed_batches_and_says_when_packing_changed(tmp_path, monkeypatch, pack):
+    corpus, folder = tmp_path / "corpus", tmp_path / "run"
+    corpus.mkdir()
+    for n in range(40):
+        (corpus / f"{n:02}.txt").write_text(TEXT[: 10 + n])
+    seen = []
+    step = TrainingStep.run
+    monkeypatch.setattr(
+        TrainingStep, "run", lambda self, n, batches, *rest: seen.extend(batches) or step(self, n, batches, *rest)
+    )
+    make = partial(arguments, folder, corpus, "train.steps=3", "train.seq_len=64")
+    assert main([*make("train.stop_at=1"), f"data.pack={pack}".lower()]) == 0
+    for batch in seen:
+        assert (batch.documents is not None and any(len(d) > 1 for d in batch.documents)) == pack
+    assert main([*make("train.stop_at=2", "resume=auto"), f"data.pack={pack}".lower()]) == 0
+    log = folder / "logs" / "rank-0.log"
+    assert "changed since" not in log.read_text()
+    assert main([*make("resume=auto"), f"data.pack={not pack}".lower()]) == 0
+    assert "data.pack changed since the checkpoint" in log.read_text()
 
 
 # -------------------------------------------------------------------------------------------------------- prefetching
@@ -641,6 +823,26 @@ ERRORS = {
     "two bins": (
         lambda p: {"name": "bin", "path": write(p / "a.bin", b"12") and write(p / "b.bin", b"12") and str(p)},
         "data=bin reads one file but 2 are here",
+    ),
+    "packing a bin without its end-of-text token": (
+        lambda p: {"name": "bin", "path": write(p / "a.bin", bytes(64)), "pack": True},
+        "data.eos_id is missing: data.pack=true needs it with data=bin",
+    ),
+    "end-of-text token beyond the vocabulary": (
+        lambda p: {"name": "bin", "path": write(p / "a.bin", bytes(64)), "eos_id": 300},
+        r"data.eos_id=300: must lie in \[0, model.vocab_size=300\)",
+    ),
+    "negative end-of-text token": (
+        lambda p: {"name": "bin", "path": write(p / "a.bin", bytes(64)), "eos_id": -1, "pack": True},
+        r"data.eos_id=-1: must lie in \[0, model.vocab_size=300\)",
+    ),
+    "end-of-text token that the bin does not hold": (
+        lambda p: {"name": "bin", "path": write(p / "a.bin", bytes(64)), "eos_id": 9, "pack": True},
+        "data.eos_id=9: no token of data.path=.*/a.bin is 9, so nothing ends a document: .* data.pack=false",
+    ),
+    "end-of-text token of a text corpus": (
+        lambda p: {"name": "text", "path": write(p / "a", TEXT.encode()), "eos_id": 256},
+        "data.eos_id=256: data=text takes it from data.tokenizer, only data=bin reads the key: set it to null",
     ),
     "missing tokenizer": (
         lambda p: {"name": "text", "path": write(p / "a", b"x"), "tokenizer": str(p / "no")},

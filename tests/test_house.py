@@ -9,7 +9,7 @@ import ndtrain
 ROOT = Path(ndtrain.__file__).parent
 # a file imports only from rooms above it
 ROOMS = [
-    "config", "mesh", "layout", "collectives", "cost", "model", "data", "schedule", "parallel", "optim",
+    "config", "mesh", "layout", "sequence", "collectives", "cost", "model", "data", "schedule", "parallel", "optim",
     "safetensors_io", "checkpoint", "step", "metrics", "train", "bench",
 ]  # fmt: skip
 

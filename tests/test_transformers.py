@@ -27,7 +27,9 @@ MODELS = {
     "linear-rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "llama-biased": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"model_type": "mistral"},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 100},
     "qwen2": {"model_type": "qwen2"},
+    "qwen2-window": {"model_type": "qwen2", "sliding_window": 33},
     "qwen3": {"model_type": "qwen3", "head_dim": 12},
 }
 T = 512

@@ -1,20 +1,28 @@
-"""`python -m ndtrain.bench peers axis=one|dp|fsdp [key=value ...]`"""
+"""`python -m ndtrain.bench peers axis=one|dp|fsdp|tp|cp [key=value ...]`"""
 
 import sys
+from collections.abc import Sequence
+from types import ModuleType
 
-from ndtrain.bench import peers
+from ndtrain.bench import attention, peers
 from ndtrain.bench.arguments import one_of, parse
 from ndtrain.bench.ranks import RankFailed
 from ndtrain.config import ConfigError
 
-BENCHES = {"peers": (peers.Options, peers.run)}
+
+def peers_of(args: Sequence[str]) -> ModuleType:
+    """axis=cp compares attention alone, the others whole steps; their keys differ."""
+    return attention if "axis=cp" in args else peers
+
+
+BENCHES = {"peers": peers_of}
 
 
 def main(args: list[str]) -> int:
     """Runs the bench that `args` name; the exit status: 2 for bad arguments (one line says why), 1 for a failure."""
     try:
-        options_of, run = BENCHES[one_of("bench", args[0] if args else "", list(BENCHES))]
-        run(parse(options_of, args[1:]))
+        bench = BENCHES[one_of("bench", args[0] if args else "", list(BENCHES))](args[1:])
+        bench.run(parse(bench.Options, args[1:]))
         return 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,7 +5,7 @@ microbatches, the gradient's mean over the valid tokens of the global batch, cli
 on matrices only), and the global batch's mean loss as a float.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from itertools import count
@@ -13,9 +13,12 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
+from ndtrain.bench import dtensor
 from ndtrain.config import Config, ModelConfig, resolve
 from ndtrain.data import Batch
 from ndtrain.layout import BATCH_AXES
@@ -60,6 +63,7 @@ class Loop:
         module: (tokens, labels) -> sum of token losses.
         ranks: how many ranks' gradients `module` averages.
         synchronised: given whether a microbatch is the step's last, the context it runs in.
+        clip: (parameters, most) scales their gradients to a global norm of at most that.
     """
 
     def __init__(
@@ -68,8 +72,10 @@ class Loop:
         module: nn.Module,
         ranks: int = 1,
         synchronised: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
+        clip: Callable[[Iterable[nn.Parameter], float], object] = nn.utils.clip_grad_norm_,
     ):
-        self.module, self.ranks, self.synchronised, self.clip = module, ranks, synchronised, cfg.optim.clip
+        self.module, self.ranks, self.synchronised = module, ranks, synchronised
+        self.clip = lambda: clip(module.parameters(), cfg.optim.clip)
         by_kind = {True: [], False: []}
         for p in module.parameters():
             by_kind[p.ndim >= 2].append(p)
@@ -92,7 +98,7 @@ class Loop:
                     counted()
                 (loss * (self.ranks / valid)).backward()
             total += loss.detach()
-        nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
+        self.clip()
         self.optimizer.step()
         mean = total / valid
         self._sum(mean)()
@@ -172,6 +178,19 @@ def fsdp2(cfg: Config, mesh: Mesh) -> Step:
     return Loop(cfg, module, mesh.size("fsdp"), synchronised)
 
 
+def dtensor_tp(cfg: Config, mesh: Mesh, sequence_parallel: bool = False) -> Step:
+    """DTensor tensor parallelism with a vocabulary-parallel loss."""
+    module, group = dtensor.Llama(cfg.model), mesh.group("tp")
+    _fill(cfg, module)
+    dtensor.parallelize(module, DeviceMesh.from_group(group, mesh.device.type), sequence_parallel)
+    return Loop(cfg, _in_compute_precision(cfg, module), 1, lambda last: loss_parallel(), dtensor.clip)
+
+
+def dtensor_tp_sp(cfg: Config, mesh: Mesh) -> Step:
+    """The same with sequence parallelism."""
+    return dtensor_tp(cfg, mesh, sequence_parallel=True)
+
+
 def _plain(cfg: Config) -> Transformer:
     module = Transformer(cfg.model, loss_chunk=cfg.train.loss_chunk)
     _fill(cfg, module)
@@ -193,4 +212,5 @@ def _in_compute_precision(cfg: Config, module: nn.Module) -> nn.Module:
 
 SIDES: dict[str, Callable[[Config, Mesh], Step]] = {
     "ours": ours, "local": local, "bare": bare, "transformers": transformers, "ddp": ddp, "fsdp2": fsdp2,
+    "dtensor_tp": dtensor_tp, "dtensor_tp_sp": dtensor_tp_sp,
 }  # fmt: skip

@@ -19,6 +19,7 @@ from ndtrain.config.schema import (
     ModelConfig,
     OptimConfig,
     RecomputeConfig,
+    TPConfig,
 )
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "RecomputeConfig",
+    "TPConfig",
     "check_overrides",
     "conf_dir",
     "load_config",

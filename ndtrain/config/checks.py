@@ -7,7 +7,7 @@ from ndtrain.config.compose import near
 from ndtrain.config.schema import AXES, Config, ConfigError, ModelConfig
 
 _NOT_YET = {
-    "mesh": ("pp", "cp", "tp"),
+    "mesh": ("pp",),
     "schedule": ("interleaved", "zb_h1", "zb_v", "dualpipe_v", "csv"),
     "recompute": ("selective", "budget"),
     "data": ("hf", "blend"),
@@ -24,7 +24,7 @@ _CHOICES = {
     "logger.name": ("wandb", "jsonl"),
     "hardware.device": ("auto", "cpu", "cuda"),
     "cp.kind": ("ring", "ulysses"),
-    "cp.balance": ("zigzag", "none"),
+    "cp.balance": ("auto", "zigzag", "striped", "none"),
     "model.model_type": ("llama", "mistral", "qwen2", "qwen3"),
 }
 _AT_LEAST = {
@@ -70,6 +70,9 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_model(cfg.model)
     _resolve_mesh(cfg, world_size)
     _check_train(cfg)
+    _check_rules(cfg.layout.rules)
+    _check_tp(cfg)
+    _resolve_cp(cfg)
     return cfg
 
 
@@ -87,7 +90,15 @@ def _check_model(m: ModelConfig) -> None:
         )
         m.head_dim = m.hidden_size // m.num_attention_heads
     _require(m.head_dim % 2 == 0, f"model.head_dim={m.head_dim} must be even (RoPE rotates pairs)")
-    _require(m.sliding_window is None, "model.sliding_window is not yet supported: set it to null")
+    windowed = ("mistral", "qwen2", "qwen3")
+    _require(
+        m.sliding_window is None or m.model_type in windowed,
+        f"model.sliding_window={m.sliding_window}: model.model_type={m.model_type} has no window: "
+        f"set it to null, or model.model_type to {' or '.join(windowed)}",
+    )
+    _require(m.sliding_window is None or m.sliding_window >= 1, "model.sliding_window: must be at least 1, or null")
+    cap = m.attn_logit_softcapping
+    _require(cap is None or cap > 0, f"model.attn_logit_softcapping={cap}: must be positive, or null")
     if m.rope_scaling:
         kind = m.rope_scaling.get("rope_type", m.rope_scaling.get("type"))
         _require(
@@ -110,7 +121,7 @@ def _resolve_mesh(cfg: Config, world_size: int) -> None:
         _require(size == -1 or size >= 1, f"mesh.{axis}={size}: must be at least 1, or -1 for the rest")
     for axis in _NOT_YET["mesh"]:
         _require(
-            sizes[axis] == 1, f"mesh.{axis}={sizes[axis]} is not yet supported (dp and fsdp are): set mesh.{axis}=1"
+            sizes[axis] == 1, f"mesh.{axis}={sizes[axis]} is not yet supported (the other axes are): set mesh.{axis}=1"
         )
     free = [a for a, s in sizes.items() if s == -1]
     _require(len(free) <= 1, f"mesh.{' and mesh.'.join(free)} are -1: only one axis can take the rest")
@@ -135,10 +146,87 @@ def _resolve_mesh(cfg: Config, world_size: int) -> None:
     if mesh.zero is None:
         mesh.zero = 1 if mesh.pp > 1 else 3
     _require(mesh.zero in (1, 2, 3), f"mesh.zero={mesh.zero}: must be 1, 2 or 3")
-    for dim, axis in cfg.layout.rules.items():
+
+
+_CUT_DIMS = ("heads", "kv_heads", "mlp", "vocab")  # the dims that tp's ops know how to cut
+
+
+def _check_rules(rules: dict[str, str | None]) -> None:
+    for dim, axis in rules.items():
+        key = f"layout.rules.{dim}"
+        _require(dim in _CUT_DIMS, f"{key}: no such dim to cut; {near(dim, list(_CUT_DIMS))}known: {', '.join(_CUT_DIMS)}")
+        _require(axis is None or axis in AXES, f"{key}={axis}: no such axis; known: {', '.join(AXES)}, null")
+        _require(axis in (None, "tp"), f"{key}={axis}: only tp cuts dims: set it to tp or null")
+    _require(
+        rules.get("heads") == rules.get("kv_heads"),
+        f"layout.rules.kv_heads={rules.get('kv_heads')} must be as layout.rules.heads={rules.get('heads')}: "
+        "a rank needs the K/V heads of its query heads",
+    )
+
+
+def _check_tp(cfg: Config) -> None:
+    m, tp, rules = cfg.model, cfg.mesh.tp, cfg.layout.rules
+    if tp == 1:
+        return
+    heads, kv_heads = m.num_attention_heads, m.num_key_value_heads
+    if rules.get("heads"):
+        _require(heads % tp == 0, f"mesh.tp={tp} must divide model.num_attention_heads={heads}")
         _require(
-            axis is None or axis in AXES, f"layout.rules.{dim}={axis}: no such axis; known: {', '.join(AXES)}, null"
+            kv_heads % tp == 0 or tp % kv_heads == 0,
+            f"mesh.tp={tp} and model.num_key_value_heads={kv_heads}: one must divide the other",
         )
+    else:
+        _require(
+            not cfg.tp.sequence_parallel,
+            "layout.rules.heads=null: attention on every rank needs the whole stream: set tp.sequence_parallel=false",
+        )
+    if rules.get("mlp"):
+        _require(
+            m.intermediate_size % tp == 0, f"mesh.tp={tp} must divide model.intermediate_size={m.intermediate_size}"
+        )
+    if rules.get("vocab"):
+        _require(
+            m.vocab_size >= tp, f"mesh.tp={tp} exceeds model.vocab_size={m.vocab_size}: set layout.rules.vocab=null"
+        )
+    if cfg.tp.sequence_parallel:
+        tokens = cfg.train.micro_batch * cfg.train.seq_len // cfg.mesh.cp
+        _require(
+            tokens % tp == 0,
+            f"mesh.tp={tp} must divide the {tokens} tokens of a microbatch (train.micro_batch x train.seq_len / "
+            "mesh.cp) with tp.sequence_parallel=true: change one of them, or set it to false",
+        )
+
+
+def _resolve_cp(cfg: Config) -> None:
+    m, n, cp = cfg.model, cfg.mesh.cp, cfg.cp
+    if cp.balance == "auto":
+        cp.balance = "striped" if cfg.data.pack else "zigzag"
+    if n == 1:
+        cp.ulysses = 1
+        return
+    if cp.ulysses is None:
+        cp.ulysses = n if cp.kind == "ulysses" else 1
+    u = cp.ulysses
+    _require(u >= 1 and n % u == 0, f"cp.ulysses={u} must divide mesh.cp={n}")
+    cut = cfg.mesh.tp if cfg.layout.rules.get("heads") else 1
+    heads, kv_heads = m.num_attention_heads // cut, max(1, m.num_key_value_heads // cut)
+    of = f" / mesh.tp = {heads}" if cut > 1 else ""
+    _require(
+        heads % u == 0,
+        f"cp.ulysses={u} must divide model.num_attention_heads={m.num_attention_heads}{of}: lower it, or use cp.kind=ring",
+    )
+    _require(
+        kv_heads % u == 0 or u % kv_heads == 0,
+        f"cp.ulysses={u} and the {kv_heads} K/V heads of a rank: one must divide the other",
+    )
+    ring = n // u
+    least = math.lcm(2 * ring, n) if cp.balance == "zigzag" and ring > 1 else n
+    why = "2 x mesh.cp" if least == 2 * n else "mesh.cp" if least == n else f"{least}"
+    _require(
+        cfg.train.seq_len % least == 0,
+        f"train.seq_len={cfg.train.seq_len} must be a multiple of {why} = {least} (cp.balance={cp.balance}): "
+        f"try train.seq_len={least * max(1, round(cfg.train.seq_len / least))}",
+    )
 
 
 def _check_train(cfg: Config) -> None:

@@ -63,7 +63,9 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # tokens a token attends to, itself included
+    attn_logit_softcapping: float | None = None  # scores become c tanh(score / c)
+    alibi: bool = False  # linear biases by distance instead of rotary positions
     initializer_range: float = 0.02
 
 
@@ -100,14 +102,15 @@ class RecomputeConfig:
 
 @dataclass
 class TPConfig:
-    sequence_parallel: bool = True
-    overlap: bool = False
+    sequence_parallel: bool = True  # cut the residual stream along its tokens
+    overlap: bool = False  # send in as many parts as there are ranks, beside the matmuls
 
 
 @dataclass
 class CPConfig:
-    kind: str = "ring"
-    balance: str = "zigzag"
+    kind: str = "ring"  # ring | ulysses
+    ulysses: int | None = None  # ranks that exchange sequence for heads; null: 1 with ring, mesh.cp with ulysses
+    balance: str = "auto"  # zigzag | striped | none; auto: striped for packed documents, else zigzag
 
 
 @dataclass
@@ -134,6 +137,8 @@ class DataConfig:
     text_key: str = "text"  # jsonl: the field that holds the text
     dtype: str = "uint16"  # bin: uint16 | uint32
     shuffle: bool = True
+    pack: bool = False  # documents that share a sequence do not attend to each other
+    eos_id: int | None = None  # bin: the token that ends a document, which pack needs
     validation: float = 0.02  # fraction of files (or documents) held out
     cache: str = "${oc.env:NDTRAIN_CACHE,'~/.cache/ndtrain'}/data"
     prefetch: int = 2  # batches kept ready

@@ -1,6 +1,6 @@
 """The batch as a pure function of (seed, step), and a thread that makes the next ones ahead of time.
 
-Shapes: B sequences of a microbatch, T tokens of a sequence.
+Shapes: B sequences of a microbatch (or of a rank's step), T tokens of a sequence (or of this rank's part of it).
 """
 
 import threading
@@ -12,24 +12,42 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from ndtrain.model.loss import IGNORE
+from ndtrain.sequence import SequenceCut
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: int64 `tokens` [B, T] and `labels` [B, T], the token that follows each (-100: not counted)."""
+    """One microbatch of token ids. All tensors are int64.
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
+    Attributes:
+        tokens: [B, T].
+        labels: [B, T], the token that follows each in its document (`IGNORE`: not counted).
+        positions: [T] or [B, T], the place of each token in its document; None: 0 to T - 1 in every row.
+        documents: for each row the places in the whole sequence, before any cut, where a document starts, the first
+            of them 0; None: each row is one document.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
 
     def pin(self) -> "Batch":
         """A copy in page-locked memory, from which copies to a GPU run beside its work."""
-        return Batch(self.tokens.pin_memory(), self.labels.pin_memory())
+        return self._each(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "Batch":
         """On `device`, without waiting for the copy."""
-        return Batch(self.tokens.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+        return self._each(lambda x: x.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        positions = None if self.positions is None else change(self.positions)
+        return Batch(change(self.tokens), change(self.labels), positions, self.documents)
 
 
 class Sequences:
@@ -80,12 +98,72 @@ def rows_of(replica: int, replicas: int, global_batch: int) -> range:
     return range(replica * share, (replica + 1) * share)
 
 
-def microbatches(sequences: Sequences, step: int, rows: Sequence[int], micro_batch: int) -> list[Batch]:
-    """The rows of a step as microbatches of `micro_batch` sequences, in order."""
+def microbatches(
+    sequences: Sequences,
+    step: int,
+    rows: Sequence[int],
+    micro_batch: int,
+    cut: SequenceCut | None = None,
+    part: int = 0,
+    eos: int | None = None,
+) -> list[Batch]:
+    """The rows of a step as microbatches of `micro_batch` sequences, in order.
+
+    Args:
+        cut, part: only the tokens of part `part` of `cut`, a cut of whole sequences (None: all of them).
+        eos: the token that ends a document, for rows of several documents that are not to see each other; None: each
+            row is one document, whatever its tokens.
+
+    Raises:
+        ValueError: rows that do not divide into microbatches, or a cut of sequences of another length.
+    """
     if len(rows) % micro_batch:
         raise ValueError(f"{len(rows)} rows do not divide into microbatches of {micro_batch}")
-    tokens = torch.from_numpy(sequences.tokens(step, rows))
-    return [Batch(block[:, :-1].contiguous(), block[:, 1:].contiguous()) for block in tokens.split(micro_batch)]
+    batch = _whole(sequences.tokens(step, rows), eos)
+    if cut is not None and cut.length != batch.tokens.shape[1]:
+        raise ValueError(f"a cut of {cut.length} tokens does not fit sequences of {batch.tokens.shape[1]}")
+    if cut is not None and cut.parts > 1:
+        batch = _local(batch, torch.from_numpy(cut.index(part)))
+    return [_rows(batch, slice(i, i + micro_batch)) for i in range(0, len(rows), micro_batch)]
+
+
+def documents_of(tokens_T: np.ndarray, eos: int) -> tuple[int, ...]:
+    """Where the documents of a sequence start: at 0, and after each of its tokens `eos` that others follow."""
+    return (0, *(np.flatnonzero(tokens_T[:-1] == eos) + 1).tolist())
+
+
+def positions_of(documents: Sequence[int], length: int) -> np.ndarray:
+    """int64 [length]: the place of each token of a sequence in its document, from where `documents` start."""
+    starts = np.asarray(documents, np.int64)
+    return np.arange(length) - np.repeat(starts, np.diff(starts, append=length))
+
+
+def _whole(tokens: np.ndarray, eos: int | None) -> Batch:
+    """Sequences [B, T + 1] as one batch. The label of `eos` would be the next document's first token: ignored."""
+    tokens_BT, labels_BT = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
+    if eos is None:
+        return Batch(tokens_BT, labels_BT)
+    documents = tuple(documents_of(row, eos) for row in tokens[:, :-1])
+    positions_BT = np.stack([positions_of(starts, tokens_BT.shape[1]) for starts in documents])
+    labels_BT = labels_BT.masked_fill(tokens_BT == eos, IGNORE)
+    return Batch(tokens_BT, labels_BT, torch.from_numpy(positions_BT), documents)
+
+
+def _local(batch: Batch, index_T: Tensor) -> Batch:
+    """The tokens `index_T` of each whole sequence."""
+    take = lambda x: x.index_select(-1, index_T)
+    positions = index_T if batch.positions is None else take(batch.positions)
+    return Batch(take(batch.tokens), take(batch.labels), positions, batch.documents)
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    positions, documents = batch.positions, batch.documents
+    return Batch(
+        batch.tokens[rows].contiguous(),
+        batch.labels[rows].contiguous(),
+        positions if positions is None or positions.dim() == 1 else positions[rows],
+        documents and documents[rows],
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- permutation

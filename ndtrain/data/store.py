@@ -138,6 +138,11 @@ def open_bin(data: DataConfig, cache: Path) -> tuple[np.ndarray, Scan]:
     return tokens, load_or_build(entry, partial(_load_scan, entry), partial(_scan, tokens, entry))
 
 
+def holds(tokens: np.ndarray, token: int) -> bool:
+    """Whether `token` stands somewhere in `tokens`; reads up to the first place alone."""
+    return any((tokens[start : start + _CHUNK] == token).any() for start in range(0, len(tokens), _CHUNK))
+
+
 def _load_scan(entry: Path) -> Scan | None:
     try:
         return Scan(**json.loads(entry.read_bytes()))

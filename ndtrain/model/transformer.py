@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndtrain.config import ModelConfig
-from ndtrain.model.attention import local_core
+from ndtrain.model.attention import Scores, alibi_slopes, local_core
 from ndtrain.model.loss import head_loss
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import inverse_frequencies, rope_table, rotate
@@ -108,14 +108,16 @@ class Context(NamedTuple):
 
     Attributes:
         tokens: [B, T] ids. labels: [B, T] ids, -100 where nothing is predicted.
-        rope: cos and sin for the tokens' positions.
+        rope: cos and sin for the tokens' positions; None where the model does not rotate.
         loss_scale: gives what the sum of token losses is multiplied with, when the loss is reached.
+        scores: what attention scores go through beside the causal mask.
     """
 
     tokens: Tensor
     labels: Tensor
-    rope: tuple[Tensor, Tensor]
+    rope: tuple[Tensor, Tensor] | None
     loss_scale: Callable[[], Tensor]
+    scores: Scores = Scores()
 
 
 # ------------------------------------------------------------------------------------------------------- the modules
@@ -161,7 +163,9 @@ class Block(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.m.head_dim)) for y in self._linear(x_BTE, a.q_proj, a.k_proj, a.v_proj))
         if self.m.model_type == "qwen3":
             q, k = self._norm(q, a.q_norm), self._norm(k, a.k_norm)
-        out_BTND = self.ops.core(rotate(q, ctx.rope), rotate(k, ctx.rope), v, ctx)
+        if ctx.rope is not None:
+            q, k = rotate(q, ctx.rope), rotate(k, ctx.rope)
+        out_BTND = self.ops.core(q, k, v, ctx)
         return self._linear(out_BTND.flatten(-2), a.o_proj)[0]
 
     def _mlp(self, x_BTE: Tensor) -> Tensor:
@@ -201,11 +205,10 @@ class Transformer(nn.Module):
         layers: Sequence[int] | None = None,
         first: bool = True,
         last: bool = True,
-        ops: Ops | None = None,
         loss_chunk: int = 1024,
     ):
         super().__init__()
-        self.m, self.ops, self.loss_chunk = m, ops or Ops(), loss_chunk
+        self.m, self.ops, self.loss_chunk = m, Ops(), loss_chunk
         self.first, self.last = first, last
         shapes = _shapes(m, tensor_dims(m))
         tied = m.tie_word_embeddings
@@ -218,6 +221,12 @@ class Transformer(nn.Module):
             self.model.norm = Weights({"weight": shapes[f"{NORM}.weight"]})
             if not tied:
                 self.lm_head = Weights({"weight": shapes[f"{HEAD}.weight"]})
+
+    def use(self, ops: Ops) -> None:
+        """Replaces the calls."""
+        self.ops = ops
+        for block in self.model.layers.values():
+            block.ops = ops
 
     @property
     def head(self) -> Weights:
@@ -245,15 +254,31 @@ class Transformer(nn.Module):
         return self.ops.head_loss(x_BTE, self.head.weight, ctx.labels, ctx.loss_scale(), self.loss_chunk)
 
     def context(
-        self, tokens_BT: Tensor, labels_BT: Tensor, dtype: torch.dtype, loss_scale: Callable[[], Tensor] | None = None
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        dtype: torch.dtype,
+        loss_scale: Callable[[], Tensor] | None = None,
+        positions: Tensor | None = None,
+        documents: tuple[tuple[int, ...], ...] | None = None,
     ) -> Context:
-        """A microbatch's context; `dtype` is the compute precision (rotary tables are fp32 or wider); the loss is the
-        plain sum without a `loss_scale`."""
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        """A microbatch's context.
+
+        Args:
+            dtype: the compute precision (rotary tables are fp32 or wider).
+            loss_scale: gives the factor of the loss; None: it is the plain sum.
+            positions: [T] or [B, T], each token's place in its document; None: 0 to T - 1.
+            documents: per row, where documents start in the whole sequence; None: each row is one.
+        """
+        m, device = self.m, tokens_BT.device
         wide = torch.promote_types(dtype, torch.float32)
-        rope = rope_table(positions_T, inverse_frequencies(self.m, tokens_BT.device), wide)
-        one = lambda: torch.ones((), dtype=wide, device=tokens_BT.device)
-        return Context(tokens_BT, labels_BT, rope, loss_scale or one)
+        if positions is None:
+            positions = torch.arange(tokens_BT.shape[1], device=device)
+        rope = None if m.alibi else rope_table(positions, inverse_frequencies(m, device), wide)
+        slopes = alibi_slopes(m.num_attention_heads) if m.alibi else None
+        scores = Scores(m.sliding_window, m.attn_logit_softcapping, slopes, documents)
+        one = lambda: torch.ones((), dtype=wide, device=device)
+        return Context(tokens_BT, labels_BT, rope, loss_scale or one, scores)
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """The sum of the losses over valid tokens, for one process that holds the whole model."""

@@ -3,17 +3,23 @@
 Autograd makes each weight gradient as a tensor of its own and then adds it to `.grad`. Here the matmul accumulates in
 place, as Megatron-LM's gradient-accumulation fusion does: no zeroing, no temporary, no addition afterwards.
 
+What lies between the tokens of the stream and those a matmul sees is an `Exchange` on either side of it. On one device
+that is `WHOLE`, which moves nothing; `parallel/tp.py` has the others.
+
 Shape legend: N tokens, I in, O out, E hidden_size, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndtrain.model import Ops
-from ndtrain.model.loss import chunked_loss
+from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss, head_loss
+
+Rows = slice
 
 
 class Gradients:
@@ -57,42 +63,141 @@ class Gradients:
         return fresh
 
 
+class Gathered:
+    """Rows [N, I] that are here, or on their way and asked for by `rows`.
+
+    Attributes:
+        order: slices of the rows in the order they arrive.
+    """
+
+    def __init__(self, x_NI: Tensor):
+        self._x_NI = x_NI
+        self.order: list[Rows] = [slice(0, len(x_NI))]
+
+    def rows(self, wanted: Rows) -> Tensor:
+        """Those rows, waited for."""
+        return self._x_NI[wanted]
+
+    def all(self) -> Tensor:
+        return self.rows(slice(None))
+
+
+class Exchange:
+    """What lies between the stream's tokens and a matmul's, where that is nothing: both are the same."""
+
+    def gather(self, x: Tensor) -> Gathered:
+        """The matmul's tokens from the stream's; in backward, of gradients."""
+        return Gathered(x.flatten(0, -2))
+
+    def reduce(self, produce: Callable[[Rows], Tensor], order: Sequence[Rows]) -> Callable[[], Tensor]:
+        """The stream's tokens from this rank's share of the matmul's, which `produce` makes slice by slice, best in
+        `order`. Returns what waits for them."""
+        if len(order) == 1:
+            y_NO = produce(order[0])
+            return lambda: y_NO
+        parts = sorted(((rows.start, produce(rows)) for rows in order), key=lambda part: part[0])
+        y_NO = torch.cat([y for _, y in parts])
+        return lambda: y_NO
+
+    def outside(self, shape: torch.Size) -> tuple[int, ...]:
+        """Leading dims of the stream's tokens, given those of the matmul's."""
+        return tuple(shape)
+
+    inside = outside  # and the other way round
+
+
+WHOLE = Exchange()
+
+
+class Path(NamedTuple):
+    """How a weight's matmul meets the stream: what is done to its input, and to its output."""
+
+    enter: Exchange = WHOLE
+    leave: Exchange = WHOLE
+
+
 class _Linear(torch.autograd.Function):
-    """y_i = x @ w_i.T + b_i for several weights. The Parameters themselves are kept, not copies of them among the
-    saved tensors: under fsdp their storage is empty between forward and backward."""
+    """y_i = x @ w_i.T + b_i for several weights of one path. What enters is gathered again in backward and not kept.
+    The Parameters themselves are kept, not copies of them among the saved tensors: under fsdp their storage is empty
+    between forward and backward."""
 
     @staticmethod
-    def forward(ctx, gradients: Gradients, x: Tensor, count: int, *parameters: nn.Parameter | None):
-        ctx.gradients, ctx.count, ctx.parameters = gradients, count, parameters
+    def forward(ctx, sink: Gradients | None, path: Path, x: Tensor, count: int, *parameters: nn.Parameter | None):
+        ctx.sink, ctx.path, ctx.count, ctx.parameters = sink, path, count, parameters
         ctx.save_for_backward(x)
-        return tuple(F.linear(x, w, b) for w, b in zip(parameters[:count], parameters[count:], strict=True))
+        x_NI = path.enter.gather(x)
+        outs = [path.leave.reduce(lambda rows, w=w: x_NI.rows(rows) @ w.t(), x_NI.order) for w in parameters[:count]]
+        shape = path.leave.outside(path.enter.inside(x.shape[:-1]))
+        return tuple(_add(out(), b).view(*shape, -1) for out, b in zip(outs, parameters[count:], strict=True))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (x,) = ctx.saved_tensors
-        x_NI = x.flatten(0, -2)
-        dx_NI = None
-        db: list[Tensor | None] = []
-        for w, b, grad in zip(ctx.parameters[: ctx.count], ctx.parameters[ctx.count :], grads, strict=True):
-            grad_NO = grad.flatten(0, -2)
-            ctx.gradients.add_product(w, grad_NO.t(), x_NI)
-            dx_NI = grad_NO @ w if dx_NI is None else dx_NI.addmm_(grad_NO, w)
-            db.append(None if b is None else grad_NO.sum(0))
-        return None, dx_NI.view_as(x), None, *(None,) * ctx.count, *db
+        path, weights, biases = ctx.path, ctx.parameters[: ctx.count], ctx.parameters[ctx.count :]
+        x_NI = path.enter.gather(x)
+        dys = [path.leave.gather(grad) for grad in grads]
+
+        def product(rows: Rows) -> Tensor:
+            dx_NI = dys[0].rows(rows) @ weights[0]
+            for dy, w in zip(dys[1:], weights[1:], strict=True):
+                dx_NI.addmm_(dy.rows(rows), w)
+            return dx_NI
+
+        dx = path.enter.reduce(product, dys[0].order)
+        dw = [_weight_gradient(ctx.sink, w, dy.all().t(), x_NI.all()) for w, dy in zip(weights, dys, strict=True)]
+        db = [None if b is None else g.flatten(0, -2).sum(0) for b, g in zip(biases, grads, strict=True)]
+        return None, None, dx().view_as(x), None, *dw, *db
+
+
+def _add(y_NO: Tensor, bias_O: Tensor | None) -> Tensor:
+    return y_NO if bias_O is None else y_NO.add_(bias_O)
+
+
+def _weight_gradient(sink: Gradients | None, w: nn.Parameter, a: Tensor, b: Tensor) -> Tensor | None:
+    """a @ b into the sink, or for autograd."""
+    if sink is None:
+        return a @ b
+    sink.add_product(w, a, b)
+    return None
 
 
 class _Embedding(torch.autograd.Function):
+    """Looks up the ids that lie in `held`, the table's rows that are here; others give zero. None: all are here."""
+
     @staticmethod
-    def forward(ctx, gradients: Gradients, tokens: Tensor, weight: nn.Parameter) -> Tensor:
-        ctx.gradients, ctx.weight = gradients, weight
+    def forward(ctx, sink: Gradients | None, path: Path, tokens: Tensor, weight: nn.Parameter, held: range | None):
+        ctx.sink, ctx.path, ctx.weight, ctx.held = sink, path, weight, held
         ctx.save_for_backward(tokens)
-        return F.embedding(tokens, weight)
+        ids_N = tokens.flatten()
+
+        def rows_of(rows: Rows) -> Tensor:
+            here_N, local_N = _local(ids_N[rows], held)
+            y_NE = F.embedding(local_N, weight)
+            return y_NE if here_N is None else y_NE.mul_(here_N[:, None])
+
+        y = path.leave.reduce(rows_of, [slice(0, len(ids_N))])
+        return y().view(*path.leave.outside(tokens.shape), -1)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (tokens,) = ctx.saved_tensors
-        ctx.gradients.add_rows(ctx.weight, tokens.flatten(), grad.flatten(0, -2))
-        return None, None, None
+        here_N, local_N = _local(tokens.flatten(), ctx.held)
+        dy_NE = ctx.path.leave.gather(grad).all()
+        if here_N is not None:
+            local_N, dy_NE = local_N[here_N], dy_NE[here_N]
+        if ctx.sink is not None:
+            ctx.sink.add_rows(ctx.weight, local_N, dy_NE)
+            return (None,) * 5
+        dw_VE = torch.zeros_like(ctx.weight, dtype=torch.promote_types(ctx.weight.dtype, torch.float32))
+        return None, None, None, dw_VE.index_put_((local_N,), dy_NE.to(dw_VE.dtype), accumulate=True), None
+
+
+def _local(ids_N: Tensor, held: range | None) -> tuple[Tensor | None, Tensor]:
+    """(which ids are held, None for all; their rows in the table here)"""
+    if held is None:
+        return None, ids_N
+    here_N = (ids_N >= held.start) & (ids_N < held.stop)
+    return here_N, (ids_N - held.start).where(here_N, 0)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -100,29 +205,55 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, gradients: Gradients, x_BTE: Tensor, weight: nn.Parameter, labels: Tensor, scale: Tensor, chunk: int
+        ctx,
+        gradients: Gradients,
+        vocabulary: Vocabulary,
+        x: Tensor,
+        weight: nn.Parameter,
+        labels: Tensor,
+        scale: Tensor,
+        chunk: int,
     ):
-        x_NE = x_BTE.flatten(0, -2)
         add = lambda a, b: gradients.add_product(weight, a, b)
         wanted = any(ctx.needs_input_grad)
-        loss, dx_NE = chunked_loss(x_NE, weight, labels.flatten(), scale, chunk, wanted, add)
+        loss, dx_NE = chunked_loss(
+            x.flatten(0, -2), weight, labels.flatten(), scale, chunk, wanted, add, vocabulary
+        )
         if wanted:
-            ctx.save_for_backward(dx_NE.view_as(x_BTE))
+            ctx.save_for_backward(dx_NE.view_as(x))
         return loss
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return None, ctx.saved_tensors[0], None, None, None, None
+        return None, None, ctx.saved_tensors[0], *(None,) * 4
+
+
+class WeightOps:
+    """The model's ops over weights. Vectors (biases, norms) stay with autograd.
+
+    Args:
+        sink: where matrices' gradients go; None: to autograd (inside a compiled graph nothing is written past it).
+        path_of: parameter -> its path.
+    """
+
+    def __init__(self, sink: Gradients | None, path_of: Callable[[nn.Parameter], Path] = lambda weight: Path()):
+        self.sink, self.path_of = sink, path_of
+
+    def linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        return _Linear.apply(self.sink, self.path_of(weights[0]), x, len(weights), *weights, *biases)
+
+    def embedding(self, tokens: Tensor, weight: Tensor, path: Path = Path(), held: range | None = None) -> Tensor:
+        return _Embedding.apply(self.sink, path, tokens, weight, held)
+
+    def head_loss(
+        self, x: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
+    ) -> Tensor:
+        if self.sink is None:
+            return head_loss(x, weight, labels, scale, chunk, vocabulary)
+        return _HeadLoss.apply(self.sink, vocabulary, x, weight, labels, scale, chunk)
 
 
 def direct_ops(gradients: Gradients) -> Ops:
-    """The model's ops, with weight gradients through `gradients`. Vectors (biases, norms) stay with autograd."""
-
-    def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        return _Linear.apply(gradients, x, len(weights), *weights, *biases)
-
-    return Ops(
-        linear=linear,
-        embedding=lambda tokens, weight: _Embedding.apply(gradients, tokens, weight),
-        head_loss=lambda x, weight, labels, scale, chunk: _HeadLoss.apply(gradients, x, weight, labels, scale, chunk),
-    )
+    """The model's ops on one device, with weight gradients through `gradients`."""
+    ops = WeightOps(gradients)
+    return Ops(linear=ops.linear, embedding=ops.embedding, head_loss=ops.head_loss)

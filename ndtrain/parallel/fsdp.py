@@ -23,6 +23,7 @@ from ndtrain.collectives import Group, Pending, all_gather, reduce_scatter
 from ndtrain.layout import FlatLayout
 from ndtrain.parallel.direct import Gradients
 from ndtrain.parallel.dp import ReplicaReducer
+from ndtrain.parallel.tp import CopyReducer
 
 
 @dataclass
@@ -55,6 +56,7 @@ class ShardedUnits:
     Args:
         layouts: unit name -> flat layout, in model order.
         group, index: the ranks that cut the flat buffers between them, and this rank's place among them.
+        replicas, copies: sum what other ranks hold as well.
         gradients: through which matrices' gradients come (`direct_ops`); None where autograd adds them all.
         zero: 1, 2 or 3, as above.
         compute, master: dtypes.
@@ -66,13 +68,14 @@ class ShardedUnits:
         group: Group,
         index: int,
         replicas: ReplicaReducer,
+        copies: CopyReducer,
         gradients: Gradients | None,
         zero: int,
         compute: torch.dtype,
         master: torch.dtype,
         device: torch.device,
     ):
-        self.group, self.index, self.replicas, self.gradients = group, index, replicas, gradients
+        self.group, self.index, self.replicas, self.copies, self.gradients = group, index, replicas, copies, gradients
         parts = next(iter(layouts.values())).parts
         self.keeps_full = zero < 3 or (parts == 1 and compute == master)
         self.keeps_grad = zero == 1 or parts == 1
@@ -197,9 +200,12 @@ class ShardedUnits:
         self._reductions.append((unit, full, flight, final))
 
     def finish_step(self) -> None:
-        """Every unit's `grad` holds the sum over all microbatches, shards and replicas."""
+        """Every unit's `grad` holds the sum over all microbatches, shards, replicas and copies."""
         self._land_reductions()
         self.replicas.finish()
+        for unit in self.units.values():
+            self.copies.add(unit.layout, unit.layout.bounds(self.index)[0], unit.grad)
+        self.copies.finish()
 
     def _land_reductions(self) -> None:
         for unit, full, flight, final in self._reductions:

@@ -1,0 +1,316 @@
+"""`bench peers axis=cp`: attention over a sequence that is cut over ranks, forward and backward, ours against PyTorch's
+ring attention, by turns (see `turns`).
+
+PyTorch's `context_parallel` has no CPU backend; its two ring templates are called with the CPU's flash kernels, without
+the dispatch and autograd that its users pay for besides. Both ways it has to bring the keys round are peers.
+
+Shape legend: B batch, T local time, N query heads, K key/value heads, D head_dim.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as templates
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import _create_default_load_balancer
+
+from ndtrain.bench.ranks import run_ranks
+from ndtrain.bench.turns import AGREE, Common, Turns, profiles, ratio, show_ratios, take_turns
+from ndtrain.collectives import Pending
+from ndtrain.config import ConfigError
+from ndtrain.model.attention import Scores, local_core
+from ndtrain.parallel.apply import DTYPES
+from ndtrain.parallel.cp import Links, cp_core
+from ndtrain.sequence import SequenceCut
+
+LENGTHS = (2048, 8192)
+PEERS = ("torch_allgather", "torch_alltoall")
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+Results = tuple[Tensor, ...]  # out, dq, dk, dv, each [B, T, heads, D]
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Options(Common):
+    """Arguments of `bench peers axis=cp`, beside the common ones.
+
+    Attributes:
+        seq_len: tokens of the whole sequence; 2048 and then 8192 unless given.
+        ulysses: ranks of a Ulysses group in ours; the ring is over ranks / ulysses.
+        exposed: also measure ours without communication.
+        link_mb_s: ours alone over a link of so many MB/s: a transfer takes its bytes' time, one after another, and
+            waiting for it takes no computing. On a machine with few cores it shows what of the communication is hidden
+            where nothing competes with it.
+    """
+
+    seq_len: int = 0
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    ulysses: int = 1
+    balance: Literal["zigzag", "striped", "none"] = "zigzag"
+    exposed: bool = True
+    link_mb_s: int = 0
+    warmup: int = 1
+    steps: int = 1
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (self.seq_len,) if self.seq_len else LENGTHS
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return () if self.link_mb_s else PEERS
+
+    def cut(self, length: int) -> SequenceCut:
+        return SequenceCut(length, self.world // self.ulysses, self.ulysses, self.balance)
+
+    def check(self) -> None:
+        super().check()
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if self.world % self.ulysses or self.heads % self.ulysses:
+            raise ConfigError(f"ulysses={self.ulysses} must divide ranks={self.world} and heads={self.heads}")
+        if self.kv_heads % self.ulysses and self.ulysses % self.kv_heads:
+            raise ConfigError(f"one of ulysses={self.ulysses} and kv_heads={self.kv_heads} must divide the other")
+        if self.link_mb_s and not self.exposed:
+            raise ConfigError("link_mb_s is for exposed communication: leave exposed=false out")
+        for length in self.lengths:
+            if length % (2 * self.world):
+                raise ConfigError(f"seq_len={length} must be a multiple of 2 x ranks={self.world}")
+            try:
+                self.cut(length)
+            except ValueError as error:
+                raise ConfigError(f"seq_len={length}: {error}") from error
+
+
+def run(options: Options) -> None:
+    """Measures, prints and writes `options.out`.
+
+    Raises:
+        ConfigError: options that do not go together.
+    """
+    options.check()
+    options.prepare()
+    found = {}
+    for length in options.lengths:
+        found[str(length)] = run_ranks(measure, options.world, options, length)
+        _show(options, length, found[str(length)])
+    options.save(found)
+
+
+# ---------------------------------------------------------------------------------------------------------- the links
+
+
+class MeteredLinks(Links):
+    """Counts what goes through, and the seconds that the calling thread spends on it.
+
+    Args:
+        bytes_per_s: a transfer has arrived no sooner than its bytes have passed, after those asked for before it.
+    """
+
+    def __init__(self, cut: SequenceCut, group: dist.ProcessGroup, index: int, bytes_per_s: float = math.inf):
+        super().__init__(cut, group, index)
+        self.bytes_per_s, self._free_at = bytes_per_s, 0.0
+        self.seconds, self.bytes = 0.0, 0
+
+    def shift(self, send: Tensor, receive: Tensor) -> Pending:
+        return self._metered(lambda: super(MeteredLinks, self).shift(send, receive), receive.nbytes)
+
+    def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Pending:
+        begin = lambda: super(MeteredLinks, self).exchange(sends, receives)
+        return self._metered(begin, sum(x.nbytes for x in receives))
+
+    def reset(self) -> tuple[float, int]:
+        """(seconds, bytes) since the last time."""
+        found, self.seconds, self.bytes = (self.seconds, self.bytes), 0.0, 0
+        return found
+
+    def _metered(self, begin: Callable[[], Pending], n_bytes: int) -> Pending:
+        began = time.perf_counter()
+        self._free_at = arrival = max(began, self._free_at) + n_bytes / self.bytes_per_s
+        flight = begin()
+        self.bytes += n_bytes
+        self.seconds += time.perf_counter() - began
+        return Pending((), lambda: self._wait(flight, arrival))
+
+    def _wait(self, flight: Pending, arrival: float) -> None:
+        began = time.perf_counter()
+        flight.wait()
+        time.sleep(max(0.0, arrival - time.perf_counter()))
+        self.seconds += time.perf_counter() - began
+
+
+class SilentLinks(Links):
+    """Moves nothing: what is received is whatever the memory held, and takes as long to compute with."""
+
+    def shift(self, send: Tensor, receive: Tensor) -> Pending:
+        return Pending(())
+
+    def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Pending:
+        return Pending(())
+
+
+# ---------------------------------------------------------------------------------------------------------- the sides
+
+
+def whole_inputs(options: Options, length: int) -> Results:
+    """q, k, v and the gradient of the output, of the whole sequence, the same on every rank."""
+    draw = torch.Generator().manual_seed(length)
+    heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
+    shapes = [(options.batch, length, h, options.head_dim) for h in heads]
+    return tuple(torch.randn(s, generator=draw).to(DTYPES[options.precision]) for s in shapes)
+
+
+def differentiated(core: Callable[..., Tensor], inputs: Results) -> Callable[[], Results]:
+    """Forward and backward of an attention core on these inputs."""
+    q, k, v, grad = inputs
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    ctx = SimpleNamespace(scores=Scores())
+
+    def step() -> Results:
+        out = core(*leaves, ctx)
+        return (out.detach(), *torch.autograd.grad(out, leaves, grad))
+
+    return step
+
+
+def templated(inputs: Results, group: dist.ProcessGroup, method: str) -> Callable[[], Results]:
+    """PyTorch's ring, which takes heads before time: as views, like those its users give it."""
+    q, k, v, grad = (x.transpose(1, 2) for x in inputs)
+
+    def step() -> Results:
+        templates.set_rotate_method(method)
+        out, lse, *_ = templates._templated_ring_attention(group, 2, FLASH, q, k, v, is_causal=True, dropout_p=0.0)
+        gradients = templates._templated_ring_attention_backward(
+            group, 2, FLASH_BACKWARD, grad, "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
+        )
+        return tuple(x.transpose(1, 2) for x in (out, *gradients[:3]))
+
+    return step
+
+
+def peers_index(length: int, group: dist.ProcessGroup) -> Tensor:
+    """The tokens of this rank as PyTorch's own load balancer deals them, int64 [T]."""
+    balancer = _create_default_load_balancer(length, group.size(), "cpu")
+    return balancer._generate_indices()[0].chunk(group.size())[group.rank()]
+
+
+# ------------------------------------------------------------------------------------------------------------- a rank
+
+
+def measure(rank: int, options: Options, length: int) -> dict[str, Any]:
+    """On one rank: every side compared with one process, then timed.
+
+    Raises:
+        RuntimeError: a side's output or gradients are not those of one process.
+    """
+    torch.set_flush_denormal(True)  # what the silent links leave in memory must not cost more than numbers do
+    group, cut = dist.group.WORLD, options.cut(length)
+    inputs = whole_inputs(options, length)
+    expected = differentiated(local_core, inputs)()
+    here = lambda whole, index: tuple(x[:, index].contiguous() for x in whole)
+    own_index, peer_index = torch.from_numpy(cut.index(rank)), peers_index(length, group)
+    own, links = here(inputs, own_index), metered_links(options, cut, group, rank)
+    steps = {"ours": differentiated(cp_core(cut, group, rank, links), own)}
+    for name in options.peers:
+        steps[name] = templated(here(inputs, peer_index), group, name.removeprefix("torch_"))
+    differences = {}
+    for name, step in steps.items():
+        index = own_index if name == "ours" else peer_index
+        differences[name] = require_agreement(name, step(), here(expected, index), AGREE[options.precision])
+    if options.exposed:
+        steps["silent"] = differentiated(cp_core(cut, group, rank, SilentLinks(cut, group, rank)), own)
+    del inputs, expected
+    return _timed(options, steps, links) | {"differences": differences}
+
+
+def metered_links(options: Options, cut: SequenceCut, group: dist.ProcessGroup, rank: int) -> MeteredLinks:
+    return MeteredLinks(cut, group, rank, options.link_mb_s * 1e6 or math.inf)
+
+
+def require_agreement(name: str, found: Results, expected: Results, bound: float) -> dict[str, float]:
+    """How far each result is from its expected value, relative to the largest element.
+
+    Raises:
+        RuntimeError: further than `bound`.
+    """
+    differences = {}
+    for what, a, b in zip(NAMES, found, expected, strict=True):
+        differences[what] = ((a - b).abs().max() / b.abs().max()).item()
+        if not differences[what] <= bound:
+            raise RuntimeError(f"not the same work: {what} of {name} is {differences[what]:.1e} from one process's")
+    return differences
+
+
+def _timed(options: Options, steps: dict[str, Callable[[], Results]], links: MeteredLinks) -> dict[str, Any]:
+    own_ms: dict[str, list[float]] = {name: [] for name in steps}  # of this rank, every step
+    meter: list[tuple[float, int]] = []
+
+    def step(name: str) -> None:
+        links.reset()
+        began = time.perf_counter()
+        steps[name]()
+        own_ms[name].append((time.perf_counter() - began) * 1e3)
+        if name == "ours":
+            meter.append(links.reset())
+
+    sides = {name: Turns(partial(step, name)) for name in steps}
+    take_turns(sides, options)
+    result = {
+        "sides": {name: {"ms_per_step": side.ms_per_step, "block_ms": side.block_ms} for name, side in sides.items()},
+        "ratios": {name: ratio(sides[name], sides["ours"]) for name in options.peers},
+    }
+    if options.exposed:
+        result["exposed"] = _exposed(options, own_ms, meter)
+    if options.profile:
+        result["profile"] = profiles(sides)
+    return result
+
+
+def _exposed(options: Options, own_ms: dict[str, list[float]], meter: list[tuple[float, int]]) -> dict[str, float]:
+    """What communication costs, in ms a step, as means over the ranks: the time spent in it, and the time that a step
+    takes longer than one without it. Step by step: a slow spell meets both neighbours in time."""
+    counted = slice(options.warmup, None)
+    lost = statistics.median(a - b for a, b in zip(own_ms["ours"][counted], own_ms["silent"][counted], strict=True))
+    spent = statistics.median(seconds * 1e3 for seconds, _ in meter[counted])
+    received = meter[-1][1]
+    sums = torch.tensor([spent, lost, received], dtype=torch.float64)
+    dist.all_reduce(sums)
+    spent, lost, received = (sums / options.world).tolist()
+    return {"spent_ms": spent, "lost_ms": lost, "received_mb": received / 1e6}
+
+
+# ------------------------------------------------------------------------------------------------------ what is said
+
+
+def _show(options: Options, length: int, result: dict[str, Any]) -> None:
+    print(
+        f"\nattention over {length} tokens: ranks={options.world} {options.precision} batch={options.batch}"
+        f" heads={options.heads} kv_heads={options.kv_heads} head_dim={options.head_dim}"
+        f" ulysses={options.ulysses} balance={options.balance}"
+        + f" link_mb_s={options.link_mb_s}" * bool(options.link_mb_s)
+        + f"; {options.rounds} rounds of {options.steps} steps"
+    )
+    for name, side in result["sides"].items():
+        far = result["differences"].get(name)
+        agrees = f"   within {max(far.values()):.0e} of one process" if far else "   nothing sent"
+        print(f"  {name:16} {side['ms_per_step']:9.2f} ms forward and backward{agrees}")
+    show_ratios(result)
+    if "exposed" in result:
+        e = result["exposed"]
+        print(
+            f"  exposed communication: {e['spent_ms']:.2f} ms spent sending and waiting, {e['lost_ms']:.2f} ms lost"
+            f" against no communication, for {e['received_mb']:.1f} MB received (means over ranks)"
+        )

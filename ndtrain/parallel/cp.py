@@ -1,0 +1,216 @@
+"""Context parallelism: attention over a sequence of which each rank holds a share.
+
+Ring (Liu et al., 2023, arXiv:2310.01889): queries stay, keys and values travel. Each block of attention is computed
+while the keys and values of the next are on their way.
+
+Ulysses (Jacobs et al., 2023, arXiv:2309.14509): each rank of a group gets all the group's tokens for some of the heads,
+and gives back their outputs.
+
+Both at once: Ulysses inside groups of neighbours, a ring from group to group.
+
+Shape legend: B batch, T local time, N query heads, K key/value heads, D head_dim, U ranks of a Ulysses group,
+H heads of a message.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ndtrain.collectives import Pending, all_to_all, shift
+from ndtrain.model.attention import Merged, Scores, add_gradients, attend, total_like
+from ndtrain.model.tiles import Tile, halves
+from ndtrain.sequence import SequenceCut
+
+Core = Callable[..., Tensor]
+
+
+class Links:
+    """What a rank of cp sends and receives: to and from its neighbours in the ring, and within its Ulysses group.
+
+    Whoever wants to measure or leave out the communication gives `cp_core` another of these.
+    """
+
+    def __init__(self, cut: SequenceCut, group: dist.ProcessGroup, index: int):
+        holder, slice_index = divmod(index, cut.ulysses)
+        neighbour = lambda step: (holder + step) % cut.ring * cut.ulysses + slice_index
+        self._group, self._to, self._source = group, neighbour(1), neighbour(-1)
+        self._members = range(holder * cut.ulysses, (holder + 1) * cut.ulysses)
+
+    def shift(self, send: Tensor, receive: Tensor) -> Pending:
+        """One step around the ring; both contiguous."""
+        return shift(send, receive, self._group, self._to, self._source)
+
+    def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Pending:
+        """`sends[u]` to rank u of the Ulysses group, `receives[u]` from it; all contiguous."""
+        return all_to_all(sends, receives, self._group, self._members)
+
+
+def cp_core(cut: SequenceCut, group: dist.ProcessGroup, index: int, links: Links | None = None) -> Core:
+    """The attention core of cp coordinate `index` of `group`, for tokens cut as `cut` says: a core(q [B, T, N, D],
+    k and v [B, T, K, D], ctx) -> [B, T, N, D] that reads `ctx.scores`, whose slopes are those of the N heads here.
+
+    Raises:
+        ValueError (the core): cut.ulysses does not divide N, or neither of cut.ulysses and K divides the other.
+    """
+    holder, slice_index = divmod(index, cut.ulysses)
+    links = links or Links(cut, group, index)
+
+    def whole_heads(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+        if cut.ring == 1:
+            return attend(q, k, v, scores)
+        return _Ring.apply(q, k, v, scores, _plan(cut, holder, scores, q), links)
+
+    def core(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
+        if cut.ulysses == 1:
+            return whole_heads(q, k, v, ctx.scores)
+        shares = _head_shares(q.shape[2], k.shape[2], cut.ulysses)
+        slopes = ctx.scores.slopes and ctx.scores.slopes[shares[slice_index][0]]
+        heads = _ToHeads.apply(q, k, v, shares, links)
+        return _ToTokens.apply(whole_heads(*heads, replace(ctx.scores, slopes=slopes)), cut.ulysses, links)
+
+    return torch.compiler.disable(core)
+
+
+# --------------------------------------------------------------------------------------------------------------- ring
+
+
+def _plan(cut: SequenceCut, holder: int, scores: Scores, q: Tensor) -> list[tuple[Tile, ...]]:
+    """The tiles of each step: at step s the keys are those of the s-th holder before this one."""
+    keys = [cut.pieces((holder - step) % cut.ring) for step in range(cut.ring)]
+    return [scores.tiles(keys[0], k, cut.length, q) for k in keys]
+
+
+class _Ring(torch.autograd.Function):
+    """Backward sends keys and values around again. Their gradients start from the rank after the one that holds them,
+    follow a step behind, and come home while the second half of each rank's own block is computed."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: list[tuple[Tile, ...]], links: Links):
+        q, kv = q.transpose(1, 2), torch.stack([k, v])
+        merged = Merged(q)
+        for found, held in zip(plan, _around(kv, len(plan), links), strict=True):
+            merged.attend(*_heads_first(held), found, scores)
+        out, lse = merged.result()
+        ctx.scores, ctx.plan, ctx.links = scores, plan, links
+        ctx.save_for_backward(q, kv, out, lse)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, kv, out, lse = ctx.saved_tensors
+        scores, links, (now, late) = ctx.scores, ctx.links, halves(ctx.plan[0])
+        dq, own = total_like(q), kv.new_zeros(kv.shape, dtype=torch.promote_types(kv.dtype, torch.float32))
+        sums, coming, flight = [torch.empty_like(own) for _ in ctx.plan[1:3]], torch.empty_like(own), None
+
+        def add(kv: Tensor, found: Sequence[Tile], dkv: Tensor) -> None:
+            saved = (q, *_heads_first(kv), out, lse)
+            add_gradients(grad.transpose(1, 2), saved, found, scores, dq, *_heads_first(dkv))
+
+        for step, held in enumerate(_around(kv, len(ctx.plan), links)):
+            if step == 0:
+                add(held, now, own)
+                continue
+            going = sums[step % len(sums)].zero_()
+            add(held, ctx.plan[step], going)
+            if flight:
+                flight.wait()
+                going.add_(coming)
+            flight = links.shift(going, coming)
+        add(kv, late, own)
+        flight.wait()
+        dk, dv = own.add_(coming).to(kv.dtype)
+        return dq.transpose(1, 2).to(q.dtype), dk, dv, None, None, None
+
+
+def _around(kv: Tensor, steps: int, links: Links) -> Iterator[Tensor]:
+    """This rank's kv, then that of the rank before it, and so on. Each is sent on before it is yielded, and the next
+    waited for when it is asked for."""
+    spare = [torch.empty_like(kv) for _ in range(min(2, steps - 1))]
+    for step in range(steps - 1):
+        coming = spare[step % len(spare)]
+        flight = links.shift(kv, coming)
+        yield kv
+        flight.wait()
+        kv = coming
+    yield kv
+
+
+def _heads_first(kv_2BTKD: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v as [B, K, T, D]."""
+    return tuple(kv_2BTKD.transpose(2, 3))
+
+
+# ------------------------------------------------------------------------------------------------------------ Ulysses
+
+
+def _head_shares(N: int, K: int, U: int) -> list[tuple[slice, slice]]:
+    """The query heads and the key/value heads of each rank of a Ulysses group. Where it has more ranks than there are
+    key/value heads, several get the same one."""
+    if N % U or (K % U and U % K):
+        raise ValueError(f"{N} query and {K} key/value heads cannot be dealt to a Ulysses group of {U} ranks")
+    kv = max(1, K // U)
+    return [(slice(u * N // U, (u + 1) * N // U), slice(u * K // U, u * K // U + kv)) for u in range(U)]
+
+
+class _ToHeads(torch.autograd.Function):
+    """q [B, T, N, D], k and v [B, T, K, D] of this rank's tokens -> its share of the heads for all the group's."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, shares: list[tuple[slice, slice]], links: Links):
+        ctx.shares, ctx.links, ctx.kv_heads = shares, links, k.shape[2]
+        messages = [torch.cat([q[:, :, n], k[:, :, m], v[:, :, m]], 2) for n, m in shares]
+        return _to_heads(messages, links).split(_sizes(shares), 2)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        messages = [m.split(_sizes(ctx.shares), 2) for m in _to_tokens(torch.cat(grads, 2), len(ctx.shares), ctx.links)]
+        dq, dk, dv = zip(*messages, strict=True)
+        kv_shares = [m for _, m in ctx.shares]
+        return torch.cat(dq, 2), *(_summed(x, kv_shares, ctx.kv_heads) for x in (dk, dv)), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """The other way, of the outputs: some heads of all the group's tokens -> all heads of this rank's."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, members: int, links: Links):
+        ctx.members, ctx.links = members, links
+        return torch.cat(list(_to_tokens(out, members, links)), 2)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _to_heads([x.contiguous() for x in grad.chunk(ctx.members, 2)], ctx.links), None, None
+
+
+def _sizes(shares: list[tuple[slice, slice]]) -> list[int]:
+    """Heads of q, k and v in a message."""
+    return [s.stop - s.start for s in (shares[0][0], shares[0][1], shares[0][1])]
+
+
+def _to_heads(messages: Sequence[Tensor], links: Links) -> Tensor:
+    """A message [B, T, H, D] for each rank of the group -> theirs for this one, [B, U*T, H, D]."""
+    received_UBTHD = messages[0].new_empty(len(messages), *messages[0].shape)
+    links.exchange(messages, received_UBTHD.unbind()).wait()
+    return received_UBTHD.transpose(0, 1).flatten(1, 2)
+
+
+def _to_tokens(x: Tensor, members: int, links: Links) -> tuple[Tensor, ...]:
+    """[B, U*T, H, D] -> this rank's tokens [B, T, H, D] from each rank of the group."""
+    messages = [m.contiguous() for m in x.chunk(members, 1)]
+    received = x.new_empty(members, *messages[0].shape).unbind()
+    links.exchange(messages, received).wait()
+    return received
+
+
+def _summed(parts: Sequence[Tensor], heads: Sequence[slice], count: int) -> Tensor:
+    """Gradients of `count` heads from those of the heads that each rank had."""
+    if sum(p.shape[2] for p in parts) == count:
+        return torch.cat(list(parts), 2)
+    B, T, _, D = parts[0].shape
+    total = parts[0].new_zeros(B, T, count, D, dtype=torch.promote_types(parts[0].dtype, torch.float32))
+    for part, h in zip(parts, heads, strict=True):
+        total[:, :, h] += part
+    return total.to(parts[0].dtype)

@@ -1,0 +1,306 @@
+"""tp: every weight matrix is cut over the ranks (Shoeybi et al., 2019, arXiv:1909.08053), and with sequence parallelism
+the residual stream between them is cut along its tokens (Korthikanti et al., 2022, arXiv:2205.05198).
+
+The layouts say how a weight is cut, and so what lies around its matmul: one cut along its outputs (*column*) sees all
+tokens, one cut along its inputs (*row*) gives each rank a share of every output, which are summed.
+
+|                   | stream                | before a column    | after a row      |
+|-------------------|-----------------------|--------------------|------------------|
+| sequence parallel | N / tp tokens a rank  | all-gather         | reduce-scatter   |
+| otherwise         | all tokens everywhere | nothing            | all-reduce       |
+
+and each the other way round for gradients. The stream's tokens are those of a microbatch, [B, T] flattened to N, so
+a rank's share is contiguous and nothing is copied on the way in or out.
+
+Shape legend: B batch, T time, N tokens (B T), S tokens of one rank's share (N / tp), C tokens of a chunk,
+E hidden_size, I in, O out, V rows of the vocabulary on this rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ndtrain.collectives import (
+    Pending,
+    all_gather,
+    all_gather_row,
+    all_reduce,
+    by_distance,
+    reduce_shares,
+    shift,
+    sum_in_order,
+)
+from ndtrain.config import TPConfig
+from ndtrain.layout import CUT_AXIS, FlatLayout, TensorLayout, fair_cut
+from ndtrain.model import Ops
+from ndtrain.model.loss import LOCAL, Vocabulary
+from ndtrain.parallel.direct import Exchange, Gathered, Gradients, Path, Rows, WeightOps
+
+# ----------------------------------------------------------------------------------------------------- the exchanges
+
+
+class _Arriving(Gathered):
+    """Rows gathered from all ranks, as one message each or all at once.
+
+    Args:
+        flights: (rows, what brings them), in the order they arrive.
+    """
+
+    def __init__(self, x_NI: Tensor, flights: Sequence[tuple[Rows, Pending]]):
+        self._x_NI, self._flights = x_NI, flights
+        self.order = [rows for rows, _ in flights]
+
+    def rows(self, wanted: Rows) -> Tensor:
+        start, stop, _ = wanted.indices(len(self._x_NI))
+        for rows, flight in self._flights:
+            if rows.start < stop and start < rows.stop:
+                flight.wait()
+        return self._x_NI[wanted]
+
+
+class SequenceExchange(Exchange):
+    """Sequence parallelism: the stream's tokens are this rank's share of the matmul's.
+
+    Args:
+        batch: sequences of a microbatch.
+        overlap: send share by share, so that a matmul runs on one while the next is on its way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, batch: int, overlap: bool):
+        self.group, self.batch, self.overlap = group, batch, overlap
+        self.n, self.r = group.size(), group.rank()
+
+    def gather(self, x: Tensor) -> Gathered:
+        x_SI = x.flatten(0, -2).contiguous()
+        x_NI = x_SI.new_empty(self.n * len(x_SI), x_SI.shape[-1])
+        if not self.overlap:
+            flight = all_gather(x_NI.view(-1), x_SI.view(-1), self.group)
+            return _Arriving(x_NI, [(slice(0, len(x_NI)), flight)])
+        shares = self._shares(len(x_NI))
+        x_NI[shares[self.r]] = x_SI
+        flights = [(shares[self.r], Pending(()))]
+        for to, source in by_distance(self.group):
+            flights.append((shares[source], shift(x_SI, x_NI[shares[source]], self.group, to, source)))
+        return _Arriving(x_NI, flights)
+
+    def reduce(self, produce: Callable[[Rows], Tensor], order: Sequence[Rows]) -> Callable[[], Tensor]:
+        if not self.overlap:
+            return reduce_shares(produce(slice(None)), self.group)
+        n_rows = max(rows.stop for rows in order)
+        shares = self._shares(n_rows)
+        received: dict[int, Tensor] = {}
+        flights = []
+        for to, source in by_distance(self.group):
+            y_SO = produce(shares[to])
+            received[source] = torch.empty_like(y_SO)
+            flights.append(shift(y_SO, received[source], self.group, to, source))
+        received[self.r] = produce(shares[self.r])
+
+        def wait() -> Tensor:
+            for flight in flights:
+                flight.wait()
+            return sum_in_order([received[i] for i in range(self.n)])
+
+        return wait
+
+    def outside(self, shape: torch.Size) -> tuple[int, ...]:
+        return (torch.Size(shape).numel() // self.n,)
+
+    def inside(self, shape: torch.Size) -> tuple[int, ...]:
+        return (self.batch, torch.Size(shape).numel() * self.n // self.batch)
+
+    def _shares(self, n_rows: int) -> list[Rows]:
+        each = n_rows // self.n
+        return [slice(i * each, (i + 1) * each) for i in range(self.n)]
+
+
+class CopyExchange(Exchange):
+    """No sequence parallelism: every rank holds the whole stream.
+
+    Args:
+        overlap: sum in as many parts as there are ranks, so that a matmul runs while the part before is on its way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, overlap: bool):
+        self.group, self.parts = group, group.size() if overlap else 1
+
+    def reduce(self, produce: Callable[[Rows], Tensor], order: Sequence[Rows]) -> Callable[[], Tensor]:
+        n_rows = max(rows.stop for rows in order)
+        bounds = [fair_cut(n_rows, self.parts, i) for i in range(self.parts)]
+        sums, flights = [], []
+        for start, stop in bounds:
+            sums.append(produce(slice(start, stop)))
+            flights.append(all_reduce(sums[-1], self.group))
+
+        def wait() -> Tensor:
+            for flight in flights:
+                flight.wait()
+            return torch.cat(sums) if len(sums) > 1 else sums[0]
+
+        return wait
+
+
+# --------------------------------------------------------------------------------------------- the vocabulary in parts
+
+
+class CutVocabulary(Vocabulary):
+    """Each rank has the logits of its rows of the table. Of all ranks' together only their maximum and the sum of their
+    exponentials are ever made, two numbers a token.
+
+    Args:
+        held: the rows of the table on this rank.
+        exchange: what lies between the stream's tokens and the head's.
+    """
+
+    def __init__(self, held: range, exchange: Exchange, group: dist.ProcessGroup):
+        self.held, self.exchange, self.group = held, exchange, group
+        self._last: Callable[[], None] = lambda: None
+
+    def chunks(self, x_SE: Tensor, labels_N: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        shares = len(labels_N) // len(x_SE)  # 1 where the stream is not cut
+        labels_PS = labels_N.view(shares, -1)
+        starts = range(0, len(x_SE), max(1, chunk // shares))
+        rows = [slice(a, min(a + starts.step, len(x_SE))) for a in starts]
+        arriving = self.exchange.gather(x_SE[rows[0]])
+        for i, now in enumerate(rows):
+            x_CE = arriving.all()
+            if i + 1 < len(rows):  # on its way while this one is worked on
+                arriving = self.exchange.gather(x_SE[rows[i + 1]])
+            yield now, x_CE, labels_PS[:, now].flatten()
+
+    def log_softmax(self, logits_CV: Tensor, target_C1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        logits_CV = logits_CV.to(dtype)
+        rows, flight = all_gather_row(logits_CV.logsumexp(dim=1), self.group)
+        here_C1 = (target_C1 >= self.held.start) & (target_C1 < self.held.stop)
+        column_C1 = (target_C1 - self.held.start).where(here_C1, 0)
+        flight.wait()
+        return logits_CV.sub_(rows.logsumexp(dim=0)[:, None]), column_C1, here_C1
+
+    def add_input_gradient(self, out_SE: Tensor, dlogits_CV: Tensor, weight_VE: Tensor, share_C1: Tensor) -> None:
+        produce = lambda rows: (dlogits_CV[rows] @ weight_VE).mul_(share_C1[rows])
+        total = self.exchange.reduce(produce, [slice(0, len(dlogits_CV))])
+        self.finish()
+        self._last = lambda: out_SE.copy_(total())
+
+    def finish(self) -> None:
+        last, self._last = self._last, lambda: None
+        last()
+
+
+class SameVocabulary(Vocabulary):
+    """Every rank computes the same loss from the same tokens: the first alone reports it."""
+
+    def __init__(self, first: bool):
+        self.first = first
+
+    def report(self, total: Tensor) -> Tensor:
+        return total if self.first else torch.zeros_like(total)
+
+
+# ----------------------------------------------------------------------------------------------------------- the ops
+
+
+class TensorParallel:
+    """The model's ops over weights that the layouts have cut.
+
+    Args:
+        cut: each parameter with its layout.
+        sink: where matrices' gradients go; None: to autograd.
+        batch: sequences of a microbatch.
+    """
+
+    def __init__(
+        self,
+        cut: Mapping[nn.Parameter, TensorLayout],
+        sink: Gradients | None,
+        group: dist.ProcessGroup,
+        batch: int,
+        cfg: TPConfig,
+    ):
+        self.cut, self.group, self.sequence_parallel = cut, group, cfg.sequence_parallel
+        overlap = cfg.overlap
+        self.exchange = SequenceExchange(group, batch, overlap) if cfg.sequence_parallel else CopyExchange(group, overlap)
+        self.ops = WeightOps(sink, self.path_of)
+        # what moves data cannot be part of a compiled graph: without a sink each call is a break in it
+        self.eager = torch.compiler.disable if sink is None else lambda call: call
+
+    def over(self, ops: Ops) -> Ops:
+        """`ops` with every call over weights replaced."""
+        calls = {"linear": self.ops.linear, "embedding": self.embedding, "head_loss": self.head_loss}
+        return Ops(core=self.core(ops.core), **{name: self.eager(call) for name, call in calls.items()})
+
+    def path_of(self, weight: nn.Parameter) -> Path:
+        """column, row, or, where no rule cuts it, a matmul on the stream's own tokens."""
+        return (Path(), Path(enter=self.exchange), Path(leave=self.exchange))[self._cut_dim(weight) + 1]
+
+    def embedding(self, tokens: Tensor, weight: nn.Parameter) -> Tensor:
+        if self._cut_dim(weight) == 0:
+            return self.ops.embedding(tokens, weight, Path(leave=self.exchange), self._held(weight))
+        return self.ops.embedding(self._own_tokens(tokens), weight, Path())
+
+    def head_loss(self, x: Tensor, weight: nn.Parameter, labels: Tensor, scale: Tensor, chunk: int) -> Tensor:
+        if self._cut_dim(weight) == 0:
+            vocabulary = CutVocabulary(self._held(weight), self.exchange, self.group)
+        else:
+            labels = self._own_tokens(labels)
+            vocabulary = LOCAL if self.sequence_parallel else SameVocabulary(self.group.rank() == 0)
+        return self.ops.head_loss(x, weight, labels, scale, chunk, vocabulary)
+
+    def core(self, inner: Callable) -> Callable:
+        """The attention core for this rank's heads."""
+
+        def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
+            slopes, n = ctx.scores.slopes, q_BTND.shape[2]
+            if slopes and len(slopes) > n:
+                first = self.group.rank() * n
+                ctx = ctx._replace(scores=replace(ctx.scores, slopes=slopes[first : first + n]))
+            return inner(q_BTND, k_BTKD, v_BTKD, ctx)
+
+        return core
+
+    def _cut_dim(self, weight: nn.Parameter) -> int:
+        dim = self.cut[weight].cut_dim
+        return -1 if dim is None else dim
+
+    def _held(self, weight: nn.Parameter) -> range:
+        start, rows = self.cut[weight].cut[0]
+        return range(start, start + rows)
+
+    def _own_tokens(self, x_BT: Tensor) -> Tensor:
+        """The stream's own tokens of this rank."""
+        return x_BT.flatten().chunk(self.group.size())[self.group.rank()] if self.sequence_parallel else x_BT
+
+
+# ------------------------------------------------------------------------------------------- gradients of the copies
+
+
+class CopyReducer:
+    """Sums the gradients of what several tp ranks hold copies of (norms on the tokens of a share, K/V heads that
+    several query heads' ranks use), once a step and in one message for each number of copies.
+
+    Args:
+        groups: number of copies -> the ranks that hold them.
+    """
+
+    def __init__(self, groups: Mapping[int, dist.ProcessGroup]):
+        self.groups = groups
+        self._found: dict[int, list[Tensor]] = {n: [] for n in groups}
+
+    def add(self, layout: FlatLayout, start: int, grad: Tensor) -> None:
+        """`grad`: the finished gradient of the flat buffer's elements from `start`."""
+        for n, found in self._found.items():
+            summed = lambda t, n=n: t.copies == n and CUT_AXIS in t.partial
+            found += [grad[s] for s in layout.slices(start, start + grad.numel(), summed)]
+
+    def finish(self) -> None:
+        """What was added holds the sum over its copies."""
+        for n, found in self._found.items():
+            if not found:
+                continue
+            message = torch.cat(found)
+            all_reduce(message, self.groups[n]).wait()
+            torch._foreach_copy_(found, list(message.split([x.numel() for x in found])))
+            found.clear()
