@@ -124,7 +124,9 @@ def shift(send: Tensor, receive: Tensor, group: dist.ProcessGroup, to: int, sour
     return Pending(_pair(send, receive, group, to, source))
 
 
-def all_to_all(sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.ProcessGroup, members: range) -> Pending:
+def all_to_all(
+    sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.ProcessGroup, members: range
+) -> Pending:
     """Sends `sends[i]` to rank `members[i]` of the group and receives `receives[i]` from it; this rank is a member, and
     its own is copied. All contiguous."""
     n, me = len(members), members.index(group.rank())

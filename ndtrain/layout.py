@@ -160,7 +160,9 @@ class Layouts:
                     f"layout.rules.{name}: no parameter has such a dim; known: {', '.join(sorted(known))}"
                 )
             if axis not in (None, CUT_AXIS):
-                raise ConfigError(f"layout.rules.{name}={axis}: only {CUT_AXIS} cuts dims: set it to {CUT_AXIS} or null")
+                raise ConfigError(
+                    f"layout.rules.{name}={axis}: only {CUT_AXIS} cuts dims: set it to {CUT_AXIS} or null"
+                )
         self._by_name = {name: self._layout(name, dims) for name, dims in tensors.items()}
 
     def __getitem__(self, name: str) -> TensorLayout:
@@ -195,7 +197,9 @@ class Layouts:
     def _cut(self, name: str, dim: Dim, parts: int, index: int) -> tuple[int, int]:
         """(first element, elements) of part `index`."""
         if dim.units % parts and not (dim.name in UNEVEN and dim.units > parts):
-            raise ConfigError(f"{name}: mesh.{CUT_AXIS}={self.mesh.size(CUT_AXIS)} does not divide its {dim.units} {dim.name}")
+            raise ConfigError(
+                f"{name}: mesh.{CUT_AXIS}={self.mesh.size(CUT_AXIS)} does not divide its {dim.units} {dim.name}"
+            )
         start, stop = fair_cut(dim.units, parts, index)
         return start * dim.width, (stop - start) * dim.width
 
@@ -238,7 +242,9 @@ class FlatLayout:
 
     def tensors_in(self, start: int, stop: int) -> list[tuple[TensorLayout, int, int]]:
         """(tensor, first, last) for each tensor with elements in [start, stop): where in the flat buffer they stand."""
-        spans = ((t, max(start, self.offsets[t.name]), min(stop, self.offsets[t.name] + t.local_numel)) for t in self.tensors)
+        spans = (
+            (t, max(start, self.offsets[t.name]), min(stop, self.offsets[t.name] + t.local_numel)) for t in self.tensors
+        )
         return [(t, a, b) for t, a, b in spans if a < b]
 
     def runs(self, start: int, stop: int) -> list[tuple[TensorLayout, list[Run]]]:

@@ -227,9 +227,7 @@ class TrainingStep:
             return 1 / counts.sum().clamp(min=1)
 
         compute, context = self.stage.units.compute, self.stage.model.context
-        contexts = [
-            context(b.tokens, b.labels, compute, loss_scale, b.positions, b.documents) for b in batches
-        ]
+        contexts = [context(b.tokens, b.labels, compute, loss_scale, b.positions, b.documents) for b in batches]
         loss_share = self.executor.run(contexts)
         norm = self.optimizer.gradient_norm()
         lr = learning_rate(self.cfg.optim, step, self.cfg.train.steps)

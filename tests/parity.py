@@ -102,9 +102,13 @@ def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]
         report = step.run(number, make_batches(cfg, mesh, number, mask))()
         run.losses.append(report.loss)
         run.norms.append(report.grad_norm)
-    for kind, part in (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-        pieces.extend(owned(stage, kind, lambda u, part=part: getattr(u, part)))
-    return run, pieces
+    return run, pieces + rank_state(stage)
+
+
+def rank_state(stage) -> list[tuple]:
+    """Every piece of weights and moments on this rank, as in `rank_run`."""
+    kinds = (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
+    return [p for kind, part in kinds for p in owned(stage, kind, lambda u, part=part: getattr(u, part))]
 
 
 def owned(stage, kind, part):
@@ -116,8 +120,14 @@ def owned(stage, kind, part):
 
 
 def train(n: int, overrides: list[str], mask: str = "none") -> Run:
-    """A run on n ranks, assembled. Asserts that ranks agree on losses and norms, and replicas to the bit."""
-    results = run_ranks(rank_run, n, overrides, mask)
+    """A run on n ranks, assembled."""
+    run = assemble(run_ranks(rank_run, n, overrides, mask))
+    assert set(run.tensors) == set(STATE)
+    return run
+
+
+def assemble(results: list[tuple[Run, list[tuple]]]) -> Run:
+    """The whole model's run from its ranks'. Asserts that ranks agree on losses and norms, and replicas to the bit."""
     run = results[0][0]
     for other, _ in results[1:]:
         assert other.losses == run.losses and other.norms == run.norms, "ranks report different losses or norms"
@@ -129,8 +139,8 @@ def train(n: int, overrides: list[str], mask: str = "none") -> Run:
             place = whole.view(-1)[start : start + values.numel()]
             assert torch.equal(place, values) or place.isnan().all(), f"{kind} of {name} differs between replicas"
             place.copy_(values)
-    for kind in STATE:
-        for name, whole in run.tensors[kind].items():
+    for kind, tensors in run.tensors.items():
+        for name, whole in tensors.items():
             assert not whole.isnan().any(), f"{kind} of {name} is not whole (or not a number)"
     return run
 
@@ -146,7 +156,7 @@ def compare(run: Run, reference: Run, loss: float, state: float) -> None:
         assert abs(got - want) <= loss * max(1, abs(want)), f"loss {got!r}, reference {want!r}"
     for got, want in zip(run.norms, reference.norms, strict=True):
         assert abs(got - want) <= state * want, f"grad norm {got!r}, reference {want!r}"
-    for kind in STATE:
+    for kind in run.tensors:
         assert run.tensors[kind].keys() == reference.tensors[kind].keys()
         off = {n: distance(run.tensors[kind][n], reference.tensors[kind][n]) for n in reference.tensors[kind]}
         worst = max(off, key=off.get)

@@ -177,14 +177,14 @@ def test_blocks_beyond_the_window_are_skipped():
     assert sum(t.shape[0] * t.shape[1] for t in found) < 2 * work(found)
 
 
-@pytest.mark.parametrize("balance, packed, bound", [("zigzag", False, 1.05), ("striped", False, 1.05), ("striped", True, 1.2)])
+@pytest.mark.parametrize(
+    "balance, packed, bound", [("zigzag", False, 1.05), ("striped", False, 1.05), ("striped", True, 1.2)]
+)
 @pytest.mark.parametrize("ring", [2, 4, 8])
 def test_the_busiest_has_little_more_than_the_mean(balance, packed, bound, ring):
     cut = SequenceCut(2048, ring, 1, balance)
     documents = random_documents(1, 2048, seed=ring, mean=150) if packed else None
-    loads = [
-        sum(work(tiles(cut.pieces(a), cut.pieces(b), 2048, documents)) for b in range(ring)) for a in range(ring)
-    ]
+    loads = [sum(work(tiles(cut.pieces(a), cut.pieces(b), 2048, documents)) for b in range(ring)) for a in range(ring)]
     assert max(loads) <= bound * np.mean(loads)
     none = SequenceCut(2048, ring, 1, "none")
     busy = [sum(work(tiles(none.pieces(a), none.pieces(b), 2048)) for b in range(ring)) for a in range(ring)]

@@ -1,23 +1,34 @@
 """`python -m ndtrain.bench peers`: both sides do the same work, figures are there, mistakes are one line."""
 
 import json
+import math
+import time
 
 import pytest
 import torch
+from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ndtrain.bench import attention
 from ndtrain.bench.__main__ import main
-from ndtrain.bench.peers import Options, Turns, _require_equal_losses, config_of, make_batches
+from ndtrain.bench.peers import Options, Training, _require_equal_losses, config_of, make_batches
 from ndtrain.bench.sides import SIDES
 from ndtrain.config import world_from_env
 from ndtrain.mesh import Mesh, MeshSpec
+from ndtrain.sequence import SequenceCut
 from tests.ranks import run_ranks
 
 QUICK = ["shape=tiny", "rounds=2", "steps=1", "warmup=1"]
 RATIO = {"median", "q1", "q3", "min", "max", "best"}
 # zero -> all-gathers and reduce-scatters of a step of 2 microbatches; units: 2 blocks, and the root, which stays
 COLLECTIVES = {1: (3, 3), 2: (3, 6), 3: (10, 6)}
+# sequence parallelism -> all-gathers, reduce-scatters and all-reduces of a step of one microbatch and 2 blocks. Either
+# way round each block needs 2 exchanges, embedding and head one; all-reduces beside those: 3 of the loss, 1 of the
+# norm, and with sequence parallelism the gradients of 5 norms
+TP_COLLECTIVES = {False: (0, 0, 4 * 2 + 2 + 4), True: (4 * 2 + 2, 4 * 2 + 2, 5 + 4)}
+CP = ["axis=cp", "seq_len=64", "heads=4", "kv_heads=2", "head_dim=16", "rounds=2"]
 
 
 @pytest.mark.parametrize(
@@ -27,6 +38,8 @@ COLLECTIVES = {1: (3, 3), 2: (3, 6), 3: (10, 6)}
         (["axis=one", "precision=bf16", "accumulate=2"], {"bare", "transformers"}),
         (["axis=dp", "accumulate=2"], {"ddp"}),
         (["axis=fsdp", "profile=true"], {"fsdp2"}),
+        (["axis=tp", "accumulate=2"], {"dtensor_tp", "dtensor_tp_sp"}),
+        (["axis=tp", "precision=bf16", "sequence_parallel=false", "overlap=true"], {"dtensor_tp", "dtensor_tp_sp"}),
     ],
     ids=" ".join,
 )
@@ -52,33 +65,63 @@ def test_different_work_is_refused():
 
 
 class Collectives(TorchDispatchMode):
-    """Counts c10d operators by name."""
+    """Collects the names of collective operators, without underscores."""
 
     def __init__(self):
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.names.append(func.name())
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor first: what it sends it sends by operators of its own
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.append(func.name().replace("_", ""))
         return func(*args, **(kwargs or {}))
+
+    def count(self, word: str) -> int:
+        return sum(word in name for name in self.names)
+
+
+def collectives_of_a_step(side: str, options: dict) -> tuple[Collectives, dict[str, Tensor]]:
+    """On one rank: the collectives of a step of this side, and its parameters."""
+    rank, _, world = world_from_env()
+    cfg = config_of(Options(ranks=world, **options), "tiny")
+    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
+    loop = SIDES[side](cfg, mesh)
+    training = Training(loop, [make_batches(cfg, mesh, 0)])
+    training()  # the first step sets up
+    with Collectives() as seen:
+        training()
+    return seen, dict(loop.module.named_parameters())
+
+
+def held(parameters: dict[str, Tensor]) -> float:
+    """The share of the DTensors among them that this rank holds."""
+    cut = [p for p in parameters.values() if isinstance(p, DTensor)]
+    return sum(p.to_local().numel() for p in cut) / sum(p.numel() for p in cut)
 
 
 def fsdp2_collectives(zero: int) -> tuple[int, int, float]:
     """On one rank: all-gathers and reduce-scatters of a step with FSDP2, and the share of parameters held after it."""
-    rank, _, world = world_from_env()
-    cfg = config_of(Options(axis="fsdp", ranks=world, zero=zero, accumulate=2), "tiny")
-    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-    loop = SIDES["fsdp2"](cfg, mesh)
-    side = Turns(loop, [make_batches(cfg, mesh, 0)])
-    side.steps(1)  # the first step sets up
-    with Collectives() as seen:
-        side.steps(1)
-    parameters = list(loop.module.parameters())
-    assert all(isinstance(p, DTensor) for p in parameters)
-    held = sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters)
-    count = lambda word: sum(word in name for name in seen.names)
-    return count("allgather"), count("reduce_scatter"), held
+    seen, parameters = collectives_of_a_step("fsdp2", {"axis": "fsdp", "zero": zero, "accumulate": 2})
+    assert all(isinstance(p, DTensor) for p in parameters.values())
+    return seen.count("allgather"), seen.count("reducescatter"), held(parameters)
+
+
+def dtensor_collectives(sequence_parallel: bool) -> tuple[int, int, int, float]:
+    """On one rank: all-gathers, reduce-scatters and all-reduces of a step with DTensor, and the share of the matrices
+    that is held."""
+    side = "dtensor_tp_sp" if sequence_parallel else "dtensor_tp"
+    seen, parameters = collectives_of_a_step(side, {"axis": "tp"})
+    matrices = {name: p for name, p in parameters.items() if p.ndim == 2}
+    assert all(isinstance(p, DTensor) for p in matrices.values())
+    return seen.count("allgather"), seen.count("reducescatter"), seen.count("allreduce"), held(matrices)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dtensor_sides_cut_and_send_no_more_than_they_must(sequence_parallel):
+    expected = (*TP_COLLECTIVES[sequence_parallel], 0.5)
+    assert run_ranks(dtensor_collectives, 2, sequence_parallel) == [expected] * 2
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -87,20 +130,101 @@ def test_fsdp2_side_shards_and_gathers_by_block(zero):
 
 
 @pytest.mark.parametrize(
+    "args",
+    [
+        ["profile=true"],
+        ["ulysses=2", "precision=bf16"],
+        pytest.param(["ranks=4", "ulysses=2", "balance=striped"], marks=pytest.mark.full),
+    ],
+    ids=" ".join,
+)
+def test_attention_peers(args, tmp_path, capsys):
+    assert main(["peers", *CP, *args, f"out={tmp_path}/found.json"]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())["shapes"]["64"]
+    assert found["sides"].keys() == {"ours", *attention.PEERS, "silent"}
+    assert found["ratios"].keys() == set(attention.PEERS) == found["differences"].keys() - {"ours"}
+    bound = 2e-2 if "precision=bf16" in args else 1e-5
+    assert all(d.keys() == set(attention.NAMES) and max(d.values()) < bound for d in found["differences"].values())
+    assert found["exposed"]["spent_ms"] > 0
+    if args == ["profile=true"]:  # k and v of 32 tokens go there twice, and their gradients once
+        assert found["exposed"]["received_mb"] == pytest.approx(3 * 2 * 32 * 2 * 16 * 4 / 1e6)
+    if args[0] == "ulysses=2":  # of 32 tokens half the heads of q, k, v and the output, and their gradients; bf16
+        assert found["exposed"]["received_mb"] == pytest.approx(2 * 32 * (2 + 1 + 1 + 2) * 16 * 2 / 1e6)
+    assert ("_scaled_dot_product_flash_attention_for_cpu" in capsys.readouterr().out) == ("profile=true" in args)
+
+
+def test_a_slow_link_is_paid_for_in_full(tmp_path):
+    """What is spent waiting for a link is what a step takes longer than one without it."""
+    slow = ["seq_len=512", "rounds=5", "link_mb_s=1", f"out={tmp_path}/found.json"]
+    assert main(["peers", *CP, *slow]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())["shapes"]["512"]
+    assert found["sides"].keys() == {"ours", "silent"} and not found["ratios"]
+    exposed, link_ms = found["exposed"], found["exposed"]["received_mb"] * 1e3
+    assert exposed["spent_ms"] > 0.7 * link_ms  # more where a neighbour is late
+    assert exposed["lost_ms"] == pytest.approx(exposed["spent_ms"], rel=0.4)
+
+
+def over_a_slow_link() -> tuple[float, float, int, bool]:
+    """On one of 2 ranks: how long two transfers take, how much of it the links say is spent, bytes, and whether what
+    was sent has arrived."""
+    group, bytes_per_s = dist.group.WORLD, 1e5
+    links = attention.MeteredLinks(SequenceCut(8, 2), group, group.rank(), bytes_per_s)
+    send, receive = torch.full((2, 2500), float(group.rank())), torch.empty(2, 2500)
+    dist.barrier()
+    began = time.perf_counter()
+    flights = [links.shift(a, b) for a, b in zip(send, receive, strict=True)]
+    time.sleep(0.05)  # not spent on the link
+    for flight in flights:
+        flight.wait()
+    took = time.perf_counter() - began
+    return took, *links.reset(), bool((receive == 1 - group.rank()).all())
+
+
+def test_a_transfer_takes_its_bytes_time():
+    for took, spent, received, right in run_ranks(over_a_slow_link, 2):
+        assert received == 20000 and right
+        assert took >= 0.2  # one after the other: 20 kB at 100 kB/s
+        assert 0.1 < spent <= took - 0.05
+
+
+@pytest.mark.parametrize(("wrong", "value"), [(0, 1e-3), (3, math.nan)])
+def test_different_attention_is_refused(wrong, value):
+    expected = tuple(torch.ones(1, 4, 2, 8) for _ in attention.NAMES)
+    found = tuple(x.clone() for x in expected)
+    assert max(attention.require_agreement("ours", found, expected, 1e-4).values()) == 0
+    found[wrong][0, 3, 1, 7] += value
+    with pytest.raises(RuntimeError, match=f"not the same work: {attention.NAMES[wrong]} of ours is"):
+        attention.require_agreement("ours", found, expected, 1e-4)
+
+
+@pytest.mark.parametrize(
     ("args", "said"),
     [
         ([], "bench: no such bench; known: peers"),
         (["peer"], "did you mean 'peers'?"),
-        (["peers"], "axis is missing; known: one, dp, fsdp"),
-        (["peers", "axis=fdsp"], "fdsp: no such axis; did you mean 'fsdp'? known: one, dp, fsdp"),
+        (["peers"], "axis is missing; known: one, dp, fsdp, tp, cp"),
+        (["peers", "axis=fdsp"], "fdsp: no such axis; did you mean 'fsdp'? known: one, dp, fsdp, tp, cp"),
         (["peers", "axis=dp", "rank=2"], "rank: no such key; did you mean 'ranks'?"),
-        (["peers", "axis=dp", "ranks=1"], "axis=dp and axis=fsdp need at least 2 ranks"),
+        (["peers", "axis=dp", "ranks=1"], "axis=dp, fsdp, tp and cp need at least 2 ranks"),
         (["peers", "axis=one", "ranks=2"], "ranks=2: axis=one compares one process"),
         (["peers", "axis=dp", "zero=2"], "zero=2: only axis=fsdp shards"),
         (["peers", "axis=dp", "rounds=0"], "rounds=0: must be a whole number, at least 1"),
         (["peers", "axis=dp", "profile=yes"], "yes: no such profile; known: true, false"),
         (["peers", "axis=dp", "out=/nowhere/x.json"], "there is no folder /nowhere"),
         (["peers", "axis"], "arguments are key=value"),
+        (["peers", "axis=dp", "overlap=true"], "sequence_parallel and overlap are ways of axis=tp"),
+        (["peers", "axis=tp", "ranks=4", "shape=tiny"], "ranks=4: DTensor cuts no head apart, and shape=tiny has 2"),
+        (["peers", "axis=tp", "ranks=3"], "must divide"),
+        (["peers", "axis=dp", "seq_len=64"], "seq_len: no such key"),
+        (["peers", "axis=cp", "zero=1"], "zero: no such key"),
+        (["peers", "axis=cp", "ranks=1"], "axis=dp, fsdp, tp and cp need at least 2 ranks"),
+        (["peers", "axis=cp", "seq_len=66"], "seq_len=66 must be a multiple of 2 x ranks=2"),
+        (["peers", "axis=cp", "heads=6", "kv_heads=4"], "heads=6 must be a multiple of kv_heads=4"),
+        (["peers", "axis=cp", "ulysses=4"], "ulysses=4 must divide ranks=2"),
+        (["peers", "axis=cp", "ranks=6", "ulysses=6", "heads=6", "kv_heads=4"], "heads=6 must be a multiple"),
+        (["peers", "axis=cp", "ranks=6", "heads=12", "kv_heads=4", "ulysses=6"], "ulysses=6 and kv_heads=4"),
+        (["peers", "axis=cp", "balance=zagzig"], "did you mean 'zigzag'?"),
+        (["peers", "axis=cp", "link_mb_s=5", "exposed=false"], "link_mb_s is for exposed communication"),
     ],
 )
 def test_bad_arguments_are_one_line(args, said, capsys):

@@ -125,23 +125,34 @@ WORLDS = {  # (ranks started, overrides) -> what the line must say; refused befo
     "pp to come": (2, ["mesh.pp=2"], ["mesh.pp=2", "not yet", "mesh.pp=1"]),
     "heads over tp": (3, ["mesh.tp=3"], ["mesh.tp=3", "model.num_attention_heads=4"]),
     "K/V heads over tp": (
-        4, ["mesh.tp=4", "model.num_attention_heads=12", "model.num_key_value_heads=6", "model.head_dim=8"],
+        4,
+        ["mesh.tp=4", "model.num_attention_heads=12", "model.num_key_value_heads=6", "model.head_dim=8"],
         ["mesh.tp=4", "model.num_key_value_heads=6"],
     ),
     "mlp over tp": (4, ["mesh.tp=4", "model.intermediate_size=178"], ["mesh.tp=4", "model.intermediate_size=178"]),
     "vocabulary over tp": (4, ["mesh.tp=4", "model.vocab_size=3"], ["mesh.tp=4", "layout.rules.vocab=null"]),
     "tokens over tp": (4, ["mesh.tp=4", "train.seq_len=65"], ["mesh.tp=4", "130", "tp.sequence_parallel"]),
     "whole heads on a cut stream": (
-        2, ["mesh.tp=2", "layout.rules.heads=null", "layout.rules.kv_heads=null"],
+        2,
+        ["mesh.tp=2", "layout.rules.heads=null", "layout.rules.kv_heads=null"],
         ["layout.rules.heads=null", "tp.sequence_parallel=false"],
     ),
     "zigzag over cp": (
-        2, ["mesh.cp=2", "train.seq_len=66"],
+        2,
+        ["mesh.cp=2", "train.seq_len=66"],
         ["train.seq_len=66", "2 x mesh.cp = 4", "cp.balance=zigzag", "train.seq_len=64"],
     ),
-    "stripes over cp": (2, ["mesh.cp=2", "train.seq_len=65", "cp.balance=striped"], ["train.seq_len=65", "mesh.cp = 2"]),
+    "stripes over cp": (
+        2,
+        ["mesh.cp=2", "train.seq_len=65", "cp.balance=striped"],
+        ["train.seq_len=65", "mesh.cp = 2"],
+    ),
     "ulysses beyond heads": (8, ["mesh.cp=8", "cp.kind=ulysses"], ["cp.ulysses=8", "model.num_attention_heads=4"]),
-    "ulysses beyond a rank's heads": (8, ["mesh.cp=4", "mesh.tp=2", "cp.kind=ulysses"], ["cp.ulysses=4", "mesh.tp = 2"]),
+    "ulysses beyond a rank's heads": (
+        8,
+        ["mesh.cp=4", "mesh.tp=2", "cp.kind=ulysses"],
+        ["cp.ulysses=4", "mesh.tp = 2"],
+    ),
     "ulysses over cp": (4, ["mesh.cp=4", "cp.ulysses=3"], ["cp.ulysses=3", "mesh.cp=4"]),
 }
 

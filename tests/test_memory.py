@@ -72,3 +72,19 @@ def test_bytes_a_rank(n, zero, precision):
         two_blocks = 2 * BLOCK * (width + 4)
         # 3 %: in bf16 a reduce-scatter's receive buffer is more than the room two blocks leave
         assert rank["held"] + rank["height"] <= 1.03 * (expected + activations(precision) + two_blocks)
+
+
+LONG = [
+    "model.num_hidden_layers=12", "train.seq_len=1024", "train.micro_batch=1", "mesh.zero=1", "train.global_batch=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+def test_activations_fall_with_the_ranks(axis, precision):
+    """Of a long sequence, at the height of a step, with everything a step allocates beside the state."""
+    compute = f"precision.compute={precision}"
+    heights = {n: run_ranks(measure, n, [*LONG, f"mesh.{axis}={n}", compute])[0]["height"] for n in (1, 2, 4)}
+    print(f"{axis} {precision}: {heights}, {[heights[n] * n / heights[1] for n in heights]} of 1/n")
+    for n in (2, 4):
+        assert heights[n] <= 1.15 * heights[1] / n, f"{axis}={n}: {heights[n] * n / heights[1]:.2f} times 1/n"

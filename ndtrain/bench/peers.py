@@ -93,7 +93,11 @@ class Options(Common):
         if self.axis == "one" and importlib.util.find_spec("transformers") is None:
             raise ConfigError("axis=one compares with transformers, which is not installed: pip install 'ndtrain[hf]'")
         for shape in self.shapes:
-            config_of(self, shape)
+            kv_heads = config_of(self, shape).model.num_key_value_heads
+            if self.axis == "tp" and kv_heads % self.world:
+                raise ConfigError(
+                    f"ranks={self.world}: DTensor cuts no head apart, and shape={shape} has {kv_heads} key/value heads"
+                )
 
 
 def run(options: Options) -> None:

@@ -154,7 +154,9 @@ _CUT_DIMS = ("heads", "kv_heads", "mlp", "vocab")  # the dims that tp's ops know
 def _check_rules(rules: dict[str, str | None]) -> None:
     for dim, axis in rules.items():
         key = f"layout.rules.{dim}"
-        _require(dim in _CUT_DIMS, f"{key}: no such dim to cut; {near(dim, list(_CUT_DIMS))}known: {', '.join(_CUT_DIMS)}")
+        _require(
+            dim in _CUT_DIMS, f"{key}: no such dim to cut; {near(dim, list(_CUT_DIMS))}known: {', '.join(_CUT_DIMS)}"
+        )
         _require(axis is None or axis in AXES, f"{key}={axis}: no such axis; known: {', '.join(AXES)}, null")
         _require(axis in (None, "tp"), f"{key}={axis}: only tp cuts dims: set it to tp or null")
     _require(

@@ -156,12 +156,12 @@ def add_gradients(
         saved: q, k, v, output, log-sum-exp; the last two over all keys of each query, not only those of the tiles.
     """
     q, k, v, out, lse = saved
+    if grad.stride(-1) != 1:  # that of a sum is one number expanded; kernels want rows
+        grad = grad.contiguous()
     for t in found:
         query = lambda x, t=t: _at(x, t.rows, t.q)
         key = lambda x, t=t: _at(x, t.rows, t.k)
-        parts = backward_tile(
-            query(grad), query(q), key(k), key(v), query(out), lse[t.rows, :, t.q], t, scores
-        )
+        parts = backward_tile(query(grad), query(q), key(k), key(v), query(out), lse[t.rows, :, t.q], t, scores)
         for total, part in zip((query(dq), key(dk), key(dv)), parts, strict=True):
             total.add_(part)
 
@@ -200,7 +200,7 @@ def backward_tile(
     if not _flash_takes(q, t, scores):
         return _math_backward(grad, q, k, v, out, lse, t, scores)
     if q.is_cuda:
-        none = torch.zeros((), dtype=torch.int64, device=q.device)  # state of the dropout that there is not
+        none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # state of the dropout that there is not
         return aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, t.kind is Kind.CAUSAL,
             none, none,

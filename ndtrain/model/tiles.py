@@ -9,7 +9,7 @@ counted from the start of the rectangle.
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -190,7 +190,7 @@ def _blocks(m: int, n: int, low: int, high: int, block: tuple[int, int]) -> Iter
         start, end = max(0, i0 + low), min(n, i1 + high)
         all_from, all_to = max(start, i1 - 1 + low), min(end, i0 + high)
         ranges = [start, all_from, all_to, end] if all_from <= all_to else [start, end]
-        for a, b in zip(ranges, ranges[1:], strict=False):
+        for a, b in pairwise(ranges):
             for j0 in range(a, b, block[1]):
                 j1 = min(b, j0 + block[1])
                 top, bottom = max(i0, j0 - high), min(i1, j1 - low)  # the queries that see any of these keys

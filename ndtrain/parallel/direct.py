@@ -216,9 +216,7 @@ class _HeadLoss(torch.autograd.Function):
     ):
         add = lambda a, b: gradients.add_product(weight, a, b)
         wanted = any(ctx.needs_input_grad)
-        loss, dx_NE = chunked_loss(
-            x.flatten(0, -2), weight, labels.flatten(), scale, chunk, wanted, add, vocabulary
-        )
+        loss, dx_NE = chunked_loss(x.flatten(0, -2), weight, labels.flatten(), scale, chunk, wanted, add, vocabulary)
         if wanted:
             ctx.save_for_backward(dx_NE.view_as(x))
         return loss

@@ -222,7 +222,9 @@ class TensorParallel:
     ):
         self.cut, self.group, self.sequence_parallel = cut, group, cfg.sequence_parallel
         overlap = cfg.overlap
-        self.exchange = SequenceExchange(group, batch, overlap) if cfg.sequence_parallel else CopyExchange(group, overlap)
+        self.exchange = (
+            SequenceExchange(group, batch, overlap) if cfg.sequence_parallel else CopyExchange(group, overlap)
+        )
         self.ops = WeightOps(sink, self.path_of)
         # what moves data cannot be part of a compiled graph: without a sink each call is a break in it
         self.eager = torch.compiler.disable if sink is None else lambda call: call
