@@ -78,7 +78,8 @@ def _sum_into(own: Tensor, received: list[Tensor]) -> None:
 
 
 def reduce_shares(full: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Starts to sum `full` [n * s, ...] over the ranks; what returns this rank's share [s, ...], a tensor of its own."""
+    """Starts to sum `full` [n * s, ...] over the ranks. Returns what gives this rank's share [s, ...], a tensor of its
+    own."""
     n, r = group.size(), group.rank()
     shares = list(full.view(n, -1, *full.shape[1:]))
     if _native(full):

@@ -215,7 +215,8 @@ def _resolve_cp(cfg: Config) -> None:
     of = f" / mesh.tp = {heads}" if cut > 1 else ""
     _require(
         heads % u == 0,
-        f"cp.ulysses={u} must divide model.num_attention_heads={m.num_attention_heads}{of}: lower it, or use cp.kind=ring",
+        f"cp.ulysses={u} must divide model.num_attention_heads={m.num_attention_heads}{of}: "
+        "lower it, or set cp.kind=ring and cp.ulysses=null",
     )
     _require(
         kv_heads % u == 0 or u % kv_heads == 0,

@@ -240,8 +240,8 @@ class WeightOps:
     def linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         return _Linear.apply(self.sink, self.path_of(weights[0]), x, len(weights), *weights, *biases)
 
-    def embedding(self, tokens: Tensor, weight: Tensor, path: Path = Path(), held: range | None = None) -> Tensor:
-        return _Embedding.apply(self.sink, path, tokens, weight, held)
+    def embedding(self, tokens: Tensor, weight: Tensor, path: Path | None = None, held: range | None = None) -> Tensor:
+        return _Embedding.apply(self.sink, path or Path(), tokens, weight, held)
 
     def head_loss(
         self, x: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
