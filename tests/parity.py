@@ -1,7 +1,7 @@
 """The parity contract: any mesh gives the one-process run's loss, gradients, norm, weights and moments."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -74,10 +74,9 @@ def make_batches(cfg: Config, mesh: Mesh, step: int, mask: str) -> list[Batch]:
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     batches = microbatches(RandomRows(cfg), step, rows, t.micro_batch, cut, part, EOS if cfg.data.pack else None)
     places = torch.from_numpy(cut.index(part))
-    for i, row in enumerate(rows):
-        labels = batches[i // t.micro_batch].labels[i % t.micro_batch]
-        labels[places < MASKS[mask](row, step, t.seq_len)] = IGNORE
-    return batches
+    leading = torch.tensor([MASKS[mask](row, step, t.seq_len) for row in rows]).split(t.micro_batch)
+    ignored = [places < first[:, None] for first in leading]
+    return [replace(b, labels=b.labels.masked_fill(i, IGNORE)) for b, i in zip(batches, ignored, strict=True)]
 
 
 def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]]:

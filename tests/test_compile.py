@@ -10,6 +10,7 @@ from ndtrain.parallel.apply import build_stage, initialise
 from ndtrain.step import TrainingStep
 from tests.parity import FP64, SHAPE, compare, make_batches, train
 from tests.ranks import run_ranks
+from tests.test_parity_tp_cp import MODEL
 
 BASE = [*SHAPE, "train.global_batch=8", "train.micro_batch=2", "model.num_hidden_layers=2"]
 
@@ -42,3 +43,11 @@ def test_compiled_equals_eager(mesh):
     n = 2 if mesh else 1
     base = [*BASE, *FP64]
     compare(train(n, [*base, *mesh, "train.compile=true"], "uneven"), train(1, base, "uneven"), loss=1e-10, state=1e-9)
+
+
+@pytest.mark.full
+def test_compiled_over_tp_and_cp_equals_eager():
+    """What moves activations stays outside the graphs."""
+    base = [*MODEL, *FP64, "train.micro_batch=8", "data.pack=true"]
+    run = train(4, [*base, "mesh.tp=2", "mesh.cp=2", "train.compile=true"], "uneven")
+    compare(run, train(1, base, "uneven"), loss=1e-10, state=1e-9)

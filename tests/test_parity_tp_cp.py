@@ -32,17 +32,21 @@ def cp_kinds(cp: int) -> list[list[str]]:
 
 
 def sweep():
-    """For every mesh each way of tp and each of cp, in turn with tied weights, packing, zero and accumulation."""
+    """For every mesh each way of tp with each of cp (8 ranks: each once), in turn with tied weights, packing, zero and
+    accumulation."""
     number = 0
     for n in (2, 4, 8):
         for mesh in factorisations(n):
-            ways = list(product(TP if mesh["tp"] > 1 else ([],), cp_kinds(mesh["cp"])))
+            tps, cps = TP if mesh["tp"] > 1 else ([],), cp_kinds(mesh["cp"])
+            ways = list(product(tps, cps))
+            if n == 8:
+                ways = [(tps[i % len(tps)], cps[i % len(cps)]) for i in range(max(len(tps), len(cps)))]
             for tp, cp in ways if len(ways) > 1 else ways * 2:
                 number += 1
                 tied, packed = number % 2 == 0, number % 4 < 2
                 extra = [*tp, *cp, *[TIED] * tied, *[PACKED] * packed, f"mesh.zero={1 + number % 3}"]
                 accumulation = 1 + number // 3 % 2
-                sampled = number % 4 == 0 if n <= 4 else number % 14 == 0 and min(mesh["cp"], mesh["tp"]) > 1
+                sampled = number % 4 == 0 if n <= 4 else number % 5 == 0 and min(mesh["cp"], mesh["tp"]) > 1
                 marks = [] if sampled else [pytest.mark.full]
                 sizes = "-".join(f"{a}{s}" for a, s in mesh.items() if s > 1)
                 name = "-".join([sizes, *(e.split(".")[-1] for e in extra), f"accumulate={accumulation}"])

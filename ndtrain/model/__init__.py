@@ -1,4 +1,4 @@
-"""The plain single-device transformer. Nothing in this package knows a mesh, a group or a rank."""
+"""The plain single-device transformer. What runs it on many devices replaces its calls and is not known here."""
 
 from ndtrain.model.transformer import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
 

@@ -1,4 +1,4 @@
-"""Initial weights as a pure function of (seed, parameter name, element), so that every mesh starts from one model.
+"""Initial weights as a pure function of (seed, parameter name, element): one model, however it is cut.
 
 Element `e` of a parameter is made from the `e`-th 64-bit word of a Philox counter stream (Salmon et al., 2011) keyed
 by seed and name: any range can be drawn on its own.
