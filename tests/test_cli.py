@@ -96,7 +96,7 @@ REFUSED = {  # overrides -> what the line must say
     "start from a folder without a model": (["init_from=/usr"], ["init_from=/usr", "config.json"]),
     "empty run folder name": (["run.dir="], ["run.dir"]),
     "window of a llama": (["model.sliding_window=8"], ["model.sliding_window=8", "model.model_type=llama", "mistral"]),
-    "rule of an unknown dim": (["layout.rules.vocabs=tp"], ["layout.rules.vocabs", "'layout.rules.vocab'"]),
+    "rule of an unknown dim": (["layout.rules.vocabs=tp"], ["layout.rules.vocabs", "did you mean 'vocab'"]),
     "rule with a new dim": (["+layout.rules.hidden=tp"], ["layout.rules.hidden", "vocab"]),
     "rule with an unknown axis": (["layout.rules.mlp=tpp"], ["layout.rules.mlp=tpp", "tp"]),
     "rule with an axis that cuts nothing": (["layout.rules.mlp=dp"], ["layout.rules.mlp=dp", "only tp"]),
