@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _create_default_load_balancer
 
-from ndtrain.bench.ranks import run_ranks
-from ndtrain.bench.turns import AGREE, Common, Turns, profiles, ratio, show_ratios, take_turns
+from ndtrain.bench.turns import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
 from ndtrain.collectives import Pending
 from ndtrain.config import ConfigError
 from ndtrain.model.attention import Scores, local_core
@@ -96,18 +95,8 @@ class Options(Common):
 
 
 def run(options: Options) -> None:
-    """Measures, prints and writes `options.out`.
-
-    Raises:
-        ConfigError: options that do not go together.
-    """
-    options.check()
-    options.prepare()
-    found = {}
-    for length in options.lengths:
-        found[str(length)] = run_ranks(measure, options.world, options, length)
-        _show(options, length, found[str(length)])
-    options.save(found)
+    """See `turns.compare`."""
+    compare(options, options.lengths, measure, _show)
 
 
 # ---------------------------------------------------------------------------------------------------------- the links

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ndtrain.bench.ranks import run_ranks
 from ndtrain.bench.sides import SIDES, Step
-from ndtrain.bench.turns import AGREE, Common, Turns, profiles, ratio, show_ratios, take_turns
+from ndtrain.bench.turns import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.cost import parameter_count
 from ndtrain.data import Batch
@@ -101,18 +100,8 @@ class Options(Common):
 
 
 def run(options: Options) -> None:
-    """Measures, prints and writes `options.out`.
-
-    Raises:
-        ConfigError: options that do not go together.
-    """
-    options.check()
-    options.prepare()
-    found = {}
-    for shape in options.shapes:
-        found[shape] = run_ranks(measure, options.world, options, shape)
-        _show(options, shape, found[shape])
-    options.save(found)
+    """See `turns.compare`."""
+    compare(options, options.shapes, measure, _show)
 
 
 # ----------------------------------------------------------------------------------------------------------- a rank

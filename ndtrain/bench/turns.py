@@ -9,7 +9,7 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.bench.profile import profile
+from ndtrain.bench.ranks import run_ranks
 from ndtrain.config import ConfigError
 from ndtrain.metrics.peak import cpu_model
 
@@ -62,17 +63,32 @@ class Common:
         if self.out and not Path(self.out).parent.is_dir():
             raise ConfigError(f"out={self.out}: there is no folder {Path(self.out).parent}")
 
-    def prepare(self) -> None:
-        """Before ranks are started."""
-        if self.profile:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the ranks' profilers chat on stderr otherwise
-
     def save(self, shapes: Mapping[str, Any]) -> None:
         """Writes what was measured, and all that it depends on, to `out`."""
         if self.out:
             asked = {k: v for k, v in asdict(self).items() if k != "out"}
             found = {"bench": "peers", **asked, "ranks": self.world, **_surroundings(), "shapes": shapes}
             Path(self.out).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def compare(options: Common, shapes: Iterable[Any], measure: Callable, show: Callable) -> None:
+    """Measures each shape on its ranks, prints it and writes `options.out`.
+
+    Args:
+        measure: (rank, options, shape) -> what rank 0 found, in each rank's process.
+        show: prints it, given (options, shape, found).
+
+    Raises:
+        ConfigError: options that do not go together.
+    """
+    options.check()
+    if options.profile:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the ranks' profilers chat on stderr otherwise
+    found = {}
+    for shape in shapes:
+        found[str(shape)] = run_ranks(measure, options.world, options, shape)
+        show(options, shape, found[str(shape)])
+    options.save(found)
 
 
 class Turns:
