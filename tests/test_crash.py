@@ -70,7 +70,7 @@ def kill_one_rank(args: list[str], folder: Path, moments: random.Random, during_
         assert not processes(folder.parent), "a process is left"
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=FULL)])
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=FULL)])
 def test_kill_one_of_two_ranks(kills, tmp_path, corpus):
     moments = random.Random(kills)
     steps = 12 * kills

@@ -79,7 +79,7 @@ LONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("axis", ["cp", "tp"])
 def test_activations_fall_with_the_ranks(axis, precision):
     """Of a long sequence, at the height of a step, with everything a step allocates beside the state."""
