@@ -11,7 +11,6 @@ seconds = sum(r["step_time_s"] for r in rows)
 print(f"loss {first:.2f} -> {last:.2f} (mean of the last 10 steps) in {len(rows)} steps, {seconds:.0f} s")
 assert [r["step"] for r in rows] == list(range(1, len(rows) + 1)), "one row a step"
 assert first > 8 and last < 4.5, "llama_small did not learn as it should"
-assert seconds < 360, "llama_small took more than six minutes"
 for name in ("config.yaml", "wandb", "logs/rank-0.log", "logs/rank-1.log"):
     assert (run / name).exists(), f"{run / name} is missing"
 newest = max((run / "checkpoints").glob("step-*"))
