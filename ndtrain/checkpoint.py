@@ -26,7 +26,7 @@ from ndtrain.config import Config, ConfigError, ModelConfig
 from ndtrain.layout import REPLICA_AXES, even_cut
 from ndtrain.mesh import Mesh
 from ndtrain.model.hf import to_hf
-from ndtrain.parallel.apply import DTYPES, Stage
+from ndtrain.parallel.apply import DTYPES, Stages
 from ndtrain.parallel.fsdp import Unit
 from ndtrain.safetensors_io import (
     DamagedFile,
@@ -72,26 +72,26 @@ class State:
 # ----------------------------------------------------------------------------------------------------------- pieces
 
 
-def _pieces(stage: Stage, mesh: Mesh, owned_only: bool) -> Iterator[tuple[Unit, str, int, slice]]:
+def _pieces(stages: Stages, mesh: Mesh, owned_only: bool) -> Iterator[tuple[Unit, str, int, slice]]:
     """(unit, tensor name, first element in the whole tensor, slice of the unit's shard buffers) of all this rank
-    holds, or of what it alone writes: replicas share a shard's elements out between them, and of copies the first
-    writes."""
-    for unit in stage.units.units.values():
-        start, stop = unit.layout.bounds(stage.units.index)
+    holds, or of what it alone writes: replicas share a shard's elements out between them, and of copies and holders
+    the first writes."""
+    for unit in stages.units.units.values():
+        start, stop = unit.layout.bounds(stages.units.index)
         first, last = start, stop
         if owned_only:
             cut = even_cut(stop - start, mesh.size(*REPLICA_AXES), mesh.index(*REPLICA_AXES))
             first, last = start + cut[0], start + cut[1]
         for tensor, runs in unit.layout.runs(first, last):
-            if owned_only and tensor.copy > 0:
+            if owned_only and not tensor.owned:
                 continue
             for run in runs:
                 at = first - start + run.local_start
                 yield unit, tensor.name, run.global_start, slice(at, at + run.length)
 
 
-def _plans(stage: Stage, cfg: Config) -> dict[str, list[PlannedFile]]:
-    shapes = {name: stage.layouts[name].shape for name in stage.layouts.names()}
+def _plans(stages: Stages, cfg: Config) -> dict[str, list[PlannedFile]]:
+    shapes = {name: stages.layouts[name].shape for name in stages.layouts.names()}
     dtype = DTYPES[cfg.precision.params]
     return {
         stem: plan_files(
@@ -111,7 +111,7 @@ def _names(plans: dict[str, list[PlannedFile]]) -> list[str]:
 
 def save(
     folder: Path,
-    stage: Stage,
+    stages: Stages,
     mesh: Mesh,
     cfg: Config,
     state: State,
@@ -128,12 +128,12 @@ def save(
     """
     final = folder / f"step-{state.step:08d}"
     temporary = folder / f".writing-{final.name}"
-    plans = _plans(stage, cfg)
+    plans = _plans(stages, cfg)
     leader = mesh.rank == 0
     sums = torch.zeros(len(_names(plans)), 2, dtype=torch.int64)
     try:
         _together(mesh, lambda: leader and _create_all(temporary, plans))
-        _together(mesh, lambda: _write_owned(temporary, plans, stage, mesh, sums))
+        _together(mesh, lambda: _write_owned(temporary, plans, stages, mesh, sums))
         whole = sums.to(mesh.device)
         all_reduce(whole.view(-1), mesh.world).wait()
         _together(mesh, lambda: leader and _publish(temporary, final, plans, whole.cpu(), cfg, mesh, state, extras))
@@ -171,14 +171,16 @@ def _create_all(temporary: Path, plans: dict[str, list[PlannedFile]]) -> None:
         create(temporary / plan.name, plan)
 
 
-def _write_owned(temporary: Path, plans: dict[str, list[PlannedFile]], stage: Stage, mesh: Mesh, sums: Tensor) -> None:
+def _write_owned(
+    temporary: Path, plans: dict[str, list[PlannedFile]], stages: Stages, mesh: Mesh, sums: Tensor
+) -> None:
     """Writes this rank's elements and adds their checksums to `sums`, whose rows are the tensors in plan order."""
     rows = {name: i for i, name in enumerate(_names(plans))}
     for stem, parts in PARTS.items():
         where = {name: f for f in plans[stem] for name in f.offsets}
         opened = {f.name: os.open(temporary / f.name, os.O_WRONLY) for f in plans[stem]}
         try:
-            for unit, tensor, start, span in _pieces(stage, mesh, owned_only=True):
+            for unit, tensor, start, span in _pieces(stages, mesh, owned_only=True):
                 for prefix, buffer in parts:
                     name = prefix + tensor
                     data = getattr(unit, buffer)[span].cpu()
@@ -360,7 +362,7 @@ def _check_architecture(path: Path, m: ModelConfig) -> None:
 # ---------------------------------------------------------------------------------------------------------- loading
 
 
-def load(path: Path, stage: Stage, mesh: Mesh) -> None:
+def load(path: Path, stages: Stages, mesh: Mesh) -> None:
     """Reads this rank's elements of weights and moments and verifies every element read. Every rank calls it.
 
     Raises:
@@ -372,7 +374,7 @@ def load(path: Path, stage: Stage, mesh: Mesh) -> None:
 
     def read() -> None:
         for stem, parts in PARTS.items():
-            _read_into(stage, mesh, Reader(sorted(path.glob(f"{stem}*.safetensors"))), parts, sums, rows)
+            _read_into(stages, mesh, Reader(sorted(path.glob(f"{stem}*.safetensors"))), parts, sums, rows)
 
     try:
         _together(mesh, read)
@@ -380,16 +382,18 @@ def load(path: Path, stage: Stage, mesh: Mesh) -> None:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
     whole = sums.to(mesh.device)
     all_reduce(whole.view(-1), mesh.world).wait()
-    tensors = {prefix + n: stage.layouts[n] for n in stage.layouts.names() for ps in PARTS.values() for prefix, _ in ps}
+    tensors = {
+        prefix + n: stages.layouts[n] for n in stages.layouts.names() for ps in PARTS.values() for prefix, _ in ps
+    }
     for (name, words), got in zip(expected.items(), whole.tolist(), strict=True):
-        # each element was read, and summed, by each replica and copy
-        readers = mesh.size(*REPLICA_AXES) * tensors[name].copies
+        # each element was read, and summed, by each replica, copy and holder
+        readers = mesh.size(*REPLICA_AXES) * tensors[name].copies * tensors[name].holders
         if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
             raise DamagedCheckpoint(f"{path} is damaged: the content of {name} is not what was written")
-    stage.units.weights_changed()
+    stages.units.weights_changed()
 
 
-def load_weights(folder: Path, stage: Stage, mesh: Mesh) -> None:
+def load_weights(folder: Path, stages: Stages, mesh: Mesh) -> None:
     """Reads this rank's elements of the weights from a Hugging Face folder, converted to master precision.
 
     Raises:
@@ -397,10 +401,10 @@ def load_weights(folder: Path, stage: Stage, mesh: Mesh) -> None:
     """
     files = weight_files(folder)
     try:
-        _together(mesh, lambda: _read_into(stage, mesh, Reader(files), PARTS["model"]))
+        _together(mesh, lambda: _read_into(stages, mesh, Reader(files), PARTS["model"]))
     except CheckpointError as error:
         raise CheckpointError(f"init_from={folder}: {error}") from error
-    stage.units.weights_changed()
+    stages.units.weights_changed()
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -416,16 +420,16 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _read_into(
-    stage: Stage, mesh: Mesh, reader: Reader, parts, sums: Tensor | None = None, rows: dict[str, int] | None = None
+    stages: Stages, mesh: Mesh, reader: Reader, parts, sums: Tensor | None = None, rows: dict[str, int] | None = None
 ) -> None:
-    for unit, tensor, start, span in _pieces(stage, mesh, owned_only=False):
+    for unit, tensor, start, span in _pieces(stages, mesh, owned_only=False):
         for prefix, buffer in parts:
             name = prefix + tensor
             if name not in reader:
                 raise DamagedFile(f"tensor {name} is missing from the {prefix or 'model'} files")
-            if reader.shape(name) != stage.layouts[tensor].shape:
+            if reader.shape(name) != stages.layouts[tensor].shape:
                 raise DamagedFile(
-                    f"tensor {name} has shape {reader.shape(name)} there and {stage.layouts[tensor].shape} here"
+                    f"tensor {name} has shape {reader.shape(name)} there and {stages.layouts[tensor].shape} here"
                 )
             data = reader.read(name, start, span.stop - span.start)
             getattr(unit, buffer)[span].copy_(data)

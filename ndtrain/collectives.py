@@ -33,9 +33,23 @@ class Pending:
         self._works = ()  # with `then`, all that held the buffers
         then()
 
+    def done(self) -> bool:
+        """Whether `wait()` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
 
 def size(group: Group) -> int:
     return 1 if group is None else group.size()
+
+
+def send(x: Tensor, group: dist.ProcessGroup, to: int) -> Pending:
+    """Sends x, contiguous, to rank `to` of the group. Messages between two ranks of a group arrive in order."""
+    return Pending([dist.isend(x, group=group, group_dst=to)])
+
+
+def receive(x: Tensor, group: dist.ProcessGroup, source: int) -> Pending:
+    """x, contiguous, becomes the next message from rank `source` of the group."""
+    return Pending([dist.irecv(x, group=group, group_src=source)])
 
 
 def all_gather(out: Tensor, part: Tensor, group: Group) -> Pending:

@@ -6,11 +6,12 @@ the other in a **flat** buffer, which is cut evenly over fsdp x cp. `runs` expre
 global row-major tensor. Initialising, saving, loading and resharding copy runs and know nothing else.
 
 Neighbouring tp ranks may hold **copies** of one part: of a tensor that no rule cuts, or of a K/V head where tp exceeds
-their number. The first of them owns it: it alone counts the part in a norm and writes it to a checkpoint.
+their number. Two pipeline stages may both be **holders** of a tensor: of tied embeddings. The first of them owns it: it
+alone counts the part in a norm and writes it to a checkpoint.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ class TensorLayout:
         partial: mesh axes over which this tensor's local gradient must be summed; over tp it is the sum of the copies'.
         cut_dim: which dim a rule cuts.
         copies, copy: how many neighbouring tp ranks hold this part, and which of them this rank is.
+        holders, holder: how many pp coords hold the tensor, and which of them this rank's is.
     """
 
     name: str
@@ -68,6 +70,13 @@ class TensorLayout:
     cut_dim: int | None = None
     copies: int = 1
     copy: int = 0
+    holders: int = 1
+    holder: int = 0
+
+    @property
+    def owned(self) -> bool:
+        """Whether this rank is the first of those that hold this part along tp and pp."""
+        return self.copy == 0 and self.holder == 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,6 +148,7 @@ class Layouts:
         tensors: name -> dims, the model's table applied to its sizes.
         rules: dim -> mesh axis or None, the user's table.
         stream: mesh axes over which the tokens of the residual stream are cut.
+        holders: name -> the pp coords that hold the tensor, its owner first; the others are on one each.
 
     Raises:
         ConfigError: a rule names a dim that no tensor has or an axis that cuts none, or an axis does not divide a dim.
@@ -151,8 +161,10 @@ class Layouts:
         mesh: MeshSpec,
         rank: int,
         stream: Iterable[str] = DATA_AXES,
+        holders: Mapping[str, Sequence[int]] | None = None,
     ):
         self.mesh, self.rank, self.rules, self.stream = mesh, rank, rules, frozenset(stream)
+        self.holders = holders or {}
         known = {d.name for dims in tensors.values() for d in dims}
         for name, axis in rules.items():
             if name not in known:
@@ -184,7 +196,11 @@ class Layouts:
             copies = max(1, n // dim.units) if dim.name in COPIED else 1
             cut[cut_dim] = self._cut(name, dim, n // copies, index // copies)
         partial = self._partial(dims, copies, cut_dim is not None)
-        return TensorLayout(name, dims, tuple(cut), partial, cut_dim, copies, index % copies)
+        here, at = self.mesh.coords(self.rank)["pp"], self.holders.get(name, (0,))
+        if len(at) > 1:  # each stage has the gradient of its own use
+            partial |= {"pp"}
+        holder = at.index(here) if here in at else 0
+        return TensorLayout(name, dims, tuple(cut), partial, cut_dim, copies, index % copies, len(at), holder)
 
     def _partial(self, dims: tuple[Dim, ...], copies: int, ruled: bool) -> frozenset[str]:
         """A gradient is partial over the axes that cut the activations its tensor is applied to: those of the stream,

@@ -110,6 +110,12 @@ class Mesh:
         runs = [ranks[i : i + n] for ranks in self.spec.groups(axis) for i in range(0, len(ranks), n)]
         return dist.new_subgroups_by_enumeration(runs)[0]
 
+    def twin(self, axis: str) -> dist.ProcessGroup | None:
+        """Another process group of the ranks of `group(axis)`. Every rank must ask in the same order."""
+        if self.spec.size(axis) == 1:
+            return None
+        return dist.new_subgroups_by_enumeration(self.spec.groups(axis))[0]
+
     def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         if not axes:
             return None

@@ -105,11 +105,11 @@ _ROW = 4096  # elements whose norm is taken in their own precision
 
 
 def _counted(units: ShardedUnits) -> list[Tensor]:
-    """The gradients that this rank counts in the norm, in few slices: all but those of copies."""
+    """The gradients that this rank counts in the norm, in few slices: all that it owns."""
     spans: list[tuple[int, int]] = []
     for unit in units.units.values():
         buffer, at = unit.grad_at
-        for s in unit.layout.slices(*unit.layout.bounds(units.index), lambda t: t.copy == 0):
+        for s in unit.layout.slices(*unit.layout.bounds(units.index), lambda t: t.owned):
             start, stop = at + s.start, at + s.stop
             if spans and spans[-1][1] == start:
                 start = spans.pop()[0]

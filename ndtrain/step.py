@@ -1,46 +1,55 @@
 """Executes one training step: the schedule's actions, gradient sums, clip, optimizer.
 
-An action of the table (forward or backward of a microbatch) becomes instructions, one per segment and pass. The list
-is the same every step, so what each instruction needs beside its own compute is looked up in it beforehand: which
-unit's weights, which to prefetch while it runs, which to free after it, which gradients are then complete.
+An action of the table becomes instructions, one per segment and pass. The list is the same every step, so what each
+instruction needs beside its own compute is looked up in it beforehand: which unit's weights, which to prefetch while it
+runs, which to free after it, which gradients are then complete.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ndtrain.collectives import all_gather_row
 from ndtrain.config import Config, RecomputeConfig
 from ndtrain.data import Batch
-from ndtrain.layout import BATCH_AXES, DATA_AXES, MODEL_AXES
+from ndtrain.layout import DATA_AXES, MODEL_AXES
 from ndtrain.mesh import Mesh
 from ndtrain.model import Context, Segment
 from ndtrain.model.loss import IGNORE
 from ndtrain.optim import Optimizer, learning_rate
-from ndtrain.parallel.apply import Stage
+from ndtrain.parallel.apply import Stages, stream_shape
 from ndtrain.parallel.fsdp import ShardedUnits
+from ndtrain.parallel.pp import Pipeline
 from ndtrain.parallel.recompute import groups
-from ndtrain.schedule import GENERATORS, Action, check
+from ndtrain.schedule import Action, Message
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One segment's forward or backward for one microbatch.
+    """One pass of one segment for one microbatch.
 
     Attributes:
+        kind: F forward | B backward | I backward that puts the gradients of matrices off | W what I put off.
+        action: which action of the row it is part of.
+        segment: which of this rank's.
         weights: the unit it reads, None where it reads none.
         prefetch: the units to start gathering while it runs.
         release: its unit is not the next one read.
-        keep_graph: (forward) its backward follows without running it again.
-        drop_input: (forward) nothing needs its input any more.
-        feed: (forward) its output is the next segment's input, and not already there.
-        reduce: (backward) the unit's gradient of this microbatch is complete.
+        keep_graph: (F) its backward follows without running it again.
+        drop_input: (F) nothing needs its input any more.
+        feed: (F) its output is what comes next in the stage needs, or the next stage, and not already there.
+        reduce: (B, I, W) the unit's gradient of this microbatch is complete.
         final: ... and it was the step's last microbatch.
     """
 
-    backward: bool
+    kind: str
+    action: int
     microbatch: int
     segment: int
     weights: str | None
@@ -53,41 +62,80 @@ class Instruction:
     final: bool = False
 
 
-def expand(
-    actions: Sequence[Action], segments: Sequence[Segment], recompute: RecomputeConfig, ahead: int
-) -> list[Instruction]:
-    """The instructions of a rank's actions; `ahead`: how many units to prefetch.
+class Layer(NamedTuple):
+    """A segment as one of all that a rank has.
 
-    The last segment (head and loss) runs forward inside the backward action: its value is not needed earlier, and its
-    gradients then never wait in memory.
+    Attributes:
+        first, last: of its stage.
+        loss: its output is the loss.
     """
-    blocks = [i for i, s in enumerate(segments) if ".layers." in s.unit]
-    groups_ = groups(blocks, recompute)
-    found: list[Instruction] = []
-    for a in actions:
-        found += (
-            _forward(a.microbatch, segments, groups_) if a.kind == "F" else _backward(a.microbatch, segments, groups_)
-        )
-    return _with_reductions(_with_gathers(found, ahead), segments)
+
+    segment: Segment
+    stage: int
+    first: bool
+    last: bool
+    loss: bool
 
 
-def _forward(m: int, segments: Sequence[Segment], groups_: list[list[int]]) -> list[Instruction]:
-    again = {i: i == g[0] for g in groups_ for i in g}  # run again later -> is it where its group starts
+def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
+    """All segments of a rank, stage after stage."""
     return [
-        Instruction(False, m, i, s.unit, keep_graph=i not in again, drop_input=i in again and not again[i])
-        for i, s in enumerate(segments[:-1])
+        Layer(segment, stage, i == 0, i == len(found) - 1, i == len(found) - 1 and stage == last_stage)
+        for stage, found in sorted(segments.items())
+        for i, segment in enumerate(found)
     ]
 
 
-def _backward(m: int, segments: Sequence[Segment], groups_: list[list[int]]) -> list[Instruction]:
-    last = len(segments) - 1
+def expand(
+    row: Sequence[Action], layers: Sequence[Layer], recompute: RecomputeConfig, ahead: int
+) -> list[list[Instruction]]:
+    """The instructions of each action of a rank's row; `ahead`: how many units to prefetch.
+
+    The loss's segment runs forward inside the backward action: its value is not needed earlier, and its gradients then
+    never wait in memory.
+    """
+    of_stage = {s: [i for i, _ in found] for s, found in groupby(enumerate(layers), key=lambda item: item[1].stage)}
+    blocks = {s: [i for i in found if ".layers." in layers[i].segment.unit] for s, found in of_stage.items()}
+    groups_ = {s: groups(found, recompute) for s, found in blocks.items()}
+    found: list[Instruction] = []
+    for number, a in enumerate(row):
+        passes = {"F": _forward, "B": _backward, "I": _backward, "W": _weights}[a.kind]
+        for ins in passes(a, layers, of_stage[a.stage], groups_[a.stage]):
+            found.append(replace(ins, action=number))
+    found = _with_reductions(_with_gathers(found, ahead), layers)
+    return [list(same) for _, same in groupby(found, key=lambda ins: ins.action)]
+
+
+def _instruction(kind: str, a: Action, i: int, unit: str | None, **flags: bool) -> Instruction:
+    return Instruction(kind, 0, a.microbatch, i, unit, **flags)
+
+
+def _forward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: list[list[int]]) -> list[Instruction]:
+    again = {i: i == g[0] for g in groups_ for i in g}  # run again later -> is it where its group starts
+    return [
+        _instruction(
+            "F", a, i, layers[i].segment.unit, keep_graph=i not in again, drop_input=i in again and not again[i]
+        )
+        for i in stage
+        if not layers[i].loss
+    ]
+
+
+def _backward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: list[list[int]]) -> list[Instruction]:
     group_ending = {g[-1]: g for g in groups_}
-    found = [Instruction(False, m, last, segments[last].unit, feed=False)]
-    for i in range(last, -1, -1):
+    found = []
+    for i in reversed(stage):
+        unit = layers[i].segment.unit
+        if layers[i].loss:
+            found.append(_instruction("F", a, i, unit, feed=False))
         for j in group_ending.get(i, ()):
-            found.append(Instruction(False, m, j, segments[j].unit, feed=j != i))
-        found.append(Instruction(True, m, i, segments[i].unit if segments[i].weight_in_backward else None))
+            found.append(_instruction("F", a, j, layers[j].segment.unit, feed=j != i))
+        found.append(_instruction(a.kind, a, i, unit if layers[i].segment.weight_in_backward else None))
     return found
+
+
+def _weights(a: Action, layers: Sequence[Layer], stage: list[int], groups_: list[list[int]]) -> list[Instruction]:
+    return [_instruction("W", a, i, None) for i in reversed(stage)]
 
 
 def _with_gathers(found: list[Instruction], ahead: int) -> list[Instruction]:
@@ -103,14 +151,14 @@ def _with_gathers(found: list[Instruction], ahead: int) -> list[Instruction]:
     return out[::-1]
 
 
-def _with_reductions(found: list[Instruction], segments: Sequence[Segment]) -> list[Instruction]:
-    """Marks the last backward of each unit in each microbatch, and in the step."""
+def _with_reductions(found: list[Instruction], layers: Sequence[Layer]) -> list[Instruction]:
+    """Marks what makes the last part of each unit's gradient in each microbatch, and in the step."""
     in_microbatch: set[tuple[int, str]] = set()
     in_step: set[str] = set()
     out: list[Instruction] = []
     for ins in reversed(found):
-        unit = segments[ins.segment].unit
-        if ins.backward:
+        unit = layers[ins.segment].segment.unit
+        if ins.kind != "F":
             ins = replace(ins, reduce=(ins.microbatch, unit) not in in_microbatch, final=unit not in in_step)
             in_microbatch.add((ins.microbatch, unit))
             in_step.add(unit)
@@ -118,62 +166,119 @@ def _with_reductions(found: list[Instruction], segments: Sequence[Segment]) -> l
     return out[::-1]
 
 
-class Executor:
-    """Runs instructions over a stage's segments and their sharded units."""
+class Took(NamedTuple):
+    """When an action was worked on, in seconds of this machine's monotonic clock; it waits for its input before."""
 
-    def __init__(self, segments: Sequence[Segment], units: ShardedUnits, instructions: list[Instruction]):
-        self.segments, self.units, self.instructions = segments, units, instructions
+    action: Action
+    began: float
+    ended: float
+
+
+class Executor:
+    """Runs a rank's row of a schedule over its stages' segments and their sharded units.
+
+    Attributes:
+        watched: None, or where to append how long each action took. (On a GPU, watching makes the host wait for each.)
+    """
+
+    def __init__(
+        self,
+        row: Sequence[Action],
+        layers: Sequence[Layer],
+        units: ShardedUnits,
+        pipeline: Pipeline,
+        recompute: RecomputeConfig,
+    ):
+        self.row, self.layers, self.units, self.pipeline = row, layers, units, pipeline
+        self.program = expand(row, layers, recompute, ahead=2 if units.keeps_full else 1)
+        self.watched: list[Took] | None = None
+        self._exit = {layer.stage: i for i, layer in enumerate(layers) if layer.last}
+        self._entry = {layer.stage: i for i, layer in enumerate(layers) if layer.first}
 
     def run(self, contexts: Sequence[Context]) -> Tensor:
-        """Forward and backward of every microbatch (one context each); gradients are summed over the mesh when this
-        returns. The result is the sum of this rank's losses, fp32 or wider.
+        """All passes of every microbatch (one context each); gradients are summed over the mesh when this returns. The
+        result is the sum of this rank's losses, fp32 or wider.
         """
         self._contexts = contexts
-        self._inputs: dict[tuple[int, int], Tensor | None] = {(m, 0): None for m in range(len(contexts))}
-        self._outputs: dict[tuple[int, int], Tensor] = {}
-        self._gradients: dict[tuple[int, int], Tensor | None] = {}
-        self._losses: list[Tensor] = []
+        self._inputs: dict[tuple[int, int], Tensor | None] = {}
+        self._graphs: dict[tuple[int, int], GradientEdge] = {}
+        self._gradients: dict[tuple[int, int], Tensor] = {}
+        self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        wide = torch.promote_types(self.units.compute, torch.float32)
+        self._loss = torch.zeros((), dtype=wide, device=self.units.device)
         self.units.begin_step()
-        for ins in self.instructions:
-            self._run(ins)
+        for number, (action, instructions) in enumerate(zip(self.row, self.program, strict=True)):
+            self.pipeline.post(number)
+            self._enter(action)
+            began = self._now()
+            for ins in instructions:
+                self._run(ins)
+            if self.watched is not None:
+                self.watched.append(Took(action, began, self._now()))
+        self.pipeline.finish()
         self.units.finish_step()
-        return torch.stack(self._losses).sum()
+        return self._loss
+
+    def _now(self) -> float:
+        if self.watched is not None and self.units.device.type == "cuda":
+            torch.cuda.synchronize(self.units.device)
+        return time.perf_counter()
+
+    def _enter(self, a: Action) -> None:
+        """What the action takes from another stage is here."""
+        needed = self.pipeline.needed(a)
+        x = self.pipeline.take(needed) if needed else None
+        if a.kind == "F":
+            self._inputs[a.microbatch, self._entry[a.stage]] = None if x is None else x.requires_grad_()
+        elif x is not None:
+            self._gradients[a.microbatch, self._exit[a.stage]] = x
 
     def _run(self, ins: Instruction) -> None:
         if ins.weights:
             self.units.use(ins.weights)
         for name in ins.prefetch:
             self.units.fetch(name)
-        if ins.backward:
-            self._backward(ins)
-        else:
-            self._forward(ins)
+        {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._finish_weights}[ins.kind](ins)
         if ins.release:
             self.units.release(ins.weights)
         if ins.reduce:
-            self.units.reduce(self.segments[ins.segment].unit, ins.final)
+            self.units.reduce(self.layers[ins.segment].segment.unit, ins.final)
 
     def _forward(self, ins: Instruction) -> None:
-        at = (ins.microbatch, ins.segment)
+        at, layer = (ins.microbatch, ins.segment), self.layers[ins.segment]
         x = self._inputs.pop(at) if ins.drop_input else self._inputs[at]
-        if ins.segment == len(self.segments) - 1:
-            self.units.open_gradients(self.segments[ins.segment].unit)  # the loss makes gradients in its forward
+        if layer.loss:
+            self.units.open_gradients(layer.segment.unit)  # the loss makes gradients in its forward
         with torch.set_grad_enabled(ins.keep_graph):
-            y = self.segments[ins.segment].run(x, self._contexts[ins.microbatch])
+            y = layer.segment.run(x, self._contexts[ins.microbatch])
         if ins.keep_graph:
-            self._outputs[at] = y
-        if ins.segment == len(self.segments) - 1:
-            self._losses.append(y.detach())
+            self._graphs[at] = get_gradient_edge(y)  # and not y, whose memory only its readers keep
+        if layer.loss:
+            self._loss += y.detach()
+            self._gradients[at] = torch.ones_like(y)
+        elif ins.feed and layer.last:
+            self.pipeline.give(Message("F", ins.microbatch, layer.stage + 1), y.detach())
         elif ins.feed:
             self._inputs[ins.microbatch, ins.segment + 1] = y.detach().requires_grad_()
 
     def _backward(self, ins: Instruction) -> None:
-        at = (ins.microbatch, ins.segment)
-        y, x = self._outputs.pop(at), self._inputs.pop(at)
-        self.units.open_gradients(self.segments[ins.segment].unit)
-        torch.autograd.backward(y, self._gradients.pop(at, None))
-        if x is not None:
+        at, layer = (ins.microbatch, ins.segment), self.layers[ins.segment]
+        edge, x = self._graphs.pop(at), self._inputs.pop(at)
+        self.units.open_gradients(layer.segment.unit)
+        with self.units.deferring(self._deferred.setdefault(at, []) if ins.kind == "I" else None):
+            torch.autograd.backward(edge, self._gradients.pop(at))
+        if x is None:
+            return
+        if layer.first:
+            self.pipeline.give(Message("B", ins.microbatch, layer.stage - 1), x.grad)
+        else:
             self._gradients[ins.microbatch, ins.segment - 1] = x.grad
+
+    def _finish_weights(self, ins: Instruction) -> None:
+        self.units.open_gradients(self.layers[ins.segment].segment.unit)
+        with torch.no_grad():
+            for write in self._deferred.pop((ins.microbatch, ins.segment)):
+                write()
 
 
 @dataclass(frozen=True)
@@ -198,15 +303,14 @@ class StepReport:
 class TrainingStep:
     """Forward, backward, gradient sums, clip and update of one global batch, by the schedule that `cfg` names."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, stage: Stage):
-        self.cfg, self.mesh, self.stage = cfg, mesh, stage
-        microbatches = cfg.train.global_batch // (mesh.size(*BATCH_AXES) * cfg.train.micro_batch)
-        table = GENERATORS[cfg.schedule.name](mesh.size("pp"), microbatches)
-        check(table, microbatches, stages=mesh.size("pp"))
-        ahead = 2 if stage.units.keeps_full else 1
-        instructions = expand(table[mesh.coords["pp"]], stage.segments, cfg.recompute, ahead)
-        self.executor = Executor(stage.segments, stage.units, instructions)
-        self.optimizer = Optimizer(stage.units, cfg.optim, mesh.group(*MODEL_AXES))
+    def __init__(self, cfg: Config, mesh: Mesh, stages: Stages):
+        self.cfg, self.mesh, self.stages = cfg, mesh, stages
+        schedule = stages.placement.schedule
+        layers = line_up(stages.segments, stages.placement.last)
+        pipeline = Pipeline(schedule, mesh, stream_shape(cfg), stages.units.compute)
+        row = schedule.table[mesh.coords["pp"]]
+        self.executor = Executor(row, layers, stages.units, pipeline, cfg.recompute)
+        self.optimizer = Optimizer(stages.units, cfg.optim, mesh.group(*MODEL_AXES))
 
     def run(
         self, step: int, batches: Sequence[Batch], signals: Callable[[], Sequence[float]] = tuple
@@ -226,13 +330,14 @@ class TrainingStep:
             counted.wait()
             return 1 / counts.sum().clamp(min=1)
 
-        compute, context = self.stage.units.compute, self.stage.model.context
+        compute, context = self.stages.units.compute, self.stages.context
         contexts = [context(b.tokens, b.labels, compute, loss_scale, b.positions, b.documents) for b in batches]
         loss_share = self.executor.run(contexts)
+        counted.wait()  # where no stage of this rank has the loss, nobody has
         norm = self.optimizer.gradient_norm()
         lr = learning_rate(self.cfg.optim, step, self.cfg.train.steps)
         self.optimizer.step(step, lr, norm)
-        self.stage.units.weights_changed()
+        self.stages.units.weights_changed()
         return self._report(step, lr, norm, loss_share, signals())
 
     def _report(self, step: int, lr: float, norm: Tensor, loss_share: Tensor, signals: Sequence[float]):

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ndtrain import checkpoint, cost
+from ndtrain import checkpoint, cost, schedule
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
 from ndtrain.config import (
     Config,
@@ -38,13 +38,16 @@ from ndtrain.data import Data, Prefetcher, Sequences, microbatches, open_data, r
 from ndtrain.layout import BATCH_AXES
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.metrics import Metrics, keep_freed_memory, peak_flops, peak_memory_bytes, reset_peak_memory
+from ndtrain.metrics.trace import Trace, traced
 from ndtrain.model.hf import from_hf, read_hf_config
-from ndtrain.parallel.apply import DTYPES, Stage, build_stage, initialise, sequence_cut
+from ndtrain.parallel.apply import DTYPES, Stages, build_stages, initialise, sequence_cut
 from ndtrain.step import StepReport, TrainingStep
 
 log = logging.getLogger("ndtrain")
 log.addHandler(logging.NullHandler())  # an error before there is a log file is not printed twice
 REPEAT_S = 2.0  # the same Ctrl-C reaches a rank from the terminal and again from torchrun
+PATIENCE_S = 5.0  # how long a rank that lost a peer lets that one speak, and the launcher end them all
+TRACED = 3  # which step of a process train.trace shows: in the first two, memory is still being laid out
 
 
 class StopRequest:
@@ -72,7 +75,7 @@ class Run:
 
     cfg: Config
     mesh: Mesh
-    stage: Stage
+    stages: Stages
     step: TrainingStep
     data: Data
     state: State
@@ -119,26 +122,46 @@ def train(cfg: Config) -> int:
     metrics = None
     try:
         mesh = Mesh(MeshSpec.of(cfg.mesh), rank, device)
-        stage = build_stage(cfg, mesh)
-        step = TrainingStep(cfg, mesh, stage)
-        path, state = _start(cfg, mesh, stage, path, state, data)
+        stages = build_stages(cfg, mesh)
+        step = TrainingStep(cfg, mesh, stages)
+        path, state = _start(cfg, mesh, stages, path, state, data)
         metrics = _metrics(cfg, run_dir, state, device) if rank == 0 else None
-        run = Run(cfg, mesh, stage, step, data, state, stop, metrics)
+        run = Run(cfg, mesh, stages, step, data, state, stop, metrics)
         _say_start(run, path)
         loop(run)
         code = _say_end(run)
         if metrics:
             metrics.close(code)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         return code
-    except BaseException:
+    except BaseException as error:
         log.exception("rank %d failed", rank)
+        stop.restore()
+        if world > 1 and not isinstance(error, ConfigError):
+            _say_failure(error, stop)
+            raise SystemExit(1) from error
         raise
-    finally:
+    finally:  # no process group is destroyed on an error: gloo would wait for what peers will never send
         if metrics:
             metrics.close(1)
         stop.restore()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+
+
+def _say_failure(error: BaseException, stop: StopRequest) -> None:
+    """The traceback, at once; but a rank that only lost a peer waits, so that the rank at fault is heard first. The
+    launcher ends it meanwhile, or had begun to before the loss came to light."""
+    if _lost_a_peer(error):
+        if stop.signal:
+            print(f"rank {world_from_env()[0]}: stopped by {stop.signal}, and a peer has left", file=sys.stderr)
+            return
+        time.sleep(PATIENCE_S)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank does not answer. Gloo's are known by their source file."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def prepare_run_folder(cfg: Config, run_dir: Path) -> tuple[Path | None, State | None]:
@@ -189,9 +212,9 @@ def _pass_over(error: DamagedCheckpoint, cfg: Config) -> None:
 
 
 def _start(
-    cfg: Config, mesh: Mesh, stage: Stage, path: Path | None, state: State | None, data: Data
+    cfg: Config, mesh: Mesh, stages: Stages, path: Path | None, state: State | None, data: Data
 ) -> tuple[Path | None, State]:
-    """Fills the stage: from rank 0's checkpoint (or, with resume=auto, an older one if its content is damaged), from a
+    """Fills the stages: from rank 0's checkpoint (or, with resume=auto, an older one if its content is damaged), from a
     Hugging Face folder, or from the seed."""
     if mesh.world is not None:
         chosen = [(path, state)]
@@ -199,7 +222,7 @@ def _start(
         path, state = chosen[0]
     while path is not None:
         try:
-            checkpoint.load(path, stage, mesh)
+            checkpoint.load(path, stages, mesh)
             if mesh.rank == 0 and path.parent.resolve() == (Path(cfg.run.dir) / "checkpoints").resolve():
                 checkpoint.set_aside_later(path)
             return path, state
@@ -208,9 +231,9 @@ def _start(
             older = [p for p in checkpoint.list_checkpoints(path.parent) if p.name < path.name]
             path, state = _first_whole(older, cfg)
     if cfg.init_from:
-        checkpoint.load_weights(Path(cfg.init_from), stage, mesh)
+        checkpoint.load_weights(Path(cfg.init_from), stages, mesh)
     else:
-        initialise(stage, cfg)
+        initialise(stages, cfg)
     return None, State(step=0, tokens=0, order=_order(cfg, data))
 
 
@@ -273,7 +296,7 @@ def _say_start(run: Run, path: Path | None) -> None:
     )
     run.note(
         f"{cfg.run.name}: {cost.parameter_count(cfg.model):,} parameters, {len(run.data.train):,} training tokens, "
-        f"mesh {sizes}, zero={cfg.mesh.zero}, {cfg.precision.compute} on {mesh.device.type}, "
+        f"mesh {sizes}, {_pipeline(run)}zero={cfg.mesh.zero}, {cfg.precision.compute} on {mesh.device.type}, "
         f"{origin}; run folder {cfg.run.dir}"
     )
     now = _order(cfg, run.data)
@@ -281,6 +304,14 @@ def _say_start(run: Run, path: Path | None) -> None:
     if changed:
         run.warn(f"{', '.join(changed)} changed since the checkpoint: from here on the data order is another one")
         run.state.order = now
+
+
+def _pipeline(run: Run) -> str:
+    """The schedule in words; nothing where there is no pipeline."""
+    if run.mesh.size("pp") == 1:
+        return ""
+    table = run.stages.placement.schedule
+    return f"{table.name}, {table.microbatches} microbatches, bubble {100 * schedule.simulate(table).bubble:.0f} %, "
 
 
 def _order(cfg: Config, data: Data) -> dict[str, Any]:
@@ -315,10 +346,11 @@ def loop(run: Run) -> None:
     prefetcher = Prefetcher(make, run.state.step, last, cfg.data.prefetch, pin=mesh.device.type == "cuda")
     reset_peak_memory(mesh.device)
     read_previous: Callable[[], bool] = lambda: False
+    to_trace = min(run.state.step + TRACED, last) if t.trace else None
     try:
         while run.state.step < last:
             began = time.perf_counter()
-            report = _launch(run, prefetcher)
+            report, trace = _launch(run, prefetcher, run.state.step + 1 == to_trace)
             stop = read_previous()  # late: on a GPU this step is queued before the host waits for the one before
             seconds = time.perf_counter() - began
             read_previous = partial(_read, run, report, run.state.tokens, seconds)
@@ -326,6 +358,8 @@ def loop(run: Run) -> None:
             if stop or due or mesh.device.type == "cpu":
                 stop |= read_previous()
                 read_previous = lambda: False
+            if trace:
+                _show(run, trace)
             if stop or due:
                 _save(run)
             if stop:
@@ -334,15 +368,25 @@ def loop(run: Run) -> None:
         prefetcher.close()
 
 
-def _launch(run: Run, prefetcher: Prefetcher) -> Callable[[], StepReport]:
-    """Makes the next step; what gives its report."""
+def _launch(run: Run, prefetcher: Prefetcher, trace: bool) -> tuple[Callable[[], StepReport], Trace | None]:
+    """Makes the next step; what gives its report, and its trace if asked for (on rank 0)."""
     batches, waited = prefetcher.get(run.state.step)
     batches = [b.to(run.mesh.device) for b in batches]
     signals = lambda: (float(run.stop.signal is not None), float(peak_memory_bytes(run.mesh.device)), waited)
-    report = run.step.run(run.state.step + 1, batches, signals)
-    run.state.step += 1
+    number = run.state.step + 1
+    work = partial(run.step.run, number, batches, signals)
+    found = traced(work, number, run.step.executor, run.mesh) if trace else (work(), None)
+    run.state.step = number
     run.state.tokens += run.cfg.train.global_batch * run.cfg.train.seq_len
-    return report
+    return found
+
+
+def _show(run: Run, trace: Trace) -> None:
+    try:
+        trace.write(Path(run.cfg.run.dir) / "trace")
+        run.note(trace.summary())
+    except OSError as error:
+        run.warn(f"trace of step {trace.step} not written: {error.strerror}")
 
 
 def _read(run: Run, report: Callable[[], StepReport], tokens: int, seconds: float) -> bool:
@@ -374,7 +418,7 @@ def _save(run: Run) -> None:
     folder = Path(run.cfg.run.dir) / "checkpoints"
     extras = run.data.tokenizer.save if run.data.tokenizer else lambda folder: None
     try:
-        run.saved = checkpoint.save(folder, run.stage, run.mesh, run.cfg, run.state, extras)
+        run.saved = checkpoint.save(folder, run.stages, run.mesh, run.cfg, run.state, extras)
         log.info("saved %s", run.saved)
     except CheckpointError as error:
         run.failed_saves.append(str(error))
@@ -481,15 +525,22 @@ def _hydra_main(args: list[str]) -> int:
     return max(codes, default=0)
 
 
-def _exit(code: int) -> None:
+def _run_and_exit() -> NoReturn:
     """Leaves without Python's own teardown where there were process groups: gloo's threads abort about every second
-    run in it."""
+    run in it, and after an error it waits for peers that will never answer."""
+    if world_from_env()[2] == 1:
+        sys.exit(main())
+    code: Any = 1
+    try:
+        code = main()
+    except SystemExit as request:
+        code = request.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     sys.stdout.flush()
     sys.stderr.flush()
-    if world_from_env()[2] > 1:
-        os._exit(code)
-    sys.exit(code)
+    os._exit(code if isinstance(code, int) else 1)
 
 
 if __name__ == "__main__":
-    _exit(main())
+    _run_and_exit()

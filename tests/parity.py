@@ -11,7 +11,7 @@ from ndtrain.data import Batch, microbatches, rows_of
 from ndtrain.layout import BATCH_AXES
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.model.loss import IGNORE
-from ndtrain.parallel.apply import build_stage, initialise, sequence_cut
+from ndtrain.parallel.apply import build_stages, initialise, sequence_cut
 from ndtrain.step import TrainingStep
 from tests.ranks import run_ranks
 
@@ -85,15 +85,15 @@ def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]
     rank, _, world = world_from_env()
     cfg = resolve(load_config(overrides), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-    stage = build_stage(cfg, mesh)
-    initialise(stage, cfg)
-    step = TrainingStep(cfg, mesh, stage)
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    step = TrainingStep(cfg, mesh, stages)
     run, pieces = Run(), []
     update = step.optimizer.step
 
     def keep_first_gradient(number, lr, norm):
         if number == 1:
-            pieces.extend(owned(stage, "gradient", lambda u: u.grad))
+            pieces.extend(owned(stages, "gradient", lambda u: u.grad))
         update(number, lr, norm)
 
     step.optimizer.step = keep_first_gradient
@@ -101,18 +101,18 @@ def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]
         report = step.run(number, make_batches(cfg, mesh, number, mask))()
         run.losses.append(report.loss)
         run.norms.append(report.grad_norm)
-    return run, pieces + rank_state(stage)
+    return run, pieces + rank_state(stages)
 
 
-def rank_state(stage) -> list[tuple]:
+def rank_state(stages) -> list[tuple]:
     """Every piece of weights and moments on this rank, as in `rank_run`."""
     kinds = (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
-    return [p for kind, part in kinds for p in owned(stage, kind, lambda u, part=part: getattr(u, part))]
+    return [p for kind, part in kinds for p in owned(stages, kind, lambda u, part=part: getattr(u, part))]
 
 
-def owned(stage, kind, part):
-    for unit in stage.units.units.values():
-        for tensor, runs in unit.layout.runs(*unit.layout.bounds(stage.units.index)):
+def owned(stages, kind, part):
+    for unit in stages.units.units.values():
+        for tensor, runs in unit.layout.runs(*unit.layout.bounds(stages.units.index)):
             for run in runs:
                 values = part(unit)[run.local_start : run.local_start + run.length].clone()
                 yield kind, tensor.name, tensor.shape, run.global_start, values

@@ -11,9 +11,9 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ndtrain.bench import attention
+from ndtrain.bench import attention, pipelining
 from ndtrain.bench.__main__ import main
-from ndtrain.bench.peers import Options, Training, _require_equal_losses, config_of, make_batches
+from ndtrain.bench.peers import Case, Options, Training, _require_equal_losses, config_of, make_batches
 from ndtrain.bench.sides import SIDES
 from ndtrain.config import world_from_env
 from ndtrain.mesh import Mesh, MeshSpec
@@ -40,14 +40,16 @@ CP = ["axis=cp", "seq_len=64", "heads=4", "kv_heads=2", "head_dim=16", "rounds=2
         (["axis=fsdp", "profile=true"], {"fsdp2"}),
         (["axis=tp", "accumulate=2"], {"dtensor_tp", "dtensor_tp_sp"}),
         (["axis=tp", "precision=bf16", "sequence_parallel=false", "overlap=true"], {"dtensor_tp", "dtensor_tp_sp"}),
+        (["axis=pp", "shape=pp_tiny", "schedule=1f1b", "precision=bf16"], {"torch_pipelining"}),
+        (["axis=pp", "shape=pp_tiny", "schedule=zb_v", "accumulate=3"], {"torch_pipelining"}),
     ],
     ids=" ".join,
 )
 def test_peers(args, peers, tmp_path, capsys):
-    assert main(["peers", *args, *QUICK, f"out={tmp_path}/found.json"]) == 0
+    assert main(["peers", *QUICK, *args, f"out={tmp_path}/found.json"]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["commit"] and found["hardware"]["cores"] and found["versions"]["torch"]
-    shape = found["shapes"]["tiny"]
+    (shape,) = found["shapes"].values()
     losses = {name: side["losses"] for name, side in shape["sides"].items() if name != "local"}
     assert losses.keys() == {"ours", *peers}
     for name in peers:
@@ -82,10 +84,10 @@ class Collectives(TorchDispatchMode):
         return sum(word in name for name in self.names)
 
 
-def collectives_of_a_step(side: str, options: dict) -> tuple[Collectives, dict[str, Tensor]]:
+def collectives_of_a_step(side: str, options: dict, *case: str) -> tuple[Collectives, dict[str, Tensor]]:
     """On one rank: the collectives of a step of this side, and its parameters."""
     rank, _, world = world_from_env()
-    cfg = config_of(Options(ranks=world, **options), "tiny")
+    cfg = config_of(Options(ranks=world, **options), Case(*case or ("tiny",)))
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     loop = SIDES[side](cfg, mesh)
     training = Training(loop, [make_batches(cfg, mesh, 0)])
@@ -127,6 +129,47 @@ def test_dtensor_sides_cut_and_send_no_more_than_they_must(sequence_parallel):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_fsdp2_side_shards_and_gathers_by_block(zero):
     assert run_ranks(fsdp2_collectives, 2, zero) == [(*COLLECTIVES[zero], 0.5)] * 2
+
+
+def pipelining_step(schedule: str) -> tuple[int, int, list[str], float]:
+    """On one rank: sends and receives of a step of 4 microbatches with torch.distributed.pipelining, its layers, and how
+    far its gradients are from those of the whole model in one process, relative."""
+    seen, parameters = collectives_of_a_step("torch_pipelining", {"axis": "pp"}, "pp_tiny", schedule)
+    _, whole = collectives_of_a_step("bare", {"axis": "pp"}, "pp_tiny", schedule)
+    own = {name.rpartition("part.")[2]: p.grad for name, p in parameters.items()}
+    off = max(((grad - whole[name].grad).norm() / whole[name].grad.norm()).item() for name, grad in own.items())
+    layers = dict.fromkeys(name.split(".")[2] for name in own if ".layers." in name)
+    return seen.count("send"), seen.count("recv"), list(layers), off
+
+
+@pytest.mark.parametrize(
+    ("schedule", "messages", "layers"),
+    [
+        ("gpipe", 4, ["01", "23"]),  # of each microbatch an activation one way and a gradient the other
+        ("1f1b", 4, ["01", "23"]),
+        ("zb_h1", 4, ["01", "23"]),
+        ("interleaved", 12, ["02", "13"]),  # over three links
+        ("zb_v", 8, ["03", "12"]),  # the middle link is within rank 1
+        ("dualpipe_v", 8, ["03", "12"]),
+    ],
+)
+def test_pipelining_side_has_the_same_stages_and_sends_what_it_must(schedule, messages, layers):
+    for (*found, off), expected in zip(run_ranks(pipelining_step, 2, schedule), layers, strict=True):
+        assert found == [messages, messages, list(expected)]
+        assert off < 1e-4
+
+
+def clipped(most: float) -> float:
+    """On one of 2 ranks, with gradients 3 and 4: its own after clipping."""
+    p = torch.nn.Parameter(torch.zeros(1))
+    p.grad = torch.tensor([3.0 + dist.get_rank()])
+    pipelining.clip([p], most, dist.group.WORLD)
+    return p.grad.item()
+
+
+@pytest.mark.parametrize(("most", "factor"), [(1.0, 1 / 5), (6.0, 1.0)])
+def test_pipelining_side_clips_by_the_norm_of_all_stages(most, factor):
+    assert run_ranks(clipped, 2, most) == pytest.approx([3 * factor, 4 * factor])
 
 
 @pytest.mark.parametrize(
@@ -205,10 +248,10 @@ def test_different_attention_is_refused(wrong, value):
     [
         ([], "bench: no such bench; known: peers"),
         (["peer"], "did you mean 'peers'?"),
-        (["peers"], "axis is missing; known: one, dp, fsdp, tp, cp"),
-        (["peers", "axis=fdsp"], "fdsp: no such axis; did you mean 'fsdp'? known: one, dp, fsdp, tp, cp"),
+        (["peers"], "axis is missing; known: one, dp, fsdp, tp, cp, pp"),
+        (["peers", "axis=fdsp"], "fdsp: no such axis; did you mean 'fsdp'? known: one, dp, fsdp, tp, cp, pp"),
         (["peers", "axis=dp", "rank=2"], "rank: no such key; did you mean 'ranks'?"),
-        (["peers", "axis=dp", "ranks=1"], "axis=dp, fsdp, tp and cp need at least 2 ranks"),
+        (["peers", "axis=dp", "ranks=1"], "axis=dp, fsdp, tp, cp and pp need at least 2 ranks"),
         (["peers", "axis=one", "ranks=2"], "ranks=2: axis=one compares one process"),
         (["peers", "axis=dp", "zero=2"], "zero=2: only axis=fsdp shards"),
         (["peers", "axis=dp", "rounds=0"], "rounds=0: must be a whole number, at least 1"),
@@ -219,8 +262,15 @@ def test_different_attention_is_refused(wrong, value):
         (["peers", "axis=tp", "ranks=4", "shape=tiny"], "ranks=4: DTensor cuts no head apart, and shape=tiny has 2"),
         (["peers", "axis=tp", "ranks=3"], "must divide"),
         (["peers", "axis=dp", "seq_len=64"], "seq_len: no such key"),
+        (["peers", "axis=pp", "ranks=1"], "axis=dp, fsdp, tp, cp and pp need at least 2 ranks"),
+        (["peers", "axis=pp", "schedule=zbv"], "zbv: no such schedule; did you mean 'zb_v'?"),
+        (["peers", "axis=dp", "schedule=zb_v"], "schedule=zb_v: only axis=pp has a schedule"),
+        (["peers", "axis=pp", "shape=tiny", "schedule=zb_v"], "schedule=zb_v cuts the model into 4 stages"),
+        (["peers", "axis=pp", "ranks=4", "accumulate=3"], "accumulate=3: PyTorch's 1f1b needs at least 4"),
+        (["peers", "axis=pp", "schedule=dualpipe_v", "accumulate=3"], "PyTorch's dualpipe_v needs at least 4"),
+        (["peers", "axis=pp", "schedule=zb_h1", "accumulate=5"], "PyTorch's zb_h1 needs 2 equal rounds"),
         (["peers", "axis=cp", "zero=1"], "zero: no such key"),
-        (["peers", "axis=cp", "ranks=1"], "axis=dp, fsdp, tp and cp need at least 2 ranks"),
+        (["peers", "axis=cp", "ranks=1"], "axis=dp, fsdp, tp, cp and pp need at least 2 ranks"),
         (["peers", "axis=cp", "seq_len=66"], "seq_len=66 must be a multiple of 2 x ranks=2"),
         (["peers", "axis=cp", "heads=6", "kv_heads=4"], "heads=6 must be a multiple of kv_heads=4"),
         (["peers", "axis=cp", "ulysses=4"], "ulysses=4 must divide ranks=2"),

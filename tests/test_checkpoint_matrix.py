@@ -10,21 +10,32 @@ import torch
 from ndtrain import checkpoint
 from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.mesh import Mesh, MeshSpec
-from ndtrain.parallel.apply import build_stage, initialise
+from ndtrain.parallel.apply import build_stages, initialise
 from ndtrain.step import TrainingStep
 from tests.helpers import tensor_bytes
 from tests.parity import FP64, Run, assemble, compare, make_batches, rank_state, train
 from tests.ranks import run_ranks
-from tests.test_parity_tp_cp import MODEL
+from tests.test_parity_tp_cp import MODEL, TIED
 
-AXES = ("mesh.dp=", "mesh.fsdp=", "mesh.cp=", "mesh.tp=")
-RUN = [*MODEL, *FP64, "train.micro_batch=2", "train.steps=4", "optim.schedule=constant"]
+AXES = ("mesh.pp=", "mesh.dp=", "mesh.fsdp=", "mesh.cp=", "mesh.tp=")
+RUN = [
+    *MODEL,
+    *FP64,
+    TIED,
+    "model.num_hidden_layers=6",
+    "train.micro_batch=2",
+    "train.steps=4",
+    "optim.schedule=constant",
+]
 MESHES = {
     "one": [], "fsdp2": ["mesh.fsdp=2", "mesh.zero=1"], "tp2": ["mesh.tp=2"], "tp4": ["mesh.tp=4"],
     "cp2": ["mesh.cp=2"], "cp2-tp2": ["mesh.cp=2", "mesh.tp=2", "mesh.zero=2"], "dp2-tp2": ["mesh.dp=2", "mesh.tp=2"],
     "fsdp2-tp2-whole-vocabulary": ["mesh.fsdp=2", "mesh.tp=2", "layout.rules.vocab=null"],
     "fsdp2-cp2-tp2": ["mesh.fsdp=2", "mesh.cp=2", "mesh.tp=2"], "tp8": ["mesh.tp=8"],
     "dp2-fsdp2-cp2": ["mesh.dp=2", "mesh.fsdp=2", "mesh.cp=2", "mesh.zero=1"],
+    "pp2": ["mesh.pp=2"], "pp3-zb_v": ["mesh.pp=3", "schedule=zb_v", "mesh.zero=3"],
+    "pp2-tp2-interleaved": ["mesh.pp=2", "mesh.tp=2", "schedule=interleaved"],
+    "pp2-dp2-cp2": ["mesh.pp=2", "mesh.dp=2", "mesh.cp=2", "schedule=zb_h1"],
     "inner-fsdp": ["mesh.order=[pp,tp,cp,dp,fsdp]", "mesh.fsdp=2", "mesh.tp=2"],
 }  # fmt: skip
 
@@ -39,22 +50,22 @@ def steps(mesh: list[str], load: str, first: int, last: int, folder: str) -> tup
     rank, _, world = world_from_env()
     cfg = resolve(load_config([*RUN, *mesh]), world)
     mesh_ = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-    stage = build_stage(cfg, mesh_)
+    stages = build_stages(cfg, mesh_)
     saved = Path(load) / "step-00000002"
     state = checkpoint.State(first - 1, 0, {})
     if first > 1:
-        checkpoint.load(saved, stage, mesh_)
-        checkpoint.save(Path(folder), stage, mesh_, cfg, state)
+        checkpoint.load(saved, stages, mesh_)
+        checkpoint.save(Path(folder), stages, mesh_, cfg, state)
     else:
-        initialise(stage, cfg)
-    step, run = TrainingStep(cfg, mesh_, stage), Run()
+        initialise(stages, cfg)
+    step, run = TrainingStep(cfg, mesh_, stages), Run()
     for number in range(first, last + 1):
         report = step.run(number, make_batches(cfg, mesh_, number, "uneven"))()
         run.losses.append(report.loss)
         run.norms.append(report.grad_norm)
     if first == 1:
-        checkpoint.save(Path(load), stage, mesh_, cfg, checkpoint.State(last, 0, {}))
-    return run, rank_state(stage)
+        checkpoint.save(Path(load), stages, mesh_, cfg, checkpoint.State(last, 0, {}))
+    return run, rank_state(stages)
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,13 @@ REFUSED = {  # overrides -> what the line must say
     "incomplete order": ([ORDER], ["mesh.order", "pp"]),
     "zero stage": (["mesh.zero=4"], ["mesh.zero=4", "1, 2 or 3"]),
     "batch not divisible": (["train.global_batch=7"], ["micro_batch", "try train.global_batch=8"]),
-    "schedule to come": (["schedule=zb_h1"], ["schedule=zb_h1", "not yet"]),
+    "more stages than layers": (["schedule=interleaved", "schedule.chunks=9"], ["9 stages", "num_hidden_layers=2"]),
+    "chunks of 1f1b": (["schedule.chunks=2"], ["schedule=1f1b", "chunks=2"]),
+    "chunks of zb_v": (["schedule=zb_v", "schedule.chunks=3"], ["schedule=zb_v", "2"]),
+    "no table": (["schedule=csv"], ["schedule.path", "csv"]),
+    "no such table": (["schedule=csv", "schedule.path=none.csv"], ["schedule=csv", "none.csv"]),
+    "split": (["schedule.split=[3]"], ["schedule.split=[3]", "2 together"]),
+    "deferred gradients in a graph": (["schedule=zb_h1", "train.compile=true"], ["schedule=zb_h1", "train.compile"]),
     "recompute to come": (["recompute=budget"], ["recompute=budget", "not yet"]),
     "data to come": (["data=blend"], ["data=blend", "not yet"]),
     "async saving to come": (["checkpoint.async_save=true"], ["checkpoint.async_save", "not yet"]),
@@ -122,7 +128,9 @@ WORLDS = {  # (ranks started, overrides) -> what the line must say; refused befo
     "no mesh": (2, [], ["needs 1 rank", "2 started", "mesh.fsdp=-1"]),
     "no rest": (4, ["mesh.dp=3", "mesh.fsdp=-1"], ["dp=3", "does not divide the 4 ranks"]),
     "batch over the mesh": (8, ["mesh.fsdp=8"], ["train.global_batch=8", "= 16", "try train.global_batch=16"]),
-    "pp to come": (2, ["mesh.pp=2"], ["mesh.pp=2", "not yet", "mesh.pp=1"]),
+    "layers over pp": (8, ["mesh.pp=8"], ["8 stages", "model.num_hidden_layers=2", "mesh.pp"]),
+    "layers over chunks": (4, ["mesh.pp=4", "schedule=zb_v"], ["8 stages", "model.num_hidden_layers=2", "mesh.pp"]),
+    "split over pp": (2, ["mesh.pp=2", "schedule.split=[4,0]"], ["schedule.split=[4, 0]", "2 stages", "at least 1"]),
     "heads over tp": (3, ["mesh.tp=3"], ["mesh.tp=3", "model.num_attention_heads=4"]),
     "K/V heads over tp": (
         4,
@@ -155,6 +163,27 @@ WORLDS = {  # (ranks started, overrides) -> what the line must say; refused befo
     ),
     "ulysses over cp": (4, ["mesh.cp=4", "cp.ulysses=3"], ["cp.ulysses=3", "mesh.cp=4"]),
 }
+
+
+ROW = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3"
+CSVS = {  # table -> what the line must say
+    "not an action": (ROW.replace("0F1", "0X1"), ["row 1", "column 2", "0X1"]),
+    "twice": (f"{ROW},0F1", ["row 1", "column 9", "F(microbatch 1, stage 0)", "twice"]),
+    "backward first": (
+        ROW.replace("0F0,0F1", "0B0,0F1").replace("0B0,0B1", "0F0,0B1"),
+        ["row 1", "column 1", "B(microbatch 0, stage 0)"],
+    ),
+    "a rank too many": (f"{ROW}\n{ROW.replace('0F', '1F').replace('0B', '1B')}", ["2 rows", "pp=1"]),
+    "too few microbatches": ("0F0,0B0", ["1 microbatch", "4"]),
+}
+
+
+@pytest.mark.parametrize("name", CSVS)
+def test_a_bad_table_is_refused_by_row_and_column(name, args, capsys, tmp_path):
+    text, said = CSVS[name]
+    (tmp_path / "table.csv").write_text(text)
+    line = refusal(capsys, args("schedule=csv", f"schedule.path={tmp_path / 'table.csv'}"))
+    assert all(word in line for word in said), line
 
 
 @pytest.mark.parametrize("name", WORLDS)

@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.mesh import Mesh, MeshSpec
-from ndtrain.parallel.apply import build_stage, initialise
+from ndtrain.parallel.apply import build_stages, initialise
 from ndtrain.step import TrainingStep
 from tests.parity import FP64, SHAPE, compare, make_batches, train
 from tests.ranks import run_ranks
@@ -20,9 +20,9 @@ def count_compilations() -> tuple[int, int, int]:
     torch._dynamo.reset()
     cfg = resolve(load_config([*BASE, "train.compile=true", "train.steps=5"]), world_from_env()[2])
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
-    stage = build_stage(cfg, mesh)
-    initialise(stage, cfg)
-    step = TrainingStep(cfg, mesh, stage)
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    step = TrainingStep(cfg, mesh, stages)
     frames = []
     for number in range(1, 6):
         step.run(number, make_batches(cfg, mesh, number, "none"))()

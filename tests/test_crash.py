@@ -4,6 +4,7 @@ import copy
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,12 +15,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from ndtrain import checkpoint
 from ndtrain.checkpoint import list_checkpoints
 from ndtrain.config import Config, ModelConfig, load_config, resolve
 from ndtrain.step import TrainingStep
-from ndtrain.train import main, train
+from ndtrain.train import _say_failure, main, train
+from tests import helpers
 from tests.helpers import (
     arguments,
     checkpoint_of,
@@ -188,6 +191,98 @@ def test_what_a_kill_left_goes_with_the_next_save(tmp_path, corpus):
         shutil.copytree(newest(folder), folder / "checkpoints" / name)
     assert main(arguments(folder, corpus, "resume=auto", "train.stop_at=5")) == 0
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-00000002", "step-00000005"]
+
+
+# ------------------------------------------------------------------------------------------------- a stage that fails
+
+
+DRIVER = """
+import os, runpy, signal, sys, time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ndtrain.step import Executor, TrainingStep
+
+fault, victim = sys.argv[1:3]
+step_run, backward = TrainingStep.run, Executor._backward
+
+
+def run(self, number, *rest):
+    self.executor.number = number
+    return step_run(self, number, *rest)
+
+
+def failing(self, instruction):
+    if self.number == 2 and os.environ["RANK"] == victim:
+        Path("failed-at").write_text(str(time.time()))
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.zeros(1), async_op=True)  # like a gather under way, which no peer will enter
+        raise ValueError(f"rank {victim} fails as planned")
+    return backward(self, instruction)
+
+
+TrainingStep.run, Executor._backward = run, failing
+del sys.argv[1:3]
+runpy.run_module("ndtrain.train", run_name="__main__", alter_sys=True)
+"""
+SLOW = [
+    ("raise", "interleaved", 2, 1), ("raise", "zb_v", 2, 0), ("raise", "zb_v", 2, 1), ("raise", "dualpipe_v", 2, 0),
+    ("kill", "gpipe", 2, 0), ("kill", "zb_h1", 2, 1), ("kill", "interleaved", 2, 0), ("kill", "zb_v", 2, 1),
+    ("kill", "dualpipe_v", 2, 0), ("raise", "1f1b", 4, 2), ("kill", "1f1b", 4, 1), ("raise", "zb_h1", 4, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "schedule", "ranks", "victim"),
+    [
+        ("raise", "gpipe", 2, 1),
+        ("raise", "1f1b", 2, 0),
+        ("raise", "zb_h1", 2, 1),
+        ("kill", "1f1b", 2, 0),
+        *(pytest.param(*case, marks=FULL) for case in SLOW),
+    ],
+)
+def test_a_stage_fails(fault, schedule, ranks, victim, tmp_path, corpus):
+    """In a backward of the second step. The job ends within seconds, and what failed is what the console shows: the
+    culprit's traceback alone, or the launcher's word on who was killed."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    plan = [f"mesh.pp={ranks}", f"schedule={schedule}", "model.num_hidden_layers=4"]
+    with mock.patch.object(helpers, "MODULE", [str(tmp_path / "driver.py"), fault, str(victim)]):
+        done = run(arguments(tmp_path / "run", corpus, *plan), tmp_path, ranks, timeout=120)
+    assert time.time() - float((tmp_path / "failed-at").read_text()) < 20
+    assert done.returncode != 0 and not processes(tmp_path) and len(rows(tmp_path / "run")) == 1
+    speakers = re.findall(r"^\[rank(\d)\]: Traceback", done.stderr, re.MULTILINE)
+    if fault == "raise":
+        assert speakers == [str(victim)], done.stderr
+        assert f"[rank{victim}]: ValueError: rank {victim} fails as planned" in done.stderr
+    else:
+        assert not speakers, done.stderr
+    cause = done.stderr.partition("Root Cause")[2]
+    assert re.search(rf"rank +: {victim} .*\n +exitcode +: {-9 if fault == 'kill' else 1} ", cause), done.stderr
+
+
+LOST = [
+    RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3491"),
+    RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9ms for recv"),
+    dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
+]
+REAL = [ValueError("a mistake"), RuntimeError("[enforce fail at alloc_cpu.cpp:117] not enough memory")]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("error", LOST + REAL, ids=lambda e: str(e)[-20:])
+def test_who_lost_a_peer_speaks_last(error, stopped, capsys):
+    """But speaks, where nobody else has by then and the launcher ends nobody: else a lost network is a silent end."""
+    stop = mock.Mock(signal="SIGTERM" if stopped else None)
+    with mock.patch("time.sleep") as sleep:
+        _say_failure(error, stop)
+    said, lost = capsys.readouterr().err, error in LOST
+    assert sleep.called == (lost and not stopped)
+    assert (str(error) in said) == (not (lost and stopped))
+    assert said.count("\n") == 1 or not (lost and stopped)
 
 
 # ---------------------------------------------------------------------------------------------------------- full disk

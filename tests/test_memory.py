@@ -1,4 +1,4 @@
-"""Bytes a rank holds for each zero stage, and at the height of a step: measured against the formulas of fsdp.py.
+"""Bytes a rank holds for each zero stages, and at the height of a step: measured against the formulas of fsdp.py.
 
 The height is read from the allocator's own events, so that gathers, receive buffers and temporaries all count.
 """
@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.cost import parameter_count, state_bytes
 from ndtrain.mesh import Mesh, MeshSpec
-from ndtrain.parallel.apply import DTYPES, build_stage, initialise
+from ndtrain.parallel.apply import DTYPES, build_stages, initialise
 from ndtrain.step import TrainingStep
 from tests.parity import make_batches
 from tests.ranks import run_ranks
@@ -31,12 +31,12 @@ def measure(overrides: list[str]) -> dict[str, int]:
     rank, _, world = world_from_env()
     cfg = resolve(load_config([*SHAPE, f"train.global_batch={2 * 2 * world}", *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-    stage = build_stage(cfg, mesh)
-    initialise(stage, cfg)
-    step = TrainingStep(cfg, mesh, stage)
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    step = TrainingStep(cfg, mesh, stages)
     step.run(1, make_batches(cfg, mesh, 1, "none"))()
     batches = make_batches(cfg, mesh, 2, "none")
-    held = stage.units.state_bytes()
+    held = stages.units.state_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         step.run(2, batches)()
     return {"held": held, "height": height(found), "numel": parameter_count(cfg.model)}

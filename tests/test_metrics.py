@@ -171,26 +171,39 @@ def wandb(tmp_path, monkeypatch):
     wandb.teardown()
 
 
-def wandb_records(folder: Path) -> list:
-    """The protobuf records of all wandb runs in `folder`, oldest first. A file is a LevelDB log after a header of 7
-    bytes: blocks of 32 KiB, each piece headed by crc (4 bytes), length (2), kind (1 whole, 2 first, 3 middle, 4 last).
-    """
+def wandb_records(folder: Path, deadline_s: float = 60) -> list:
+    """The protobuf records of all wandb runs in `folder`, oldest first, each whole: wandb's own process may still write
+    the end of a file when the run is over for us."""
+    end = time.monotonic() + deadline_s
+    while True:
+        paths = sorted(folder.glob("wandb/*run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns)
+        files = [read_records(path) for path in paths]
+        whole = [any(r.WhichOneof("record_type") == "exit" for r in records) for records in files]
+        if all(whole) or time.monotonic() > end:
+            return [r for records in files for r in records]
+        time.sleep(0.1)
+
+
+def read_records(path: Path) -> list:
+    """The protobuf records of one file, a LevelDB log after a header of 7 bytes: blocks of 32 KiB, each piece headed by
+    crc (4 bytes), length (2), kind (1 whole, 2 first, 3 middle, 4 last)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []
-    for path in sorted(folder.glob("wandb/*run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns):
-        data, at, parts = path.read_bytes(), 7, b""
-        while at + 7 <= len(data):
-            room = 32768 - at % 32768
-            if room < 7:
-                at += room
-                continue
-            length, kind = struct.unpack_from("<HB", data, at + 4)
-            parts += data[at + 7 : at + 7 + length]
-            at += 7 + length
-            if kind in (1, 4):
-                found.append(Record.FromString(parts))
-                parts = b""
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        room = 32768 - at % 32768
+        if room < 7:
+            at += room
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + length > len(data):
+            break  # still being written
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            found.append(Record.FromString(parts))
+            parts = b""
     return found
 
 

@@ -9,7 +9,7 @@ from ndtrain.model import Transformer
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE
 from ndtrain.optim import learning_rate
-from ndtrain.parallel.apply import build_stage
+from ndtrain.parallel.apply import build_stages
 from ndtrain.step import TrainingStep
 from tests.parity import FP64, SHAPE, make_batches, train
 
@@ -62,9 +62,9 @@ def test_the_norm_of_a_large_fp32_gradient_is_exact():
     ]  # fmt: skip
     cfg = resolve(load_config([*shape, "train.global_batch=1", "train.micro_batch=1"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
-    stage = build_stage(cfg, mesh)
-    optimizer = TrainingStep(cfg, mesh, stage).optimizer
-    grads = [u.grad for u in stage.units.units.values()]
+    stages = build_stages(cfg, mesh)
+    optimizer = TrainingStep(cfg, mesh, stages).optimizer
+    grads = [u.grad for u in stages.units.units.values()]
     for i, g in enumerate(grads):
         g.copy_(torch.randn(g.shape, generator=torch.Generator().manual_seed(i)))
     expected = sum(g.double().square().sum() for g in grads).sqrt().item()

@@ -1,4 +1,4 @@
-"""`python -m ndtrain.bench peers axis=one|dp|fsdp|tp|cp [key=value ...]`"""
+"""`python -m ndtrain.bench peers axis=one|dp|fsdp|tp|cp|pp [key=value ...]`"""
 
 import sys
 from collections.abc import Sequence

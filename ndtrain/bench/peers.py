@@ -4,11 +4,12 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from ndtrain.bench import pipelining
 from ndtrain.bench.sides import SIDES, Step
 from ndtrain.bench.turns import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
 from ndtrain.config import Config, ConfigError, load_config, resolve
@@ -22,8 +23,9 @@ PEERS = {
     "dp": ("ddp",),
     "fsdp": ("fsdp2",),
     "tp": ("dtensor_tp", "dtensor_tp_sp"),
+    "pp": ("torch_pipelining",),
 }
-SHAPES = {  # micro_batch is per rank (with tp: of all ranks together)
+SHAPES = {  # micro_batch is per rank (with tp and pp: of all ranks together)
     "compute": [
         "model.hidden_size=384", "model.intermediate_size=1024", "model.num_hidden_layers=4",
         "model.num_attention_heads=6", "model.num_key_value_heads=6", "model.vocab_size=4096",
@@ -49,8 +51,34 @@ SHAPES = {  # micro_batch is per rank (with tp: of all ranks together)
         "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.vocab_size=256",
         "train.seq_len=32", "train.micro_batch=2",
     ],
+    "pp_compute": [
+        "model.hidden_size=384", "model.intermediate_size=1024", "model.num_hidden_layers=8",
+        "model.num_attention_heads=6", "model.num_key_value_heads=6", "model.vocab_size=2048",
+        "train.seq_len=256", "train.micro_batch=2",
+    ],
+    "pp_small": [
+        "model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=8",
+        "model.num_attention_heads=8", "model.num_key_value_heads=4", "model.vocab_size=1024",
+        "train.seq_len=32", "train.micro_batch=1",
+    ],
+    "pp_tiny": [
+        "model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=4",
+        "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.vocab_size=256",
+        "train.seq_len=32", "train.micro_batch=2",
+    ],
 }  # fmt: skip
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_v")  # those of schedule=all
 DISTINCT = 16  # steps before the batches repeat
+
+
+class Case(NamedTuple):
+    """One comparison: a name in `SHAPES` and, with axis=pp, a schedule."""
+
+    shape: str
+    schedule: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, self))
 
 
 @dataclass(frozen=True)
@@ -61,22 +89,40 @@ class Options(Common):
         shape: all: one where computing takes the time and one where the rest does.
         zero: with axis=fsdp, what ours and FSDP2 keep sharded.
         sequence_parallel, overlap: with axis=tp, how ours works (of the peers there is one of either kind).
-        accumulate: microbatches per step.
+        accumulate: microbatches per step; 1 unless given, with axis=pp 2 x ranks.
+        schedule: with axis=pp, of both sides; all: one after the other those of `SCHEDULES`.
         exposed: with axis=dp and axis=fsdp, also measure each rank's work without communication.
     """
 
-    shape: Literal["compute", "comm", "hidden256", "hidden1024", "tiny", "all"] = "all"
+    shape: Literal[
+        "compute", "comm", "hidden256", "hidden1024", "tiny", "pp_compute", "pp_small", "pp_tiny", "all"
+    ] = "all"  # fmt: skip
     zero: Literal[1, 2, 3] = 3
     sequence_parallel: bool = True
     overlap: bool = False
-    accumulate: int = 1
+    accumulate: int = 0
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "all"] = "all"
     exposed: bool = True
 
     @property
-    def shapes(self) -> list[str]:
-        if self.shape != "all":
-            return [self.shape]
-        return ["hidden256", "hidden1024"] if self.axis == "tp" else ["compute", "comm"]
+    def microbatches(self) -> int:
+        return self.accumulate or (2 * self.world if self.axis == "pp" else 1)
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        return super().settled | {"accumulate": self.microbatches}
+
+    @property
+    def cases(self) -> list[Case]:
+        both = {"tp": ("hidden256", "hidden1024"), "pp": ("pp_compute", "pp_small")}.get(self.axis, ("compute", "comm"))
+        shapes = both if self.shape == "all" else (self.shape,)
+        return [Case(shape, schedule) for shape in shapes for schedule in self.schedules]
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        if self.axis != "pp":
+            return ("",)
+        return SCHEDULES if self.schedule == "all" else (self.schedule,)
 
     @property
     def sides(self) -> list[str]:
@@ -91,17 +137,21 @@ class Options(Common):
             raise ConfigError("sequence_parallel and overlap are ways of axis=tp: leave them out or set axis=tp")
         if self.axis == "one" and importlib.util.find_spec("transformers") is None:
             raise ConfigError("axis=one compares with transformers, which is not installed: pip install 'ndtrain[hf]'")
-        for shape in self.shapes:
-            kv_heads = config_of(self, shape).model.num_key_value_heads
+        if self.axis != "pp" and self.schedule != "all":
+            raise ConfigError(f"schedule={self.schedule}: only axis=pp has a schedule; leave it out or set axis=pp")
+        for case in self.cases:
+            kv_heads = config_of(self, case).model.num_key_value_heads
             if self.axis == "tp" and kv_heads % self.world:
                 raise ConfigError(
-                    f"ranks={self.world}: DTensor cuts no head apart, and shape={shape} has {kv_heads} key/value heads"
+                    f"ranks={self.world}: DTensor cuts no head apart, and shape={case} has {kv_heads} key/value heads"
                 )
+            if self.axis == "pp":
+                pipelining.check(case.schedule, self.world, self.microbatches)
 
 
 def run(options: Options) -> None:
     """See `turns.compare`."""
-    compare(options, options.shapes, measure, _show)
+    compare(options, options.cases, measure, _show)
 
 
 # ----------------------------------------------------------------------------------------------------------- a rank
@@ -118,13 +168,13 @@ class Training:
         self.losses.append(self._step(self._batches[len(self.losses) % len(self._batches)]))
 
 
-def measure(rank: int, options: Options, shape: str) -> dict[str, Any]:
+def measure(rank: int, options: Options, case: Case) -> dict[str, Any]:
     """On one rank: every side built, checked and timed.
 
     Raises:
         RuntimeError: the sides' losses part.
     """
-    cfg = config_of(options, shape)
+    cfg = config_of(options, case)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     batches = [make_batches(cfg, mesh, step) for step in range(DISTINCT)]
     trainings = {name: Training(SIDES[name](cfg, mesh), batches) for name in options.sides}
@@ -146,19 +196,20 @@ def measure(rank: int, options: Options, shape: str) -> dict[str, Any]:
     return result
 
 
-def config_of(options: Options, shape: str) -> Config:
+def config_of(options: Options, case: Case) -> Config:
     """The resolved config that every side trains by.
 
     Raises:
         ConfigError: a shape that this number of ranks does not divide.
     """
-    cfg = load_config([*SHAPES[shape], "optim.schedule=constant", f"precision.compute={options.precision}"])
-    for axis in ("dp", "fsdp", "tp"):
+    common = ["optim.schedule=constant", f"precision.compute={options.precision}"]
+    cfg = load_config([*SHAPES[case.shape], *common, *([f"schedule={case.schedule}"] if case.schedule else [])])
+    for axis in ("dp", "fsdp", "tp", "pp"):
         setattr(cfg.mesh, axis, options.world if options.axis == axis else 1)
-    cfg.mesh.zero = options.zero
+    cfg.mesh.zero = options.zero if options.axis == "fsdp" else None
     cfg.tp.sequence_parallel, cfg.tp.overlap = options.sequence_parallel, options.overlap
     replicas = cfg.mesh.dp * cfg.mesh.fsdp
-    cfg.train.global_batch = replicas * options.accumulate * cfg.train.micro_batch
+    cfg.train.global_batch = replicas * options.microbatches * cfg.train.micro_batch
     return resolve(cfg, options.world)
 
 
@@ -180,19 +231,19 @@ def _require_equal_losses(losses: dict[str, list[float]], bound: float) -> None:
 # ------------------------------------------------------------------------------------------------------ what is said
 
 
-def _show(options: Options, shape: str, result: dict[str, Any]) -> None:
+def _show(options: Options, case: Case, result: dict[str, Any]) -> None:
     t, sides = result["config"]["train"], result["sides"]
     print(
-        f"\n{shape}: axis={options.axis} ranks={options.world} {options.precision}"
+        f"\n{case}: axis={options.axis} ranks={options.world} {options.precision}"
         + f" zero={options.zero}" * (options.axis == "fsdp")
         + f" sequence_parallel={options.sequence_parallel} overlap={options.overlap}".lower() * (options.axis == "tp")
         + f", {result['parameters'] / 1e6:.1f} M parameters, {t['seq_len']} tokens x {t['micro_batch']} sequences"
-        f" x {options.accumulate} microbatches a {'' if options.axis == 'tp' else 'rank and '}step;"
+        f" x {options.microbatches} microbatches a {'' if options.axis in ('tp', 'pp') else 'rank and '}step;"
         f" {options.rounds} rounds of {options.steps} steps"
     )
     alone = sides.get("local", {}).get("ms_per_step")
     for name, side in sides.items():
         exposed = f"   {1 - alone / side['ms_per_step']:4.0%} more than local" if alone and name != "local" else ""
         loss = f"loss {side['losses'][0]:.5f} -> {side['losses'][-1]:.5f} after {len(side['losses'])} steps"
-        print(f"  {name:14} {side['ms_per_step']:9.2f} ms/step   {loss}{exposed}")
+        print(f"  {name:16} {side['ms_per_step']:9.2f} ms/step   {loss}{exposed}")
     show_ratios(result)

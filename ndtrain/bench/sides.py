@@ -8,6 +8,7 @@ on matrices only), and the global batch's mean loss as a float.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from functools import partial
 from itertools import count
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ndtrain.bench import dtensor
+from ndtrain.bench import dtensor, pipelining
 from ndtrain.config import Config, ModelConfig, resolve
 from ndtrain.data import Batch
 from ndtrain.layout import BATCH_AXES
@@ -27,7 +28,7 @@ from ndtrain.model import Transformer
 from ndtrain.model.hf import to_hf
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE
-from ndtrain.parallel.apply import DTYPES, build_stage, initialise
+from ndtrain.parallel.apply import DTYPES, build_stages, initialise
 from ndtrain.step import TrainingStep
 
 Step = Callable[[Sequence[Batch]], float]  # this rank's microbatches -> mean loss of the global batch
@@ -37,9 +38,9 @@ Step = Callable[[Sequence[Batch]], float]  # this rank's microbatches -> mean lo
 
 def ours(cfg: Config, mesh: Mesh) -> Step:
     """ndtrain's own step."""
-    stage = build_stage(cfg, mesh)
-    initialise(stage, cfg)
-    step, numbers = TrainingStep(cfg, mesh, stage), count(1)
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    step, numbers = TrainingStep(cfg, mesh, stages), count(1)
     return lambda batches: step.run(next(numbers), batches)().loss
 
 
@@ -61,7 +62,7 @@ class Loop:
 
     Args:
         module: (tokens, labels) -> sum of token losses.
-        ranks: how many ranks' gradients `module` averages.
+        ranks: how many ranks share the loss; `module` averages their gradients.
         synchronised: given whether a microbatch is the step's last, the context it runs in.
         clip: (parameters, most) scales their gradients to a global norm of at most that.
     """
@@ -88,6 +89,14 @@ class Loop:
 
     def __call__(self, batches: Sequence[Batch]) -> float:
         self.optimizer.zero_grad(set_to_none=True)
+        mean = self._gradients(batches)
+        self.clip()
+        self.optimizer.step()
+        self._sum(mean)()
+        return mean.item()
+
+    def _gradients(self, batches: Sequence[Batch]) -> Tensor:
+        """Runs all microbatches forward and backward; this rank's share of the mean loss."""
         valid = sum((b.labels != IGNORE).sum() for b in batches)
         counted = self._sum(valid)  # on its way during the first forward
         total = torch.zeros(())
@@ -98,15 +107,29 @@ class Loop:
                     counted()
                 (loss * (self.ranks / valid)).backward()
             total += loss.detach()
-        self.clip()
-        self.optimizer.step()
-        mean = total / valid
-        self._sum(mean)()
-        return mean.item()
+        return total / valid
 
     def _sum(self, x: Tensor) -> Callable[[], object]:
         """Starts to sum `x` over the ranks in place; what waits for it."""
         return dist.all_reduce(x, async_op=True).wait if self.ranks > 1 else lambda: None
+
+
+class Pipelined(Loop):
+    """The same step with the model's stages spread over ranks.
+
+    Args:
+        modules: this rank's stages by their index.
+        head: the output embedding where this rank has the last stage, else None.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh, modules: dict[int, nn.Module], head: nn.Parameter | None):
+        clip = partial(pipelining.clip, group=mesh.group("pp"))
+        super().__init__(cfg, nn.ModuleList(modules.values()), mesh.size("pp"), clip=clip)
+        self.pipeline = pipelining.Pipeline(cfg, mesh, modules, head)
+
+    def _gradients(self, batches: Sequence[Batch]) -> Tensor:
+        tokens, labels = torch.cat([b.tokens for b in batches]), torch.cat([b.labels for b in batches])
+        return self.pipeline.gradients(tokens, labels, 1 / (labels != IGNORE).sum())
 
 
 class Cast(nn.Module):
@@ -191,6 +214,15 @@ def dtensor_tp_sp(cfg: Config, mesh: Mesh) -> Step:
     return dtensor_tp(cfg, mesh, sequence_parallel=True)
 
 
+def torch_pipelining(cfg: Config, mesh: Mesh) -> Step:
+    """torch.distributed.pipelining over ndtrain's model, stage by stage as ours has them."""
+    stages = pipelining.stages(cfg, mesh)
+    for stage in stages.values():
+        _fill(cfg, stage.part)
+    head = next((stage.part.head.weight for stage in stages.values() if stage.part.last), None)
+    return Pipelined(cfg, mesh, {s: _in_compute_precision(cfg, stage) for s, stage in stages.items()}, head)
+
+
 def _plain(cfg: Config) -> Transformer:
     module = Transformer(cfg.model, loss_chunk=cfg.train.loss_chunk)
     _fill(cfg, module)
@@ -212,5 +244,5 @@ def _in_compute_precision(cfg: Config, module: nn.Module) -> nn.Module:
 
 SIDES: dict[str, Callable[[Config, Mesh], Step]] = {
     "ours": ours, "local": local, "bare": bare, "transformers": transformers, "ddp": ddp, "fsdp2": fsdp2,
-    "dtensor_tp": dtensor_tp, "dtensor_tp_sp": dtensor_tp_sp,
+    "dtensor_tp": dtensor_tp, "dtensor_tp_sp": dtensor_tp_sp, "torch_pipelining": torch_pipelining,
 }  # fmt: skip

@@ -38,7 +38,7 @@ class Common:
         out: JSON file for everything measured.
     """
 
-    axis: Literal["one", "dp", "fsdp", "tp", "cp"]
+    axis: Literal["one", "dp", "fsdp", "tp", "cp", "pp"]
     ranks: int = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     rounds: int = 10
@@ -51,6 +51,11 @@ class Common:
     def world(self) -> int:
         return self.ranks or (1 if self.axis == "one" else 2)
 
+    @property
+    def settled(self) -> dict[str, Any]:
+        """The options as they are used, where that is not as given."""
+        return {"ranks": self.world}
+
     def check(self) -> None:
         """
         Raises:
@@ -58,7 +63,7 @@ class Common:
         """
         if (self.axis == "one") != (self.world == 1):
             raise ConfigError(
-                f"ranks={self.world}: axis=one compares one process, axis=dp, fsdp, tp and cp need at least 2 ranks"
+                f"ranks={self.world}: axis=one compares one process, axis=dp, fsdp, tp, cp and pp need at least 2 ranks"
             )
         if self.out and not Path(self.out).parent.is_dir():
             raise ConfigError(f"out={self.out}: there is no folder {Path(self.out).parent}")
@@ -67,7 +72,7 @@ class Common:
         """Writes what was measured, and all that it depends on, to `out`."""
         if self.out:
             asked = {k: v for k, v in asdict(self).items() if k != "out"}
-            found = {"bench": "peers", **asked, "ranks": self.world, **_surroundings(), "shapes": shapes}
+            found = {"bench": "peers", **asked, **self.settled, **_surroundings(), "shapes": shapes}
             Path(self.out).write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -3,19 +3,18 @@
 import math
 from typing import Any
 
+from ndtrain import schedule as schedules
 from ndtrain.config.compose import near
 from ndtrain.config.schema import AXES, Config, ConfigError, ModelConfig
 
 _NOT_YET = {
-    "mesh": ("pp",),
-    "schedule": ("interleaved", "zb_h1", "zb_v", "dualpipe_v", "csv"),
     "recompute": ("selective", "budget"),
     "data": ("hf", "blend"),
 }
 _CHOICES = {
     "precision.params": ("fp32", "fp64"),
     "precision.compute": ("fp64", "fp32", "bf16"),
-    "schedule.name": ("gpipe", "1f1b", *_NOT_YET["schedule"]),
+    "schedule.name": schedules.NAMES,
     "recompute.name": ("none", "full", "every", *_NOT_YET["recompute"]),
     "optim.name": ("adamw",),
     "optim.schedule": ("constant", "linear", "cosine", "wsd"),
@@ -32,7 +31,7 @@ _AT_LEAST = {
     "train.log_every": 1, "model.vocab_size": 1, "model.hidden_size": 1, "model.intermediate_size": 1,
     "model.num_hidden_layers": 1, "model.num_attention_heads": 1, "model.num_key_value_heads": 1,
     "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.max_file_bytes": 1, "optim.warmup": 0, "data.prefetch": 1,
-    "schedule.chunks": 1, "recompute.every": 1, "optim.weight_decay": 0, "optim.min_lr": 0, "run.seed": 0,
+    "recompute.every": 1, "optim.weight_decay": 0, "optim.min_lr": 0, "run.seed": 0,
 }  # fmt: skip
 
 
@@ -61,7 +60,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
         )
     for key, least in _AT_LEAST.items():
         _require(_get(cfg, key) >= least, f"{key}={_get(cfg, key)}: must be at least {least}")
-    for section in ("schedule", "recompute", "data"):
+    for section in _NOT_YET:
         name = getattr(cfg, section).name
         have = [c for c in _CHOICES[f"{section}.name"] if c not in _NOT_YET[section]]
         _require(name not in _NOT_YET[section], f"{section}={name} is not yet supported: choose {' or '.join(have)}")
@@ -70,10 +69,39 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_model(cfg.model)
     _resolve_mesh(cfg, world_size)
     _check_train(cfg)
+    _resolve_schedule(cfg)
     _check_rules(cfg.layout.rules)
     _check_tp(cfg)
     _resolve_cp(cfg)
     return cfg
+
+
+def _resolve_schedule(cfg: Config) -> None:
+    s, layers = cfg.schedule, cfg.model.num_hidden_layers
+    _require(s.chunks is None or s.chunks >= 1, f"schedule.chunks={s.chunks}: must be at least 1, or null")
+    if s.chunks is None:
+        s.chunks = schedules.default_chunks(s.name)
+    _require(s.name != "csv" or bool(s.path), "schedule.path is missing: schedule=csv needs it")
+    try:
+        table = schedules.build(s.name, cfg.mesh.pp, cfg.microbatches, s.chunks, s.path)
+    except schedules.ScheduleError as error:
+        raise ConfigError(f"schedule={s.name}: {error}") from error
+    _require(
+        table.stages <= layers,
+        f"schedule={s.name} cuts the model into {table.stages} stages, more than its "
+        f"model.num_hidden_layers={layers}: lower mesh.pp{' or schedule.chunks' * (s.name in ('gpipe', 'interleaved') and s.chunks > 1)}",
+    )
+    if s.split is not None:
+        _require(
+            len(s.split) == table.stages and sum(s.split) == layers and min(s.split) >= 1,
+            f"schedule.split={s.split}: must name a number of layers, at least 1, for each of {table.stages} stages, "
+            f"{layers} together",
+        )
+    _require(
+        not (cfg.train.compile and table.splits_backward),
+        f"schedule={s.name} defers weight gradients, which train.compile=true cannot: choose 1f1b or interleaved, or "
+        "set train.compile=false",
+    )
 
 
 def _check_model(m: ModelConfig) -> None:
@@ -119,10 +147,6 @@ def _resolve_mesh(cfg: Config, world_size: int) -> None:
     _require(sorted(mesh.order) == sorted(AXES), f"mesh.order={mesh.order}: must name each of {', '.join(AXES)} once")
     for axis, size in sizes.items():
         _require(size == -1 or size >= 1, f"mesh.{axis}={size}: must be at least 1, or -1 for the rest")
-    for axis in _NOT_YET["mesh"]:
-        _require(
-            sizes[axis] == 1, f"mesh.{axis}={sizes[axis]} is not yet supported (the other axes are): set mesh.{axis}=1"
-        )
     free = [a for a, s in sizes.items() if s == -1]
     _require(len(free) <= 1, f"mesh.{' and mesh.'.join(free)} are -1: only one axis can take the rest")
     fixed = math.prod(s for s in sizes.values() if s != -1)
@@ -139,10 +163,6 @@ def _resolve_mesh(cfg: Config, world_size: int) -> None:
             f"mesh {product} needs {fixed} rank{'s' * (fixed != 1)} but {world_size} started: "
             f"change the mesh (mesh.fsdp=-1 takes the rest) or torchrun --nproc-per-node {fixed}",
         )
-    _require(
-        cfg.schedule.chunks == 1 or mesh.pp > 1,
-        f"schedule.chunks={cfg.schedule.chunks}: more than one chunk needs mesh.pp > 1",
-    )
     if mesh.zero is None:
         mesh.zero = 1 if mesh.pp > 1 else 3
     _require(mesh.zero in (1, 2, 3), f"mesh.zero={mesh.zero}: must be 1, 2 or 3")

@@ -79,6 +79,7 @@ class TrainConfig:
     loss_chunk: int = 1024  # tokens whose logits exist at one time
     compile: bool = False
     log_every: int = 1
+    trace: bool = False  # one step's timeline, measured and predicted, into the run folder
 
 
 @dataclass
@@ -89,9 +90,10 @@ class PrecisionConfig:
 
 @dataclass
 class ScheduleConfig:
-    name: str = "1f1b"
-    chunks: int = 1
-    path: str | None = None
+    name: str = "1f1b"  # gpipe | 1f1b | interleaved | zb_h1 | zb_v | dualpipe_v | csv
+    chunks: int | None = None  # stages a rank; null: 1, or 2 with interleaved, zb_v and dualpipe_v
+    split: list[int] | None = None  # layers of each stage; null: balanced by cost
+    path: str | None = None  # csv: the table, a row for each pp rank
 
 
 @dataclass
@@ -188,3 +190,8 @@ class Config:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     resume: str = "none"  # none | auto | a checkpoint folder, or a run folder for its newest
     init_from: str | None = None  # a Hugging Face folder
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step on each rank, once the mesh is resolved."""
+        return self.train.global_batch // (self.mesh.dp * self.mesh.fsdp * self.train.micro_batch)

@@ -1,5 +1,6 @@
 """The one composition order: layouts from the tables, the plain model, its units flat and sharded, replicas on top."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,25 +9,32 @@ from torch import nn
 from ndtrain.config import Config
 from ndtrain.layout import CUT_AXIS, DATA_AXES, SHARD_AXES, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.mesh import Mesh, MeshSpec
-from ndtrain.model import Ops, Segment, Transformer, dim_sizes, tensor_dims
+from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.init import fill
 from ndtrain.model.transformer import unit_of
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.direct import Gradients, direct_ops
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.fsdp import ShardedUnits
+from ndtrain.parallel.pp import Placement, TiedReducer
 from ndtrain.parallel.tp import CopyReducer, TensorParallel
 from ndtrain.sequence import SequenceCut
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def layouts_of(cfg: Config, mesh: MeshSpec, rank: int) -> Layouts:
-    """The layout of every tensor of the configured model as `rank` holds it."""
+def layouts_of(cfg: Config, mesh: MeshSpec, rank: int, placement: Placement | None = None) -> Layouts:
+    """The layout of every tensor of the configured model as `rank` holds it.
+
+    Args:
+        placement: where the stages are; None: as `cfg` says.
+    """
     sizes = dim_sizes(cfg.model)
     tensors = {name: tuple(Dim(d, *sizes[d]) for d in dims) for name, dims in tensor_dims(cfg.model).items()}
     stream = (*DATA_AXES, "tp") if cfg.mesh.tp > 1 and cfg.tp.sequence_parallel else DATA_AXES
-    return Layouts(tensors, cfg.layout.rules, mesh, rank, stream)
+    at = (placement or Placement.of(cfg)).holders(cfg.model)
+    holders = {name: at[unit_of(name)] for name in tensors}
+    return Layouts(tensors, cfg.layout.rules, mesh, rank, stream, holders)
 
 
 def sequence_cut(cfg: Config) -> SequenceCut:
@@ -35,7 +43,7 @@ def sequence_cut(cfg: Config) -> SequenceCut:
 
 
 def flat_layouts(layouts: Layouts, names: list[str]) -> dict[str, FlatLayout]:
-    """Unit -> its flat buffer, for the tensors `names` of one stage."""
+    """Unit -> its flat buffer, for the tensors `names` of one rank's stages."""
     by_unit: dict[str, list] = {}
     for name in names:
         by_unit.setdefault(unit_of(name), []).append(layouts[name])
@@ -43,32 +51,50 @@ def flat_layouts(layouts: Layouts, names: list[str]) -> dict[str, FlatLayout]:
     return {unit: FlatLayout.of(tensors, parts) for unit, tensors in by_unit.items()}
 
 
-@dataclass
-class Stage:
-    """What this rank computes and holds."""
+def stream_shape(cfg: Config) -> tuple[int, ...]:
+    """Of the residual stream of one microbatch on one rank."""
+    rows, tokens, m = cfg.train.micro_batch, cfg.train.seq_len // cfg.mesh.cp, cfg.model
+    if cfg.mesh.tp > 1 and cfg.tp.sequence_parallel:
+        return (rows * tokens // cfg.mesh.tp, m.hidden_size)
+    return (rows, tokens, m.hidden_size)
 
-    model: Transformer
-    segments: list[Segment]
+
+@dataclass
+class Stages:
+    """What this rank computes and holds: one stage of the model, or several.
+
+    Attributes:
+        models, segments: stage -> its part of the model, and that as a list.
+    """
+
+    models: dict[int, Transformer]
+    segments: dict[int, list[Segment]]
     units: ShardedUnits
     layouts: Layouts
+    placement: Placement
+
+    @property
+    def context(self) -> Callable[..., Context]:
+        """`Transformer.context`: the same for every stage."""
+        return next(iter(self.models.values())).context
 
 
-def build_stage(cfg: Config, mesh: Mesh) -> Stage:
+def build_stages(cfg: Config, mesh: Mesh) -> Stages:
     """This rank's part of the model, allocated but not yet filled."""
-    layouts = layouts_of(cfg, mesh.spec, mesh.rank)
+    placement = Placement.of(cfg)
+    layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
     compute = DTYPES[cfg.precision.compute]
     # inside a compiled graph a gradient cannot be written past autograd
     gradients = None if cfg.train.compile else Gradients()
-    with torch.device("meta"):
-        model = Transformer(cfg.model, loss_chunk=cfg.train.loss_chunk)
-    _check_declared(model, layouts)
-    names = [name for name, _ in model.named_parameters()]
+    models = _models(cfg, placement, mesh.coords["pp"])
+    names = _check_declared(models.values(), layouts)
     units = ShardedUnits(
         flat_layouts(layouts, names),
         group=mesh.group(*SHARD_AXES),
         index=mesh.index(*SHARD_AXES),
         replicas=ReplicaReducer(mesh.group(*_replica_axes(layouts, names))),
         copies=CopyReducer({n: mesh.subgroup(CUT_AXIS, n) for n in _copies(layouts, names)}),
+        ties=TiedReducer(mesh, _other_holder(layouts, names, mesh.coords["pp"])),
         gradients=gradients,
         zero=cfg.mesh.zero,
         compute=compute,
@@ -78,13 +104,25 @@ def build_stage(cfg: Config, mesh: Mesh) -> Stage:
     cut = {}
     for unit in units.units.values():
         for name, parameter in unit.parameters.items():
-            _set_parameter(model, name, parameter)
             cut[parameter] = layouts[name]
-    model.use(_ops(cfg, mesh, cut, gradients))
-    if cfg.train.compile:
-        for block in model.model.layers.values():
-            block.compile()
-    return Stage(model, model.segments(), units, layouts)
+    ops = _ops(cfg, mesh, cut, gradients)
+    for model in models.values():
+        for name, _ in list(model.named_parameters()):
+            _set_parameter(model, name, units.units[unit_of(name)].parameters[name])
+        model.use(ops)
+        if cfg.train.compile:
+            for block in model.model.layers.values():
+                block.compile()
+    return Stages(models, {s: m.segments() for s, m in models.items()}, units, layouts, placement)
+
+
+def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer]:
+    """The stages of a pp coord, without memory."""
+    with torch.device("meta"):
+        return {
+            s: Transformer(cfg.model, placement.layers[s], s == 0, s == placement.last, cfg.train.loss_chunk)
+            for s in placement.schedule.stages_of(pp)
+        }
 
 
 def _ops(cfg: Config, mesh: Mesh, cut: dict[nn.Parameter, TensorLayout], gradients: Gradients | None) -> Ops:
@@ -97,20 +135,22 @@ def _ops(cfg: Config, mesh: Mesh, cut: dict[nn.Parameter, TensorLayout], gradien
     return ops
 
 
-def initialise(stage: Stage, cfg: Config) -> None:
+def initialise(stages: Stages, cfg: Config) -> None:
     """Fills this rank's shards with their elements of the model that `run.seed` names."""
-    for unit in stage.units.units.values():
-        for tensor, runs in unit.layout.runs(*unit.layout.bounds(stage.units.index)):
+    for unit in stages.units.units.values():
+        for tensor, runs in unit.layout.runs(*unit.layout.bounds(stages.units.index)):
             for run in runs:
                 piece = unit.master[run.local_start : run.local_start + run.length]
                 fill(piece, cfg.model, cfg.run.seed, tensor.name, run.global_start)
-    stage.units.weights_changed()
+    stages.units.weights_changed()
 
 
 def _replica_axes(layouts: Layouts, names: list[str]) -> frozenset[str]:
     """The axes that whole shards of gradients are summed over, beside those that the flat buffers' reduce-scatter sums
-    and tp, over which only copies are."""
-    (axes,) = {layouts[name].partial - {*SHARD_AXES, CUT_AXIS} for name in names}  # a unit's gradients travel together
+    and tp and pp, over which only copies are."""
+    (axes,) = {
+        layouts[name].partial - {*SHARD_AXES, CUT_AXIS, "pp"} for name in names
+    }  # a unit's gradients travel together
     return axes
 
 
@@ -119,11 +159,18 @@ def _copies(layouts: Layouts, names: list[str]) -> list[int]:
     return sorted({layouts[n].copies for n in names if CUT_AXIS in layouts[n].partial and layouts[n].copies > 1})
 
 
-def _check_declared(model: nn.Module, layouts: Layouts) -> None:
-    """A parameter without a row in the dim table, or a row of another shape, is an error by name."""
-    for name, parameter in model.named_parameters():
-        if tuple(parameter.shape) != layouts[name].shape:
-            raise ValueError(f"{name}: the model has {tuple(parameter.shape)}, its dims say {layouts[name].shape}")
+def _other_holder(layouts: Layouts, names: list[str], pp: int) -> int | None:
+    """The pp coord that holds something this one does too."""
+    return next((c for name in names for c in layouts.holders[name] if c != pp), None)
+
+
+def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:
+    """The parameters' names, each once. One without a row in the dim table, or a row of another shape, is an error."""
+    shapes = {name: tuple(p.shape) for model in models for name, p in model.named_parameters()}
+    for name, shape in shapes.items():
+        if shape != layouts[name].shape:
+            raise ValueError(f"{name}: the model has {shape}, its dims say {layouts[name].shape}")
+    return list(shapes)
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -9,7 +9,9 @@ that is `WHOLE`, which moves nothing; `parallel/tp.py` has the others.
 Shape legend: N tokens, I in, O out, E hidden_size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,6 +29,17 @@ class Gradients:
 
     def __init__(self) -> None:
         self._fresh: set[nn.Parameter] = set()
+        self._later: list[Callable[[], None]] | None = None
+
+    @contextmanager
+    def deferred(self, later: list[Callable[[], None]]) -> Iterator[None]:
+        """Inside, what would be written is appended to `later` to be called instead: a backward then makes only the
+        gradients of its inputs (and of vectors, which autograd adds)."""
+        self._later = later
+        try:
+            yield
+        finally:
+            self._later = None
 
     def open(self, parameters: Sequence[nn.Parameter]) -> None:
         self._fresh.update(parameters)
@@ -39,6 +52,9 @@ class Gradients:
 
     def add_product(self, p: nn.Parameter, a: Tensor, b: Tensor) -> None:
         """p.grad += a @ b"""
+        if self._later is not None:
+            self._later.append(partial(self.add_product, p, a, b))
+            return
         beta = 0 if self._take(p) else 1
         if p.grad.dtype == a.dtype:
             torch.addmm(p.grad, a, b, beta=beta, out=p.grad)
@@ -49,6 +65,9 @@ class Gradients:
 
     def add_rows(self, p: nn.Parameter, index_N: Tensor, rows_NE: Tensor) -> None:
         """p.grad[index] += rows, in a fixed order."""
+        if self._later is not None:
+            self._later.append(partial(self.add_rows, p, index_N, rows_NE))
+            return
         if self._take(p):
             p.grad.zero_()
         rows_NE = rows_NE.to(p.grad.dtype)

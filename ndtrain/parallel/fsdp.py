@@ -14,6 +14,8 @@ piece of the compute copy *is* the master: 4 N / n less.
 The idea of sharding all state is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.02054).
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,7 @@ from ndtrain.collectives import Group, Pending, all_gather, reduce_scatter
 from ndtrain.layout import FlatLayout
 from ndtrain.parallel.direct import Gradients
 from ndtrain.parallel.dp import ReplicaReducer
+from ndtrain.parallel.pp import TiedReducer
 from ndtrain.parallel.tp import CopyReducer
 
 
@@ -56,7 +59,7 @@ class ShardedUnits:
     Args:
         layouts: unit name -> flat layout, in model order.
         group, index: the ranks that cut the flat buffers between them, and this rank's place among them.
-        replicas, copies: sum what other ranks hold as well.
+        replicas, copies, ties: sum what other ranks hold as well.
         gradients: through which matrices' gradients come (`direct_ops`); None where autograd adds them all.
         zero: 1, 2 or 3, as above.
         compute, master: dtypes.
@@ -69,13 +72,15 @@ class ShardedUnits:
         index: int,
         replicas: ReplicaReducer,
         copies: CopyReducer,
+        ties: TiedReducer,
         gradients: Gradients | None,
         zero: int,
         compute: torch.dtype,
         master: torch.dtype,
         device: torch.device,
     ):
-        self.group, self.index, self.replicas, self.copies, self.gradients = group, index, replicas, copies, gradients
+        self.group, self.index = group, index
+        self.replicas, self.copies, self.ties, self.gradients = replicas, copies, ties, gradients
         parts = next(iter(layouts.values())).parts
         self.keeps_full = zero < 3 or (parts == 1 and compute == master)
         self.keeps_grad = zero == 1 or parts == 1
@@ -181,6 +186,10 @@ class ShardedUnits:
             self._attach(unit)
             self._start_gradient(unit)
 
+    def deferring(self, later: list[Callable[[], None]] | None) -> AbstractContextManager:
+        """Inside, gradients of matrices are put off: what makes them is appended to `later`. None: they are not."""
+        return nullcontext() if later is None else self.gradients.deferred(later)
+
     def reduce(self, name: str, final: bool) -> None:
         """The unit's gradient of this microbatch is complete on this rank; `final`: it was the step's last.
 
@@ -200,12 +209,15 @@ class ShardedUnits:
         self._reductions.append((unit, full, flight, final))
 
     def finish_step(self) -> None:
-        """Every unit's `grad` holds the sum over all microbatches, shards, replicas and copies."""
+        """Every unit's `grad` holds the sum over all microbatches, shards, replicas, copies and holders."""
         self._land_reductions()
         self.replicas.finish()
         for unit in self.units.values():
             self.copies.add(unit.layout, unit.layout.bounds(self.index)[0], unit.grad)
         self.copies.finish()
+        for unit in self.units.values():
+            if any(t.holders > 1 for t in unit.layout.tensors):
+                self.ties.add(unit.grad)
 
     def _land_reductions(self) -> None:
         for unit, full, flight, final in self._reductions:

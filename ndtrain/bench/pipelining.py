@@ -1,0 +1,154 @@
+"""The peer of axis=pp: ndtrain's model cut into stages of `torch.distributed.pipelining`.
+
+Which layers a stage has and which rank has the stage is what ndtrain's own placement says, so that both sides do the
+same work in the same places.
+
+Shape legend: B batch, T time, E hidden_size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from ndtrain.config import Config, ConfigError
+from ndtrain.mesh import Mesh
+from ndtrain.model import Transformer
+from ndtrain.model.loss import head_loss
+from ndtrain.parallel.apply import DTYPES, stream_shape
+from ndtrain.parallel.pp import Placement
+
+LossFn = Callable[[Tensor, Tensor], Tensor]  # what the last stage gives, labels [B, T] -> loss
+
+
+class Peer(NamedTuple):
+    """A schedule of PyTorch's.
+
+    Attributes:
+        name: its class.
+        looped: it takes a list of stages, also where a rank has one.
+        at_least: microbatches it needs, given how many ranks.
+        rounds: it takes microbatches in rounds of at least so many as there are ranks, all equal.
+    """
+
+    name: str
+    looped: bool = True
+    at_least: Callable[[int], int] = lambda ranks: 1
+    rounds: bool = False
+
+
+SCHEDULES = {
+    "gpipe": Peer("ScheduleGPipe", looped=False),
+    "1f1b": Peer("Schedule1F1B", looped=False, at_least=lambda ranks: ranks),
+    "interleaved": Peer("ScheduleInterleaved1F1B", rounds=True),
+    "zb_h1": Peer("ScheduleInterleavedZeroBubble", rounds=True),  # with one chunk a rank, it is that
+    "zb_v": Peer("ScheduleZBVZeroBubble"),
+    "dualpipe_v": Peer("ScheduleDualPipeV", at_least=lambda ranks: 2 * ranks),
+}
+
+
+def check(schedule: str, ranks: int, microbatches: int) -> None:
+    """
+    Raises:
+        ConfigError: PyTorch's schedule does not take so many microbatches, or this PyTorch does not have it.
+    """
+    peer = SCHEDULES[schedule]
+    least = peer.at_least(ranks)
+    if microbatches < least:
+        raise ConfigError(f"accumulate={microbatches}: PyTorch's {schedule} needs at least {least} microbatches")
+    rounds = max(1, microbatches // ranks)
+    if peer.rounds and microbatches % rounds:
+        raise ConfigError(f"accumulate={microbatches}: PyTorch's {schedule} needs {rounds} equal rounds of them")
+    if not hasattr(pipelining, peer.name):
+        raise ConfigError(f"schedule={schedule}: torch {torch.__version__} has no {peer.name}")
+
+
+class Stage(nn.Module):
+    """A stage of the model: tokens [B, T] into the first, hidden states [B, T, E] between them and out of the last,
+    whose head is with the loss.
+
+    Args:
+        part: the stage with its parameters.
+    """
+
+    def __init__(self, part: Transformer, cfg: Config):
+        super().__init__()
+        self.part = part
+        self._segments = part.segments()[:-1] if part.last else part.segments()
+        tokens = torch.zeros(cfg.train.micro_batch, cfg.train.seq_len, dtype=torch.long)
+        # positions are the same in every microbatch: one rotary table serves all
+        self._context = part.context(tokens, tokens, DTYPES[cfg.precision.compute])
+
+    def forward(self, x: Tensor) -> Tensor:
+        ctx = self._context._replace(tokens=x)  # which only the first stage reads
+        for segment in self._segments:
+            x = segment.run(x, ctx)
+        return x
+
+
+def stages(cfg: Config, mesh: Mesh) -> dict[int, Stage]:
+    """This rank's stages by their index, not yet filled."""
+    at = Placement.of(cfg)
+    return {
+        s: Stage(Transformer(cfg.model, at.layers[s], s == 0, s == at.last, cfg.train.loss_chunk), cfg)
+        for s in at.schedule.stages_of(mesh.coords["pp"])
+    }
+
+
+class Pipeline:
+    """PyTorch's schedule over this rank's stages.
+
+    Args:
+        modules: by stage index, in compute precision.
+        head: the output embedding where this rank has the last stage, else None.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh, modules: dict[int, nn.Module], head: nn.Parameter | None):
+        self.head, self.compute, self.chunk = head, DTYPES[cfg.precision.compute], cfg.train.loss_chunk
+        count = Placement.of(cfg).schedule.stages
+        self.first, self.last = 0 in modules, count - 1 in modules
+        group = mesh.group("pp")
+        parts = [
+            pipelining.PipelineStage(module, s, count, mesh.device, **_examples(cfg, first=s == 0), group=group)
+            for s, module in modules.items()
+        ]
+        peer = SCHEDULES[cfg.schedule.name]
+        make = getattr(pipelining, peer.name)
+        self._schedule = make(parts if peer.looped else parts[0], cfg.microbatches, self._loss, scale_grads=False)
+
+    def gradients(self, tokens: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+        """Adds every microbatch's gradients to the parameters'.
+
+        Args:
+            tokens, labels: [microbatches x B, T].
+            scale: what the sum of all token losses is multiplied with.
+
+        Returns:
+            That product where this rank has the last stage, elsewhere zero.
+        """
+        self._scale, losses = scale, []
+        inputs = (tokens,) if self.first else ()
+        target = labels if self.last else None
+        self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros(())
+
+    def _loss(self, x_BTE: Tensor, labels_BT: Tensor) -> Tensor:
+        return head_loss(x_BTE, self.head.to(self.compute), labels_BT, self._scale, self.chunk)
+
+
+def _examples(cfg: Config, first: bool) -> dict[str, Tensor]:
+    """What a stage takes and gives, so that PyTorch need not run it to find out."""
+    stream = torch.empty(stream_shape(cfg), dtype=DTYPES[cfg.precision.compute], device="meta", requires_grad=True)
+    tokens = torch.empty(cfg.train.micro_batch, cfg.train.seq_len, dtype=torch.long, device="meta")
+    return {"input_args": tokens if first else stream, "output_args": stream}
+
+
+def clip(parameters: Iterable[nn.Parameter], most: float, group: dist.ProcessGroup) -> None:
+    """`torch.nn.utils.clip_grad_norm_` over parameters that are spread over the ranks of `group`."""
+    own: Sequence[nn.Parameter] = list(parameters)
+    square = nn.utils.get_total_norm([p.grad for p in own]).square_()
+    dist.all_reduce(square, group=group)
+    nn.utils.clip_grads_with_norm_(own, most, square.sqrt_())

@@ -1,0 +1,164 @@
+"""pp: each rank holds some stages of the model, and activations and their gradients travel between ranks.
+
+Which rank holds which stage, and in what order it works on which microbatch, is the schedule's table; so the order of
+the messages between two ranks is known to both beforehand, and nothing but their bytes is sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ndtrain import schedule as schedules
+from ndtrain.collectives import Pending, receive, send, shift
+from ndtrain.config import Config, ModelConfig
+from ndtrain.cost import block_flops, head_flops
+from ndtrain.layout import fair_cut
+from ndtrain.mesh import Mesh
+from ndtrain.model.transformer import EMBED, HEAD, NORM, layer
+from ndtrain.schedule import Action, Message, Schedule
+
+AHEAD = 1  # how many actions before it is needed a message is received at the latest
+
+
+# ---------------------------------------------------------------------------------------------------------- placement
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which layers each stage has, and through the schedule which rank has the stage."""
+
+    schedule: Schedule
+    layers: tuple[range, ...]
+
+    @classmethod
+    def of(cls, cfg: Config) -> "Placement":
+        """Of a resolved configuration."""
+        s = cfg.schedule
+        schedule = schedules.build(s.name, cfg.mesh.pp, cfg.microbatches, s.chunks, s.path)
+        return cls(schedule, split_layers(cfg.model, cfg.train.seq_len, schedule.stages, s.split))
+
+    @property
+    def last(self) -> int:
+        return len(self.layers) - 1
+
+    def holders(self, m: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Unit -> the pp coords that hold it, the first of which owns it. Tied embeddings are at both ends."""
+        first, last = self.schedule.rank_of[0], self.schedule.rank_of[-1]
+        found = {layer(i): (self.schedule.rank_of[s],) for s, layers in enumerate(self.layers) for i in layers}
+        ends = (first, last) if m.tie_word_embeddings and first != last else (first,)
+        return found | {EMBED: ends, NORM: (last,), HEAD: (last,)}
+
+
+def split_layers(m: ModelConfig, seq_len: int, stages: int, split: Sequence[int] | None) -> tuple[range, ...]:
+    """The layers of each stage, at least one: those of `split`, or so many that the costliest stage costs least. Head
+    and loss count on the last stage; the embedding is a look-up and counts nothing."""
+    if split is None:
+        block, head = block_flops(m, seq_len), head_flops(m)
+        most = m.num_hidden_layers - (stages - 1)
+        others = lambda n: -(-(m.num_hidden_layers - n) // max(1, stages - 1)) * block
+        at_end = min(range(most, 0, -1), key=lambda n: max(others(n), n * block + head)) if stages > 1 else most
+        bounds = [fair_cut(m.num_hidden_layers - at_end, stages - 1, i) for i in range(stages - 1)]
+        split = [stop - start for start, stop in bounds] + [at_end]
+    starts = [sum(split[:i]) for i in range(stages)]
+    return tuple(range(start, start + n) for start, n in zip(starts, split, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------- messages
+
+
+class Pipeline:
+    """What this rank receives from and sends to other stages, for one step after the other.
+
+    Messages between two ranks are received in the order in which the sender's row of the table sends them. Each way
+    has process groups of its own, so that on NCCL, where a pair of ranks works its messages off one by one, none that
+    is sent waits behind one that is to come.
+
+    Args:
+        shape, dtype: of every activation that passes between stages, and of its gradient.
+    """
+
+    def __init__(self, schedule: Schedule, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype):
+        self.schedule, self.rank, self.device = schedule, mesh.coords["pp"], mesh.device
+        self.shape, self.dtype = shape, dtype
+        self._groups = (mesh.group("pp"), mesh.twin("pp"))
+        self._posts = self._plan()
+        self._coming: dict[Message, tuple[Tensor, Pending]] = {}
+        self._here: dict[Message, Tensor] = {}  # between two stages of this rank
+        self._leaving: list[tuple[Tensor, Pending]] = []
+
+    def post(self, action: int) -> None:
+        """Starts to receive what the action with this number in the row, or one soon after it, needs."""
+        for message, source in self._posts[action]:
+            buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            self._coming[message] = buffer, receive(buffer, self._group(source, self.rank), source)
+        self._leaving = [(x, flight) for x, flight in self._leaving if not flight.done()]
+
+    def take(self, message: Message) -> Tensor:
+        """The message's tensor, waited for."""
+        if message in self._here:
+            return self._here.pop(message)
+        x, flight = self._coming.pop(message)
+        flight.wait()
+        return x
+
+    def give(self, message: Message, x: Tensor) -> None:
+        """Sends x [shape] to the rank of the stage that is to take it."""
+        target = self.schedule.rank_of[message.stage]
+        if target == self.rank:
+            self._here[message] = x
+            return
+        x = x.contiguous()
+        self._leaving.append((x, send(x, self._group(self.rank, target), target)))
+
+    def finish(self) -> None:
+        """All that was sent has left."""
+        for _, flight in self._leaving:
+            flight.wait()
+        self._leaving.clear()
+
+    def _group(self, source: int, target: int):
+        return self._groups[source < target]
+
+    def _plan(self) -> list[list[tuple[Message, int]]]:
+        """For each action of the row: the messages to start to receive before it, each with its source."""
+        row, pp = self.schedule.table[self.rank], self.schedule.pp
+        queues = {source: schedules.messages(self.schedule, source, self.rank) for source in range(pp)}
+        place = {m: (source, i) for source, queue in queues.items() for i, m in enumerate(queue)}
+        posted = dict.fromkeys(queues, 0)
+        plan = []
+        for k in range(len(row)):
+            now: list[tuple[Message, int]] = []
+            for needed in (self.needed(a) for a in row[k : k + 1 + AHEAD]):
+                if needed in place:
+                    source, i = place[needed]
+                    now += [(m, source) for m in queues[source][posted[source] : i + 1]]
+                    posted[source] = max(posted[source], i + 1)
+            plan.append(now)
+        return plan
+
+    def needed(self, a: Action) -> Message | None:
+        """What an action takes from another stage."""
+        if a.kind == "F" and a.stage > 0:
+            return Message("F", a.microbatch, a.stage)
+        if a.kind in "BI" and a.stage < self.schedule.stages - 1:
+            return Message("B", a.microbatch, a.stage)
+        return None
+
+
+class TiedReducer:
+    """Sums the gradients of what the first and the last stage both hold.
+
+    Args:
+        other: pp coord of the other holder; None where this rank holds nothing that another does.
+    """
+
+    def __init__(self, mesh: Mesh, other: int | None):
+        self._group, self._other = mesh.group("pp"), other
+
+    def add(self, grad: Tensor) -> None:
+        """`grad`, finished on this rank, becomes the sum of both, with the same bits on each."""
+        theirs = torch.empty_like(grad)
+        shift(grad, theirs, self._group, self._other, self._other).wait()
+        grad += theirs

@@ -1,0 +1,59 @@
+"""A schedule by its name."""
+
+import difflib
+from collections.abc import Sequence
+
+from ndtrain.schedule.check import check
+from ndtrain.schedule.file import Path, read
+from ndtrain.schedule.generate import GENERATORS, generate
+from ndtrain.schedule.table import Schedule, ScheduleError, Table
+
+NAMES = (*GENERATORS, "csv")
+
+
+def default_chunks(name: str) -> int | None:
+    """Chunks (stages) a rank where none are asked for; None with csv, whose file says."""
+    return GENERATORS[name].chunks if name in GENERATORS else None
+
+
+def build(name: str, pp: int, microbatches: int, chunks: int | None = None, path: Path | None = None) -> Schedule:
+    """The schedule `name` for `pp` ranks and `microbatches` a step, generated, or with csv read from `path`, and proved
+    to run. `chunks` are stages a rank; None takes the schedule's default, or what the file holds.
+
+    Raises:
+        ScheduleError: an unknown name, sizes that the schedule cannot have, a file that is none.
+        IllegalSchedule: the file's table cannot run.
+    """
+    _check_sizes(name, pp, microbatches, chunks, path)
+    if name == "csv":
+        table = read(path, pp, microbatches, chunks)
+    else:
+        chunks = chunks or default_chunks(name)
+        table = generate(name, pp, microbatches, chunks)
+        check(table, microbatches, pp * chunks)
+    return Schedule(name, table, microbatches, _rank_of(table))
+
+
+def _check_sizes(name: str, pp: int, microbatches: int, chunks: int | None, path: Path | None) -> None:
+    if name not in NAMES:
+        raise unknown("schedule", name, NAMES)
+    for key, value in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
+        if value is not None and value < 1:
+            raise ScheduleError(f"{key}={value}: must be at least 1")
+    if name == "csv" and path is None:
+        raise ScheduleError("csv needs the path of its file")
+    generator = GENERATORS.get(name)
+    if generator and chunks not in (None, generator.chunks) and not generator.any_chunks:
+        raise ScheduleError(f"{name} has {generator.chunks} stage(s) a rank, not chunks={chunks}")
+
+
+def unknown(what: str, word: str, known: Sequence[str]) -> ScheduleError:
+    """The error for a word that is not among the known ones, with the near miss."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return ScheduleError(f"{word}: no such {what}; {hint}known: {', '.join(known)}")
+
+
+def _rank_of(table: Table) -> tuple[int, ...]:
+    holder = {a.stage: rank for rank, row in enumerate(table) for a in row}
+    return tuple(holder[stage] for stage in range(len(holder)))

@@ -1,0 +1,126 @@
+"""Proves that a table runs, or names the action that cannot."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from ndtrain.schedule.table import Action, IllegalSchedule, Table, show
+
+
+def check(table: Table, microbatches: int, stages: int) -> None:
+    """Proves that a table runs, in time linear in its actions.
+
+    Every (microbatch, stage) must have one F and either one B or one I and one W, all of a stage on one rank. F(m, s)
+    needs F(m, s-1); B(m, s) and I(m, s) need F(m, s) and the B or I of (m, s+1); W(m, s) needs I(m, s). Ranks take
+    their actions in order. Sends do not block; between two ranks messages arrive in the order sent, and a receiver that
+    needs a later one holds the earlier ones. Messages thus add no wait of their own: a table runs if and only if
+    needs and row orders together close no cycle.
+
+    Raises:
+        IllegalSchedule: naming the first action that is doubled, out of place or missing, or the cycle of actions that
+            wait for each other.
+    """
+    _check_places(table, microbatches, stages)
+    for _ in in_order(table):
+        pass
+
+
+def in_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
+    """(rank, action, what it needs) of every action, in an order in which the table can run.
+
+    Raises:
+        IllegalSchedule: after the last action that runs, where others are left that wait for each other.
+    """
+    needs = needs_of(table)
+    at = [0] * len(table)
+    done: set[Action] = set()
+    waiting: dict[Action, list[int]] = defaultdict(list)
+    ready = list(range(len(table)))[::-1]
+    while ready:
+        rank = ready.pop()
+        row = table[rank]
+        while at[rank] < len(row):
+            action = row[at[rank]]
+            needed = needs(action)
+            missing = next((n for n in needed if n not in done), None)
+            if missing is not None:
+                waiting[missing].append(rank)
+                break
+            yield rank, action, needed
+            done.add(action)
+            at[rank] += 1
+            ready += waiting.pop(action, [])
+    if waiting:
+        raise _deadlock(table, at, {rank: missing for missing, ranks in waiting.items() for rank in ranks})
+
+
+def needs_of(table: Table) -> Callable[[Action], list[Action]]:
+    """The rule of what an action needs. Whether a gradient comes from a B or an I is the table's choice."""
+    gradient = {a[1:]: a for row in table for a in row if a.kind in "BI"}
+
+    def needs(a: Action) -> list[Action]:
+        if a.kind == "F":
+            return [Action("F", a.microbatch, a.stage - 1)] if a.stage else []
+        if a.kind == "W":
+            return [Action("I", a.microbatch, a.stage)]
+        after = gradient.get((a.microbatch, a.stage + 1))
+        return [Action("F", a.microbatch, a.stage), *([after] if after else [])]
+
+    return needs
+
+
+_BESIDE = {"F": "", "B": "IW", "I": "B", "W": "B"}  # kind -> the kinds that cannot stand beside it
+
+
+def _check_places(table: Table, microbatches: int, stages: int) -> None:
+    kinds: dict[tuple[int, int], str] = {}  # of each (microbatch, stage) those seen
+    holder: dict[int, int] = {}
+    for rank, row in enumerate(table):
+        for index, a in enumerate(row):
+            before = kinds.get(a[1:], "")
+            fault = _fault(a, microbatches, stages, before)
+            if not fault and holder.setdefault(a.stage, rank) != rank:
+                fault = f"is not on rank {holder[a.stage]} like the actions before it on its stage"
+            if fault:
+                raise IllegalSchedule(f"rank {rank}: {show(a)} {fault}", rank, index)
+            kinds[a[1:]] = before + a.kind
+    for stage in range(stages):
+        for m in range(microbatches):
+            if missing := _missing(kinds.get((m, stage), "")):
+                raise IllegalSchedule(f"{show(Action(missing[0], m, stage))} is missing")
+
+
+def _fault(a: Action, microbatches: int, stages: int, before: str) -> str | None:
+    """Why `a` cannot stand in a table that has the kinds `before` of its microbatch and stage."""
+    if a.kind not in _BESIDE or not 0 <= a.microbatch < microbatches or not 0 <= a.stage < stages:
+        return f"has no place in a schedule of microbatches 0 to {microbatches - 1} on stages 0 to {stages - 1}"
+    if a.kind in before:
+        return "stands there twice"
+    other = next((kind for kind in _BESIDE[a.kind] if kind in before), None)
+    return other and f"stands beside its {other}: a backward is either B, or I and W"
+
+
+def _missing(kinds: str) -> list[str]:
+    """What one microbatch lacks on one stage that has `kinds`."""
+    return [kind for kind in ("FIW" if "I" in kinds or "W" in kinds else "FB") if kind not in kinds]
+
+
+def _deadlock(table: Table, at: list[int], missing: dict[int, Action]) -> IllegalSchedule:
+    """Of ranks that stand at `at` and wait for `missing`: a cycle, told from its lowest rank. It is found by going from
+    a rank to the one that holds what it waits for, which waits too, until the way closes."""
+    holder = {a.stage: rank for rank, row in enumerate(table) for a in row}
+    way = [min(missing)]
+    while (rank := holder[missing[way[-1]].stage]) not in way:
+        way.append(rank)
+    cycle = way[way.index(rank) :]
+    start = cycle.index(min(cycle))
+    cycle = cycle[start:] + cycle[: start + 1]
+    text = f"rank {cycle[0]}: {show(table[cycle[0]][at[cycle[0]]])} waits for " + ", which waits for ".join(
+        _link(missing[rank], after, table[after][at[after]]) for rank, after in pairwise(cycle)
+    )
+    return IllegalSchedule(text, cycle[0], at[cycle[0]])
+
+
+def _link(missing: Action, rank: int, current: Action) -> str:
+    """What a rank waits for, and which action of `rank` it stands behind."""
+    return f"rank {rank}: {show(missing)}" + ("" if missing == current else f" behind {show(current)}")

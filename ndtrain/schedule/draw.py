@@ -1,0 +1,126 @@
+"""Timelines as SVG: predicted or measured, several above each other."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from math import ceil, floor, log10
+from typing import NamedTuple
+
+from ndtrain.schedule.simulate import Span, Timeline
+from ndtrain.schedule.table import show
+
+COLOURS = {"F": (52, 105, 170), "B": (44, 128, 88), "I": (18, 128, 140), "W": (196, 108, 26)}
+LEGEND = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+MARGIN, LABEL, WIDTH = 16, 52, 1200  # pixels: around the picture, left of the rows, of the whole picture
+ROW, CELL, HEAD, AXIS, GAP = 24, 21, 26, 26, 20  # pixels: from row to row, a cell, title, axis, between panels
+STYLE = """text{font:11px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#333}
+.c text{text-anchor:middle}.t{font-size:14px;font-weight:600;fill:#111}.r{text-anchor:end}
+.x{text-anchor:middle;fill:#666}.g{stroke:#e2e5e9}.l{fill:#eceef1}.w{fill:#fff}.k{fill:#111}"""
+
+
+class Panel(NamedTuple):
+    """One timeline of a picture: its title and, per pp rank, when its actions ran."""
+
+    title: str
+    lanes: Sequence[Sequence[Span]]
+
+
+def panel(timeline: Timeline, title: str) -> Panel:
+    """A panel whose title also gives the bubble and the peak of live activations."""
+    return Panel(
+        f"{title}: bubble {100 * timeline.bubble:.1f} %, at most {max(timeline.peak_shares):.3g} microbatches alive",
+        timeline.spans,
+    )
+
+
+def timeline_svg(panels: Sequence[Panel], unit: str, same_scale: bool = True) -> str:
+    """A picture of timelines, one row a rank: colours are kinds of action, lighter shades a rank's later chunks,
+    numbers microbatches. `unit` is that of the spans; each panel begins with its first action.
+
+    With `same_scale` equal lengths are equal times in all panels, else each fills the width.
+    """
+    extents = [_extent(p) for p in panels]
+    longest = max(end - start for start, end in extents)
+    top, parts = MARGIN + HEAD, [_legend(panels)]
+    for p, (start, end) in zip(panels, extents, strict=True):
+        scale = (WIDTH - 2 * MARGIN - LABEL) / (longest if same_scale else end - start)
+        parts.append(f'<g transform="translate({MARGIN} {top})">{"".join(_panel(p, start, end, scale, unit))}</g>')
+        top += HEAD + ROW * len(p.lanes) + AXIS + GAP
+    height = top - GAP + MARGIN
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">\n'
+        f'<style>{STYLE}</style>\n<rect class="w" width="{WIDTH}" height="{height}"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def _extent(p: Panel) -> tuple[float, float]:
+    spans = [s for lane in p.lanes for s in lane]
+    return min(s.start for s in spans), max(s.end for s in spans)
+
+
+def _panel(p: Panel, start: float, end: float, scale: float, unit: str) -> Iterator[str]:
+    bottom = HEAD + ROW * len(p.lanes)
+    yield f'<text class="t" y="13">{escape(p.title)}</text>\n'
+    for rank in range(len(p.lanes)):
+        y = HEAD + rank * ROW
+        yield f'<text class="r" x="{LABEL - 8}" y="{y + 15}">rank {rank}</text>'
+        yield f'<rect class="l" x="{LABEL}" y="{y}" width="{(end - start) * scale:.1f}" height="{CELL}"/>\n'
+    for tick in _ticks(end - start):
+        x = LABEL + tick * scale
+        yield f'<path class="g" d="M{x:.1f} {bottom}v5"/><text class="x" x="{x:.1f}" y="{bottom + 17}">{tick:g}</text>'
+    yield f'<text class="r" x="{LABEL - 8}" y="{bottom + 17}">{escape(unit)}</text>\n'
+    for rank, lane in enumerate(p.lanes):
+        yield f'<g class="c" transform="translate({LABEL} {HEAD + rank * ROW})">\n'
+        chunks = sorted({s.action.stage for s in lane})
+        for s in lane:
+            yield _cell(s, chunks.index(s.action.stage), len(chunks), start, scale)
+        yield "</g>\n"
+
+
+def _cell(s: Span, chunk: int, chunks: int, start: float, scale: float) -> str:
+    x, width = (s.start - start) * scale, (s.end - s.start) * scale
+    fill, text_class = _shade(s.action.kind, chunk, chunks)
+    label = str(s.action.microbatch)
+    text = ""
+    if width > 7 * len(label) + 2:
+        text = f'<text class="{text_class}" x="{x + width / 2:.1f}" y="15">{label}</text>'
+    seam = 0.8 if width > 3 else 0  # neighbours of one colour stay apart
+    rect = f'<rect x="{x:.1f}" width="{width - seam:.1f}" height="{CELL}" rx="1.5" fill="{fill}"/>'
+    return f"<g><title>{show(s.action)}: {s.start:.4g} to {s.end:.4g}</title>{rect}{text}</g>\n"
+
+
+def _shade(kind: str, chunk: int, chunks: int) -> tuple[str, str]:
+    """Colour of a cell and class of the text on it."""
+    white = 0.62 * chunk / max(1, chunks - 1)
+    r, g, b = (round(c + (255 - c) * white) for c in COLOURS[kind])
+    return f"#{r:02x}{g:02x}{b:02x}", "k" if white > 0.4 else "w"
+
+
+def _ticks(length: float) -> list[float]:
+    """Round times on an axis, about ten."""
+    rough = length / 10
+    power = 10.0 ** floor(log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    return [i * step for i in range(ceil(length / step * 1.0001))]
+
+
+def _legend(panels: Sequence[Panel]) -> str:
+    """What the colours mean, of those kinds and shades that occur."""
+    lanes = [lane for p in panels for lane in p.lanes]
+    kinds = {s.action.kind for lane in lanes for s in lane}
+    chunks = max(len({s.action.stage for s in lane}) for lane in lanes)
+    parts, x = [], MARGIN + LABEL
+    for kind, word in LEGEND.items():
+        if kind not in kinds:
+            continue
+        for chunk in range(chunks):
+            colour = _shade(kind, chunk, chunks)[0]
+            parts.append(f'<rect x="{x}" y="{MARGIN - 3}" width="13" height="13" rx="1.5" fill="{colour}"/>')
+            x += 15
+        parts.append(f'<text x="{x + 4}" y="{MARGIN + 8}">{word}</text>')
+        x += 26 + 6.2 * len(word)
+    parts.append(f'<rect class="l" x="{x}" y="{MARGIN - 3}" width="13" height="13"/>')
+    words = "bubble; lighter shades are later chunks of a rank" if chunks > 1 else "bubble"
+    parts.append(f'<text x="{x + 19}" y="{MARGIN + 8}">{words}</text>')
+    return "".join(parts)
