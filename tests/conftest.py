@@ -1,8 +1,10 @@
-"""What every test runs under: one thread a process, a data cache of its own, and the marks `full` and `gpu`."""
+"""What every test runs under: one thread a process, a data cache of its own, the marks `full` and `gpu`, and a budget
+of time."""
 
 import os
 import shutil
 import tempfile
+import time
 
 import pytest
 
@@ -13,6 +15,7 @@ os.environ["NDTRAIN_CACHE"] = CACHE
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
+    parser.addoption("--budget", type=float, help="minutes: on a slow machine leave tests out evenly to stay within")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -25,6 +28,20 @@ def pytest_collection_modifyitems(config, items):
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session):
+    session.config.places = {item.nodeid: i for i, item in enumerate(session.items)}
+    session.config.began = time.monotonic()
+
+
+def pytest_runtest_setup(item):
+    minutes, places = item.config.getoption("--budget"), item.config.places
+    if minutes is None:
+        return
+    allowed = minutes * (0.1 + 0.9 * places[item.nodeid] / len(places))  # a tenth ahead, then at an even pace
+    if time.monotonic() - item.config.began > 60 * allowed:
+        pytest.skip(f"left out: behind the pace of --budget {minutes:g} minutes")
 
 
 def pytest_unconfigure(config):
