@@ -2,12 +2,14 @@
 unequal length, tied embeddings at both ends, microbatches without a valid token, all recompute modes and zero stages.
 """
 
+import random
 from functools import cache
 from itertools import count, product
 
 import pytest
 
-from ndtrain.schedule import NAMES, default_chunks
+from ndtrain.schedule import NAMES, Action, IllegalSchedule, build, default_chunks
+from ndtrain.schedule.file import write
 from tests.parity import FP64, Run, compare, train
 from tests.test_parity_tp_cp import MODEL, PACKED, TIED, TP, cp_kinds
 
@@ -92,6 +94,35 @@ def test_five_axes(mesh, extra):
 def test_mesh_order_and_split():
     extra = ["mesh.order=[tp,fsdp,pp,cp,dp]", "schedule.split=[2,7]", "schedule=zb_h1", TIED]
     check({"pp": 2, "tp": 2}, 3, extra)
+
+
+def shuffled(draw: random.Random) -> tuple[int, int, list[list[Action]]]:
+    """(pp, microbatches, table): a schedule's with some actions of a rank in each other's place."""
+    pp, m = draw.choice((2, 3)), draw.choice((2, 3, 4))
+    table = [list(row) for row in build(draw.choice(SCHEDULES), pp, m).table]
+    for _ in range(draw.randint(1, 12)):
+        row = draw.choice(table)
+        i = draw.randrange(len(row) - 1)
+        j = i + 1 if draw.random() < 0.8 else draw.randrange(len(row))
+        row[i], row[j] = row[j], row[i]
+    return pp, m, table
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.full) for s in range(2, 16))])
+def test_shuffled_tables_run_right_or_are_refused(seed, tmp_path):
+    """Never a hang: a case is over within the two minutes of `run_ranks`."""
+    draw, refused = random.Random(seed), 0
+    while True:
+        pp, m, table = shuffled(draw)
+        path = tmp_path / "table.csv"
+        write(table, path)
+        try:
+            build("csv", pp, m, path=path)
+            break
+        except IllegalSchedule:
+            refused += 1
+    print(f"seed {seed}: {refused} refused, then one of pp={pp} m={m}")
+    check({"pp": pp}, m, ["schedule=csv", f"schedule.path={path}", *[TIED] * (seed % 2)])
 
 
 @pytest.mark.full
