@@ -5,7 +5,9 @@ F intermediate_size, L num_hidden_layers, H query heads, K key/value heads, Q he
 A multiply-add is two FLOPs; norms, RoPE, softmax and the optimizer are not counted.
 """
 
-from ndtrain.config import ModelConfig, RecomputeConfig
+from collections.abc import Sequence
+
+from ndtrain.config import ModelConfig
 
 # ----------------------------------------------------------------------------------------------------- parameters
 
@@ -50,9 +52,34 @@ def matmul_parameters(m: ModelConfig) -> int:
 # ----------------------------------------------------------------------------------------------------------- FLOPs
 
 
+def op_flops(m: ModelConfig, seq_len: int) -> dict[str, int]:
+    """Forward FLOPs a token of each op of a block, in the order they run: 2 a weight, and for the attention core
+    4 H Q T (scores and values over all T keys, not halved)."""
+    query, key_value = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+    return {
+        "qkv_proj": 2 * m.hidden_size * (query + 2 * key_value),
+        "core": 4 * query * seq_len,
+        "o_proj": 2 * m.hidden_size * query,
+        "gate_up_proj": 4 * m.hidden_size * m.intermediate_size,
+        "down_proj": 2 * m.hidden_size * m.intermediate_size,
+    }
+
+
 def block_flops(m: ModelConfig, seq_len: int) -> int:
-    """Forward FLOPs a token of one block: 2 N_block + 4 H Q T (scores and values over all T keys, not halved)."""
-    return 2 * block_matmul_parameters(m) + 4 * m.num_attention_heads * m.head_dim * seq_len
+    """Forward FLOPs a token of one block: 2 N_block + 4 H Q T."""
+    return sum(op_flops(m, seq_len).values())
+
+
+def rerun_flops(m: ModelConfig, seq_len: int, spared: frozenset[str]) -> int:
+    """Forward FLOPs a token of a block's second run, in which the ops `spared` are not done."""
+    return sum(flops for op, flops in op_flops(m, seq_len).items() if op not in spared)
+
+
+def elementwise_values(m: ModelConfig) -> int:
+    """Values a token that a block's forward reads or writes outside its ops: two norms (2 E each), two additions to
+    the stream (3 E each), RoPE of queries and keys (2 each), SwiGLU (2 F and 3 F)."""
+    rotated = (m.num_attention_heads + m.num_key_value_heads) * m.head_dim
+    return 10 * m.hidden_size + 2 * rotated + 5 * m.intermediate_size
 
 
 def head_flops(m: ModelConfig) -> int:
@@ -68,20 +95,16 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> int:
     return 3 * (m.num_hidden_layers * block_flops(m, seq_len) + head_flops(m))
 
 
-def hardware_flops_per_token(m: ModelConfig, seq_len: int, recompute: RecomputeConfig) -> int:
-    """FLOPs a token that are really executed, which HFU counts: the model's, and what the backward recomputes.
+def hardware_flops_per_token(m: ModelConfig, seq_len: int, spared: Sequence[frozenset[str] | None]) -> float:
+    """FLOPs a token that are really executed, which HFU counts: the model's, and what is run again for the backward.
+    The head never is (its gradients are made while the logits are at hand).
 
-    `full` and `every` both run all blocks forward once more: `every` keeps fewer boundaries, but each block's inside
-    is lost all the same. The head is never recomputed (its gradients are taken while the logits are at hand).
-
-    Raises:
-        ValueError: a recompute mode whose cost is not known here.
+    Args:
+        spared: for each of some blocks the ops that its second run leaves out, None where it has no second run
+            (`parallel/recompute.py` knows); the model's other blocks are taken to be like these on average.
     """
-    again = {"none": 0, "full": 1, "every": 1}
-    if recompute.name not in again:
-        raise ValueError(f"recompute={recompute.name}: its FLOPs are unknown; known: {', '.join(again)}")
-    blocks = m.num_hidden_layers * block_flops(m, seq_len)
-    return flops_per_token(m, seq_len) + again[recompute.name] * blocks
+    again = sum(rerun_flops(m, seq_len, ops) for ops in spared if ops is not None)
+    return flops_per_token(m, seq_len) + (m.num_hidden_layers * again / len(spared) if spared else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- memory

@@ -7,16 +7,17 @@ runs, which to free after it, which gradients are then complete.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ndtrain.collectives import all_gather_row
-from ndtrain.config import Config, RecomputeConfig
+from ndtrain.config import Config
 from ndtrain.data import Batch
 from ndtrain.layout import DATA_AXES, MODEL_AXES
 from ndtrain.mesh import Mesh
@@ -24,9 +25,10 @@ from ndtrain.model import Context, Segment
 from ndtrain.model.loss import IGNORE
 from ndtrain.optim import Optimizer, learning_rate
 from ndtrain.parallel.apply import Stages, stream_shape
+from ndtrain.parallel.budget import choose
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Pipeline
-from ndtrain.parallel.recompute import groups
+from ndtrain.parallel.recompute import Group, Keep, always_kept, groups, spared
 from ndtrain.schedule import Action, Message
 
 
@@ -44,6 +46,9 @@ class Instruction:
         keep_graph: (F) its backward follows without running it again.
         drop_input: (F) nothing needs its input any more.
         feed: (F) its output is what comes next in the stage needs, or the next stage, and not already there.
+        keep: (F) what its block keeps for a second run; None: it has no second run, or this is it.
+        unneeded: (F) the ops whose values that second run does not read.
+        again: (F) this is the second run.
         reduce: (B, I, W) the unit's gradient of this microbatch is complete.
         final: ... and it was the step's last microbatch.
     """
@@ -58,6 +63,9 @@ class Instruction:
     keep_graph: bool = True
     drop_input: bool = False
     feed: bool = True
+    keep: frozenset[str] | None = None
+    unneeded: frozenset[str] = frozenset()
+    again: bool = False
     reduce: bool = False
     final: bool = False
 
@@ -76,6 +84,10 @@ class Layer(NamedTuple):
     last: bool
     loss: bool
 
+    @property
+    def is_block(self) -> bool:
+        return ".layers." in self.segment.unit
+
 
 def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
     """All segments of a rank, stage after stage."""
@@ -87,54 +99,56 @@ def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
 
 
 def expand(
-    row: Sequence[Action], layers: Sequence[Layer], recompute: RecomputeConfig, ahead: int
+    row: Sequence[Action], layers: Sequence[Layer], groups_: Sequence[Group], ahead: int
 ) -> list[list[Instruction]]:
-    """The instructions of each action of a rank's row; `ahead`: how many units to prefetch.
+    """The instructions of each action of a rank's row; `groups_`: blocks that are run again; `ahead`: how many units to
+    prefetch.
 
     The loss's segment runs forward inside the backward action: its value is not needed earlier, and its gradients then
     never wait in memory.
     """
     of_stage = {s: [i for i, _ in found] for s, found in groupby(enumerate(layers), key=lambda item: item[1].stage)}
-    blocks = {s: [i for i in found if ".layers." in layers[i].segment.unit] for s, found in of_stage.items()}
-    groups_ = {s: groups(found, recompute) for s, found in blocks.items()}
     found: list[Instruction] = []
     for number, a in enumerate(row):
         passes = {"F": _forward, "B": _backward, "I": _backward, "W": _weights}[a.kind]
-        for ins in passes(a, layers, of_stage[a.stage], groups_[a.stage]):
+        for ins in passes(a, layers, of_stage[a.stage], groups_):
             found.append(replace(ins, action=number))
     found = _with_reductions(_with_gathers(found, ahead), layers)
     return [list(same) for _, same in groupby(found, key=lambda ins: ins.action)]
 
 
-def _instruction(kind: str, a: Action, i: int, unit: str | None, **flags: bool) -> Instruction:
+def _instruction(kind: str, a: Action, i: int, unit: str | None, **flags: Any) -> Instruction:
     return Instruction(kind, 0, a.microbatch, i, unit, **flags)
 
 
-def _forward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: list[list[int]]) -> list[Instruction]:
-    again = {i: i == g[0] for g in groups_ for i in g}  # run again later -> is it where its group starts
-    return [
-        _instruction(
-            "F", a, i, layers[i].segment.unit, keep_graph=i not in again, drop_input=i in again and not again[i]
-        )
-        for i in stage
-        if not layers[i].loss
-    ]
+def _forward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
+    group = {i: g for g in groups_ for i in g.segments}
+    found = []
+    for i in stage:
+        if layers[i].loss:
+            continue
+        ins = _instruction("F", a, i, layers[i].segment.unit)
+        if g := group.get(i):
+            inner = i != g.segments[0]
+            ins = replace(ins, keep_graph=False, drop_input=inner, keep=g.keep, unneeded=g.unneeded(i))
+        found.append(ins)
+    return found
 
 
-def _backward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: list[list[int]]) -> list[Instruction]:
-    group_ending = {g[-1]: g for g in groups_}
+def _backward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
+    group_ending = {g.segments[-1]: g.segments for g in groups_}
     found = []
     for i in reversed(stage):
         unit = layers[i].segment.unit
         if layers[i].loss:
             found.append(_instruction("F", a, i, unit, feed=False))
         for j in group_ending.get(i, ()):
-            found.append(_instruction("F", a, j, layers[j].segment.unit, feed=j != i))
+            found.append(_instruction("F", a, j, layers[j].segment.unit, feed=j != i, again=True))
         found.append(_instruction(a.kind, a, i, unit if layers[i].segment.weight_in_backward else None))
     return found
 
 
-def _weights(a: Action, layers: Sequence[Layer], stage: list[int], groups_: list[list[int]]) -> list[Instruction]:
+def _weights(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
     return [_instruction("W", a, i, None) for i in reversed(stage)]
 
 
@@ -187,10 +201,11 @@ class Executor:
         layers: Sequence[Layer],
         units: ShardedUnits,
         pipeline: Pipeline,
-        recompute: RecomputeConfig,
+        keep: Keep,
+        groups_: Sequence[Group],
     ):
-        self.row, self.layers, self.units, self.pipeline = row, layers, units, pipeline
-        self.program = expand(row, layers, recompute, ahead=2 if units.keeps_full else 1)
+        self.row, self.layers, self.units, self.pipeline, self.keep = row, layers, units, pipeline, keep
+        self.program = expand(row, layers, groups_, ahead=2 if units.keeps_full else 1)
         self.watched: list[Took] | None = None
         self._exit = {layer.stage: i for i, layer in enumerate(layers) if layer.last}
         self._entry = {layer.stage: i for i, layer in enumerate(layers) if layer.first}
@@ -249,7 +264,7 @@ class Executor:
         x = self._inputs.pop(at) if ins.drop_input else self._inputs[at]
         if layer.loss:
             self.units.open_gradients(layer.segment.unit)  # the loss makes gradients in its forward
-        with torch.set_grad_enabled(ins.keep_graph):
+        with torch.set_grad_enabled(ins.keep_graph), self._kept(ins, at):
             y = layer.segment.run(x, self._contexts[ins.microbatch])
         if ins.keep_graph:
             self._graphs[at] = get_gradient_edge(y)  # and not y, whose memory only its readers keep
@@ -260,6 +275,11 @@ class Executor:
             self.pipeline.give(Message("F", ins.microbatch, layer.stage + 1), y.detach())
         elif ins.feed:
             self._inputs[ins.microbatch, ins.segment + 1] = y.detach().requires_grad_()
+
+    def _kept(self, ins: Instruction, at: tuple[int, int]) -> AbstractContextManager:
+        if ins.again:
+            return self.keep.replaying(at)
+        return nullcontext() if ins.keep is None else self.keep.recording(at, ins.keep, ins.unneeded)
 
     def _backward(self, ins: Instruction) -> None:
         at, layer = (ins.microbatch, ins.segment), self.layers[ins.segment]
@@ -309,8 +329,23 @@ class TrainingStep:
         layers = line_up(stages.segments, stages.placement.last)
         pipeline = Pipeline(schedule, mesh, stream_shape(cfg), stages.units.compute)
         row = schedule.table[mesh.coords["pp"]]
-        self.executor = Executor(row, layers, stages.units, pipeline, cfg.recompute)
+        again = self._again(layers)
+        self.executor = Executor(row, layers, stages.units, pipeline, stages.keep, again)
         self.optimizer = Optimizer(stages.units, cfg.optim, mesh.group(*MODEL_AXES))
+
+    def _again(self, layers: Sequence[Layer]) -> list[Group]:
+        """The blocks that are run again, stage by stage. Sets `spared`: for each block what its second run leaves out,
+        None where it has none."""
+        cfg, always = self.cfg, always_kept(self.cfg)
+        blocks = {s: [i for i, x in enumerate(layers) if x.stage == s and x.is_block] for s in self.stages.segments}
+        choice = choose(cfg, self.mesh, self.stages, always) if cfg.recompute.name == "budget" else []
+        found, at = [], 0
+        for mine in blocks.values():
+            found += groups(mine, cfg.recompute, always, choice[at : at + len(mine)])
+            at += len(mine)
+        compiled = cfg.train.compile and cfg.mesh.tp == 1
+        self.spared = spared([i for mine in blocks.values() for i in mine], found, compiled)
+        return found
 
     def run(
         self, step: int, batches: Sequence[Batch], signals: Callable[[], Sequence[float]] = tuple

@@ -125,7 +125,7 @@ def train(cfg: Config) -> int:
         stages = build_stages(cfg, mesh)
         step = TrainingStep(cfg, mesh, stages)
         path, state = _start(cfg, mesh, stages, path, state, data)
-        metrics = _metrics(cfg, run_dir, state, device) if rank == 0 else None
+        metrics = _metrics(cfg, run_dir, state, step, device) if rank == 0 else None
         run = Run(cfg, mesh, stages, step, data, state, stop, metrics)
         _say_start(run, path)
         loop(run)
@@ -237,14 +237,14 @@ def _start(
     return None, State(step=0, tokens=0, order=_order(cfg, data))
 
 
-def _metrics(cfg: Config, run_dir: Path, state: State, device: torch.device) -> Metrics:
+def _metrics(cfg: Config, run_dir: Path, state: State, step: TrainingStep, device: torch.device) -> Metrics:
     m, t = cfg.model, cfg.train
     return Metrics(
         cfg,
         run_dir,
         start_step=state.step,
         flops_per_token=cost.flops_per_token(m, t.seq_len),
-        hardware_flops_per_token=cost.hardware_flops_per_token(m, t.seq_len, cfg.recompute),
+        hardware_flops_per_token=cost.hardware_flops_per_token(m, t.seq_len, step.spared),
         peak_flops_per_device=peak_flops(cfg.hardware, device.type, DTYPES[cfg.precision.compute]),
         world_size=MeshSpec.of(cfg.mesh).world_size,
         resume=state.step > 0,

@@ -132,8 +132,8 @@ def test_fsdp2_side_shards_and_gathers_by_block(zero):
 
 
 def pipelining_step(schedule: str) -> tuple[int, int, list[str], float]:
-    """On one rank: sends and receives of a step of 4 microbatches with torch.distributed.pipelining, its layers, and how
-    far its gradients are from those of the whole model in one process, relative."""
+    """On one rank: sends and receives of a step of 4 microbatches with torch.distributed.pipelining, its layers, and
+    how far its gradients are from those of the whole model in one process, relative."""
     seen, parameters = collectives_of_a_step("torch_pipelining", {"axis": "pp"}, "pp_tiny", schedule)
     _, whole = collectives_of_a_step("bare", {"axis": "pp"}, "pp_tiny", schedule)
     own = {name.rpartition("part.")[2]: p.grad for name, p in parameters.items()}

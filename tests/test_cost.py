@@ -3,7 +3,7 @@
 import pytest
 
 from ndtrain import cost
-from ndtrain.config import ModelConfig, RecomputeConfig, load_config, resolve
+from ndtrain.config import ModelConfig, load_config, resolve
 
 TINY = ModelConfig(
     vocab_size=10,
@@ -82,16 +82,37 @@ def test_flops_add_up_from_blocks_and_head():
     assert cost.flops_per_token(TINY, 100) == 3 * forward
 
 
-@pytest.mark.parametrize(("name", "again"), [("none", 0), ("full", 1), ("every", 1)])
-def test_recompute_adds_a_forward_of_the_blocks(name, again):
-    extra = again * 3 * (2 * TINY_BLOCK + 4 * 4 * 6 * 100)
-    flops = cost.hardware_flops_per_token(TINY, 100, RecomputeConfig(name=name, every=2))
-    assert flops == cost.flops_per_token(TINY, 100) + extra
+def test_ops_add_up_to_the_block():
+    """q and o are 8 x 24, k and v 8 x 12, gate, up and down 8 x 12; scores and values 24 x 100 each."""
+    assert cost.op_flops(TINY, 100) == {
+        "qkv_proj": 2 * (192 + 2 * 96), "core": 4 * 24 * 100, "o_proj": 2 * 192, "gate_up_proj": 2 * 2 * 96,
+        "down_proj": 2 * 96,
+    }  # fmt: skip
+    assert cost.block_flops(TINY, 100) == 2 * TINY_BLOCK + 4 * 4 * 6 * 100
 
 
-def test_unknown_recompute_mode_is_refused():
-    with pytest.raises(ValueError, match="recompute=selective"):
-        cost.hardware_flops_per_token(TINY, 100, RecomputeConfig(name="selective"))
+FORWARD = 2 * TINY_BLOCK + 4 * 4 * 6 * 100
+TAIL = frozenset({"down_proj"})
+
+
+@pytest.mark.parametrize(
+    ("spared", "again"),
+    [
+        ([None] * 3, 0),  # recompute=none
+        ([TAIL] * 3, 3 * (FORWARD - 192)),  # full: nothing reads a block's output again
+        ([frozenset(), TAIL, TAIL], 3 * FORWARD - 2 * 192),  # every=2
+        ([TAIL | {"core", "o_proj", "gate_up_proj"}] * 3, 3 * 2 * (192 + 2 * 96)),  # selective: q, k and v
+        ([TAIL | {"core"}, None, None], FORWARD - 192 - 9600),  # budget
+        ([frozenset()], 3 * FORWARD),  # one block stands for all
+        ([], 0),
+    ],
+)
+def test_recompute_adds_what_is_run_again(spared, again):
+    assert cost.hardware_flops_per_token(TINY, 100, spared) == cost.flops_per_token(TINY, 100) + again
+
+
+def test_elementwise_values_of_a_block():
+    assert cost.elementwise_values(TINY) == 10 * 8 + 2 * (24 + 12) + 5 * 12
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,8 @@ class Options(Common):
 
     @property
     def settled(self) -> dict[str, Any]:
-        return super().settled | {"accumulate": self.microbatches}
+        zero = self.zero if self.axis == "fsdp" else None
+        return super().settled | {"accumulate": self.microbatches, "zero": zero}
 
     @property
     def cases(self) -> list[Case]:

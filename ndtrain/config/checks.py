@@ -1,6 +1,7 @@
 """Every check of a configuration that needs no tensor and no process group."""
 
 import math
+import re
 from typing import Any
 
 from ndtrain import schedule as schedules
@@ -8,14 +9,13 @@ from ndtrain.config.compose import near
 from ndtrain.config.schema import AXES, Config, ConfigError, ModelConfig
 
 _NOT_YET = {
-    "recompute": ("selective", "budget"),
     "data": ("hf", "blend"),
 }
 _CHOICES = {
     "precision.params": ("fp32", "fp64"),
     "precision.compute": ("fp64", "fp32", "bf16"),
     "schedule.name": schedules.NAMES,
-    "recompute.name": ("none", "full", "every", *_NOT_YET["recompute"]),
+    "recompute.name": ("none", "full", "selective", "every", "budget"),
     "optim.name": ("adamw",),
     "optim.schedule": ("constant", "linear", "cosine", "wsd"),
     "data.name": ("python", "text", "jsonl", "bin", *_NOT_YET["data"]),
@@ -31,7 +31,7 @@ _AT_LEAST = {
     "train.log_every": 1, "model.vocab_size": 1, "model.hidden_size": 1, "model.intermediate_size": 1,
     "model.num_hidden_layers": 1, "model.num_attention_heads": 1, "model.num_key_value_heads": 1,
     "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.max_file_bytes": 1, "optim.warmup": 0, "data.prefetch": 1,
-    "recompute.every": 1, "optim.weight_decay": 0, "optim.min_lr": 0, "run.seed": 0,
+    "optim.weight_decay": 0, "optim.min_lr": 0, "run.seed": 0,
 }  # fmt: skip
 
 
@@ -73,6 +73,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_rules(cfg.layout.rules)
     _check_tp(cfg)
     _resolve_cp(cfg)
+    _resolve_recompute(cfg)
     return cfg
 
 
@@ -86,10 +87,11 @@ def _resolve_schedule(cfg: Config) -> None:
         table = schedules.build(s.name, cfg.mesh.pp, cfg.microbatches, s.chunks, s.path)
     except schedules.ScheduleError as error:
         raise ConfigError(f"schedule={s.name}: {error}") from error
+    chunked = " or schedule.chunks" if s.name in ("gpipe", "interleaved") and s.chunks > 1 else ""
     _require(
         table.stages <= layers,
         f"schedule={s.name} cuts the model into {table.stages} stages, more than its "
-        f"model.num_hidden_layers={layers}: lower mesh.pp{' or schedule.chunks' * (s.name in ('gpipe', 'interleaved') and s.chunks > 1)}",
+        f"model.num_hidden_layers={layers}: lower mesh.pp{chunked}",
     )
     if s.split is not None:
         _require(
@@ -250,6 +252,40 @@ def _resolve_cp(cfg: Config) -> None:
         f"train.seq_len={cfg.train.seq_len} must be a multiple of {why} = {least} (cp.balance={cp.balance}): "
         f"try train.seq_len={least * max(1, round(cfg.train.seq_len / least))}",
     )
+
+
+_KEEPABLE = ("qkv_proj", "core", "o_proj", "gate_up_proj")
+_UNITS = {"b": 1} | {f"{p}{b}": base**n for n, p in enumerate("kmgt", 1) for b, base in (("b", 1000), ("ib", 1024))}
+
+
+def _resolve_recompute(cfg: Config) -> None:
+    """Checks its keys; the budget becomes a number of bytes."""
+    r = cfg.recompute
+    every = r.every if isinstance(r.every, int) else None
+    _require(r.every == "auto" or (every or 0) >= 1, f"recompute.every={r.every}: must be at least 1, or auto")
+    for op in r.keep:
+        _require(
+            op in _KEEPABLE,
+            f"recompute.keep: no op {op} whose result a block can keep; {near(op, list(_KEEPABLE))}"
+            f"known: {', '.join(_KEEPABLE)}",
+        )
+    if r.name == "budget":
+        _require(r.budget is not None, "recompute.budget is missing: recompute=budget needs it, e.g. 2GiB")
+        r.budget = _bytes("recompute.budget", r.budget)
+    if r.name in ("selective", "budget"):
+        _require(
+            not cfg.train.compile,
+            f"recompute={r.name} does not go with train.compile=true: choose recompute=full or every",
+        )
+
+
+def _bytes(key: str, value: int | str) -> int:
+    """2GiB, 500MB, 1.5 GiB or a plain number as bytes."""
+    found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
+    unit = _UNITS.get(found[2].lower() or "b") if found and found[1].count(".") <= 1 and found[1] != "." else None
+    size = 0 if unit is None else int(float(found[1]) * unit)
+    _require(size >= 1, f"{key}={value}: must be a number of bytes, or one with a unit: 2GiB, 500MB")
+    return size
 
 
 def _check_train(cfg: Config) -> None:

@@ -99,7 +99,10 @@ class ScheduleConfig:
 @dataclass
 class RecomputeConfig:
     name: str = "none"
-    every: int = 1  # with recompute=every: keep one boundary in this many blocks
+    every: int | str = 1  # with recompute=every: keep one boundary in this many blocks; auto: the root of their number
+    # with recompute=selective: the ops whose results a block keeps (qkv_proj, core, o_proj, gate_up_proj)
+    keep: list[str] = field(default_factory=lambda: ["core", "o_proj", "gate_up_proj"])
+    budget: int | str | None = None  # with recompute=budget: bytes of activations a rank may hold, e.g. 2GiB or 500MB
 
 
 @dataclass

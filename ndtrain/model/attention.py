@@ -9,7 +9,7 @@ Shape legend: B batch, T time, S time of the keys, N query heads, K key/value he
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,9 @@ from ndtrain.model.tiles import BLOCK, Documents, Kind, Pieces, Tile, tiles
 from ndtrain.sequence import Piece
 
 aten = torch.ops.aten
+
+# gives (output, log-sum-exp) of an attention: calls what it is given, which computes them, or has them already
+Recall = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -66,29 +69,33 @@ def local_core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
     return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores)
 
 
-def attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores) -> Tensor:
-    """`local_core` with the scores named."""
-    if not scores.plain:
-        return _attend_in_tiles(q_BTND, k_BTKD, v_BTKD, scores)
+def attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None = None) -> Tensor:
+    """`local_core` with the scores named. With `recall`, the kernels' results go through it."""
+    if recall or not scores.plain:
+        return _attend_in_tiles(q_BTND, k_BTKD, v_BTKD, scores, recall or (lambda make: make()))
     q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 
 
 @torch.compiler.disable
-def _attend_in_tiles(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores) -> Tensor:
+def _attend_in_tiles(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall) -> Tensor:
     length = q_BTND.shape[1]
     whole = (Piece(0, length, 0, 1),)
-    return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, scores.tiles(whole, whole, length, q_BTND))
+    return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, scores.tiles(whole, whole, length, q_BTND), recall)
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, found: tuple[Tile, ...]):
+    def forward(ctx, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, found: tuple[Tile, ...], recall):
         q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD))
-        merged = Merged(q)
-        merged.attend(k, v, found, scores)
-        out, lse = merged.result()
+
+        def make() -> tuple[Tensor, Tensor]:
+            merged = Merged(q)
+            merged.attend(k, v, found, scores)
+            return merged.result()
+
+        out, lse = recall(make)
         ctx.scores, ctx.found = scores, found
         ctx.save_for_backward(q, k, v, out, lse)
         return out.transpose(1, 2)
@@ -98,7 +105,7 @@ class _Tiled(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = total_like(q), total_like(k), total_like(v)
         add_gradients(grad_BTND.transpose(1, 2), (q, k, v, out, lse), ctx.found, ctx.scores, dq, dk, dv)
-        return *(x.transpose(1, 2).to(q.dtype) for x in (dq, dk, dv)), None, None
+        return *(x.transpose(1, 2).to(q.dtype) for x in (dq, dk, dv)), None, None, None
 
 
 # ------------------------------------------------------------------------------------------------- over several tiles

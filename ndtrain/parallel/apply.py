@@ -17,6 +17,7 @@ from ndtrain.parallel.direct import Gradients, direct_ops
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Placement, TiedReducer
+from ndtrain.parallel.recompute import Keep, op_of
 from ndtrain.parallel.tp import CopyReducer, TensorParallel
 from ndtrain.sequence import SequenceCut
 
@@ -65,6 +66,7 @@ class Stages:
 
     Attributes:
         models, segments: stage -> its part of the model, and that as a list.
+        keep: has what blocks that are run again keep of their first run.
     """
 
     models: dict[int, Transformer]
@@ -72,6 +74,7 @@ class Stages:
     units: ShardedUnits
     layouts: Layouts
     placement: Placement
+    keep: Keep
 
     @property
     def context(self) -> Callable[..., Context]:
@@ -101,11 +104,13 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         master=DTYPES[cfg.precision.params],
         device=mesh.device,
     )
-    cut = {}
+    cut, op_names = {}, {}
     for unit in units.units.values():
         for name, parameter in unit.parameters.items():
             cut[parameter] = layouts[name]
-    ops = _ops(cfg, mesh, cut, gradients)
+            op_names[parameter] = op_of(name)
+    keep = Keep(op_names)
+    ops = _ops(cfg, mesh, cut, gradients, keep)
     for model in models.values():
         for name, _ in list(model.named_parameters()):
             _set_parameter(model, name, units.units[unit_of(name)].parameters[name])
@@ -113,7 +118,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         if cfg.train.compile:
             for block in model.model.layers.values():
                 block.compile()
-    return Stages(models, {s: m.segments() for s, m in models.items()}, units, layouts, placement)
+    return Stages(models, {s: m.segments() for s, m in models.items()}, units, layouts, placement, keep)
 
 
 def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer]:
@@ -125,13 +130,15 @@ def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer
         }
 
 
-def _ops(cfg: Config, mesh: Mesh, cut: dict[nn.Parameter, TensorLayout], gradients: Gradients | None) -> Ops:
+def _ops(
+    cfg: Config, mesh: Mesh, cut: dict[nn.Parameter, TensorLayout], gradients: Gradients | None, keep: Keep
+) -> Ops:
     """The model's calls as this mesh makes them: cp replaces the core, tp those over weights."""
-    ops = direct_ops(gradients) if gradients else Ops()
+    ops = direct_ops(gradients, keep) if gradients else Ops()
     if cfg.mesh.cp > 1:
-        ops = replace(ops, core=cp_core(sequence_cut(cfg), mesh.group("cp"), mesh.index("cp")))
+        ops = replace(ops, core=cp_core(sequence_cut(cfg), mesh.group("cp"), mesh.index("cp"), keep=keep))
     if cfg.mesh.tp > 1:
-        ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.train.micro_batch, cfg.tp).over(ops)
+        ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.train.micro_batch, cfg.tp, keep).over(ops)
     return ops
 
 

@@ -14,14 +14,16 @@ H heads of a message.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.collectives import Pending, all_to_all, shift
-from ndtrain.model.attention import Merged, Scores, add_gradients, attend, total_like
+from ndtrain.model.attention import Merged, Recall, Scores, add_gradients, attend, total_like
 from ndtrain.model.tiles import Tile, halves
+from ndtrain.parallel.recompute import Keep
 from ndtrain.sequence import SequenceCut
 
 Core = Callable[..., Tensor]
@@ -48,20 +50,24 @@ class Links:
         return all_to_all(sends, receives, self._group, self._members)
 
 
-def cp_core(cut: SequenceCut, group: dist.ProcessGroup, index: int, links: Links | None = None) -> Core:
+def cp_core(
+    cut: SequenceCut, group: dist.ProcessGroup, index: int, links: Links | None = None, keep: Keep | None = None
+) -> Core:
     """The attention core of cp coordinate `index` of `group`, for tokens cut as `cut` says: a core(q [B, T, N, D],
     k and v [B, T, K, D], ctx) -> [B, T, N, D] that reads `ctx.scores`, whose slopes are those of the N heads here.
+
+    With `keep`, a second run of the core needs no ring, and of Ulysses' messages only those of its inputs.
 
     Raises:
         ValueError (the core): cut.ulysses does not divide N, or neither of cut.ulysses and K divides the other.
     """
     holder, slice_index = divmod(index, cut.ulysses)
-    links = links or Links(cut, group, index)
+    links, keep = links or Links(cut, group, index), keep or Keep()
 
     def whole_heads(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         if cut.ring == 1:
-            return attend(q, k, v, scores)
-        return _Ring.apply(q, k, v, scores, _plan(cut, holder, scores, q), links)
+            return attend(q, k, v, scores, keep.of("core"))
+        return _Ring.apply(q, k, v, scores, _plan(cut, holder, scores, q), links, partial(keep, "core"))
 
     def core(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
         if cut.ulysses == 1:
@@ -69,7 +75,8 @@ def cp_core(cut: SequenceCut, group: dist.ProcessGroup, index: int, links: Links
         shares = _head_shares(q.shape[2], k.shape[2], cut.ulysses)
         slopes = ctx.scores.slopes and ctx.scores.slopes[shares[slice_index][0]]
         heads = _ToHeads.apply(q, k, v, shares, links)
-        return _ToTokens.apply(whole_heads(*heads, replace(ctx.scores, slopes=slopes)), cut.ulysses, links)
+        out = whole_heads(*heads, replace(ctx.scores, slopes=slopes))
+        return _ToTokens.apply(out, cut.ulysses, links, partial(keep, "core"))
 
     return torch.compiler.disable(core)
 
@@ -88,12 +95,16 @@ class _Ring(torch.autograd.Function):
     follow a step behind, and come home while the second half of each rank's own block is computed."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: list[tuple[Tile, ...]], links: Links):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: list, links: Links, recall: Recall):
         q, kv = q.transpose(1, 2), torch.stack([k, v])
-        merged = Merged(q)
-        for found, held in zip(plan, _around(kv, len(plan), links), strict=True):
-            merged.attend(*_heads_first(held), found, scores)
-        out, lse = merged.result()
+
+        def make() -> tuple[Tensor, Tensor]:
+            merged = Merged(q)
+            for found, held in zip(plan, _around(kv, len(plan), links), strict=True):
+                merged.attend(*_heads_first(held), found, scores)
+            return merged.result()
+
+        out, lse = recall(make)
         ctx.scores, ctx.plan, ctx.links = scores, plan, links
         ctx.save_for_backward(q, kv, out, lse)
         return out.transpose(1, 2)
@@ -122,7 +133,7 @@ class _Ring(torch.autograd.Function):
         add(kv, late, own)
         flight.wait()
         dk, dv = own.add_(coming).to(kv.dtype)
-        return dq.transpose(1, 2).to(q.dtype), dk, dv, None, None, None
+        return dq.transpose(1, 2).to(q.dtype), dk, dv, *(None,) * 4
 
 
 def _around(kv: Tensor, steps: int, links: Links) -> Iterator[Tensor]:
@@ -176,13 +187,13 @@ class _ToTokens(torch.autograd.Function):
     """The other way, of the outputs: some heads of all the group's tokens -> all heads of this rank's."""
 
     @staticmethod
-    def forward(ctx, out: Tensor, members: int, links: Links):
+    def forward(ctx, out: Tensor, members: int, links: Links, recall: Callable):
         ctx.members, ctx.links = members, links
-        return torch.cat(list(_to_tokens(out, members, links)), 2)
+        return recall(lambda: torch.cat(list(_to_tokens(out, members, links)), 2))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _to_heads([x.contiguous() for x in grad.chunk(ctx.members, 2)], ctx.links), None, None
+        return _to_heads([x.contiguous() for x in grad.chunk(ctx.members, 2)], ctx.links), None, None, None
 
 
 def _sizes(shares: list[tuple[slice, slice]]) -> list[int]:

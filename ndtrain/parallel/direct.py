@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndtrain.model import Ops
+from ndtrain.model.attention import attend
 from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss, head_loss
+from ndtrain.parallel.recompute import Keep
 
 Rows = slice
 
@@ -91,14 +93,14 @@ class Gathered:
 
     def __init__(self, x_NI: Tensor):
         self._x_NI = x_NI
-        self.order: list[Rows] = [slice(0, len(x_NI))]
+        self.order: list[Rows] = [slice(0, x_NI.shape[0])]
 
     def rows(self, wanted: Rows) -> Tensor:
         """Those rows, waited for."""
-        return self._x_NI[wanted]
+        return self._x_NI if wanted is self.order[0] else self._x_NI[wanted]  # a slice of a tensor costs microseconds
 
     def all(self) -> Tensor:
-        return self.rows(slice(None))
+        return self._x_NI
 
 
 class Exchange:
@@ -138,16 +140,13 @@ class Path(NamedTuple):
 class _Linear(torch.autograd.Function):
     """y_i = x @ w_i.T + b_i for several weights of one path. What enters is gathered again in backward and not kept.
     The Parameters themselves are kept, not copies of them among the saved tensors: under fsdp their storage is empty
-    between forward and backward."""
+    between forward and backward. `recall` gives the outputs: it calls what makes them, or has them already."""
 
     @staticmethod
-    def forward(ctx, sink: Gradients | None, path: Path, x: Tensor, count: int, *parameters: nn.Parameter | None):
+    def forward(ctx, sink: Gradients | None, path: Path, recall: Callable, x: Tensor, count: int, *parameters):
         ctx.sink, ctx.path, ctx.count, ctx.parameters = sink, path, count, parameters
         ctx.save_for_backward(x)
-        x_NI = path.enter.gather(x)
-        outs = [path.leave.reduce(lambda rows, w=w: x_NI.rows(rows) @ w.t(), x_NI.order) for w in parameters[:count]]
-        shape = path.leave.outside(path.enter.inside(x.shape[:-1]))
-        return tuple(_add(out(), b).view(*shape, -1) for out, b in zip(outs, parameters[count:], strict=True))
+        return recall(lambda: _outputs(path, x, parameters[:count], parameters[count:]))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -165,7 +164,17 @@ class _Linear(torch.autograd.Function):
         dx = path.enter.reduce(product, dys[0].order)
         dw = [_weight_gradient(ctx.sink, w, dy.all().t(), x_NI.all()) for w, dy in zip(weights, dys, strict=True)]
         db = [None if b is None else g.flatten(0, -2).sum(0) for b, g in zip(biases, grads, strict=True)]
-        return None, None, dx().view_as(x), None, *dw, *db
+        return None, None, None, dx().view_as(x), None, *dw, *db
+
+
+def _outputs(
+    path: Path, x: Tensor, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter | None]
+) -> tuple[Tensor, ...]:
+    """x @ w.T + b of each, in the stream's tokens."""
+    x_NI = path.enter.gather(x)
+    outs = [path.leave.reduce(lambda rows, w=w: x_NI.rows(rows) @ w.t(), x_NI.order) for w in weights]
+    shape = path.leave.outside(path.enter.inside(x.shape[:-1]))
+    return tuple(_add(out(), b).view(*shape, -1) for out, b in zip(outs, biases, strict=True))
 
 
 def _add(y_NO: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -251,13 +260,20 @@ class WeightOps:
     Args:
         sink: where matrices' gradients go; None: to autograd (inside a compiled graph nothing is written past it).
         path_of: parameter -> its path.
+        keep: has the outputs of some matmuls when their block is run again.
     """
 
-    def __init__(self, sink: Gradients | None, path_of: Callable[[nn.Parameter], Path] = lambda weight: Path()):
-        self.sink, self.path_of = sink, path_of
+    def __init__(
+        self,
+        sink: Gradients | None,
+        path_of: Callable[[nn.Parameter], Path] = lambda weight: Path(),
+        keep: Keep | None = None,
+    ):
+        self.sink, self.path_of, self.keep = sink, path_of, keep or Keep()
 
     def linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        return _Linear.apply(self.sink, self.path_of(weights[0]), x, len(weights), *weights, *biases)
+        path, recall = self.path_of(weights[0]), partial(self.keep, self.keep.op_of.get(weights[0]))
+        return _Linear.apply(self.sink, path, recall, x, len(weights), *weights, *biases)
 
     def embedding(self, tokens: Tensor, weight: Tensor, path: Path | None = None, held: range | None = None) -> Tensor:
         return _Embedding.apply(self.sink, path or Path(), tokens, weight, held)
@@ -270,7 +286,10 @@ class WeightOps:
         return _HeadLoss.apply(self.sink, vocabulary, x, weight, labels, scale, chunk)
 
 
-def direct_ops(gradients: Gradients) -> Ops:
-    """The model's ops on one device, with weight gradients through `gradients`."""
-    ops = WeightOps(gradients)
-    return Ops(linear=ops.linear, embedding=ops.embedding, head_loss=ops.head_loss)
+def direct_ops(gradients: Gradients, keep: Keep | None = None) -> Ops:
+    """The model's ops on one device, with weight gradients through `gradients`, and for blocks that are run again what
+    `keep` has of them."""
+    keep = keep or Keep()
+    ops = WeightOps(gradients, keep=keep)
+    core = lambda q, k, v, ctx: attend(q, k, v, ctx.scores, keep.of("core"))
+    return Ops(linear=ops.linear, embedding=ops.embedding, core=core, head_loss=ops.head_loss)

@@ -38,6 +38,7 @@ from ndtrain.layout import CUT_AXIS, FlatLayout, TensorLayout, fair_cut
 from ndtrain.model import Ops
 from ndtrain.model.loss import LOCAL, Vocabulary
 from ndtrain.parallel.direct import Exchange, Gathered, Gradients, Path, Rows, WeightOps
+from ndtrain.parallel.recompute import Keep
 
 # ----------------------------------------------------------------------------------------------------- the exchanges
 
@@ -59,6 +60,9 @@ class _Arriving(Gathered):
             if rows.start < stop and start < rows.stop:
                 flight.wait()
         return self._x_NI[wanted]
+
+    def all(self) -> Tensor:
+        return self.rows(slice(None))
 
 
 class SequenceExchange(Exchange):
@@ -210,6 +214,7 @@ class TensorParallel:
         cut: each parameter with its layout.
         sink: where matrices' gradients go; None: to autograd.
         batch: sequences of a microbatch.
+        keep: has the outputs of some matmuls when their block is run again.
     """
 
     def __init__(
@@ -219,13 +224,14 @@ class TensorParallel:
         group: dist.ProcessGroup,
         batch: int,
         cfg: TPConfig,
+        keep: Keep | None = None,
     ):
         self.cut, self.group, self.sequence_parallel = cut, group, cfg.sequence_parallel
         overlap = cfg.overlap
         self.exchange = (
             SequenceExchange(group, batch, overlap) if cfg.sequence_parallel else CopyExchange(group, overlap)
         )
-        self.ops = WeightOps(sink, self.path_of)
+        self.ops = WeightOps(sink, self.path_of, keep)
         # what moves data cannot be part of a compiled graph: without a sink each call is a break in it
         self.eager = torch.compiler.disable if sink is None else lambda call: call
 
