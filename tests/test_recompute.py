@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from ndtrain.config import ConfigError, RecomputeConfig, load_config, resolve
 from ndtrain.parallel import budget
-from ndtrain.parallel.budget import BlockSizes, Load, choices, height, plan, rerun_cost
+from ndtrain.parallel.budget import BlockSizes, Load, choices, height, load, plan, rerun_cost
 from ndtrain.parallel.recompute import KEEPABLE, Group, Keep, groups, op_of, spared
+from ndtrain.schedule import Action
 from tests.parity import FP64, SHAPE, Run, compare, rank_run, train
 from tests.ranks import run_ranks
 from tests.test_memory import measure
@@ -39,15 +40,21 @@ CASES = {
     "full, ring": (2, ["recompute=full", "mesh.cp=2", "data.pack=true"]),
     "full, ulysses": (2, ["recompute=full", "mesh.cp=2", "cp.kind=ulysses"]),
     "selective, ulysses": (2, ["recompute=selective", "mesh.cp=2", "cp.kind=ulysses", "data.pack=true"]),
-    "budget, ring": (2, ["recompute=budget", "recompute.budget=240kB", "mesh.cp=2"]),
+    "budget, ring": (2, ["recompute=budget", "recompute.budget=600kB", "mesh.cp=2"]),
     "full, tp and cp": (4, ["recompute=full", "mesh.tp=2", "mesh.cp=2"]),
     "selective, tp and cp": (4, ["recompute=selective", "mesh.tp=2", "mesh.cp=2", "schedule=gpipe"]),
     "budget, tp": (2, ["recompute=budget", "recompute.budget=200kB", "mesh.tp=2"]),
+    "selective, 1f1b": (2, ["recompute=selective", "mesh.pp=2"]),
+    "every 2, interleaved": (2, ["recompute=every", "recompute.every=2", "mesh.pp=2", "schedule=interleaved"]),
+    "selective, zb_v": (2, ["recompute=selective", "mesh.pp=2", "schedule=zb_v"]),
+    "full, zb_h1 and tp": (4, ["recompute=full", "mesh.pp=2", "schedule=zb_h1", "mesh.tp=2"]),
+    "budget, zb_v": (2, ["recompute=budget", "recompute.budget=700kB", "mesh.pp=2", "schedule=zb_v"]),
+    "budget, dualpipe_v": (2, ["recompute=budget", "recompute.budget=1MB", "mesh.pp=2", "schedule=dualpipe_v"]),
     **{f"selective, zero {z}": (2, ["recompute=selective", "mesh.fsdp=2", f"mesh.zero={z}"]) for z in (1, 2, 3)},
     **{f"budget, zero {z}": (2, ["recompute=budget", "recompute.budget=600kB", "mesh.fsdp=2", f"mesh.zero={z}"])
        for z in (1, 2, 3)},
 }  # fmt: skip
-DEFAULT = ("selective", "every auto", "budget", "every 2, tp", "full, ulysses", "budget, zero 3")
+DEFAULT = ("selective", "every auto", "budget", "every 2, tp", "full, ulysses", "budget, zb_v")
 
 
 @cache
@@ -235,9 +242,9 @@ def test_activations_of_each_mode():
 
 
 def budget_ways(extra: list[str], share: list[float]) -> list[list[str]]:
-    """Budgets between the least that works and what no recompute takes."""
-    (asked,) = run_ranks(heights, *_ranks(extra), [[*extra, "recompute=budget", "recompute.budget=1TB"]])[:1]
-    least, most = asked[0]["least"], asked[0]["most"]
+    """Budgets between the least that works on all ranks and what no recompute takes."""
+    asked = run_ranks(heights, *_ranks(extra), [[*extra, "recompute=budget", "recompute.budget=1TB"]])
+    least, most = (max(rank[0][bound] for rank in asked) for bound in ("least", "most"))
     limits = [int(least + s * (most - least)) for s in share]
     return [[*extra, "recompute=budget", f"recompute.budget={b}"] for b in limits]
 
@@ -250,6 +257,7 @@ SETTINGS = {
     "fp32": [], "gpipe": ["schedule=gpipe"], "bf16": ["precision.compute=bf16"],
     "packed": ["data.pack=true", "train.seq_len=64"], "tp": ["mesh.tp=2"], "ring": ["mesh.cp=2"],
     "ulysses": ["mesh.cp=2", "cp.kind=ulysses"], "zero 3": ["mesh.fsdp=2", "mesh.zero=3"],
+    "1f1b": ["mesh.pp=2"], "zb_h1": ["mesh.pp=2", "schedule=zb_h1"], "zb_v": ["mesh.pp=2", "schedule=zb_v"],
     "zero 2 in bf16": ["mesh.fsdp=2", "mesh.zero=2", "precision.compute=bf16"],
 }  # fmt: skip
 
@@ -264,9 +272,11 @@ def test_activations_stay_under_the_budget(name):
             print(f"{name}: height {r['height']} of {r['budget']}, cost {r['cost'] / r['full']:.2f} of full's")
             assert r["height"] <= r["budget"]
             assert r["cost"] <= r["full"]
-        costs = [r["cost"] for r in by_rank]
+        tight = [r for r in by_rank if r["budget"] < r["most"]]
+        costs = [r["cost"] for r in tight]
         assert costs == sorted(costs, reverse=True) and len(set(costs)) == len(costs)
-        assert all(r["height"] > 0.75 * r["budget"] for r in by_rank[1:]), "much of the budget lies idle"
+        if not any("mesh.pp" in e for e in extra):  # bounds of several stages together lie higher
+            assert all(r["height"] > 0.75 * r["budget"] for r in tight[1:]), "much of the budget lies idle"
 
 
 def test_a_budget_that_cannot_be_names_the_least():
@@ -286,7 +296,7 @@ def random_sizes(draw: random.Random) -> BlockSizes:
 def brute_force(loads: list[Load], sizes: BlockSizes, limit: int, cost: Callable, always: frozenset[str]):
     """(cost, height) of the best plan with at most two kinds of blocks, None where there is none; and the least
     height of all plans."""
-    blocks = sum(load.blocks for load in loads)
+    blocks = sum(one.blocks for one in loads)
     every = [p for p in product(choices(always), repeat=blocks) if len(set(p)) <= 2]
     rated = [(sum(map(cost, p)), height(loads, p, sizes)) for p in every]
     return min((r for r in rated if r[1] <= limit), default=None), min(h for _, h in rated)
@@ -304,7 +314,7 @@ def test_the_plan_is_the_best_of_all(loads):
     for _ in range(60):
         sizes, price = random_sizes(draw), {op: draw.randint(1, 9) for op in KEEPABLE}
         cost = lambda c, price=price: 0 if c is None else 2 + sum(price[op] for op in KEEPABLE if op not in c)
-        blocks = sum(load.blocks for load in loads)
+        blocks = sum(one.blocks for one in loads)
         bounds = [height(loads, [c] * blocks, sizes) for c in choices(always)]
         limit = draw.randint(min(bounds) - 20, max(bounds) + 20)
         best, least = brute_force(loads, sizes, limit, cost, always)
@@ -338,6 +348,13 @@ def test_the_height_is_that_of_a_step():
         sizes, blocks, m = random_sizes(draw), draw.randint(1, 5), draw.randint(1, 4)
         chosen = [draw.choice(choices(frozenset())) for _ in range(blocks)]
         assert height([Load(blocks, m)], chosen, sizes) == simulated_height(blocks, m, chosen, sizes)
+
+
+def test_loads_are_the_peaks_of_each_stage():
+    row = [Action(kind, m, s) for kind, m, s in
+           [("F", 0, 1), ("F", 1, 1), ("F", 0, 2), ("I", 0, 2), ("B", 0, 1), ("F", 1, 2), ("I", 1, 2), ("W", 0, 2),
+            ("W", 1, 2), ("B", 1, 1)]]  # fmt: skip
+    assert [load(row, 1, 3), load(row, 2, 5)] == [Load(3, 2, 0), Load(5, 1, 2)]
 
 
 def test_of_equal_live_microbatches_the_last_blocks_hold_most():
