@@ -158,10 +158,10 @@ def _with_gathers(found: list[Instruction], ahead: int) -> list[Instruction]:
     upcoming: list[str] = []  # the units read after this instruction, nearest first, without repeats in a row
     for ins in reversed(found):
         release = ins.weights is not None and (not upcoming or upcoming[0] != ins.weights)
-        others = [u for u in upcoming[: ahead + 1] if u != ins.weights][:ahead]
+        others = [u for u in upcoming if u != ins.weights][:ahead]
         out.append(replace(ins, prefetch=tuple(others), release=release))
         if release:
-            upcoming.insert(0, ins.weights)
+            upcoming = [ins.weights, *upcoming[:ahead]]
     return out[::-1]
 
 

@@ -1,5 +1,5 @@
-"""What every test runs under: one thread a process, a data cache of its own, the marks `full` and `gpu`, and a budget
-of time."""
+"""What every test runs under: one thread a process, a data cache of its own, the marks `full`, `gpu` and `quiet`, and a
+budget of time."""
 
 import os
 import shutil
@@ -24,6 +24,8 @@ def pytest_collection_modifyitems(config, items):
     reasons = {} if config.getoption("--full") else {"full": "part of the full sweep: pytest --full"}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA device"
+    if hasattr(config, "workerinput"):
+        reasons["quiet"] = "measures time: run without -n"
     for item in items:
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):

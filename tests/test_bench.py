@@ -35,15 +35,19 @@ CP = ["axis=cp", "seq_len=64", "heads=4", "kv_heads=2", "head_dim=16", "rounds=2
     ("args", "peers"),
     [
         (["axis=one"], {"bare", "transformers"}),
-        (["axis=one", "precision=bf16", "accumulate=2"], {"bare", "transformers"}),
+        pytest.param(["axis=one", "precision=bf16", "accumulate=2"], {"bare", "transformers"}, marks=pytest.mark.full),
         (["axis=dp", "accumulate=2"], {"ddp"}),
         (["axis=fsdp", "profile=true"], {"fsdp2"}),
         (["axis=tp", "accumulate=2"], {"dtensor_tp", "dtensor_tp_sp"}),
-        (["axis=tp", "precision=bf16", "sequence_parallel=false", "overlap=true"], {"dtensor_tp", "dtensor_tp_sp"}),
+        pytest.param(
+            ["axis=tp", "precision=bf16", "sequence_parallel=false", "overlap=true"],
+            {"dtensor_tp", "dtensor_tp_sp"},
+            marks=pytest.mark.full,
+        ),
         (["axis=pp", "shape=pp_tiny", "schedule=1f1b", "precision=bf16"], {"torch_pipelining"}),
         (["axis=pp", "shape=pp_tiny", "schedule=zb_v", "accumulate=3"], {"torch_pipelining"}),
     ],
-    ids=" ".join,
+    ids=lambda words: " ".join(sorted(words)),  # in the same order in every process
 )
 def test_peers(args, peers, tmp_path, capsys):
     assert main(["peers", *QUICK, *args, f"out={tmp_path}/found.json"]) == 0
@@ -196,6 +200,7 @@ def test_attention_peers(args, tmp_path, capsys):
     assert ("_scaled_dot_product_flash_attention_for_cpu" in capsys.readouterr().out) == ("profile=true" in args)
 
 
+@pytest.mark.quiet
 def test_a_slow_link_is_paid_for_in_full(tmp_path):
     """What is spent waiting for a link is what a step takes longer than one without it."""
     slow = ["seq_len=512", "rounds=5", "link_mb_s=1", f"out={tmp_path}/found.json"]
@@ -225,6 +230,7 @@ def over_a_slow_link() -> tuple[float, float, float, int, bool]:
     return took, slept, *links.reset(), bool((receive == 1 - group.rank()).all())
 
 
+@pytest.mark.quiet
 def test_a_transfer_takes_its_bytes_time():
     for took, slept, spent, received, right in run_ranks(over_a_slow_link, 2):
         assert received == 20000 and right

@@ -93,7 +93,7 @@ def pairs():
     random.Random(0).shuffle(names)
     drawn = [(a, names[(i + step) % len(names)]) for step in (1, 5) for i, a in enumerate(names)]
     for i, pair in enumerate(drawn):
-        marks = [] if i % 6 == 0 and max(ranks_of(MESHES[m]) for m in pair) <= 4 else [pytest.mark.full]
+        marks = [] if i % 9 == 0 and max(ranks_of(MESHES[m]) for m in pair) <= 4 else [pytest.mark.full]
         yield pytest.param(*pair, marks=marks, id="-to-".join(pair))
 
 

@@ -73,6 +73,7 @@ WIDE = [
 ]  # fmt: skip
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_measured_as_predicted(schedule):
     """Both cores belong to the ranks. A pipeline that waits where the schedule does not shows here: a backward whose
