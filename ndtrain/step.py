@@ -31,6 +31,8 @@ from ndtrain.parallel.pp import Pipeline
 from ndtrain.parallel.recompute import Group, Keep, always_kept, groups, spared
 from ndtrain.schedule import Action, Message
 
+Units = tuple[str, ...]  # names
+
 
 @dataclass(frozen=True)
 class Instruction:
@@ -39,25 +41,24 @@ class Instruction:
     Attributes:
         kind: F forward | B backward | I backward that puts the gradients of matrices off | W what I put off.
         action: which action of the row it is part of.
-        segment: which of this rank's.
-        weights: the unit it reads, None where it reads none.
+        segment: which of this rank's layers.
+        weights: the units it reads.
         prefetch: the units to start gathering while it runs.
-        release: its unit is not the next one read.
+        release: its units are not the next ones read.
         keep_graph: (F) its backward follows without running it again.
         drop_input: (F) nothing needs its input any more.
         feed: (F) its output is what comes next in the stage needs, or the next stage, and not already there.
         keep: (F) what its block keeps for a second run; None: it has no second run, or this is it.
         unneeded: (F) the ops whose values that second run does not read.
         again: (F) this is the second run.
-        reduce: (B, I, W) the unit's gradient of this microbatch is complete.
-        final: ... and it was the step's last microbatch.
+        reduce: (B, I, W) the units whose gradient of this microbatch is complete, and whether it was the step's last.
     """
 
     kind: str
     action: int
     microbatch: int
     segment: int
-    weights: str | None
+    weights: Units
     prefetch: tuple[str, ...] = ()
     release: bool = False
     keep_graph: bool = True
@@ -66,19 +67,22 @@ class Instruction:
     keep: frozenset[str] | None = None
     unneeded: frozenset[str] = frozenset()
     again: bool = False
-    reduce: bool = False
-    final: bool = False
+    reduce: tuple[tuple[str, bool], ...] = ()
 
 
 class Layer(NamedTuple):
-    """A segment as one of all that a rank has.
+    """One of the pieces that a rank's stages are run in: a segment, or several with one graph.
 
     Attributes:
+        run: as `Segment.run`.
+        units: whose parameters it reads; `backward_units`: those it reads again in its backward.
         first, last: of its stage.
         loss: its output is the loss.
     """
 
-    segment: Segment
+    run: Callable[[Tensor | None, Context], Tensor]
+    units: Units
+    backward_units: Units
     stage: int
     first: bool
     last: bool
@@ -86,16 +90,51 @@ class Layer(NamedTuple):
 
     @property
     def is_block(self) -> bool:
-        return ".layers." in self.segment.unit
+        return ".layers." in self.units[0]
 
 
 def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
     """All segments of a rank, stage after stage."""
-    return [
-        Layer(segment, stage, i == 0, i == len(found) - 1, i == len(found) - 1 and stage == last_stage)
-        for stage, found in sorted(segments.items())
-        for i, segment in enumerate(found)
-    ]
+    found = []
+    for stage, mine in sorted(segments.items()):
+        for i, s in enumerate(mine):
+            units, last = (s.unit,), i == len(mine) - 1
+            again = units if s.weight_in_backward else ()
+            found.append(Layer(s.run, units, again, stage, i == 0, last, last and stage == last_stage))
+    return found
+
+
+def join(layers: Sequence[Layer], groups_: Sequence[Group]) -> tuple[list[Layer], list[Group]]:
+    """Layers of a stage that follow each other as one, but for the loss and what is run again: fewer graphs, where
+    nothing is to be done between them. Returns the groups with their new places too."""
+    alone = {i for g in groups_ for i in g.segments} | {i for i, layer in enumerate(layers) if layer.loss}
+    runs: list[list[int]] = []
+    for i, layer in enumerate(layers):
+        if runs and not alone & {i, runs[-1][-1]} and layers[runs[-1][-1]].stage == layer.stage:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    place = {i: n for n, run in enumerate(runs) for i in run}
+    moved = [replace(g, segments=[place[i] for i in g.segments]) for g in groups_]
+    return [_joined([layers[i] for i in run]) for run in runs], moved
+
+
+def _joined(layers: list[Layer]) -> Layer:
+    if len(layers) == 1:
+        return layers[0]
+
+    def run(x: Tensor | None, ctx: Context) -> Tensor:
+        for layer in layers:
+            x = layer.run(x, ctx)
+        return x
+
+    unique = lambda units: tuple(dict.fromkeys(units))
+    return layers[-1]._replace(
+        run=run,
+        units=unique(u for layer in layers for u in layer.units),
+        backward_units=unique(u for layer in layers for u in layer.backward_units),
+        first=layers[0].first,
+    )
 
 
 def expand(
@@ -117,8 +156,8 @@ def expand(
     return [list(same) for _, same in groupby(found, key=lambda ins: ins.action)]
 
 
-def _instruction(kind: str, a: Action, i: int, unit: str | None, **flags: Any) -> Instruction:
-    return Instruction(kind, 0, a.microbatch, i, unit, **flags)
+def _instruction(kind: str, a: Action, i: int, weights: Units, **flags: Any) -> Instruction:
+    return Instruction(kind, 0, a.microbatch, i, weights, **flags)
 
 
 def _forward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
@@ -127,7 +166,7 @@ def _forward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequ
     for i in stage:
         if layers[i].loss:
             continue
-        ins = _instruction("F", a, i, layers[i].segment.unit)
+        ins = _instruction("F", a, i, layers[i].units)
         if g := group.get(i):
             inner = i != g.segments[0]
             ins = replace(ins, keep_graph=False, drop_input=inner, keep=g.keep, unneeded=g.unneeded(i))
@@ -139,27 +178,26 @@ def _backward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Seq
     group_ending = {g.segments[-1]: g.segments for g in groups_}
     found = []
     for i in reversed(stage):
-        unit = layers[i].segment.unit
         if layers[i].loss:
-            found.append(_instruction("F", a, i, unit, feed=False))
+            found.append(_instruction("F", a, i, layers[i].units, feed=False))
         for j in group_ending.get(i, ()):
-            found.append(_instruction("F", a, j, layers[j].segment.unit, feed=j != i, again=True))
-        found.append(_instruction(a.kind, a, i, unit if layers[i].segment.weight_in_backward else None))
+            found.append(_instruction("F", a, j, layers[j].units, feed=j != i, again=True))
+        found.append(_instruction(a.kind, a, i, layers[i].backward_units))
     return found
 
 
 def _weights(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
-    return [_instruction("W", a, i, None) for i in reversed(stage)]
+    return [_instruction("W", a, i, ()) for i in reversed(stage)]
 
 
 def _with_gathers(found: list[Instruction], ahead: int) -> list[Instruction]:
     """Fills in prefetch and release: the next `ahead` units that the list reads after each instruction."""
     out: list[Instruction] = []
-    upcoming: list[str] = []  # the units read after this instruction, nearest first, without repeats in a row
+    upcoming: list[Units] = []  # the units read after this instruction, nearest first, without repeats in a row
     for ins in reversed(found):
-        release = ins.weights is not None and (not upcoming or upcoming[0] != ins.weights)
-        others = [u for u in upcoming if u != ins.weights][:ahead]
-        out.append(replace(ins, prefetch=tuple(others), release=release))
+        release = bool(ins.weights) and (not upcoming or upcoming[0] != ins.weights)
+        others = [units for units in upcoming if units != ins.weights][:ahead]
+        out.append(replace(ins, prefetch=tuple(u for units in others for u in units), release=release))
         if release:
             upcoming = [ins.weights, *upcoming[:ahead]]
     return out[::-1]
@@ -171,11 +209,12 @@ def _with_reductions(found: list[Instruction], layers: Sequence[Layer]) -> list[
     in_step: set[str] = set()
     out: list[Instruction] = []
     for ins in reversed(found):
-        unit = layers[ins.segment].segment.unit
         if ins.kind != "F":
-            ins = replace(ins, reduce=(ins.microbatch, unit) not in in_microbatch, final=unit not in in_step)
-            in_microbatch.add((ins.microbatch, unit))
-            in_step.add(unit)
+            units = layers[ins.segment].units[::-1]
+            complete = [(u, u not in in_step) for u in units if (ins.microbatch, u) not in in_microbatch]
+            ins = replace(ins, reduce=tuple(complete))
+            in_microbatch |= {(ins.microbatch, u) for u in units}
+            in_step |= {*units}
         out.append(ins)
     return out[::-1]
 
@@ -204,8 +243,11 @@ class Executor:
         keep: Keep,
         groups_: Sequence[Group],
     ):
+        if units.stay:
+            layers, groups_ = join(layers, groups_)
         self.row, self.layers, self.units, self.pipeline, self.keep = row, layers, units, pipeline, keep
-        self.program = expand(row, layers, groups_, ahead=2 if units.keeps_full else 1)
+        self.program = expand(row, layers, groups_, ahead=0 if units.stay else 2 if units.keeps_full else 1)
+        self._passes = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._finish_weights}
         self.watched: list[Took] | None = None
         self._exit = {layer.stage: i for i, layer in enumerate(layers) if layer.last}
         self._entry = {layer.stage: i for i, layer in enumerate(layers) if layer.first}
@@ -249,23 +291,24 @@ class Executor:
             self._gradients[a.microbatch, self._exit[a.stage]] = x
 
     def _run(self, ins: Instruction) -> None:
-        if ins.weights:
-            self.units.use(ins.weights)
+        for name in ins.weights:
+            self.units.use(name)
         for name in ins.prefetch:
             self.units.fetch(name)
-        {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._finish_weights}[ins.kind](ins)
+        self._passes[ins.kind](ins)
         if ins.release:
-            self.units.release(ins.weights)
-        if ins.reduce:
-            self.units.reduce(self.layers[ins.segment].segment.unit, ins.final)
+            for name in ins.weights:
+                self.units.release(name)
+        for name, final in ins.reduce:
+            self.units.reduce(name, final)
 
     def _forward(self, ins: Instruction) -> None:
         at, layer = (ins.microbatch, ins.segment), self.layers[ins.segment]
         x = self._inputs.pop(at) if ins.drop_input else self._inputs[at]
         if layer.loss:
-            self.units.open_gradients(layer.segment.unit)  # the loss makes gradients in its forward
+            self._open_gradients(layer)  # the loss makes gradients in its forward
         with torch.set_grad_enabled(ins.keep_graph), self._kept(ins, at):
-            y = layer.segment.run(x, self._contexts[ins.microbatch])
+            y = layer.run(x, self._contexts[ins.microbatch])
         if ins.keep_graph:
             self._graphs[at] = get_gradient_edge(y)  # and not y, whose memory only its readers keep
         if layer.loss:
@@ -284,7 +327,7 @@ class Executor:
     def _backward(self, ins: Instruction) -> None:
         at, layer = (ins.microbatch, ins.segment), self.layers[ins.segment]
         edge, x = self._graphs.pop(at), self._inputs.pop(at)
-        self.units.open_gradients(layer.segment.unit)
+        self._open_gradients(layer)
         with self.units.deferring(self._deferred.setdefault(at, []) if ins.kind == "I" else None):
             torch.autograd.backward(edge, self._gradients.pop(at))
         if x is None:
@@ -294,8 +337,12 @@ class Executor:
         else:
             self._gradients[ins.microbatch, ins.segment - 1] = x.grad
 
+    def _open_gradients(self, layer: Layer) -> None:
+        for name in layer.units:
+            self.units.open_gradients(name)
+
     def _finish_weights(self, ins: Instruction) -> None:
-        self.units.open_gradients(self.layers[ins.segment].segment.unit)
+        self._open_gradients(self.layers[ins.segment])
         with torch.no_grad():
             for write in self._deferred.pop((ins.microbatch, ins.segment)):
                 write()

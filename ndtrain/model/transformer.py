@@ -210,6 +210,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.m, self.ops, self.loss_chunk = m, Ops(), loss_chunk
         self.first, self.last = first, last
+        self._ropes: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         shapes = _shapes(m, tensor_dims(m))
         tied = m.tie_word_embeddings
         self.model = nn.Module()
@@ -272,13 +273,20 @@ class Transformer(nn.Module):
         """
         m, device = self.m, tokens_BT.device
         wide = torch.promote_types(dtype, torch.float32)
-        if positions is None:
-            positions = torch.arange(tokens_BT.shape[1], device=device)
-        rope = None if m.alibi else rope_table(positions, inverse_frequencies(m, device), wide)
+        rope = None if m.alibi else self._rope(positions, tokens_BT.shape[1], device, wide)
         slopes = alibi_slopes(m.num_attention_heads) if m.alibi else None
         scores = Scores(m.sliding_window, m.attn_logit_softcapping, slopes, documents)
         one = lambda: torch.ones((), dtype=wide, device=device)
         return Context(tokens_BT, labels_BT, rope, loss_scale or one, scores)
+
+    def _rope(self, positions: Tensor | None, length: int, device: torch.device, dtype: torch.dtype):
+        """The rotary table of some positions; that of all in order is made once."""
+        if positions is not None:
+            return rope_table(positions, inverse_frequencies(self.m, device), dtype)
+        key = length, device, dtype
+        if key not in self._ropes:
+            self._ropes[key] = self._rope(torch.arange(length, device=device), *key)
+        return self._ropes[key]
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """The sum of the losses over valid tokens, for one process that holds the whole model."""

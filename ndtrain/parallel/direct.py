@@ -171,6 +171,8 @@ def _outputs(
     path: Path, x: Tensor, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter | None]
 ) -> tuple[Tensor, ...]:
     """x @ w.T + b of each, in the stream's tokens."""
+    if path.enter is WHOLE and path.leave is WHOLE:
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     x_NI = path.enter.gather(x)
     outs = [path.leave.reduce(lambda rows, w=w: x_NI.rows(rows) @ w.t(), x_NI.order) for w in weights]
     shape = path.leave.outside(path.enter.inside(x.shape[:-1]))

@@ -21,6 +21,11 @@ class ReplicaReducer:
         self._span = (0, 0)
         self._flights: list[Pending] = []
 
+    @property
+    def alone(self) -> bool:
+        """Whether there are none."""
+        return self._group is None
+
     def add(self, buffer: Tensor, start: int, stop: int) -> None:
         """buffer[start:stop] is final on this rank. Every rank must call in the same order."""
         if self._group is None:

@@ -89,6 +89,11 @@ class ShardedUnits:
         self._reductions: list[tuple[Unit, Tensor, Pending, bool]] = []
         self.units = self._allocate(layouts)
 
+    @property
+    def stay(self) -> bool:
+        """Whether nothing is to be gathered, freed or summed while a step runs."""
+        return self.keeps_full and self.group is None and self.replicas.alone
+
     # ------------------------------------------------------------------------------------------------------- state
 
     def _allocate(self, layouts: dict[str, FlatLayout]) -> dict[str, Unit]:
