@@ -36,7 +36,7 @@ Units = tuple[str, ...]  # names
 
 @dataclass(frozen=True)
 class Instruction:
-    """One pass of one segment for one microbatch.
+    """One pass of one layer for one microbatch.
 
     Attributes:
         kind: F forward | B backward | I backward that puts the gradients of matrices off | W what I put off.
@@ -47,7 +47,7 @@ class Instruction:
         release: its units are not the next ones read.
         keep_graph: (F) its backward follows without running it again.
         drop_input: (F) nothing needs its input any more.
-        feed: (F) its output is what comes next in the stage needs, or the next stage, and not already there.
+        feed: (F) its output is the input of the next layer, or of the next stage, and not already there.
         keep: (F) what its block keeps for a second run; None: it has no second run, or this is it.
         unneeded: (F) the ops whose values that second run does not read.
         again: (F) this is the second run.

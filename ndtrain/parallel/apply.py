@@ -155,9 +155,8 @@ def initialise(stages: Stages, cfg: Config) -> None:
 def _replica_axes(layouts: Layouts, names: list[str]) -> frozenset[str]:
     """The axes that whole shards of gradients are summed over, beside those that the flat buffers' reduce-scatter sums
     and tp and pp, over which only copies are."""
-    (axes,) = {
-        layouts[name].partial - {*SHARD_AXES, CUT_AXIS, "pp"} for name in names
-    }  # a unit's gradients travel together
+    elsewhere = {*SHARD_AXES, CUT_AXIS, "pp"}
+    (axes,) = {layouts[name].partial - elsewhere for name in names}  # a unit's gradients travel together
     return axes
 
 
