@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from ndtrain import checkpoint
-from ndtrain.checkpoint import list_checkpoints
+from ndtrain.checkpoint import list_checkpoints, saving
 from ndtrain.config import Config, ModelConfig, load_config, resolve
 from ndtrain.step import TrainingStep
 from ndtrain.train import _say_failure, main, train
@@ -373,7 +373,7 @@ def test_disk_full_for_a_while(disk, whole, tmp_path, corpus, capsys):
 
 def save_with_failure(args: list[str]) -> int:
     """On one rank: `main`, where rank 1 cannot write its part of the second checkpoint."""
-    create, done = checkpoint._write_owned, []
+    create, done = saving._write_owned, []
 
     def failing(*rest):
         done.append(True)
@@ -381,7 +381,7 @@ def save_with_failure(args: list[str]) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO), "disk")
         return create(*rest)
 
-    with mock.patch.object(checkpoint, "_write_owned", failing):
+    with mock.patch.object(saving, "_write_owned", failing):
         return rank_main(args)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ndtrain import schedule as schedules
 from ndtrain.config.compose import near
-from ndtrain.config.schema import AXES, Config, ConfigError, ModelConfig
+from ndtrain.config.schema import AXES, Config, ConfigError, DataConfig, ModelConfig
 
 _NOT_YET = {
     "data": ("hf", "blend"),
@@ -30,7 +30,9 @@ _AT_LEAST = {
     "train.steps": 1, "train.seq_len": 1, "train.global_batch": 1, "train.micro_batch": 1, "train.loss_chunk": 1,
     "train.log_every": 1, "model.vocab_size": 1, "model.hidden_size": 1, "model.intermediate_size": 1,
     "model.num_hidden_layers": 1, "model.num_attention_heads": 1, "model.num_key_value_heads": 1,
-    "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.max_file_bytes": 1, "optim.warmup": 0, "data.prefetch": 1,
+    "train.eval_every": 0, "train.max_skipped": 1,
+    "checkpoint.every": 0, "checkpoint.keep_every": 0, "checkpoint.keep": 1,
+    "checkpoint.max_file_bytes": 1, "optim.warmup": 0, "data.prefetch": 1,
     "optim.weight_decay": 0, "optim.min_lr": 0, "run.seed": 0,
 }  # fmt: skip
 
@@ -69,6 +71,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_model(cfg.model)
     _resolve_mesh(cfg, world_size)
     _check_train(cfg)
+    _check_data(cfg.data)
     _resolve_schedule(cfg)
     _check_rules(cfg.layout.rules)
     _check_tp(cfg)
@@ -313,6 +316,7 @@ def _check_train(cfg: Config) -> None:
     _require(
         optim.clip is None or optim.clip > 0, f"optim.clip={optim.clip}: must be positive, or null for no clipping"
     )
+    _require(optim.ema is None or 0 < optim.ema < 1, f"optim.ema={optim.ema}: must lie in (0, 1), or null for none")
     _require(0 < optim.wsd_decay <= 1, f"optim.wsd_decay={optim.wsd_decay}: must lie in (0, 1]")
     length = t.steps if optim.decay_steps is None else optim.decay_steps
     _require(length >= 1, f"optim.decay_steps={length}: must be at least 1, or null for train.steps")
@@ -329,6 +333,9 @@ def _check_train(cfg: Config) -> None:
         not (cfg.precision.params == "fp64" and cfg.precision.compute == "bf16"),
         "precision.params=fp64 goes with precision.compute=fp64 or fp32",
     )
-    if cfg.data.name in ("text", "jsonl", "bin"):
-        _require(bool(cfg.data.path), f"data.path is missing: data={cfg.data.name} needs it, e.g. data.path=corpus/")
-    _require(0 <= cfg.data.validation < 1, f"data.validation={cfg.data.validation}: must lie in [0, 1)")
+
+
+def _check_data(data: DataConfig) -> None:
+    if data.name in ("text", "jsonl", "bin"):
+        _require(bool(data.path), f"data.path is missing: data={data.name} needs it, e.g. data.path=corpus/")
+    _require(0 <= data.validation < 1, f"data.validation={data.validation}: must lie in [0, 1)")

@@ -79,6 +79,8 @@ class TrainConfig:
     loss_chunk: int = 1024  # tokens whose logits exist at one time
     compile: bool = False
     log_every: int = 1
+    eval_every: int = 0  # steps between losses over the whole validation split; 0: never
+    max_skipped: int = 10  # steps in a row with a non-finite loss or gradient, which change nothing, that end the run
     trace: bool = False  # one step's timeline, measured and predicted, into the run folder
 
 
@@ -131,19 +133,27 @@ class OptimConfig:
     warmup: int = 0  # steps
     decay_steps: int | None = None  # null: train.steps
     wsd_decay: float = 0.2  # with schedule=wsd: the last fraction of decay_steps that decays
+    ema: float | None = None  # decay of an average of the weights, which checkpoints then hold too
 
 
 @dataclass
 class DataConfig:
     name: str = "python"
-    path: str | None = None  # file, folder or glob (text, jsonl), one file (bin)
+    path: str | None = None  # file, folder or glob (text, jsonl), one file (bin), hub name or local data (hf)
     tokenizer: str = "bpe"  # byte | bpe | a tokenizer.json or Hugging Face folder
     vocab_size: int = II("model.vocab_size")  # what a trained bpe aims for
-    text_key: str = "text"  # jsonl: the field that holds the text
+    text_key: str = "text"  # jsonl, hf: the field that holds the text
+    subset: str | None = None  # hf: which configuration of the dataset
+    split: str = "train"  # hf: the split to train on
+    eval_split: str | None = None  # hf: the split to validate on; null: `validation` of the documents of `split`
+    streaming: bool = False  # hf: read while training, without tokenising it first
+    # blend: corpora with weights, each {weight: ..., name: ..., path: ...} and any other key of data
+    blend: list[dict[str, Any]] = field(default_factory=list)
     dtype: str = "uint16"  # bin: uint16 | uint32
     shuffle: bool = True
     pack: bool = False  # documents that share a sequence do not attend to each other
     eos_id: int | None = None  # bin: the token that ends a document, which pack needs
+    validation_path: str | None = None  # bin: the token file to validate on
     validation: float = 0.02  # fraction of files (or documents) held out
     cache: str = "${oc.env:NDTRAIN_CACHE,'~/.cache/ndtrain'}/data"
     prefetch: int = 2  # batches kept ready
@@ -153,8 +163,9 @@ class DataConfig:
 class CheckpointConfig:
     name: str = "default"
     every: int = 0  # steps; 0: only at the end and on stop
-    keep: int = 2
-    async_save: bool = False
+    keep: int = 2  # the newest
+    keep_every: int = 0  # and for good those of every so many steps; 0: none
+    async_save: bool = False  # write in the background from a copy in host memory
     max_file_bytes: int = 4 * 2**30
 
 

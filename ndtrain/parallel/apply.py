@@ -103,6 +103,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         compute=compute,
         master=DTYPES[cfg.precision.params],
         device=mesh.device,
+        ema=cfg.optim.ema is not None,
     )
     cut, op_names = {}, {}
     for unit in units.units.values():

@@ -35,7 +35,7 @@ class Unit:
 
     Attributes:
         full: all local elements in compute precision; its storage is empty while a zero=3 unit is not in use.
-        master, exp_avg, exp_avg_sq, grad: this rank's elements in master precision.
+        master, exp_avg, exp_avg_sq, grad, ema: this rank's elements in master precision; ema: None unless asked for.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Unit:
     full_grad: Tensor | None
     grad_at: tuple[Tensor, int]  # the buffer that `grad` is a slice of, and where
     ready: bool = False  # full holds the current weights
+    ema: Tensor | None = None  # the average of the weights
     gather: Pending | None = None
     reduced_before: bool = False  # grad already holds earlier microbatches of this step
 
@@ -63,6 +64,7 @@ class ShardedUnits:
         gradients: through which matrices' gradients come (`direct_ops`); None where autograd adds them all.
         zero: 1, 2 or 3, as above.
         compute, master: dtypes.
+        ema: whether there is an average of the weights.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class ShardedUnits:
         compute: torch.dtype,
         master: torch.dtype,
         device: torch.device,
+        ema: bool = False,
     ):
         self.group, self.index = group, index
         self.replicas, self.copies, self.ties, self.gradients = replicas, copies, ties, gradients
@@ -87,7 +90,7 @@ class ShardedUnits:
         self.shares_master = self.keeps_full and compute == master
         self.compute, self.master, self.device = compute, master, device
         self._reductions: list[tuple[Unit, Tensor, Pending, bool]] = []
-        self.units = self._allocate(layouts)
+        self.units = self._allocate(layouts, ema)
 
     @property
     def stay(self) -> bool:
@@ -96,7 +99,7 @@ class ShardedUnits:
 
     # ------------------------------------------------------------------------------------------------------- state
 
-    def _allocate(self, layouts: dict[str, FlatLayout]) -> dict[str, Unit]:
+    def _allocate(self, layouts: dict[str, FlatLayout], ema: bool) -> dict[str, Unit]:
         """One buffer of each kind for the whole stage, in model order, so that the optimizer sees few tensors and
         neighbouring gradients can travel in one message."""
         local = sum(f.numel for f in layouts.values())
@@ -106,6 +109,7 @@ class ShardedUnits:
         master = None if self.shares_master else empty(local // parts, self.master)
         grad = empty(local if self.keeps_grad else local // parts, self.master)
         exp_avg, exp_avg_sq = empty(local // parts, self.master), empty(local // parts, self.master)
+        average = empty(local // parts, self.master) if ema else None
         units, at, shard_at = {}, 0, 0
         for name, layout in layouts.items():
             start, stop = layout.bounds(self.index)
@@ -124,6 +128,7 @@ class ShardedUnits:
                 grad=grad[grad_start : grad_start + size],
                 full_grad=grad[at : at + layout.numel] if self.keeps_grad else None,
                 grad_at=(grad, grad_start),
+                ema=None if average is None else average[span],
             )
             if self.keeps_grad:
                 self._attach(unit)
@@ -136,7 +141,7 @@ class ShardedUnits:
         """Bytes of parameters, gradients, master weights and moments this rank holds now (shared storage once)."""
         storages = {}
         for unit in self.units.values():
-            for x in (unit.full, unit.master, unit.exp_avg, unit.exp_avg_sq, unit.grad, unit.full_grad):
+            for x in (unit.full, unit.master, unit.exp_avg, unit.exp_avg_sq, unit.grad, unit.full_grad, unit.ema):
                 if x is not None:
                     storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return sum(storages.values())
