@@ -116,6 +116,12 @@ class Mesh:
             return None
         return dist.new_subgroups_by_enumeration(self.spec.groups(axis))[0]
 
+    @cached_property
+    def background(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks, for tensors on the CPU: through it talks what goes on beside the training, in a
+        thread of its own. None on one rank. Made on first use, which every rank must reach in the same order."""
+        return dist.new_group(backend="gloo") if self.spec.world_size > 1 else None
+
     def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         if not axes:
             return None

@@ -1,12 +1,15 @@
 """AdamW on this rank's shards, the global gradient norm from layouts, and learning-rate schedules."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ndtrain.collectives import Group, all_gather_row
+from ndtrain.collectives import all_gather_row
 from ndtrain.config import OptimConfig
+from ndtrain.layout import MODEL_AXES
+from ndtrain.mesh import Mesh
 from ndtrain.parallel.fsdp import ShardedUnits
 
 # ------------------------------------------------------------------------------------------------- learning rate
@@ -35,17 +38,36 @@ def learning_rate(cfg: OptimConfig, step: int, total_steps: int) -> float:
 # ------------------------------------------------------------------------------------------------------ the update
 
 
+class Verdict(NamedTuple):
+    """What the whole mesh makes of a step's gradients; the same bits on every rank, fp64 and on the device.
+
+    Attributes:
+        loss: summed over all ranks.
+        norm: the 2-norm of the whole model's gradient, each element counted once.
+        finite: whether every rank's loss and the norm are.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    finite: Tensor
+
+
 class Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) over the shards of all units.
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) over the shards of all units, and with `optim.ema` an
+    exponential average of the weights.
 
     Each unit's shard is at most two tensors, matrices (decayed) and vectors (not): slices of the flat buffers.
 
-    Args:
-        group: the ranks whose shards together are the model.
+    Attributes:
+        skipped: how many steps have been, a scalar on the device. The bias of the moments is corrected for those made.
     """
 
-    def __init__(self, units: ShardedUnits, cfg: OptimConfig, group: Group):
-        self.cfg, self.group, self.device = cfg, group, units.device
+    def __init__(self, units: ShardedUnits, cfg: OptimConfig, mesh: Mesh):
+        self.cfg, self.mesh, self.device = cfg, mesh, units.device
+        self.skipped = torch.zeros((), dtype=torch.float32, device=units.device)
+        # of replicas, whose shards are the same, one is asked: every rank then adds up the same numbers
+        self._one_replica = torch.tensor(mesh.spec.groups(*MODEL_AXES)[0], device=units.device)
+        self._averaged = [(u.ema, u.master) for u in units.units.values() if u.ema is not None and u.ema.numel()]
         self._steps: list[Tensor] = []
         self._counted = _counted(units)
         decayed, plain, state = [], [], {}
@@ -70,35 +92,44 @@ class Optimizer:
         self._adamw.state.update(state)
         self._fuses_clip = bool(self._weights) and self._weights[0].dtype == torch.float32
 
-    def gradient_norm(self) -> Tensor:
-        """The 2-norm of the whole model's gradient, each element counted once; fp64, the same bits on every rank."""
-        mine = torch.zeros(1, dtype=torch.float64, device=self.device)
+    def judge(self, loss_share: Tensor) -> Verdict:
+        """Asks every rank for its loss and for the norm of the gradients it owns."""
+        mine = torch.zeros(2, dtype=torch.float64, device=self.device)
         for x in self._counted:
-            mine += _square_sum(x)
-        rows, flight = all_gather_row(mine, self.group)
+            mine[0] += _square_sum(x)
+        mine[1] = loss_share
+        rows, flight = all_gather_row(mine, self.mesh.world)
         flight.wait()
-        return rows.sum().sqrt()
+        loss, norm = rows[:, 1].sum(), rows[self._one_replica, 0].sum().sqrt()
+        return Verdict(loss, norm, rows.isfinite().all())
 
-    def step(self, step: int, lr: float, norm: Tensor) -> None:
-        """Clips by `norm` and makes update number `step` (from 1)."""
+    def step(self, step: int, lr: float, verdict: Verdict) -> None:
+        """Clips and makes update number `step` (from 1); where something was not finite, changes nothing."""
+        skip = (~verdict.finite).float()
+        self._adamw.found_inf = skip  # as GradScaler hands it to the fused kernel, which then does not update
         if self.cfg.clip is not None:
-            self._clip((norm + 1e-6) / self.cfg.clip)
+            self._clip((verdict.norm + 1e-6) / self.cfg.clip)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         torch._foreach_zero_(self._steps)
-        torch._foreach_add_(self._steps, step - 1)  # the optimizer counts this one itself
+        torch._foreach_add_(self._steps, step - 1 - self.skipped)  # the optimizer counts this one itself
         self._adamw.step()
+        self.skipped += skip
+        self._average(skip)
 
     def _clip(self, excess: Tensor) -> None:
         """Divides the gradients by `excess`, where that is more than 1."""
         excess = excess.clamp(min=1)
-        if self._fuses_clip:  # as GradScaler hands it to the fused kernel: one pass over the gradients less
-            self._adamw.grad_scale, self._adamw.found_inf = (
-                excess.float(),
-                torch.zeros_like(excess, dtype=torch.float32),
-            )
+        if self._fuses_clip:  # again as GradScaler does: one pass over the gradients less
+            self._adamw.grad_scale = excess.float()
         else:  # that kernel takes an fp32 scale only
             torch._foreach_div_([w.grad for w in self._weights], excess)
+
+    def _average(self, skip: Tensor) -> None:
+        if self._averaged:
+            part = (1 - self.cfg.ema) * (1 - skip.to(self._averaged[0][0].dtype))
+            for average, weight in self._averaged:
+                average.lerp_(weight, part)
 
 
 _ROW = 4096  # elements whose norm is taken in their own precision

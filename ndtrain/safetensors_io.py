@@ -10,21 +10,58 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+# dtypes of weights; the rest may be in a file, but is not read
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_BLOCK = 1 << 20  # words summed at one time
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {
+    "C64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
+    "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+_LONGEST_HEADER = 100_000_000  # bytes; the library's own bound
+_MOST = 2**63 - 1  # any size
+_AROUND = 2 << 20  # bytes: with a page that is read the kernel maps neighbours too, none of them further away
 
 
 class DamagedFile(ValueError):
     """A file that is not what it should be; the message names it."""
+
+
+class Rows(NamedTuple):
+    """`count` pieces of `length` elements of a row-major tensor, each beginning `stride` elements behind the last."""
+
+    start: int
+    length: int
+    count: int = 1
+    stride: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.count * self.length
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last, those between the pieces included."""
+        return (self.count - 1) * self.stride + self.length
+
+    def cut(self, most: int) -> Iterator["Rows"]:
+        """The same elements in the same order, at most `most` at a time."""
+        if self.length <= most:
+            each = most // self.length
+            for i in range(0, self.count, each):
+                yield self._replace(start=self.start + i * self.stride, count=min(each, self.count - i))
+            return
+        for begin in (self.start + i * self.stride for i in range(self.count)):
+            for i in range(0, self.length, most):
+                yield Rows(begin + i, min(most, self.length - i))
 
 
 # ------------------------------------------------------------------------------------------------------------ layout
@@ -81,11 +118,134 @@ def index_json(files: list[PlannedFile]) -> dict:
     }
 
 
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
 def create(path: Path, plan: PlannedFile) -> None:
     """The file with its header and its full size, tensors still unwritten. Raises OSError where the disk is full."""
     with open(path, "wb") as f:
-        os.posix_fallocate(f.fileno(), 0, plan.size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(f.fileno(), 0, plan.size)
+        else:  # macOS
+            f.truncate(plan.size)
         f.write(plan.header)
+
+
+def write(fd: int, data: Tensor, offset: int, rows: Rows) -> None:
+    """Writes elements of the tensor that begins at byte `offset`. `data`: [rows.numel], contiguous, on the CPU."""
+    view, item = memoryview(bytes_of(data)), data.element_size()
+    size, step, at = rows.length * item, rows.stride * item, offset + rows.start * item
+    for i in range(rows.count):
+        _write_all(fd, view[i * size : (i + 1) * size], at + i * step)
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def bytes_of(data: Tensor) -> np.ndarray:
+    """A contiguous CPU tensor's memory as uint8, not copied."""
+    return data.detach().view(torch.uint8).numpy()
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+class _Stored(NamedTuple):
+    """A tensor in a file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    size: int  # bytes
+
+
+class Reader:
+    """Memory-maps a set of safetensors files and reads elements of their tensors.
+
+    Args:
+        rename: maps the name of a tensor in its file to the name under which it is asked for.
+
+    Raises:
+        DamagedFile: a header that does not parse; one whose tensors overlap, leave gaps, reach outside their file or
+            have another size than their shape says; a tensor that two files hold.
+    """
+
+    def __init__(self, files: list[Path], rename: Callable[[str], str] = lambda name: name):
+        self._tensors: dict[str, _Stored] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._views: dict[str, Tensor] = {}  # uint8
+        for path in files:
+            self._maps[path] = mapped = _map(path)
+            for name, stored in _tensors_of(path, mapped).items():
+                name = rename(name)
+                if name in self._tensors:
+                    raise DamagedFile(f"tensor {name} is in {self._tensors[name].path} and again in {path}")
+                self._tensors[name] = stored
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def read(self, name: str, rows: Rows) -> Tensor:
+        """Elements of a tensor [rows.count, rows.length], read-only, not copied where the file has them aligned.
+
+        Raises:
+            DamagedFile: a dtype that no weight has.
+        """
+        stored = self._tensors[name]
+        if stored.dtype not in _DTYPES:
+            raise DamagedFile(f"{stored.path}: tensor {name} has the dtype {stored.dtype}; known: {', '.join(_DTYPES)}")
+        dtype = _DTYPES[stored.dtype]
+        if name not in self._views:
+            self._views[name] = _view(self._maps[stored.path], stored)
+        item = dtype.itemsize
+        shape, strides = (rows.count, rows.length * item), (rows.stride * item, 1)
+        found = self._views[name].as_strided(shape, strides, rows.start * item)
+        aligned = stored.offset % item == 0  # another writer's header may end anywhere
+        return (found if aligned else found.clone()).view(dtype)
+
+    def expect(self, name: str, rows: Rows) -> None:
+        """Elements that will be read soon: the kernel may fetch them meanwhile."""
+        self._advise(mmap.MADV_WILLNEED, name, rows)
+
+    def release(self, name: str, rows: Rows) -> None:
+        """Elements that are not needed any more: their pages no longer count as this process's memory."""
+        self._advise(mmap.MADV_DONTNEED, name, rows, around=_AROUND)
+
+    def _advise(self, advice: int, name: str, rows: Rows, around: int = 0) -> None:
+        stored, mapped = self._tensors[name], self._maps[self._tensors[name].path]
+        item = _ITEM_BYTES[stored.dtype]
+        begin = stored.offset + rows.start * item
+        end = min(begin + rows.span * item + around, len(mapped))
+        begin = max(0, begin - around) // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped.madvise(advice, begin, end - begin)
+
+
+def _map(path: Path) -> mmap.mmap:
+    with open(path, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        if size < 8:
+            raise DamagedFile(f"{path} is damaged: it has {size} bytes, and the length of a header alone takes 8")
+        return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _view(mapped: mmap.mmap, stored: _Stored) -> Tensor:
+    """A tensor's bytes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "not writable": it is only ever copied from
+        return torch.from_numpy(np.frombuffer(mapped, np.uint8, stored.size, stored.offset))
+
+
+# ----------------------------------------------------------------------------------------------------------- headers
 
 
 def read_header(path: Path) -> bytes:
@@ -95,110 +255,87 @@ def read_header(path: Path) -> bytes:
         return length + f.read(min(int.from_bytes(length, "little"), path.stat().st_size))
 
 
-def write_all(fd: int, data: Tensor, offset: int) -> None:
-    """The bytes of a contiguous CPU tensor at `offset`."""
-    view = memoryview(_words(data)).cast("B")
-    while view:
-        done = os.pwrite(fd, view, offset)
-        view, offset = view[done:], offset + done
-
-
-# ---------------------------------------------------------------------------------------------------------- checksum
-
-
-def checksum(data: Tensor, start: int) -> Tensor:
-    """Checksum of elements [start, start + n) of a tensor: two sums modulo 2^64, int64 [2].
-
-    With b_i the tensor's 16- or 32-bit words: sum b_i and sum b_i * (i + 1). Sums of parts add up to the sum of the
-    whole, so owners add theirs without reading again; a changed word shows in the first, moved words in the second.
-    """
-    words = _words(data)
-    at = start * (data.element_size() // words.itemsize)
-    total = np.zeros(2, dtype=np.uint64)
-    for begin in range(0, words.size, _BLOCK):
-        block = words[begin : begin + _BLOCK].astype(np.uint64)
-        total[0] += block.sum()
-        total[1] += (block * np.arange(at + begin + 1, at + begin + 1 + block.size, dtype=np.uint64)).sum()
-    return torch.from_numpy(total.view(np.int64))
-
-
-def _words(data: Tensor) -> np.ndarray:
-    """A contiguous CPU tensor's memory as unsigned words, without a copy."""
-    two = data.element_size() == 2
-    return (
-        data.detach()
-        .contiguous()
-        .view(torch.int16 if two else torch.int32)
-        .numpy()
-        .view(np.uint16 if two else np.uint32)
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------- reading
-
-
-class Reader:
-    """Memory-maps a set of safetensors files and reads elements of their tensors.
+def _tensors_of(path: Path, mapped: mmap.mmap) -> dict[str, _Stored]:
+    """The tensors of a file, in the order of their bytes, which they fill from the header to the end.
 
     Raises:
-        DamagedFile: a header that does not parse, or that points outside its file.
+        DamagedFile: they do not.
     """
-
-    def __init__(self, files: list[Path]):
-        self._tensors: dict[str, tuple[Path, torch.dtype, tuple[int, ...], int]] = {}
-        self._maps: dict[Path, mmap.mmap] = {}
-        for path in files:
-            self._open(path)
-
-    def _open(self, path: Path) -> None:
-        try:
-            with open(path, "rb") as f:
-                self._maps[path] = mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            raise DamagedFile(f"{path} is empty") from error
-        length = int.from_bytes(mapped[:8], "little")
-        if len(mapped) < 8 or length > len(mapped) - 8:
-            raise DamagedFile(f"{path} is damaged: its header does not fit into the file")
-        try:
-            entries = json.loads(mapped[8 : 8 + length])
-            entries.pop("__metadata__", None)
-            for name, entry in entries.items():
-                self._add(path, name, entry, 8 + length, len(mapped))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise (
-                error
-                if isinstance(error, DamagedFile)
-                else DamagedFile(f"{path} is damaged: its header does not parse")
-            ) from error
-
-    def _add(self, path: Path, name: str, entry: dict, base: int, end: int) -> None:
-        first, last = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        if entry["dtype"] not in _DTYPES:
-            raise DamagedFile(f"{path}: tensor {name} has the dtype {entry['dtype']}; known: {', '.join(_DTYPES)}")
-        dtype = _DTYPES[entry["dtype"]]
-        if first < 0 or last - first != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
-            raise DamagedFile(f"{path} is damaged: tensor {name}'s offsets do not fit its shape {shape}")
-        if base + last > end:
-            raise DamagedFile(f"{path} is truncated: tensor {name} ends at byte {base + last} of {end}")
-        self._tensors[name] = (path, dtype, shape, base + first)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name][2]
-
-    def read(self, name: str, start: int, length: int) -> Tensor:
-        """Elements [start, start + length) in row-major order, read-only, not copied."""
-        path, dtype, _, offset = self._tensors[name]
-        raw = np.frombuffer(self._maps[path], np.uint8, length * dtype.itemsize, offset + start * dtype.itemsize)
-        if dtype.itemsize > 1 and (offset % dtype.itemsize):  # another writer's header may leave tensors unaligned
-            raw = raw.copy()
-        return _tensor_view(raw, dtype)
+    length = int.from_bytes(mapped[:8], "little")
+    base = 8 + length
+    if base > len(mapped) or length > _LONGEST_HEADER:
+        raise DamagedFile(f"{path} is damaged: its header does not fit into the file")
+    found, at = {}, base
+    entries = [(name, *_entry(path, name, e)) for name, e in _parse(path, mapped[8:base]).items()]
+    for name, dtype, shape, first, last in sorted(entries, key=lambda e: e[3:]):
+        if base + last > len(mapped):
+            raise DamagedFile(f"{path} is truncated: tensor {name} ends at byte {base + last} of {len(mapped)}")
+        if base + first != at:
+            raise DamagedFile(f"{path} is damaged: tensor {name} overlaps the one before it, or leaves a gap")
+        found[name] = _Stored(path, dtype, shape, base + first, last - first)
+        at = base + last
+    if at != len(mapped):
+        raise DamagedFile(f"{path} is damaged: {len(mapped) - at} bytes follow its last tensor")
+    return found
 
 
-def _tensor_view(raw: np.ndarray, dtype: torch.dtype) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "not writable": it is only ever copied from
-        return torch.from_numpy(raw).view(dtype)
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    """Tensor -> its entry. As strict as the library, which this must never read more from than that does."""
+    try:
+        if text[:1] != b"{":
+            raise ValueError("it is no JSON object")
+        hooks = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), _natural)
+        entries = json.loads(text.decode(), object_pairs_hook=_once, **hooks)
+        notes = entries.pop("__metadata__", None)
+        if notes is not None and not (isinstance(notes, dict) and all(isinstance(n, str) for n in notes.values())):
+            raise ValueError("its __metadata__ are not strings")
+        return entries
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path} is damaged: its header does not parse ({error})") from error
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{text} is not a whole number, 0 or more")
+    return int(text)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name} is there twice")
+        for text in (name, value):
+            if isinstance(text, str):
+                text.encode()  # raises for half of a surrogate pair, which is no text
+        found[name] = value
+    return found
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, first byte, last byte + 1) of a header's entry, from the end of the header on."""
+    refuse = lambda why: DamagedFile(f"{path} is damaged: tensor {name} {why}")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise refuse("does not have dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise refuse("has a shape or offsets that are not lists of sizes")
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise refuse(f"has the dtype {dtype}; known: {', '.join(_ITEM_BYTES)}")
+    if offsets[1] - offsets[0] != _elements(shape) * _ITEM_BYTES[dtype]:
+        raise refuse(f"has offsets that do not fit its shape {tuple(shape)}")
+    return dtype, tuple(shape), *offsets
+
+
+def _are_sizes(found: Any) -> bool:
+    return isinstance(found, list) and all(type(x) is int and x <= _MOST for x in found)
+
+
+def _elements(shape: list[int]) -> int:
+    """How many; more than any file has where that overflows on the way, as it does for the library."""
+    number = 1
+    for size in shape:
+        number *= size
+        if number > _MOST:
+            break
+    return number

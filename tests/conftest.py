@@ -15,6 +15,7 @@ os.environ["NDTRAIN_CACHE"] = CACHE
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
+    parser.addoption("--chaos", type=int, default=2, help="of twenty runs that are killed ten times each, how many")
     parser.addoption("--budget", type=float, help="minutes: on a slow machine leave tests out evenly to stay within")
 
 

@@ -5,7 +5,8 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,19 @@ def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 120) -> list[An
     Raises:
         AssertionError: a rank raised (its traceback is the message) or the time ran out.
     """
+    with started_ranks(fn, n, *args) as (ranks, folder):
+        return _collect(ranks, folder, timeout)
+
+
+@contextmanager
+def started_ranks(fn: Callable, n: int, *args: Any) -> Iterator[tuple[list, Path]]:
+    """The n processes at work, and the folder that their results go to; none is left at the end of the block."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_context.Process(target=_rank, args=(fn, r, n, args, folder), daemon=True) for r in range(n)]
         for p in ranks:
             p.start()
         try:
-            return _collect(ranks, Path(folder), timeout)
+            yield ranks, Path(folder)
         finally:
             for p in ranks:
                 p.kill()

@@ -21,7 +21,8 @@ from ndtrain import checkpoint
 from ndtrain.checkpoint import list_checkpoints, saving
 from ndtrain.config import Config, ModelConfig, load_config, resolve
 from ndtrain.step import TrainingStep
-from ndtrain.train import _say_failure, main, train
+from ndtrain.stopping import say_failure
+from ndtrain.train import main, train
 from tests import helpers
 from tests.helpers import (
     arguments,
@@ -278,7 +279,7 @@ def test_who_lost_a_peer_speaks_last(error, stopped, capsys):
     """But speaks, where nobody else has by then and the launcher ends nobody: else a lost network is a silent end."""
     stop = mock.Mock(signal="SIGTERM" if stopped else None)
     with mock.patch("time.sleep") as sleep:
-        _say_failure(error, stop)
+        say_failure(error, stop)
     said, lost = capsys.readouterr().err, error in LOST
     assert sleep.called == (lost and not stopped)
     assert (str(error) in said) == (not (lost and stopped))

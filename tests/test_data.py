@@ -35,6 +35,7 @@ from ndtrain.data import (
     store,
     tokenizer,
 )
+from ndtrain.data.documents import pieces as pieces_of
 from ndtrain.model.loss import IGNORE
 from ndtrain.sequence import BALANCES, SequenceCut
 from ndtrain.step import TrainingStep
@@ -78,7 +79,7 @@ def builds(caplog):
 
 def documents(data) -> list[str]:
     """The texts of the training split, cut at the end-of-text token."""
-    ids = np.split(data.train, np.flatnonzero(data.train == data.tokenizer.eos_id) + 1)
+    ids = np.split(data.train[0], np.flatnonzero(data.train[0] == data.tokenizer.eos_id) + 1)
     assert ids.pop().size == 0  # the last document ends, too
     return [data.tokenizer.decode(doc[:-1].tolist()) for doc in ids]
 
@@ -168,9 +169,9 @@ def test_bin_file_without_shuffle_has_the_documented_layout(tmp_path, dtype):
     ids = np.random.default_rng(0).integers(0, 300, count * length + 5)  # 5: a rest too short for a sequence
     ids.astype("<u2" if dtype == "uint16" else "<u4").tofile(tmp_path / "tokens.bin")
     data = open_data(config({"name": "bin", "path": str(tmp_path / "tokens.bin"), "dtype": dtype}, tmp_path))
-    assert np.array_equal(data.train, ids) and len(data.validation) == 0
+    assert np.array_equal(data.train[0], ids) and not data.validation
     assert data.tokenizer is None and data.vocab_size == ids.max() + 1
-    sampled = Sequences(data.train, length, batch, seed=5, shuffle=False)
+    sampled = Sequences(data.train[0], length, batch, seed=5, shuffle=False)
     assert sampled.count == count
     for step in range(8):  # more than three epochs
         for i, row in enumerate(sampled.tokens(step, range(batch))):
@@ -310,9 +311,9 @@ def test_packing_splits_a_text_corpus_at_its_documents(folder, tmp_path):
     settings = {"name": "text", "path": str(folder)}
     plain, data = (open_data(config({**settings, "pack": pack}, tmp_path)) for pack in (False, True))
     assert data.eos_id == data.tokenizer.eos_id == plain.eos_id == 256
-    assert data.fingerprint == plain.fingerprint and np.array_equal(data.train, plain.train)
-    length = len(data.train) - 1
-    (batch,) = microbatches(Sequences(data.train, length, 1, 0, False), 0, [0], 1, eos=data.eos_id)
+    assert data.fingerprint == plain.fingerprint and np.array_equal(data.train[0], plain.train[0])
+    length = len(data.train[0]) - 1
+    (batch,) = microbatches(Sequences(data.train[0], length, 1, 0, False), 0, [0], 1, eos=data.eos_id)
     pieces = np.split(batch.tokens[0].numpy(), batch.documents[0][1:])
     texts = [data.tokenizer.decode(piece.tolist()) for piece in pieces]
     assert [t.removesuffix("<|endoftext|>") for t in texts] == documents(data)
@@ -435,13 +436,13 @@ def test_text_folder_file_and_glob(folder, tmp_path):
 def test_validation_split_holds_out_whole_files_and_new_files_move_none(folder, tmp_path):
     cfg = config({"name": "text", "path": str(folder), "validation": 0.3}, tmp_path)
     before, whole = open_data(cfg), open_data(config({"name": "text", "path": str(folder)}, tmp_path))
-    assert len(before.train) + len(before.validation) == len(whole.train)
-    assert 0.1 < len(before.validation) / len(whole.train) < 0.5
+    assert len(before.train[0]) + len(before.validation[0]) == len(whole.train[0])
+    assert 0.1 < len(before.validation[0]) / len(whole.train[0]) < 0.5
     for n in range(20):
         (folder / f"new{n}.txt").write_text(f"new {n}")
     after = open_data(cfg)
     assert set(documents(before)) == {d for d in documents(after) if not d.startswith("new")}
-    assert len(after.validation) > len(before.validation)
+    assert len(after.validation[0]) > len(before.validation[0])
 
 
 def test_jsonl_documents(tmp_path):
@@ -450,15 +451,15 @@ def test_jsonl_documents(tmp_path):
     data = open_data(config({"name": "jsonl", "path": str(tmp_path), "text_key": "body"}, tmp_path))
     assert documents(data) == [f"{n} {TEXT}" for n in range(40)]
     split = open_data(config({"name": "jsonl", "path": str(tmp_path), "text_key": "body", "validation": 0.4}, tmp_path))
-    assert 0 < len(split.validation) < len(data.train)
+    assert 0 < len(split.validation[0]) < len(data.train[0])
 
 
 @given(st.text(alphabet="ab1_'. \n\r狐\t", max_size=200), st.integers(4, 40))
 @settings(deadline=None)
 def test_long_documents_in_pieces_keep_their_text(text, size):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpora, "PIECE", size)
-        pieces = list(corpora._pieces(io.StringIO(text, newline="").read))
+        patch.setattr("ndtrain.data.documents.PIECE", size)
+        pieces = list(pieces_of(io.StringIO(text, newline="").read))
     assert "".join(pieces) == text and all(0 < len(p) <= size for p in pieces)
 
 
@@ -469,17 +470,17 @@ def test_long_documents_in_pieces_keep_their_tokens(tmp_path, monkeypatch, kind,
     path.write_text("".join(f"line {n} of_it ends.\r\nAnd {n}\n" + TEXT for n in range(100)), "utf-8", newline="")
     settings = {"name": "text", "path": str(path), "tokenizer": kind}
     whole = open_data(config(settings, tmp_path, vocab_size=500))
-    monkeypatch.setattr(corpora, "PIECE", size)
+    monkeypatch.setattr("ndtrain.data.documents.PIECE", size)
     monkeypatch.setattr(store, "_BATCH", 3 * size)
     cut = open_data(config({**settings, "cache": str(tmp_path / "other")}, tmp_path, vocab_size=500))
-    assert np.array_equal(cut.train, whole.train) and cut.fingerprint == whole.fingerprint
-    assert (whole.train == whole.tokenizer.eos_id).sum() == 1
+    assert np.array_equal(cut.train[0], whole.train[0]) and cut.fingerprint == whole.fingerprint
+    assert (whole.train[0] == whole.tokenizer.eos_id).sum() == 1
 
 
 def test_literal_end_of_text_in_a_document_does_not_end_it(tmp_path):
     (tmp_path / "x.txt").write_text("before <|endoftext|> after")
     data = open_data(config({"name": "text", "path": str(tmp_path / "x.txt")}, tmp_path))
-    assert (data.train == data.tokenizer.eos_id).sum() == 1
+    assert (data.train[0] == data.tokenizer.eos_id).sum() == 1
     assert documents(data) == ["before <|endoftext|> after"]
 
 
@@ -490,12 +491,12 @@ def test_python_corpus(tmp_path, builds, record_property):
         began = time.perf_counter()
         data = open_data(cfg)
         times.append(time.perf_counter() - began)
-    record_property("tokens", len(data.train))
+    record_property("tokens", len(data.train[0]))
     record_property("seconds", times)
     assert builds() == 1 and times[1] < times[0]
-    assert data.vocab_size == 4096 and data.train.dtype == np.uint16 and len(data.train) > 10**6
-    assert 0.005 < len(data.validation) / len(data.train) < 0.06
-    assert "def " in data.tokenizer.decode(data.train[:5000].tolist())
+    assert data.vocab_size == 4096 and data.train[0].dtype == np.uint16 and len(data.train[0]) > 10**6
+    assert 0.005 < len(data.validation[0]) / len(data.train[0]) < 0.06
+    assert "def " in data.tokenizer.decode(data.train[0][:5000].tolist())
     files = corpora.open_corpus(cfg.data).files
     assert list(files) == sorted(files) and not [f for f in files if "site-packages" in f]
 
@@ -664,13 +665,13 @@ ENTRY = "[0-9a-f]" * 32 + ".json"
 def test_damaged_cache_is_rebuilt(folder, tmp_path, damage, file):
     cfg = config({"name": "text", "path": str(folder), "tokenizer": "bpe", "validation": 0.3}, tmp_path)
     first = open_data(cfg)
-    train = first.train.tolist()
+    train = first.train[0].tolist()
     (path,) = (tmp_path / "cache").glob(file)
     sound = path.read_bytes()
     del first
     damage(path)
     again = open_data(cfg)
-    assert again.train.tolist() == train and path.read_bytes() == sound
+    assert again.train[0].tolist() == train and path.read_bytes() == sound
 
 
 def _open_in_process(cfg, results) -> None:
@@ -679,27 +680,27 @@ def _open_in_process(cfg, results) -> None:
     handler.emit = records.append
     store.log.addHandler(handler)
     store.log.setLevel(logging.INFO)
-    slow = store._encoded
-    store._encoded = lambda *args: (time.sleep(0.01) or pair for pair in slow(*args))
+    slow = store.encoded
+    store.encoded = lambda *args: (time.sleep(0.01) or pair for pair in slow(*args))
     results.put((open_data(cfg).fingerprint, len(records)))
 
 
 def _build_and_hang(cfg, marker: Path) -> None:
-    whole = store._encoded
+    whole = store.encoded
 
     def endless(*args):
         yield next(whole(*args))
         marker.touch()
         time.sleep(600)
 
-    store._encoded = endless
+    store.encoded = endless
     open_data(cfg)
 
 
 @pytest.fixture(scope="module")
 def processes():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ndtrain.data"])
+    context.set_forkserver_preload(["ndtrain.train"])  # all that this file imports
     return context
 
 

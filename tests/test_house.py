@@ -10,7 +10,7 @@ ROOT = Path(ndtrain.__file__).parent
 # a file imports only from rooms above it
 ROOMS = [
     "schedule", "config", "mesh", "layout", "sequence", "collectives", "cost", "model", "data", "parallel", "optim",
-    "safetensors_io", "checkpoint", "step", "metrics", "train", "bench",
+    "program", "safetensors_io", "checkpoint", "step", "metrics", "stopping", "start", "command_line", "train", "bench",
 ]  # fmt: skip
 
 

@@ -208,6 +208,38 @@ def test_keep(keep, tmp_path, corpus):
     assert kept == [f"step-{s:08d}" for s in range(2, 11, 2)][-keep:]
 
 
+def test_keep_every(tmp_path, corpus):
+    """Beside the newest, for good; and saved in any case."""
+    folder = tmp_path / "run"
+    assert main(arguments(folder, corpus, "checkpoint.every=3", "checkpoint.keep=1", "checkpoint.keep_every=4")) == 0
+    kept = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    assert kept == [f"step-{s:08d}" for s in (4, 8, 10)]
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 3), pytest.param(FIRST, marks=FULL)], ids=str)
+def test_saved_in_the_background_it_is_the_same_run(mesh, straight, corpus, tmp_path):
+    whole, _ = straight(mesh)
+    folder = tmp_path / "run"
+    options = ["checkpoint.async_save=true", "checkpoint.every=1", "checkpoint.keep=9"]
+    train(mesh, arguments(folder, corpus, *options, "train.stop_at=6"))
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [f"step-{s:08d}" for s in range(1, 7)]
+    train(mesh, arguments(folder, corpus, *options, f"resume={checkpoint_of(folder, 3)}"))
+    assert tensor_bytes(checkpoint_of(folder, 10)) == tensor_bytes(checkpoint_of(whole, 10))
+
+
+def test_the_average_of_the_weights_goes_on(tmp_path, corpus):
+    """In two parts it is what it is in one."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(arguments(whole, corpus, "optim.ema=0.9")) == 0
+    assert main(arguments(parts, corpus, "optim.ema=0.9", "train.stop_at=5")) == 0
+    assert main(arguments(parts, corpus, "optim.ema=0.9", "resume=auto")) == 0
+    assert tensor_bytes(checkpoint_of(parts, 10)) == tensor_bytes(checkpoint_of(whole, 10))
+    found = tensors(checkpoint_of(whole, 10))
+    names = [n for n in found if f"ema.{n}" in found]
+    assert len(names) == len([n for n in found if n.startswith("ema.")]) > 10
+    assert not any(torch.equal(found[n], found[f"ema.{n}"]) for n in names)
+
+
 # ------------------------------------------------------------------------------------------------------- transformers
 
 

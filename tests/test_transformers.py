@@ -28,9 +28,13 @@ MODELS = {
     "llama-biased": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"model_type": "mistral"},
     "mistral-window": {"model_type": "mistral", "sliding_window": 100},
+    "mistral-wide-heads": {"model_type": "mistral", "head_dim": 12},
     "qwen2": {"model_type": "qwen2"},
     "qwen2-window": {"model_type": "qwen2", "sliding_window": 33},
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "qwen3-biased": {"model_type": "qwen3", "attention_bias": True},
+    "qwen3-window": {"model_type": "qwen3", "sliding_window": 33},
 }
 T = 512
 

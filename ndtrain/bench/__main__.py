@@ -1,10 +1,11 @@
-"""`python -m ndtrain.bench peers axis=one|dp|fsdp|tp|cp|pp [key=value ...]`"""
+"""`python -m ndtrain.bench peers axis=one|dp|fsdp|tp|cp|pp [key=value ...]` and
+`python -m ndtrain.bench checkpoint [ranks=4 gigabytes=1 key=value ...]`"""
 
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from ndtrain.bench import attention, peers
+from ndtrain.bench import attention, checkpoint, peers
 from ndtrain.bench.arguments import one_of, parse
 from ndtrain.bench.ranks import RankFailed
 from ndtrain.config import ConfigError
@@ -15,7 +16,7 @@ def peers_of(args: Sequence[str]) -> ModuleType:
     return attention if "axis=cp" in args else peers
 
 
-BENCHES = {"peers": peers_of}
+BENCHES = {"peers": peers_of, "checkpoint": lambda args: checkpoint}
 
 
 def main(args: list[str]) -> int:

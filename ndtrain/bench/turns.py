@@ -72,7 +72,7 @@ class Common:
         """Writes what was measured, and all that it depends on, to `out`."""
         if self.out:
             asked = {k: v for k, v in asdict(self).items() if k != "out"}
-            found = {"bench": "peers", **asked, **self.settled, **_surroundings(), "shapes": shapes}
+            found = {"bench": "peers", **asked, **self.settled, **surroundings(), "shapes": shapes}
             Path(self.out).write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -159,7 +159,7 @@ def show_ratios(result: Mapping[str, Any]) -> None:
         print(f"\n  where the time of {name} goes (rank 0)", *lines, sep="\n    ")
 
 
-def _surroundings() -> dict[str, Any]:
+def surroundings() -> dict[str, Any]:
     """What a figure depends on beside the options."""
     return {
         "hardware": {"cpu": cpu_model(), "cores": os.cpu_count()},

@@ -3,42 +3,66 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from ndtrain.checkpoint.elements import PARTS, CheckpointError, DamagedCheckpoint, read_into, together
+from ndtrain.checkpoint.elements import (
+    AVERAGE,
+    CheckpointError,
+    DamagedCheckpoint,
+    parts_of,
+    read_into,
+    together,
+)
 from ndtrain.checkpoint.shelf import read_state
-from ndtrain.collectives import all_reduce
 from ndtrain.layout import REPLICA_AXES
 from ndtrain.mesh import Mesh
 from ndtrain.parallel.apply import Stages
 from ndtrain.safetensors_io import Reader
 
 
-def load(path: Path, stages: Stages, mesh: Mesh) -> None:
-    """Reads this rank's elements of weights and moments and verifies every element read. Every rank calls it.
+def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
+    """Reads this rank's elements of weights, moments and average, and verifies every element read. Every rank calls
+    it. Host memory beyond what the elements fill stays at some megabytes.
+
+    Returns:
+        What the user should hear: an average that the checkpoint does not have starts as the weights.
 
     Raises:
-        CheckpointError: on every rank, naming the tensor whose content is not what was written.
+        DamagedCheckpoint: on every rank, naming the tensor whose content is not what was written.
     """
-    expected = read_state(path)["checksums"]
-    sums = torch.zeros(len(expected), 2, dtype=torch.int64)
-    rows = {name: i for i, name in enumerate(expected)}
+    written = read_state(path)["checksums"]
+    wanted = any(unit.ema is not None for unit in stages.units.units.values())
+    there = any(name.startswith(AVERAGE[0]) for name in written)
+    parts = parts_of(wanted and there)
+    sums = _read(path, stages, mesh, parts, list(written))
+    holders = {p + n: stages.layouts[n] for n in stages.layouts.names() for ps in parts.values() for p, _ in ps}
+    for (name, words), got in zip(written.items(), sums.tolist(), strict=True):
+        if name not in holders:
+            continue
+        # each element was read, and summed, by each replica, copy and holder
+        readers = mesh.size(*REPLICA_AXES) * holders[name].copies * holders[name].holders
+        if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
+            raise DamagedCheckpoint(f"{path} is damaged: the content of {name} is not what was written")
+    stages.units.weights_changed()
+    if wanted and not there:
+        stages.units.start_average()
+        return [f"optim.ema: {path} holds no average of the weights, so it starts as they are there"]
+    return []
+
+
+def _read(path: Path, stages: Stages, mesh: Mesh, parts, written: list[str]) -> torch.Tensor:
+    """Fills the stages. Returns the checksums of what all ranks read, int64 [len(written), 2]."""
+    sums = torch.zeros(len(written), 2, dtype=torch.int64)
+    rows = {name: i for i, name in enumerate(written)}
 
     def read() -> None:
-        for stem, parts in PARTS.items():
-            read_into(stages, mesh, Reader(sorted(path.glob(f"{stem}*.safetensors"))), parts, sums, rows)
+        for stem, of_stem in parts.items():
+            read_into(stages, mesh, Reader(sorted(path.glob(f"{stem}*.safetensors"))), of_stem, sums, rows)
 
     try:
         together(mesh, read)
     except CheckpointError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
-    whole = sums.to(mesh.device)
-    all_reduce(whole.view(-1), mesh.world).wait()
-    tensors = {
-        prefix + n: stages.layouts[n] for n in stages.layouts.names() for ps in PARTS.values() for prefix, _ in ps
-    }
-    for (name, words), got in zip(expected.items(), whole.tolist(), strict=True):
-        # each element was read, and summed, by each replica, copy and holder
-        readers = mesh.size(*REPLICA_AXES) * tensors[name].copies * tensors[name].holders
-        if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
-            raise DamagedCheckpoint(f"{path} is damaged: the content of {name} is not what was written")
-    stages.units.weights_changed()
+    if mesh.background is not None:
+        dist.all_reduce(sums, group=mesh.background)
+    return sums

@@ -1,12 +1,49 @@
-"""Weights from a Hugging Face folder."""
+"""Weights from a Hugging Face folder: one safetensors file, or several with an index; under the names of the whole
+language model, or, as a base model is saved, without their leading `model.`."""
 
 import json
+import re
 from pathlib import Path
 
 from ndtrain.checkpoint.elements import PARTS, CheckpointError, read_into, together
+from ndtrain.config import ModelConfig
 from ndtrain.mesh import Mesh
+from ndtrain.model import tensor_shapes
+from ndtrain.model.hf import read_hf_config
+from ndtrain.model.hf_fields import unknown_fields
 from ndtrain.parallel.apply import Stages
-from ndtrain.safetensors_io import Reader
+from ndtrain.safetensors_io import DamagedFile, Reader, Rows
+
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MODEL, _EMBED, _HEAD = "model.", "embed_tokens.weight", "lm_head.weight"
+_LEFTOVERS = re.compile(r".*\brotary_emb\.inv_freq")  # buffers that older versions of transformers saved
+
+
+def check_folder(folder: Path, m: ModelConfig) -> list[str]:
+    """Checks the weights of a Hugging Face folder against the model of its config.json, by the files' headers alone.
+    Meant for one rank, before any process group.
+
+    Args:
+        m: as `from_hf` gives it.
+
+    Returns:
+        What the user should hear.
+
+    Raises:
+        CheckpointError: one line that names the file or tensor: pickled weights, a file of the index that is missing, a
+            damaged header, a tensor that is missing, has no place in the model, or has another shape than there.
+    """
+    try:
+        files = weight_files(folder)
+        if files[0].name != _ONE:
+            _check_index(folder, Reader(files))
+        _check_tensors(_open(files), m)
+    except DamagedFile as error:
+        raise CheckpointError(f"init_from={folder}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"init_from={folder}: {error.strerror or error}: {error.filename}") from error
+    strange = unknown_fields(read_hf_config(folder))
+    return [f"init_from={folder}: fields of config.json that are not read: {', '.join(strange)}"] if strange else []
 
 
 def load_weights(folder: Path, stages: Stages, mesh: Mesh) -> None:
@@ -15,21 +52,91 @@ def load_weights(folder: Path, stages: Stages, mesh: Mesh) -> None:
     Raises:
         CheckpointError: a tensor is missing, has another shape, or the file is damaged.
     """
-    files = weight_files(folder)
     try:
-        together(mesh, lambda: read_into(stages, mesh, Reader(files), PARTS["model"]))
+        together(mesh, lambda: read_into(stages, mesh, _open(weight_files(folder)), PARTS["model"]))
     except CheckpointError as error:
         raise CheckpointError(f"init_from={folder}: {error}") from error
     stages.units.weights_changed()
+    stages.units.start_average()
+
+
+def _open(files: list[Path]) -> Reader:
+    """The files under the names of the whole language model."""
+    reader = Reader(files)
+    if _EMBED in reader and _MODEL + _EMBED not in reader:
+        return Reader(files, lambda name: name if name == _HEAD else _MODEL + name)
+    return reader
+
+
+# --------------------------------------------------------------------------------------------------------------- files
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder."""
-    index = folder / "model.safetensors.index.json"
-    names = (
-        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
-    )
+    """The safetensors files of a Hugging Face folder, in `transformers`' order of preference.
+
+    Raises:
+        DamagedFile: there are none (and what there is instead), or the index does not parse or names a missing file.
+    """
+    if (folder / _ONE).is_file():
+        names = [_ONE]
+    elif (folder / _INDEX).is_file():
+        names = sorted(set(_weight_map(folder).values()))
+    else:
+        raise DamagedFile(_without_weights(folder))
     for name in names:
         if not (folder / name).is_file():
-            raise CheckpointError(f"init_from={folder}: {name} is missing")
+            raise DamagedFile(f"{name} is missing, which {_INDEX} names: fetch the folder again")
+        with open(folder / name, "rb") as f:
+            if f.read(12) == b"version http":
+                raise DamagedFile(f"{name} is a Git LFS pointer, not the weights: fetch them with git lfs pull")
     return [folder / name for name in names]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> name of its file, as the index says."""
+    try:
+        found = json.loads((folder / _INDEX).read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFile(f"{_INDEX} does not parse: fetch the folder again") from error
+    if not isinstance(found, dict) or not found or not all(isinstance(f, str) for f in found.values()):
+        raise DamagedFile(f"{_INDEX} does not parse: its weight_map does not name files")
+    if strange := [f for f in found.values() if Path(f).name != f]:
+        raise DamagedFile(f"{_INDEX} names the file {strange[0]}, which does not lie in the folder")
+    return found
+
+
+def _check_index(folder: Path, reader: Reader) -> None:
+    for name, file in _weight_map(folder).items():
+        if name not in reader:
+            raise DamagedFile(f"{_INDEX} names tensor {name} in {file}, which lacks it")
+
+
+def _without_weights(folder: Path) -> str:
+    pickled = sorted(p.name for pattern in ("pytorch_model*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    if pickled:
+        return (
+            f"holds only pickled weights ({pickled[0]}), which are never loaded: convert them with transformers' "
+            "from_pretrained and save_pretrained, which writes safetensors"
+        )
+    return f"holds neither {_ONE} nor {_INDEX}: give a folder with a model's weights"
+
+
+def _check_tensors(reader: Reader, m: ModelConfig) -> None:
+    """That the files hold the model's tensors and nothing else.
+
+    Raises:
+        DamagedFile: naming the first tensor that is missing, has another shape, a dtype that no weight has, or no place
+            in the model.
+    """
+    wanted = tensor_shapes(m)
+    for name, shape in wanted.items():
+        if name not in reader:
+            tied = " (config.json says tie_word_embeddings=false)" if name == _HEAD else ""
+            raise DamagedFile(f"tensor {name} is missing from the model files{tied}")
+        if reader.shape(name) != shape:
+            raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {shape} by config.json")
+        reader.read(name, Rows(0, 1))  # refuses dtypes of other things than weights
+    for name in reader.names():
+        # of a tied model transformers does not read the head either
+        if name not in wanted and name != _HEAD and not _LEFTOVERS.fullmatch(name):
+            raise DamagedFile(f"tensor {name} has no place in the model of config.json ({m.model_type})")

@@ -3,32 +3,36 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.elements import (
+    BLOCK,
     FORMAT,
-    PARTS,
     CheckpointError,
     State,
     digest,
     names,
+    parts_of,
     pieces,
     plans_of,
     sha256,
     together,
 )
 from ndtrain.checkpoint.shelf import prune, remove
-from ndtrain.collectives import all_reduce
 from ndtrain.config import Config
 from ndtrain.mesh import Mesh
 from ndtrain.model.hf import to_hf
 from ndtrain.parallel.apply import DTYPES, Stages
-from ndtrain.safetensors_io import PlannedFile, checksum, create, index_json, write_all
+from ndtrain.safetensors_io import PlannedFile, Rows, create, index_json, write
+
+Extras = Callable[[Path], None]
 
 
 def save(
@@ -37,110 +41,166 @@ def save(
     mesh: Mesh,
     cfg: Config,
     state: State,
-    extras: Callable[[Path], None] = lambda folder: None,
+    extras: Extras = lambda folder: None,
 ) -> Path:
-    """Writes `folder/step-<state.step>`; every rank calls it. Older checkpoints beyond `checkpoint.keep` go.
+    """Writes `folder/step-<state.step>` at once; every rank calls it. Older checkpoints beyond `checkpoint.keep` go,
+    but for those of every `checkpoint.keep_every` steps.
 
     Args:
-        extras: writes further small files (the tokenizer) into the folder; called on one rank.
+        extras: as `Saver` takes it.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write (disk full, read-only): nothing was published and
             the older checkpoints stand.
     """
-    final = folder / f"step-{state.step:08d}"
-    temporary = folder / f".writing-{final.name}"
-    plans = plans_of(stages, cfg)
-    leader = mesh.rank == 0
-    sums = torch.zeros(len(names(plans)), 2, dtype=torch.int64)
-    try:
-        together(mesh, lambda: leader and _create_all(temporary, plans))
-        together(mesh, lambda: _write_owned(temporary, plans, stages, mesh, sums))
-        whole = sums.to(mesh.device)
-        all_reduce(whole.view(-1), mesh.world).wait()
-        together(mesh, lambda: leader and _publish(temporary, final, plans, whole.cpu(), cfg, mesh, state, extras))
-    except CheckpointError as error:
+    writer = Writer(folder, stages, mesh, cfg, extras)
+    return writer.write(state, writer.live)
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """Elements that this rank writes."""
+
+    name: str  # of the tensor in its file
+    file: PlannedFile
+    rows: Rows
+
+
+class Writer:
+    """All that is the same in every save of a run.
+
+    Attributes:
+        live: what this rank writes, as the training changes it.
+    """
+
+    def __init__(self, folder: Path, stages: Stages, mesh: Mesh, cfg: Config, extras: Extras):
+        self.folder, self.mesh, self.cfg, self.extras = folder, mesh, cfg, extras
+        self.plans = plans_of(stages, cfg)
+        found = list(_owned(stages, mesh, cfg, self.plans))
+        self.owned, self.live = [o for o, _ in found], [x for _, x in found]
+        _ = mesh.background  # made here, where every rank is, and not in a thread
+
+    def write(self, state: State, values: Sequence[Tensor]) -> Path:
+        """Publishes a checkpoint of `values`, which are those of `live` at the time of `state`.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        final = self.folder / f"step-{state.step:08d}"
+        temporary = self.folder / f".writing-{final.name}"
+        leader = self.mesh.rank == 0
+        sums = torch.zeros(len(names(self.plans)), 2, dtype=torch.int64)
+        try:
+            together(self.mesh, lambda: leader and _create_all(temporary, self.plans))
+            together(self.mesh, lambda: _write_owned(temporary, self.plans, self.owned, values, sums))
+            if self.mesh.background is not None:
+                dist.all_reduce(sums, group=self.mesh.background)
+            together(self.mesh, lambda: leader and self._publish(temporary, final, sums, state))
+        except CheckpointError as error:
+            if leader:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(f"checkpoint of step {state.step} not saved: {error}") from error
         if leader:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"checkpoint of step {state.step} not saved: {error}") from error
-    if leader:
-        prune(folder, cfg.checkpoint.keep)
-    return final
+            prune(self.folder, self.cfg.checkpoint.keep, self.cfg.checkpoint.keep_every)
+        return final
+
+    def _publish(self, temporary: Path, final: Path, sums: Tensor, state: State) -> None:
+        dtype = str(DTYPES[self.cfg.precision.params]).removeprefix("torch.")
+        _write_json(temporary / "config.json", to_hf(self.cfg.model) | {"dtype": dtype, "torch_dtype": dtype})
+        for stem, files in self.plans.items():
+            if len(files) > 1:
+                _write_json(temporary / f"{stem}.safetensors.index.json", index_json(files))
+        self.extras(temporary)
+        big = {f.name for f in _files(self.plans)}
+        small = sorted(p.name for p in temporary.iterdir() if p.name not in big)
+        body = self._body(temporary, small, sums, state)
+        _write_json(temporary / "state.json", body | {"digest": digest(body)})
+        for name in (*small, "state.json"):
+            _fsync(temporary / name)
+        _fsync(temporary)
+        if final.exists():  # the same step again, after a resume from an older one: the old one goes only now
+            remove(final)
+        os.rename(temporary, final)
+        _fsync(final.parent)
+
+    def _body(self, temporary: Path, small: list[str], sums: Tensor, state: State) -> dict:
+        """What state.json says: the run's state, and what the other files must be."""
+        mesh = self.mesh
+        return {
+            "format": FORMAT,
+            **asdict(state),
+            "seed": self.cfg.run.seed,
+            "mesh": {a: mesh.size(a) for a in mesh.spec.order} | {"zero": self.cfg.mesh.zero},
+            "config": asdict(self.cfg),
+            "files": {f.name: [f.size, sha256(f.header)] for f in _files(self.plans)},
+            "sha256": {name: sha256((temporary / name).read_bytes()) for name in small},
+            "checksums": {
+                name: [f"{x & (2**64 - 1):016x}" for x in row]
+                for name, row in zip(names(self.plans), sums.tolist(), strict=True)
+            },
+        }
+
+
+def _files(plans: dict[str, list[PlannedFile]]) -> list[PlannedFile]:
+    return [f for files in plans.values() for f in files]
+
+
+def _owned(
+    stages: Stages, mesh: Mesh, cfg: Config, plans: dict[str, list[PlannedFile]]
+) -> Iterator[tuple[_Owned, Tensor]]:
+    """What this rank writes: where, and the elements, 1-D, which the training changes in place."""
+    for stem, parts in parts_of(cfg.optim.ema is not None).items():
+        where = {name: f for f in plans[stem] for name in f.offsets}
+        for prefix, buffer in parts:  # about the order of the file
+            for piece in pieces(stages, mesh, owned_only=True):
+                name = prefix + piece.tensor
+                yield _Owned(name, where[name], piece.rows), getattr(piece.unit, buffer)[piece.span]
 
 
 def _create_all(temporary: Path, plans: dict[str, list[PlannedFile]]) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for plan in (f for files in plans.values() for f in files):
+    for plan in _files(plans):
         create(temporary / plan.name, plan)
 
 
 def _write_owned(
-    temporary: Path, plans: dict[str, list[PlannedFile]], stages: Stages, mesh: Mesh, sums: Tensor
+    temporary: Path,
+    plans: dict[str, list[PlannedFile]],
+    owned: Sequence[_Owned],
+    values: Sequence[Tensor],
+    sums: Tensor,
 ) -> None:
     """Writes this rank's elements and adds their checksums to `sums`, whose rows are the tensors in plan order."""
-    rows = {name: i for i, name in enumerate(names(plans))}
-    for stem, parts in PARTS.items():
-        where = {name: f for f in plans[stem] for name in f.offsets}
-        opened = {f.name: os.open(temporary / f.name, os.O_WRONLY) for f in plans[stem]}
-        try:
-            for unit, tensor, start, span in pieces(stages, mesh, owned_only=True):
-                for prefix, buffer in parts:
-                    name = prefix + tensor
-                    data = getattr(unit, buffer)[span].cpu()
-                    plan = where[name]
-                    write_all(opened[plan.name], data, plan.offsets[name] + start * plan.dtype.itemsize)
-                    sums[rows[name]] += checksum(data, start)
-            for fd in opened.values():
-                os.fsync(fd)
-        finally:
-            for fd in opened.values():
-                os.close(fd)
+    row = {name: i for i, name in enumerate(names(plans))}
+    opened: dict[str, int] = {}
+    try:
+        for o, whole in zip(owned, values, strict=True):
+            if o.file.name not in opened:
+                opened[o.file.name] = os.open(temporary / o.file.name, os.O_WRONLY)
+            at = 0
+            for rows in o.rows.cut(BLOCK // whole.element_size()):
+                data = whole[at : at + rows.numel].cpu()
+                at += rows.numel
+                sums[row[o.name]] += checksum(data, rows)
+                _write_and_begin_to_flush(opened[o.file.name], data, o.file.offsets[o.name], rows)
+        for fd in opened.values():
+            os.fsync(fd)
+    finally:
+        for fd in opened.values():
+            os.close(fd)
+
+
+def _write_and_begin_to_flush(fd: int, data: Tensor, offset: int, rows: Rows) -> None:
+    """As `write`; and a large piece, which no other rank writes parts of, the disk gets at once, not all at the end."""
+    write(fd, data, offset, rows)
+    if rows.count == 1 and data.nbytes >= BLOCK // 2 and hasattr(os, "posix_fadvise"):
+        # Linux begins to write what is dirty there and does not wait. (What is on disk then may leave the cache.)
+        os.posix_fadvise(fd, offset + rows.start * data.element_size(), data.nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _publish(
-    temporary: Path,
-    final: Path,
-    plans: dict[str, list[PlannedFile]],
-    sums: Tensor,
-    cfg: Config,
-    mesh: Mesh,
-    state: State,
-    extras: Callable[[Path], None],
-) -> None:
-    dtype = str(DTYPES[cfg.precision.params]).removeprefix("torch.")
-    _write_json(temporary / "config.json", to_hf(cfg.model) | {"dtype": dtype, "torch_dtype": dtype})
-    for stem, files in plans.items():
-        if len(files) > 1:
-            _write_json(temporary / f"{stem}.safetensors.index.json", index_json(files))
-    extras(temporary)
-    big = {f.name for files in plans.values() for f in files}
-    small = sorted(p.name for p in temporary.iterdir() if p.name not in big)
-    body = {
-        "format": FORMAT,
-        **asdict(state),
-        "seed": cfg.run.seed,
-        "mesh": {a: mesh.size(a) for a in mesh.spec.order} | {"zero": cfg.mesh.zero},
-        "config": asdict(cfg),
-        "files": {f.name: [f.size, sha256(f.header)] for files in plans.values() for f in files},
-        "sha256": {name: sha256((temporary / name).read_bytes()) for name in small},
-        "checksums": {
-            name: [f"{x & (2**64 - 1):016x}" for x in row]
-            for name, row in zip(names(plans), sums.tolist(), strict=True)
-        },
-    }
-    _write_json(temporary / "state.json", body | {"digest": digest(body)})
-    for name in (*small, "state.json"):
-        _fsync(temporary / name)
-    _fsync(temporary)
-    if final.exists():  # the same step again, after a resume from an older one: the old one goes only now
-        remove(final)
-    os.rename(temporary, final)
-    _fsync(final.parent)
 
 
 def _fsync(path: Path) -> None:

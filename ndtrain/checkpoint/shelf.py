@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from ndtrain.checkpoint.elements import FORMAT, CheckpointError, DamagedCheckpoint, State, digest, sha256
@@ -15,7 +16,11 @@ from ndtrain.safetensors_io import read_header
 def list_checkpoints(folder: Path) -> list[Path]:
     """Published checkpoints in a `checkpoints/` folder, newest first."""
     named = (p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir())
-    return sorted(named, key=lambda p: int(p.name[5:]), reverse=True)
+    return sorted(named, key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name[5:])
 
 
 def candidates(resume: str, run_dir: Path) -> list[Path]:
@@ -56,7 +61,7 @@ def inspect(path: Path, m: ModelConfig) -> State:
         if not (path / name).exists() or sha256((path / name).read_bytes()) != expected:
             raise DamagedCheckpoint(f"{path} is damaged: {name} is not what was written")
     _check_architecture(path, m)
-    return State(body["step"], body["tokens"], body["order"])
+    return State(body["step"], body["tokens"], body["order"], body.get("skipped", 0), body.get("stream"))
 
 
 def read_state(path: Path) -> dict:
@@ -96,10 +101,13 @@ def set_aside_later(chosen: Path) -> None:
             os.rename(path, aside)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Removes what `checkpoint.keep` leaves no place for, and what a kill left half written or half removed."""
+def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
+    """Removes what `checkpoint.keep` leaves no place for, unless its step is a multiple of `checkpoint.keep_every`, and
+    what a kill left half written or half removed."""
     for path in list_checkpoints(folder)[keep:]:
-        remove(path)
+        if not keep_every or _step(path) % keep_every:
+            with suppress(OSError):  # it stays, then: the one just saved is there
+                remove(path)
     for pattern in (".removing-*", ".writing-*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)

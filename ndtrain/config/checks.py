@@ -8,9 +8,6 @@ from ndtrain import schedule as schedules
 from ndtrain.config.compose import near
 from ndtrain.config.schema import AXES, Config, ConfigError, DataConfig, ModelConfig
 
-_NOT_YET = {
-    "data": ("hf", "blend"),
-}
 _CHOICES = {
     "precision.params": ("fp32", "fp64"),
     "precision.compute": ("fp64", "fp32", "bf16"),
@@ -18,7 +15,7 @@ _CHOICES = {
     "recompute.name": ("none", "full", "selective", "every", "budget"),
     "optim.name": ("adamw",),
     "optim.schedule": ("constant", "linear", "cosine", "wsd"),
-    "data.name": ("python", "text", "jsonl", "bin", *_NOT_YET["data"]),
+    "data.name": ("python", "text", "jsonl", "bin", "hf", "blend"),
     "data.dtype": ("uint16", "uint32"),
     "logger.name": ("wandb", "jsonl"),
     "hardware.device": ("auto", "cpu", "cuda"),
@@ -62,16 +59,11 @@ def resolve(cfg: Config, world_size: int) -> Config:
         )
     for key, least in _AT_LEAST.items():
         _require(_get(cfg, key) >= least, f"{key}={_get(cfg, key)}: must be at least {least}")
-    for section in _NOT_YET:
-        name = getattr(cfg, section).name
-        have = [c for c in _CHOICES[f"{section}.name"] if c not in _NOT_YET[section]]
-        _require(name not in _NOT_YET[section], f"{section}={name} is not yet supported: choose {' or '.join(have)}")
     _require(cfg.run.dir != "", "run.dir is empty: name a folder, e.g. run.dir=runs/first")
-    _require(not cfg.checkpoint.async_save, "checkpoint.async_save=true is not yet supported: set it to false")
     _check_model(cfg.model)
     _resolve_mesh(cfg, world_size)
     _check_train(cfg)
-    _check_data(cfg.data)
+    check_data(cfg.data)
     _resolve_schedule(cfg)
     _check_rules(cfg.layout.rules)
     _check_tp(cfg)
@@ -122,6 +114,9 @@ def _check_model(m: ModelConfig) -> None:
             f"model.num_attention_heads={m.num_attention_heads}, or set model.head_dim",
         )
         m.head_dim = m.hidden_size // m.num_attention_heads
+    # what transformers has no place for would be lost in the folders that it opens
+    _require(not (m.attention_bias and m.model_type == "mistral"), "model.attention_bias=true: mistral has no biases")
+    _require(not m.mlp_bias or m.model_type == "llama", f"model.mlp_bias=true: only llama has it, not {m.model_type}")
     _require(m.head_dim % 2 == 0, f"model.head_dim={m.head_dim} must be even (RoPE rotates pairs)")
     windowed = ("mistral", "qwen2", "qwen3")
     _require(
@@ -335,7 +330,32 @@ def _check_train(cfg: Config) -> None:
     )
 
 
-def _check_data(data: DataConfig) -> None:
-    if data.name in ("text", "jsonl", "bin"):
-        _require(bool(data.path), f"data.path is missing: data={data.name} needs it, e.g. data.path=corpus/")
+def check_data(data: DataConfig) -> None:
+    """What can be said of the keys of `data`, or of one corpus of a blend, without looking at any file.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    name = data.name
+    if name in ("text", "jsonl", "bin", "hf"):
+        _require(bool(data.path), f"data.path is missing: data={name} needs it, e.g. data.path=corpus/")
     _require(0 <= data.validation < 1, f"data.validation={data.validation}: must lie in [0, 1)")
+    _require(name != "blend" or bool(data.blend), f"data.blend is empty: data=blend needs {_BLEND}")
+    _require(name == "blend" or not data.blend, f"data.blend is for data=blend, but data={name}: set data=blend")
+    _require(
+        name == "hf" or not data.streaming,
+        f"data.streaming=true: only data=hf streams, data={name} is tokenised into data.cache: set it to false",
+    )
+    _require(
+        name == "bin" or data.validation_path is None,
+        f"data.validation_path={data.validation_path}: only data=bin reads it, data={name} holds out data.validation "
+        "of its documents: set it to null",
+    )
+    _require(
+        name in ("hf", "blend") or data.eval_split is None,
+        f"data.eval_split={data.eval_split}: only data=hf has splits, data={name} holds out data.validation of its "
+        "documents: set it to null",
+    )
+
+
+_BLEND = "corpora with weights, e.g. data.blend=[{name: python, weight: 1}, {name: text, path: corpus/, weight: 2}]"

@@ -1,4 +1,4 @@
-"""The batch as a pure function of (seed, step), and a thread that makes the next ones ahead of time.
+"""Microbatches of the sequences of a step, and a thread that makes the next ones ahead of time.
 
 Shapes: B sequences of a microbatch (or of a rank's step), T tokens of a sequence (or of this rank's part of it).
 """
@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -50,44 +50,26 @@ class Batch:
         return Batch(change(self.tokens), change(self.labels), positions, self.documents)
 
 
-class Sequences:
-    """Which tokens each sequence of each step is.
-
-    A corpus holds `count` sequences of `seq_len` + 1 tokens, of which neighbours share one. Sequence `i` of step `s`
-    (from 0) is number k = s * global_batch + i of an endless run through them: epoch k // count, position k % count.
-    With `shuffle` a permutation that depends on (seed, epoch) alone maps the position to a sequence of the corpus.
-    """
-
-    def __init__(self, tokens: np.ndarray, seq_len: int, global_batch: int, seed: int, shuffle: bool):
-        """Raises ValueError where `tokens` are fewer than one sequence."""
-        self.count = (len(tokens) - 1) // seq_len
-        if self.count < 1:
-            raise ValueError(f"{len(tokens)} tokens are fewer than one sequence of {seq_len} + 1")
-        self._tokens = np.asarray(tokens)  # without memmap's slow indexing
-        self._seq_len = seq_len
-        self._global_batch = global_batch
-        self._seed = seed
-        self._shuffle = shuffle
-
-    def index(self, step: int, i: int) -> int:
-        """Which sequence of the corpus sequence `i` of `step` is."""
-        return int(self._indices(step, [i])[0])
+class Source(Protocol):
+    """Where the sequences of each step come from. Every rank has one, and all see the same sequences."""
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        """int64 [len(rows), T + 1]: the tokens of those sequences of the step's global batch."""
-        length = self._seq_len + 1
-        out = np.empty((len(rows), length), np.int64)
-        for row, index in zip(out, self._indices(step, rows), strict=True):
-            start = int(index) * self._seq_len
-            row[:] = self._tokens[start : start + length]
-        return out
+        """int64 [len(rows), T + 1]: the tokens of those sequences of the step's global batch. A stream is to be asked
+        for every step, in order."""
+        ...
 
-    def _indices(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        rows = np.asarray(rows, np.int64)
-        if rows.size and not (rows.min() >= 0 and rows.max() < self._global_batch):
-            raise IndexError(f"rows {rows.min()} to {rows.max()} of a global batch of {self._global_batch}")
-        epoch, position = np.divmod(step * self._global_batch + rows, self.count)
-        return _permute(position, epoch, self.count, self._seed) if self._shuffle else position
+    def where(self, step: int, i: int) -> str:
+        """What sequence `i` of `step` is, in words."""
+        ...
+
+    def state(self, step: int) -> dict[str, Any] | None:
+        """What it takes, beside the step's number, to go on with `step` in another process, as JSON; None: nothing. It
+        counts on rank 0, and for steps near those asked for last."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be asked for."""
+        ...
 
 
 def rows_of(replica: int, replicas: int, global_batch: int) -> range:
@@ -99,7 +81,7 @@ def rows_of(replica: int, replicas: int, global_batch: int) -> range:
 
 
 def microbatches(
-    sequences: Sequences,
+    source: Source,
     step: int,
     rows: Sequence[int],
     micro_batch: int,
@@ -110,6 +92,7 @@ def microbatches(
     """The rows of a step as microbatches of `micro_batch` sequences, in order.
 
     Args:
+        source: only its `tokens` are asked for.
         cut, part: only the tokens of part `part` of `cut`, a cut of whole sequences (None: all of them).
         eos: the token that ends a document, for rows of several documents that are not to see each other; None: each
             row is one document, whatever its tokens.
@@ -119,7 +102,7 @@ def microbatches(
     """
     if len(rows) % micro_batch:
         raise ValueError(f"{len(rows)} rows do not divide into microbatches of {micro_batch}")
-    batch = _whole(sequences.tokens(step, rows), eos)
+    batch = _whole(source.tokens(step, rows), eos)
     if cut is not None and cut.length != batch.tokens.shape[1]:
         raise ValueError(f"a cut of {cut.length} tokens does not fit sequences of {batch.tokens.shape[1]}")
     if cut is not None and cut.parts > 1:
@@ -164,44 +147,6 @@ def _rows(batch: Batch, rows: slice) -> Batch:
         positions if positions is None or positions.dim() == 1 else positions[rows],
         documents and documents[rows],
     )
-
-
-# ------------------------------------------------------------------------------------------------------- permutation
-
-_ROUNDS = 8
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 that scatters neighbours (the finaliser of SplitMix64)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _permute(position: np.ndarray, epoch: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """int64 [n]: where each position goes in its epoch's permutation of range(count). Needs no memory of size count.
-
-    A Feistel network permutes the next power of four; a value outside the range is sent through again until it falls
-    inside, which is a permutation of the range.
-    """
-    half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
-    seed_key = _mix(np.full(1, seed % 2**64, np.uint64) + _GOLDEN)
-    key = _mix(seed_key + epoch.astype(np.uint64))
-    out = _feistel(position.astype(np.uint64), key, half)
-    while (outside := np.flatnonzero(out >= np.uint64(count))).size:
-        out[outside] = _feistel(out[outside], key[outside], half)
-    return out.astype(np.int64)
-
-
-def _feistel(x: np.ndarray, key: np.ndarray, half: np.uint64) -> np.ndarray:
-    """A permutation of the numbers of 2 * `half` bits, one for each key."""
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = x >> half, x & mask
-    for _ in range(_ROUNDS):
-        key = _mix(key + _GOLDEN)
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-    return (left << half) | right
 
 
 # ---------------------------------------------------------------------------------------------------------- prefetch

@@ -1,117 +1,134 @@
-"""Corpora as named documents: which files they are, how each is read, and which documents are held out."""
+"""Corpora of files: which files they are, and how the documents in each are read."""
 
 import glob
 import io
 import json
 import os
-import re
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import blake2b
-from itertools import chain, pairwise
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
+
+import numpy as np
 
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.data.cache import digest
+from ndtrain.data.documents import Corpus, Document, pieces
+from ndtrain.data.hf import open_dataset_corpus
 
-PIECE = 1 << 20  # characters of a document that are held and tokenised at a time
 _VERSION = 1  # of what the code below makes of the same files: a change here outdates every cache entry
 _INSTALLED = {"site-packages", "dist-packages"}
+_BLOCK = 1 << 20  # bytes in which lines are counted
 
 
 @dataclass(frozen=True)
-class Document:
-    """One text. `name` is unique in the corpus; `pieces` are its text in order, each at most PIECE characters."""
-
-    name: str
-    pieces: Iterator[str]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One piece of a document, as tokenising sees it."""
-
-    text: str
-    held_out: bool  # belongs to the validation split
-    last: bool  # ends its document
-
-
-@dataclass(frozen=True)
-class Corpus:
+class FileCorpus(Corpus):
     """Files that hold documents.
 
-    `files` are '/'-separated paths below `root`, sorted. `read(path, name)` yields the documents of one file. `setting`
-    is the key and value an error message opens with. `validation` is the fraction of documents held out.
+    `files` are '/'-separated paths below `root`, sorted. `read(path, name)` yields the documents of one file; where
+    documents are lines (`by_line`) it also takes `start`, `end` and `number`: only the lines that start in that range
+    of bytes, the first of them line `number`.
     """
 
     setting: str
     root: Path
     files: tuple[str, ...]
-    read: Callable[[Path, str], Iterator[Document]]
+    read: Callable[..., Iterator[Document]]
     validation: float
+    by_line: bool = False
 
     def key(self) -> str:
-        """Digest of the settings and of every file's name, size and time of change: cheap to compute at each start."""
+        """Digest of the settings and of every file's name, size and time of change."""
         stats = [os.stat(self.root / name) for name in self.files]
         entries = [(name, s.st_size, s.st_mtime_ns) for name, s in zip(self.files, stats, strict=True)]
         reader = (self.read.func.__name__, self.read.args) if isinstance(self.read, partial) else self.read.__name__
         return digest(_VERSION, str(self.root), reader, self.validation, entries)
 
-    def parts(self) -> Iterator[Part]:
-        """Every document's pieces, in the order of `files`. Empty documents have none."""
-        for document in self._documents():
-            held_out = _fraction("split", document.name) < self.validation
-            for text, following in pairwise(chain(document.pieces, (None,))):
-                yield Part(text, held_out, last=following is None)
-
-    def sample(self, limit: int) -> Iterator[str]:
-        """About `limit` bytes of the training split (all of it, if smaller), drawn evenly and always the same."""
-        size = sum(os.path.getsize(self.root / name) for name in self.files) * (1 - self.validation)
-        share = limit / max(size, 1)
-        for number, part in enumerate(self.parts()):
-            if not part.held_out and _fraction("sample", number) < share:
-                yield part.text
-
-    def _documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[Document]:
         for name in self.files:
             try:
                 yield from self.read(self.root / name, name)
             except OSError as error:
                 raise ConfigError(f"{self.setting}: cannot read {self.root / name}: {error.strerror}") from error
 
+    def size(self) -> int:
+        return sum(os.path.getsize(self.root / name) for name in self.files)
 
-def _fraction(purpose: str, name: str | int) -> float:
-    """A number in [0, 1) that depends on the arguments alone, so that a new document moves no other."""
-    hashed = blake2b(os.fsencode(f"{purpose}:{name}"), digest_size=8).digest()
-    return int.from_bytes(hashed, "little") / 2**64
+    def cut(self, size: int) -> Iterator[tuple["FileCorpus", int]]:
+        """Small files go together; a larger one is cut between lines where documents are lines."""
+        group: list[str] = []
+        held = 0
+        for name in self.files:
+            length = os.path.getsize(self.root / name)
+            if group and held + length > size:
+                yield replace(self, files=tuple(group)), held
+                group, held = [], 0
+            if self.by_line and length > size:
+                yield from self._cut_lines(name, length, size)
+            else:
+                group.append(name)
+                held += length
+        if group:
+            yield replace(self, files=tuple(group)), held
+
+    def _cut_lines(self, name: str, length: int, size: int) -> Iterator[tuple["FileCorpus", int]]:
+        """One file by the places where its lines start. Counts its lines first: their numbers name the documents."""
+        starts = range(0, length, size)
+        before = [max(0, start - 1) for start in starts]  # the line that holds this byte belongs to the piece before
+        with ThreadPoolExecutor() as pool:
+            lines = pool.map(partial(_count_lines, self.root / name), before, [*before[1:], length])
+        number = 1
+        for start, count in zip(starts, lines, strict=True):
+            end = min(start + size, length)
+            read = partial(self.read, start=start, end=end, number=number + (start > 0))
+            yield replace(self, files=(name,), read=read), end - start
+            number += count
+
+    def describe(self) -> str:
+        return f"{self.setting}: {len(self.files)} files in {self.root}"
+
+
+def _count_lines(path: Path, start: int, end: int) -> int:
+    """How many lines end in [start, end) of the file."""
+    count = 0
+    with path.open("rb") as file:
+        file.seek(start)
+        while block := file.read(min(_BLOCK, end - file.tell())):
+            count += int(np.count_nonzero(np.frombuffer(block, np.uint8) == ord("\n")))  # outside the interpreter lock
+    return count
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    """The corpus that `data.name` (python, text or jsonl) and `data.path` name. Reads no text yet.
+    """The corpus that `data.name` (python, text, jsonl, or hf without streaming) and `data.path` name. Reads no text
+    yet, though with hf the library may download and prepare the dataset.
 
     Raises:
-        ConfigError: the path does not exist, or no file matches.
+        ConfigError: the path does not exist, no file matches, or `datasets` cannot open it.
     """
+    if data.name == "hf":
+        return open_dataset_corpus(data)
     if data.name == "python":
         root = Path(sysconfig.get_paths()["stdlib"])
         files = tuple(name for name in _files_below(root, "*.py") if not _INSTALLED & set(name.split("/")))
         if not files:
             raise ConfigError(f"data=python: no .py file in {root}: use data=text data.path=<folder>")
-        return Corpus("data=python", root, files, _read_python, data.validation)
+        return FileCorpus("data=python", root, files, _read_python, data.validation)
     setting = f"data.path={data.path}"
     if data.name == "text":
         root, files = matching_files(data.path, "*")
-        return Corpus(setting, root, files, _read_text, data.validation)
-    root, files = matching_files(data.path, "*.jsonl")
-    return Corpus(setting, root, files, partial(_read_jsonl, data.text_key), data.validation)
+        return FileCorpus(setting, root, files, _read_text, data.validation)
+    if data.name == "jsonl":
+        root, files = matching_files(data.path, "*.jsonl")
+        return FileCorpus(setting, root, files, partial(_read_jsonl, data.text_key), data.validation, by_line=True)
+    raise ConfigError(f"data={data.name}: no corpus of texts: choose python, text, jsonl or hf")
 
 
-def matching_files(path: str, pattern: str) -> tuple[Path, tuple[str, ...]]:
+def matching_files(path: str, pattern: str, key: str = "data.path") -> tuple[Path, tuple[str, ...]]:
     """(root, sorted '/'-separated names below it) of a file, of the files in a folder that match `pattern`, or of a
-    glob. Hidden files and folders are left out of folders and globs.
+    glob. Hidden files and folders are left out of folders and globs. `key` names the setting in errors.
 
     Raises:
         ConfigError: nothing there.
@@ -123,16 +140,16 @@ def matching_files(path: str, pattern: str) -> tuple[Path, tuple[str, ...]]:
         root = place.resolve()
         files = _files_below(root, pattern)
         if not files:
-            raise ConfigError(f"data.path={path}: no file {pattern} in this folder: name another, or a glob")
+            raise ConfigError(f"{key}={path}: no file {pattern} in this folder: name another, or a glob")
         return root, tuple(files)
     if not glob.has_magic(path):
-        raise ConfigError(f"data.path={path}: no such file or folder: give an existing one, or a glob")
+        raise ConfigError(f"{key}={path}: no such file or folder: give an existing one, or a glob")
     depth = next(i for i, part in enumerate(place.parts) if glob.has_magic(part))
     root = Path(*place.parts[:depth]).resolve()
     found = glob.glob(str(Path(*place.parts[depth:])), root_dir=root, recursive=True)
     files = sorted(Path(name).as_posix() for name in found if (root / name).is_file())
     if not files:
-        raise ConfigError(f"data.path={path}: no file matches this glob: correct it")
+        raise ConfigError(f"{key}={path}: no file matches this glob: correct it")
     return root, tuple(files)
 
 
@@ -149,7 +166,7 @@ def _read_python(path: Path, name: str) -> Iterator[Document]:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:  # test data in other encodings
         return
-    yield Document(name, _pieces(io.StringIO(text).read))
+    yield Document(name, pieces(io.StringIO(text).read))
 
 
 def _read_text(path: Path, name: str) -> Iterator[Document]:
@@ -159,7 +176,7 @@ def _read_text(path: Path, name: str) -> Iterator[Document]:
 
 def _decoded_pieces(file: TextIO, path: Path) -> Iterator[str]:
     try:
-        yield from _pieces(file.read)
+        yield from pieces(file.read)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"data.path: {path} is not UTF-8 text: convert it, or leave it out with a glob such as "
@@ -167,12 +184,28 @@ def _decoded_pieces(file: TextIO, path: Path) -> Iterator[str]:
         ) from error
 
 
-def _read_jsonl(text_key: str, path: Path, name: str) -> Iterator[Document]:
+def _read_jsonl(
+    text_key: str, path: Path, name: str, start: int = 0, end: int | None = None, number: int = 1
+) -> Iterator[Document]:
+    """The lines that start in [start, end) of the file; the first of them is line `number`."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for line_number, line in enumerate(_lines(file, start, end), start=number):
             if line.strip():
-                text = _jsonl_text(line, text_key, f"data.path: {path}:{number}")
-                yield Document(f"{name}:{number}", _pieces(io.StringIO(text).read))
+                text = _jsonl_text(line, text_key, f"data.path: {path}:{line_number}")
+                yield Document(f"{name}:{line_number}", pieces(io.StringIO(text).read))
+
+
+def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[bytes]:
+    """The lines that start in [start, end)."""
+    place = start
+    if start:
+        file.seek(start - 1)
+        place += len(file.readline()) - 1
+    for line in file:
+        if end is not None and place >= end:
+            return
+        yield line
+        place += len(line)
 
 
 def _jsonl_text(line: bytes, text_key: str, place: str) -> str:
@@ -193,22 +226,3 @@ def _jsonl_text(line: bytes, text_key: str, place: str) -> str:
     except UnicodeEncodeError as error:
         raise ConfigError(f"{place}: field {text_key!r} holds a lone surrogate: correct or remove the line") from error
     return text
-
-
-_CUT = re.compile(r"[^\W_](?=\r?\n)")
-
-
-def _pieces(read: Callable[[int], str]) -> Iterator[str]:
-    """The text behind `read(characters)`, in pieces of at most PIECE characters.
-
-    A long text is cut between a word and a line end, where byte-level tokenizers cut anyway: its tokens stay the same.
-    """
-    held = ""
-    while chunk := read(PIECE - len(held)):
-        held += chunk
-        if len(held) == PIECE:
-            *_, cut = chain((PIECE,), (match.end() for match in _CUT.finditer(held, PIECE // 2)))
-            yield held[:cut]
-            held = held[cut:]
-    if held:
-        yield held

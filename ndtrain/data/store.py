@@ -2,26 +2,26 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.data.cache import digest, load_or_build, publish, spot_digest
-from ndtrain.data.corpora import Corpus, Part, matching_files
-from ndtrain.data.tokenizer import Tokenizer
+from ndtrain.data.corpora import matching_files
+from ndtrain.data.documents import SPLITS, Corpus, Part
+from ndtrain.data.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
+SAMPLE = 32 << 20  # bytes of text that a bpe is trained on
 _BATCH = 1 << 22  # characters tokenised at a time
 _CHUNK = 1 << 24  # token ids scanned at a time
-_SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -43,55 +43,117 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> Tokens:
     return load_or_build(entry, partial(_load, entry), partial(_build, corpus, tokenizer, entry))
 
 
-def _split_path(entry: Path, split: str) -> Path:
-    return entry.with_name(f"{entry.stem}.{split}.bin")
+def corpus_tokenizer(data: DataConfig, corpus: Corpus, cache: Path) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names for one corpus; a bpe is trained on a sample of it and kept in `cache`.
+
+    Raises:
+        ConfigError: as `load_tokenizer`.
+    """
+    trained = cache / f"bpe-{digest(corpus.key(), data.vocab_size, SAMPLE)}.json"
+    return load_tokenizer(data, lambda: corpus.sample(SAMPLE), trained)
 
 
 def _load(entry: Path) -> Tokens | None:
     """The entry, or None where it is absent or damaged."""
     try:
         record = json.loads(entry.read_bytes())
-        if any(spot_digest(_split_path(entry, split)) != record["files"][split] for split in _SPLITS):
+        paths = _split_paths(entry)
+        if any(spot_digest(path) != record["files"][split] for split, path in paths.items()):
             return None
-        train, validation = (map_tokens(_split_path(entry, split), np.dtype(record["dtype"])) for split in _SPLITS)
+        train, validation = (map_tokens(paths[split], np.dtype(record["dtype"])) for split in SPLITS)
         return Tokens(train, validation, record["fingerprint"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
+def _split_paths(entry: Path) -> dict[str, Path]:
+    return {split: entry.with_name(f"{entry.stem}.{split}.bin") for split in SPLITS}
+
+
 def _build(corpus: Corpus, tokenizer: Tokenizer, entry: Path) -> None:
-    log.info("tokenising %s: %d files in %s", corpus.setting, len(corpus.files), corpus.root)
-    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-    hashed = {split: blake2b(digest_size=16) for split in _SPLITS}
-    with ExitStack() as stack:
-        files: dict[str, BinaryIO] = {s: stack.enter_context(publish(_split_path(entry, s))) for s in _SPLITS}
-        for part, ids in _encoded(corpus.parts(), tokenizer):
-            split = _SPLITS[part.held_out]
-            data = np.asarray(ids, dtype).tobytes()
-            files[split].write(data)
-            hashed[split].update(data)
+    log.info("tokenising %s", corpus.describe())
+    paths = _split_paths(entry)
+    written = write_splits(corpus, tokenizer, paths)
     record = {
-        "dtype": dtype,
-        "files": {split: spot_digest(_split_path(entry, split)) for split in _SPLITS},
-        "fingerprint": digest(*(hashed[split].hexdigest() for split in _SPLITS)),
+        "dtype": np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<").str,
+        "files": {split: spot_digest(path) for split, path in paths.items()},
+        "fingerprint": fingerprint(*(written[split].digest for split in SPLITS)),
     }
     with publish(entry) as file:  # last: it vouches for the others
         file.write(json.dumps(record).encode())
 
 
-def _encoded(parts: Iterator[Part], tokenizer: Tokenizer) -> Iterator[tuple[Part, list[int]]]:
-    for batch in _batched(parts):
+def token_dtype(vocab_size: int) -> str:
+    """The type that token ids are stored in: uint16 where they fit, else uint32."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def fingerprint(train: str, validation: str) -> str:
+    """Of a corpus, from the digests of its two splits."""
+    return digest(train, validation)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file holds of one split: tokens, documents, the largest id (-1: none), and the blake2b of its bytes."""
+
+    tokens: int
+    documents: int
+    largest: int
+    digest: str
+
+
+class _Split:
+    """One split while it is written."""
+
+    def __init__(self, file, dtype: np.dtype):
+        self._file, self._dtype, self._hashed = file, dtype, blake2b(digest_size=16)
+        self._tokens, self._documents, self._largest = 0, 0, -1
+
+    def add(self, part: Part, ids: list[int]) -> None:
+        data = np.asarray(ids, self._dtype)
+        self._file.write(data.tobytes())
+        self._hashed.update(data)
+        self._tokens += len(data)
+        self._documents += part.last
+        self._largest = max(self._largest, int(data.max(initial=0)) if len(data) else -1)
+
+    def written(self) -> Written:
+        return Written(self._tokens, self._documents, self._largest, self._hashed.hexdigest())
+
+
+def write_splits(corpus: Corpus, tokenizer: Tokenizer, paths: dict[str, Path]) -> dict[str, Written]:
+    """Tokenises a corpus into one file for each split, each published when all are whole; what each holds.
+    Little-endian `token_dtype`; every document ends with the end-of-text token.
+
+    Raises:
+        ConfigError: a document cannot be read.
+    """
+    dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
+    with ExitStack() as stack:
+        splits = {split: _Split(stack.enter_context(publish(path)), dtype) for split, path in paths.items()}
+        for part, ids in encoded(corpus.parts(), tokenizer):
+            splits[SPLITS[part.held_out]].add(part, ids)
+    return {name: split.written() for name, split in splits.items()}
+
+
+def encoded(
+    parts: Iterable[Part], tokenizer: Tokenizer, characters: int | None = None
+) -> Iterator[tuple[Part, list[int]]]:
+    """Each part with its token ids, those of the last part of a document with the end-of-text token. Parts of about
+    `characters` together are tokenised at a time."""
+    for batch in _batched(parts, characters or _BATCH):
         for part, ids in zip(batch, tokenizer.encode_batch([part.text for part in batch]), strict=True):
             yield part, [*ids, tokenizer.eos_id] if part.last else ids
 
 
-def _batched(parts: Iterator[Part]) -> Iterator[list[Part]]:
+def _batched(parts: Iterable[Part], characters: int) -> Iterator[list[Part]]:
     batch: list[Part] = []
     size = 0
     for part in parts:
         batch.append(part)
         size += len(part.text)
-        if size >= _BATCH:
+        if size >= characters:
             yield batch
             batch, size = [], 0
     if batch:
@@ -115,26 +177,27 @@ class Scan:
     fingerprint: str
 
 
-def open_bin(data: DataConfig, cache: Path) -> tuple[np.ndarray, Scan]:
-    """The token ids of the flat little-endian file `data.path`, memory-mapped, and their scan (kept in `cache`).
+def open_bin(path: str, dtype: str, cache: Path, key: str = "data.path") -> tuple[np.ndarray, Scan]:
+    """The token ids of the flat little-endian file `path`, memory-mapped, and their scan (kept in `cache`). `key` is
+    the setting that gave `path`.
 
     Raises:
-        ConfigError: not exactly one file, an empty one, or a size that is no multiple of `data.dtype`'s.
+        ConfigError: not exactly one file, an empty one, or a size that is no multiple of `dtype`'s.
     """
-    root, names = matching_files(data.path, "*.bin")
+    root, names = matching_files(path, "*.bin", key)
     if len(names) > 1:
-        raise ConfigError(f"data.path={data.path}: data=bin reads one file but {len(names)} are here: name one of them")
-    path, dtype = root / names[0], np.dtype(data.dtype).newbyteorder("<")
-    stat = path.stat()
+        raise ConfigError(f"{key}={path}: data=bin reads one file but {len(names)} are here: name one of them")
+    file, kind = root / names[0], np.dtype(dtype).newbyteorder("<")
+    stat = file.stat()
     if stat.st_size == 0:
-        raise ConfigError(f"data.path={data.path}: the file holds no tokens: give another one")
-    if stat.st_size % dtype.itemsize:
+        raise ConfigError(f"{key}={path}: the file holds no tokens: give another one")
+    if stat.st_size % kind.itemsize:
         raise ConfigError(
-            f"data.path={data.path}: {stat.st_size} bytes are no multiple of the {dtype.itemsize} of "
-            f"data.dtype={data.dtype}: the file is cut short, or data.dtype is another"
+            f"{key}={path}: {stat.st_size} bytes are no multiple of the {kind.itemsize} of "
+            f"data.dtype={dtype}: the file is cut short, or data.dtype is another"
         )
-    tokens = map_tokens(path, dtype)
-    entry = cache / f"scan-{digest(str(path), stat.st_size, stat.st_mtime_ns, data.dtype)}.json"
+    tokens = map_tokens(file, kind)
+    entry = cache / f"scan-{digest(str(file), stat.st_size, stat.st_mtime_ns, dtype)}.json"
     return tokens, load_or_build(entry, partial(_load_scan, entry), partial(_scan, tokens, entry))
 
 

@@ -35,6 +35,9 @@ class Tokenizer:
         self._backend.encode_special_tokens = True  # a corpus that spells out "<|endoftext|>" does not end there
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
 
+    def __reduce__(self):  # settings such as encode_special_tokens do not survive the library's own pickling
+        return Tokenizer, (self._files, self.eos_id)
+
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, with no special token added."""
         return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
@@ -43,7 +46,10 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Writes the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs."""
+        """Writes the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs. Those of another tokenizer,
+        which it would mix with them, are removed."""
+        for name in set(_TOKENIZER_FILES) - set(self._files):
+            (folder / name).unlink(missing_ok=True)
         for name, content in self._files.items():
             (folder / name).write_bytes(content)
 
@@ -73,6 +79,19 @@ def load_tokenizer(data: DataConfig, texts: Callable[[], Iterable[str]], cache: 
             )
         return load_or_build(cache, partial(_load_trained, cache), lambda: _train(texts(), data.vocab_size, cache))
     return _given_tokenizer(data.tokenizer)
+
+
+def saved_tokenizer(folder: Path, eos_id: int) -> Tokenizer:
+    """The tokenizer that `Tokenizer.save` wrote into `folder`.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    files = {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).is_file()}
+    try:
+        return Tokenizer(files, eos_id)
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{folder}: no tokenizer.json there, or a damaged one: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------------ byte and bpe

@@ -96,8 +96,8 @@ class _HeadLoss(torch.autograd.Function):
         scale: Tensor,
         chunk: int,
         vocabulary: Vocabulary,
+        wanted: bool,
     ) -> Tensor:
-        wanted = any(ctx.needs_input_grad)
         dw_VE = torch.zeros_like(weight_VE, dtype=_wide(weight_VE.dtype)) if wanted else None
 
         def add(a: Tensor, b: Tensor) -> None:
@@ -113,7 +113,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         dx_NE, dw_VE = ctx.saved_tensors
-        return dx_NE * grad, dw_VE * grad, None, None, None, None
+        return dx_NE * grad, dw_VE * grad, *(None,) * 5
 
 
 def head_loss(
@@ -131,4 +131,5 @@ def head_loss(
     Returns:
         A scalar, fp32 or wider.
     """
-    return _HeadLoss.apply(x_BTE.flatten(0, -2), weight_VE, labels_BT.flatten(), scale, chunk, vocabulary)
+    wanted = torch.is_grad_enabled()  # asked here: inside a Function it never is
+    return _HeadLoss.apply(x_BTE.flatten(0, -2), weight_VE, labels_BT.flatten(), scale, chunk, vocabulary, wanted)

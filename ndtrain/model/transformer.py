@@ -75,6 +75,11 @@ def dim_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def tensor_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model, in order: Hugging Face name -> shape."""
+    return _shapes(m, tensor_dims(m))
+
+
 def layer(i: int) -> str:
     return f"model.layers.{i}"
 
@@ -211,7 +216,7 @@ class Transformer(nn.Module):
         self.m, self.ops, self.loss_chunk = m, Ops(), loss_chunk
         self.first, self.last = first, last
         self._ropes: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-        shapes = _shapes(m, tensor_dims(m))
+        shapes = tensor_shapes(m)
         tied = m.tie_word_embeddings
         self.model = nn.Module()
         if first or (last and tied):

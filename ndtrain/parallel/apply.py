@@ -151,6 +151,7 @@ def initialise(stages: Stages, cfg: Config) -> None:
                 piece = unit.master[run.local_start : run.local_start + run.length]
                 fill(piece, cfg.model, cfg.run.seed, tensor.name, run.global_start)
     stages.units.weights_changed()
+    stages.units.start_average()
 
 
 def _replica_axes(layouts: Layouts, names: list[str]) -> frozenset[str]:

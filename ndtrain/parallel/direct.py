@@ -243,9 +243,9 @@ class _HeadLoss(torch.autograd.Function):
         labels: Tensor,
         scale: Tensor,
         chunk: int,
+        wanted: bool,
     ):
         add = lambda a, b: gradients.add_product(weight, a, b)
-        wanted = any(ctx.needs_input_grad)
         loss, dx_NE = chunked_loss(x.flatten(0, -2), weight, labels.flatten(), scale, chunk, wanted, add, vocabulary)
         if wanted:
             ctx.save_for_backward(dx_NE.view_as(x))
@@ -253,7 +253,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return None, None, ctx.saved_tensors[0], *(None,) * 4
+        return None, None, ctx.saved_tensors[0], *(None,) * 5
 
 
 class WeightOps:
@@ -285,7 +285,8 @@ class WeightOps:
     ) -> Tensor:
         if self.sink is None:
             return head_loss(x, weight, labels, scale, chunk, vocabulary)
-        return _HeadLoss.apply(self.sink, vocabulary, x, weight, labels, scale, chunk)
+        wanted = torch.is_grad_enabled()  # asked here: inside a Function it never is
+        return _HeadLoss.apply(self.sink, vocabulary, x, weight, labels, scale, chunk, wanted)
 
 
 def direct_ops(gradients: Gradients, keep: Keep | None = None) -> Ops:

@@ -179,6 +179,12 @@ class ShardedUnits:
             self.release(unit.name)
             unit.ready = False
 
+    def start_average(self) -> None:
+        """The average of the weights, if there is one, starts as the weights."""
+        for unit in self.units.values():
+            if unit.ema is not None:
+                unit.ema.copy_(unit.master)
+
     # --------------------------------------------------------------------------------------------------- gradients
 
     def begin_step(self) -> None:

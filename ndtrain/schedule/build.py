@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ndtrain.schedule.check import check
 from ndtrain.schedule.file import Path, read
 from ndtrain.schedule.generate import GENERATORS, generate
-from ndtrain.schedule.table import Schedule, ScheduleError, Table
+from ndtrain.schedule.table import Action, Schedule, ScheduleError, Table
 
 NAMES = (*GENERATORS, "csv")
 
@@ -32,6 +32,14 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, path
         table = generate(name, pp, microbatches, chunks)
         check(table, microbatches, pp * chunks)
     return Schedule(name, table, microbatches, _rank_of(table))
+
+
+def forwards(schedule: Schedule) -> Schedule:
+    """The forwards alone of as many microbatches on the same stages: a rank's stages one after the other, each with all
+    microbatches, so that nothing waits for what comes later on the same rank."""
+    row = lambda rank: [Action("F", m, s) for s in schedule.stages_of(rank) for m in range(schedule.microbatches)]
+    table = [row(rank) for rank in range(schedule.pp)]
+    return Schedule(f"{schedule.name} forwards", table, schedule.microbatches, schedule.rank_of)
 
 
 def _check_sizes(name: str, pp: int, microbatches: int, chunks: int | None, path: Path | None) -> None:

@@ -1,0 +1,160 @@
+"""The fields of Hugging Face's config.json: which are read, which change nothing, and which are refused.
+
+A model that `transformers` would compute otherwise than ndtrain is refused by name. So every field that names
+computation is either read, or must have a value under which it changes nothing (`_NEUTRAL`). Fields about files, tokens
+and generation are passed over (`_PASSED`); `unknown_fields` tells those that stand in no table.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ndtrain.config import ConfigError, ModelConfig
+
+OWN = "ndtrain_"  # before the model_type of what transformers has no class for, lest it load it as something else
+EXTRAS = ("attn_logit_softcapping", "alibi")  # what makes a model such a one
+# what both sides name alike; `name` is ours alone, RoPE is written in both of transformers' spellings
+_DIFFERENT = ("name", "model_type", "rope_theta", "rope_scaling", "sliding_window", *EXTRAS)
+SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _DIFFERENT)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is particular to one `model_type` of transformers.
+
+    Attributes:
+        stem: of its class names.
+        silent: what its configuration class assumes where config.json says nothing.
+        lacks: fields of ours that its class does not read.
+    """
+
+    stem: str
+    silent: dict[str, Any] = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def causal_lm(self) -> str:
+        return f"{self.stem}ForCausalLM"
+
+
+_SILENT = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "max_position_embeddings": 2048}
+_QWEN = _SILENT | {
+    "num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
+    "max_window_layers": 28,
+}  # fmt: skip
+_MISTRAL = _SILENT | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+FAMILIES = {
+    "llama": Family("Llama", _SILENT),
+    "mistral": Family("Mistral", _MISTRAL, ("attention_bias", "mlp_bias")),
+    "qwen2": Family("Qwen2", _QWEN, ("mlp_bias",)),
+    "qwen3": Family("Qwen3", _QWEN | {"head_dim": 128}, ("mlp_bias",)),
+}
+_SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+# Fields that name a computation which no model here has -> the values that change nothing, beside null, false, zero and
+# empty. What adds weights needs no entry: the tensors in the folder's files tell.
+_NEUTRAL: dict[str, tuple] = {
+    "hidden_act": ("silu", "swish"),  # two names of one function
+    "attention_dropout": (), "hidden_dropout": (), "residual_dropout": (), "embedding_dropout": (), "attn_pdrop": (),
+    "resid_pdrop": (), "embd_pdrop": (), "hidden_dropout_prob": (), "attention_probs_dropout_prob": (),
+    "partial_rotary_factor": (1,), "rotary_pct": (1,), "rope_interleaved": (), "use_mrope": (), "no_rope_layers": (),
+    "no_rope_layer_interval": (),
+    "final_logit_softcapping": (), "query_pre_attn_scalar": (), "attention_multiplier": (), "clip_qkv": (),
+    "residual_multiplier": (1,), "embedding_multiplier": (1,), "logits_scaling": (1,), "logit_scale": (1,),
+    "attention_chunk_size": (), "attn_temperature_tuning": (), "use_parallel_residual": (), "parallel_attn": (),
+    "num_experts": (), "num_local_experts": (), "n_routed_experts": (), "per_layer_config": (),
+    "is_encoder_decoder": (), "add_cross_attention": (),
+    "quantization_config": (), "quantization": (), "compression_config": (),
+}  # fmt: skip
+# Fields that change nothing in what is trained.
+_PASSED = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "transformers_version", "use_cache",
+    "pretraining_tp", "auto_map", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
+    "id2label", "label2id", "num_labels", "problem_type", "tokenizer_class", "attn_implementation", "is_decoder",
+    "max_sequence_length", "model_max_length", "transformers.js_config", "unsloth_version", "unsloth_fixed",
+    "is_llama_config", "temperature", "top_k", "top_p", "do_sample", "max_length", "repetition_penalty",
+}  # fmt: skip
+_READ = {
+    "model_type", "architectures", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
+    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", *SAME, *EXTRAS,
+}  # fmt: skip
+_TYPES = {f.name: f.type for f in fields(ModelConfig) if f.name in (*SAME, *EXTRAS, "sliding_window")} | {
+    "num_key_value_heads": int | None, "use_sliding_window": bool, "max_window_layers": int, "layer_types": list | None,
+    "rope_theta": float | None, "rope_scaling": dict | None, "rope_parameters": dict | None,
+    "original_max_position_embeddings": int | None,
+}  # fmt: skip
+_MAY_BE_ZERO = ("max_window_layers", "initializer_range")
+
+
+def refusal(config: dict[str, Any], key: str, why: str) -> ConfigError:
+    """The error that names a field, its value and what is wrong with it."""
+    value = str(config[key])
+    return ConfigError(f"init_from: {key}={value if len(value) <= 60 else value[:57] + '...'} in config.json: {why}")
+
+
+def family_of(config: dict[str, Any]) -> tuple[str, bool]:
+    """(model_type without our prefix, whether it had one).
+
+    Raises:
+        ConfigError: a model_type, or a class of it, that ndtrain does not have.
+    """
+    said = str(config.get("model_type"))
+    kind = said.removeprefix(OWN)
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"init_from: model_type={said} in config.json is not supported; known: {', '.join(FAMILIES)} (dense)"
+        )
+    family, own = FAMILIES[kind], said != kind
+    known = ["NdtrainForCausalLM"] if own else [family.causal_lm, f"{family.stem}Model"]
+    classes = config.get("architectures") or known
+    if not isinstance(classes, list) or not any(c in known for c in classes):
+        raise refusal(config, "architectures", f"with model_type={said} only {' and '.join(known)} are supported")
+    return kind, own
+
+
+def check_fields(config: dict[str, Any], kind: str, own: bool) -> None:
+    """That every field which is read holds what can be read, and every other that names computation changes nothing.
+
+    Args:
+        config: with the family's defaults filled in.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    absent = (*FAMILIES[kind].lacks, *(() if own else EXTRAS))
+    for key, fine in (_NEUTRAL | dict.fromkeys(absent, ())).items():
+        value = config.get(key)
+        if not _says_nothing(value) and value not in fine:
+            allowed = " or ".join(str(v) for v in fine) or "null"
+            raise refusal(config, key, f"ndtrain has no model of type {kind} that computes so; supported: {allowed}")
+    for key in _SHAPE:
+        if config.get(key) is None:
+            raise ConfigError(f"init_from: {key} is missing from config.json")
+    for key, wanted in _TYPES.items():
+        if key in config:
+            _check_value(config, key, wanted)
+
+
+def _check_value(config: dict[str, Any], key: str, wanted: Any) -> None:
+    value = config[key]
+    if wanted in (float, float | None):
+        right = is_number(value) or (value is None and wanted is not float)
+    else:
+        right = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
+    if not right:
+        raise refusal(config, key, f"must be of type {getattr(wanted, '__name__', wanted)}")
+    if is_number(value) and value <= 0 and key not in _MAY_BE_ZERO:
+        raise refusal(config, key, "must be above 0")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def unknown_fields(config: dict[str, Any]) -> list[str]:
+    """The fields of a config.json that say something and that ndtrain neither reads nor knows to be harmless."""
+    known = _READ | _PASSED | _NEUTRAL.keys()
+    return [k for k, v in config.items() if k not in known and not k.startswith("_") and not _says_nothing(v)]
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or value in (False, 0, "", [], {})

@@ -1,0 +1,210 @@
+"""The instructions of a rank: its row of the schedule, laid out over its layers.
+
+An action of the table becomes instructions, one per layer and pass. The list is the same every step, so what each
+instruction needs beside its own compute is looked up in it beforehand: which unit's weights, which to prefetch while it
+runs, which to free after it, which gradients are then complete.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ndtrain.model import Context, Segment
+from ndtrain.parallel.recompute import Group
+from ndtrain.schedule import Action
+
+Units = tuple[str, ...]  # names
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One pass of one layer for one microbatch.
+
+    Attributes:
+        kind: F forward | B backward | I backward that puts the gradients of matrices off | W what I put off.
+        action: which action of the row it is part of.
+        segment: which of this rank's layers.
+        weights: the units it reads.
+        prefetch: the units to start gathering while it runs.
+        release: its units are not the next ones read.
+        keep_graph: (F) its backward follows without running it again.
+        drop_input: (F) nothing needs its input any more.
+        feed: (F) its output is the input of the next layer, or of the next stage, and not already there.
+        keep: (F) what its block keeps for a second run; None: it has no second run, or this is it.
+        unneeded: (F) the ops whose values that second run does not read.
+        again: (F) this is the second run.
+        reduce: (B, I, W) the units whose gradient of this microbatch is complete, and whether it was the step's last.
+    """
+
+    kind: str
+    action: int
+    microbatch: int
+    segment: int
+    weights: Units
+    prefetch: tuple[str, ...] = ()
+    release: bool = False
+    keep_graph: bool = True
+    drop_input: bool = False
+    feed: bool = True
+    keep: frozenset[str] | None = None
+    unneeded: frozenset[str] = frozenset()
+    again: bool = False
+    reduce: tuple[tuple[str, bool], ...] = ()
+
+
+class Layer(NamedTuple):
+    """One of the pieces that a rank's stages are run in: a segment, or several with one graph.
+
+    Attributes:
+        run: as `Segment.run`.
+        units: whose parameters it reads; `backward_units`: those it reads again in its backward.
+        first, last: of its stage.
+        loss: its output is the loss.
+    """
+
+    run: Callable[[Tensor | None, Context], Tensor]
+    units: Units
+    backward_units: Units
+    stage: int
+    first: bool
+    last: bool
+    loss: bool
+
+    @property
+    def is_block(self) -> bool:
+        return ".layers." in self.units[0]
+
+
+def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
+    """All segments of a rank, stage after stage."""
+    found = []
+    for stage, mine in sorted(segments.items()):
+        for i, s in enumerate(mine):
+            units, last = (s.unit,), i == len(mine) - 1
+            again = units if s.weight_in_backward else ()
+            found.append(Layer(s.run, units, again, stage, i == 0, last, last and stage == last_stage))
+    return found
+
+
+def join(layers: Sequence[Layer], groups_: Sequence[Group]) -> tuple[list[Layer], list[Group]]:
+    """Layers of a stage that follow each other as one, but for the loss and what is run again: fewer graphs, where
+    nothing is to be done between them. Returns the groups with their new places too."""
+    alone = {i for g in groups_ for i in g.segments} | {i for i, layer in enumerate(layers) if layer.loss}
+    runs: list[list[int]] = []
+    for i, layer in enumerate(layers):
+        if runs and not alone & {i, runs[-1][-1]} and layers[runs[-1][-1]].stage == layer.stage:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    place = {i: n for n, run in enumerate(runs) for i in run}
+    moved = [replace(g, segments=[place[i] for i in g.segments]) for g in groups_]
+    return [_joined([layers[i] for i in run]) for run in runs], moved
+
+
+def _joined(layers: list[Layer]) -> Layer:
+    if len(layers) == 1:
+        return layers[0]
+
+    def run(x: Tensor | None, ctx: Context) -> Tensor:
+        for layer in layers:
+            x = layer.run(x, ctx)
+        return x
+
+    unique = lambda units: tuple(dict.fromkeys(units))
+    return layers[-1]._replace(
+        run=run,
+        units=unique(u for layer in layers for u in layer.units),
+        backward_units=unique(u for layer in layers for u in layer.backward_units),
+        first=layers[0].first,
+    )
+
+
+def expand(
+    row: Sequence[Action], layers: Sequence[Layer], groups_: Sequence[Group], ahead: int
+) -> list[list[Instruction]]:
+    """The instructions of each action of a rank's row; `groups_`: blocks that are run again; `ahead`: how many units to
+    prefetch.
+
+    The loss's segment runs forward inside the backward action: its value is not needed earlier, and its gradients then
+    never wait in memory. A row of forwards alone keeps nothing for a backward, and ends with the loss.
+    """
+    of_stage = {s: [i for i, _ in found] for s, found in groupby(enumerate(layers), key=lambda item: item[1].stage)}
+    found: list[Instruction] = []
+    forward = _evaluate if all(a.kind == "F" for a in row) else _forward
+    for number, a in enumerate(row):
+        passes = {"F": forward, "B": _backward, "I": _backward, "W": _weights}[a.kind]
+        for ins in passes(a, layers, of_stage[a.stage], groups_):
+            found.append(replace(ins, action=number))
+    found = _with_reductions(_with_gathers(found, ahead), layers)
+    return [list(same) for _, same in groupby(found, key=lambda ins: ins.action)]
+
+
+def _instruction(kind: str, a: Action, i: int, weights: Units, **flags: Any) -> Instruction:
+    return Instruction(kind, 0, a.microbatch, i, weights, **flags)
+
+
+def _evaluate(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
+    flags = {"keep_graph": False, "drop_input": True}
+    return [_instruction("F", a, i, layers[i].units, feed=not layers[i].loss, **flags) for i in stage]
+
+
+def _forward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
+    group = {i: g for g in groups_ for i in g.segments}
+    found = []
+    for i in stage:
+        if layers[i].loss:
+            continue
+        ins = _instruction("F", a, i, layers[i].units)
+        if g := group.get(i):
+            inner = i != g.segments[0]
+            ins = replace(ins, keep_graph=False, drop_input=inner, keep=g.keep, unneeded=g.unneeded(i))
+        found.append(ins)
+    return found
+
+
+def _backward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
+    group_ending = {g.segments[-1]: g.segments for g in groups_}
+    found = []
+    for i in reversed(stage):
+        if layers[i].loss:
+            found.append(_instruction("F", a, i, layers[i].units, feed=False))
+        for j in group_ending.get(i, ()):
+            found.append(_instruction("F", a, j, layers[j].units, feed=j != i, again=True))
+        found.append(_instruction(a.kind, a, i, layers[i].backward_units))
+    return found
+
+
+def _weights(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
+    return [_instruction("W", a, i, ()) for i in reversed(stage)]
+
+
+def _with_gathers(found: list[Instruction], ahead: int) -> list[Instruction]:
+    """Fills in prefetch and release: the next `ahead` units that the list reads after each instruction."""
+    out: list[Instruction] = []
+    upcoming: list[Units] = []  # the units read after this instruction, nearest first, without repeats in a row
+    for ins in reversed(found):
+        release = bool(ins.weights) and (not upcoming or upcoming[0] != ins.weights)
+        others = [units for units in upcoming if units != ins.weights][:ahead]
+        out.append(replace(ins, prefetch=tuple(u for units in others for u in units), release=release))
+        if release:
+            upcoming = [ins.weights, *upcoming[:ahead]]
+    return out[::-1]
+
+
+def _with_reductions(found: list[Instruction], layers: Sequence[Layer]) -> list[Instruction]:
+    """Marks what makes the last part of each unit's gradient in each microbatch, and in the step."""
+    in_microbatch: set[tuple[int, str]] = set()
+    in_step: set[str] = set()
+    out: list[Instruction] = []
+    for ins in reversed(found):
+        if ins.kind != "F":
+            units = layers[ins.segment].units[::-1]
+            complete = [(u, u not in in_step) for u in units if (ins.microbatch, u) not in in_microbatch]
+            ins = replace(ins, reduce=tuple(complete))
+            in_microbatch |= {(ins.microbatch, u) for u in units}
+            in_step |= {*units}
+        out.append(ins)
+    return out[::-1]
