@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 -m ndtrain.train recipe=llama_small mesh.fsdp=2
 python -m ndtrain.train --cfg job recipe=llama_small        # shows the resolved config
 """
 
+import json
 import logging
 import os
 import sys
@@ -102,8 +103,7 @@ def train(cfg: Config) -> int:
         step.optimizer.skipped.fill_(state.skipped)
         metrics = _metrics(cfg, run_dir, state, step, device) if rank == 0 else None
         source = data.sequences(cfg, mesh, state.step, state.stream)
-        extras = data.tokenizer.save if data.tokenizer else lambda folder: None
-        saver = Saver(run_dir / "checkpoints", stages, mesh, cfg, extras)
+        saver = Saver(run_dir / "checkpoints", stages, mesh, cfg, partial(_write_extras, data))
         run = Run(cfg, mesh, stages, step, data, source, saver, state, stop, metrics)
         run.evaluation = Evaluation(cfg, mesh, stages) if cfg.train.eval_every else None
         _say_start(run, path)
@@ -141,6 +141,14 @@ def _take_over(cfg: Config, rank: int) -> list[str]:
             f"that is data.tokenizer={folder}"
         )
     return notes
+
+
+def _write_extras(data: Data, folder: Path) -> None:
+    """What `transformers` needs beside the model to make text from a checkpoint."""
+    if data.tokenizer:
+        data.tokenizer.save(folder)
+    if data.eos_id is not None:  # else it takes the end of a text to be Llama's
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": data.eos_id}) + "\n")
 
 
 def _check_validation(cfg: Config, data: Data) -> None:

@@ -68,7 +68,11 @@ def started(args: list[str], cwd: Path, ranks: int = 1) -> Iterator[subprocess.P
     """The running program in a process group of its own, of which nothing is left at the end of the block."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     mark = {MARK: str(cwd)}  # torchrun gives each rank a session of its own: only their environment tells them
-    process = subprocess.Popen(command(args, ranks), cwd=cwd, start_new_session=True, env=os.environ | mark, **pipes)
+    # as from a terminal: a shell starts its background jobs, and so all that a job of it starts, deaf to Ctrl-C
+    hear = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command(args, ranks), cwd=cwd, start_new_session=True, env=os.environ | mark, preexec_fn=hear, **pipes
+    )
     try:
         yield process
     finally:

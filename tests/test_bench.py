@@ -36,7 +36,7 @@ CP = ["axis=cp", "seq_len=64", "heads=4", "kv_heads=2", "head_dim=16", "rounds=2
     [
         (["axis=one"], {"bare", "transformers"}),
         pytest.param(["axis=one", "precision=bf16", "accumulate=2"], {"bare", "transformers"}, marks=pytest.mark.full),
-        (["axis=dp", "accumulate=2"], {"ddp"}),
+        pytest.param(["axis=dp", "accumulate=2"], {"ddp"}, marks=pytest.mark.full),
         (["axis=fsdp", "profile=true"], {"fsdp2"}),
         (["axis=tp", "accumulate=2"], {"dtensor_tp", "dtensor_tp_sp"}),
         pytest.param(
@@ -44,7 +44,11 @@ CP = ["axis=cp", "seq_len=64", "heads=4", "kv_heads=2", "head_dim=16", "rounds=2
             {"dtensor_tp", "dtensor_tp_sp"},
             marks=pytest.mark.full,
         ),
-        (["axis=pp", "shape=pp_tiny", "schedule=1f1b", "precision=bf16"], {"torch_pipelining"}),
+        pytest.param(
+            ["axis=pp", "shape=pp_tiny", "schedule=1f1b", "precision=bf16"],
+            {"torch_pipelining"},
+            marks=pytest.mark.full,
+        ),
         (["axis=pp", "shape=pp_tiny", "schedule=zb_v", "accumulate=3"], {"torch_pipelining"}),
     ],
     ids=lambda words: " ".join(sorted(words)),  # in the same order in every process
@@ -180,7 +184,7 @@ def test_pipelining_side_clips_by_the_norm_of_all_stages(most, factor):
     "args",
     [
         ["profile=true"],
-        ["ulysses=2", "precision=bf16"],
+        pytest.param(["ulysses=2", "precision=bf16"], marks=pytest.mark.full),
         pytest.param(["ranks=4", "ulysses=2", "balance=striped"], marks=pytest.mark.full),
     ],
     ids=" ".join,

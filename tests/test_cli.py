@@ -406,6 +406,7 @@ def test_torchrun_is_told_once_and_ends_at_once(tmp_path, corpus):
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.full
 def test_torchrun_ends_at_once_where_only_rank_0_can_know(finished, corpus, tmp_path):
     began = time.monotonic()
     done = run(arguments(finished, corpus, "mesh.fsdp=-1"), tmp_path, ranks=2)
@@ -476,6 +477,7 @@ def test_multirun(tmp_path, corpus):
     assert len(one) == len(two) == 3 and one[0]["loss"] != two[0]["loss"]
 
 
+@pytest.mark.full
 def test_multirun_says_in_a_line_each_what_stopped_its_runs(finished, corpus, tmp_path):
     done = run(["--multirun", *arguments(finished, corpus), "run.seed=1,2"], tmp_path)
     lines = done.stderr.splitlines()

@@ -74,7 +74,8 @@ def kill_one_rank(args: list[str], folder: Path, moments: random.Random, during_
         assert not processes(folder.parent), "a process is left"
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=FULL)])
+@FULL
+@pytest.mark.parametrize("kills", [1, 10])
 def test_kill_one_of_two_ranks(kills, tmp_path, corpus):
     moments = random.Random(kills)
     steps = 12 * kills
@@ -160,7 +161,9 @@ def every_death(start: Path, folder: Path, first: list[str], then: list[str], wr
 
 
 @pytest.mark.parametrize("writes", [False, pytest.param(True, marks=FULL)], ids=["", "writes"])
-@pytest.mark.parametrize("case", ["a new step", pytest.param("a damaged step again", marks=FULL), "from an older step"])
+@pytest.mark.parametrize(
+    "case", ["a new step", *(pytest.param(c, marks=FULL) for c in ("a damaged step again", "from an older step"))]
+)
 def test_kill_before_every_file_operation(case, writes, tmp_path, corpus):
     """A save is a row of file operations. Before any of them the process may die, and the run still comes to the same
     end, in weights and in metrics.jsonl; also where the save replaces a damaged checkpoint, or leaves later ones
@@ -230,6 +233,7 @@ del sys.argv[1:3]
 runpy.run_module("ndtrain.train", run_name="__main__", alter_sys=True)
 """
 SLOW = [
+    ("raise", "gpipe", 2, 1),
     ("raise", "1f1b", 2, 0), ("raise", "interleaved", 2, 1), ("raise", "zb_v", 2, 0), ("raise", "zb_v", 2, 1),
     ("raise", "dualpipe_v", 2, 0), ("kill", "gpipe", 2, 0), ("kill", "zb_h1", 2, 1), ("kill", "interleaved", 2, 0),
     ("kill", "zb_v", 2, 1), ("kill", "dualpipe_v", 2, 0), ("raise", "1f1b", 4, 2), ("kill", "1f1b", 4, 1),
@@ -240,7 +244,6 @@ SLOW = [
 @pytest.mark.parametrize(
     ("fault", "schedule", "ranks", "victim"),
     [
-        ("raise", "gpipe", 2, 1),
         ("raise", "zb_h1", 2, 1),
         ("kill", "1f1b", 2, 0),
         *(pytest.param(*case, marks=FULL) for case in SLOW),
@@ -410,7 +413,7 @@ def test_the_whole_run_folder_is_full(disk, tmp_path, corpus):
 LONG = ["train.steps=100000", "resume=auto"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=FULL), 2])
 def test_ctrl_c(ranks, tmp_path, corpus):
     folder = tmp_path / "run"
     args = arguments(folder, corpus, "mesh.fsdp=-1", *LONG)
@@ -439,7 +442,8 @@ def test_a_signal_stops_after_the_step_at_work(number, whole, tmp_path, corpus, 
     assert tensor_bytes(newest(folder)) == tensor_bytes(newest(whole))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=FULL)])
+@FULL
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_second_ctrl_c_ends_at_once(ranks, tmp_path, corpus):
     """In a step that takes many seconds."""
     folder = tmp_path / "run"

@@ -484,6 +484,7 @@ def test_literal_end_of_text_in_a_document_does_not_end_it(tmp_path):
     assert documents(data) == ["before <|endoftext|> after"]
 
 
+@pytest.mark.full
 def test_python_corpus(tmp_path, builds, record_property):
     cfg = config({"name": "python", "tokenizer": "bpe", "validation": 0.02}, tmp_path, vocab_size=4096)
     times = []

@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 MESHES = [  # (dp, fsdp, zero)
     (1, 1, 3), (2, 1, 3), (1, 2, 1), (1, 2, 2), (1, 2, 3), (4, 1, 3), (1, 4, 1), (1, 4, 3), (2, 2, 2), (2, 2, 3),
 ]  # fmt: skip
-SAMPLE = [(1, 1, 3), (2, 1, 3), (1, 2, 1), (1, 2, 2), (1, 4, 3), (2, 2, 2)]  # the rest takes --full
+SAMPLE = [(1, 1, 3), (2, 1, 3), (2, 2, 2)]  # the rest takes --full
 FULL = pytest.mark.full
 FIRST, SECOND = (1, 2, 3), (2, 2, 2)  # meshes that the first five steps are made on
 
@@ -104,7 +104,7 @@ def largest_difference(one: Path, other: Path) -> float:
 
 
 @pytest.mark.parametrize(
-    "mesh", [(1, 1, 3), FIRST, *(pytest.param(m, marks=FULL) for m in [(1, 2, 1), SECOND])], ids=str
+    "mesh", [FIRST, *(pytest.param(m, marks=FULL) for m in [(1, 1, 3), (1, 2, 1), SECOND])], ids=str
 )
 def test_same_mesh_bitwise(mesh, straight, half, corpus, tmp_path):
     whole, digests = straight(mesh)
@@ -273,6 +273,7 @@ def test_transformers_opens_a_checkpoint(variant, tmp_path, corpus):
     text = corpus.read_text()[:256]
     ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
     assert ids.tolist() == [list(text.encode())] and tokenizer.decode(ids[0]) == text
+    assert theirs.generation_config.eos_token_id == tokenizer.eos_token_id
     with torch.no_grad():
         logits = ours(args, checkpoint).to(theirs.dtype).logits(ids)
         assert (logits - theirs(ids).logits).abs().max() < 1e-5

@@ -428,7 +428,8 @@ def test_loading_takes_little_more_memory_than_it_fills(ranks, tmp_path):
         assert grown < 0.1 * shard
 
 
-@pytest.mark.parametrize("axis", ["tp", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("axis", ["tp", "fsdp"])
 def test_bench(axis, tmp_path, capsys):
     args = ["megabytes=2", "rounds=2", "ranks=2", f"axis={axis}", f"folder={tmp_path}", f"out={tmp_path}/found.json"]
     assert bench(["checkpoint", *args]) == 0

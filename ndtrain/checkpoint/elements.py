@@ -159,11 +159,11 @@ def read_into(
         while expected < min(i + AHEAD, len(wanted)):
             reader.expect(wanted[expected][0], wanted[expected][2])
             expected += 1
-        data = reader.read(name, there).contiguous().view(-1)
-        target.copy_(data)
+        data = reader.read(name, there)
+        target.view(data.shape).copy_(data)
         if sums is not None:
-            sums[rows[name]] += checksum(data, there)
-        del data
+            as_read = target.device.type == "cpu" and target.dtype == data.dtype
+            sums[rows[name]] += checksum(target if as_read else data.contiguous().view(-1), there)
         reader.release(name, there)
 
 

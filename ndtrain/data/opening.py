@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from ndtrain.data.documents import Corpus
 from ndtrain.data.hf import StreamedCorpus, open_stream, read, stream_key, text_of
 from ndtrain.data.manifest import Manifest, open_manifest
 from ndtrain.data.opened import Data, IndexedData, StreamedData, TokenCorpus
-from ndtrain.data.store import SAMPLE, corpus_tokenizer, holds, map_tokens, open_bin, tokenise
+from ndtrain.data.store import SAMPLE, Scan, corpus_tokenizer, holds, map_tokens, open_bin, tokenise
 from ndtrain.data.tokenizer import Tokenizer, saved_tokenizer
 
 _VALIDATION = 64 << 20  # bytes of a stream's validation split that are read
@@ -79,11 +80,18 @@ def _texts(data: DataConfig) -> Corpus:
     return open_corpus(data)
 
 
+def _fix(cfg: Config, least: int) -> str:
+    """What to do about a model with fewer tokens than `least`."""
+    if cfg.init_from:
+        return f"the model is that of init_from={cfg.init_from}: use its tokenizer, data.tokenizer={cfg.init_from}"
+    return f"set model.vocab_size to at least {least}"
+
+
 def _check_vocabulary(cfg: Config, tokenizer: Tokenizer) -> None:
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={cfg.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"data.tokenizer={cfg.data.tokenizer}: set model.vocab_size to at least {tokenizer.vocab_size}"
+            f"data.tokenizer={cfg.data.tokenizer}: {_fix(cfg, tokenizer.vocab_size)}"
         )
 
 
@@ -124,7 +132,7 @@ def _prepared(cfg: Config, data: DataConfig, manifest: Manifest, cache: Path) ->
     if manifest.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={cfg.model.vocab_size} is less than the {manifest.vocab_size} tokens that "
-            f"data.path={data.path} was prepared with: set model.vocab_size to at least {manifest.vocab_size}"
+            f"data.path={data.path} was prepared with: {_fix(cfg, manifest.vocab_size)}"
         )
     dtype = np.dtype(manifest.dtype).newbyteorder("<")
     train, validation = (map_tokens(manifest.path(split), dtype) for split in ("train", "validation"))
@@ -134,12 +142,12 @@ def _prepared(cfg: Config, data: DataConfig, manifest: Manifest, cache: Path) ->
     return _TokenFile(tokens, saved_tokenizer(manifest.folder, manifest.eos_id), manifest.vocab_size)
 
 
-def _scanned(cfg: Config, path: str, dtype: str, cache: Path, key: str):
+def _scanned(cfg: Config, path: str, dtype: str, cache: Path, key: str) -> tuple[np.ndarray, Scan]:
     tokens, scan = open_bin(path, dtype, cache, key)
     if scan.largest >= cfg.model.vocab_size:
         raise ConfigError(
             f"{key}={path}: token id {scan.largest} at offset {scan.offset} lies beyond "
-            f"model.vocab_size={cfg.model.vocab_size}: set model.vocab_size to at least {scan.largest + 1}"
+            f"model.vocab_size={cfg.model.vocab_size}: {_fix(cfg, scan.largest + 1)}"
         )
     return tokens, scan
 
@@ -266,7 +274,7 @@ def _open_stream(cfg: Config, cache: Path) -> StreamedData:
     )
 
 
-def _checked_stream(data: DataConfig):
+def _checked_stream(data: DataConfig) -> Any:
     """The stream, of which the first row has been looked at.
 
     Raises:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -106,7 +107,7 @@ class Written:
 class _Split:
     """One split while it is written."""
 
-    def __init__(self, file, dtype: np.dtype):
+    def __init__(self, file: BinaryIO, dtype: np.dtype):
         self._file, self._dtype, self._hashed = file, dtype, blake2b(digest_size=16)
         self._tokens, self._documents, self._largest = 0, 0, -1
 
