@@ -46,7 +46,6 @@ MESHES = {  # 110 ordered pairs
     ],
 }  # fmt: skip
 SAMPLE = {
-    "pp2-tp2-interleaved": ("inner-fsdp-whole-vocabulary", "cp2-tp2"),
     "fsdp2": ("pp2-tp2-interleaved", "cp2-tp2"),
 }
 
