@@ -154,8 +154,9 @@ def _write_extras(data: Data, folder: Path) -> None:
 def _check_validation(cfg: Config, data: Data) -> None:
     if cfg.train.eval_every and not data.validation:
         raise ConfigError(
-            f"train.eval_every={cfg.train.eval_every}: data={cfg.data.name} has no validation split here: give one "
-            "(data.validation, with bin data.validation_path, with hf data.eval_split), or set train.eval_every=0"
+            f"train.eval_every={cfg.train.eval_every}: there is nothing to validate on: raise data.validation="
+            f"{cfg.data.validation:g}, the fraction of documents held out (with data=bin give data.validation_path, with "
+            "a stream data.eval_split), or set train.eval_every=0"
         )
 
 
