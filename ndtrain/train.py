@@ -155,7 +155,7 @@ def _check_validation(cfg: Config, data: Data) -> None:
     if cfg.train.eval_every and not data.validation:
         raise ConfigError(
             f"train.eval_every={cfg.train.eval_every}: there is nothing to validate on: raise data.validation="
-            f"{cfg.data.validation:g}, the fraction of documents held out (with data=bin give data.validation_path, with "
+            f"{cfg.data.validation:g}, the fraction of documents held out (data=bin needs data.validation_path, "
             "a stream data.eval_split), or set train.eval_every=0"
         )
 
@@ -316,9 +316,7 @@ def _evaluate(run: Run) -> dict[str, float]:
     held = ValidationSet(run.data.validation, cfg.train.seq_len, cfg.train.global_batch)
     passes = ([b.to(device) for b in map(held.readable, _microbatches(run, held, i))] for i in range(held.passes))
     loss = run.evaluation.run(passes, held.labels(packed_at(cfg, run.data)))
-    seconds = time.perf_counter() - began
-    run.note(f"step {run.state.step}  eval_loss {loss:.4f}  over {held.count:,} sequences in {seconds:.1f} s")
-    return {"eval_loss": loss, "eval_time_s": seconds}
+    return {"eval_loss": loss, "eval_time_s": time.perf_counter() - began}
 
 
 def _read(run: Run, report: Callable[[], StepReport], tokens: int, seconds: float, extra: dict | None) -> bool:
@@ -332,6 +330,8 @@ def _read(run: Run, report: Callable[[], StepReport], tokens: int, seconds: floa
         run.failure = f"{run.skipped_in_a_row} steps in a row were skipped (train.max_skipped); the last one worked on "
         run.failure += _sequences(run, found.step)
     _log_step(run, found, tokens, seconds, extra or {})
+    if extra:
+        run.note(f"step {found.step}  eval_loss {extra['eval_loss']:.4f}  in {extra['eval_time_s']:.1f} s")
     return bool(found.signals[:, 0].any()) or bool(run.failure)
 
 
