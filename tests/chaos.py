@@ -58,6 +58,7 @@ class Supervisor:
     draw: random.Random
     disk: Path | None = None
     report: Report = field(default_factory=Report)
+    damaged: set[int] = field(default_factory=set)  # inodes of checkpoints: one saved anew is another
 
     def run(self, kills: int) -> Report:
         """Starts the run `kills` times to be killed, as far as it lasts, and then to its end."""
@@ -83,7 +84,7 @@ class Supervisor:
     def _suffer(self, mesh: tuple[int, list[str]], kind: str, most: int) -> None:
         self.report.faults[kind] += 1
         self.report.resumed.append(self._step())
-        before = {p.name for p in self._published()}
+        before = {p.name: p.stat().st_ino for p in self._published()}
         with started_ranks(rank_main, mesh[0], [*self.args, *mesh[1]]) as (ranks, folder):
             goal = self._step() + self.draw.randint(1, most)
             alive = lambda: all(p.exitcode in (None, 0) for p in ranks)
@@ -121,16 +122,18 @@ class Supervisor:
     def _writing(self) -> bool:
         return any((self.folder / "checkpoints").glob(".writing-*"))
 
-    def _account(self, before: set[str]) -> None:
-        """A checkpoint may be gone only where `keep` newer ones are there."""
+    def _account(self, before: dict[str, int]) -> None:
+        """A checkpoint may be gone only where `keep` newer ones are there, or where it was damaged and set aside."""
         now = [p.name for p in self._published()]
-        self.report.lost += [name for name in before - {*now} if sum(n > name for n in now) < self.keep]
+        gone = [name for name in before if name not in now and before[name] not in self.damaged]
+        self.report.lost += [name for name in gone if sum(n > name for n in now) < self.keep]
 
     def _damage(self, kind: str) -> None:
         """The newest checkpoint, where an older one is there to go back to."""
         found = self._published()
         if len(found) < 2:
             return
+        self.damaged.add(found[0].stat().st_ino)
         path = self.draw.choice(sorted(p for p in found[0].iterdir() if p.stat().st_size > 8))
         size = path.stat().st_size
         if kind == "cut":
@@ -142,6 +145,9 @@ class Supervisor:
         """Leaves `size` bytes free; None: enough."""
         if self.disk is None:
             return
-        used = shutil.disk_usage(self.disk).used
-        number = (used + size) if size is not None else 1 << 28
-        subprocess.run(["mount", "-o", f"remount,size={max(4096, number)}", str(self.disk)], check=True)
+        for _ in range(100):  # the run writes on, and no disk is made smaller than what it holds
+            number = 1 << 28 if size is None else max(4096, shutil.disk_usage(self.disk).used + size)
+            mount = ["mount", "-o", f"remount,size={number}", str(self.disk)]
+            if subprocess.run(mount, capture_output=True).returncode == 0:
+                return
+        raise RuntimeError(f"{self.disk} cannot be made {number} bytes large")
