@@ -178,7 +178,8 @@ def test_kill_before_every_file_operation(case, writes, tmp_path, corpus):
         damaged = shutil.copytree(newest(start), checkpoint_of(start, 4))
         flip(damaged / "model.safetensors", -1)
     first = arguments(folder, corpus, *plan, resume, "train.stop_at=4")
-    (found,) = run_ranks(every_death, 1, start, folder, first, arguments(folder, corpus, *plan, *OFTEN), writes)
+    then = arguments(folder, corpus, *plan, *OFTEN)
+    (found,) = run_ranks(every_death, 1, start, folder, first, then, writes, timeout=600)  # hundreds of short runs
     for number, death in enumerate(found, start=1):
         assert death.status == 0 and death.tensors == tensor_bytes(newest(whole)), f"dead before operation {number}"
         assert death.losses == losses(whole), f"dead before operation {number}, newest {death.newest}"
