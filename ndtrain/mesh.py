@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ndtrain.config import AXES, MeshConfig
+from ndtrain.recorder import RECORDER
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Mesh:
         """The process group of the ranks that differ from this one only along `axes`; None where that is one rank."""
         wide = tuple(a for a in self.spec.order if a in axes and self.spec.size(a) > 1)
         if wide not in self._groups:
-            self._groups[wide] = self._make(wide)
+            self._groups[wide] = self._named("+".join(wide), self._make(wide))
         return self._groups[wide]
 
     def subgroup(self, axis: str, n: int) -> dist.ProcessGroup | None:
@@ -108,13 +109,18 @@ class Mesh:
         if n == 1:
             return None
         runs = [ranks[i : i + n] for ranks in self.spec.groups(axis) for i in range(0, len(ranks), n)]
-        return dist.new_subgroups_by_enumeration(runs)[0]
+        return self._named(axis, dist.new_subgroups_by_enumeration(runs)[0])
 
     def twin(self, axis: str) -> dist.ProcessGroup | None:
         """Another process group of the ranks of `group(axis)`. Every rank must ask in the same order."""
         if self.spec.size(axis) == 1:
             return None
-        return dist.new_subgroups_by_enumeration(self.spec.groups(axis))[0]
+        return self._named(axis, dist.new_subgroups_by_enumeration(self.spec.groups(axis))[0])
+
+    def _named(self, axis: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        if group is not None:
+            RECORDER.name(group, axis, dist.get_process_group_ranks(group))
+        return group
 
     @cached_property
     def background(self) -> dist.ProcessGroup | None:

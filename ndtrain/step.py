@@ -25,7 +25,9 @@ from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Pipeline
 from ndtrain.parallel.recompute import Group, Keep, always_kept, groups, spared
 from ndtrain.program import Instruction, Layer, expand, join, line_up
+from ndtrain.recorder import RECORDER
 from ndtrain.schedule import Action, sends
+from ndtrain.schedule.table import show
 
 
 class Took(NamedTuple):
@@ -56,6 +58,7 @@ class Executor:
             layers, groups_ = join(layers, groups_)
         self.row, self.layers, self.units, self.pipeline, self.keep = row, layers, units, pipeline, keep
         self.trains = any(a.kind != "F" for a in row)
+        self._names = [show(a) for a in row]
         self.program = expand(row, layers, groups_, ahead=0 if units.stay else 2 if units.keeps_full else 1)
         self._passes = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._finish_weights}
         self.watched: list[Took] | None = None
@@ -76,6 +79,7 @@ class Executor:
         if self.trains:
             self.units.begin_step()
         for number, (action, instructions) in enumerate(zip(self.row, self.program, strict=True)):
+            RECORDER.action = self._names[number]
             self.pipeline.post(number)
             self._enter(action)
             began = self._now()
@@ -83,6 +87,7 @@ class Executor:
                 self._run(ins)
             if self.watched is not None:
                 self.watched.append(Took(action, began, self._now()))
+        RECORDER.action = "gradient sums"
         self.pipeline.finish()
         if self.trains:
             self.units.finish_step()
@@ -221,6 +226,7 @@ class TrainingStep:
         Returns:
             A function that gives the report. Calling it late leaves the device unblocked.
         """
+        RECORDER.begin(step)
         valid = sum((b.labels != IGNORE).sum() for b in batches).double()
         counts, counted = all_gather_row(valid.view(1), self.mesh.group(*DATA_AXES))
 
@@ -230,6 +236,7 @@ class TrainingStep:
 
         loss_share = self.executor.run(contexts(self.stages, batches, loss_scale))
         counted.wait()  # where no stage of this rank has the loss, nobody has
+        RECORDER.action = "norm and update"
         verdict = self.optimizer.judge(loss_share)
         lr = learning_rate(self.cfg.optim, step, self.cfg.train.steps)
         self.optimizer.step(step, lr, verdict)
@@ -239,7 +246,8 @@ class TrainingStep:
 
         def report() -> StepReport:
             flight.wait()
-            loss, norm, skipped = verdict.loss.item(), verdict.norm.item(), not verdict.finite.item()
+            with RECORDER.waiting(f"the result of step {step}"):
+                loss, norm, skipped = verdict.loss.item(), verdict.norm.item(), not verdict.finite.item()
             return StepReport(step, loss, norm, lr, t.global_batch * t.seq_len, skipped, rows.cpu())
 
         return report
