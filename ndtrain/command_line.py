@@ -50,6 +50,18 @@ def main(train: Train, args: list[str] | None = None) -> int:
         return 130
 
 
+def plain_config(args: list[str]) -> Config:
+    """The configuration that a plain run with these arguments has.
+
+    Raises:
+        ConfigError: an argument is wrong, or one of Hydra's own flags.
+    """
+    overrides, search, flags = _split(args)
+    if flags:
+        raise ConfigError(f"{flags[0]}: not here; only overrides and --config-dir")
+    return load_config(overrides, search)
+
+
 def _say_error(error: ConfigError) -> None:
     """Once per host: its ranks mostly meet the same error, and torchrun ends all when the first one leaves. So the
     others give local rank 0 time to say it, and speak only if they are then still there."""

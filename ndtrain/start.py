@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ndtrain import checkpoint
+from ndtrain import checkpoint, exit_file
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
 from ndtrain.config import Config, ConfigError, to_yaml, world_from_env
 from ndtrain.data import Data
@@ -17,7 +17,8 @@ from ndtrain.parallel.apply import Stages, initialise
 
 def prepare_run_folder(cfg: Config, run_dir: Path) -> tuple[Path | None, State | None]:
     """On one rank, before any process group: the folder exists, can be written, and holds no run that this one would
-    overwrite. Returns the checkpoint to resume, with its state.
+    overwrite. Returns the checkpoint to resume, with its state. What torchrun starts again goes on where it was:
+    `cfg.resume` becomes auto.
 
     Raises:
         ConfigError: naming `run.dir` or `resume`.
@@ -25,6 +26,8 @@ def prepare_run_folder(cfg: Config, run_dir: Path) -> tuple[Path | None, State |
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=run_dir).close()  # says what the system says, also of a read-only file system
+        if cfg.resume == "none" and exit_file.is_restart(run_dir):
+            cfg.resume = "auto"
         held = (run_dir / "metrics.jsonl").exists() or bool(checkpoint.list_checkpoints(run_dir / "checkpoints"))
         if cfg.resume == "none" and held:
             raise ConfigError(
@@ -32,6 +35,7 @@ def prepare_run_folder(cfg: Config, run_dir: Path) -> tuple[Path | None, State |
             )
         found = _choose(cfg, run_dir)
         (run_dir / "config.yaml").write_text(to_yaml(cfg))
+        exit_file.begin(run_dir)
         return found
     except OSError as error:
         raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}): give another run.dir") from error
@@ -73,9 +77,9 @@ def fill(
         order: what the data order of a fresh run depends on.
     """
     if mesh.world is not None:
-        chosen = [(path, state)]
+        chosen = [(path, state, cfg.resume)]
         dist.broadcast_object_list(chosen, src=0)
-        path, state = chosen[0]
+        path, state, cfg.resume = chosen[0]
     while path is not None:
         try:
             notes = checkpoint.load(path, stages, mesh)

@@ -1,24 +1,27 @@
-"""How a rank is asked to stop, and how it says what went wrong."""
+"""How a run is asked to stop."""
 
 import os
 import signal
-import sys
 import time
-
-import torch.distributed as dist
-
-from ndtrain.config import world_from_env
+from pathlib import Path
 
 REPEAT_S = 2.0  # the same Ctrl-C reaches a rank from the terminal and again from torchrun
-PATIENCE_S = 5.0  # how long a rank that lost a peer lets that one speak, and the launcher end them all
+LOOK_S = 1.0  # how often the stop file is looked for: on shared storage that takes milliseconds
+STOP_FILE = "stop"  # in the run folder; `touch` it to stop the run
+_BY_FILE = -1
 
 
 class StopRequest:
-    """SIGINT, SIGTERM and SIGUSR1 ask for a stop after a step; a later second one ends the process at once."""
+    """SIGINT, SIGTERM and SIGUSR1 ask for a stop after a step, and so does the stop file; a later second signal ends
+    the process at once.
 
-    def __init__(self) -> None:
+    Attributes:
+        signal: the name of the signal that this process got; None: none yet.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
         self.signal: str | None = None
-        self._at = 0.0
+        self._file, self._looked, self._number, self._at = file, float("-inf"), 0, 0.0
         self._before = {s: signal.signal(s, self._on) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
     def _on(self, number: int, frame) -> None:
@@ -26,23 +29,25 @@ class StopRequest:
             os._exit(128 + number)
         if self.signal is None:
             self.signal, self._at = signal.Signals(number).name, time.monotonic()
+            self._number = number
+
+    def asked(self) -> int:
+        """A number that says by what this process was asked to stop (`name` tells); 0: it was not."""
+        if not self._number and self._file and time.monotonic() - self._looked >= LOOK_S:
+            self._looked = time.monotonic()
+            self._number = _BY_FILE if self._file.exists() else 0
+        return self._number
+
+    def answer(self) -> None:
+        """Takes the stop file away: the request has been met."""
+        if self._file:
+            self._file.unlink(missing_ok=True)
 
     def restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
-def say_failure(error: BaseException, stop: StopRequest) -> None:
-    """The traceback, at once; but a rank that only lost a peer waits, so that the rank at fault is heard first. The
-    launcher ends it meanwhile, or had begun to before the loss came to light."""
-    if _lost_a_peer(error):
-        if stop.signal:
-            print(f"rank {world_from_env()[0]}: stopped by {stop.signal}, and a peer has left", file=sys.stderr)
-            return
-        time.sleep(PATIENCE_S)
-    sys.excepthook(type(error), error, error.__traceback__)
-
-
-def _lost_a_peer(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank does not answer. Gloo's are known by their source file."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+def name(asked: int) -> str:
+    """What `StopRequest.asked` stands for."""
+    return "stop file" if asked == _BY_FILE else signal.Signals(asked).name

@@ -11,27 +11,30 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ndtrain import checkpoint, command_line, cost, schedule
+from ndtrain import checkpoint, command_line, cost, exit_file, rendezvous, schedule, stopping
 from ndtrain.checkpoint import Saved, Saver, State
 from ndtrain.config import Config, ConfigError, resolve, world_from_env
 from ndtrain.data import Data, Prefetcher, Source, microbatches, open_data, rows_of
 from ndtrain.data.validation import ValidationSet
+from ndtrain.failing import noted, say_failure
 from ndtrain.layout import BATCH_AXES
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.metrics import Metrics, keep_freed_memory, peak_flops, peak_memory_bytes, reset_peak_memory
+from ndtrain.metrics.stragglers import Stragglers
 from ndtrain.metrics.trace import Trace, traced
 from ndtrain.model.hf import from_hf, read_hf_config
 from ndtrain.parallel.apply import DTYPES, Stages, build_stages, sequence_cut
+from ndtrain.recorder import RECORDER
 from ndtrain.start import fill, order_of, packed_at, prepare_run_folder
 from ndtrain.step import Evaluation, StepReport, TrainingStep
-from ndtrain.stopping import StopRequest, say_failure
+from ndtrain.stopping import StopRequest
+from ndtrain.watch import Watch
 
 log = logging.getLogger("ndtrain")
 log.addHandler(logging.NullHandler())  # an error before there is a log file is not printed twice
@@ -53,11 +56,13 @@ class Run:
     state: State
     stop: StopRequest
     metrics: Metrics | None  # on rank 0
+    stragglers: Stragglers
     evaluation: Evaluation | None = None
     saved: Path | None = None
     failed_saves: list[str] = field(default_factory=list)
     skipped_in_a_row: int = 0
-    failure: str = ""  # why the run ends before its plan, other than by a signal
+    stopped_by: str | None = None  # what asked some rank to stop
+    failure: str = ""  # why the run ends before its plan, other than by a request
 
     def note(self, text: str) -> None:
         log.info(text)
@@ -85,18 +90,22 @@ def train(cfg: Config) -> int:
     run_dir = Path(cfg.run.dir)
     path, state = prepare_run_folder(cfg, run_dir) if rank == 0 else (None, None)
     _log_to(run_dir, rank)
-    data = open_data(cfg)
-    _check_validation(cfg, data)
-    device = _device(cfg, local_rank)
-    keep_freed_memory()
-    if world > 1:
-        options = {"device_id": device} if device.type == "cuda" else {}
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=cfg.hardware.timeout_s), **options)
-    stop = StopRequest()  # not before: a rank that waits for one that failed must die of the launcher's SIGTERM
-    metrics = None
+    with noted(run_dir):
+        data = open_data(cfg)
+        _check_validation(cfg, data)
+        device = _device(cfg, local_rank)
+        keep_freed_memory()
+        connect = None
+        if world > 1:
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            connect = rendezvous.join(backend, rank, world, cfg.hardware.timeout_s, device)
+    # not before: a rank that waits for one that failed must die of the launcher's SIGTERM
+    stop = StopRequest(run_dir / stopping.STOP_FILE if rank == 0 else None)
+    metrics = watch = None
     try:
         mesh = Mesh(MeshSpec.of(cfg.mesh), rank, device)
+        if connect:
+            watch = Watch(connect, mesh.spec, rank, run_dir, cfg.hardware.timeout_s)
         stages = build_stages(cfg, mesh)
         step = TrainingStep(cfg, mesh, stages)
         path, state, more = fill(cfg, mesh, stages, path, state, order_of(cfg, data))
@@ -104,7 +113,7 @@ def train(cfg: Config) -> int:
         metrics = _metrics(cfg, run_dir, state, step, device) if rank == 0 else None
         source = data.sequences(cfg, mesh, state.step, state.stream)
         saver = Saver(run_dir / "checkpoints", stages, mesh, cfg, partial(_write_extras, data))
-        run = Run(cfg, mesh, stages, step, data, source, saver, state, stop, metrics)
+        run = Run(cfg, mesh, stages, step, data, source, saver, state, stop, metrics, Stragglers(mesh.spec))
         run.evaluation = Evaluation(cfg, mesh, stages) if cfg.train.eval_every else None
         _say_start(run, path)
         for note in (*notes, *more):
@@ -113,6 +122,8 @@ def train(cfg: Config) -> int:
         code = _say_end(run)
         if metrics:
             metrics.close(code)
+        if watch:
+            watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         return code
@@ -120,10 +131,13 @@ def train(cfg: Config) -> int:
         log.exception("rank %d failed", rank)
         stop.restore()
         if world > 1 and not isinstance(error, ConfigError):
-            say_failure(error, stop)
+            say_failure(error, stop, run_dir)
             raise SystemExit(1) from error
-        raise
+        with noted(run_dir):
+            raise
     finally:  # no process group is destroyed on an error: gloo would wait for what peers will never send
+        if watch:
+            watch.close()
         if metrics:
             metrics.close(1)
         stop.restore()
@@ -290,9 +304,10 @@ def _microbatches(run: Run, source: Source | ValidationSet, step: int) -> list:
 
 def _launch(run: Run, prefetcher: Prefetcher, trace: bool) -> tuple[Callable[[], StepReport], Trace | None]:
     """Makes the next step; what gives its report, and its trace if asked for (on rank 0)."""
-    batches, waited = prefetcher.get(run.state.step)
+    with RECORDER.waiting("data"):
+        batches, waited = prefetcher.get(run.state.step)
     batches = [b.to(run.mesh.device) for b in batches]
-    signals = lambda: (float(run.stop.signal is not None), float(peak_memory_bytes(run.mesh.device)), waited)
+    signals = lambda: (run.stop.asked(), peak_memory_bytes(run.mesh.device), waited, RECORDER.busy())
     number = run.state.step + 1
     work = partial(run.step.run, number, batches, signals)
     found = traced(work, number, run.step.executor, run.mesh) if trace else (work(), None)
@@ -332,7 +347,9 @@ def _read(run: Run, report: Callable[[], StepReport], tokens: int, seconds: floa
     _log_step(run, found, tokens, seconds, extra or {})
     if extra:
         run.note(f"step {found.step}  eval_loss {extra['eval_loss']:.4f}  in {extra['eval_time_s']:.1f} s")
-    return bool(found.signals[:, 0].any()) or bool(run.failure)
+    asked = [int(number) for number in found.signals[:, 0] if number]
+    run.stopped_by = stopping.name(asked[0]) if asked else None
+    return bool(asked) or bool(run.failure)
 
 
 def _not_finite(report: StepReport) -> str:
@@ -353,7 +370,9 @@ def _sequences(run: Run, step: int) -> str:
 def _log_step(run: Run, report: StepReport, tokens: int, seconds: float, extra: dict[str, float]) -> None:
     if run.metrics is None:
         return
-    _, memory, waited = report.signals.max(dim=0).values.tolist()
+    _, memory, waited, _ = report.signals.max(dim=0).values.tolist()
+    for text in run.stragglers.update(report.signals[:, 3].tolist()):
+        run.warn(text)
     run.metrics.log(
         step=report.step,
         loss=report.loss,
@@ -391,10 +410,18 @@ def _say_end(run: Run) -> int:
     """The last lines of a run; its exit status: 0, or 1 where the last state could not be saved or the run gave up."""
     step, total = run.state.step, run.cfg.train.steps
     at_end = run.saved is not None and run.saved.name.endswith(f"{step:08d}")
-    why = f"stopped by {run.stop.signal} after" if run.stop.signal else "finished" if step == total else "stopped at"
-    if run.saved is None and not run.failed_saves:
+    idle = run.saved is None and not run.failed_saves
+    ended = "stopped" if run.stopped_by and step < (run.cfg.train.stop_at or total) else "finished"
+    if run.mesh.rank == 0:
+        error = run.failure or ("" if at_end or idle else f"the last state was not saved: {run.failed_saves[-1]}")
+        facts = {"signal": run.stopped_by, "step": step, "checkpoint": run.saved and str(run.saved.absolute())}
+        exit_file.write(Path(run.cfg.run.dir), "failed" if error else ended, rank=0, error=error or None, **facts)
+        if run.stopped_by:
+            run.stop.answer()
+    if idle:
         run.note(f"nothing to do: the run stands at step {step} of {total}")
         return 0
+    why = f"stopped by {run.stopped_by} after" if run.stopped_by else "finished" if step == total else "stopped at"
     run.note(
         f"{why} step {step} of {total}: "
         + (f"saved {run.saved}" if at_end else f"the newest checkpoint is {run.saved}")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -98,10 +98,14 @@ def processes(cwd: Path) -> dict[int, str]:
     return found
 
 
-def given_process_group() -> AbstractContextManager:
+@contextmanager
+def given_process_group() -> Iterator[None]:
     """Lets `main` run in the process group that `tests.ranks.run_ranks` has made."""
-    ready = {"init_process_group": mock.DEFAULT, "destroy_process_group": mock.DEFAULT}
-    return mock.patch.multiple("torch.distributed", **ready)
+    with (
+        mock.patch("ndtrain.rendezvous.join", return_value=None),
+        mock.patch("torch.distributed.destroy_process_group"),
+    ):
+        yield
 
 
 def rank_main(args: list[str]) -> int:

@@ -17,11 +17,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ndtrain import checkpoint
+from ndtrain import checkpoint, exit_file
 from ndtrain.checkpoint import list_checkpoints, saving
 from ndtrain.config import Config, ModelConfig, load_config, resolve
+from ndtrain.failing import say_failure
 from ndtrain.step import TrainingStep
-from ndtrain.stopping import say_failure
 from ndtrain.train import main, train
 from tests import helpers
 from tests.helpers import (
@@ -265,7 +265,11 @@ def test_a_stage_fails(fault, schedule, ranks, victim, tmp_path, corpus):
         assert f"[rank{victim}]: ValueError: rank {victim} fails as planned" in done.stderr
     else:
         assert not speakers, done.stderr
+    found = exit_file.read(tmp_path / "run")
+    assert (found.why, found.rank) == (("failed", victim) if fault == "raise" else ("died", found.rank))
+    assert fault == "kill" or f"rank {victim} fails as planned" in found.error
     cause = done.stderr.partition("Root Cause")[2]
+    assert fault == "kill" or f"ValueError: rank {victim} fails as planned" in cause, "the last lines do not say why"
     assert re.search(rf"rank +: {victim} .*\n +exitcode +: {-9 if fault == 'kill' else 1} ", cause), done.stderr
 
 
@@ -279,15 +283,17 @@ REAL = [ValueError("a mistake"), RuntimeError("[enforce fail at alloc_cpu.cpp:11
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("error", LOST + REAL, ids=lambda e: str(e)[-20:])
-def test_who_lost_a_peer_speaks_last(error, stopped, capsys):
+def test_who_lost_a_peer_speaks_last(error, stopped, tmp_path, capsys):
     """But speaks, where nobody else has by then and the launcher ends nobody: else a lost network is a silent end."""
     stop = mock.Mock(signal="SIGTERM" if stopped else None)
     with mock.patch("time.sleep") as sleep:
-        say_failure(error, stop)
+        say_failure(error, stop, tmp_path)
     said, lost = capsys.readouterr().err, error in LOST
     assert sleep.called == (lost and not stopped)
     assert (str(error) in said) == (not (lost and stopped))
     assert said.count("\n") == 1 or not (lost and stopped)
+    assert (exit_file.read(tmp_path) is None) == (lost and stopped)
+    assert lost or exit_file.read(tmp_path).why == "failed"
 
 
 # ---------------------------------------------------------------------------------------------------------- full disk
