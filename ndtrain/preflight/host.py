@@ -1,0 +1,215 @@
+"""What a rank finds without the others: software, device, arithmetic."""
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import time
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import ndtrain
+from ndtrain.config import Config, world_from_env
+from ndtrain.metrics.peak import cpu_model
+from ndtrain.parallel.apply import DTYPES
+from ndtrain.preflight.place import Found, Place
+from ndtrain.preflight.report import (
+    Ranks,
+    Row,
+    Status,
+    bytes_of,
+    few,
+    listed,
+    odd_values,
+    per_second,
+    slow,
+    usual_rate,
+    worst,
+)
+
+MATMUL_S = 0.3  # how long matmuls are timed
+SIZES = {"cpu": 256, "cuda": 8192}  # of a square matmul; on a CPU it is over before another process takes the core
+SLOW_MATMUL = (0.5, 0.8)  # shares of the usual rate: below them it has failed, is worth a warning
+TAKEN = 0.1  # share of a GPU's memory that others may hold without a warning
+_FREE = ("OMP_NUM_THREADS",)  # may differ without harm to the results
+
+# ------------------------------------------------------------------------------------------------- software and device
+
+
+def device_of(cfg: Config) -> torch.device:
+    """This rank's device. Where the GPU that it should have is missing, the CPU: `device_facts` then says so."""
+    local = world_from_env()[1]
+    gpus = torch.cuda.device_count() if cfg.hardware.device != "cpu" else 0
+    return torch.device("cuda", local) if local < gpus else torch.device("cpu")
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """What must be the same on every rank."""
+    found = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "ndtrain": f"{ndtrain.__version__} (sources {_sources()})",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "unset"),
+    }
+    if device.type == "cuda":
+        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    return found
+
+
+@cache
+def _sources() -> str:
+    """Eight digits that stand for the sources: two checkouts of one version differ in them."""
+    digest, root = hashlib.sha256(), Path(ndtrain.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def device_facts(device: torch.device, wanted: str) -> Found:
+    """What computes, and what is wrong with it.
+
+    Args:
+        wanted: `hardware.device`.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "memory": total, "free": free}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = {"kind": "cpu", "name": f"{cpu_model()}, threads: {torch.get_num_threads()}", "memory": memory}
+    gpus = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cuda" or gpus:
+        found["problem"] = f"no GPU for it: {here} ranks on this host, {gpus} GPUs that torch can use"
+    return found
+
+
+def _configuration(cfg: Config) -> str:
+    """Eight digits that stand for it, but for the data cache, which may be each host's own."""
+    plain = asdict(replace(cfg, data=replace(cfg.data, cache="")))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def look_at_host(place: Place) -> Found:
+    return {
+        "host": socket.gethostname(),
+        "versions": versions(place.device) | {"configuration": _configuration(place.cfg)},
+        "device": device_facts(place.device, place.cfg.hardware.device),
+    }
+
+
+def judge_hosts(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row]:
+    ranks.hosts.update({r: f["host"] for r, f in found.items()})
+    rows = [Row("ranks", Status.OK, _where(ranks)), Row("mesh", Status.OK, _mesh(ranks))]
+    return [*rows, _versions(found, ranks), _devices({r: f["device"] for r, f in found.items()}, ranks)]
+
+
+def _where(ranks: Ranks) -> str:
+    """8 on 2 hosts, node0: 0-3, node1: 4-7"""
+    by_host: dict[str, list[int]] = {}
+    for rank, host in ranks.hosts.items():
+        by_host.setdefault(host, []).append(rank)
+    hosts = f"{len(by_host)} host{'s' * (len(by_host) > 1)}"
+    return f"{len(ranks.hosts)} on {hosts}, " + listed([f"{host}: {_runs(of)}" for host, of in by_host.items()])
+
+
+def _runs(numbers: list[int]) -> str:
+    """0-3, 8"""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] == n - 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
+
+
+def _mesh(ranks: Ranks) -> str:
+    """dp=2 (between hosts) tp=4 (within hosts)"""
+    spec = ranks.spec
+    inside = lambda axis: all(ranks.same_host(g[0], r) for g in spec.groups(axis) for r in g)
+    wide = [a for a in spec.order if spec.size(a) > 1]
+    said = [f"{a}={spec.size(a)} ({'within hosts' if inside(a) else 'between hosts'})" for a in wide]
+    return " ".join(said) or "one process"
+
+
+def _versions(found: dict[int, Found], ranks: Ranks) -> Row:
+    statuses, usual, notes = [], {}, []
+    for key in found[0]["versions"]:
+        usual[key], odd = odd_values({r: str(f["versions"].get(key)) for r, f in found.items()})
+        statuses += [Status.WARNING if key in _FREE else Status.FAILED] * bool(odd)
+        notes += ranks.grouped({r: f"{key} {value} instead of {usual[key]}" for r, value in odd.items()})
+    figure = ", ".join(f"{key} {value}" for key, value in usual.items())
+    return Row("versions", worst(statuses), figure, tuple(notes))
+
+
+def _devices(found: dict[int, Found], ranks: Ranks) -> Row:
+    """Of one kind everywhere, or no process group can be made."""
+    wrong = {r: f["problem"] for r, f in found.items() if "problem" in f}
+    kind, odd_kinds = odd_values({r: f["kind"] for r, f in found.items()})
+    wrong |= {r: f"{odd} instead of {kind}" for r, odd in odd_kinds.items() if r not in wrong}
+    name, odd_names = odd_values({r: f["name"] for r, f in found.items()})
+    other = {r: f"{odd} instead of {name}" for r, odd in odd_names.items() if r not in wrong}
+    taken = {
+        r: f"only {bytes_of(f['free'])} of {bytes_of(f['memory'])} of GPU memory are free"
+        for r, f in found.items()
+        if "free" in f and f["free"] < (1 - TAKEN) * f["memory"]
+    }
+    memory = bytes_of(min(f["memory"] for f in found.values())) + (" each" if kind == "cuda" else " a host")
+    status = Status.FAILED if wrong else Status.WARNING if other or taken else Status.OK
+    notes = (*ranks.grouped(wrong), *ranks.grouped(other), *ranks.grouped(taken))
+    return Row("devices", status, f"{len(found)} x {name}, {memory}", notes)
+
+
+# ---------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def operands(place: Place) -> tuple[Tensor, Tensor]:
+    """Two square matrices of 0, 1 and -1 in the compute precision, the same on every rank. Most are 0, so that every
+    element of their product is exact even in bf16."""
+    n, dtype = SIZES[place.device.type], DTYPES[place.cfg.precision.compute]
+    draw = torch.Generator().manual_seed(0)
+    values = torch.tensor([1, -1, 0, 0, 0, 0, 0, 0], dtype=dtype, device=place.device)
+    a, b = (torch.randint(8, (n, n), generator=draw, dtype=torch.int32).to(place.device) for _ in range(2))
+    return values[a], values[b]
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b
+
+
+def look_at_matmul(place: Place) -> Found:
+    """The shortest of some matmuls, and whether the product is what it must be (Freivalds, 1977: of a product with one
+    random vector both ways; here all numbers are whole, so both are equal to the last bit)."""
+    a, b = operands(place)
+    shortest, until = float("inf"), time.perf_counter() + MATMUL_S
+    matmul(a, b)
+    place.settle()
+    while time.perf_counter() < until or shortest == float("inf"):
+        began = time.perf_counter()
+        product = matmul(a, b)
+        place.settle()
+        shortest = min(shortest, time.perf_counter() - began)
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randint(1, 1000, (len(a), 1), generator=draw).double().to(place.device)
+    finite = bool(product.isfinite().all())
+    right = finite and torch.equal(product.double() @ x, a.double() @ (b.double() @ x))
+    return {"rate": 2 * len(a) ** 3 / shortest, "finite": finite, "right": right}
+
+
+def judge_matmul(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row]:
+    rates = {r: f["rate"] for r, f in found.items()}
+    usual = usual_rate(rates.values())
+    status, odd = slow(rates, usual, *SLOW_MATMUL)
+    wrong = {r: "gives NaN or infinity" for r, f in found.items() if not f["finite"]}
+    wrong |= {r: "gives a wrong product" for r, f in found.items() if f["finite"] and not f["right"]}
+    late = few([f"slow, {per_second(rates[r], 'FLOP')}: {ranks.one(r)}" for r in odd])
+    figure = f"{per_second(min(rates.values()), 'FLOP')} to {per_second(max(rates.values()), 'FLOP')}"
+    status = Status.FAILED if wrong else status
+    return [Row("matmul", status, f"{figure}, {cfg.precision.compute}", (*ranks.grouped(wrong), *late))]

@@ -1,0 +1,161 @@
+"""What is said about a check: its row of the table, and the odd ranks out by name."""
+
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TextIO, TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ndtrain.mesh import MeshSpec
+
+NAMED = 4  # ranks, or lines, that a row names before it counts the rest
+_LOG_WIDTH = 500  # characters: a log file's lines are not folded
+
+Key = TypeVar("Key")
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "FAILED"
+
+
+_STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        figure: what was measured, in short.
+        notes: what is odd, each with the ranks it is odd on.
+        last: nothing further can be checked.
+    """
+
+    check: str
+    status: Status
+    figure: str = ""
+    notes: tuple[str, ...] = ()
+    last: bool = False
+
+
+def worst(statuses: Iterable[Status]) -> Status:
+    """OK where there are none."""
+    return max(statuses, key=list(Status).index, default=Status.OK)
+
+
+class Ranks:
+    """Ranks in words.
+
+    Attributes:
+        hosts: rank -> name, for those that have said it.
+    """
+
+    def __init__(self, spec: MeshSpec):
+        self.spec = spec
+        self.hosts: dict[int, str] = {}
+
+    def one(self, rank: int) -> str:
+        """rank 3 (node1, dp=1 tp=0): its host, and its coordinates on the axes with more than one rank."""
+        at = " ".join(f"{a}={c}" for a, c in self.spec.coords(rank).items() if self.spec.size(a) > 1)
+        known = ", ".join(x for x in (self.hosts.get(rank, ""), at) if x)
+        return f"rank {rank} ({known})" if known else f"rank {rank}"
+
+    def some(self, ranks: Collection[int]) -> str:
+        """All, whole hosts, or a list that does not grow without bound."""
+        ranks = sorted(ranks)
+        if len(ranks) <= NAMED:
+            return ", ".join(map(self.one, ranks))
+        if len(ranks) == self.spec.world_size:
+            return "every rank"
+        hosts = {self.hosts.get(r) for r in ranks}
+        if None not in hosts and len(ranks) == sum(host in hosts for host in self.hosts.values()):
+            return f"every rank on {listed(sorted(hosts))}"
+        return listed([self.one(r) for r in ranks])
+
+    def same_host(self, one: int, other: int) -> bool:
+        return self.hosts.get(one) == self.hosts.get(other)
+
+    def grouped(self, problems: Mapping[int, str]) -> tuple[str, ...]:
+        """A line for each of the first few problems, with the ranks that have it."""
+        by_text: dict[str, list[int]] = {}
+        for rank, text in problems.items():
+            by_text.setdefault(text, []).append(rank)
+        return few([f"{text}: {self.some(ranks)}" for text, ranks in by_text.items()])
+
+
+def listed(words: Sequence[str]) -> str:
+    """The first few with commas between, and how many more."""
+    more = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
+    return ", ".join(words[:NAMED]) + more
+
+
+def few(lines: Sequence[str]) -> tuple[str, ...]:
+    """The first few as they are, and how many more."""
+    return (*lines[:NAMED], *[f"and {len(lines) - NAMED} more"] * (len(lines) > NAMED))
+
+
+def odd_values(values: Mapping[int, str]) -> tuple[str, dict[int, str]]:
+    """(what most have, rank -> what it has instead)"""
+    usual = Counter(values.values()).most_common(1)[0][0]
+    return usual, {r: v for r, v in values.items() if v != usual}
+
+
+def usual_rate(rates: Collection[float]) -> float:
+    """The upper quartile: a slow host of three is at the end of four links out of six."""
+    return statistics.quantiles(rates, n=4, method="inclusive")[2] if len(rates) > 1 else next(iter(rates))
+
+
+def slow(rates: Mapping[Key, float], usual: float, failed: float, warned: float) -> tuple[Status, list[Key]]:
+    """Those below the share `warned` of the usual rate; FAILED where one is below the share `failed` of it."""
+    odd = sorted((k for k, v in rates.items() if v < warned * usual), key=rates.__getitem__)
+    return worst(Status.FAILED if rates[k] < failed * usual else Status.WARNING for k in odd), odd
+
+
+def per_second(rate: float, unit: str = "B") -> str:
+    """1.3 GB/s, 17 MB/s."""
+    return _scaled(rate, {"T": 1e12, "G": 1e9, "M": 1e6}) + f"{unit}/s"
+
+
+def bytes_of(n: float) -> str:
+    """1.3 GiB, 17 MiB."""
+    return _scaled(n, {"T": 2**40, "G": 2**30, "M": 2**20}) + "iB"
+
+
+def _scaled(n: float, sizes: dict[str, float]) -> str:
+    """In the largest unit that it reaches, else the smallest."""
+    prefix = next((p for p, size in sizes.items() if n >= size), list(sizes)[-1])
+    n /= sizes[prefix]
+    return f"{n:.3g} {prefix}" if n < 1000 else f"{n:.0f} {prefix}"
+
+
+def show(rows: Sequence[Row], stream: TextIO | None = None) -> None:
+    """Prints the table, folded to the width of a terminal if `stream` (None: stdout) is one, and a line that says what
+    became of it all."""
+    stream = stream or sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else _LOG_WIDTH, highlight=False, soft_wrap=False)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("check", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("figure")
+    for row in rows:
+        text = "\n".join(filter(None, (row.figure, *row.notes)))
+        table.add_row(Text(row.check), Text(row.status.value, style=_STYLES[row.status]), Text(text))
+    console.print(table)
+    console.print(Text(_verdict(rows)))
+    stream.flush()
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    by_status = {s: [row.check for row in rows if row.status == s] for s in Status}
+    failed, warned = by_status[Status.FAILED], by_status[Status.WARNING]
+    said = f"preflight failed: {', '.join(failed)}" if failed else "preflight passed"
+    return said + (f"; warnings: {', '.join(warned)}" if warned else "")
