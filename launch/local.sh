@@ -4,10 +4,17 @@
 #   launch/local.sh recipe=llama_small mesh.fsdp=-1
 #   NPROC=4 launch/local.sh recipe=llama_small mesh.dp=2 mesh.fsdp=2
 #
-# Every argument is an override of the configuration. NPROC sets the number of ranks.
+# Every argument is an override of the configuration.
+#   NPROC     the number of ranks
+#   RESTARTS  how often torchrun starts the ranks again after one has died (default 0)
+# Ctrl-C, SIGTERM and SIGUSR1 stop the run after a step, with a checkpoint. Exit codes: docs/launch.md.
 set -euo pipefail
 
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || gpus=0
-if [ "$gpus" -gt 0 ]; then ranks=$gpus; else ranks=$(nproc); fi
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-exec torchrun --standalone --nproc-per-node "${NPROC:-$ranks}" -m ndtrain.train "$@"
+prepare "$@"
+supervise torchrun --standalone --nproc-per-node "${NPROC:-$(ranks_here)}" --max-restarts "${RESTARTS:-0}" \
+    -m ndtrain.train "$@"
+outcome
+exit "$status"

@@ -1,0 +1,83 @@
+# shellcheck shell=bash
+# What the launch scripts share: the run folder, the signals, and what the end of a run means. Sourced, not run.
+#
+# A signal asks for a stop through the file <run.dir>/stop, which the ranks agree on after a step. torchrun, sent the
+# same signal, would end the ranks itself, 30 seconds later at the latest, saved or not; so it is kept away from it.
+
+run_dir=""  # absolute, from `prepare` on
+child=""    # process id of what `supervise` runs
+status=0    # its exit status
+asked=""    # the signal that asked for a stop
+asked_at="" # when the first signal other than SIGUSR1 came, in seconds of this script
+
+on_signal() { # NAME
+    if [ "$1" != USR1 ]; then
+        # one request may come twice within a moment, from a terminal or a wrapper and from its parent
+        if [ -n "$asked_at" ] && [ $((SECONDS - asked_at)) -ge 2 ]; then
+            echo "a second signal: ended at once, and nothing more is saved" >&2
+            end_now
+            exit $((128 + $(kill -l "$1")))
+        fi
+        asked_at=${asked_at:-$SECONDS}
+    fi
+    if [ -z "$asked" ]; then
+        asked=$1
+        echo "SIG$1: the run stops after the step at work; a second SIGINT or SIGTERM ends it at once" >&2 || true
+    fi
+    ask_to_stop
+}
+
+ask_to_stop() {
+    if [ -n "$run_dir" ]; then touch "$run_dir/stop" 2>/dev/null || true; fi
+}
+
+for name in INT TERM HUP USR1; do
+    # shellcheck disable=SC2064 # the name is meant to be that of now
+    trap "on_signal $name" "$name"
+done
+
+prepare() { # OVERRIDES...: sets run_dir, and removes from it what another run's end has left there
+    run_dir=$(folder_of "$@") || exit
+    mkdir -p "$run_dir/logs" 2>/dev/null && rm -f "$run_dir/stop" "$run_dir/exit.json" || true # training says why not
+    if [ -n "$asked" ]; then ask_to_stop; fi # while the folder was being looked up
+}
+
+folder_of() { # OVERRIDES...: prints the run folder, absolute
+    (trap '' INT && exec python -m ndtrain.launch folder "$@") # Ctrl-C is this script's to answer
+}
+
+supervise() { # COMMAND...: runs it to its end and sets `status`
+    set -m # in a process group of its own, which a terminal's Ctrl-C does not reach
+    "$@" &
+    child=$!
+    set +m
+    while :; do
+        status=0
+        wait "$child" || status=$? # a signal of ours ends the waiting and not the command
+        kill -0 "$child" 2>/dev/null || break
+    done
+}
+
+end_now() { # ends what `supervise` runs; a script whose ranks are not torchrun's children here has its own
+    end_torchrun "$child"
+}
+
+end_torchrun() { # PID: torchrun and its ranks, each of which leads a session of its own
+    local ranks
+    [ -n "$1" ] || return 0
+    ranks=$(cat "/proc/$1/task/"*/children 2>/dev/null) || ranks=$(pgrep -P "$1") || true
+    # shellcheck disable=SC2086 # a list of numbers
+    kill -KILL "$1" $ranks 2>/dev/null || true
+}
+
+outcome() { # sets `status` to the documented exit code, and says why a run has failed: the last thing on the console
+    local ended=0
+    (trap '' INT && exec python -m ndtrain.launch ended "$run_dir" "$status") || ended=$?
+    status=$ended
+}
+
+ranks_here() { # a rank per GPU, or per CPU core where there is no GPU
+    local gpus
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || gpus=0
+    if [ "$gpus" -gt 0 ]; then echo "$gpus"; else nproc; fi
+}
