@@ -225,6 +225,7 @@ def test_a_slow_rank_is_named_once_and_when_it_recovers():
     usual = [0.1, 0.1, 0.4, 0.4]  # the second stage has more to do, which makes nobody slow
     said = [watch.update(usual) for _ in range(2 * WINDOW)]
     said += [watch.update([0.1, 0.1, 0.4, 0.7]) for _ in range(2 * WINDOW)]
+    said += [watch.update([0.1, 0.1, 0.4, 0.55 + 0.1 * (step % 2)]) for step in range(4 * WINDOW)]  # still, just
     said += [watch.update(usual) for _ in range(2 * WINDOW)]
     slow, over = [line for lines in said for line in lines]
     assert slow == f"rank 3 (pp=1 tp=1) is slow: busy 0.7 s a step, its peers 0.4 s (median of {WINDOW} steps)"

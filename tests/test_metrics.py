@@ -1,6 +1,7 @@
 """metrics.jsonl, wandb, the console, the peak and the memory of a run."""
 
 import builtins
+import errno
 import io
 import json
 import math
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -397,6 +399,21 @@ def test_bar_on_a_narrow_terminal_drops_whole_figures(monkeypatch, columns, show
     console.close()
     last = [line for line in stream.getvalue().replace("\r", "\n").splitlines() if "step" in line][-1]
     assert "step 300/300" in last and last.endswith(f" {shown}")
+
+
+@pytest.mark.parametrize("closed_at", [1, 3])
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_terminal_that_is_closed_ends_no_run(monkeypatch, term, closed_at):
+    monkeypatch.setenv("TERM", term)
+    stream, gone = Terminal(), mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+    console = Console(4, 1, stream)
+    for step in range(1, 5):
+        if step == closed_at:
+            stream.write = stream.flush = gone
+        console.update(shown_row(step))
+    console.note("saved")
+    console.close()
+    assert gone.called
 
 
 def test_dumb_terminal_gets_plain_lines(monkeypatch):

@@ -126,7 +126,7 @@ def _check_group(override: Override, known: set[str]) -> str:
 
 def _check_key(override: Override, groups: Iterable[str]) -> str:
     key, keys = override.key_or_group, _schema_keys()
-    if key.partition(".")[0] == "hydra":
+    if key.replace("/", ".").partition(".")[0] == "hydra":  # hydra.* and hydra/launcher=...: Hydra's own
         return override.input_line
     parents = [key.rsplit(".", n)[0] for n in range(key.count(".") + 1)]
     if any(keys.get(p) for p in parents):

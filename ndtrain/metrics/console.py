@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -41,7 +42,8 @@ class Console:
         self._warm = True
         step = row["step"]
         if self._bar:
-            self._bar.update(step, [f"loss {row['loss']:.4f}", *self._rates(step, ("tok/s", "MFU", "left"))])
+            with _whoever_looks():
+                self._bar.update(step, [f"loss {row['loss']:.4f}", *self._rates(step, ("tok/s", "MFU", "left"))])
         elif step % self._log_every == 0 or step == self._total:
             rates = self._rates(step, ("tok/s", "MFU", "s/step", "left"))
             self._print("  ".join([f"step {step}/{self._total}", *_state(row), *rates]))
@@ -49,7 +51,8 @@ class Console:
     def note(self, text: str) -> None:
         """Prints a line, above the bar where there is one."""
         if self._bar:
-            self._bar.print(text)
+            with _whoever_looks():
+                self._bar.print(text)
         else:
             self._print(text)
 
@@ -59,7 +62,8 @@ class Console:
     def close(self) -> None:
         """Leaves the bar as it stands and gives the terminal back."""
         if self._bar:
-            self._bar.close()
+            with _whoever_looks():
+                self._bar.close()
 
     def _rates(self, step: int, which: tuple[str, ...]) -> list[str]:
         """The averages asked for, ready to show; none before the second step."""
@@ -77,8 +81,13 @@ class Console:
         return [shown[key] for key in which]
 
     def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk behind a redirected stdout must not end the training
+        with _whoever_looks():
             print(text, file=self._stream, flush=True)
+
+
+def _whoever_looks() -> AbstractContextManager:
+    """A full disk behind a redirected stdout must not end the training, nor a terminal that was closed."""
+    return contextlib.suppress(OSError)
 
 
 class _Bar:

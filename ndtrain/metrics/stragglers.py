@@ -7,7 +7,8 @@ from statistics import median
 from ndtrain.mesh import MeshSpec
 
 WINDOW = 20  # steps
-FACTOR = 1.5  # times the others' seconds
+FACTOR = 1.5  # times the others' seconds make a rank slow
+RECOVERED = 1.2  # and so many no longer: between them it stays what it was
 LEAST_S = 0.01  # shorter steps than this tell more of the machine's scheduler than of a rank
 
 
@@ -34,7 +35,8 @@ class Stragglers:
         for peers in self._peers:
             for r in peers:
                 others = median([usual[p] for p in peers if p != r] or [usual[r]])
-                slow = usual[r] > FACTOR * others and usual[r] - others > LEAST_S
+                factor = RECOVERED if r in self._slow else FACTOR
+                slow = usual[r] > factor * others and usual[r] - others > LEAST_S
                 if slow != (r in self._slow):
                     said.append(self._words(r, slow, usual[r], others))
                     self._slow ^= {r}
