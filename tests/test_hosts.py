@@ -214,7 +214,8 @@ EVERY = 10  # steps from one checkpoint to the next
 STEPS = 30  # that a run has for each kill, which comes within so many of a checkpoint's
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=FULL)])
+@FULL
+@pytest.mark.parametrize("kills", [1, 10])
 def test_torchrun_restarts_a_job_whose_worker_was_killed(kills, tmp_path, corpus, undisturbed):
     """No kill may cost more than one of torchrun's restarts, and nothing of the training."""
     run_dir, draw = tmp_path / "run", random.Random(kills)

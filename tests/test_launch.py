@@ -161,6 +161,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@FULL
 def test_crash(tmp_path, corpus):
     """A rank raises: its traceback is the last thing on the console, below all that torchrun and the other rank say."""
     (tmp_path / "sitecustomize.py").write_text(CRASH)  # Python runs it at the start of every process
@@ -322,6 +323,7 @@ def remote_shell(folder: Path, lines: list[str]) -> str:
     return str(path)
 
 
+@FULL
 def test_two_hosts(tmp_path, corpus, loopback):
     folder = tmp_path / "run"
     args = arguments(folder, corpus, "mesh.fsdp=2", "run.name='two $hosts'")  # which passes two shells unchanged

@@ -232,7 +232,7 @@ def slow_sends():
 
 
 def fast_clock():
-    return changed(network, "now", lambda at: at + 10)
+    return changed(network, "now", lambda at: at + 5)
 
 
 def wrong_clock():
@@ -296,6 +296,7 @@ def another_disk():
         assert list(Path(folder).iterdir()) == [], "it leaves something behind"
 
 
+@pytest.mark.full
 def test_a_folder_that_is_not_shared(tmp_path):
     said = leader(tmp_path, 2, ["mesh.tp=2"], another_disk)
     expected = f"{tmp_path}/run is another folder than rank 0's: put run.dir on storage that all hosts share: rank 1 ("
@@ -368,6 +369,7 @@ def test_a_file_that_reads_otherwise(tmp_path):
         storage.look_at_storage(place)
 
 
+@pytest.mark.full
 def test_a_dead_ranks_file_is_removed(tmp_path):
     cfg = config(f"run.dir={tmp_path}/above/run")
     place = Place(cfg, MeshSpec.of(cfg.mesh), 0, torch.device("cpu"), "nonce", 60)
@@ -438,6 +440,7 @@ def without_rank_0(folder: Path) -> Said | None:
     return examine(folder, ["mesh.tp=2", SHORT], None, 0) if world_from_env()[0] else None
 
 
+@pytest.mark.full
 def test_where_rank_0_never_comes_the_others_say_so(tmp_path):
     _, said = run_ranks(without_rank_0, 2, tmp_path)
     assert said.code == 1 and not said.out
@@ -448,6 +451,7 @@ def ended_by_the_launcher():
     return mock.patch.object(host, "matmul", lambda *args: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)))
 
 
+@pytest.mark.full
 def test_ended_by_the_launcher_it_shows_what_it_has(tmp_path):
     (said,) = run_ranks(examine, 1, tmp_path, [], ended_by_the_launcher, 0)
     assert said.code == 1 and list(said.table) == ["ranks", "mesh", "versions", "devices", "the rest"]
