@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from ndtrain.failing import say_failure
 from ndtrain.step import TrainingStep
 from ndtrain.train import main, train
 from tests import helpers
+from tests.disks import tmpfs
 from tests.helpers import (
     arguments,
     checkpoint_of,
@@ -302,18 +302,8 @@ def test_who_lost_a_peer_speaks_last(error, stopped, tmp_path, capsys):
 @pytest.fixture
 def disk(tmp_path):
     """disk(bytes): <tmp>/run/checkpoints on a disk of that size; disk(bytes) again gives it another."""
-    place = tmp_path / "run" / "checkpoints"
-    place.mkdir(parents=True)
-
-    def size(number: int) -> Path:
-        remount = "remount," if place.is_mount() else ""
-        mount = ["mount", "-t", "tmpfs", "-o", f"{remount}size={number}", "none", str(place)]
-        if subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("needs the right to mount")
-        return place
-
-    yield size
-    subprocess.run(["umount", "-l", str(place)], capture_output=True)
+    with tmpfs(tmp_path / "run" / "checkpoints") as mount:
+        yield lambda number: mount(f"size={number}")
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from ndtrain.preflight import run as preflights
 from ndtrain.preflight.place import Place
 from ndtrain.preflight.report import Ranks, Row, Status, show, usual_rate
 from tests import namespaces
+from tests.disks import tmpfs
 from tests.helpers import arguments, given_process_group, one_error, wait_for
 from tests.ranks import run_ranks, started_ranks
 
@@ -309,18 +310,8 @@ def test_a_folder_that_is_not_shared(tmp_path):
 @pytest.fixture
 def disk(tmp_path):
     """disk(options): a tmpfs with these mount options at <tmp>/run; disk(options) again changes them."""
-    place = tmp_path / "run"
-    place.mkdir()
-
-    def mount(options: str) -> Path:
-        again = "remount," if place.is_mount() else ""
-        command = ["mount", "-t", "tmpfs", "-o", again + options, "none", str(place)]
-        if subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("needs the right to mount")
-        return place
-
-    yield mount
-    subprocess.run(["umount", "-l", str(place)], capture_output=True)
+    with tmpfs(tmp_path / "run") as mount:
+        yield mount
 
 
 def test_a_read_only_folder(disk, tmp_path):

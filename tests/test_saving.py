@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
 from ndtrain.parallel.apply import Stages, build_stages, initialise, layouts_of
 from ndtrain.step import TrainingStep
+from tests.disks import tmpfs
 from tests.helpers import flip, tensor_bytes, wait_for
 from tests.parity import SHAPE, make_batches
 from tests.ranks import run_ranks
@@ -195,18 +195,8 @@ def test_in_the_background_or_at_once_the_bytes_are_the_same(mesh, tmp_path):
 @pytest.fixture
 def disk(tmp_path):
     """disk(bytes): a disk of that size at <tmp>/disk; disk(bytes) again gives it another."""
-    place = tmp_path / "disk"
-    place.mkdir()
-
-    def size(number: int) -> Path:
-        remount = "remount," if place.is_mount() else ""
-        mount = ["mount", "-t", "tmpfs", "-o", f"{remount}size={number}", "none", str(place)]
-        if subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("needs the right to mount")
-        return place
-
-    yield size
-    subprocess.run(["umount", "-l", str(place)], capture_output=True)
+    with tmpfs(tmp_path / "disk") as mount:
+        yield lambda number: mount(f"size={number}")
 
 
 @pytest.mark.parametrize("background", [False, True])
