@@ -101,5 +101,6 @@ def test_ten_kills(seed, meshes, precision, asynchronous, tmp_path, corpus, undi
     suffer(seed, meshes, precision, asynchronous, 10, tmp_path, corpus, undisturbed, disk)
 
 
+@FULL
 def test_three_kills(tmp_path, corpus, undisturbed, disk):
     suffer(101, AWAY[:5], FP64, True, 3, tmp_path, corpus, undisturbed, disk)

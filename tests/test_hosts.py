@@ -170,6 +170,7 @@ def send(n0: Host, n1: Host, size: int, cwd: Path) -> float:
     return float(out)
 
 
+@FULL
 def test_hosts_have_a_network_of_their_own(tmp_path):
     with hosts(2) as (n0, n1):
         quick = send(n0, n1, 2**20, tmp_path)

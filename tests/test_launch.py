@@ -205,13 +205,8 @@ MOMENTS = {  # where the signal hits -> overrides with which most of the time go
 }
 
 
-@pytest.mark.parametrize(
-    ("seed", "where"),
-    [
-        pytest.param(seed, where, marks=() if seed == 1 else FULL)
-        for seed, where in enumerate([*MOMENTS, *MOMENTS, "start-up", "step"])
-    ],
-)
+@FULL
+@pytest.mark.parametrize(("seed", "where"), list(enumerate([*MOMENTS, *MOMENTS, "start-up", "step"])))
 def test_sigterm_at_a_random_moment(seed, where, tmp_path, corpus, documents):
     draw, folder = random.Random(seed), tmp_path / "run"
     args = arguments(folder, documents if where == "evaluation" else corpus, *LONG, *MOMENTS[where])
