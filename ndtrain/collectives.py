@@ -35,22 +35,15 @@ class Pending:
 
     def wait(self) -> None:
         if self._works:
-            self._await()
+            RECORDER.enter(self._flight)
+            try:
+                for work in self._works:
+                    work.wait()
+            finally:
+                RECORDER.leave(self._flight)
         then, self._then = self._then, lambda: None
         self._works = ()  # with `then`, all that held the buffers
         then()
-
-    def _await(self) -> None:
-        if self._flight is None:
-            for work in self._works:
-                work.wait()
-            return
-        RECORDER.enter(self._flight)
-        try:
-            for work in self._works:
-                work.wait()
-        finally:
-            RECORDER.leave(self._flight)
 
     def done(self) -> bool:
         """Whether `wait()` would return at once."""

@@ -43,6 +43,10 @@ class MeshSpec:
             rank, found[axis] = divmod(rank, size)
         return {a: found[a] for a in self.order}
 
+    def where(self, rank: int) -> str:
+        """A global rank's coords in words, "dp=1 tp=0": of the axes with more than one rank."""
+        return " ".join(f"{axis}={at}" for axis, at in self.coords(rank).items() if self.size(axis) > 1)
+
     def rank(self, coords: dict[str, int]) -> int:
         """Global rank at `coords`, the inverse of `coords()`."""
         rank = 0

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from ndtrain import exit_file
-from ndtrain.exit_file import JOB
 from ndtrain.mesh import MeshSpec
 from ndtrain.recorder import RECORDER, Recorder
 
@@ -84,7 +83,11 @@ def diagnose(reports: dict[int, Report], spec: MeshSpec) -> str:
     waited for and does not wait; else, where all wait for one another, nobody in particular.
     """
     silent = [r for r in range(spec.world_size) if r not in reports]
-    lines = [f"{_ranks(silent, spec)} {_do(silent, 'does', 'do')} not answer: dead, or cut off"] if silent else []
+    lines = (
+        [f"{_ranks(silent, spec)} {'does' if len(silent) == 1 else 'do'} not answer: dead, or cut off"]
+        if silent
+        else []
+    )
     lines += _disagreement(reports, spec)
     waited_for = {r: late for r, report in reports.items() if (late := _late(report, reports))}
     for r in sorted({r for late in waited_for.values() for r in late} & set(reports)):
@@ -155,14 +158,10 @@ def _innermost(stack: list[str]) -> str:
 def _ranks(ranks: list[int], spec: MeshSpec, coords: bool = True) -> str:
     """Ranks by number, a single one with its coordinates."""
     if len(ranks) == 1:
-        at = " ".join(f"{a}={c}" for a, c in spec.coords(ranks[0]).items() if spec.size(a) > 1)
+        at = spec.where(ranks[0])
         return f"rank {ranks[0]} ({at})" if coords and at else f"rank {ranks[0]}"
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
     return f"ranks {', '.join(map(str, ranks[:SHOWN]))}{more}"
-
-
-def _do(ranks: list[int], one: str, many: str) -> str:
-    return one if len(ranks) == 1 else many
 
 
 # --------------------------------------------------------------------------------------------------------------- watch
@@ -174,20 +173,11 @@ class Watch:
     Args:
         connect: gives a connection of one's own to the store of all ranks.
         deadline_s: how long a wait may last.
-        leave: ends the process with a status.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], Any],
-        spec: MeshSpec,
-        rank: int,
-        run_dir: Path,
-        deadline_s: float,
-        leave: Callable[[int], Any] = os._exit,
-    ):
+    def __init__(self, connect: Callable[[], Any], spec: MeshSpec, rank: int, run_dir: Path, deadline_s: float):
         self.spec, self.rank, self.run_dir, self.deadline_s = spec, rank, run_dir, deadline_s
-        self._connect, self._leave, self._main = connect, leave, threading.get_ident()
+        self._connect, self._main = connect, threading.get_ident()
         self._closed, self._called = threading.Event(), threading.Event()
         self._pause = min(PAUSE_S, deadline_s / 10)
         for work in (self._look, self._listen):
@@ -219,7 +209,7 @@ class Watch:
         time.sleep(LAST_S)  # whatever becomes of that thread
         self._say({self.rank: report}, " (the store of the run does not answer: this host may be the one cut off)")
         _end_stuck_launcher()
-        self._leave(1)
+        os._exit(1)
 
     def _tell(self, report: Report) -> None:
         """Puts the report where all can read it; the first to come reads them all and speaks."""
@@ -232,7 +222,7 @@ class Watch:
                 store.set("hang/said", "1")
                 time.sleep(PAUSE_S)  # the store may go with this rank
             store.wait(["hang/said"])
-            self._leave(1)
+            os._exit(1)
 
     def _gather(self, store: Any) -> dict[int, Report]:
         found, end = {}, time.monotonic() + GATHER_S
@@ -267,7 +257,7 @@ class Watch:
 def _end_stuck_launcher() -> None:
     """torchrun on a host that is cut off sits in a call to its store, deaf to signals, until TCP gives up after a
     quarter of an hour. Where it has not seen two seconds from now that this rank is gone, it is ended."""
-    if JOB not in os.environ:
+    if exit_file.JOB not in os.environ:
         return
     script = 'sleep 2; kill -0 "$1" 2>/dev/null && kill -KILL "$2"'
     nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

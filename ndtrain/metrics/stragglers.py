@@ -43,7 +43,6 @@ class Stragglers:
         return said
 
     def _words(self, rank: int, slow: bool, seconds: float, others: float) -> str:
-        at = " ".join(f"{axis}={c}" for axis, c in self.spec.coords(rank).items() if self.spec.size(axis) > 1)
         state = "is slow" if slow else "is no longer slow"
         times = f"busy {seconds:.3g} s a step, its peers {others:.3g} s"
-        return f"rank {rank} ({at}) {state}: {times} (median of {WINDOW} steps)"
+        return f"rank {rank} ({self.spec.where(rank)}) {state}: {times} (median of {WINDOW} steps)"

@@ -115,8 +115,8 @@ class Trace:
                     yield both | {"ph": "f", "bp": "e", "pid": taker[0], "ts": 1e6 * taker[1]}
 
     def _name(self, rank: int) -> str:
-        coords = [f"{axis}={at}" for axis, at in self.mesh.coords(rank).items() if self.mesh.size(axis) > 1]
-        return f"rank {rank}: {' '.join(coords)}" if coords else "rank 0"
+        at = self.mesh.where(rank)
+        return f"rank {rank}: {at}" if at else "rank 0"
 
 
 class _Log(NamedTuple):

@@ -65,8 +65,7 @@ class Ranks:
 
     def one(self, rank: int) -> str:
         """rank 3 (node1, dp=1 tp=0): its host, and its coordinates on the axes with more than one rank."""
-        at = " ".join(f"{a}={c}" for a, c in self.spec.coords(rank).items() if self.spec.size(a) > 1)
-        known = ", ".join(x for x in (self.hosts.get(rank, ""), at) if x)
+        known = ", ".join(x for x in (self.hosts.get(rank, ""), self.spec.where(rank)) if x)
         return f"rank {rank} ({known})" if known else f"rank {rank}"
 
     def some(self, ranks: Collection[int]) -> str:
