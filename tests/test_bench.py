@@ -38,7 +38,7 @@ CP = ["axis=cp", "seq_len=64", "heads=4", "kv_heads=2", "head_dim=16", "rounds=2
         pytest.param(["axis=one", "precision=bf16", "accumulate=2"], {"bare", "transformers"}, marks=pytest.mark.full),
         pytest.param(["axis=dp", "accumulate=2"], {"ddp"}, marks=pytest.mark.full),
         (["axis=fsdp", "profile=true"], {"fsdp2"}),
-        (["axis=tp", "accumulate=2"], {"dtensor_tp", "dtensor_tp_sp"}),
+        pytest.param(["axis=tp", "accumulate=2"], {"dtensor_tp", "dtensor_tp_sp"}, marks=pytest.mark.full),
         pytest.param(
             ["axis=tp", "precision=bf16", "sequence_parallel=false", "overlap=true"],
             {"dtensor_tp", "dtensor_tp_sp"},
@@ -180,13 +180,10 @@ def test_pipelining_side_clips_by_the_norm_of_all_stages(most, factor):
     assert run_ranks(clipped, 2, most) == pytest.approx([3 * factor, 4 * factor])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "args",
-    [
-        ["profile=true"],
-        pytest.param(["ulysses=2", "precision=bf16"], marks=pytest.mark.full),
-        pytest.param(["ranks=4", "ulysses=2", "balance=striped"], marks=pytest.mark.full),
-    ],
+    [["profile=true"], ["ulysses=2", "precision=bf16"], ["ranks=4", "ulysses=2", "balance=striped"]],
     ids=" ".join,
 )
 def test_attention_peers(args, tmp_path, capsys):

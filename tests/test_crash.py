@@ -160,10 +160,9 @@ def every_death(start: Path, folder: Path, first: list[str], then: list[str], wr
     return found
 
 
-@pytest.mark.parametrize("writes", [False, pytest.param(True, marks=FULL)], ids=["", "writes"])
-@pytest.mark.parametrize(
-    "case", ["a new step", *(pytest.param(c, marks=FULL) for c in ("a damaged step again", "from an older step"))]
-)
+@FULL
+@pytest.mark.parametrize("writes", [False, True], ids=["", "writes"])
+@pytest.mark.parametrize("case", ["a new step", "a damaged step again", "from an older step"])
 def test_kill_before_every_file_operation(case, writes, tmp_path, corpus):
     """A save is a row of file operations. Before any of them the process may die, and the run still comes to the same
     end, in weights and in metrics.jsonl; also where the save replaces a damaged checkpoint, or leaves later ones
@@ -246,7 +245,7 @@ SLOW = [
     ("fault", "schedule", "ranks", "victim"),
     [
         ("raise", "zb_h1", 2, 1),
-        ("kill", "1f1b", 2, 0),
+        pytest.param("kill", "1f1b", 2, 0, marks=FULL),
         *(pytest.param(*case, marks=FULL) for case in SLOW),
     ],
 )

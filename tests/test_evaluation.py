@@ -35,7 +35,7 @@ MESHES = {
     "pp2-cp2-tp2": ["mesh.pp=2", "mesh.cp=2", "mesh.tp=2"], "full-recompute": ["mesh.fsdp=2", "recompute=full"],
     "compile": ["mesh.fsdp=2", "train.compile=true"],
 }  # fmt: skip
-SAMPLE = {("fsdp2", False), ("pp2-zb_v", True)}  # (name, packed and tied); the rest takes --full
+SAMPLE = {("pp2-zb_v", True)}  # (name, packed and tied); the rest takes --full
 
 
 def ranks_of(overrides: list[str]) -> int:

@@ -61,7 +61,7 @@ def activations(precision: str) -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("n", [1, 2, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 8))])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4, 8))])
 def test_bytes_a_rank(n, zero, precision):
     width = DTYPES[precision].itemsize
     found = run_ranks(measure, n, [f"mesh.zero={zero}", "mesh.fsdp=-1", f"precision.compute={precision}"])
@@ -79,8 +79,9 @@ LONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-@pytest.mark.parametrize("axis", ["cp", pytest.param("tp", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("axis", ["cp", "tp"])
 def test_activations_fall_with_the_ranks(axis, precision):
     """Of a long sequence, at the height of a step, with everything a step allocates beside the state."""
     compute = f"precision.compute={precision}"

@@ -46,7 +46,7 @@ def sweep():
                 tied, packed = number % 2 == 0, number % 4 < 2
                 extra = [*tp, *cp, *[TIED] * tied, *[PACKED] * packed, f"mesh.zero={1 + number % 3}"]
                 accumulation = 1 + number // 3 % 2
-                sampled = number % 7 == 0 if n <= 4 else number % 20 == 0 and min(mesh["cp"], mesh["tp"]) > 1
+                sampled = n <= 4 and number % 7 == 0
                 marks = [] if sampled else [pytest.mark.full]
                 sizes = "-".join(f"{a}{s}" for a, s in mesh.items() if s > 1)
                 name = "-".join([sizes, *(e.split(".")[-1] for e in extra), f"accumulate={accumulation}"])

@@ -132,7 +132,7 @@ def _id(case: Any) -> str:
     return case.__name__ if callable(case) else " ".join(map(str, case))
 
 
-@pytest.mark.parametrize("case", sample(CLEAN, list(CLEAN)[-1]))
+@pytest.mark.parametrize("case", sample(CLEAN))
 def test_clean(case, tmp_path):
     n, *overrides = case
     said = leader(tmp_path, n, overrides, code=0)
@@ -325,6 +325,7 @@ def test_a_read_only_folder(disk, tmp_path):
     assert said.table["links over tp"].result != "FAILED", "the rest is still looked at"
 
 
+@pytest.mark.full
 def test_too_little_disk(disk, tmp_path):
     disk("size=200m")
     overrides = ["mesh.tp=2", "model=llama_small", "checkpoint.keep=2"]

@@ -408,7 +408,8 @@ def slow(tmp_path, monkeypatch) -> tuple[list[str], Path]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=FULL)])
+@FULL
+@pytest.mark.parametrize("kills", [2, 12])
 def test_kill_at_random_moments(kills, slow, tmp_path):
     args, out = slow
     moments = random.Random(kills)

@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 MESHES = [  # (dp, fsdp, zero)
     (1, 1, 3), (2, 1, 3), (1, 2, 1), (1, 2, 2), (1, 2, 3), (4, 1, 3), (1, 4, 1), (1, 4, 3), (2, 2, 2), (2, 2, 3),
 ]  # fmt: skip
-SAMPLE = [(1, 1, 3), (2, 1, 3), (2, 2, 2)]  # the rest takes --full
+SAMPLE = [(1, 1, 3), (2, 2, 2)]  # the rest takes --full
 FULL = pytest.mark.full
 FIRST, SECOND = (1, 2, 3), (2, 2, 2)  # meshes that the first five steps are made on
 
@@ -216,7 +216,8 @@ def test_keep_every(tmp_path, corpus):
     assert kept == [f"step-{s:08d}" for s in (4, 8, 10)]
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 3), pytest.param(FIRST, marks=FULL)], ids=str)
+@FULL
+@pytest.mark.parametrize("mesh", [(1, 1, 3), FIRST], ids=str)
 def test_saved_in_the_background_it_is_the_same_run(mesh, straight, corpus, tmp_path):
     whole, _ = straight(mesh)
     folder = tmp_path / "run"

@@ -403,7 +403,8 @@ def read_from_each(cfg, states: list[dict | None], count: int) -> list:
 STEPS = 30  # of 32 tokens: more than two epochs
 
 
-@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("shuffle", [False, True])
 def test_a_stream_is_the_same_on_other_numbers_of_ranks_and_after_any_step(datasets, tmp_path, monkeypatch, shuffle):
     make = partial(stream_config, tmp_path, path=write_shards(tmp_path / "set"), shuffle=shuffle)
     whole, states = read(make(), range(STEPS))

@@ -23,6 +23,8 @@ MESHES = {
     "tp2": {"tp": 2}, "cp2": {"cp": 2}, "tp2cp2": {"tp": 2, "cp": 2}, "fsdp2tp2": {"fsdp": 2, "tp": 2},
     "fsdp2cp2tp2": {"fsdp": 2, "cp": 2, "tp": 2},
 }  # fmt: skip
+FULL = pytest.mark.full
+SAMPLE = ("cp2", "tp2cp2")  # the rest takes --full
 
 
 def seen(documents, length: int) -> torch.Tensor:
@@ -55,9 +57,9 @@ def theirs(packed: bool, lifted: bool) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("lifted", [pytest.param(False, marks=pytest.mark.full), True], ids=["as-is", "lifted"])
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.full), True], ids=["whole", "packed"])
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("lifted", [pytest.param(False, marks=FULL), True], ids=["as-is", "lifted"])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=FULL), True], ids=["whole", "packed"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[FULL] * (n not in SAMPLE)) for n in MESHES])
 def test_loss_and_gradients(name, packed, lifted):
     sizes = MESHES[name]
     ranks = torch.tensor(list(sizes.values())).prod().item()
