@@ -68,8 +68,6 @@ def started(args: list[str], cwd: Path, ranks: int = 1) -> Iterator[subprocess.P
     """The running program in a process group of its own, of which nothing is left at the end of the block."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     mark = {MARK: str(cwd)}  # torchrun gives each rank a session of its own: only their environment tells them
-    # as from a terminal: a shell starts its background jobs, and so all that a job of it starts, deaf to Ctrl-C
-    hear = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(
         command(args, ranks), cwd=cwd, start_new_session=True, env=os.environ | mark, preexec_fn=hear, **pipes
     )
@@ -84,18 +82,28 @@ def started(args: list[str], cwd: Path, ranks: int = 1) -> Iterator[subprocess.P
 MARK = "NDTRAIN_TEST"
 
 
-def processes(cwd: Path) -> dict[int, str]:
-    """The living processes that `started` in `cwd` has brought forth: pid -> rank ("" where it is none)."""
-    found = {}
+def hear() -> None:
+    """For `preexec_fn`: as from a terminal. A shell starts its background jobs, and so all that a job of it starts,
+    deaf to Ctrl-C."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def environments() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Of each living process its folder in /proc and the environment it was started with."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:  # it has ended meanwhile
             continue
-        variables = dict(p.partition("=")[::2] for p in pairs)
-        if variables.get(MARK) == str(cwd):  # a zombie has no environment any more
-            found[int(folder.name)] = variables.get("RANK", "")
-    return found
+        if pairs != [""]:  # a zombie has none any more
+            yield folder, dict(p.partition("=")[::2] for p in pairs)
+
+
+def processes(cwd: Path) -> dict[int, str]:
+    """The living processes that `started` in `cwd` has brought forth: pid -> rank ("" where it is none)."""
+    found = ((folder, variables) for folder, variables in environments() if variables.get(MARK) == str(cwd))
+    return {int(folder.name): variables.get("RANK", "") for folder, variables in found}
 
 
 @contextmanager

@@ -16,10 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.helpers import environments, hear
 
 PORT = 29400  # torchrun's own default; each host has all ports to itself
 CARD = "eth0"
@@ -69,8 +71,6 @@ class Host:
             kw: as for `subprocess.Popen`.
         """
         enter = ["nsenter", f"--net=/run/netns/{self.namespace}", *_ISOLATED, self.name, str(self.names)]
-        # as from a terminal: a shell starts its background jobs, and so all that a job of it starts, deaf to Ctrl-C
-        hear = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
         given = {"cwd": cwd, "env": os.environ | (env or {}), "start_new_session": True, "preexec_fn": hear}
         self.started.append(subprocess.Popen([*enter, *argv], **(given | kw)))
         return self.started[-1]
@@ -112,13 +112,10 @@ class Host:
     def processes(self) -> dict[int, str]:
         """The living processes of this host: pid -> rank ("" where it is none)."""
         here, found = os.stat(f"/run/netns/{self.namespace}"), {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if os.path.samestat(os.stat(folder / "ns" / "net"), here):  # fails for a zombie
-                    variables = (folder / "environ").read_bytes().split(b"\0")
-                    found[int(folder.name)] = next((v[5:].decode() for v in variables if v.startswith(b"RANK=")), "")
-            except OSError:  # it has ended meanwhile
-                continue
+        for folder, variables in environments():
+            with suppress(OSError):  # it has ended meanwhile
+                if os.path.samestat(os.stat(folder / "ns" / "net"), here):
+                    found[int(folder.name)] = variables.get("RANK", "")
         return found
 
     def ranks(self) -> dict[int, int]:

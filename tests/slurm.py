@@ -16,11 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.helpers import MARK, processes, wait_for
+from tests.helpers import MARK, environments, processes, wait_for
 
 NODES = ("n0", "n1")
 GPUS = 2  # of each node
@@ -152,13 +152,10 @@ class Cluster:
         """The node is gone at once, with all that runs on it, and the controller learns of it."""
         self.daemons[node].kill()
         self.daemons[node].wait()
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                if f"SLURMD_NODENAME={node}" in variables and f"{MARK}={self.folder}" in variables:
+        for folder, variables in environments():
+            if variables.get("SLURMD_NODENAME") == node and variables.get(MARK) == str(self.folder):
+                with suppress(ProcessLookupError):  # it has ended meanwhile
                     os.kill(int(folder.name), signal.SIGKILL)
-            except OSError:  # it has ended meanwhile
-                continue
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def bring_back(self, node: str) -> None:

@@ -24,7 +24,7 @@ from ndtrain.checkpoint import list_checkpoints
 from ndtrain.config import load_config, resolve
 from ndtrain.stopping import LOOK_S
 from tests import namespaces
-from tests.helpers import MARK, arguments, checkpoint_of, one_error, processes, rows, wait_for, write_corpus
+from tests.helpers import MARK, arguments, checkpoint_of, hear, one_error, processes, rows, wait_for, write_corpus
 
 FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,12 +40,6 @@ SLOW = "train.global_batch=400"  # a second and more a step: so often the stop f
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
-
-
-def hear() -> None:
-    """As from a terminal: what is deaf to a signal at its start, as a shell's background jobs are, stays so."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")
