@@ -237,7 +237,7 @@ SLOW = [
     ("raise", "1f1b", 2, 0), ("raise", "interleaved", 2, 1), ("raise", "zb_v", 2, 0), ("raise", "zb_v", 2, 1),
     ("raise", "dualpipe_v", 2, 0), ("kill", "gpipe", 2, 0), ("kill", "zb_h1", 2, 1), ("kill", "interleaved", 2, 0),
     ("kill", "zb_v", 2, 1), ("kill", "dualpipe_v", 2, 0), ("raise", "1f1b", 4, 2), ("kill", "1f1b", 4, 1),
-    ("raise", "zb_h1", 4, 3),
+    ("raise", "zb_h1", 4, 3), ("kill", "1f1b", 2, 0),
 ]  # fmt: skip
 
 
@@ -245,7 +245,6 @@ SLOW = [
     ("fault", "schedule", "ranks", "victim"),
     [
         ("raise", "zb_h1", 2, 1),
-        pytest.param("kill", "1f1b", 2, 0, marks=FULL),
         *(pytest.param(*case, marks=FULL) for case in SLOW),
     ],
 )

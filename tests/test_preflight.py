@@ -123,16 +123,12 @@ CLEAN = {
 }  # fmt: skip
 
 
-def sample(cases: dict, *always: Any) -> list:
-    """The cases, those but `always` for the full sweep only."""
-    return [pytest.param(c, marks=() if c in always else pytest.mark.full, id=_id(c)) for c in cases]
-
-
 def _id(case: Any) -> str:
     return case.__name__ if callable(case) else " ".join(map(str, case))
 
 
-@pytest.mark.parametrize("case", sample(CLEAN))
+@pytest.mark.full
+@pytest.mark.parametrize("case", CLEAN, ids=_id)
 def test_clean(case, tmp_path):
     n, *overrides = case
     said = leader(tmp_path, n, overrides, code=0)
@@ -262,7 +258,9 @@ ODD = {  # what is wrong on rank 1 of 2 or 4 -> the row, and what it must say
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("spoil", sample(ODD, other_torch))
+@pytest.mark.parametrize(
+    "spoil", [pytest.param(s, marks=[pytest.mark.full] * (s != other_torch)) for s in ODD], ids=_id
+)
 def test_the_odd_rank_is_named(spoil, tmp_path):
     n, row, expected = ODD[spoil]
     said = leader(tmp_path, n, [f"mesh.tp={n}"], spoil)
