@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.metrics import Metrics, keep_freed_memory, peak_flops, peak_memory_bytes, reset_peak_memory
 from ndtrain.metrics.stragglers import Stragglers
 from ndtrain.metrics.trace import Trace, traced
+from ndtrain.metrics.window import Profile, Window
 from ndtrain.model.hf import from_hf, read_hf_config
 from ndtrain.parallel.apply import DTYPES, Stages, build_stages, sequence_cut
 from ndtrain.recorder import RECORDER
@@ -78,12 +80,52 @@ class Run:
 # ---------------------------------------------------------------------------------------------------------- set-up
 
 
+@dataclass
+class Start:
+    """What a rank has before it computes with the others.
+
+    Attributes:
+        path, state: on rank 0, the checkpoint to resume.
+        notes: what the user is to know.
+        connect: another connection to the store at which the ranks met; None: there is one rank.
+    """
+
+    rank: int
+    world: int
+    run_dir: Path
+    path: Path | None
+    state: State | None
+    notes: list[str]
+    data: Data
+    device: torch.device
+    connect: Callable[[], dist.Store] | None
+
+
 def train(cfg: Config) -> int:
     """Trains as configured; the process's exit status.
 
     Raises:
         ConfigError: the run cannot start; one line says why.
     """
+    start = _start(cfg)
+    # not before: a rank that waits for one that failed must die of the launcher's SIGTERM
+    stop = StopRequest(start.run_dir / stopping.STOP_FILE if start.rank == 0 else None)
+    with ExitStack() as closing:  # no process group is destroyed on an error: gloo would wait for what peers never send
+        closing.callback(stop.restore)
+        try:
+            return _train(cfg, start, stop, closing)
+        except BaseException as error:
+            log.exception("rank %d failed", start.rank)
+            stop.restore()
+            if start.world > 1 and not isinstance(error, ConfigError):
+                say_failure(error, stop, start.run_dir)
+                raise SystemExit(1) from error
+            with noted(start.run_dir):
+                raise
+
+
+def _start(cfg: Config) -> Start:
+    """Everything up to the ranks' meeting, with every error that one rank can find alone."""
     rank, local_rank, world = world_from_env()
     notes = _take_over(cfg, rank) if cfg.init_from else []
     resolve(cfg, world)
@@ -99,48 +141,39 @@ def train(cfg: Config) -> int:
         if world > 1:
             backend = "nccl" if device.type == "cuda" else "gloo"
             connect = rendezvous.join(backend, rank, world, cfg.hardware.timeout_s, device)
-    # not before: a rank that waits for one that failed must die of the launcher's SIGTERM
-    stop = StopRequest(run_dir / stopping.STOP_FILE if rank == 0 else None)
-    metrics = watch = None
-    try:
-        mesh = Mesh(MeshSpec.of(cfg.mesh), rank, device)
-        if connect:
-            watch = Watch(connect, mesh.spec, rank, run_dir, cfg.hardware.timeout_s)
-        stages = build_stages(cfg, mesh)
-        step = TrainingStep(cfg, mesh, stages)
-        path, state, more = fill(cfg, mesh, stages, path, state, order_of(cfg, data))
-        step.optimizer.skipped.fill_(state.skipped)
-        metrics = _metrics(cfg, run_dir, state, step, device) if rank == 0 else None
-        source = data.sequences(cfg, mesh, state.step, state.stream)
-        saver = Saver(run_dir / "checkpoints", stages, mesh, cfg, partial(_write_extras, data))
-        run = Run(cfg, mesh, stages, step, data, source, saver, state, stop, metrics, Stragglers(mesh.spec))
-        run.evaluation = Evaluation(cfg, mesh, stages) if cfg.train.eval_every else None
-        _say_start(run, path)
-        for note in (*notes, *more):
-            run.warn(note)
-        loop(run)
-        code = _say_end(run)
-        if metrics:
-            metrics.close(code)
-        if watch:
-            watch.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return code
-    except BaseException as error:
-        log.exception("rank %d failed", rank)
-        stop.restore()
-        if world > 1 and not isinstance(error, ConfigError):
-            say_failure(error, stop, run_dir)
-            raise SystemExit(1) from error
-        with noted(run_dir):
-            raise
-    finally:  # no process group is destroyed on an error: gloo would wait for what peers will never send
-        if watch:
-            watch.close()
-        if metrics:
-            metrics.close(1)
-        stop.restore()
+    return Start(rank, world, run_dir, path, state, notes, data, device, connect)
+
+
+def _train(cfg: Config, start: Start, stop: StopRequest, closing: ExitStack) -> int:
+    """The rest, on all ranks together."""
+    run_dir, data = start.run_dir, start.data
+    mesh = Mesh(MeshSpec.of(cfg.mesh), start.rank, start.device)
+    if start.connect:
+        watch = Watch(start.connect, mesh.spec, start.rank, run_dir, cfg.hardware.timeout_s)
+        closing.callback(watch.close)
+    stages = build_stages(cfg, mesh)
+    step = TrainingStep(cfg, mesh, stages)
+    path, state, more = fill(cfg, mesh, stages, start.path, start.state, order_of(cfg, data))
+    step.optimizer.skipped.fill_(state.skipped)
+    metrics = _metrics(cfg, run_dir, state, step, start.device) if start.rank == 0 else None
+    if metrics:
+        closing.callback(metrics.close, 1)  # a second close does nothing
+    source = data.sequences(cfg, mesh, state.step, state.stream)
+    saver = Saver(run_dir / "checkpoints", stages, mesh, cfg, partial(_write_extras, data))
+    run = Run(cfg, mesh, stages, step, data, source, saver, state, stop, metrics, Stragglers(mesh.spec))
+    run.evaluation = Evaluation(cfg, mesh, stages) if cfg.train.eval_every else None
+    _say_start(run, path)
+    for note in (*start.notes, *more):
+        run.warn(note)
+    loop(run)
+    code = _say_end(run)
+    if metrics:
+        metrics.close(code)
+    if start.connect:
+        watch.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
 
 
 def _take_over(cfg: Config, rank: int) -> list[str]:
@@ -264,8 +297,10 @@ def loop(run: Run) -> None:
     reset_peak_memory(mesh.device)
     read_previous: Callable[[], bool] = lambda: False
     to_trace = min(run.state.step + TRACED, last) if t.trace else None
+    window = Window(_to_profile(run), mesh)
     try:
         while run.state.step < last:
+            _show(run, window.turn(run.state.step + 1))
             began = time.perf_counter()
             report, trace = _launch(run, prefetcher, run.state.step + 1 == to_trace)
             stop = read_previous()  # late: on a GPU this step is queued before the host waits for the one before
@@ -277,15 +312,16 @@ def loop(run: Run) -> None:
             if stop or due or evaluated is not None or mesh.device.type == "cpu":
                 stop |= read_previous()
                 read_previous = lambda: False
-            if trace:
-                _show(run, trace)
+            _show(run, trace)
             _note_saves(run, run.saver.poll())
             if stop or due:
                 _save(run)
             if stop:
                 break
+        _show(run, window.turn(None))
         _note_saves(run, run.saver.wait())
     finally:
+        window.close()
         prefetcher.close()
         run.source.close()
 
@@ -316,12 +352,23 @@ def _launch(run: Run, prefetcher: Prefetcher, trace: bool) -> tuple[Callable[[],
     return found
 
 
-def _show(run: Run, trace: Trace) -> None:
+def _to_profile(run: Run) -> range:
+    """The steps of train.profile that are still to come."""
+    steps, done = run.cfg.train.profiled, run.state.step
+    if steps and steps[0] <= done:
+        run.warn(f"train.profile={run.cfg.train.profile}: the run is at step {done} already")
+    return steps
+
+
+def _show(run: Run, found: Trace | Profile | None) -> None:
+    """Writes what was recorded, and says what it came to."""
+    if found is None:
+        return
     try:
-        trace.write(Path(run.cfg.run.dir) / "trace")
-        run.note(trace.summary())
+        found.write(Path(run.cfg.run.dir) / found.folder)
     except OSError as error:
-        run.warn(f"trace of step {trace.step} not written: {error.strerror}")
+        run.warn(f"{found} not written: {error.strerror}")
+    run.note(found.summary())
 
 
 def _evaluate(run: Run) -> dict[str, float]:

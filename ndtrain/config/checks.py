@@ -299,6 +299,15 @@ def _check_train(cfg: Config) -> None:
     _require(t.stop_at is None or t.stop_at >= 1, f"train.stop_at={t.stop_at}: must be at least 1, or null")
     if t.stop_at is not None:
         _require(t.stop_at <= t.steps, f"train.stop_at={t.stop_at} lies beyond train.steps={t.steps}")
+    end, key = (t.steps, "train.steps") if t.stop_at is None else (t.stop_at, "train.stop_at")
+    _require(
+        not t.profiled or t.profiled[-1] <= end,
+        f"train.profile={t.profile} lies beyond {key}={end}: choose earlier steps",
+    )
+    _require(
+        not (t.profile and t.trace),
+        f"train.profile={t.profile} slows the step that train.trace=true times: set only one of them",
+    )
     for key in ("lr", "min_lr", "eps", "weight_decay", "clip"):
         value = getattr(optim, key)
         _require(value is None or math.isfinite(value), f"optim.{key}={value}: must be a finite number")

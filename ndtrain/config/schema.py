@@ -1,5 +1,6 @@
 """The typed schema of a run: every key, its type and its default."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,22 @@ class TrainConfig:
     eval_every: int = 0  # steps between losses over the whole validation split; 0: never
     max_skipped: int = 10  # steps in a row with a non-finite loss or gradient, which change nothing, that end the run
     trace: bool = False  # one step's timeline, measured and predicted, into the run folder
+    profile: str | None = None  # a step, 10, or steps, 10-12: PyTorch's profile of them into the run folder
+
+    @property
+    def profiled(self) -> range:
+        """The steps that `profile` names.
+
+        Raises:
+            ConfigError: it names none.
+        """
+        if self.profile is None:
+            return range(0)
+        found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", self.profile)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise ConfigError(f"train.profile={self.profile}: must be a step from 1 on, or steps: 10, or 10-12")
+        return range(first, last + 1)
 
 
 @dataclass

@@ -4,7 +4,7 @@ import re
 from functools import cache
 
 COMPUTE = ("matmul", "attention", "elementwise", "optimizer")
-HOST = ("views", "autograd", "python", "no kernel")  # on a GPU: no kernel runs
+HOST = ("views", "autograd", "python", "waiting", "no kernel")  # the last on a GPU: none runs
 
 _ELEMENTWISE = (
     r"mul|add|r?sub|div|neg|abs|pow|exp|log|r?sqrt|sin|cos|tanh|sigmoid|silu|gelu|relu|reciprocal|clamp\w*|addcmul|"
@@ -34,7 +34,8 @@ OPERATORS = {
     "elementwise": rf"aten::({_ELEMENTWISE})_?(_?backward)?(_data)?|cpp_fused_\w+",
     "views": rf"aten::({_VIEWS})_?",  # and what only calls another operator
     "compiled": r"Torch-Compiled Region.*|\w*Compiled\w*|.*CompiledFxGraph.*",  # what a compiler fused, and its wrapper
-    "python": r"step( \d+)?|waiting for .*|Optimizer\..*|Profiler\w+.*|## .*",  # annotations: Python between operators
+    "python": r"step|Optimizer\..*|Profiler\w+.*|## .*",  # annotations: Python between operators
+    "waiting": r"waiting for .*",  # for data, a step's result
     "autograd": r"autograd::.*|torch::(autograd|dynamo|jit)::.*|\w+",  # the engine, its nodes, our Functions
 }
 GPU_KERNELS = {

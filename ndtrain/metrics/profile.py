@@ -112,14 +112,14 @@ def record(step: Callable[[], None], steps: int, device: torch.device) -> Table:
 
 
 def _seconds(step: Callable[[], None], device: torch.device) -> float:
-    _settle(device)
+    settle(device)
     began = time.perf_counter()
     step()
-    _settle(device)
+    settle(device)
     return time.perf_counter() - began
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
     """Waits for all that a GPU was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -134,14 +134,14 @@ def recording(device: torch.device, **options: bool) -> Iterator[profile]:
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it chats on stderr otherwise
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    _settle(device)
+    settle(device)
     with profile(activities=activities, **options) as found:
         RECORDER.mark = _wait
         try:
             yield found
         finally:
             RECORDER.mark = None
-            _settle(device)
+            settle(device)
 
 
 def _wait(flight: Flight) -> AbstractContextManager:
@@ -155,7 +155,7 @@ def marked(name: str, device: torch.device) -> Iterator[None]:
     """A step in a recording, called `step` or `step <number>`, to the end of all that it asked a GPU for."""
     with record_function(name):
         yield
-        _settle(device)
+        settle(device)
 
 
 # ------------------------------------------------------------------------------------------------------------ counting
@@ -236,7 +236,7 @@ def _of_cpu(events: Sequence[FunctionEvent], step: FunctionEvent) -> Iterator[tu
     """(operator, microseconds) of the step's thread, less what it called. Their sum is the step's time."""
     for e in events:
         if _on_cpu(e) and e.thread == step.thread and not e.is_async:
-            yield e.name, e.self_cpu_time_total
+            yield "step" if e is step else e.name, e.self_cpu_time_total
 
 
 def _of_gpu(events: Sequence[FunctionEvent], step: FunctionEvent) -> Iterator[tuple[str, float]]:

@@ -29,12 +29,17 @@ class Trace:
 
     Attributes:
         spans: global rank -> its actions in order, in seconds after all ranks met, just before the step.
+        folder: where in the run folder it is written to.
     """
 
     step: int
     mesh: MeshSpec
     schedule: Schedule
     spans: list[list[Span]]
+    folder: str = "trace"
+
+    def __str__(self) -> str:
+        return f"trace of step {self.step}"
 
     @cached_property
     def measured(self) -> Timeline:
