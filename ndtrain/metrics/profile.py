@@ -1,7 +1,7 @@
 """Where a step's time goes, by kind of work.
 
-On CPU an instant belongs to the innermost operator that the step's thread is in; what no operator accounts for is
-Python. On a GPU it belongs to the kernel that runs, to a collective's only while no other does, which is what of it is
+On CPU an instant belongs to the innermost operator that the step's thread is in, or, where one that computes calls
+others, to that one; what no operator accounts for is Python. On a GPU it belongs to the kernel that runs, to a collective's only while no other does, which is what of it is
 exposed; while none runs, the GPU waits for the host. Either way the kinds add up to the step.
 """
 
@@ -233,10 +233,17 @@ def _slice(e: FunctionEvent, step: FunctionEvent) -> _Slice:
 
 
 def _of_cpu(events: Sequence[FunctionEvent], step: FunctionEvent) -> Iterator[tuple[str, float]]:
-    """(operator, microseconds) of the step's thread, less what it called. Their sum is the step's time."""
-    for e in events:
-        if _on_cpu(e) and e.thread == step.thread and not e.is_async:
-            yield "step" if e is step else e.name, e.self_cpu_time_total
+    """(operator, microseconds) of the step's thread, less what it called, if it does not compute. Their sum is the
+    step's time."""
+    mine = [e for e in events if _on_cpu(e) and e.thread == step.thread and not e.is_async]
+    calls = {id(e): e.cpu_parent for e in mine}
+    whole = {id(e): kind_of(e.name, "cpu") in COMPUTE for e in mine}
+    for e in mine:
+        above = e.cpu_parent
+        while above is not None and not whole.get(id(above)):
+            above = calls.get(id(above))
+        if above is None:
+            yield "step" if e is step else e.name, e.cpu_time_total if whole[id(e)] else e.self_cpu_time_total
 
 
 def _of_gpu(events: Sequence[FunctionEvent], step: FunctionEvent) -> Iterator[tuple[str, float]]:
