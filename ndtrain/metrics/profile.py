@@ -1,8 +1,9 @@
 """Where a step's time goes, by kind of work.
 
 On CPU an instant belongs to the innermost operator that the step's thread is in, or, where one that computes calls
-others, to that one; what no operator accounts for is Python. On a GPU it belongs to the kernel that runs, to a collective's only while no other does, which is what of it is
-exposed; while none runs, the GPU waits for the host. Either way the kinds add up to the step.
+others, to that one; what no operator accounts for is Python. On a GPU it belongs to the kernel that runs, to a
+collective's only while no other does, which is what of it is exposed; while none runs, the GPU waits for the host.
+Either way the kinds add up to the step.
 """
 
 import os
