@@ -19,7 +19,6 @@ from ndtrain.bench.__main__ import main
 from ndtrain.bench.cases import PERIOD, Case, Form, Pattern, Setting
 from ndtrain.bench.collectives import Options
 from ndtrain.bench.operations import OPERATIONS, TWO_STEPS
-from ndtrain.mesh import MeshSpec
 from ndtrain.metrics import free_memory_bytes
 from tests.ranks import run_ranks
 
@@ -44,6 +43,15 @@ def run_bench(args: list[str], folder: Path, capsys: pytest.CaptureFixture) -> t
     width, height = is_png(folder / "found.png")
     assert width > 800 and height > 400
     return capsys.readouterr().out, json.loads((folder / "found.json").read_text())
+
+
+def call(fn: Callable, args: tuple) -> dict:
+    return fn(dist.get_rank(), *args)
+
+
+def forked(fn: Callable, ranks: int, *args: object, backend: str) -> dict:
+    """`on_ranks` by the tests' own processes, which start sooner; the full sweep starts real ones."""
+    return run_ranks(call, ranks, fn, args)[0]
 
 
 def require_all_right(found: dict, n: int, sizes: list[int]) -> None:
@@ -71,7 +79,8 @@ FACTORS: dict[str, Callable[[int], float]] = {
 
 
 def test_two_ranks_all_right(tmp_path, capsys):
-    said, found = run_bench([], tmp_path, capsys)
+    with mock.patch.object(collectives, "on_ranks", forked):
+        said, found = run_bench([], tmp_path, capsys)
     assert found["axes"].keys() == {"dp"} and found["mesh"]["dp"] == 2 and found["backend"] == "gloo"
     require_all_right(found["axes"]["dp"], 2, [1024, 8192])
     assert "WRONG" not in said and said.count("  yes\n") == 20
@@ -148,16 +157,16 @@ def unsummed(s: Setting) -> Case:
 MUTANTS = {"all_gather": late_piece, "broadcast": idle, TWO_STEPS: unsummed}
 
 
-def mutated_rank(options: Options) -> dict:
+def mutated(rank: int, options: Options) -> dict:
     """On one rank: what `measure` finds with each of MUTANTS in the place of its operation."""
     broken = {name: replace(OPERATIONS[name], prepare=prepare) for name, prepare in MUTANTS.items()}
     with mock.patch.dict(OPERATIONS, broken):
-        return collectives.measure(dist.get_rank(), options, "gloo")
+        return collectives.measure(rank, options, "gloo")
 
 
 def test_wrong_results_are_named(capsys):
     options = Options(min="256", max="256", rounds=1)
-    found = run_ranks(mutated_rank, 2, options)[0]
+    found = forked(mutated, 2, options, backend="gloo")
     wrong = {row["operation"]: row["wrong"] for row in found["dp"]["rows"] if any(row["wrong"].values())}
     assert wrong == {
         "all_gather": {"torch": [1], "ours": []},
@@ -201,10 +210,6 @@ SHOWN = {
 }
 
 
-def demo_rank(spec: MeshSpec, axes: list[str]) -> dict:
-    return demo.demonstrate(dist.get_rank(), spec, axes, "gloo")
-
-
 def paragraphs(said: str) -> dict[str, list[str]]:
     """Operation -> the lines of its ranks."""
     blocks = [block.strip().splitlines() for block in said.split("\n\n")]
@@ -213,7 +218,7 @@ def paragraphs(said: str) -> dict[str, list[str]]:
 
 def test_demo_shows_tensors_before_and_after(capsys):
     options = Options(ranks=2)
-    found = run_ranks(demo_rank, 2, options.spec, options.axes)[0]
+    found = forked(demo.demonstrate, 2, options.spec, options.axes, "gloo", backend="gloo")
     assert demo.show_demo(found, options.spec) == []
     shown = paragraphs(capsys.readouterr().out)
     assert shown.keys() == OPERATIONS.keys()

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from ndtrain.config import ConfigError
 
 Options = TypeVar("Options")
+_SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 def parse(cls: type[Options], args: Sequence[str]) -> Options:
@@ -51,6 +52,12 @@ def require_folder(key: str, path: str) -> None:
     """
     if path and not Path(path).parent.is_dir():
         raise ConfigError(f"{key}={path}: there is no folder {Path(path).parent}")
+
+
+def size_name(n: float) -> str:
+    """Bytes in words: 4 KiB, 1.5 GiB."""
+    unit = next((u for u, size in _SIZES.items() if n >= size), "B")
+    return f"{n / _SIZES[unit]:.4g} {unit}"
 
 
 def _read(key: str, text: str, kind: Any) -> Any:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.bench import plot
-from ndtrain.bench.arguments import require_folder
+from ndtrain.bench.arguments import require_folder, size_name
 from ndtrain.bench.cases import Case, Pattern, Setting
-from ndtrain.bench.collectives_table import panels, show, size_name
+from ndtrain.bench.collectives_table import panels, show
 from ndtrain.bench.demo import demonstrate, show_demo
 from ndtrain.bench.operations import OPERATIONS, equals_all_reduce
 from ndtrain.bench.ranks import Backend, WrongResult, device_of, launched, on_ranks, usable_backend

@@ -3,18 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ndtrain.bench.arguments import size_name
 from ndtrain.bench.operations import FACTORS, OPERATIONS, TWO_STEPS
 from ndtrain.bench.plot import Curve, Panel
 from ndtrain.mesh import MeshSpec
 
-_SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 _FORM_NAMES = {"torch": "", "ours": " (ours)"}
-
-
-def size_name(n: float) -> str:
-    """4 KiB, 1.5 GiB."""
-    unit = next((u for u, size in _SIZES.items() if n >= size), "B")
-    return f"{n / _SIZES[unit]:.4g} {unit}"
 
 
 def show(spec: MeshSpec, backend: str, rounds: int, found: Mapping[str, Any]) -> list[str]:
@@ -33,9 +27,9 @@ def _show_axis(spec: MeshSpec, axis: str, backend: str, rounds: int, rows: list[
         f"collectives over {axis}={spec.size(axis)}{at_once}: {backend}, fp32, median of {rounds} rounds, slowest rank"
     )
     form = "{:>10} {:>9} {:>9}".format
-    print(f"{'':38}{'PyTorch: ms, GB/s, GB/s':30}{'ours: ms, GB/s, GB/s':32}PyTorch")
+    print(f"{'':41}{'PyTorch: ms, GB/s, GB/s':30}{'ours: ms, GB/s, GB/s':32}PyTorch")
     print(
-        f"{'operation':26} {'size':>8}{form('ms', 'algbw', 'busbw')} {form('ms', 'algbw', 'busbw')}   / ours  correct"
+        f"{'operation':28} {'size':>9}{form('ms', 'algbw', 'busbw')} {form('ms', 'algbw', 'busbw')}   / ours  correct"
     )
     wrong, last = [], ""
     for row in rows:
@@ -46,7 +40,7 @@ def _show_axis(spec: MeshSpec, axis: str, backend: str, rounds: int, rows: list[
         )
         ratio = f"{row['ratio']['median']:.2f}" if "ratio" in row else "-"
         bad = {f: ranks for f, ranks in row["wrong"].items() if ranks}
-        print(f"{name:26} {size_name(row['bytes']):>8}{numbers} {ratio:>8}  {'WRONG' if bad else 'yes'}")
+        print(f"{name:28} {size_name(row['bytes']):>9}{numbers} {ratio:>8}  {'WRONG' if bad else 'yes'}")
         wrong += [_wrong(row["operation"] + _FORM_NAMES[f], row["bytes"], axis, ranks) for f, ranks in bad.items()]
     return wrong
 
@@ -59,13 +53,18 @@ def _show_equal(axis: str, found: Mapping[str, Any]) -> list[str]:
     for equal in found["equal"]:
         size = equal["bytes"]
         one, two = by_key["all_reduce", size]["torch"]["ms"], by_key[TWO_STEPS, size]
-        steps = ", ".join(f"{two[f]['ms']:.3g} ms{_FORM_NAMES[f]}" for f in two)
+        steps = ", ".join(f"{_number(two[f]['ms'])} ms{_FORM_NAMES[f]}" for f in two)
         unlike = {f: ranks for f, ranks in equal["unlike"].items() if ranks}
         said = "WRONG: other bits" if unlike else "the same bits on every rank"
-        print(f"  {size_name(size):>8}   {one:.3g} ms against {steps}: {said}")
+        print(f"  {size_name(size):>9}   {_number(one)} ms against {steps}: {said}")
         wrong += [_wrong(f"{TWO_STEPS}{_FORM_NAMES[f]} as all_reduce", size, axis, r) for f, r in unlike.items()]
     print()
     return wrong
+
+
+def _number(x: float) -> str:
+    """Three digits, more where they stand before the point."""
+    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
 def _wrong(what: str, size: int, axis: str, ranks: list[int]) -> str:
@@ -80,10 +79,10 @@ def _show_accounting(widths: list[int]) -> None:
         "link works one way if no byte goes twice: it compares operations, numbers of ranks and the hardware."
     )
     values = ", ".join(f"n={n}" for n in widths)
-    print(f"  {'operation':26} {'S':20} {'factor':10} {values:14} because")
+    print(f"  {'operation':28} {'S':20} {'factor':10} {values:14} because")
     for op in OPERATIONS.values():
         factors = ", ".join(f"{FACTORS[op.formula](n):.3g}" for n in widths)
-        print(f"  {op.name:26} {op.counted:20} {op.formula:10} {factors:14} {op.why}")
+        print(f"  {op.name:28} {op.counted:20} {op.formula:10} {factors:14} {op.why}")
 
 
 def panels(spec: MeshSpec, backend: str, found: Mapping[str, Any]) -> tuple[str, list[list[Panel]]]:

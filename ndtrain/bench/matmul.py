@@ -7,7 +7,6 @@ product is checked on a few rows against fp64.
 
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.bench import plot
-from ndtrain.bench.arguments import one_of, require_folder
-from ndtrain.bench.collectives_table import size_name
+from ndtrain.bench.arguments import one_of, require_folder, size_name
 from ndtrain.bench.plot import Curve, Panel
 from ndtrain.bench.ranks import WrongResult
 from ndtrain.bench.turns import surroundings
@@ -162,7 +160,7 @@ def run(options: Options) -> None:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name()
-    return f"{cpu_model() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{cpu_model()}, {torch.get_num_threads()} threads"
 
 
 def _peak(kind: str, device: torch.device) -> float:

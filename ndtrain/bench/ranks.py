@@ -62,7 +62,7 @@ def on_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any
     0, None on the others.
 
     Raises:
-        RankFailed: a rank that was started here raised or died.
+        RankFailed: a rank raised, or died if it was started here.
     """
     if not launched():
         return run_ranks(fn, ranks, *args, backend=backend)
@@ -71,9 +71,12 @@ def on_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any
     keep_freed_memory()
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
-    rendezvous.join(GROUPS[backend], rank, world, TIMEOUT_S, device_of(backend))
-    result = fn(rank, *args)
-    dist.barrier()
+    try:
+        rendezvous.join(GROUPS[backend], rank, world, TIMEOUT_S, device_of(backend))
+        result = fn(rank, *args)
+        dist.barrier()
+    except Exception as error:  # no group is destroyed: gloo would wait for what peers will never send
+        raise RankFailed(f"rank {rank} failed: {traceback.format_exc()}") from error
     dist.destroy_process_group()
     return result if rank == 0 else None
 
