@@ -1,14 +1,20 @@
-"""`python -m ndtrain.bench peers axis=one|dp|fsdp|tp|cp|pp [key=value ...]` and
-`python -m ndtrain.bench checkpoint [ranks=4 gigabytes=1 key=value ...]`"""
+"""`python -m ndtrain.bench <bench> [key=value ...]`, where the bench is
+
+peers axis=one|dp|fsdp|tp|cp|pp
+checkpoint [ranks=4 gigabytes=1]
+collectives [mesh="dp=2 tp=2" max=1GiB plot=FILE.png | demo=true], also under torchrun
+matmul [max=4096 plot=FILE.png]
+"""
 
 import sys
+import time
 from collections.abc import Sequence
 from types import ModuleType
 
-from ndtrain.bench import attention, checkpoint, peers
+from ndtrain.bench import attention, checkpoint, collectives, matmul, peers
 from ndtrain.bench.arguments import one_of, parse
-from ndtrain.bench.ranks import RankFailed
-from ndtrain.config import ConfigError
+from ndtrain.bench.ranks import RankFailed, WrongResult, leave
+from ndtrain.config import ConfigError, world_from_env
 
 
 def peers_of(args: Sequence[str]) -> ModuleType:
@@ -16,7 +22,12 @@ def peers_of(args: Sequence[str]) -> ModuleType:
     return attention if "axis=cp" in args else peers
 
 
-BENCHES = {"peers": peers_of, "checkpoint": lambda args: checkpoint}
+BENCHES = {
+    "peers": peers_of,
+    "checkpoint": lambda args: checkpoint,
+    "collectives": lambda args: collectives,
+    "matmul": lambda args: matmul,
+}
 
 
 def main(args: list[str]) -> int:
@@ -26,12 +37,15 @@ def main(args: list[str]) -> int:
         bench.run(parse(bench.Options, args[1:]))
         return 0
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if world_from_env()[0] > 0:  # rank 0 says it, unless torchrun ends it because this one has left
+            time.sleep(1)
+        else:
+            print(f"error: {error}", file=sys.stderr)
         return 2
-    except RankFailed as error:
+    except (RankFailed, WrongResult) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

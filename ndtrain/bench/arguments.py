@@ -3,11 +3,13 @@
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ndtrain.config import ConfigError
 
 Options = TypeVar("Options")
+_SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 def parse(cls: type[Options], args: Sequence[str]) -> Options:
@@ -40,6 +42,22 @@ def one_of(what: str, word: str, known: list[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ConfigError(f"{word or what}: no such {what}; {hint}known: {', '.join(known)}")
+
+
+def require_folder(key: str, path: str) -> None:
+    """The file `path` can be made, or is "".
+
+    Raises:
+        ConfigError: there is no folder for it.
+    """
+    if path and not Path(path).parent.is_dir():
+        raise ConfigError(f"{key}={path}: there is no folder {Path(path).parent}")
+
+
+def size_name(n: float) -> str:
+    """Bytes in words: 4 KiB, 1.5 GiB."""
+    unit = next((u for u, size in _SIZES.items() if n >= size), "B")
+    return f"{n / _SIZES[unit]:.4g} {unit}"
 
 
 def _read(key: str, text: str, kind: Any) -> Any:

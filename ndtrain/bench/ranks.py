@@ -1,4 +1,5 @@
-"""Starts the ranks of a benchmark on this machine, one thread each, and collects what rank 0 found."""
+"""Starts the ranks of a benchmark on this machine, one thread each, or takes those that torchrun has started, and
+collects what rank 0 found."""
 
 import multiprocessing as mp
 import os
@@ -10,28 +11,96 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from ndtrain import rendezvous
+from ndtrain.config import ConfigError, world_from_env
 from ndtrain.metrics import keep_freed_memory
+
+Backend = Literal["auto", "gloo", "nccl"]
+GROUPS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # with NCCL the benches' own small talk stays on the CPU
+TIMEOUT_S = 120
 
 
 class RankFailed(RuntimeError):
     """A rank ended without a result; the message holds its traceback."""
 
 
-def run_ranks(fn: Callable, ranks: int, *args: Any) -> Any:
+class WrongResult(RuntimeError):
+    """What was measured does not give what it must; the message names it."""
+
+
+def launched() -> bool:
+    """Whether torchrun has started the ranks: more than this one."""
+    return world_from_env()[2] > 1
+
+
+def usable_backend(backend: Backend, here: int) -> str:
+    """gloo or nccl, for `here` ranks on this host; auto: nccl where each of them has a GPU.
+
+    Raises:
+        ConfigError: nccl cannot work here; the line says why.
+    """
+    gpus = torch.cuda.device_count()
+    missing = "this PyTorch has no NCCL" if not dist.is_nccl_available() else ""
+    missing = missing or (f"{here} ranks on this host but {gpus} GPUs, and each needs its own" if gpus < here else "")
+    if backend == "nccl" and missing:
+        raise ConfigError(f"backend=nccl: {missing}; use backend=gloo, which runs on CPUs")
+    return "gloo" if backend == "gloo" or missing else "nccl"
+
+
+def device_of(backend: str) -> torch.device:
+    """This rank's device under a backend, within `run_ranks` and `on_ranks`."""
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+
+def on_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any:
+    """`run_ranks`, or under torchrun `fn(rank, *args)` in this process, which is one of the ranks; the result on rank
+    0, None on the others.
+
+    Raises:
+        RankFailed: a rank raised, or died if it was started here.
+    """
+    if not launched():
+        return run_ranks(fn, ranks, *args, backend=backend)
+    rank, local_rank, world = world_from_env()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    if backend == "nccl":
+        torch.cuda.set_device(local_rank)
+    try:
+        rendezvous.join(GROUPS[backend], rank, world, TIMEOUT_S, device_of(backend))
+        result = fn(rank, *args)
+        dist.barrier()
+    except Exception as error:  # no group is destroyed: gloo would wait for what peers will never send
+        raise RankFailed(f"rank {rank} failed: {traceback.format_exc()}") from error
+    dist.destroy_process_group()
+    return result if rank == 0 else None
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process. As a rank that torchrun started without Python's own teardown, in which gloo's threads abort
+    about every second time."""
+    if not launched():
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any:
     """`fn(rank, *args)` in `ranks` fresh processes; rank 0's result. With more than one rank the world process group
-    (gloo) exists inside `fn`.
+    exists inside `fn`; with nccl, rank r has GPU r.
 
     Raises:
         RankFailed: a rank raised or died; the others are ended.
     """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        starts = [(fn, rank, ranks, args, Path(folder)) for rank in range(ranks)]
+        starts = [(fn, rank, ranks, args, backend, Path(folder)) for rank in range(ranks)]
         processes = [context.Process(target=_rank, args=start, daemon=True) for start in starts]
         for p in processes:
             p.start()
@@ -57,14 +126,17 @@ def _wait(processes: Sequence[mp.Process], folder: Path) -> None:
                 raise RankFailed(f"rank {rank} failed: {why}")
 
 
-def _rank(fn: Callable, rank: int, ranks: int, args: Sequence[Any], folder: Path) -> None:
+def _rank(fn: Callable, rank: int, ranks: int, args: Sequence[Any], backend: str, folder: Path) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()  # as train.py does; here for all sides
     code = 1
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         if ranks > 1:
             store = dist.FileStore(str(folder / "store"), ranks)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+            timeout = timedelta(seconds=TIMEOUT_S)
+            dist.init_process_group(GROUPS[backend], store=store, rank=rank, world_size=ranks, timeout=timeout)
         result = fn(rank, *args)
         if rank == 0:
             (folder / "result").write_bytes(pickle.dumps(result))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ndtrain.bench.arguments import require_folder
 from ndtrain.bench.ranks import run_ranks
 from ndtrain.config import ConfigError
 from ndtrain.metrics.peak import cpu_model
@@ -65,8 +66,7 @@ class Common:
             raise ConfigError(
                 f"ranks={self.world}: axis=one compares one process, axis=dp, fsdp, tp, cp and pp need at least 2 ranks"
             )
-        if self.out and not Path(self.out).parent.is_dir():
-            raise ConfigError(f"out={self.out}: there is no folder {Path(self.out).parent}")
+        require_folder("out", self.out)
 
     def save(self, shapes: Mapping[str, Any]) -> None:
         """Writes what was measured, and all that it depends on, to `out`."""

@@ -269,7 +269,7 @@ def _resolve_recompute(cfg: Config) -> None:
         )
     if r.name == "budget":
         _require(r.budget is not None, "recompute.budget is missing: recompute=budget needs it, e.g. 2GiB")
-        r.budget = _bytes("recompute.budget", r.budget)
+        r.budget = parse_bytes("recompute.budget", r.budget)
     if r.name in ("selective", "budget"):
         _require(
             not cfg.train.compile,
@@ -277,8 +277,12 @@ def _resolve_recompute(cfg: Config) -> None:
         )
 
 
-def _bytes(key: str, value: int | str) -> int:
-    """2GiB, 500MB, 1.5 GiB or a plain number as bytes."""
+def parse_bytes(key: str, value: int | str) -> int:
+    """2GiB, 500MB, 1.5 GiB or a plain number as bytes.
+
+    Raises:
+        ConfigError: it is none of these, or less than one byte; the line names `key`.
+    """
     found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
     unit = _UNITS.get(found[2].lower() or "b") if found and found[1].count(".") <= 1 and found[1] != "." else None
     size = 0 if unit is None else int(float(found[1]) * unit)

@@ -6,11 +6,11 @@ from pathlib import Path
 from ndtrain.config import Config
 from ndtrain.metrics.console import Console
 from ndtrain.metrics.jsonl import JsonlWriter
-from ndtrain.metrics.memory import keep_freed_memory, peak_memory_bytes, reset_peak_memory
+from ndtrain.metrics.memory import free_memory_bytes, keep_freed_memory, peak_memory_bytes, reset_peak_memory
 from ndtrain.metrics.peak import peak_flops
 from ndtrain.metrics.wandb_logger import WandbLogger
 
-__all__ = ["Metrics", "keep_freed_memory", "peak_flops", "peak_memory_bytes", "reset_peak_memory"]
+__all__ = ["Metrics", "free_memory_bytes", "keep_freed_memory", "peak_flops", "peak_memory_bytes", "reset_peak_memory"]
 
 
 class Metrics:

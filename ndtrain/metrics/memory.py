@@ -1,6 +1,7 @@
 """Peak memory of this process on its device."""
 
 import ctypes
+import os
 import re
 import resource
 import sys
@@ -33,6 +34,32 @@ def reset_peak_memory(device: torch.device) -> None:
         (_PROC / "clear_refs").write_text("5")  # 5: the peak resident set only (proc(5))
     except OSError:
         return
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated: on CUDA what the device says; on CPU what the kernel calls available, or what
+    programs leave of the container's limit where that is less. The processes of a host share it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        free = _number(Path("/proc/meminfo"), r"^MemAvailable:\s*(\d+) kB") * 1024
+    except (OSError, TypeError):  # no /proc: all that the machine has
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit, statistics in _CONTAINER:
+        try:
+            used = _number(_CGROUP / statistics, r"^(?:anon|total_rss) (\d+)$")
+            free = min(free, _number(_CGROUP / limit, r"^(\d+)$") - used)
+        except (OSError, TypeError):  # not this version of control groups, or no limit
+            continue
+    return free
+
+
+def _number(path: Path, pattern: str) -> int:
+    return int(re.search(pattern, path.read_text(), re.MULTILINE)[1])
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CONTAINER = (("memory.max", "memory.stat"), ("memory/memory.limit_in_bytes", "memory/memory.stat"))
 
 
 def keep_freed_memory() -> None:

@@ -1,0 +1,256 @@
+"""`bench collectives`: every collective over every axis of a mesh: right or not, how fast, and ours against PyTorch's
+own call.
+
+The groups of an axis work at once, as they do in training; a time is that of the slowest of all ranks, the median of
+the rounds. PyTorch's call and ours take turns. What must come out is known to each rank alone (see `cases`); every
+operation of every size is checked to the last element on every rank before it is timed and again after.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ndtrain.bench import plot
+from ndtrain.bench.arguments import require_folder, size_name
+from ndtrain.bench.cases import Case, Pattern, Setting
+from ndtrain.bench.collectives_table import panels, show
+from ndtrain.bench.demo import demonstrate, show_demo
+from ndtrain.bench.operations import OPERATIONS, equals_all_reduce
+from ndtrain.bench.ranks import Backend, WrongResult, device_of, launched, on_ranks, usable_backend
+from ndtrain.bench.turns import Turns, ratio, surroundings
+from ndtrain.config import AXES, ConfigError, MeshConfig, world_from_env
+from ndtrain.config.checks import parse_bytes
+from ndtrain.mesh import Mesh, MeshSpec
+from ndtrain.metrics import free_memory_bytes
+
+WIDTH = 4  # bytes of an fp32 element
+BLOCK_S = 0.02  # how long a block of calls should take; a large message takes longer alone
+MOST_CALLS = 50  # in a block
+COPIES = 4  # of the largest message that a rank holds at once, gloo's buffers included: 3.8 were measured
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of `bench collectives`.
+
+    Attributes:
+        ranks: under torchrun its ranks; else the product of `mesh`, or 2 (for a demo 4).
+        mesh: sizes of axes, "dp=2 tp=2"; one axis of all ranks unless given.
+        axis: measure this axis only.
+        min, max: smallest and largest message, with a unit ("4KiB", "1GB"); factor: from one size to the next.
+        rounds: blocks of calls per size.
+        backend: auto is nccl where each rank has a GPU of its own.
+        demo: print a small example of each operation instead: every rank's tensors before and after.
+        out: JSON file for everything measured; plot: PNG file for its curves.
+    """
+
+    ranks: int = 0
+    mesh: str = ""
+    axis: str = ""
+    min: str = "4KiB"
+    max: str = "64MiB"
+    factor: int = 4
+    rounds: int = 5
+    backend: Backend = "auto"
+    demo: bool = False
+    out: str = ""
+    plot: str = ""
+
+    @property
+    def world(self) -> int:
+        given = self.ranks or math.prod(self._axes.values())
+        return world_from_env()[2] if launched() else given if given > 1 else 4 if self.demo else 2
+
+    @property
+    def spec(self) -> MeshSpec:
+        return MeshSpec.of(MeshConfig(**self._axes or {"dp": self.world}))
+
+    @property
+    def axes(self) -> list[str]:
+        return [a for a in self.spec.order if self.spec.size(a) > 1 and self.axis in ("", a)]
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Bytes of the smallest and the largest message."""
+        return parse_bytes("min", self.min), parse_bytes("max", self.max)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes, from the smallest by `factor` to the largest, which is always one of them."""
+        least, most = self.bounds
+        steps = range(math.ceil(math.log(most / least, self.factor) - 1e-9))
+        return [*(least * self.factor**i for i in steps), most]
+
+    @property
+    def _axes(self) -> dict[str, int]:
+        """Axis -> size as `mesh` names them.
+
+        Raises:
+            ConfigError: it is not such a list.
+        """
+        pairs = [word.partition("=") for word in self.mesh.replace(",", " ").split()]
+        for axis, _, size in pairs:
+            if axis not in AXES or not size.isdecimal() or int(size) < 1:
+                known = ", ".join(AXES)
+                raise ConfigError(f'mesh={self.mesh}: must be sizes of axes, "dp=2 tp=2"; known axes: {known}')
+        return {axis: int(size) for axis, _, size in pairs}
+
+    def check(self) -> str:
+        """The backend to use.
+
+        Raises:
+            ConfigError: options that do not go together or that this machine cannot take.
+        """
+        self._check_mesh()
+        least, most = self.bounds
+        if least > most:
+            raise ConfigError(f"min={self.min} is more than max={self.max}")
+        if self.factor < 2:
+            raise ConfigError("factor=1: must be at least 2, or the sizes would never end")
+        require_folder("out", self.out)
+        plot.check(self.plot)
+        if self.demo and (self.out or self.plot):
+            raise ConfigError("demo=true measures nothing: leave out and plot away")
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) if launched() else self.world
+        backend = usable_backend(self.backend, here)
+        self._check_memory(backend, here)
+        return backend
+
+    def _check_mesh(self) -> None:
+        ranks, product = self.world, self.spec.world_size
+        if launched() and self.ranks not in (0, ranks):
+            raise ConfigError(f"ranks={self.ranks}: torchrun has started {ranks}; leave ranks away")
+        if product != ranks:
+            raise ConfigError(f"mesh={self.mesh}: its sizes multiply to {product}, but there are {ranks} ranks")
+        if self.ranks == 1:
+            raise ConfigError("ranks=1: a collective needs at least 2 ranks")
+        if not self.axes:
+            wide = ", ".join(a for a in self.spec.order if self.spec.size(a) > 1)
+            raise ConfigError(f"axis={self.axis}: no axis with more than one rank; those of this mesh: {wide}")
+
+    def _check_memory(self, backend: str, here: int) -> None:
+        on_cuda = backend == "nccl"
+        free = free_memory_bytes(torch.device("cuda", 0) if on_cuda else torch.device("cpu"))
+        need = COPIES * self.bounds[1] * (1 if on_cuda else here)
+        if need > free:
+            where = "a GPU" if on_cuda else f"the {here} ranks of this host"
+            raise ConfigError(
+                f"max={self.max} needs {size_name(need)} on {where}, but {size_name(free)} are free: lower max"
+            )
+
+
+def run(options: Options) -> None:
+    """Measures or demonstrates, prints, and writes `options.out` and `options.plot`.
+
+    Raises:
+        ConfigError: options that do not go together.
+        WrongResult: an operation gave something else than it must on some rank; after everything is printed.
+    """
+    backend = options.check()
+    if options.demo:
+        shown = on_ranks(demonstrate, options.world, options.spec, options.axes, backend, backend=backend)
+        wrong = show_demo(shown, options.spec) if shown else []
+    else:
+        found = on_ranks(measure, options.world, options, backend, backend=backend)
+        wrong = _report(options, backend, found) if found else []
+    if wrong:
+        raise WrongResult(f"WRONG results: {', '.join(wrong)}")
+
+
+def _report(options: Options, backend: str, found: dict[str, Any]) -> list[str]:
+    """Prints and writes what rank 0 found; what was wrong."""
+    wrong = show(options.spec, backend, options.rounds, found)
+    if options.out:
+        mesh = {a: options.spec.size(a) for a in options.spec.order}
+        settled = {"ranks": options.world, "backend": backend, "mesh": mesh}
+        body = {"bench": "collectives", **asdict(options), **settled, **surroundings(), "axes": found}
+        Path(options.out).write_text(json.dumps(body, indent=1) + "\n")
+    plot.draw(options.plot, *panels(options.spec, backend, found))
+    return wrong
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def measure(rank: int, options: Options, backend: str) -> dict[str, Any]:
+    """On one rank: {axis: {rows: of each operation and size, equal: of each size, whether both steps make an
+    all_reduce}}"""
+    mesh = Mesh(options.spec, rank, device_of(backend))
+    patterns = [Pattern.of_rank(r) for r in range(options.world)]
+    found = {}
+    for axis in options.axes:
+        settings = list(_settings(mesh, axis, options, patterns))
+        rows = [_row(name, s, options.rounds) for name in OPERATIONS for s in settings]
+        found[axis] = {"rows": rows, "equal": [_equal(s) for s in settings]}
+    return found
+
+
+def _settings(mesh: Mesh, axis: str, options: Options, patterns: list[Pattern]) -> Iterator[Setting]:
+    group = mesh.group(axis)
+    members = [patterns[r] for r in dist.get_process_group_ranks(group)]
+    for size in options.sizes:
+        share = -(-size // (WIDTH * group.size()))  # what does not divide is rounded up
+        yield Setting(group, share * group.size(), mesh.device, members)
+
+
+class Side(Turns):
+    """One form of an operation. On CUDA a block ends when the device has done its work."""
+
+    def __init__(self, case: Case, form: str, device: torch.device):
+        super().__init__(case.forms[form].call)
+        self._settle = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+
+    def steps(self, n: int) -> None:
+        super().steps(n)
+        self._settle()
+
+
+def _row(name: str, setting: Setting, rounds: int) -> dict[str, Any]:
+    """One operation at one size: milliseconds of its forms, bandwidths in GB/s, and the ranks where it is wrong."""
+    operation, size = OPERATIONS[name], setting.count * WIDTH
+    case = operation.prepare(setting)
+    wrong = {form: _wrong_ranks(case.right(form)) for form in case.forms}
+    sides = {form: Side(case, form, setting.device) for form in case.forms}
+    case.silence()
+    _time(sides, rounds)
+    for form in case.forms:
+        wrong[form] = sorted({*wrong[form], *_wrong_ranks(case.right(form))})
+    row = {"operation": name, "n": setting.n, "bytes": size, "wrong": wrong, "forms": {}}
+    for form, side in sides.items():
+        algbw = size / side.ms_per_step / 1e6
+        busbw = algbw * operation.factor(setting.n)
+        row["forms"][form] = {"ms": side.ms_per_step, "algbw": algbw, "busbw": busbw, "block_ms": side.block_ms}
+    return row | ({"ratio": ratio(sides["torch"], sides["ours"])} if "ours" in sides else {})
+
+
+def _time(sides: dict[str, Side], rounds: int) -> None:
+    """Blocks by turns. How many calls are in a block, the same on every rank, comes of a first one of each side."""
+    for side in sides.values():
+        side.steps(1)
+        side.block(1)
+    longest = max(side.block_ms.pop() for side in sides.values()) / 1e3
+    calls = max(1, min(MOST_CALLS, int(BLOCK_S / longest)))
+    for i in range(rounds):
+        for side in list(sides.values())[:: -1 if i % 2 else 1]:
+            side.block(calls)
+
+
+def _wrong_ranks(right: bool) -> list[int]:
+    """The global ranks on which it is not."""
+    rights: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rights, right)
+    return [rank for rank, ok in enumerate(rights) if not ok]
+
+
+def _equal(setting: Setting) -> dict[str, Any]:
+    """Of one size: for each form of reduce_scatter + all_gather, the ranks on which it is not all_reduce bit by bit."""
+    unlike = {form: _wrong_ranks(equal) for form, equal in equals_all_reduce(setting).items()}
+    return {"bytes": setting.count * WIDTH, "unlike": unlike}

@@ -1,0 +1,108 @@
+"""What `bench collectives` found, as a table and as curves."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ndtrain.bench.arguments import size_name
+from ndtrain.bench.operations import FACTORS, OPERATIONS, TWO_STEPS
+from ndtrain.bench.plot import Curve, Panel
+from ndtrain.mesh import MeshSpec
+
+_FORM_NAMES = {"torch": "", "ours": " (ours)"}
+
+
+def show(spec: MeshSpec, backend: str, rounds: int, found: Mapping[str, Any]) -> list[str]:
+    """Prints everything; what was wrong, and where."""
+    wrong = []
+    for axis, of in found.items():
+        wrong += _show_axis(spec, axis, backend, rounds, of["rows"]) + _show_equal(axis, of)
+    _show_accounting(sorted({spec.size(axis) for axis in found}))
+    return wrong
+
+
+def _show_axis(spec: MeshSpec, axis: str, backend: str, rounds: int, rows: list[dict[str, Any]]) -> list[str]:
+    groups = len(spec.groups(axis))
+    at_once = f", {groups} groups at once" if groups > 1 else ""
+    print(
+        f"collectives over {axis}={spec.size(axis)}{at_once}: {backend}, fp32, median of {rounds} rounds, slowest rank"
+    )
+    form = "{:>10} {:>9} {:>9}".format
+    print(f"{'':41}{'PyTorch: ms, GB/s, GB/s':30}{'ours: ms, GB/s, GB/s':32}PyTorch")
+    print(
+        f"{'operation':28} {'size':>9}{form('ms', 'algbw', 'busbw')} {form('ms', 'algbw', 'busbw')}   / ours  correct"
+    )
+    wrong, last = [], ""
+    for row in rows:
+        name, last = row["operation"] if row["operation"] != last else "", row["operation"]
+        cells = [row["forms"].get(f) for f in _FORM_NAMES]
+        numbers = " ".join(
+            form(*(f"{c[k]:.3g}" for k in ("ms", "algbw", "busbw"))) if c else form(*"---") for c in cells
+        )
+        ratio = f"{row['ratio']['median']:.2f}" if "ratio" in row else "-"
+        bad = {f: ranks for f, ranks in row["wrong"].items() if ranks}
+        print(f"{name:28} {size_name(row['bytes']):>9}{numbers} {ratio:>8}  {'WRONG' if bad else 'yes'}")
+        wrong += [_wrong(row["operation"] + _FORM_NAMES[f], row["bytes"], axis, ranks) for f, ranks in bad.items()]
+    return wrong
+
+
+def _show_equal(axis: str, found: Mapping[str, Any]) -> list[str]:
+    """One line a size: an all_reduce is a reduce_scatter and an all_gather."""
+    print(f"\nall_reduce against {TWO_STEPS} over {axis}")
+    wrong = []
+    by_key = {(row["operation"], row["bytes"]): row["forms"] for row in found["rows"]}
+    for equal in found["equal"]:
+        size = equal["bytes"]
+        one, two = by_key["all_reduce", size]["torch"]["ms"], by_key[TWO_STEPS, size]
+        steps = ", ".join(f"{_number(two[f]['ms'])} ms{_FORM_NAMES[f]}" for f in two)
+        unlike = {f: ranks for f, ranks in equal["unlike"].items() if ranks}
+        said = "WRONG: other bits" if unlike else "the same bits on every rank"
+        print(f"  {size_name(size):>9}   {_number(one)} ms against {steps}: {said}")
+        wrong += [_wrong(f"{TWO_STEPS}{_FORM_NAMES[f]} as all_reduce", size, axis, r) for f, r in unlike.items()]
+    print()
+    return wrong
+
+
+def _number(x: float) -> str:
+    """Three digits, more where they stand before the point."""
+    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
+
+
+def _wrong(what: str, size: int, axis: str, ranks: list[int]) -> str:
+    return f"{what} of {size_name(size)} over {axis} on rank{'s' * (len(ranks) > 1)} {' '.join(map(str, ranks))}"
+
+
+def _show_accounting(widths: list[int]) -> None:
+    """Where the bandwidths come from."""
+    print(
+        "How bytes are counted, as in NCCL-tests (its doc/PERFORMANCE.md); GB is 1e9 bytes. With S bytes and n ranks\n"
+        "algbw = S / time and busbw = algbw x factor. The factor makes busbw the rate at which the busiest rank's\n"
+        "link works one way if no byte goes twice: it compares operations, numbers of ranks and the hardware."
+    )
+    values = ", ".join(f"n={n}" for n in widths)
+    print(f"  {'operation':28} {'S':20} {'factor':10} {values:14} because")
+    for op in OPERATIONS.values():
+        factors = ", ".join(f"{FACTORS[op.formula](n):.3g}" for n in widths)
+        print(f"  {op.name:28} {op.counted:20} {op.formula:10} {factors:14} {op.why}")
+
+
+def panels(spec: MeshSpec, backend: str, found: Mapping[str, Any]) -> tuple[str, list[list[Panel]]]:
+    """Title and rows of panels: for each axis time and bus bandwidth over size, one colour an operation."""
+    rows = [
+        [
+            Panel(f"{axis}={spec.size(axis)}", "message size S", label, _curves(of["rows"], key), size_name)
+            for key, label in (("ms", "time (ms)"), ("busbw", "bus bandwidth (GB/s)"))
+        ]
+        for axis, of in found.items()
+    ]
+    return f"Collectives over {backend}, fp32 (dashed: ours)", rows
+
+
+def _curves(rows: list[dict[str, Any]], key: str) -> list[Curve]:
+    curves = []
+    for colour, name in enumerate(OPERATIONS):
+        of = [row for row in rows if row["operation"] == name]
+        for style, form in enumerate(_FORM_NAMES):
+            points = [(row["bytes"], row["forms"][form][key]) for row in of if form in row["forms"]]
+            if points:
+                curves.append(Curve(name + _FORM_NAMES[form], *zip(*points, strict=True), colour, style))
+    return curves

@@ -1,0 +1,68 @@
+"""`bench collectives demo=true`: what each collective does, shown on tensors of one number a piece."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ndtrain.bench.cases import Pattern, Setting
+from ndtrain.bench.operations import OPERATIONS, Operation
+from ndtrain.bench.ranks import device_of
+from ndtrain.mesh import Mesh, MeshSpec
+
+NOTHING = "-"
+
+
+def demonstrate(rank: int, spec: MeshSpec, axes: list[str], backend: str) -> dict[str, Any]:
+    """On one rank: {axis: {operation: by rank, its tensors before and after, and whether that is right}}
+
+    Rank r begins with r0, r1, r2 ...: the tens tell where a number comes from, the ones which piece it was.
+    """
+    mesh = Mesh(spec, rank, device_of(backend))
+    found: dict[str, Any] = {}
+    for axis in axes:
+        n, group = spec.size(axis), mesh.group(axis)
+        numbers = lambda r, n=n: Pattern(torch.arange(n).float() + r * 10 ** len(str(n - 1)))
+        setting = Setting(group, n, mesh.device, [numbers(r) for r in dist.get_process_group_ranks(group)])
+        found[axis] = {name: _of_all(_example(op, setting)) for name, op in OPERATIONS.items()}
+    return found
+
+
+def _example(operation: Operation, setting: Setting) -> tuple[list[float] | None, list[float] | None, bool]:
+    """(before, after, right) on this rank; None where it has no such tensor."""
+    case = operation.prepare(setting)
+    case.reset()
+    before = case.given[0][0].tolist() if case.given else None
+    right = case.right("torch")
+    return before, case.forms["torch"].result.tolist() if case.expected else None, right
+
+
+def _of_all(mine: tuple) -> list[tuple]:
+    """Everyone's, by rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def show_demo(found: dict[str, Any], spec: MeshSpec) -> list[str]:
+    """Prints it; what was wrong."""
+    wrong = []
+    for axis, examples in found.items():
+        groups = spec.groups(axis)
+        several = f" in {len(groups)} groups {' '.join(str(g) for g in groups)}, each by itself" * (len(groups) > 1)
+        print(f"=== over {axis}={spec.size(axis)}{several}; the root is the first rank of a group")
+        for name, ranks in examples.items():
+            print(f"\n{name}: {OPERATIONS[name].does}")
+            _show_ranks(ranks, spec)
+            wrong += [f"{name} over {axis} on rank {r}" for r, (_, _, right) in enumerate(ranks) if not right]
+        print()
+    return wrong
+
+
+def _show_ranks(ranks: list[tuple], spec: MeshSpec) -> None:
+    labels = [f"rank {r} ({spec.where(r)})" for r in range(len(ranks))]
+    digits = max(len(f"{x:.0f}") for before, after, _ in ranks for x in (before or []) + (after or []))
+    words = lambda x: NOTHING if x is None else "[" + " ".join(f"{v:{digits}.0f}" for v in x) + "]"
+    left, wide = max(map(len, labels)), max(len(words(before)) for before, _, _ in ranks)
+    for label, (before, after, right) in zip(labels, ranks, strict=True):
+        print(f"  {label:{left}}   {words(before):{wide}}  ->  {words(after)}{'' if right else '  WRONG'}")

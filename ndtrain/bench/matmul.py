@@ -1,0 +1,284 @@
+"""`bench matmul`: what share of the device's peak square matmuls reach (HFU), by size, precision and content.
+
+Content matters where power does: a GPU multiplies zeros faster than noise, since fewer bits flip and its clock falls
+less. So matmuls of zeros, of `rand` (uniform, all positive) and of `randn` (normal, as in training) take turns. Each
+product is checked on a few rows against fp64.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ndtrain.bench import plot
+from ndtrain.bench.arguments import one_of, require_folder, size_name
+from ndtrain.bench.plot import Curve, Panel
+from ndtrain.bench.ranks import WrongResult
+from ndtrain.bench.turns import surroundings
+from ndtrain.config import ConfigError, HardwareConfig
+from ndtrain.metrics import free_memory_bytes, peak_flops
+from ndtrain.metrics.peak import cpu_model
+
+
+class Kind(NamedTuple):
+    """A precision: its dtype, that of the product, the peak it is held against as a multiple of another dtype's, and
+    how far an element may be from fp64, relative to itself plus the root mean square of its rows."""
+
+    dtype: torch.dtype
+    product: torch.dtype
+    peak: tuple[torch.dtype, float]
+    bound: float
+
+
+KINDS = {  # of every GPU that has fp8, its dense peak is twice bf16's by the data sheet
+    "fp32": Kind(torch.float32, torch.float32, (torch.float32, 1), 1e-4),
+    "bf16": Kind(torch.bfloat16, torch.bfloat16, (torch.bfloat16, 1), 1e-2),
+    "fp16": Kind(torch.float16, torch.float16, (torch.bfloat16, 1), 5e-3),
+    "fp8": Kind(torch.float8_e4m3fn, torch.bfloat16, (torch.bfloat16, 2), 2e-2),
+}
+ON_CPU = ("fp32", "bf16")  # fp16 has no fast kernels there
+FP8_SINCE = (8, 9)  # compute capability
+CONTENTS: dict[str, Callable[..., Tensor]] = {"zeros": torch.zeros, "rand": torch.rand, "randn": torch.randn}
+LARGEST = {"cpu": 4096, "cuda": 32768}
+BLOCK_S = 0.02  # how long a block of products should take; a large one takes longer alone
+MOST_CALLS = 100  # in a block
+ROWS_CHECKED = 4
+COLUMNS = 2048  # checked at once: what is needed of b in fp64 stays small
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of `bench matmul`.
+
+    Attributes:
+        min, max: smallest and largest size; it doubles in between. 4096 on a CPU, 32768 on a GPU unless given; sizes
+            that do not fit into memory are named and left out.
+        dtypes: of fp32, bf16 and, on a GPU, fp16 and fp8, "fp32,bf16"; unless given fp32, bf16 and fp8 as far as the
+            device has them.
+        rounds: blocks of products per size.
+        threads: on a CPU; PyTorch's own choice unless given.
+        out: JSON file for everything measured; plot: PNG file for its curves.
+    """
+
+    min: int = 512
+    max: int = 0
+    dtypes: str = ""
+    contents: Literal["all", "zeros", "rand", "randn"] = "all"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    rounds: int = 5
+    threads: int = 0
+    out: str = ""
+    plot: str = ""
+
+    @property
+    def torch_device(self) -> torch.device:
+        kind = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        return torch.device(kind)
+
+    @property
+    def kinds(self) -> list[str]:
+        known = list(ON_CPU) if self.torch_device.type == "cpu" else list(KINDS)
+        if self.dtypes:
+            return [one_of("dtype of this device", word, known) for word in self.dtypes.replace(",", " ").split()]
+        has_fp8 = "fp8" in known and torch.cuda.get_device_capability() >= FP8_SINCE
+        return [*ON_CPU, "fp8"] if has_fp8 else list(ON_CPU)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the contents."""
+        return list(CONTENTS) if self.contents == "all" else [self.contents]
+
+    @property
+    def sizes(self) -> list[int]:
+        largest = self.max or LARGEST[self.torch_device.type]
+        return [self.min << i for i in range(64) if self.min << i <= largest]
+
+    def need(self, kind: str, size: int) -> int:
+        """Bytes: two operands for each content, the product, and an operand in fp32 that is yet to be rounded."""
+        width, product = KINDS[kind].dtype.itemsize, KINDS[kind].product.itemsize
+        return size**2 * (2 * width * len(self.names) + product + 4) + 8 * size * (
+            min(COLUMNS, size) + 4 * ROWS_CHECKED
+        )
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: options that do not go together or that this machine cannot take.
+        """
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device=cuda: this machine has no CUDA device that torch can use; leave it away")
+        if not self.sizes:
+            raise ConfigError(f"min={self.min} is more than max={self.max or LARGEST[self.torch_device.type]}")
+        smallest, free = self.need(self.kinds[0], self.min), free_memory_bytes(self.torch_device)
+        if smallest > free:
+            raise ConfigError(f"min={self.min} needs {size_name(smallest)}, but {size_name(free)} are free: lower it")
+        if self.torch_device.type == "cuda" and self.threads:
+            raise ConfigError(f"threads={self.threads}: only on a CPU")
+        require_folder("out", self.out)
+        plot.check(self.plot)
+
+
+def run(options: Options) -> None:
+    """Measures, prints line by line, and writes `options.out` and `options.plot`.
+
+    Raises:
+        ConfigError: options that do not go together.
+        WrongResult: a product is not right; after everything is printed.
+    """
+    options.check()
+    device = options.torch_device
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    name = _device_name(device)
+    peaks = {kind: _peak(kind, device) for kind in options.kinds}
+    _show_head(options, name, peaks)
+    rows = []
+    for kind in options.kinds:
+        free = free_memory_bytes(device)
+        for size in options.sizes:
+            if options.need(kind, size) > free:
+                print(
+                    f"{kind:6} {size:6}  left out: needs {size_name(options.need(kind, size))}, {size_name(free)} free"
+                )
+                continue
+            rows.append(_row(options, kind, size, peaks[kind], device))
+            _show_row(rows[-1])
+    _save(options, name, peaks, rows)
+    wrong = [f"{r['dtype']} {c} of {r['size']}" for r in rows for c, of in r["contents"].items() if not of["right"]]
+    if wrong:
+        raise WrongResult(f"WRONG products: {', '.join(wrong)}")
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{cpu_model()}, {torch.get_num_threads()} threads"
+
+
+def _peak(kind: str, device: torch.device) -> float:
+    """FLOP/s."""
+    dtype, factor = KINDS[kind].peak
+    return factor * peak_flops(HardwareConfig(), device.type, dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def _row(options: Options, kind: str, size: int, peak: float, device: torch.device) -> dict[str, Any]:
+    """One precision at one size: seconds of a product, FLOP/s and HFU of each content, and whether it is right."""
+    out = torch.empty(size, size, dtype=KINDS[kind].product, device=device)
+    sides = {name: Product(kind, name, size, out) for name in options.names}
+    right = {name: side.right() for name, side in sides.items()}
+    longest = max(side.seconds(1) for side in sides.values())
+    calls = max(1, min(MOST_CALLS, int(BLOCK_S / longest)))
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(options.rounds):
+        for name in list(sides)[:: -1 if i % 2 else 1]:  # every other round backwards: a drift meets all alike
+            times[name].append(sides[name].seconds(calls))
+    contents = {}
+    for name, seconds in times.items():
+        rate = 2 * size**3 / statistics.median(seconds)
+        contents[name] = {"seconds": seconds, "tflops": rate / 1e12, "hfu": rate / peak, "right": right[name]}
+    return {"dtype": kind, "size": size, "contents": contents}
+
+
+class Product:
+    """A [size, size] matmul of one content.
+
+    Args:
+        out: [size, size] in the product's dtype, shared by those that take turns.
+    """
+
+    def __init__(self, kind: str, content: str, size: int, out: Tensor):
+        self.kind, self.out = KINDS[kind], out
+        make = lambda: CONTENTS[content](size, size, device=out.device).to(self.kind.dtype)
+        self.a, self.b = make(), make()
+        if kind == "fp8":
+            self.b = self.b.t().contiguous().t()  # the only order of b that fp8 units take
+            self._one = torch.ones((), device=out.device)
+
+    def multiply(self) -> None:
+        """out becomes a b."""
+        if self.kind.dtype == torch.float8_e4m3fn:
+            torch._scaled_mm(self.a, self.b, self._one, self._one, out_dtype=self.kind.product, out=self.out)
+        else:
+            torch.mm(self.a, self.b, out=self.out)
+
+    def seconds(self, calls: int) -> float:
+        """Of one product, in a block of so many: by CUDA's own clock where there is one."""
+        if self.out.device.type == "cpu":
+            began = time.perf_counter()
+            for _ in range(calls):
+                self.multiply()
+            return (time.perf_counter() - began) / calls
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            self.multiply()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / calls
+
+    def right(self) -> bool:
+        """Whether a few rows of the product, spread evenly, are what fp64 makes of the same operands."""
+        self.out.fill_(torch.nan)
+        self.multiply()
+        size = self.out.shape[0]
+        rows = torch.linspace(0, size - 1, min(ROWS_CHECKED, size)).long().tolist()
+        a = torch.stack([self.a[row].double() for row in rows])
+        expected = torch.cat([a @ part.double() for part in self.b.split(COLUMNS, dim=1)], dim=1)
+        off = (self.out[rows].double() - expected).abs()
+        allowed = self.kind.bound * (expected.abs() + expected.square().mean().sqrt())  # of zeros: nothing
+        return bool((off <= allowed).all())  # NaN never is
+
+
+# ------------------------------------------------------------------------------------------------------------- showing
+
+
+def _show_head(options: Options, name: str, peaks: dict[str, float]) -> None:
+    rates = ", ".join(f"{kind} {peak / 1e12:.4g}" for kind, peak in peaks.items())
+    source = "measured by matmuls of one second" if options.torch_device.type == "cpu" else "by data sheet, dense"
+    print(f"matmul [size, size] x [size, size] on {name}; median of {options.rounds} rounds")
+    print(f"peak in TFLOP/s: {rates} ({source}); HFU = 2 size^3 / time / peak")
+    print(f"{'':13}" + "".join(f"  {content:^27}" for content in options.names))
+    print(f"{'dtype':6} {'size':>6}" + f"  {'ms':>9} {'TFLOP/s':>9} {'HFU':>7}" * len(options.names) + "  correct")
+
+
+def _show_row(row: dict[str, Any]) -> None:
+    cells = [
+        f"  {statistics.median(of['seconds']) * 1e3:9.4g} {of['tflops']:9.4g} {of['hfu']:7.1%}"
+        for of in row["contents"].values()
+    ]
+    wrong = [name for name, of in row["contents"].items() if not of["right"]]
+    said = f"WRONG: {' '.join(wrong)}" if wrong else "yes"
+    print(f"{row['dtype']:6} {row['size']:6}{''.join(cells)}  {said}", flush=True)
+
+
+def _save(options: Options, name: str, peaks: dict[str, float], rows: list[dict[str, Any]]) -> None:
+    if options.out:
+        about = {"device_name": name, "peak_flops": peaks, "cores": os.cpu_count()}
+        body = {"bench": "matmul", **asdict(options), **surroundings(), **about, "rows": rows}
+        Path(options.out).write_text(json.dumps(body, indent=1) + "\n")
+    panels = [
+        Panel(title, "size", label, _curves(rows, key, scale), lambda x: f"{x:.0f}", logarithmic=False)
+        for title, label, key, scale in (("Rate", "TFLOP/s", "tflops", 1), ("HFU", "% of peak", "hfu", 100))
+    ]
+    plot.draw(options.plot, f"Square matmuls on {name}", [panels])
+
+
+def _curves(rows: list[dict[str, Any]], key: str, scale: float) -> list[Curve]:
+    curves = []
+    for colour, kind in enumerate(dict.fromkeys(row["dtype"] for row in rows)):
+        of = [row for row in rows if row["dtype"] == kind]
+        for style, content in enumerate(of[0]["contents"]):
+            points = [(row["size"], scale * row["contents"][content][key]) for row in of]
+            curves.append(Curve(f"{kind} {content}", *zip(*points, strict=True), colour, style))
+    return curves
