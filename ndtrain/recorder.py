@@ -6,8 +6,8 @@ It costs a microsecond or two a collective, and when a run hangs it is what the 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,14 @@ class Recorder:
         step: the step being made, from 1; 0 before the first.
         action: what of it.
         members: channel -> the global ranks on it.
+        mark: None, or what to wrap around every wait, so that a profiler sees it.
     """
 
     def __init__(self, kept: int = KEPT):
         self.step, self.action = 0, "start-up"
         self.members: dict[str, tuple[int, ...]] = {}
+        self.mark: Callable[[Flight], AbstractContextManager] | None = None
+        self._marks: dict[int, AbstractContextManager] = {}
         self.last: deque[Flight] = deque(maxlen=kept)
         self.counts: dict[str, int] = {}
         self._channels: dict[str, str] = {}
@@ -99,9 +102,14 @@ class Recorder:
         """This thread waits for `flight` now."""
         flight.waited = time.monotonic()
         self._waits[id(flight)] = flight
+        if self.mark:
+            self._marks[id(flight)] = mark = self.mark(flight)
+            mark.__enter__()
 
     def leave(self, flight: Flight) -> None:
         """It waits no more."""
+        if mark := self._marks.pop(id(flight), None):
+            mark.__exit__(None, None, None)
         flight.ended = time.monotonic()
         self._waits.pop(id(flight), None)
         if threading.get_ident() == self._main:

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ndtrain.bench.profile import profile
 from ndtrain.bench.ranks import run_ranks
 from ndtrain.config import ConfigError
 from ndtrain.metrics.peak import cpu_model
+from ndtrain.metrics.profile import record
 
 AGREE = {"fp32": 1e-4, "bf16": 2e-2}  # how far results of equal work may differ, relative
 
@@ -87,8 +87,6 @@ def compare(options: Common, shapes: Iterable[Any], measure: Callable, show: Cal
         ConfigError: options that do not go together.
     """
     options.check()
-    if options.profile:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the ranks' profilers chat on stderr otherwise
     found = {}
     for shape in shapes:
         found[str(shape)] = run_ranks(measure, options.world, options, shape)
@@ -145,7 +143,8 @@ def ratio(peer: Turns, own: Turns) -> dict[str, float]:
 
 
 def profiles(sides: Mapping[str, Turns]) -> dict[str, list[str]]:
-    return {name: profile(lambda s=side: s.steps(1), steps=3) for name, side in sides.items()}
+    here = torch.device("cpu")
+    return {name: record(lambda s=side: s.steps(1), 3, here).lines() for name, side in sides.items()}
 
 
 def show_ratios(result: Mapping[str, Any]) -> None:
