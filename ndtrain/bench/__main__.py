@@ -1,11 +1,13 @@
-"""`python -m ndtrain.bench peers axis=one|dp|fsdp|tp|cp|pp [key=value ...]` and
-`python -m ndtrain.bench checkpoint [ranks=4 gigabytes=1 key=value ...]`"""
+"""`python -m ndtrain.bench peers axis=one|dp|fsdp|tp|cp|pp [key=value ...]`,
+`python -m ndtrain.bench checkpoint [ranks=4 gigabytes=1 key=value ...]`,
+`python -m ndtrain.bench step recipe=llama_small [cases="OVERRIDES | OVERRIDES" key=value ...]` and
+`python -m ndtrain.bench gpu [suite=h200 key=value ...]`"""
 
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from ndtrain.bench import attention, checkpoint, peers
+from ndtrain.bench import attention, checkpoint, peers, step
 from ndtrain.bench.arguments import one_of, parse
 from ndtrain.bench.ranks import RankFailed
 from ndtrain.config import ConfigError
@@ -16,7 +18,7 @@ def peers_of(args: Sequence[str]) -> ModuleType:
     return attention if "axis=cp" in args else peers
 
 
-BENCHES = {"peers": peers_of, "checkpoint": lambda args: checkpoint}
+BENCHES = {"peers": peers_of, "checkpoint": lambda args: checkpoint, "step": lambda args: step}
 
 
 def main(args: list[str]) -> int:

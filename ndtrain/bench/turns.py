@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ from ndtrain.metrics.peak import cpu_model
 from ndtrain.metrics.profile import record
 
 AGREE = {"fp32": 1e-4, "bf16": 2e-2}  # how far results of equal work may differ, relative
+
+
+class Pace(Protocol):
+    """How long each side is measured: blocks a side, steps a block, and steps before, untimed."""
+
+    rounds: int
+    steps: int
+    warmup: int
 
 
 @dataclass(frozen=True)
@@ -95,15 +103,17 @@ def compare(options: Common, shapes: Iterable[Any], measure: Callable, show: Cal
 
 
 class Turns:
-    """One side: what makes a step of it, and the times of its blocks so far."""
+    """One side: what makes a step of it, what waits for the steps that are still at work, and the times of its blocks
+    so far."""
 
-    def __init__(self, step: Callable[[], object]):
-        self._step = step
+    def __init__(self, step: Callable[[], object], finish: Callable[[], object] = lambda: None):
+        self._step, self._finish = step, finish
         self.block_ms: list[float] = []  # per step
 
     def steps(self, n: int) -> None:
         for _ in range(n):
             self._step()
+        self._finish()
 
     def block(self, n: int) -> None:
         """n steps, timed from when all ranks begin to when the slowest ends."""
@@ -126,7 +136,7 @@ def slowest(seconds: float) -> float:
     return found.item()
 
 
-def take_turns(sides: Mapping[str, Turns], options: Common) -> None:
+def take_turns(sides: Mapping[str, Turns], options: Pace) -> None:
     for side in sides.values():
         side.steps(options.warmup)
     for i in range(options.rounds):
