@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from ndtrain.bench import attention, checkpoint, peers, step
+from ndtrain.bench import attention, checkpoint, gpu, peers, step
 from ndtrain.bench.arguments import one_of, parse
 from ndtrain.bench.ranks import RankFailed
 from ndtrain.config import ConfigError
@@ -18,7 +18,12 @@ def peers_of(args: Sequence[str]) -> ModuleType:
     return attention if "axis=cp" in args else peers
 
 
-BENCHES = {"peers": peers_of, "checkpoint": lambda args: checkpoint, "step": lambda args: step}
+BENCHES = {
+    "peers": peers_of,
+    "checkpoint": lambda args: checkpoint,
+    "step": lambda args: step,
+    "gpu": lambda args: gpu,
+}
 
 
 def main(args: list[str]) -> int:

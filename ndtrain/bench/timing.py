@@ -1,5 +1,5 @@
-"""One configuration's training steps by us and by others, on made-up tokens: queued one behind the other as a run queues
-them, compared at the first step, and timed by turns."""
+"""One configuration's training steps by us and by others, on made-up tokens: queued one behind the other as a run does
+it, compared at the first step, and timed by turns."""
 
 import hashlib
 import statistics
@@ -49,12 +49,12 @@ class Side:
     Attributes:
         launch: queues a step on this rank's microbatches; what it returns waits for the outcome.
         state_bytes: held on the device between steps; None: not known.
-        spared: what the second run of each block leaves out (`cost.hardware_flops_per_token`).
+        spared: what the second run of each block leaves out (`cost.hardware_flops_per_token`); None: not known.
     """
 
     launch: Callable[[Sequence[Batch]], Callable[[], Outcome]]
     state_bytes: int | None = None
-    spared: Sequence[frozenset[str] | None] = ()
+    spared: Sequence[frozenset[str] | None] | None = None
 
 
 def draw_on(device: torch.device) -> baselines.Draw:
@@ -160,23 +160,25 @@ def batches_of(cfg: Config, mesh: Mesh, step: int) -> list[Batch]:
 def timed(
     cfg: Config, mesh: Mesh, names: Sequence[str], pace: Pace, extra: Callable[[Steady], Any] | None = None
 ) -> dict[str, Any]:
-    """On one rank: the sides `names`, "ours" first, built, compared, warm and timed.
+    """On one rank: the sides `names`, built, compared, warm and timed; the ratios are of the others to the first.
 
     Args:
         extra: what else is asked of the first side, once it is warm; comes back under "extra".
 
     Raises:
-        DifferentWork: a side's first step is not ours.
+        DifferentWork: a side's first step is not the first side's, or its updates are not.
     """
     batches = [batches_of(cfg, mesh, step) for step in range(DISTINCT)]
     steady = {name: Steady(build(name, cfg, mesh), batches, mesh.device) for name in names}
     for side in steady.values():
         side()
         side.finish()
-    compare({name: side.outcomes[0] for name, side in steady.items()}, AGREE[cfg.precision.compute])
+    compare({name: side.outcomes[0] for name, side in steady.items()}, *AGREE[cfg.precision.compute])
     reset_peak_memory(mesh.device)
     turns = {name: Turns(side, side.finish) for name, side in steady.items()}
     take_turns(turns, pace)
+    last = {name: side.outcomes[-1] for name, side in steady.items()}
+    compare(last, *(10 * bound for bound in AGREE[cfg.precision.compute]))  # the updates were the same too
     memory = int(slowest(peak_memory_bytes(mesh.device)))  # the largest
     found = extra(steady[names[0]]) if extra else None
     rates = rates_of(cfg, mesh) if mesh.rank == 0 else None
@@ -184,7 +186,7 @@ def timed(
         dist.barrier()  # the peak is measured while the others wait
     return {
         "sides": {n: _figures(turns[n], steady[n], rates) for n in names} if rates else {},
-        "ratios": {n: ratio(turns[n], turns["ours"]) for n in names[1:]},
+        "ratios": {n: ratio(turns[n], turns[names[0]]) for n in names[1:]},
         "peak_memory_bytes": memory if len(names) == 1 else None,  # several sides hold theirs at one time
         "parameters": cost.parameter_count(cfg.model),
         "tokens_per_step": cfg.train.global_batch * cfg.train.seq_len,
@@ -192,35 +194,38 @@ def timed(
     }
 
 
-def compare(first: dict[str, Outcome], bounds: tuple[float, float]) -> None:
+def compare(outcomes: dict[str, Outcome], *bounds: float) -> None:
     """
+    Args:
+        outcomes: of the same step by each side.
+        bounds: how far the others' loss and gradient norm may be off the first one's, relative.
+
     Raises:
-        DifferentWork: loss or gradient norm is further off than the bounds allow, or no number.
+        DifferentWork: something is further off, or no number.
     """
-    expected = next(iter(first.values()))
-    for name, found in first.items():
-        for what, bound in zip(("loss", "grad_norm"), bounds, strict=True):
-            own, other = getattr(expected, what), getattr(found, what)
+    (first, expected), *others = outcomes.items()
+    for name, found in others:
+        for what, bound, own, other in zip(Outcome._fields, bounds, expected, found, strict=True):
             if not abs(other - own) <= bound * abs(own):
-                raise DifferentWork(f"not the same work: first {what} of {name} is {other:.6g}, ours {own:.6g}")
+                raise DifferentWork(f"not the same work: {what} of {name} is {other:.6g}, of {first} {own:.6g}")
 
 
-def rates_of(cfg: Config, mesh: Mesh) -> Callable[[float, Side], dict[str, float]]:
+def rates_of(cfg: Config, mesh: Mesh) -> Callable[[float, Side], dict[str, float | None]]:
     """(ms of a step, side) -> tokens a second, and per device MFU and HFU."""
     m, t = cfg.model, cfg.train
     dtype = DTYPES[cfg.precision.compute]
     peak = peak_flops(cfg.hardware, mesh.device.type, dtype)
 
-    def rates(ms: float, side: Side) -> dict[str, float]:
+    def rates(ms: float, side: Side) -> dict[str, float | None]:
         rate = t.global_batch * t.seq_len / ms * 1e3
         share = rate / mesh.spec.world_size / peak
-        hardware = cost.hardware_flops_per_token(m, t.seq_len, side.spared)
-        return {"tokens_per_s": rate, "mfu": share * cost.flops_per_token(m, t.seq_len), "hfu": share * hardware}
+        hfu = None if side.spared is None else share * cost.hardware_flops_per_token(m, t.seq_len, side.spared)
+        return {"tokens_per_s": rate, "mfu": share * cost.flops_per_token(m, t.seq_len), "hfu": hfu}
 
     return rates
 
 
-def _figures(turns: Turns, steady: Steady, rates: Callable[[float, Side], dict[str, float]]) -> dict[str, Any]:
+def _figures(turns: Turns, steady: Steady, rates: Callable[[float, Side], dict[str, float | None]]) -> dict[str, Any]:
     q1, q3 = np.percentile(turns.block_ms, [25, 75]).tolist()
     ms = statistics.median(turns.block_ms)
     return {

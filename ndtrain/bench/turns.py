@@ -171,10 +171,19 @@ def show_ratios(result: Mapping[str, Any]) -> None:
 def surroundings() -> dict[str, Any]:
     """What a figure depends on beside the options."""
     return {
-        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count()},
+        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "gpus": _gpus()},
         "versions": {name: _version(name) for name in ("torch", "transformers", "numpy")},
         "commit": _commit(),
     }
+
+
+def _gpus() -> list[str]:
+    """Name, driver and memory of each GPU, without a context on any; none where there is no driver."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        return []
 
 
 def _version(package: str) -> str | None:
