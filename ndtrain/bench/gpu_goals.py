@@ -107,7 +107,7 @@ GOALS = (
     Goal("MFU at 1B, bf16", best_mfu("1b 8192", "1b 4096", "1b 8192 full"), 0.60, shown=PERCENT),
     Goal("MFU at 8B, 8192 tokens, bf16", best_mfu("8b 8192", "8b 8192 full"), 0.62, shown=PERCENT),
     *(
-        Goal(f"tokens/s over {peer}'s, the lowest", least_ratio(peer, *(pair.format(peer) for pair in _PAIRS)), bound)
+        Goal(f"tokens/s over {peer}, the lowest", least_ratio(peer, *(pair.format(peer) for pair in _PAIRS)), bound)
         for peer, bound in (("native", 1.1), ("transformers", 1.2))
     ),
     Goal("tokens/s of fp8 over bf16 at 8B", gain("8b 8192 fp8", "8b 8192"), 1.25),

@@ -20,7 +20,7 @@ def markdown(name: str, suite: Suite, results: Mapping[str, Any]) -> str:
     parts = [f"# bench gpu suite={name}, for {suite.device}", "\n".join(_origin(results)), "## Goals", _goals(rows)]
     for kind, (title, head, cells) in TABLES.items():
         found = [[_name(case), *_cells(rows.get(case.name), cells, len(head))] for case in of_kind(suite, kind)]
-        parts += [f"## {title}", table(["case", *head], found)] if found else []
+        parts += [f"## {title}", table(["case", *head], found), *_reasons(suite, kind, rows)] if found else []
     missing = sum(case.name not in rows for case in suite.cases)
     if missing:
         parts.append(
@@ -58,8 +58,15 @@ def _cells(row: Mapping[str, Any] | None, cells: Callable[[Mapping], list[str]],
     if row is None:
         return [NOT_MEASURED] * count
     if row["status"] != "measured":
-        return [f"{row['status']}: {row['why']}".replace("|", "/"), *[""] * (count - 1)]
+        return [row["status"], *[""] * (count - 1)]
     return cells(row)
+
+
+def _reasons(suite: Suite, kind: str, rows: Rows) -> list[str]:
+    """Why the table's cases have no figures, a line each, as one paragraph."""
+    without = [(c.name, rows[c.name]) for c in of_kind(suite, kind) if rows.get(c.name, {}).get("why")]
+    lines = [f"- {name}: {row['status']}: {row['why']}" for name, row in without]
+    return ["\n".join(lines)] if lines else []
 
 
 def _origin(results: Mapping[str, Any]) -> list[str]:

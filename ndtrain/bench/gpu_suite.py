@@ -144,9 +144,7 @@ _H200 = (
     *_steps("8b", 8192, NARROW, 4, "20GiB"),
     *_versus("1b", 2),
     *_versus("8b8", 1),
-    Case(
-        "8b", "8192 full, native alone", (*_tokens(8192, 1, 4), COMPILED, "mesh.zero=3", "recompute=full"), ("native",)
-    ),
+    Case("8b", "8192 full, native", (*_tokens(8192, 1, 4), COMPILED, "mesh.zero=3", "recompute=full"), ("native",)),
     *_attention("1b", 4),
     *_attention("8b8", 2),
     _SYNCS,
@@ -176,7 +174,7 @@ _SMOKE = (
     Case("tiny", "attention auto", (*_SMALL, "hardware.attention=auto")),
     Case("tiny", "against native", (*_SMALL, "recompute=selective"), ("ours", "native")),
     Case("tiny", "against transformers", _SMALL, ("ours", "transformers")),
-    Case("tiny", "native alone", (*_SMALL, "recompute=full"), ("native",)),
+    Case("tiny", "full, native", (*_SMALL, "recompute=full"), ("native",)),
     Case("tiny", "host waits", _SMALL, kind="syncs"),
     Case("tiny", "losses bf16", (*_SMALL, "optim.lr=3e-3"), kind="losses", steps=40),
     Case("tiny", "losses fp8", (*_SMALL, "optim.lr=3e-3", FP8), kind="losses", steps=40),

@@ -1,6 +1,7 @@
 """`bench step`: what a recipe's training step takes, under each of a list of overrides."""
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ import torch
 
 from ndtrain.bench.ranks import run_ranks
 from ndtrain.bench.timing import Steady, timed
-from ndtrain.bench.turns import surroundings
+from ndtrain.bench.turns import quiet_profiler, surroundings
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.metrics.profile import record
@@ -73,6 +74,7 @@ def run(options: Options) -> None:
     if options.out and not Path(options.out).parent.is_dir():
         raise ConfigError(f"out={options.out}: there is no folder {Path(options.out).parent}")
     cases = {name: config_of(options, own) for name, own in options.overrides.items()}
+    quiet_profiler()
     print(f"{options.recipe} on {options.ranks} x {device}; {options.rounds} rounds of {options.steps} steps\n")
     print(HEAD)
     found = {}
@@ -106,6 +108,7 @@ def device_of(rank: int, device: str) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     torch.cuda.set_device(rank)
+    torch.set_num_threads(max(1, os.cpu_count() // torch.cuda.device_count()))  # for what is offloaded to the host
     return torch.device("cuda", rank)
 
 
