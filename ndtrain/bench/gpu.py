@@ -16,7 +16,7 @@ from ndtrain.bench.gpu_case import run_case
 from ndtrain.bench.gpu_report import markdown
 from ndtrain.bench.gpu_suite import SUITES, Case
 from ndtrain.bench.step import choose_device
-from ndtrain.bench.turns import quiet_profiler, surroundings
+from ndtrain.bench.turns import surroundings
 from ndtrain.config import ConfigError
 
 DONE = ("measured", "out of memory")  # what missing=true need not measure again
@@ -90,7 +90,6 @@ def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
 def _measure(cases: Sequence[Case], options: Options, device: str, results: dict[str, Any], path: Path) -> None:
     """One case after the other while there is time, each in `results` and on disk at once."""
     suite, here = SUITES[options.suite], surroundings()
-    quiet_profiler()
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # for all sides: near the end of memory
     end = time.monotonic() + (60 * options.minutes or float("inf"))
     for number, case in enumerate(cases, start=1):

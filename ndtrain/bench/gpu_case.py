@@ -1,6 +1,7 @@
 """One case of `bench gpu`, in a process of its own: an error or a lack of memory is a row and not the end."""
 
 import gc
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def _syncs(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
     for _ in range(suite.warmup + 2):
         side()
     side.finish()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it chats on stderr otherwise
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (mesh.device.type == "cuda")
     with profile(activities=kinds) as found, record_function(_STEADY):
         for _ in range(suite.steps):

@@ -12,7 +12,7 @@ import torch
 
 from ndtrain.bench.ranks import run_ranks
 from ndtrain.bench.timing import Steady, timed
-from ndtrain.bench.turns import quiet_profiler, surroundings
+from ndtrain.bench.turns import surroundings
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.metrics.profile import record
@@ -74,7 +74,6 @@ def run(options: Options) -> None:
     if options.out and not Path(options.out).parent.is_dir():
         raise ConfigError(f"out={options.out}: there is no folder {Path(options.out).parent}")
     cases = {name: config_of(options, own) for name, own in options.overrides.items()}
-    quiet_profiler()
     print(f"{options.recipe} on {options.ranks} x {device}; {options.rounds} rounds of {options.steps} steps\n")
     print(HEAD)
     found = {}
