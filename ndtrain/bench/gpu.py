@@ -71,7 +71,7 @@ def run(options: Options) -> None:
 
 
 def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
-    """Those of part k/n, taken in turn, whose names hold `only`.
+    """Of those whose names hold `only` part k/n, taken in turn.
 
     Raises:
         ConfigError: no such part, or no case is left.
@@ -80,7 +80,7 @@ def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
     if not found or int(found[1]) > int(found[2]):
         raise ConfigError(f"part={part}: must be k/n with k from 1 to n, e.g. 1/4")
     k, n = int(found[1]), int(found[2])
-    chosen = [case for case in cases[k - 1 :: n] if only in case.name]
+    chosen = [case for case in cases if only in case.name][k - 1 :: n]
     if not chosen:
         known = ", ".join(dict.fromkeys(case.shape for case in cases))
         raise ConfigError(f"only={only}: no case of part {part} is called so; names begin with {known}")

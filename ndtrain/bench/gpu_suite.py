@@ -183,7 +183,7 @@ _SMOKE = (
 SUITES = {
     "h200": Suite("NVIDIA H200 (139 GiB)", _H200),
     "h100": Suite("NVIDIA H100 (78 GiB)", _H100),
-    "smoke": Suite("any", _SMOKE, rounds=2, steps=1, warmup=1),
+    "smoke": Suite("any device", _SMOKE, rounds=2, steps=1, warmup=1),
 }
 
 
