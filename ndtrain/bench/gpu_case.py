@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -22,7 +23,7 @@ from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
 
-# calls of the CUDA runtime that hold the host up until the device is done, and operators that make them
+# calls of the CUDA runtime that hold the host up until the device is done; on a CPU the operators that would make them
 WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 WAITING_OPERATORS = {f"aten::{op}" for op in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal")}
 _STEADY = "steady steps"
@@ -49,10 +50,17 @@ def measure(rank: int, case: Case, cfg: Config, suite: Suite, device: str) -> di
     shape = {"train": asdict(cfg.train), "microbatches": cfg.microbatches}
     try:
         return {"status": "measured", **KINDS[case.kind](case, cfg, suite, mesh), "config": shape}
-    except torch.OutOfMemoryError as error:
-        return {"status": "out of memory", "why": str(error).splitlines()[0], "config": shape}
     except DifferentWork as error:
         return {"status": "WRONG", "why": str(error), "config": shape}
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        return {"status": "out of memory", "why": str(error).splitlines()[0], "config": shape}
+
+
+def lacks_memory(error: RuntimeError) -> bool:
+    """PyTorch's own error, or that of a library which allocates for itself."""
+    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
 
 
 def _timed(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
@@ -76,17 +84,18 @@ def _syncs(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
         side()
     side.finish()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it chats on stderr otherwise
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (mesh.device.type == "cuda")
+    on_gpu = mesh.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     with profile(activities=kinds) as found, record_function(_STEADY):
         for _ in range(suite.steps):
             side()
     side.finish()
-    return {"waits": waits(found.events(), WAITS | WAITING_OPERATORS), "steps": suite.steps}
+    return {"waits": waits(found.events(), WAITS if on_gpu else WAITING_OPERATORS), "steps": suite.steps}
 
 
 def waits(events: list[FunctionEvent], names: set[str]) -> dict[str, int]:
     """How many of the events `names` began during the steady steps: the profiler itself waits when it ends."""
-    span = next(e.time_range for e in events if e.name == _STEADY)
+    span = next(e.time_range for e in events if e.name == _STEADY and e.device_type == DeviceType.CPU)
     inside = (e.name for e in events if e.name in names and span.start <= e.time_range.start < span.end)
     return dict(Counter(inside))
 
@@ -129,7 +138,9 @@ def _peak(cfg: Config, mesh: Mesh) -> int | None:
         side = Steady(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
         side()
         side.finish()
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
         return None
     return peak_memory_bytes(mesh.device)
 
