@@ -130,13 +130,17 @@ def test_longest_finds_what_fits(limit):
 
 
 def test_waits_are_those_of_the_steady_steps():
-    x = torch.ones(3)
-    x.sum().item()
+    x = torch.ones(3, requires_grad=True)
+    x.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([x], fused=True)
+    optimizer.found_inf = torch.zeros(())
+    optimizer.step()
     with profile() as record:
         x.sum().item()
         with record_function(gpu_case._STEADY):
             x.mean().item()
             x.nonzero()
+            optimizer.step()  # the CPU's fused update reads found_inf inside
         x.sum().item()
     assert waits(record.events(), WAITING_OPERATORS) == {"aten::_local_scalar_dense": 1, "aten::nonzero": 1}
 
