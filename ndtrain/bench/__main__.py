@@ -1,9 +1,11 @@
 """`python -m ndtrain.bench <bench> [key=value ...]`, where the bench is
 
 peers axis=one|dp|fsdp|tp|cp|pp
-checkpoint [ranks=4 gigabytes=1]
+step recipe=llama_small [cases="OVERRIDES | OVERRIDES" profile=true]
+gpu [suite=h200|h100|smoke]
 collectives [mesh="dp=2 tp=2" max=1GiB plot=FILE.png | demo=true], also under torchrun
 matmul [max=4096 plot=FILE.png]
+checkpoint [ranks=4 gigabytes=1]
 """
 
 import sys
@@ -11,7 +13,7 @@ import time
 from collections.abc import Sequence
 from types import ModuleType
 
-from ndtrain.bench import attention, checkpoint, collectives, matmul, peers
+from ndtrain.bench import attention, checkpoint, collectives, gpu, matmul, peers, step
 from ndtrain.bench.arguments import one_of, parse
 from ndtrain.bench.ranks import RankFailed, WrongResult, leave
 from ndtrain.config import ConfigError, world_from_env
@@ -27,6 +29,8 @@ BENCHES = {
     "checkpoint": lambda args: checkpoint,
     "collectives": lambda args: collectives,
     "matmul": lambda args: matmul,
+    "step": lambda args: step,
+    "gpu": lambda args: gpu,
 }
 
 

@@ -27,7 +27,8 @@ def parse(cls: type[Options], args: Sequence[str]) -> Options:
         given[key] = _read(key, text, hints[key])
     for f in fields(cls):
         if f.default is MISSING and f.name not in given:
-            raise ConfigError(f"{f.name} is missing; known: {', '.join(map(str, get_args(hints[f.name])))}")
+            known = ", ".join(map(str, get_args(hints[f.name])))
+            raise ConfigError(f"{f.name} is missing" + f"; known: {known}" * bool(known))
     return cls(**given)
 
 

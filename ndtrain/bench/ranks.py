@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,6 +24,7 @@ from ndtrain.metrics import keep_freed_memory
 Backend = Literal["auto", "gloo", "nccl"]
 GROUPS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # with NCCL the benches' own small talk stays on the CPU
 TIMEOUT_S = 120
+TIMED_OUT = "not done within the limit"
 
 
 class RankFailed(RuntimeError):
@@ -91,12 +93,15 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any:
+def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo", limit_s: float | None = None) -> Any:
     """`fn(rank, *args)` in `ranks` fresh processes; rank 0's result. With more than one rank the world process group
     exists inside `fn`; with nccl, rank r has GPU r.
 
+    Args:
+        backend: gloo or nccl. limit_s: seconds that the ranks may take together; None: any.
+
     Raises:
-        RankFailed: a rank raised or died; the others are ended.
+        RankFailed: a rank raised or died, or the time is over; the others are ended.
     """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +110,7 @@ def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> An
         for p in processes:
             p.start()
         try:
-            _wait(processes, Path(folder))
+            _wait(processes, Path(folder), limit_s)
         finally:
             for p in processes:
                 p.kill()
@@ -113,11 +118,15 @@ def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> An
         return pickle.loads((Path(folder) / "result").read_bytes())
 
 
-def _wait(processes: Sequence[mp.Process], folder: Path) -> None:
+def _wait(processes: Sequence[mp.Process], folder: Path, limit_s: float | None) -> None:
     """Until all have ended well, or one has not."""
     running = {p.sentinel: rank for rank, p in enumerate(processes)}
+    end = None if limit_s is None else time.monotonic() + limit_s
     while running:
-        for sentinel in connection.wait(list(running)):
+        ended = connection.wait(list(running), None if end is None else max(0, end - time.monotonic()))
+        if not ended:
+            raise RankFailed(f"{TIMED_OUT} of {limit_s:g} s")
+        for sentinel in ended:
             rank = running.pop(sentinel)
             processes[rank].join()
             if processes[rank].exitcode:

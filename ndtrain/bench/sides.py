@@ -88,18 +88,22 @@ class Loop:
         self.optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas), eps=o.eps, fused=True)
 
     def __call__(self, batches: Sequence[Batch]) -> float:
+        return self.launch(batches)[0].item()
+
+    def launch(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor | None]:
+        """Queues a step; its mean loss over the global batch and what `clip` returned, both on the device."""
         self.optimizer.zero_grad(set_to_none=True)
         mean = self._gradients(batches)
-        self.clip()
+        norm = self.clip()
         self.optimizer.step()
         self._sum(mean)()
-        return mean.item()
+        return mean, norm
 
     def _gradients(self, batches: Sequence[Batch]) -> Tensor:
         """Runs all microbatches forward and backward; this rank's share of the mean loss."""
         valid = sum((b.labels != IGNORE).sum() for b in batches)
         counted = self._sum(valid)  # on its way during the first forward
-        total = torch.zeros(())
+        total = torch.zeros((), device=valid.device)
         for i, batch in enumerate(batches):
             with self.synchronised(i == len(batches) - 1):
                 loss = self.module(batch.tokens, batch.labels)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ from ndtrain.metrics.peak import cpu_model
 from ndtrain.metrics.profile import record
 
 AGREE = {"fp32": 1e-4, "bf16": 2e-2}  # how far results of equal work may differ, relative
+
+
+class Pace(Protocol):
+    """How long each side is measured: blocks a side, steps a block, and steps before, untimed."""
+
+    rounds: int
+    steps: int
+    warmup: int
 
 
 @dataclass(frozen=True)
@@ -95,15 +103,17 @@ def compare(options: Common, shapes: Iterable[Any], measure: Callable, show: Cal
 
 
 class Turns:
-    """One side: what makes a step of it, and the times of its blocks so far."""
+    """One side: what makes a step of it, what waits for the steps that are still at work, and the times of its blocks
+    so far."""
 
-    def __init__(self, step: Callable[[], object]):
-        self._step = step
+    def __init__(self, step: Callable[[], object], finish: Callable[[], object] = lambda: None):
+        self._step, self._finish = step, finish
         self.block_ms: list[float] = []  # per step
 
     def steps(self, n: int) -> None:
         for _ in range(n):
             self._step()
+        self._finish()
 
     def block(self, n: int) -> None:
         """n steps, timed from when all ranks begin to when the slowest ends."""
@@ -126,7 +136,7 @@ def slowest(seconds: float) -> float:
     return found.item()
 
 
-def take_turns(sides: Mapping[str, Turns], options: Common) -> None:
+def take_turns(sides: Mapping[str, Turns], options: Pace) -> None:
     for side in sides.values():
         side.steps(options.warmup)
     for i in range(options.rounds):
@@ -161,10 +171,19 @@ def show_ratios(result: Mapping[str, Any]) -> None:
 def surroundings() -> dict[str, Any]:
     """What a figure depends on beside the options."""
     return {
-        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count()},
+        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "gpus": _gpus()},
         "versions": {name: _version(name) for name in ("torch", "transformers", "numpy")},
         "commit": _commit(),
     }
+
+
+def _gpus() -> list[str]:
+    """Name, driver and memory of each GPU, without a context on any; none where there is no driver."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        return []
 
 
 def _version(package: str) -> str | None:

@@ -6,6 +6,7 @@ by seed and name: any range can be drawn on its own.
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,8 +28,19 @@ def standard_normal(seed: int, name: str, start: int, length: int) -> Tensor:
     return torch.special.ndtri(torch.from_numpy(uniform))
 
 
-def fill(out: Tensor, m: ModelConfig, seed: int, name: str, start: int) -> None:
-    """Writes elements [start, start + out.numel()) of the parameter's initial value into the 1-D `out`."""
+def fill(
+    out: Tensor,
+    m: ModelConfig,
+    seed: int,
+    name: str,
+    start: int,
+    draw: Callable[[int, str, int, int], Tensor] = standard_normal,
+) -> None:
+    """Writes elements [start, start + out.numel()) of the parameter's initial value into the 1-D `out`.
+
+    Args:
+        draw: makes N(0, 1) elements, as `standard_normal` does.
+    """
     if name.endswith("norm.weight"):
         out.fill_(1)
     elif name.endswith(".bias"):
@@ -37,7 +49,7 @@ def fill(out: Tensor, m: ModelConfig, seed: int, name: str, start: int) -> None:
         std = _std(m, name)
         for at in range(0, out.numel(), _BLOCK):
             piece = out[at : at + _BLOCK]
-            piece.copy_(standard_normal(seed, name, start + at, piece.numel()) * std)
+            piece.copy_(draw(seed, name, start + at, piece.numel()) * std)
 
 
 def _std(m: ModelConfig, name: str) -> float:

@@ -10,7 +10,7 @@ from ndtrain.config import Config
 from ndtrain.layout import CUT_AXIS, DATA_AXES, SHARD_AXES, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
-from ndtrain.model.init import fill
+from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import unit_of
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.direct import Gradients, direct_ops
@@ -143,13 +143,17 @@ def _ops(
     return ops
 
 
-def initialise(stages: Stages, cfg: Config) -> None:
-    """Fills this rank's shards with their elements of the model that `run.seed` names."""
+def initialise(stages: Stages, cfg: Config, draw: Callable = standard_normal) -> None:
+    """Fills this rank's shards with their elements of the model that `run.seed` names.
+
+    Args:
+        draw: makes N(0, 1) elements, as `standard_normal` does.
+    """
     for unit in stages.units.units.values():
         for tensor, runs in unit.layout.runs(*unit.layout.bounds(stages.units.index)):
             for run in runs:
                 piece = unit.master[run.local_start : run.local_start + run.length]
-                fill(piece, cfg.model, cfg.run.seed, tensor.name, run.global_start)
+                fill(piece, cfg.model, cfg.run.seed, tensor.name, run.global_start, draw)
     stages.units.weights_changed()
     stages.units.start_average()
 

@@ -1,0 +1,137 @@
+"""`bench gpu`: a fixed suite on one device, case by case, into one JSON file and a report beside it.
+
+Each case is written when it is done, so a suite can be worked off in parts, on several days or in short calls.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ndtrain.bench.gpu_case import run_case
+from ndtrain.bench.gpu_report import markdown
+from ndtrain.bench.gpu_suite import SUITES, Case
+from ndtrain.bench.step import choose_device
+from ndtrain.bench.turns import surroundings
+from ndtrain.config import ConfigError
+
+DONE = ("measured", "out of memory")  # what missing=true need not measure again
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of `bench gpu`.
+
+    Attributes:
+        suite: h200, h100, or smoke: the same code with tiny shapes, on any device.
+        part: k/n, the k-th of n parts of the suite. only: cases whose names hold this.
+        missing: leave out what the JSON file has already.
+        folder: where it is written, gpu-<suite>.json and .md.
+        limit_s: seconds for a case. minutes: for all; 0: any.
+    """
+
+    suite: Literal["h200", "h100", "smoke"] = "h200"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    part: str = "1/1"
+    only: str = ""
+    missing: bool = False
+    folder: str = "benchmarks"
+    limit_s: int = 900
+    minutes: int = 0
+
+
+def run(options: Options) -> None:
+    """Measures what was asked for and prints the report. The suites of a GPU, where there is none, are reported as far
+    as the JSON file knows them, and the rest as not measured.
+
+    Raises:
+        ConfigError: arguments that do not go together, or a file that holds another device's results.
+    """
+    suite, path = SUITES[options.suite], Path(options.folder) / f"gpu-{options.suite}.json"
+    if not path.parent.is_dir():
+        raise ConfigError(f"folder={options.folder}: there is no such folder")
+    cases = select(suite.cases, options.part, options.only)
+    device = choose_device(options.device)
+    if options.device == "cpu" and options.suite != "smoke":
+        raise ConfigError(f"device=cpu: suite={options.suite} is for a GPU; suite=smoke runs on a CPU too")
+    results = _load(path)
+    if device == "cpu" and options.suite != "smoke":
+        print("This machine has no CUDA device that torch can use: nothing is measured here.\n")
+    else:
+        _check_same(results, path)
+        done = [name for name, row in results["cases"].items() if row["status"] in DONE]
+        _measure([c for c in cases if not (options.missing and c.name in done)], options, device, results, path)
+    report = markdown(options.suite, suite, results)
+    path.with_suffix(".md").write_text(report)
+    print(report)
+
+
+def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
+    """Of those whose names hold `only` part k/n, taken in turn.
+
+    Raises:
+        ConfigError: no such part, or no case is left.
+    """
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
+    if not found or int(found[1]) > int(found[2]):
+        raise ConfigError(f"part={part}: must be k/n with k from 1 to n, e.g. 1/4")
+    k, n = int(found[1]), int(found[2])
+    chosen = [case for case in cases if only in case.name][k - 1 :: n]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(case.shape for case in cases))
+        raise ConfigError(f"only={only}: no case of part {part} is called so; names begin with {known}")
+    return chosen
+
+
+def _measure(cases: Sequence[Case], options: Options, device: str, results: dict[str, Any], path: Path) -> None:
+    """One case after the other while there is time, each in `results` and on disk at once."""
+    suite, here = SUITES[options.suite], surroundings()
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # for all sides: near the end of memory
+    end = time.monotonic() + (60 * options.minutes or float("inf"))
+    for number, case in enumerate(cases, start=1):
+        left = end - time.monotonic()
+        if left <= 0:
+            print(f"{options.minutes} minutes are over: {len(cases) - number + 1} cases are left for missing=true\n")
+            break
+        row = run_case(case, suite, device, min(options.limit_s, left))
+        if row["status"] == "timed out" and left < options.limit_s:
+            print(f"{case.name}: cut short after {row['seconds']} s by minutes={options.minutes}\n")
+            break
+        why = f": {row['why']}" if "why" in row else ""
+        print(f"{number}/{len(cases)} {case.name}: {row['status']} in {row['seconds']} s{why}", flush=True)
+        results.update(here)
+        results["cases"][case.name] = {**row, "commit": here["commit"], "device": device}
+        _save(results, path)
+    print()
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    if not path.exists():
+        return {"bench": "gpu", **surroundings(), "cases": {}}
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: delete it, or give another folder") from error
+
+
+def _check_same(results: dict[str, Any], path: Path) -> None:
+    """Results of two devices do not mix."""
+    name = lambda gpus: gpus[0].partition(",")[0] if gpus else "no GPU"
+    then, now = name(results["hardware"]["gpus"]), name(surroundings()["hardware"]["gpus"])
+    if results["cases"] and then != now:
+        raise ConfigError(f"{path} holds results of {then}, and this is {now}: give another folder")
+
+
+def _save(results: dict[str, Any], path: Path) -> None:
+    """By a rename: a call that is cut off leaves the file whole."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(path)

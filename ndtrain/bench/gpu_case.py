@@ -1,0 +1,155 @@
+"""One case of `bench gpu`, in a process of its own: an error or a lack of memory is a row and not the end."""
+
+import gc
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ndtrain.bench import baselines
+from ndtrain.bench.gpu_suite import Case, Suite, config_of
+from ndtrain.bench.ranks import TIMED_OUT, RankFailed, run_ranks
+from ndtrain.bench.step import device_of
+from ndtrain.bench.timing import DifferentWork, Steady, batches_of, ours, timed
+from ndtrain.config import Config, ConfigError, resolve
+from ndtrain.mesh import Mesh, MeshSpec
+from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
+
+# calls of the CUDA runtime that hold the host up until the device is done; on a CPU the operators that would make them
+WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+WAITING_OPERATORS = {f"aten::{op}" for op in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal")}
+_STEADY = "steady steps"
+
+
+def run_case(case: Case, suite: Suite, device: str, limit_s: float) -> dict[str, Any]:
+    """The case's row: `status` (measured, out of memory, timed out, WRONG, failed), `why`, `seconds` and figures."""
+    began = time.monotonic()
+    try:
+        cfg = config_of(case)
+        for peer in set(case.sides) - {"ours"}:
+            baselines.check(peer, cfg)
+        row = run_ranks(measure, 1, case, cfg, suite, device, limit_s=limit_s)
+    except ConfigError as error:
+        row = {"status": "failed", "why": str(error)}
+    except RankFailed as error:
+        row = {"status": "timed out" if TIMED_OUT in str(error) else "failed", "why": str(error).splitlines()[-1]}
+    return {"kind": case.kind, **row, "seconds": round(time.monotonic() - began, 1)}
+
+
+def measure(rank: int, case: Case, cfg: Config, suite: Suite, device: str) -> dict[str, Any]:
+    """In the case's process."""
+    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, device_of(rank, device))
+    shape = {"train": asdict(cfg.train), "microbatches": cfg.microbatches}
+    try:
+        return {"status": "measured", **KINDS[case.kind](case, cfg, suite, mesh), "config": shape}
+    except DifferentWork as error:
+        return {"status": "WRONG", "why": str(error), "config": shape}
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        return {"status": "out of memory", "why": str(error).splitlines()[0], "config": shape}
+
+
+def lacks_memory(error: RuntimeError) -> bool:
+    """PyTorch's own error, or that of a library which allocates for itself."""
+    return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
+
+
+def _timed(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
+    return timed(cfg, mesh, case.sides, suite)
+
+
+def _losses(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
+    """Of `case.steps` steps, each on tokens of its own."""
+    side = ours(cfg, mesh)
+    reads = [side.launch(batches_of(cfg, mesh, step)) for step in range(case.steps)]
+    return {"losses": [read().loss for read in reads]}
+
+
+# ----------------------------------------------------------------------------------------------- what makes it wait
+
+
+def _syncs(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
+    """What makes the host wait in steps of a warm run whose results nobody reads."""
+    side = Steady(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
+    for _ in range(suite.warmup + 2):
+        side()
+    side.finish()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it chats on stderr otherwise
+    on_gpu = mesh.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    with profile(activities=kinds) as found, record_function(_STEADY):
+        for _ in range(suite.steps):
+            side()
+    side.finish()
+    return {"waits": waits(found.events(), WAITS if on_gpu else WAITING_OPERATORS), "steps": suite.steps}
+
+
+def waits(events: list[FunctionEvent], names: set[str]) -> dict[str, int]:
+    """How many of the events `names` began during the steady steps: the profiler itself waits when it ends."""
+    span = next(e.time_range for e in events if e.name == _STEADY and e.device_type == DeviceType.CPU)
+    inside = (e for e in events if e.name in names and span.start <= e.time_range.start < span.end)
+    return dict(Counter(e.name for e in inside if not _in_fused_kernel(e)))
+
+
+def _in_fused_kernel(event: FunctionEvent) -> bool:
+    """The fused update's form for CPUs reads scalars, that for GPUs does not."""
+    while event is not None and not event.name.startswith("aten::_fused"):
+        event = event.cpu_parent
+    return event is not None
+
+
+# -------------------------------------------------------------------------------------------- the longest sequence
+
+
+def _longest(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
+    peaks: dict[int, int | None] = {}
+
+    def fits(length: int) -> bool:
+        at = deepcopy(cfg)
+        at.train.seq_len = length
+        peaks[length] = _peak(resolve(at, 1), mesh)
+        gc.collect()
+        if mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return peaks[length] is not None
+
+    tokens = longest(fits, case.start, case.most, case.grain)
+    return {"tokens": tokens, "searched_to": case.most, "peaks": peaks}
+
+
+def longest(fits: Callable[[int], bool], start: int, most: int, grain: int) -> int:
+    """The largest multiple of `grain`, up to `most`, that fits, by doubling from `start` and halving what is between;
+    0: none does. What fits is taken to fit when shorter."""
+    good, bad = 0, start
+    while bad <= most and fits(bad):
+        good, bad = bad, min(2 * bad, most) if bad < most else most + grain
+    while bad - good > grain:
+        middle = (good + bad) // 2 // grain * grain
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def _peak(cfg: Config, mesh: Mesh) -> int | None:
+    """Bytes that one step from scratch takes at most; None: more than there are."""
+    reset_peak_memory(mesh.device)
+    try:
+        side = Steady(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
+        side()
+        side.finish()
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        return None
+    return peak_memory_bytes(mesh.device)
+
+
+KINDS = {"timed": _timed, "losses": _losses, "longest": _longest, "syncs": _syncs}
