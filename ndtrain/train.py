@@ -260,7 +260,7 @@ def loop(run: Run) -> None:
     t = cfg.train
     last = t.steps if t.stop_at is None else t.stop_at
     make = partial(_microbatches, run, run.source)
-    prefetcher = Prefetcher(make, run.state.step, last, cfg.data.prefetch, pin=mesh.device.type == "cuda")
+    prefetcher = Prefetcher(make, run.state.step, last, cfg.data.prefetch, mesh.device)
     reset_peak_memory(mesh.device)
     read_previous: Callable[[], bool] = lambda: False
     to_trace = min(run.state.step + TRACED, last) if t.trace else None
@@ -306,7 +306,6 @@ def _launch(run: Run, prefetcher: Prefetcher, trace: bool) -> tuple[Callable[[],
     """Makes the next step; what gives its report, and its trace if asked for (on rank 0)."""
     with RECORDER.waiting("data"):
         batches, waited = prefetcher.get(run.state.step)
-    batches = [b.to(run.mesh.device) for b in batches]
     signals = lambda: (run.stop.asked(), peak_memory_bytes(run.mesh.device), waited, RECORDER.busy())
     number = run.state.step + 1
     work = partial(run.step.run, number, batches, signals)
