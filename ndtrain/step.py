@@ -125,6 +125,8 @@ class Executor:
         x = self._inputs.pop(at) if ins.drop_input else self._inputs[at]
         if layer.loss and ins.keep_graph:
             self._open_gradients(layer)  # the loss makes gradients in its forward
+        if x is not None and not ins.keep_graph:
+            x = x.detach()  # or a compiled block would be another graph for inputs that could have a gradient
         with torch.set_grad_enabled(ins.keep_graph), self._kept(ins, at):
             y = layer.run(x, self._contexts[ins.microbatch])
         if ins.keep_graph:

@@ -193,6 +193,11 @@ def _device(cfg: Config, local_rank: int) -> torch.device:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
+        if cfg.hardware.attention != "auto":
+            raise ConfigError(
+                f"hardware.attention={cfg.hardware.attention} is a kernel of GPUs, and this run is on the CPU: "
+                "leave it at auto"
+            )
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -236,6 +241,8 @@ def _say_start(run: Run, path: Path | None) -> None:
         f"mesh {sizes}, {_pipeline(run)}zero={cfg.mesh.zero}, {cfg.precision.compute} on {mesh.device.type}, "
         f"{origin}; run folder {cfg.run.dir}"
     )
+    if run.stages.attention:
+        run.note(run.stages.attention)
     now = order_of(cfg, run.data)
     changed = [key for key, value in now.items() if run.state.order.get(key) != value]
     if changed:

@@ -19,8 +19,8 @@ SMALL = [*MODEL, "train.global_batch=8", "train.micro_batch=2"]
 PACKED, FULL, EVERY = "data.pack=true", "recompute=full", "recompute=every"
 
 
-def count_graphs(overrides: list[str]) -> tuple[list[int], int]:
-    """(graphs compiled after each of five steps, breaks in them), with an evaluation after the second and the third.
+def count_graphs(overrides: list[str]) -> tuple[list[int], list[str]]:
+    """(graphs compiled after each of five steps, why they broke), with an evaluation after the second and the third.
     Anything compiled anew after the second step, the first evaluation in it, raises."""
     torch._dynamo.reset()
     counters.clear()
@@ -39,7 +39,7 @@ def count_graphs(overrides: list[str]) -> tuple[list[int], int]:
             evaluation.run([make_batches(cfg, mesh, 100 + number, "uneven")], 100)
         torch._dynamo.config.error_on_recompile = number >= 2
         graphs.append(counters["stats"]["unique_graphs"])
-    return graphs, sum(counters["graph_break"].values())
+    return graphs, list(counters["graph_break"])
 
 
 ONE_GRAPH = {
@@ -62,22 +62,21 @@ def test_all_blocks_are_one_graph(name):
     """One with gradients and one without (for evaluation, and the first run of a block that runs again)."""
     ranks, overrides = ONE_GRAPH[name]
     for graphs, breaks in run_ranks(count_graphs, ranks, overrides, timeout=300):
-        assert breaks == 0
+        assert not breaks
         assert graphs[1:] == [2] * 4
 
 
-# breaks in the code of a block, with gradients and without: at what moves activations, and nowhere else
-BREAKS = {"tp": (["mesh.tp=2"], 4), "ulysses": (["mesh.cp=2", "cp.kind=ulysses"], 1)}
+# what a graph breaks at: the calls that move activations, and nothing else
+BREAKS = {"tp": (["mesh.tp=2"], "WeightOps.linear"), "ulysses": (["mesh.cp=2", "cp.kind=ulysses"], "head_shares")}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", list(BREAKS))
 def test_breaks_are_at_the_messages(name):
-    overrides, calls = BREAKS[name]
+    overrides, call = BREAKS[name]
     for graphs, breaks in run_ranks(count_graphs, 2, overrides, timeout=300):
         assert len(set(graphs[1:])) == 1
-        print(name, graphs, breaks)
-        assert graphs[-1] == 2 * (calls + 1)
+        assert breaks and all(call in why for why in breaks)
 
 
 MESHES = {
@@ -107,7 +106,7 @@ LOWER = ["train.steps=1", COMPILE]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["fsdp", "cp", "tp"])
+@pytest.mark.parametrize("name", ["fsdp", "cp"])
 def test_compiled_in_fp32(name):
     ranks, overrides = MESHES[name]
     same = [*SMALL, *[PACKED] * (PACKED in overrides)]
@@ -117,7 +116,7 @@ def test_compiled_in_fp32(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["one process", "zero 1", "fsdp", "cp"])
+@pytest.mark.parametrize("name", ["zero 1", "cp"])
 def test_compiled_in_bf16_rounds_no_more(name):
     """Gradients of the microbatches, which the graphs give in bf16, are summed in fp32."""
     ranks, overrides = MESHES[name]

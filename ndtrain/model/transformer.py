@@ -219,6 +219,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.m, self.ops, self.loss_chunk = m, Ops(), loss_chunk
         self.first, self.last = first, last
+        self.kernel: str | None = None  # of attention on a GPU, as `Scores.kernel`
         self._ropes: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         shapes = tensor_shapes(m)
         tied = m.tie_word_embeddings
@@ -284,7 +285,7 @@ class Transformer(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         rope = None if m.alibi else self._rope(positions, tokens_BT.shape[1], device, wide)
         slopes = alibi_slopes(m.num_attention_heads) if m.alibi else None
-        scores = Scores(m.sliding_window, m.attn_logit_softcapping, slopes, documents)
+        scores = Scores(m.sliding_window, m.attn_logit_softcapping, slopes, documents, self.kernel)
         one = lambda: torch.ones((), dtype=wide, device=device)
         return Context(tokens_BT, labels_BT, rope, loss_scale or one, scores, ticket(scores))
 
