@@ -106,6 +106,7 @@ REFUSED = {  # overrides -> what the line must say
     "resume nowhere": (["resume=/no/such/run"], ["resume=/no/such/run", "does not exist", "resume=auto"]),
     "resume a folder without a checkpoint": (["resume=/usr"], ["resume=/usr", "holds no checkpoint", "resume=auto"]),
     "start from nowhere": (["init_from=/no/such/model"], ["init_from=/no/such/model", "config.json"]),
+    "a model of another size than the folder": (["init_from=/usr", "model.hidden_size=96"], ["model.hidden_size=96"]),
     "start from a folder without a model": (["init_from=/usr"], ["init_from=/usr", "config.json"]),
     "empty run folder name": (["run.dir="], ["run.dir"]),
     "window of a llama": (["model.sliding_window=8"], ["model.sliding_window=8", "model.model_type=llama", "mistral"]),

@@ -260,11 +260,11 @@ def _check_kernel(cfg: Config) -> None:
         kernel in ("auto", "math") or not (m.alibi or m.attn_logit_softcapping),
         f"hardware.attention={kernel} knows neither model.alibi nor model.attn_logit_softcapping: choose math, or auto",
     )
-    takes = {"flash": ("bf16",), "cudnn": ("bf16",), "efficient": ("bf16", "fp32")}.get(kernel, (compute,))
+    too_wide = {"flash": ("fp32", "fp64"), "cudnn": ("fp32", "fp64"), "efficient": ("fp64",)}
     _require(
-        compute in takes,
-        f"hardware.attention={kernel} does not compute in precision.compute={compute}: choose precision.compute="
-        f"{' or '.join(takes)}, or hardware.attention=auto",
+        compute not in too_wide.get(kernel, ()),
+        f"hardware.attention={kernel} does not compute in precision.compute={compute}: choose precision.compute=bf16, "
+        "or hardware.attention=auto",
     )
 
 

@@ -109,9 +109,20 @@ def check_overrides(overrides: list[str], search: list[str] | None = None) -> li
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise ConfigError(f"cannot read the override: {_one_line(error)}") from error
+    _check_init_from({o.key_or_group: o for o in parsed})
     return [
         _check_group(o, groups[o.key_or_group]) if o.key_or_group in groups else _check_key(o, groups) for o in parsed
     ]
+
+
+def _check_init_from(given: dict[str, Override]) -> None:
+    """A field of the model beside `init_from` would have no effect: the folder says what the model is."""
+    lost = [key for key in given if key.startswith("model.")]
+    if lost and "init_from" in given and given["init_from"].value() is not None:
+        raise ConfigError(
+            f"{given[lost[0]].input_line}: init_from={given['init_from'].value()} takes the model from the folder's "
+            "config.json: leave model.* out"
+        )
 
 
 def _check_group(override: Override, known: set[str]) -> str:

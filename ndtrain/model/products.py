@@ -12,7 +12,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> Non
     """
     beta = 0 if fresh else 1
     if total.dtype == a.dtype:
-        torch.addmm(total, a, b, beta=beta, out=total)
+        total.addmm_(a, b, beta=beta)
     elif a.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     elif fresh:

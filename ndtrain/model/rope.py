@@ -52,12 +52,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x_BTND: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    wide = x_BTND.to(cos.dtype)
+    wide = x_BTND if x_BTND.dtype == cos.dtype else x_BTND.to(cos.dtype)
     out = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
     (a, b), (to_a, to_b) = wide.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-direction)
     torch.mul(b, cos, out=to_b).addcmul_(a, sin, value=direction)
-    return out.to(x_BTND.dtype)
+    return out if wide is x_BTND else out.to(x_BTND.dtype)
 
 
 def rotate(x_BTND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

@@ -169,7 +169,8 @@ class Block(nn.Module):
     def _attention(self, x_BTE: Tensor, ctx: Context) -> Tensor:
         a = self.self_attn
         # -1: how many heads are here follows from the weights
-        q, k, v = (y.unflatten(-1, (-1, self.m.head_dim)) for y in self._linear(x_BTE, a.q_proj, a.k_proj, a.v_proj))
+        projected = self._linear(x_BTE, a.q_proj, a.k_proj, a.v_proj)
+        q, k, v = [y.view(*y.shape[:-1], -1, self.m.head_dim) for y in projected]
         if self.m.model_type == "qwen3":
             q, k = self._norm(q, a.q_norm), self._norm(k, a.k_norm)
         if ctx.rope is not None:

@@ -31,7 +31,7 @@ class Gradients:
     """Writes into parameters' `.grad`. A *fresh* one holds nothing yet: the first write overwrites it."""
 
     def __init__(self) -> None:
-        self._fresh: set[nn.Parameter] = set()
+        self._fresh: set[int] = set()  # ids: a tensor's own hash is a call of Python's
         self._later: list[Callable[[], None]] | None = None
 
     @contextmanager
@@ -45,7 +45,7 @@ class Gradients:
             self._later = None
 
     def open(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._fresh.update(parameters)
+        self._fresh.update(map(id, parameters))
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
         """Those that nothing was written to become zero."""
@@ -74,8 +74,9 @@ class Gradients:
             p.grad.index_add_(0, index_N, rows_NE)
 
     def _take(self, p: nn.Parameter) -> bool:
-        fresh = p in self._fresh
-        self._fresh.discard(p)
+        fresh = id(p) in self._fresh
+        if fresh:
+            self._fresh.remove(id(p))
         return fresh
 
 
@@ -132,42 +133,58 @@ class Path(NamedTuple):
     leave: Exchange = WHOLE
 
 
+PLAIN = Path()
+
+
 class _Linear(torch.autograd.Function):
     """y_i = x @ w_i.T + b_i for several weights of one path. What enters is gathered again in backward and not kept.
     The Parameters themselves are kept, not copies of them among the saved tensors: under fsdp their storage is empty
-    between forward and backward. `recall` gives the outputs: it calls what makes them, or has them already."""
+    between forward and backward. `recall`, if any, gives the outputs: it calls what makes them, or has them already.
+    Without a sink the weights come once more, before the biases, as what autograd gives gradients to."""
 
     @staticmethod
-    def forward(ctx, sink: Gradients | None, path: Path, recall: Callable, x: Tensor, count: int, *parameters):
-        ctx.sink, ctx.path, ctx.count, ctx.parameters = sink, path, count, parameters
+    def forward(ctx, sink: Gradients | None, path: Path, recall: Callable | None, x: Tensor, weights, *tracked):
+        biases = tracked if sink else tracked[len(weights) :]
+        ctx.sink, ctx.path, ctx.weights, ctx.biases = sink, path, weights, biases
         ctx.save_for_backward(x)
-        return recall(lambda: _outputs(path, x, parameters[:count], parameters[count:]))
+        make = partial(_outputs, path, x, weights, biases)
+        return recall(make) if recall else make()
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (x,) = ctx.saved_tensors
-        path, weights, biases = ctx.path, ctx.parameters[: ctx.count], ctx.parameters[ctx.count :]
-        x_NI = path.enter.gather(x)
-        dys = [path.leave.gather(grad) for grad in grads]
+        sink, path, weights = ctx.sink, ctx.path, ctx.weights
+        if path == PLAIN:
+            x_NI, dys_NO = _rows(x), [_rows(grad) for grad in grads]
+            dx_NI = _input_gradient(dys_NO, weights)
+            dx = lambda: dx_NI
+        else:
+            gathered, dys = path.enter.gather(x), [path.leave.gather(grad) for grad in grads]
+            dx = path.enter.reduce(lambda rows: _input_gradient([dy.rows(rows) for dy in dys], weights), dys[0].order)
+            x_NI, dys_NO = gathered.all(), [dy.all() for dy in dys]
+        dw = [_weight_gradient(sink, w, dy.t(), x_NI) for w, dy in zip(weights, dys_NO, strict=True)]
+        db = [None if b is None else g.flatten(0, -2).sum(0) for b, g in zip(ctx.biases, grads, strict=True)]
+        return None, None, None, dx().view(x.shape), None, *(() if sink else dw), *db
 
-        def product(rows: Rows) -> Tensor:
-            dx_NI = dys[0].rows(rows) @ weights[0]
-            for dy, w in zip(dys[1:], weights[1:], strict=True):
-                dx_NI.addmm_(dy.rows(rows), w)
-            return dx_NI
 
-        dx = path.enter.reduce(product, dys[0].order)
-        dw = [_weight_gradient(ctx.sink, w, dy.all().t(), x_NI.all()) for w, dy in zip(weights, dys, strict=True)]
-        db = [None if b is None else g.flatten(0, -2).sum(0) for b, g in zip(biases, grads, strict=True)]
-        return None, None, None, dx().view_as(x), None, *dw, *db
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2)
+
+
+def _input_gradient(dys_NO: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The sum of dy @ w."""
+    dx_NI = dys_NO[0] @ weights[0]
+    for dy_NO, w in zip(dys_NO[1:], weights[1:], strict=True):
+        dx_NI.addmm_(dy_NO, w)
+    return dx_NI
 
 
 def _outputs(
     path: Path, x: Tensor, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter | None]
 ) -> tuple[Tensor, ...]:
     """x @ w.T + b of each, in the stream's tokens."""
-    if path.enter is WHOLE and path.leave is WHOLE:
-        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    if path == PLAIN:
+        return tuple([F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)])
     x_NI = path.enter.gather(x)
     outs = [path.leave.reduce(lambda rows, w=w: x_NI.rows(rows) @ w.t(), x_NI.order) for w in weights]
     shape = path.leave.outside(path.enter.inside(x.shape[:-1]))
@@ -263,17 +280,18 @@ class WeightOps:
     def __init__(
         self,
         sink: Gradients | None,
-        path_of: Callable[[nn.Parameter], Path] = lambda weight: Path(),
+        path_of: Callable[[nn.Parameter], Path] = lambda weight: PLAIN,
         keep: Keep | None = None,
     ):
         self.sink, self.path_of, self.keep = sink, path_of, keep or Keep()
 
     def linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        path, recall = self.path_of(weights[0]), partial(self.keep, self.keep.op_of.get(weights[0]))
-        return _Linear.apply(self.sink, path, recall, x, len(weights), *weights, *biases)
+        path, recall = self.path_of(weights[0]), self.keep.of(self.keep.op_of.get(weights[0]))
+        tracked = biases if self.sink else (*weights, *biases)
+        return _Linear.apply(self.sink, path, recall, x, weights, *tracked)
 
     def embedding(self, tokens: Tensor, weight: Tensor, path: Path | None = None, held: range | None = None) -> Tensor:
-        return _Embedding.apply(self.sink, path or Path(), tokens, weight, held)
+        return _Embedding.apply(self.sink, path or PLAIN, tokens, weight, held)
 
     def head_loss(
         self, x: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
