@@ -6,6 +6,22 @@ needs no copy, and sums in a fixed order. gloo's all_reduce is the faster one fr
 every rank and run.
 
 A group of `None` is a group of one rank: nothing moves.
+
+On CUDA everything here is launched asynchronously, and `Pending.wait()` makes the caller's stream wait, never the host
+(`done()` asks an event). NCCL runs what goes over one process group on one stream of that group's, which first waits
+for what the caller's stream has queued at the launch. So beside compute, and beside one another, run:
+
+| what                                   | group                   | waited for                                  |
+|----------------------------------------|-------------------------|---------------------------------------------|
+| fsdp: gathers, reduce-scatters         | fsdp x cp               | before use; one unit later (`fsdp.py`)      |
+| dp: all-reduces of finished gradients  | dp                      | at the end of the step                      |
+| tp: gathers and sums around matmuls    | tp                      | share by share (`tp.overlap`), or at once   |
+| cp: keys and values, their gradients   | cp                      | one block of attention later                |
+| pp: activations, their gradients       | one group for each way  | by the action that takes them; sends at the end |
+
+The memory of a tensor in flight is not given away before its wait: PyTorch's `Work` holds the tensors until then, and a
+wait orders what the caller's stream does next after the operation. Who frees a storage by hand (zero=3) does it after
+the wait, on the stream that waited.
 """
 
 from collections.abc import Callable, Sequence

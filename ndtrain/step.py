@@ -28,6 +28,7 @@ from ndtrain.program import Instruction, Layer, expand, join, line_up
 from ndtrain.recorder import RECORDER
 from ndtrain.schedule import Action, sends
 from ndtrain.schedule.table import show
+from ndtrain.transfer import Readback, upload
 
 
 class Took(NamedTuple):
@@ -124,6 +125,8 @@ class Executor:
         x = self._inputs.pop(at) if ins.drop_input else self._inputs[at]
         if layer.loss and ins.keep_graph:
             self._open_gradients(layer)  # the loss makes gradients in its forward
+        if x is not None and not ins.keep_graph:
+            x = x.detach()  # or a compiled block would be another graph for inputs that could have a gradient
         with torch.set_grad_enabled(ins.keep_graph), self._kept(ins, at):
             y = layer.run(x, self._contexts[ins.microbatch])
         if ins.keep_graph:
@@ -241,14 +244,14 @@ class TrainingStep:
         lr = learning_rate(self.cfg.optim, step, self.cfg.train.steps)
         self.optimizer.step(step, lr, verdict)
         self.stages.units.weights_changed()
-        rows, flight = all_gather_row(torch.tensor(signals(), dtype=torch.float64).to(valid.device), self.mesh.world)
-        t = self.cfg.train
+        rows, flight = all_gather_row(upload(signals(), self.mesh.device), self.mesh.world)
+        result = Readback(flight, torch.stack([verdict.loss, verdict.norm, verdict.finite.double()]), rows)
+        tokens = self.cfg.train.global_batch * self.cfg.train.seq_len
 
         def report() -> StepReport:
-            flight.wait()
-            with RECORDER.waiting(f"the result of step {step}"):
-                loss, norm, skipped = verdict.loss.item(), verdict.norm.item(), not verdict.finite.item()
-            return StepReport(step, loss, norm, lr, t.global_batch * t.seq_len, skipped, rows.cpu())
+            numbers, found = result.wait(f"the result of step {step}")
+            loss, norm, finite = numbers.tolist()
+            return StepReport(step, loss, norm, lr, tokens, not finite, found)
 
         return report
 

@@ -226,6 +226,11 @@ def _device(cfg: Config, local_rank: int) -> torch.device:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
+        if cfg.hardware.attention != "auto":
+            raise ConfigError(
+                f"hardware.attention={cfg.hardware.attention} is a kernel of GPUs, and this run is on the CPU: "
+                "leave it at auto"
+            )
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -269,6 +274,8 @@ def _say_start(run: Run, path: Path | None) -> None:
         f"mesh {sizes}, {_pipeline(run)}zero={cfg.mesh.zero}, {cfg.precision.compute} on {mesh.device.type}, "
         f"{origin}; run folder {cfg.run.dir}"
     )
+    if run.stages.attention:
+        run.note(run.stages.attention)
     now = order_of(cfg, run.data)
     changed = [key for key, value in now.items() if run.state.order.get(key) != value]
     if changed:
@@ -293,7 +300,7 @@ def loop(run: Run) -> None:
     t = cfg.train
     last = t.steps if t.stop_at is None else t.stop_at
     make = partial(_microbatches, run, run.source)
-    prefetcher = Prefetcher(make, run.state.step, last, cfg.data.prefetch, pin=mesh.device.type == "cuda")
+    prefetcher = Prefetcher(make, run.state.step, last, cfg.data.prefetch, mesh.device)
     reset_peak_memory(mesh.device)
     read_previous: Callable[[], bool] = lambda: False
     to_trace = min(run.state.step + TRACED, last) if t.trace else None
@@ -342,7 +349,6 @@ def _launch(run: Run, prefetcher: Prefetcher, trace: bool) -> tuple[Callable[[],
     """Makes the next step; what gives its report, and its trace if asked for (on rank 0)."""
     with RECORDER.waiting("data"):
         batches, waited = prefetcher.get(run.state.step)
-    batches = [b.to(run.mesh.device) for b in batches]
     signals = lambda: (run.stop.asked(), peak_memory_bytes(run.mesh.device), waited, RECORDER.busy())
     number = run.state.step + 1
     work = partial(run.step.run, number, batches, signals)

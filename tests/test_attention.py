@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndtrain.model.attention import Scores, alibi_slopes, local_core
+from ndtrain.model.attention import local_core
+from ndtrain.model.scores import Scores, alibi_slopes
 from ndtrain.model.tiles import Kind, halves, tiles, work
 from ndtrain.sequence import BALANCES, SequenceCut
 
@@ -214,7 +215,7 @@ def test_the_local_core_is_masked_softmax(name, heads, length):
 
 @pytest.mark.parametrize("name", ["window", "softcap", "alibi"])
 def test_over_several_blocks(name, monkeypatch):
-    monkeypatch.setattr("ndtrain.model.attention.BLOCK", (16, 24))
+    monkeypatch.setattr("ndtrain.model.kernels.BLOCK", (16, 24))
     monkeypatch.setattr("ndtrain.model.tiles.BLOCK", (16, 24))
     q, k, v, grad = random_qkv(2, 130, 4, 2, 16)
     scores = variant(name, 2, 130, 4)

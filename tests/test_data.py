@@ -412,11 +412,12 @@ def test_prefetcher_closes_promptly_even_while_someone_waits():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_prefetcher_pins_on_the_device_of_its_maker():
+def test_prefetcher_copies_to_the_device_beside_its_work():
+    here = torch.device("cuda", torch.cuda.current_device())
     batch = Batch(torch.ones(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long))
-    ahead = Prefetcher(lambda step: [batch], 0, 1, depth=1, pin=True)
-    ((pinned,), _) = ahead.get(0)
-    assert pinned.tokens.is_pinned() and pinned.labels.is_pinned() and torch.equal(pinned.tokens, batch.tokens)
+    ahead = Prefetcher(lambda step: [batch], 0, 1, depth=1, device=here)
+    ((copied,), _) = ahead.get(0)
+    assert copied.tokens.device == copied.labels.device == here and torch.equal(copied.tokens.cpu(), batch.tokens)
     ahead.close()
 
 

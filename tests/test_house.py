@@ -9,9 +9,9 @@ import ndtrain
 ROOT = Path(ndtrain.__file__).parent
 # a file imports only from rooms above it
 ROOMS = [
-    "schedule", "config", "recorder", "mesh", "layout", "sequence", "collectives", "cost", "model", "data", "parallel",
-    "optim", "program", "safetensors_io", "checkpoint", "step", "metrics", "exit_file", "stopping", "failing",
-    "rendezvous", "watch", "start", "command_line", "launch", "train", "bench", "preflight",
+    "schedule", "config", "recorder", "mesh", "layout", "sequence", "collectives", "transfer", "cost", "model", "data",
+    "parallel", "optim", "program", "safetensors_io", "checkpoint", "step", "metrics", "exit_file", "stopping",
+    "failing", "rendezvous", "watch", "start", "command_line", "launch", "train", "bench", "preflight",
 ]  # fmt: skip
 
 

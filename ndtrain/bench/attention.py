@@ -25,7 +25,8 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 from ndtrain.bench.turns import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
 from ndtrain.collectives import Pending
 from ndtrain.config import ConfigError
-from ndtrain.model.attention import Scores, local_core
+from ndtrain.model.attention import local_core
+from ndtrain.model.scores import Scores
 from ndtrain.parallel.apply import DTYPES
 from ndtrain.parallel.cp import Links, cp_core
 from ndtrain.sequence import SequenceCut

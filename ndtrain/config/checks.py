@@ -19,6 +19,7 @@ _CHOICES = {
     "data.dtype": ("uint16", "uint32"),
     "logger.name": ("wandb", "jsonl"),
     "hardware.device": ("auto", "cpu", "cuda"),
+    "hardware.attention": ("auto", "flash", "cudnn", "efficient", "math"),
     "cp.kind": ("ring", "ulysses"),
     "cp.balance": ("auto", "zigzag", "striped", "none"),
     "model.model_type": ("llama", "mistral", "qwen2", "qwen3"),
@@ -69,6 +70,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_tp(cfg)
     _resolve_cp(cfg)
     _resolve_recompute(cfg)
+    _check_kernel(cfg)
     return cfg
 
 
@@ -249,6 +251,20 @@ def _resolve_cp(cfg: Config) -> None:
         cfg.train.seq_len % least == 0,
         f"train.seq_len={cfg.train.seq_len} must be a multiple of {why} = {least} (cp.balance={cp.balance}): "
         f"try train.seq_len={least * max(1, round(cfg.train.seq_len / least))}",
+    )
+
+
+def _check_kernel(cfg: Config) -> None:
+    kernel, compute, m = cfg.hardware.attention, cfg.precision.compute, cfg.model
+    _require(
+        kernel in ("auto", "math") or not (m.alibi or m.attn_logit_softcapping),
+        f"hardware.attention={kernel} knows neither model.alibi nor model.attn_logit_softcapping: choose math, or auto",
+    )
+    too_wide = {"flash": ("fp32", "fp64"), "cudnn": ("fp32", "fp64"), "efficient": ("fp64",)}
+    _require(
+        compute not in too_wide.get(kernel, ()),
+        f"hardware.attention={kernel} does not compute in precision.compute={compute}: choose precision.compute=bf16, "
+        "or hardware.attention=auto",
     )
 
 

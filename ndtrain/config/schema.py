@@ -197,6 +197,7 @@ class HardwareConfig:
     name: str = "auto"
     device: str = "auto"  # auto | cpu | cuda
     peak_tflops: float | None = None  # per device; null: from the table of devices, measured for CPU
+    attention: str = "auto"  # kernel on a GPU: auto (the fastest on the run's shape) | flash | cudnn | efficient | math
     timeout_s: float = 600.0  # deadline of a collective
 
 

@@ -45,6 +45,12 @@ class Batch:
         """On `device`, without waiting for the copy."""
         return self._each(lambda x: x.to(device, non_blocking=True))
 
+    def read_on(self, stream: torch.cuda.Stream) -> None:
+        """The memory is kept for what is queued on `stream` now, though it was not allocated there."""
+        for x in (self.tokens, self.labels, self.positions):
+            if x is not None:
+                x.record_stream(stream)
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         positions = None if self.positions is None else change(self.positions)
         return Batch(change(self.tokens), change(self.labels), positions, self.documents)
@@ -155,18 +161,20 @@ def _rows(batch: Batch, rows: slice) -> Batch:
 class Prefetcher(Generic[Item]):
     """Calls `make(step)` for start <= step < stop in a background thread, at most `depth` items ahead.
 
-    With `pin`, items are lists of `Batch` and arrive in page-locked memory. The thread is a daemon: it never keeps the
-    process alive.
+    With a GPU as `device`, items are lists of `Batch` and arrive on it: they are copied, from page-locked memory, on a
+    stream of the thread's own, beside the steps before. The thread is a daemon: it never keeps the process alive.
     """
 
-    def __init__(self, make: Callable[[int], Item], start: int, stop: int, depth: int, pin: bool = False):
+    def __init__(
+        self, make: Callable[[int], Item], start: int, stop: int, depth: int, device: torch.device | None = None
+    ):
         self._make = make
         self._next = start
         self._stop = stop
         self._depth = depth
-        # A thread starts on device 0, where pinning would open a context of its own.
-        self._device = torch.cuda.current_device() if pin else None
-        self._ready: deque[Item] = deque()
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if self._device else None
+        self._ready: deque[tuple[Item, torch.cuda.Event | None]] = deque()
         self._failure: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
@@ -190,9 +198,11 @@ class Prefetcher(Generic[Item]):
                 raise RuntimeError("the prefetcher is closed")
             if not self._ready:
                 raise self._failure
-            item = self._ready.popleft()
+            item, copied = self._ready.popleft()
             self._next += 1
             self._changed.notify_all()
+        if copied:
+            self._hand_over(item, copied)
         return item, time.perf_counter() - began
 
     def close(self) -> None:
@@ -206,7 +216,7 @@ class Prefetcher(Generic[Item]):
     def _run(self, start: int) -> None:
         try:
             if self._device is not None:
-                torch.cuda.set_device(self._device)
+                torch.cuda.set_device(self._device)  # on device 0, where a thread starts, is another process at work
             for step in range(start, self._stop):
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
@@ -219,8 +229,18 @@ class Prefetcher(Generic[Item]):
                 self._changed.notify_all()
 
     def _add(self, item: Item) -> None:
+        copied = None
         if self._device is not None:
-            item = [batch.pin() for batch in item]
+            with torch.cuda.stream(self._stream):
+                item = [batch.pin().to(self._device) for batch in item]
+                copied = self._stream.record_event()
         with self._changed:
-            self._ready.append(item)
+            self._ready.append((item, copied))
             self._changed.notify_all()
+
+    def _hand_over(self, item: Sequence[Batch], copied: torch.cuda.Event) -> None:
+        """The caller's stream waits for the copies, and their memory is not given away before it has read them."""
+        reader = torch.cuda.current_stream(self._device)
+        reader.wait_event(copied)
+        for batch in item:
+            batch.read_on(reader)

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndtrain.config import ModelConfig
-from ndtrain.model.attention import Scores, alibi_slopes, local_core
+from ndtrain.model.attention import local_core
+from ndtrain.model.compiled import ticket
 from ndtrain.model.loss import head_loss
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import inverse_frequencies, rope_table, rotate
+from ndtrain.model.scores import Scores, alibi_slopes
 
 # ------------------------------------------------------------------------------------------- the table of named dims
 
@@ -116,13 +118,15 @@ class Context(NamedTuple):
         rope: cos and sin for the tokens' positions; None where the model does not rotate.
         loss_scale: gives what the sum of token losses is multiplied with, when the loss is reached.
         scores: what attention scores go through beside the causal mask.
+        ticket: what a compiled graph finds the scores by.
     """
 
     tokens: Tensor
     labels: Tensor
     rope: tuple[Tensor, Tensor] | None
     loss_scale: Callable[[], Tensor]
-    scores: Scores = Scores()
+    scores: Scores
+    ticket: Tensor
 
 
 # ------------------------------------------------------------------------------------------------------- the modules
@@ -216,6 +220,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.m, self.ops, self.loss_chunk = m, Ops(), loss_chunk
         self.first, self.last = first, last
+        self.kernel: str | None = None  # of attention on a GPU, as `Scores.kernel`
         self._ropes: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         shapes = tensor_shapes(m)
         tied = m.tie_word_embeddings
@@ -281,9 +286,9 @@ class Transformer(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         rope = None if m.alibi else self._rope(positions, tokens_BT.shape[1], device, wide)
         slopes = alibi_slopes(m.num_attention_heads) if m.alibi else None
-        scores = Scores(m.sliding_window, m.attn_logit_softcapping, slopes, documents)
+        scores = Scores(m.sliding_window, m.attn_logit_softcapping, slopes, documents, self.kernel)
         one = lambda: torch.ones((), dtype=wide, device=device)
-        return Context(tokens_BT, labels_BT, rope, loss_scale or one, scores)
+        return Context(tokens_BT, labels_BT, rope, loss_scale or one, scores, ticket(scores))
 
     def _rope(self, positions: Tensor | None, length: int, device: torch.device, dtype: torch.dtype):
         """The rotary table of some positions; that of all in order is made once."""

@@ -16,6 +16,7 @@ from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.direct import Gradients, direct_ops
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.fsdp import ShardedUnits
+from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.parallel.pp import Placement, TiedReducer
 from ndtrain.parallel.recompute import Keep, op_of
 from ndtrain.parallel.tp import CopyReducer, TensorParallel
@@ -67,6 +68,7 @@ class Stages:
     Attributes:
         models, segments: stage -> its part of the model, and that as a list.
         keep: has what blocks that are run again keep of their first run.
+        attention: which kernel computes it, in words; empty where there is no choice.
     """
 
     models: dict[int, Transformer]
@@ -75,6 +77,7 @@ class Stages:
     layouts: Layouts
     placement: Placement
     keep: Keep
+    attention: str = ""
 
     @property
     def context(self) -> Callable[..., Context]:
@@ -112,14 +115,16 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
             op_names[parameter] = op_of(name)
     keep = Keep(op_names)
     ops = _ops(cfg, mesh, cut, gradients, keep)
+    kernel, attention = choose_kernel(cfg, mesh, compute) if mesh.device.type == "cuda" else (None, "")
     for model in models.values():
         for name, _ in list(model.named_parameters()):
             _set_parameter(model, name, units.units[unit_of(name)].parameters[name])
         model.use(ops)
+        model.kernel = kernel
         if cfg.train.compile:
             for block in model.model.layers.values():
                 block.compile()
-    return Stages(models, {s: m.segments() for s, m in models.items()}, units, layouts, placement, keep)
+    return Stages(models, {s: m.segments() for s, m in models.items()}, units, layouts, placement, keep, attention)
 
 
 def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer]:

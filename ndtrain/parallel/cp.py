@@ -21,7 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.collectives import Pending, all_to_all, shift
-from ndtrain.model.attention import Merged, Recall, Scores, add_gradients, attend, total_like
+from ndtrain.model.attention import Merged, Recall, add_gradients, attend, total_like
+from ndtrain.model.compiled import Node, as_node
+from ndtrain.model.kernels import tiles_for
+from ndtrain.model.scores import Scores
 from ndtrain.model.tiles import Tile, halves
 from ndtrain.parallel.recompute import Keep
 from ndtrain.sequence import SequenceCut
@@ -63,77 +66,107 @@ def cp_core(
     """
     holder, slice_index = divmod(index, cut.ulysses)
     links, keep = links or Links(cut, group, index), keep or Keep()
+    ring = Ring(cut, holder, links, keep)
 
     def whole_heads(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         if cut.ring == 1:
             return attend(q, k, v, scores, keep.of("core"))
-        return _Ring.apply(q, k, v, scores, _plan(cut, holder, scores, q), links, partial(keep, "core"))
+        return _Ring.apply(q, k, v, scores, ring, partial(keep, "core"))
 
-    def core(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
-        if cut.ulysses == 1:
-            return whole_heads(q, k, v, ctx.scores)
+    @torch.compiler.disable  # the exchanges of heads for tokens are a break in a compiled graph
+    def head_shares(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         shares = _head_shares(q.shape[2], k.shape[2], cut.ulysses)
-        slopes = ctx.scores.slopes and ctx.scores.slopes[shares[slice_index][0]]
+        slopes = scores.slopes and scores.slopes[shares[slice_index][0]]
         heads = _ToHeads.apply(q, k, v, shares, links)
-        out = whole_heads(*heads, replace(ctx.scores, slopes=slopes))
+        out = whole_heads(*heads, replace(scores, slopes=slopes))
         return _ToTokens.apply(out, cut.ulysses, links, partial(keep, "core"))
 
-    return torch.compiler.disable(core)
+    def core(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
+        if cut.ulysses > 1:
+            return head_shares(q, k, v, ctx.scores)
+        if torch.compiler.is_compiling():
+            return as_node(ring, q, k, v, ctx.scores, ctx.ticket)
+        return whole_heads(q, k, v, ctx.scores)
+
+    return core
 
 
 # --------------------------------------------------------------------------------------------------------------- ring
 
 
-def _plan(cut: SequenceCut, holder: int, scores: Scores, q: Tensor) -> list[tuple[Tile, ...]]:
-    """The tiles of each step: at step s the keys are those of the s-th holder before this one."""
-    keys = [cut.pieces((holder - step) % cut.ring) for step in range(cut.ring)]
-    return [scores.tiles(keys[0], k, cut.length, q) for k in keys]
+class Ring(Node):
+    """Attention of this rank's queries over the keys and values of all holders. Backward sends keys and values around
+    again. Their gradients start from the rank after the one that holds them, follow a step behind, and come home while
+    the second half of each rank's own block is computed.
+    """
 
+    def __init__(self, cut: SequenceCut, holder: int, links: Links, keep: Keep):
+        super().__init__()
+        self.cut, self.holder, self.links, self.keep = cut, holder, links, keep
 
-class _Ring(torch.autograd.Function):
-    """Backward sends keys and values around again. Their gradients start from the rank after the one that holds them,
-    follow a step behind, and come home while the second half of each rank's own block is computed."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """As a node of a compiled graph, which may overwrite a result once it has read it: what is kept is a copy."""
+        recall, make = self.keep.of("core"), lambda: self.send_round(q, _stacked(k, v), scores)
+        return make() if recall is None else tuple(x.clone() for x in recall(make))
 
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: list, links: Links, recall: Recall):
-        q, kv = q.transpose(1, 2), torch.stack([k, v])
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores):
+        dq, dkv = self.send_back(grad, q, _stacked(k, v), out, lse, scores)
+        return dq, *(x.clone() for x in _heads_first(dkv))  # two tensors, not two views of one
 
-        def make() -> tuple[Tensor, Tensor]:
-            merged = Merged(q)
-            for found, held in zip(plan, _around(kv, len(plan), links), strict=True):
-                merged.attend(*_heads_first(held), found, scores)
-            return merged.result()
+    def plan(self, scores: Scores, q: Tensor) -> list[tuple[Tile, ...]]:
+        """The tiles of each step: at step s the keys are those of the s-th holder before this one."""
+        keys = [self.cut.pieces((self.holder - step) % self.cut.ring) for step in range(self.cut.ring)]
+        return [tiles_for(scores, keys[0], k, self.cut.length, q) for k in keys]
 
-        out, lse = recall(make)
-        ctx.scores, ctx.plan, ctx.links = scores, plan, links
-        ctx.save_for_backward(q, kv, out, lse)
-        return out.transpose(1, 2)
+    def send_round(self, q: Tensor, kv: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """(output, log-sum-exp) of q [B, N, T, D] over kv [2, B, T, K, D] and everyone else's."""
+        merged, plan = Merged(q), self.plan(scores, q)
+        for found, held in zip(plan, _around(kv, len(plan), self.links), strict=True):
+            merged.attend(*_heads_first(held), found, scores)
+        return merged.result()
 
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        q, kv, out, lse = ctx.saved_tensors
-        scores, links, (now, late) = ctx.scores, ctx.links, halves(ctx.plan[0])
+    def send_back(
+        self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of `send_round`'s q and kv, in fp32 or wider, from that of its output [B, N, T, D]."""
+        plan, links = self.plan(scores, q), self.links
+        now, late = halves(plan[0])
         dq, own = total_like(q), kv.new_zeros(kv.shape, dtype=torch.promote_types(kv.dtype, torch.float32))
-        sums, coming, flight = [torch.empty_like(own) for _ in ctx.plan[1:3]], torch.empty_like(own), None
+        sums, coming, flight = [torch.empty_like(own) for _ in plan[1:3]], torch.empty_like(own), None
 
         def add(kv: Tensor, found: Sequence[Tile], dkv: Tensor) -> None:
-            saved = (q, *_heads_first(kv), out, lse)
-            add_gradients(grad.transpose(1, 2), saved, found, scores, dq, *_heads_first(dkv))
+            add_gradients(grad, (q, *_heads_first(kv), out, lse), found, scores, dq, *_heads_first(dkv))
 
-        for step, held in enumerate(_around(kv, len(ctx.plan), links)):
+        for step, held in enumerate(_around(kv, len(plan), links)):
             if step == 0:
                 add(held, now, own)
                 continue
             going = sums[step % len(sums)].zero_()
-            add(held, ctx.plan[step], going)
+            add(held, plan[step], going)
             if flight:
                 flight.wait()
                 going.add_(coming)
             flight = links.shift(going, coming)
         add(kv, late, own)
         flight.wait()
-        dk, dv = own.add_(coming).to(kv.dtype)
-        return dq.transpose(1, 2).to(q.dtype), dk, dv, *(None,) * 4
+        return dq, own.add_(coming)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring, recall: Recall):
+        q, kv = q.transpose(1, 2), torch.stack([k, v])
+        out, lse = recall(lambda: ring.send_round(q, kv, scores))
+        ctx.scores, ctx.ring = scores, ring
+        ctx.save_for_backward(q, kv, out, lse)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, *saved = ctx.saved_tensors
+        dq, dkv = ctx.ring.send_back(grad.transpose(1, 2), q, *saved, ctx.scores)
+        dk, dv = dkv.to(q.dtype)
+        return dq.transpose(1, 2).to(q.dtype), dk, dv, *(None,) * 3
 
 
 def _around(kv: Tensor, steps: int, links: Links) -> Iterator[Tensor]:
@@ -147,6 +180,11 @@ def _around(kv: Tensor, steps: int, links: Links) -> Iterator[Tensor]:
         flight.wait()
         kv = coming
     yield kv
+
+
+def _stacked(k: Tensor, v: Tensor) -> Tensor:
+    """[B, K, T, D] each -> [2, B, T, K, D]."""
+    return torch.stack([k.transpose(1, 2), v.transpose(1, 2)])
 
 
 def _heads_first(kv_2BTKD: Tensor) -> tuple[Tensor, Tensor]:

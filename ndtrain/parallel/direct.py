@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from ndtrain.model import Ops
 from ndtrain.model.attention import attend
 from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss, head_loss
+from ndtrain.model.products import add_product
 from ndtrain.parallel.recompute import Keep
 
 Rows = slice
@@ -57,13 +58,7 @@ class Gradients:
         if self._later is not None:
             self._later.append(partial(self.add_product, p, a, b))
             return
-        grad, beta = p.grad, 0 if self._take(p) else 1
-        if grad.dtype == a.dtype:
-            grad.addmm_(a, b, beta=beta)
-        elif beta:
-            grad.add_(a @ b)
-        else:
-            grad.copy_(a @ b)
+        add_product(p.grad, a, b, fresh=self._take(p))
 
     def add_rows(self, p: nn.Parameter, index_N: Tensor, rows_NE: Tensor) -> None:
         """p.grad[index] += rows, in a fixed order."""
@@ -230,8 +225,8 @@ class _Embedding(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         here_N, local_N = _local(tokens.flatten(), ctx.held)
         dy_NE = ctx.path.leave.gather(grad).all()
-        if here_N is not None:
-            local_N, dy_NE = local_N[here_N], dy_NE[here_N]
+        if here_N is not None:  # to pick the rows that are held would make the host ask how many
+            dy_NE = dy_NE.where(here_N[:, None], 0)
         if ctx.sink is not None:
             ctx.sink.add_rows(ctx.weight, local_N, dy_NE)
             return (None,) * 5

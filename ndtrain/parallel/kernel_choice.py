@@ -1,0 +1,101 @@
+"""Which attention kernel a run on a GPU takes (`hardware.attention`): the one named, or the fastest on its own shape.
+
+Which is fastest depends on the GPU, the head size, the length and the release of cuDNN, so it is measured at start,
+forward and backward; ranks take the kernel whose times add up to the least, all the same one.
+
+Shape legend: B batch, T time, N query heads, K key/value heads, D head_dim.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ndtrain.collectives import all_gather_row
+from ndtrain.config import Config, ConfigError
+from ndtrain.layout import CUT_AXIS
+from ndtrain.mesh import Mesh
+from ndtrain.model.attention import attend
+from ndtrain.model.kernels import GPU_KERNELS
+from ndtrain.model.scores import Scores
+from ndtrain.transfer import upload
+
+WARM_UP, TIMED = 2, 5  # runs of each kernel
+
+
+class Shape(NamedTuple):
+    """Of one call of the attention core on one rank.
+
+    Attributes:
+        in_tiles: whether the run computes it tile by tile (`model/attention.py`).
+    """
+
+    B: int
+    T: int
+    N: int
+    K: int
+    D: int
+    dtype: torch.dtype
+    in_tiles: bool
+
+    @classmethod
+    def of(cls, cfg: Config, dtype: torch.dtype) -> "Shape":
+        """Of a resolved configuration."""
+        m, ring = cfg.model, cfg.mesh.cp // cfg.cp.ulysses
+        cut = lambda heads, rule: max(1, heads // (cfg.mesh.tp if cfg.layout.rules.get(rule) == CUT_AXIS else 1))
+        share = lambda heads: max(1, heads // cfg.cp.ulysses)
+        heads, kv_heads = share(cut(m.num_attention_heads, "heads")), share(cut(m.num_key_value_heads, "kv_heads"))
+        in_tiles = ring > 1 or cfg.data.pack or m.sliding_window is not None
+        return cls(cfg.train.micro_batch, cfg.train.seq_len // ring, heads, kv_heads, m.head_dim, dtype, in_tiles)
+
+
+Measure = Callable[[str, Shape, torch.device], float]
+
+
+def choose_kernel(cfg: Config, mesh: Mesh, dtype: torch.dtype, measure: Measure | None = None) -> tuple[str, str]:
+    """The kernel's name, and how it was found in words: the same on every rank of the mesh.
+
+    Args:
+        dtype: of the queries.
+        measure: gives the seconds a kernel takes here; inf where it does not run.
+
+    Raises:
+        ConfigError: none of those asked for runs on every rank.
+    """
+    asked, shape = cfg.hardware.attention, Shape.of(cfg, dtype)
+    held = cfg.model.alibi or cfg.model.attn_logit_softcapping is not None  # what only `math` does to scores
+    able = [name for name, k in GPU_KERNELS.items() if name == "math" or (dtype in k.dtypes and not held)]
+    names = able if asked == "auto" else [asked]
+    mine = [(measure or seconds)(name, shape, mesh.device) for name in names]
+    rows, flight = all_gather_row(upload(mine, mesh.device), mesh.world)
+    flight.wait()
+    mean = dict(zip(names, rows.mean(dim=0).tolist(), strict=True))
+    best = min(names, key=mean.get)
+    if mean[best] == math.inf:
+        raise ConfigError(
+            f"hardware.attention={asked} does not run on this GPU in {str(dtype).removeprefix('torch.')} with "
+            f"head_dim {shape.D}: choose another, or auto"
+        )
+    times = ", ".join(f"{n} {1e3 * s:.2f}" if s < math.inf else f"{n} does not run" for n, s in mean.items())
+    return best, f"attention by {best}: ms forward and backward of a block's: {times}"
+
+
+def seconds(name: str, shape: Shape, device: torch.device) -> float:
+    """Of one forward and backward of the kernel; inf where it does not run, for want of memory too."""
+    B, T, N, K, D, dtype, in_tiles = shape
+    q, k, v = (torch.randn(B, T, heads, D, dtype=dtype, device=device, requires_grad=True) for heads in (N, K, K))
+    grad = torch.randn_like(q)
+    recall = (lambda make: make()) if in_tiles else None
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    try:
+        for number in range(WARM_UP + TIMED):
+            if number == WARM_UP:
+                marks[0].record()
+            out = attend(q, k, v, Scores(kernel=name), recall)
+            torch.autograd.grad(out, (q, k, v), grad)
+        marks[1].record()
+        marks[1].synchronize()
+    except RuntimeError:
+        return math.inf
+    return marks[0].elapsed_time(marks[1]) / 1e3 / TIMED
