@@ -240,7 +240,7 @@ class TrainingStep:
         verdict = self.optimizer.judge(loss_share)
         lr = learning_rate(self.cfg.optim, step, self.cfg.train.steps)
         self.optimizer.step(step, lr, verdict)
-        self.stages.units.weights_changed()
+        self.stages.units.weights_changed(published=True)
         rows, flight = all_gather_row(torch.tensor(signals(), dtype=torch.float64).to(valid.device), self.mesh.world)
         t = self.cfg.train
 

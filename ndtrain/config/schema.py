@@ -87,7 +87,9 @@ class TrainConfig:
 @dataclass
 class PrecisionConfig:
     params: str = "fp32"  # master weights, moments and gradients: fp32 | fp64
-    compute: str = "fp32"  # matmuls and activations: fp64 | fp32 | bf16
+    # matmuls and activations: fp64 | fp32 | bf16 | fp8 (the blocks' weight matmuls in fp8, all else as bf16; each rank
+    # scales what it has, so meshes agree as closely as in bf16 and not to the digits that fp32 and fp64 promise)
+    compute: str = "fp32"
 
 
 @dataclass
@@ -134,6 +136,8 @@ class OptimConfig:
     decay_steps: int | None = None  # null: train.steps
     wsd_decay: float = 0.2  # with schedule=wsd: the last fraction of decay_steps that decays
     ema: float | None = None  # decay of an average of the weights, which checkpoints then hold too
+    state_dtype: str | None = None  # the moments: null: as precision.params | fp32 | bf16 (rounded stochastically)
+    offload: bool = False  # master weights and moments in host memory, where the update then runs
 
 
 @dataclass

@@ -21,7 +21,13 @@ from ndtrain.parallel.recompute import Keep, op_of
 from ndtrain.parallel.tp import CopyReducer, TensorParallel
 from ndtrain.sequence import SequenceCut
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+# of weights and activations: with fp8 only matmuls are narrower
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+
+
+def moments_dtype(cfg: Config) -> torch.dtype:
+    """That the optimizer's moments are held and saved in."""
+    return DTYPES[cfg.optim.state_dtype or cfg.precision.params]
 
 
 def layouts_of(cfg: Config, mesh: MeshSpec, rank: int, placement: Placement | None = None) -> Layouts:
@@ -104,6 +110,8 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         master=DTYPES[cfg.precision.params],
         device=mesh.device,
         ema=cfg.optim.ema is not None,
+        moments=moments_dtype(cfg),
+        offload=cfg.optim.offload,
     )
     cut, op_names = {}, {}
     for unit in units.units.values():
