@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ndtrain.config import Config
+from ndtrain.config import Config, ConfigError
 from ndtrain.layout import CUT_AXIS, DATA_AXES, SHARD_AXES, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.init import fill
 from ndtrain.model.transformer import unit_of
 from ndtrain.parallel.cp import cp_core
-from ndtrain.parallel.direct import Gradients, direct_ops
+from ndtrain.parallel.direct import PLAIN, Gradients, Products, WeightOps, direct_ops
 from ndtrain.parallel.dp import ReplicaReducer
+from ndtrain.parallel.fp8 import Fp8Products, multiplies_fp8
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Placement, TiedReducer
 from ndtrain.parallel.recompute import Keep, op_of
@@ -143,12 +144,28 @@ def _ops(
     cfg: Config, mesh: Mesh, cut: dict[nn.Parameter, TensorLayout], gradients: Gradients | None, keep: Keep
 ) -> Ops:
     """The model's calls as this mesh makes them: cp replaces the core, tp those over weights."""
-    ops = direct_ops(gradients, keep) if gradients else Ops()
+    products = _products(cfg, mesh)
+    if gradients:
+        ops = direct_ops(gradients, keep, products)
+    else:
+        ops = Ops() if products is PLAIN else Ops(linear=WeightOps(None, products=products).linear)
     if cfg.mesh.cp > 1:
         ops = replace(ops, core=cp_core(sequence_cut(cfg), mesh.group("cp"), mesh.index("cp"), keep=keep))
     if cfg.mesh.tp > 1:
-        ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.train.micro_batch, cfg.tp, keep).over(ops)
+        ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.train.micro_batch, cfg.tp, keep, products).over(ops)
     return ops
+
+
+def _products(cfg: Config, mesh: Mesh) -> Products:
+    """How the blocks' matmuls are made."""
+    if cfg.precision.compute != "fp8":
+        return PLAIN
+    if mesh.device.type == "cuda" and not multiplies_fp8("cuda"):
+        raise ConfigError(
+            f"precision.compute=fp8: {torch.cuda.get_device_name(mesh.device)} has no fp8 matmuls (compute capability "
+            "8.9 and up has): compute in bf16"
+        )
+    return Fp8Products()
 
 
 def initialise(stages: Stages, cfg: Config) -> None:

@@ -12,7 +12,7 @@ Shape legend: N tokens, I in, O out, E hidden_size, V vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,15 @@ class Gradients:
             p.grad.add_(a @ b)
         else:
             p.grad.copy_(a @ b)
+
+    def add_made(self, p: nn.Parameter, make: Callable[[], Tensor]) -> None:
+        """p.grad += make()"""
+        if self._later is not None:
+            self._later.append(partial(self.add_made, p, make))
+        elif self._take(p):
+            p.grad.copy_(make())
+        else:
+            p.grad.add_(make())
 
     def add_rows(self, p: nn.Parameter, index_N: Tensor, rows_NE: Tensor) -> None:
         """p.grad[index] += rows, in a fixed order."""
@@ -130,11 +139,46 @@ class Exchange:
 WHOLE = Exchange()
 
 
+class Products:
+    """The matmuls of y = x @ w.T and of its gradients, and what becomes of their factors before: here nothing."""
+
+    def input(self, x: Gathered) -> Gathered:
+        return x
+
+    def gradient(self, dy: Gathered) -> Gathered:
+        return dy
+
+    def weight(self, w_OI: Tensor, backward: bool) -> Any:
+        """As `output` takes it; or, backward, `input_gradient`."""
+        return w_OI
+
+    def output(self, x_NI: Any, w_OI: Any) -> Tensor:
+        return x_NI @ w_OI.t()
+
+    def input_gradient(self, dys: Sequence[Any], weights: Sequence[Any]) -> Tensor:
+        """The sum of dy_NO @ w_OI, [N, I]."""
+        dx_NI = dys[0] @ weights[0]
+        for dy, w in zip(dys[1:], weights[1:], strict=True):
+            dx_NI.addmm_(dy, w)
+        return dx_NI
+
+    def weight_gradient(self, sink: Gradients | None, w: nn.Parameter, dy_NO: Any, x_NI: Any) -> Tensor | None:
+        """dy.T @ x into the sink, or for autograd."""
+        if sink is None:
+            return dy_NO.t() @ x_NI
+        sink.add_product(w, dy_NO.t(), x_NI)
+        return None
+
+
+PLAIN = Products()
+
+
 class Path(NamedTuple):
-    """How a weight's matmul meets the stream: what is done to its input, and to its output."""
+    """How a weight's matmul meets the stream: what is done to its input, and to its output; and how it is made."""
 
     enter: Exchange = WHOLE
     leave: Exchange = WHOLE
+    products: Products = PLAIN
 
 
 class _Linear(torch.autograd.Function):
@@ -152,17 +196,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         (x,) = ctx.saved_tensors
         path, weights, biases = ctx.path, ctx.parameters[: ctx.count], ctx.parameters[ctx.count :]
-        x_NI = path.enter.gather(x)
-        dys = [path.leave.gather(grad) for grad in grads]
-
-        def product(rows: Rows) -> Tensor:
-            dx_NI = dys[0].rows(rows) @ weights[0]
-            for dy, w in zip(dys[1:], weights[1:], strict=True):
-                dx_NI.addmm_(dy.rows(rows), w)
-            return dx_NI
-
-        dx = path.enter.reduce(product, dys[0].order)
-        dw = [_weight_gradient(ctx.sink, w, dy.all().t(), x_NI.all()) for w, dy in zip(weights, dys, strict=True)]
+        products = path.products
+        x_NI = products.input(path.enter.gather(x))
+        dys = [products.gradient(path.leave.gather(grad)) for grad in grads]
+        factors = [products.weight(w, backward=True) for w in weights]
+        dx = path.enter.reduce(
+            lambda rows: products.input_gradient([dy.rows(rows) for dy in dys], factors), dys[0].order
+        )
+        dw = [products.weight_gradient(ctx.sink, w, dy.all(), x_NI.all()) for w, dy in zip(weights, dys, strict=True)]
         db = [None if b is None else g.flatten(0, -2).sum(0) for b, g in zip(biases, grads, strict=True)]
         return None, None, None, dx().view_as(x), None, *dw, *db
 
@@ -171,24 +212,18 @@ def _outputs(
     path: Path, x: Tensor, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter | None]
 ) -> tuple[Tensor, ...]:
     """x @ w.T + b of each, in the stream's tokens."""
-    if path.enter is WHOLE and path.leave is WHOLE:
+    products = path.products
+    if path == Path():
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
-    x_NI = path.enter.gather(x)
-    outs = [path.leave.reduce(lambda rows, w=w: x_NI.rows(rows) @ w.t(), x_NI.order) for w in weights]
+    x_NI = products.input(path.enter.gather(x))
+    factors = [products.weight(w, backward=False) for w in weights]
+    outs = [path.leave.reduce(lambda rows, w=w: products.output(x_NI.rows(rows), w), x_NI.order) for w in factors]
     shape = path.leave.outside(path.enter.inside(x.shape[:-1]))
     return tuple(_add(out(), b).view(*shape, -1) for out, b in zip(outs, biases, strict=True))
 
 
 def _add(y_NO: Tensor, bias_O: Tensor | None) -> Tensor:
     return y_NO if bias_O is None else y_NO.add_(bias_O)
-
-
-def _weight_gradient(sink: Gradients | None, w: nn.Parameter, a: Tensor, b: Tensor) -> Tensor | None:
-    """a @ b into the sink, or for autograd."""
-    if sink is None:
-        return a @ b
-    sink.add_product(w, a, b)
-    return None
 
 
 class _Embedding(torch.autograd.Function):
@@ -263,6 +298,7 @@ class WeightOps:
         sink: where matrices' gradients go; None: to autograd (inside a compiled graph nothing is written past it).
         path_of: parameter -> its path.
         keep: has the outputs of some matmuls when their block is run again.
+        products: how the blocks' matmuls are made.
     """
 
     def __init__(
@@ -270,11 +306,13 @@ class WeightOps:
         sink: Gradients | None,
         path_of: Callable[[nn.Parameter], Path] = lambda weight: Path(),
         keep: Keep | None = None,
+        products: Products = PLAIN,
     ):
-        self.sink, self.path_of, self.keep = sink, path_of, keep or Keep()
+        self.sink, self.path_of, self.keep, self.products = sink, path_of, keep or Keep(), products
 
     def linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        path, recall = self.path_of(weights[0]), partial(self.keep, self.keep.op_of.get(weights[0]))
+        path = self.path_of(weights[0])._replace(products=self.products)
+        recall = partial(self.keep, self.keep.op_of.get(weights[0]))
         return _Linear.apply(self.sink, path, recall, x, len(weights), *weights, *biases)
 
     def embedding(self, tokens: Tensor, weight: Tensor, path: Path | None = None, held: range | None = None) -> Tensor:
@@ -289,10 +327,10 @@ class WeightOps:
         return _HeadLoss.apply(self.sink, vocabulary, x, weight, labels, scale, chunk, wanted)
 
 
-def direct_ops(gradients: Gradients, keep: Keep | None = None) -> Ops:
-    """The model's ops on one device, with weight gradients through `gradients`, and for blocks that are run again what
-    `keep` has of them."""
+def direct_ops(gradients: Gradients, keep: Keep | None = None, products: Products = PLAIN) -> Ops:
+    """The model's ops on one device, with weight gradients through `gradients`, for blocks that are run again what
+    `keep` has of them, and matmuls as `products` makes them."""
     keep = keep or Keep()
-    ops = WeightOps(gradients, keep=keep)
+    ops = WeightOps(gradients, keep=keep, products=products)
     core = lambda q, k, v, ctx: attend(q, k, v, ctx.scores, keep.of("core"))
     return Ops(linear=ops.linear, embedding=ops.embedding, core=core, head_loss=ops.head_loss)
