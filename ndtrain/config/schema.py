@@ -87,8 +87,8 @@ class TrainConfig:
 @dataclass
 class PrecisionConfig:
     params: str = "fp32"  # master weights, moments and gradients: fp32 | fp64
-    # matmuls and activations: fp64 | fp32 | bf16 | fp8 (the blocks' weight matmuls in fp8, all else as bf16; how it rounds
-    # makes gradients differ from mesh to mesh by some percent, less than from those of bf16)
+    # matmuls and activations: fp64 | fp32 | bf16 | fp8 (the blocks' weight matmuls in fp8, all else as bf16; rounding
+    # makes its gradients differ from mesh to mesh by some percent, less than from those of bf16)
     compute: str = "fp32"
 
 
