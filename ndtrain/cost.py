@@ -111,13 +111,22 @@ def hardware_flops_per_token(m: ModelConfig, seq_len: int, spared: Sequence[froz
 
 
 def state_bytes(
-    n_params: int, shard: int, zero: int, compute_bytes: int, master_bytes: int = 4, shared: bool = False
+    n_params: int,
+    shard: int,
+    zero: int,
+    compute_bytes: int,
+    master_bytes: int = 4,
+    shared: bool = False,
+    moment_bytes: int | None = None,
+    offload: bool = False,
 ) -> int:
     """Bytes a rank holds between steps in parameters, gradients, master weights and two moments.
 
     With N parameters cut over n ranks, c bytes of compute and m of master precision (gradients are kept in the
-    latter): zero 1 holds N (c + m) + 3 m N/n, zero 2 N c + 4 m N/n, zero 3 4 m N/n. The blocks that zero 3 gathers
-    during a step, at most two, come on top. The flat buffer is padded to n equal shards, hence N/n is rounded up.
+    latter) and s = m + two moments (3 m, unless `moment_bytes` says otherwise): zero 1 holds N (c + m) + s N/n, zero 2
+    N c + (m + s) N/n, zero 3 (m + s) N/n. The blocks that zero 3 gathers during a step, at most two, come on top. The
+    flat buffer is padded to n equal shards, hence N/n is rounded up. Offloaded, s N/n lies in host memory
+    (`offloaded_bytes`), and zero 3 holds c N/n in its place.
 
     Args:
         n_params: this rank's parameters after the tp and pp cuts.
@@ -127,18 +136,30 @@ def state_bytes(
         master_bytes: bytes an element of the master precision.
         shared: compute and master are one dtype, and the rank's slice of the compute copy is its master: zero 1 and 2
             then hold m N/n less.
+        moment_bytes: bytes an element of a moment; None: as the master.
+        offload: master and moments are in host memory.
 
     Raises:
-        ValueError: no such zero stage, or `shared` between dtypes of unequal size.
+        ValueError: no such zero stage, or `shared` between dtypes of unequal size or with an offloaded master.
     """
     if zero not in (1, 2, 3):
         raise ValueError(f"zero={zero}: must be 1, 2 or 3")
-    if shared and compute_bytes != master_bytes:
-        raise ValueError(f"a slice of {compute_bytes}-byte elements cannot be the {master_bytes}-byte master")
+    if shared and (compute_bytes != master_bytes or offload):
+        where = " in host memory" if offload else ""
+        raise ValueError(f"a slice of {compute_bytes}-byte elements cannot be the {master_bytes}-byte master{where}")
     piece = -(-n_params // shard)
     whole = piece * shard
+    state = 0 if offload else offloaded_bytes(n_params, shard, master_bytes, moment_bytes)
     if zero == 3:
-        return 4 * master_bytes * piece
-    slices = 2 if shared else 3  # the moments, and the master where it is a copy of its own
+        return master_bytes * piece + (compute_bytes * piece if offload else state)
+    if shared:
+        state -= master_bytes * piece
     gradients = whole if zero == 1 else piece
-    return compute_bytes * whole + master_bytes * (gradients + slices * piece)
+    return compute_bytes * whole + master_bytes * gradients + state
+
+
+def offloaded_bytes(n_params: int, shard: int, master_bytes: int = 4, moment_bytes: int | None = None) -> int:
+    """Bytes of master weights and two moments of a rank's shard, as `state_bytes` names its sizes. Where they are in
+    host memory, what copies pass through there comes on top: twice the largest unit's gradient and weights."""
+    moment = master_bytes if moment_bytes is None else moment_bytes
+    return (master_bytes + 2 * moment) * -(-n_params // shard)

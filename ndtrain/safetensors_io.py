@@ -75,17 +75,17 @@ class PlannedFile:
     header: bytes
     offsets: dict[str, int]  # tensor -> first byte in the file
     size: int
-    dtype: torch.dtype
 
 
-def plan_files(
-    stem: str, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int
-) -> list[PlannedFile]:
-    """Splits tensors, in order, over `stem.safetensors` or `stem-00001-of-0000N.safetensors` of at most `max_bytes`
-    each (a larger tensor gets a file of its own)."""
+Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, dtype
+
+
+def plan_files(stem: str, tensors: Described, max_bytes: int) -> list[PlannedFile]:
+    """Splits tensors, the widest dtype first (so that all are aligned) and else in order, over `stem.safetensors` or
+    `stem-00001-of-0000N.safetensors` of at most `max_bytes` each (a larger tensor gets a file of its own)."""
     groups: list[list[str]] = [[]]
     room = max_bytes
-    for name, shape in tensors.items():
+    for name, (shape, dtype) in sorted(tensors.items(), key=lambda t: -t[1][1].itemsize):
         need = math.prod(shape) * dtype.itemsize
         if groups[-1] and need > room:
             groups.append([])
@@ -94,20 +94,20 @@ def plan_files(
         room -= need
     n = len(groups)
     names = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
-    return [_plan(file, {t: tensors[t] for t in g}, dtype) for file, g in zip(names, groups, strict=True)]
+    return [_plan(file, {t: tensors[t] for t in g}) for file, g in zip(names, groups, strict=True)]
 
 
-def _plan(file: str, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> PlannedFile:
+def _plan(file: str, tensors: Described) -> PlannedFile:
     entries: dict = {"__metadata__": {"format": "pt"}}
     offsets, at = {}, 0
-    for name, shape in tensors.items():
+    for name, (shape, dtype) in tensors.items():
         end = at + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         offsets[name], at = at, end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin on 8-byte boundaries
     header = len(text).to_bytes(8, "little") + text
-    return PlannedFile(file, header, {n: len(header) + o for n, o in offsets.items()}, len(header) + at, dtype)
+    return PlannedFile(file, header, {n: len(header) + o for n, o in offsets.items()}, len(header) + at)
 
 
 def index_json(files: list[PlannedFile]) -> dict:

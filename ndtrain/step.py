@@ -243,7 +243,7 @@ class TrainingStep:
         verdict = self.optimizer.judge(loss_share)
         lr = learning_rate(self.cfg.optim, step, self.cfg.train.steps)
         self.optimizer.step(step, lr, verdict)
-        self.stages.units.weights_changed()
+        self.stages.units.weights_changed(published=True)
         rows, flight = all_gather_row(upload(signals(), self.mesh.device), self.mesh.world)
         result = Readback(flight, torch.stack([verdict.loss, verdict.norm, verdict.finite.double()]), rows)
         tokens = self.cfg.train.global_batch * self.cfg.train.seq_len

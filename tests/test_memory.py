@@ -74,6 +74,23 @@ def test_bytes_a_rank(n, zero, precision):
         assert rank["held"] + rank["height"] <= 1.03 * (expected + activations(precision) + two_blocks)
 
 
+SAVINGS = {
+    "bf16-moments": (["optim.state_dtype=bf16"], {"moment_bytes": 2}),
+    "offload": (["optim.offload=true"], {"offload": True}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", SAVINGS)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2])
+def test_bytes_a_rank_saves(n, zero, how):
+    overrides, formula = SAVINGS[how]
+    common = [f"mesh.zero={zero}", "mesh.fsdp=-1", "precision.compute=bf16"]
+    for rank in run_ranks(measure, n, [*common, *overrides]):
+        assert rank["held"] == pytest.approx(state_bytes(rank["numel"], n, zero, 2, **formula), rel=0.03)
+
+
 LONG = [
     "model.num_hidden_layers=12", "train.seq_len=1024", "train.micro_batch=1", "mesh.zero=1", "train.global_batch=1",
 ]  # fmt: skip

@@ -163,7 +163,7 @@ def indices(rows: Rows) -> Tensor:
 def test_rows_written_read_and_cut(block, most, dtype, tmp_path_factory):
     n, rows = block
     data = torch.arange(1, rows.numel + 1).to(dtype)
-    (plan,) = plan_files("file", {"before": (3,), "x": (n,)}, dtype, 10**6)
+    (plan,) = plan_files("file", {"before": ((3,), dtype), "x": ((n,), dtype)}, 10**6)
     path = tmp_path_factory.getbasetemp() / "rows.safetensors"
     create(path, plan)
     with open(path, "r+b") as f:

@@ -15,7 +15,7 @@ from ndtrain.checkpoint.checksum import checksum
 from ndtrain.config import Config, ConfigError
 from ndtrain.layout import REPLICA_AXES, TensorLayout, even_cut
 from ndtrain.mesh import Mesh
-from ndtrain.parallel.apply import DTYPES, Stages
+from ndtrain.parallel.apply import DTYPES, Stages, moments_dtype
 from ndtrain.parallel.fsdp import Unit
 from ndtrain.safetensors_io import DamagedFile, PlannedFile, Reader, Rows, plan_files
 
@@ -27,6 +27,7 @@ PARTS: Parts = {
     "optimizer": (("exp_avg.", "exp_avg"), ("exp_avg_sq.", "exp_avg_sq")),
 }
 AVERAGE = ("ema.", "ema")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # the buffers in `optim.state_dtype`
 BLOCK = 2 << 20  # bytes worked on at one time: they stay in the cache from reading to checksum to writing
 AHEAD = 16  # blocks that the disk is asked for before they are read
 
@@ -124,13 +125,13 @@ def rows_of(tensor: TensorLayout, start: int, stop: int) -> Iterator[Rows]:
 def plans_of(stages: Stages, cfg: Config) -> dict[str, list[PlannedFile]]:
     """The files of a checkpoint by their stem; the same on every mesh."""
     shapes = {name: stages.layouts[name].shape for name in stages.layouts.names()}
-    dtype = DTYPES[cfg.precision.params]
-    return {
-        stem: plan_files(
-            stem, {p + n: s for p, _ in parts for n, s in shapes.items()}, dtype, cfg.checkpoint.max_file_bytes
-        )
-        for stem, parts in parts_of(cfg.optim.ema is not None).items()
-    }
+    master, moments = DTYPES[cfg.precision.params], moments_dtype(cfg)
+    found = {}
+    for stem, parts in parts_of(cfg.optim.ema is not None).items():
+        of_part = [(prefix, moments if buffer in MOMENTS else master) for prefix, buffer in parts]
+        described = {prefix + name: (shape, dtype) for prefix, dtype in of_part for name, shape in shapes.items()}
+        found[stem] = plan_files(stem, described, cfg.checkpoint.max_file_bytes)
+    return found
 
 
 def names(plans: dict[str, list[PlannedFile]]) -> list[str]:
@@ -144,7 +145,7 @@ def names(plans: dict[str, list[PlannedFile]]) -> list[str]:
 def read_into(
     stages: Stages, mesh: Mesh, reader: Reader, parts, sums: Tensor | None = None, rows: dict[str, int] | None = None
 ) -> None:
-    """Fills this rank's elements, converted to master precision.
+    """Fills this rank's elements, converted to the precision they are held in.
 
     Args:
         parts: (tensor-name prefix, which buffer of a unit) to fill.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from ndtrain.checkpoint.saving import Extras, Writer
 from ndtrain.config import Config
 from ndtrain.mesh import Mesh
 from ndtrain.parallel.apply import Stages
+from ndtrain.safetensors_io import bytes_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Saver:
 
     def __init__(self, folder: Path, stages: Stages, mesh: Mesh, cfg: Config, extras: Extras = lambda folder: None):
         self._writer = Writer(folder, stages, mesh, cfg, extras)
-        self._snapshot = _Snapshot(self._writer.live, mesh.device) if cfg.checkpoint.async_save else None
+        self._snapshot = _Snapshot(self._writer.live) if cfg.checkpoint.async_save else None
         self._flight: Future[Saved] | None = None
         self._blocked = 0.0  # seconds that training has waited for the save under way
         self._hook: RemovableHandle | None = None
@@ -131,15 +133,18 @@ class _Snapshot:
         made: set when what was copied may change.
     """
 
-    def __init__(self, live: Sequence[Tensor], device: torch.device):
-        self._cuda = device.type == "cuda"
-        self._live = _joined(live)
+    def __init__(self, live: Sequence[Tensor]):
+        self._cuda = any(x.is_cuda for x in live)  # what is offloaded is in host memory already
+        self._live, self._spans, self._host = [], [], []
         self.made = threading.Event()
-        # filled, so that the kernel hands the pages out now and not in the first copy
-        dtype = live[0].dtype if live else None
-        buffer = torch.empty(sum(x.numel() for x in live), dtype=dtype, pin_memory=self._cuda).zero_()
-        self._spans = buffer.split([x.numel() for x in self._live]) if live else []
-        self._host = buffer.split([x.numel() for x in live]) if live else []
+        for dtype, found in groupby(live, key=lambda x: x.dtype):
+            same = list(found)
+            joined = _joined(same)
+            # filled, so that the kernel hands the pages out now and not in the first copy
+            buffer = torch.empty(sum(x.numel() for x in same), dtype=dtype, pin_memory=self._cuda).zero_()
+            self._live += joined
+            self._spans += buffer.split([x.numel() for x in joined])
+            self._host += buffer.split([x.numel() for x in same])
 
     def begin(self) -> Callable[[], Sequence[Tensor]]:
         """Returns what makes the copy, or waits for it, and gives it: on a CPU that copies; on CUDA the copy is queued
@@ -165,7 +170,7 @@ class _Snapshot:
             if self._cuda:
                 span.copy_(live, non_blocking=True)
             else:
-                np.copyto(span.numpy(), live.detach().numpy())  # memcpy: of large spans twice as fast as PyTorch's
+                np.copyto(bytes_of(span), bytes_of(live))  # memcpy: of large spans twice as fast as PyTorch's
 
 
 def _joined(live: Sequence[Tensor]) -> list[Tensor]:

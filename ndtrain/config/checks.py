@@ -10,7 +10,7 @@ from ndtrain.config.schema import AXES, Config, ConfigError, DataConfig, ModelCo
 
 _CHOICES = {
     "precision.params": ("fp32", "fp64"),
-    "precision.compute": ("fp64", "fp32", "bf16"),
+    "precision.compute": ("fp64", "fp32", "bf16", "fp8"),
     "schedule.name": schedules.NAMES,
     "recompute.name": ("none", "full", "selective", "every", "budget"),
     "optim.name": ("adamw",),
@@ -69,6 +69,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_rules(cfg.layout.rules)
     _check_tp(cfg)
     _resolve_cp(cfg)
+    _check_precision(cfg)
     _resolve_recompute(cfg)
     _check_kernel(cfg)
     return cfg
@@ -349,14 +350,44 @@ def _check_train(cfg: Config) -> None:
         f"optim.warmup={optim.warmup} must be less than the {length} steps of the schedule "
         "(optim.decay_steps, or train.steps)",
     )
+
+
+def _check_precision(cfg: Config) -> None:
+    p, moments = cfg.precision, cfg.optim.state_dtype
+    _require(p.params == "fp64" or p.compute != "fp64", "precision.compute=fp64 needs precision.params=fp64")
     _require(
-        not (cfg.precision.params == "fp32" and cfg.precision.compute == "fp64"),
-        "precision.compute=fp64 needs precision.params=fp64",
-    )
-    _require(
-        not (cfg.precision.params == "fp64" and cfg.precision.compute == "bf16"),
+        p.params == "fp32" or p.compute in ("fp64", "fp32"),
         "precision.params=fp64 goes with precision.compute=fp64 or fp32",
     )
+    _require(moments in (None, "fp32", "bf16"), f"optim.state_dtype={moments}: no such choice; known: null, fp32, bf16")
+    _require(
+        moments is None or p.params == "fp32",
+        f"optim.state_dtype={moments} needs precision.params=fp32: set it to null with precision.params=fp64",
+    )
+    if p.compute == "fp8":
+        _check_fp8(cfg)
+
+
+_FP8_MULTIPLE = 16  # of every size of a matmul in fp8
+
+
+def _check_fp8(cfg: Config) -> None:
+    m, mesh, rules = cfg.model, cfg.mesh, cfg.layout.rules
+    tp = lambda dim: mesh.tp if rules.get(dim) else 1
+    heads, kv_heads = m.num_attention_heads // tp("heads"), max(1, m.num_key_value_heads // tp("kv_heads"))
+    sizes = {
+        "model.hidden_size": m.hidden_size,
+        "model.intermediate_size / mesh.tp": m.intermediate_size // tp("mlp"),
+        "model.num_attention_heads x head_dim / mesh.tp": heads * m.head_dim,
+        "model.num_key_value_heads x head_dim / mesh.tp": kv_heads * m.head_dim,
+        "train.micro_batch x train.seq_len / mesh.cp": cfg.train.micro_batch * cfg.train.seq_len // mesh.cp,
+    }
+    for key, size in sizes.items():
+        _require(
+            size % _FP8_MULTIPLE == 0,
+            f"{key} = {size} must be a multiple of {_FP8_MULTIPLE} with precision.compute=fp8: change it, or compute "
+            "in bf16",
+        )
 
 
 def check_data(data: DataConfig) -> None:

@@ -104,7 +104,9 @@ class TrainConfig:
 @dataclass
 class PrecisionConfig:
     params: str = "fp32"  # master weights, moments and gradients: fp32 | fp64
-    compute: str = "fp32"  # matmuls and activations: fp64 | fp32 | bf16
+    # matmuls and activations: fp64 | fp32 | bf16 | fp8 (the blocks' weight matmuls in fp8, all else as bf16; rounding
+    # makes its gradients differ from mesh to mesh by some percent, less than from those of bf16)
+    compute: str = "fp32"
 
 
 @dataclass
@@ -151,6 +153,8 @@ class OptimConfig:
     decay_steps: int | None = None  # null: train.steps
     wsd_decay: float = 0.2  # with schedule=wsd: the last fraction of decay_steps that decays
     ema: float | None = None  # decay of an average of the weights, which checkpoints then hold too
+    state_dtype: str | None = None  # the moments: null: as precision.params | fp32 | bf16 (rounded stochastically)
+    offload: bool = False  # master weights and moments in host memory, where the update then runs
 
 
 @dataclass

@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ndtrain.config import Config
+from ndtrain.config import Config, ConfigError
 from ndtrain.layout import CUT_AXIS, DATA_AXES, SHARD_AXES, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import unit_of
 from ndtrain.parallel.cp import cp_core
-from ndtrain.parallel.direct import Gradients, direct_ops
+from ndtrain.parallel.direct import PLAIN, Gradients, Products, WeightOps, direct_ops
 from ndtrain.parallel.dp import ReplicaReducer
+from ndtrain.parallel.fp8 import Fp8Products, multiplies_fp8
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.parallel.pp import Placement, TiedReducer
@@ -22,7 +23,13 @@ from ndtrain.parallel.recompute import Keep, op_of
 from ndtrain.parallel.tp import CopyReducer, TensorParallel
 from ndtrain.sequence import SequenceCut
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+# of weights and activations: with fp8 only matmuls are narrower
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+
+
+def moments_dtype(cfg: Config) -> torch.dtype:
+    """That the optimizer's moments are held and saved in."""
+    return DTYPES[cfg.optim.state_dtype or cfg.precision.params]
 
 
 def layouts_of(cfg: Config, mesh: MeshSpec, rank: int, placement: Placement | None = None) -> Layouts:
@@ -107,6 +114,8 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         master=DTYPES[cfg.precision.params],
         device=mesh.device,
         ema=cfg.optim.ema is not None,
+        moments=moments_dtype(cfg),
+        offload=cfg.optim.offload,
     )
     cut, op_names = {}, {}
     for unit in units.units.values():
@@ -140,12 +149,28 @@ def _ops(
     cfg: Config, mesh: Mesh, cut: dict[nn.Parameter, TensorLayout], gradients: Gradients | None, keep: Keep
 ) -> Ops:
     """The model's calls as this mesh makes them: cp replaces the core, tp those over weights."""
-    ops = direct_ops(gradients, keep) if gradients else Ops()
+    products = _products(cfg, mesh)
+    if gradients:
+        ops = direct_ops(gradients, keep, products)
+    else:
+        ops = Ops() if products is PLAIN else Ops(linear=WeightOps(None, products=products).linear)
     if cfg.mesh.cp > 1:
         ops = replace(ops, core=cp_core(sequence_cut(cfg), mesh.group("cp"), mesh.index("cp"), keep=keep))
     if cfg.mesh.tp > 1:
-        ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.train.micro_batch, cfg.tp, keep).over(ops)
+        ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.train.micro_batch, cfg.tp, keep, products).over(ops)
     return ops
+
+
+def _products(cfg: Config, mesh: Mesh) -> Products:
+    """How the blocks' matmuls are made."""
+    if cfg.precision.compute != "fp8":
+        return PLAIN
+    if mesh.device.type == "cuda" and not multiplies_fp8("cuda"):
+        raise ConfigError(
+            f"precision.compute=fp8: {torch.cuda.get_device_name(mesh.device)} has no fp8 matmuls (compute capability "
+            "8.9 and up has): compute in bf16"
+        )
+    return Fp8Products()
 
 
 def initialise(stages: Stages, cfg: Config, draw: Callable = standard_normal) -> None:

@@ -147,7 +147,7 @@ def _useful(options: Sequence[Choice], sizes: BlockSizes, cost: Callable[[Choice
 def rerun_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
     """The cost of a block's second run in FLOPs a token: those of its matmuls and attention, and for what lies between
     them as many as the device could do while it reads and writes the values."""
-    width = {"fp64": 8, "fp32": 4, "bf16": 2}[cfg.precision.compute]
+    width = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}[cfg.precision.compute]
     between = elementwise_values(cfg.model) * width * _FLOPS_A_BYTE.get(device, _FLOPS_A_BYTE["cpu"])
     ops = lambda choice: rerun_flops(cfg.model, cfg.train.seq_len, choice | {LAST})
     return lambda choice: 0 if choice is None else ops(choice) + between

@@ -12,7 +12,7 @@ Shape legend: N tokens, I in, O out, E hidden_size, V vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,15 @@ class Gradients:
             self._later.append(partial(self.add_product, p, a, b))
             return
         add_product(p.grad, a, b, fresh=self._take(p))
+
+    def add_made(self, p: nn.Parameter, make: Callable[[], Tensor]) -> None:
+        """p.grad += make()"""
+        if self._later is not None:
+            self._later.append(partial(self.add_made, p, make))
+        elif self._take(p):
+            p.grad.copy_(make())
+        else:
+            p.grad.add_(make())
 
     def add_rows(self, p: nn.Parameter, index_N: Tensor, rows_NE: Tensor) -> None:
         """p.grad[index] += rows, in a fixed order."""
@@ -126,14 +135,49 @@ class Exchange:
 WHOLE = Exchange()
 
 
+class Products:
+    """The matmuls of y = x @ w.T and of its gradients, and what becomes of their factors before: here nothing."""
+
+    def input(self, x: Gathered) -> Gathered:
+        return x
+
+    def gradient(self, dy: Gathered) -> Gathered:
+        return dy
+
+    def weight(self, w_OI: Tensor, backward: bool) -> Any:
+        """As `output` takes it; or, backward, `input_gradient`."""
+        return w_OI
+
+    def output(self, x_NI: Any, w_OI: Any) -> Tensor:
+        return x_NI @ w_OI.t()
+
+    def input_gradient(self, dys: Sequence[Any], weights: Sequence[Any]) -> Tensor:
+        """The sum of dy_NO @ w_OI, [N, I]."""
+        dx_NI = dys[0] @ weights[0]
+        for dy, w in zip(dys[1:], weights[1:], strict=True):
+            dx_NI.addmm_(dy, w)
+        return dx_NI
+
+    def weight_gradient(self, sink: Gradients | None, w: nn.Parameter, dy_NO: Any, x_NI: Any) -> Tensor | None:
+        """dy.T @ x into the sink, or for autograd."""
+        if sink is None:
+            return dy_NO.t() @ x_NI
+        sink.add_product(w, dy_NO.t(), x_NI)
+        return None
+
+
+PLAIN = Products()
+
+
 class Path(NamedTuple):
-    """How a weight's matmul meets the stream: what is done to its input, and to its output."""
+    """How a weight's matmul meets the stream: what is done to its input, and to its output; and how it is made."""
 
     enter: Exchange = WHOLE
     leave: Exchange = WHOLE
+    products: Products = PLAIN
 
 
-PLAIN = Path()
+DIRECT = Path()
 
 
 class _Linear(torch.autograd.Function):
@@ -153,54 +197,39 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (x,) = ctx.saved_tensors
-        sink, path, weights = ctx.sink, ctx.path, ctx.weights
-        if path == PLAIN:
-            x_NI, dys_NO = _rows(x), [_rows(grad) for grad in grads]
-            dx_NI = _input_gradient(dys_NO, weights)
+        sink, path, weights, products = ctx.sink, ctx.path, ctx.weights, ctx.path.products
+        if path == DIRECT:
+            x_NI, dys_NO = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+            dx_NI = products.input_gradient(dys_NO, weights)
             dx = lambda: dx_NI
         else:
-            gathered, dys = path.enter.gather(x), [path.leave.gather(grad) for grad in grads]
-            dx = path.enter.reduce(lambda rows: _input_gradient([dy.rows(rows) for dy in dys], weights), dys[0].order)
+            gathered = products.input(path.enter.gather(x))
+            dys = [products.gradient(path.leave.gather(grad)) for grad in grads]
+            factors = [products.weight(w, backward=True) for w in weights]
+            produce = lambda rows: products.input_gradient([dy.rows(rows) for dy in dys], factors)
+            dx = path.enter.reduce(produce, dys[0].order)
             x_NI, dys_NO = gathered.all(), [dy.all() for dy in dys]
-        dw = [_weight_gradient(sink, w, dy.t(), x_NI) for w, dy in zip(weights, dys_NO, strict=True)]
+        dw = [products.weight_gradient(sink, w, dy, x_NI) for w, dy in zip(weights, dys_NO, strict=True)]
         db = [None if b is None else g.flatten(0, -2).sum(0) for b, g in zip(ctx.biases, grads, strict=True)]
         return None, None, None, dx().view(x.shape), None, *(() if sink else dw), *db
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.flatten(0, -2)
-
-
-def _input_gradient(dys_NO: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The sum of dy @ w."""
-    dx_NI = dys_NO[0] @ weights[0]
-    for dy_NO, w in zip(dys_NO[1:], weights[1:], strict=True):
-        dx_NI.addmm_(dy_NO, w)
-    return dx_NI
 
 
 def _outputs(
     path: Path, x: Tensor, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter | None]
 ) -> tuple[Tensor, ...]:
     """x @ w.T + b of each, in the stream's tokens."""
-    if path == PLAIN:
+    if path == DIRECT:
         return tuple([F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)])
-    x_NI = path.enter.gather(x)
-    outs = [path.leave.reduce(lambda rows, w=w: x_NI.rows(rows) @ w.t(), x_NI.order) for w in weights]
+    products = path.products
+    x_NI = products.input(path.enter.gather(x))
+    factors = [products.weight(w, backward=False) for w in weights]
+    outs = [path.leave.reduce(lambda rows, w=w: products.output(x_NI.rows(rows), w), x_NI.order) for w in factors]
     shape = path.leave.outside(path.enter.inside(x.shape[:-1]))
     return tuple(_add(out(), b).view(*shape, -1) for out, b in zip(outs, biases, strict=True))
 
 
 def _add(y_NO: Tensor, bias_O: Tensor | None) -> Tensor:
     return y_NO if bias_O is None else y_NO.add_(bias_O)
-
-
-def _weight_gradient(sink: Gradients | None, w: nn.Parameter, a: Tensor, b: Tensor) -> Tensor | None:
-    """a @ b into the sink, or for autograd."""
-    if sink is None:
-        return a @ b
-    sink.add_product(w, a, b)
-    return None
 
 
 class _Embedding(torch.autograd.Function):
@@ -275,23 +304,27 @@ class WeightOps:
         sink: where matrices' gradients go; None: to autograd (inside a compiled graph nothing is written past it).
         path_of: parameter -> its path.
         keep: has the outputs of some matmuls when their block is run again.
+        products: how the blocks' matmuls are made.
     """
 
     def __init__(
         self,
         sink: Gradients | None,
-        path_of: Callable[[nn.Parameter], Path] = lambda weight: PLAIN,
+        path_of: Callable[[nn.Parameter], Path] = lambda weight: DIRECT,
         keep: Keep | None = None,
+        products: Products = PLAIN,
     ):
-        self.sink, self.path_of, self.keep = sink, path_of, keep or Keep()
+        self.sink, self.path_of, self.keep, self.products = sink, path_of, keep or Keep(), products
 
     def linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         path, recall = self.path_of(weights[0]), self.keep.of(self.keep.op_of.get(weights[0]))
+        if self.products is not PLAIN:
+            path = path._replace(products=self.products)
         tracked = biases if self.sink else (*weights, *biases)
         return _Linear.apply(self.sink, path, recall, x, weights, *tracked)
 
     def embedding(self, tokens: Tensor, weight: Tensor, path: Path | None = None, held: range | None = None) -> Tensor:
-        return _Embedding.apply(self.sink, path or PLAIN, tokens, weight, held)
+        return _Embedding.apply(self.sink, path or DIRECT, tokens, weight, held)
 
     def head_loss(
         self, x: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
@@ -302,10 +335,10 @@ class WeightOps:
         return _HeadLoss.apply(self.sink, vocabulary, x, weight, labels, scale, chunk, wanted)
 
 
-def direct_ops(gradients: Gradients, keep: Keep | None = None) -> Ops:
-    """The model's ops on one device, with weight gradients through `gradients`, and for blocks that are run again what
-    `keep` has of them."""
+def direct_ops(gradients: Gradients, keep: Keep | None = None, products: Products = PLAIN) -> Ops:
+    """The model's ops on one device, with weight gradients through `gradients`, for blocks that are run again what
+    `keep` has of them, and matmuls as `products` makes them."""
     keep = keep or Keep()
-    ops = WeightOps(gradients, keep=keep)
+    ops = WeightOps(gradients, keep=keep, products=products)
     core = lambda q, k, v, ctx: attend(q, k, v, ctx.scores, keep.of("core"))
     return Ops(linear=ops.linear, embedding=ops.embedding, core=core, head_loss=ops.head_loss)

@@ -9,7 +9,9 @@ With N local parameters, n ranks, c bytes of compute precision and 4-byte master
 | 3    | one or two units while they compute | 4 N / n | 12 N / n |
 
 Where compute and master precision are one dtype and parameters stay resident (zero 1 and 2, or n = 1), the rank's own
-piece of the compute copy *is* the master: 4 N / n less.
+piece of the compute copy *is* the master: 4 N / n less. With moments in bf16 (`optim.state_dtype`) the last column is
+8 N / n. With `optim.offload` it lies in host memory, and a rank's own weights stay on the device in compute precision:
+c N / n where zero is 3 and n > 1, else they are part of the parameters.
 
 The idea of sharding all state is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.02054).
 """
@@ -35,7 +37,9 @@ class Unit:
 
     Attributes:
         full: all local elements in compute precision; its storage is empty while a zero=3 unit is not in use.
-        master, exp_avg, exp_avg_sq, grad, ema: this rank's elements in master precision; ema: None unless asked for.
+        master, grad, ema: this rank's elements in master precision; ema: None unless asked for.
+        exp_avg, exp_avg_sq: their moments, in the precision of moments.
+        source: this rank's elements as they are gathered: the master, or where that is offloaded a copy on the device.
     """
 
     name: str
@@ -43,6 +47,7 @@ class Unit:
     parameters: dict[str, nn.Parameter]
     full: Tensor
     master: Tensor
+    source: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     grad: Tensor
@@ -65,6 +70,8 @@ class ShardedUnits:
         zero: 1, 2 or 3, as above.
         compute, master: dtypes.
         ema: whether there is an average of the weights.
+        moments: their dtype; None: as master.
+        offload: whether master, moments and average lie in host memory.
     """
 
     def __init__(
@@ -81,14 +88,17 @@ class ShardedUnits:
         master: torch.dtype,
         device: torch.device,
         ema: bool = False,
+        moments: torch.dtype | None = None,
+        offload: bool = False,
     ):
         self.group, self.index = group, index
         self.replicas, self.copies, self.ties, self.gradients = replicas, copies, ties, gradients
         parts = next(iter(layouts.values())).parts
-        self.keeps_full = zero < 3 or (parts == 1 and compute == master)
+        self.keeps_full = zero < 3 or (parts == 1 and (compute == master or offload))
         self.keeps_grad = zero == 1 or parts == 1
-        self.shares_master = self.keeps_full and compute == master
-        self.compute, self.master, self.device = compute, master, device
+        self.shares_master = self.keeps_full and compute == master and not offload
+        self.compute, self.master, self.moments, self.device = compute, master, moments or master, device
+        self.offload, self.state_device = offload, torch.device("cpu") if offload else device
         self._reductions: list[tuple[Unit, Tensor, Pending, bool]] = []
         self.units = self._allocate(layouts, ema)
 
@@ -105,11 +115,13 @@ class ShardedUnits:
         local = sum(f.numel for f in layouts.values())
         parts = next(iter(layouts.values())).parts
         empty = lambda n, dtype: torch.zeros(n, dtype=dtype, device=self.device)
+        state = lambda dtype: torch.zeros(local // parts, dtype=dtype, device=self.state_device)
         full = empty(local, self.compute) if self.keeps_full else None
-        master = None if self.shares_master else empty(local // parts, self.master)
+        master = None if self.shares_master else state(self.master)
+        source = empty(local // parts, self.compute) if self.offload and not self.keeps_full else master
         grad = empty(local if self.keeps_grad else local // parts, self.master)
-        exp_avg, exp_avg_sq = empty(local // parts, self.master), empty(local // parts, self.master)
-        average = empty(local // parts, self.master) if ema else None
+        exp_avg, exp_avg_sq = state(self.moments), state(self.moments)
+        average = state(self.master) if ema else None
         units, at, shard_at = {}, 0, 0
         for name, layout in layouts.items():
             start, stop = layout.bounds(self.index)
@@ -117,12 +129,14 @@ class ShardedUnits:
             unit_full = full[at : at + layout.numel] if self.keeps_full else empty(layout.numel, self.compute)
             grad_start = at + start if self.keeps_grad else shard_at
             span = slice(shard_at, shard_at + size)
+            own = unit_full.data[start:stop] if self.keeps_full else None
             units[name] = unit = Unit(
                 name=name,
                 layout=layout,
                 parameters=_parameters(unit_full, layout, self.master),
                 full=unit_full.data,  # a version counter of its own: a gather is no in-place change of a saved weight
-                master=unit_full.data[start:stop] if self.shares_master else master[span],
+                master=own if self.shares_master else master[span],
+                source=own if self.shares_master or (self.offload and self.keeps_full) else source[span],
                 exp_avg=exp_avg[span],
                 exp_avg_sq=exp_avg_sq[span],
                 grad=grad[grad_start : grad_start + size],
@@ -138,10 +152,12 @@ class ShardedUnits:
         return units
 
     def state_bytes(self) -> int:
-        """Bytes of parameters, gradients, master weights and moments this rank holds now (shared storage once)."""
+        """Bytes of parameters, gradients, master weights and moments this rank holds now (shared storage once); what is
+        offloaded is not among them."""
         storages = {}
         for unit in self.units.values():
-            for x in (unit.full, unit.master, unit.exp_avg, unit.exp_avg_sq, unit.grad, unit.full_grad, unit.ema):
+            state = () if self.offload else (unit.master, unit.exp_avg, unit.exp_avg_sq, unit.ema)
+            for x in (unit.full, unit.source, unit.grad, unit.full_grad, *state):
                 if x is not None:
                     storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return sum(storages.values())
@@ -155,7 +171,7 @@ class ShardedUnits:
             return
         if not self.keeps_full:
             _resize(unit.full, unit.layout.numel)
-        unit.gather = all_gather(unit.full, unit.master, self.group)
+        unit.gather = all_gather(unit.full, unit.source, self.group)
 
     def use(self, name: str) -> None:
         """The unit's weights are here when this returns."""
@@ -173,9 +189,12 @@ class ShardedUnits:
             _resize(unit.full, 0)
             unit.ready = False
 
-    def weights_changed(self) -> None:
-        """After an optimizer step or a load: what was gathered is stale."""
+    def weights_changed(self, published: bool = False) -> None:
+        """After an optimizer step or a load: what was gathered is stale. `published`: offloaded weights have been
+        brought to the device already."""
         for unit in self.units.values():
+            if self.offload and not published:
+                unit.source.copy_(unit.master)
             self.release(unit.name)
             unit.ready = False
 

@@ -37,7 +37,7 @@ from ndtrain.config import TPConfig
 from ndtrain.layout import CUT_AXIS, FlatLayout, TensorLayout, fair_cut
 from ndtrain.model import Ops
 from ndtrain.model.loss import LOCAL, Vocabulary
-from ndtrain.parallel.direct import Exchange, Gathered, Gradients, Path, Rows, WeightOps
+from ndtrain.parallel.direct import PLAIN, Exchange, Gathered, Gradients, Path, Products, Rows, WeightOps
 from ndtrain.parallel.recompute import Keep
 
 # ----------------------------------------------------------------------------------------------------- the exchanges
@@ -215,6 +215,7 @@ class TensorParallel:
         sink: where matrices' gradients go; None: to autograd.
         batch: sequences of a microbatch.
         keep: has the outputs of some matmuls when their block is run again.
+        products: how the blocks' matmuls are made.
     """
 
     def __init__(
@@ -225,13 +226,14 @@ class TensorParallel:
         batch: int,
         cfg: TPConfig,
         keep: Keep | None = None,
+        products: Products = PLAIN,
     ):
         self.cut, self.group, self.sequence_parallel = cut, group, cfg.sequence_parallel
         overlap = cfg.overlap
         self.exchange = (
             SequenceExchange(group, batch, overlap) if cfg.sequence_parallel else CopyExchange(group, overlap)
         )
-        self.ops = WeightOps(sink, self.path_of, keep)
+        self.ops = WeightOps(sink, self.path_of, keep, products)
         # what moves data cannot be part of a compiled graph: without a sink each call is a break in it
         self.eager = torch.compiler.disable if sink is None else lambda call: call
 

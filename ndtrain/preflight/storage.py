@@ -13,7 +13,7 @@ import numpy as np
 from ndtrain.checkpoint.shelf import list_checkpoints
 from ndtrain.config import Config
 from ndtrain.cost import parameter_count
-from ndtrain.parallel.apply import DTYPES
+from ndtrain.parallel.apply import DTYPES, moments_dtype
 from ndtrain.preflight.place import Found, Place
 from ndtrain.preflight.report import Ranks, Row, Status, bytes_of, per_second, slow, usual_rate
 
@@ -30,9 +30,9 @@ FULL = 0.9  # share of the free space above which there is a warning
 
 
 def checkpoint_bytes(cfg: Config) -> int:
-    """Of one checkpoint: weights, two moments and the average, if there is one, in master precision."""
-    kinds = 3 + (cfg.optim.ema is not None)
-    return kinds * parameter_count(cfg.model) * DTYPES[cfg.precision.params].itemsize
+    """Of one checkpoint: weights and the average, if there is one, in master precision, and two moments in theirs."""
+    masters = (1 + (cfg.optim.ema is not None)) * DTYPES[cfg.precision.params].itemsize
+    return (masters + 2 * moments_dtype(cfg).itemsize) * parameter_count(cfg.model)
 
 
 def planned_bytes(cfg: Config, folder: Path) -> int:

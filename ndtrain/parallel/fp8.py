@@ -1,0 +1,131 @@
+"""fp8: the blocks' weight matmuls over factors of 8 bits (Micikevicius et al., 2022, arXiv:2209.05433).
+
+|                 | factors                   | result                              |
+|-----------------|---------------------------|-------------------------------------|
+| output          | x e4m3, w e4m3            | bf16                                |
+| input gradient  | dy e5m2, w e4m3           | bf16                                |
+| weight gradient | dy e5m2, x e4m3           | fp32, added to the flat buffer      |
+
+Each factor is cast when it is used, with a scale of its own from its largest magnitude then, on the device. Scales are
+powers of two, so they move the range and not the digits: an element well inside the range becomes the same number under
+any of them. What a rank scales by the largest of its own part of a tensor agrees so with what another mesh makes of it,
+without a message, but for elements 2^-14 times as small as the largest.
+
+Shape legend: N tokens, I in, O out; of any matrix R rows, C columns.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ndtrain.parallel.direct import Gathered, Gradients, Products, Rows
+
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_TOP = {_E4M3: 9, _E5M2: 16}  # the largest number is 0.875 * 2^this
+_OUT = torch.bfloat16
+
+
+class Cast(NamedTuple):
+    """A matrix in fp8.
+
+    Attributes:
+        values: [R, C], row-major.
+        unit: what a one in it stands for, an fp32 scalar; NaN if something that was cast was not finite.
+    """
+
+    values: Tensor
+    unit: Tensor
+
+    def t(self) -> "Cast":
+        """[C, R], row-major."""
+        return Cast(self.values.t().contiguous(), self.unit)
+
+
+def cast(x_RC: Tensor, dtype: torch.dtype) -> Cast:
+    """To the nearest in `dtype`, scaled by the largest power of two that takes nothing beyond its range."""
+    largest = torch.linalg.vector_norm(x_RC, float("inf")).float()
+    fraction, exponent = torch.frexp(largest)
+    up = (_TOP[dtype] - exponent - (fraction > 0.875).int()).clamp(-126, 126)
+    unit = torch.where(largest.isfinite(), _power_of_two(-up), float("nan"))
+    return Cast((x_RC * _power_of_two(up)).to(dtype).contiguous(), unit)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2 to an int32 in [-126, 127], exactly."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def multiply(a_RC: Cast, b_KC: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """a @ b.T, [R, K] in `dtype`. `fast`: sums may be kept in fewer bits than fp32's, where the device can."""
+    if multiplies_fp8(a_RC.values.device.type):
+        factors, units = (a_RC.values, b_KC.values.t()), {"scale_a": a_RC.unit, "scale_b": b_KC.unit}
+        return torch._scaled_mm(*factors, **units, out_dtype=dtype, use_fast_accum=fast)
+    product = a_RC.values.float() @ b_KC.values.float().t()
+    return product.mul_(a_RC.unit).mul_(b_KC.unit).to(dtype)
+
+
+@cache
+def multiplies_fp8(device: str) -> bool:
+    """Whether matmuls of fp8 are to be had there. Not on a CPU: PyTorch's is a plain loop, a thousand times as slow as
+    the same product in fp32."""
+    if device == "cpu":
+        return False
+    unit = torch.ones((), device=device)
+    a, b = (torch.zeros(16, 16, device=device).to(dtype) for dtype in (_E5M2, _E4M3))
+    try:
+        torch._scaled_mm(a, b.t(), scale_a=unit, scale_b=unit, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Casts(Gathered):
+    """What is gathered, cast: each slice of rows once."""
+
+    def __init__(self, gathered: Gathered, dtype: torch.dtype):
+        self._gathered, self._dtype, self.order = gathered, dtype, gathered.order
+        self._n = max(rows.stop for rows in self.order)
+        self._made: dict[tuple[int, int], Cast] = {}
+
+    def rows(self, wanted: Rows) -> Cast:
+        start, stop, _ = wanted.indices(self._n)
+        if (start, stop) not in self._made:
+            x_NC = self._gathered.all() if stop - start == self._n else self._gathered.rows(wanted)
+            self._made[start, stop] = cast(x_NC, self._dtype)
+        return self._made[start, stop]
+
+    def all(self) -> Cast:
+        return self.rows(slice(None))
+
+
+class Fp8Products(Products):
+    """As `Products`, of factors in fp8."""
+
+    def input(self, x: Gathered) -> Gathered:
+        return _Casts(x, _E4M3)
+
+    def gradient(self, dy: Gathered) -> Gathered:
+        return _Casts(dy, _E5M2)
+
+    def weight(self, w_OI: Tensor, backward: bool) -> Cast:
+        w = cast(w_OI, _E4M3)
+        return w.t() if backward else w
+
+    def output(self, x_NI: Cast, w_OI: Cast) -> Tensor:
+        return multiply(x_NI, w_OI, _OUT, fast=True)
+
+    def input_gradient(self, dys: Sequence[Cast], weights: Sequence[Cast]) -> Tensor:
+        dx_NI = multiply(dys[0], weights[0], _OUT)
+        for dy_NO, w_IO in zip(dys[1:], weights[1:], strict=True):
+            dx_NI += multiply(dy_NO, w_IO, _OUT)
+        return dx_NI
+
+    def weight_gradient(self, sink: Gradients | None, w: nn.Parameter, dy_NO: Cast, x_NI: Cast) -> Tensor | None:
+        make = lambda: multiply(dy_NO.t(), x_NI.t(), torch.float32)
+        if sink is None:
+            return make()
+        sink.add_made(w, make)
+        return None
