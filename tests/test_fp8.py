@@ -12,8 +12,9 @@ from ndtrain.data import microbatches
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.parallel import fp8
 from ndtrain.parallel.apply import build_stages, initialise, sequence_cut
-from ndtrain.parallel.direct import Gathered, Gradients, Products
+from ndtrain.parallel.direct import Gathered, Products
 from ndtrain.parallel.fp8 import Fp8Products, cast, multiplies_fp8, multiply
+from ndtrain.parallel.gradients import Gradients
 from ndtrain.step import TrainingStep
 from tests.parity import train
 

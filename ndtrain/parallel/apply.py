@@ -13,10 +13,11 @@ from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_
 from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import unit_of
 from ndtrain.parallel.cp import cp_core
-from ndtrain.parallel.direct import PLAIN, Gradients, Products, WeightOps, direct_ops
+from ndtrain.parallel.direct import PLAIN, Products, WeightOps, direct_ops
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.fp8 import Fp8Products, multiplies_fp8
 from ndtrain.parallel.fsdp import ShardedUnits
+from ndtrain.parallel.gradients import Gradients
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.parallel.pp import Placement, TiedReducer
 from ndtrain.parallel.recompute import Keep, op_of

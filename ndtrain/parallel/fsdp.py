@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from ndtrain.collectives import Group, Pending, all_gather, reduce_scatter
 from ndtrain.layout import FlatLayout
-from ndtrain.parallel.direct import Gradients
 from ndtrain.parallel.dp import ReplicaReducer
+from ndtrain.parallel.gradients import Gradients
 from ndtrain.parallel.pp import TiedReducer
 from ndtrain.parallel.tp import CopyReducer
 

@@ -37,7 +37,8 @@ from ndtrain.config import TPConfig
 from ndtrain.layout import CUT_AXIS, FlatLayout, TensorLayout, fair_cut
 from ndtrain.model import Ops
 from ndtrain.model.loss import LOCAL, Vocabulary
-from ndtrain.parallel.direct import PLAIN, Exchange, Gathered, Gradients, Path, Products, Rows, WeightOps
+from ndtrain.parallel.direct import PLAIN, Exchange, Gathered, Path, Products, Rows, WeightOps
+from ndtrain.parallel.gradients import Gradients
 from ndtrain.parallel.recompute import Keep
 
 # ----------------------------------------------------------------------------------------------------- the exchanges
