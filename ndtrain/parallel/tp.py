@@ -212,19 +212,21 @@ class TensorParallel:
 
     Args:
         cut: each parameter with its layout.
-        sink: where matrices' gradients go; None: to autograd.
+        sink: where matrices' gradients go.
         batch: sequences of a microbatch.
         keep: has the outputs of some matmuls when their block is run again.
+        compiled: whether blocks are compiled; what moves data cannot be part of a graph, so each matmul breaks it.
     """
 
     def __init__(
         self,
         cut: Mapping[nn.Parameter, TensorLayout],
-        sink: Gradients | None,
+        sink: Gradients,
         group: dist.ProcessGroup,
         batch: int,
         cfg: TPConfig,
         keep: Keep | None = None,
+        compiled: bool = False,
     ):
         self.cut, self.group, self.sequence_parallel = cut, group, cfg.sequence_parallel
         overlap = cfg.overlap
@@ -232,13 +234,11 @@ class TensorParallel:
             SequenceExchange(group, batch, overlap) if cfg.sequence_parallel else CopyExchange(group, overlap)
         )
         self.ops = WeightOps(sink, self.path_of, keep)
-        # what moves data cannot be part of a compiled graph: without a sink each call is a break in it
-        self.eager = torch.compiler.disable if sink is None else lambda call: call
+        self.linear = torch.compiler.disable(self.ops.linear) if compiled else self.ops.linear
 
     def over(self, ops: Ops) -> Ops:
         """`ops` with every call over weights replaced."""
-        calls = {"linear": self.ops.linear, "embedding": self.embedding, "head_loss": self.head_loss}
-        return Ops(core=self.core(ops.core), **{name: self.eager(call) for name, call in calls.items()})
+        return Ops(self.linear, self.embedding, self.core(ops.core), self.head_loss)
 
     def path_of(self, weight: nn.Parameter) -> Path:
         """column, row, or, where no rule cuts it, a matmul on the stream's own tokens."""
