@@ -10,8 +10,9 @@ from ndtrain.config import Config, ConfigError
 from ndtrain.layout import CUT_AXIS, DATA_AXES, SHARD_AXES, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
+from ndtrain.model.attention import local_core
 from ndtrain.model.init import fill, standard_normal
-from ndtrain.model.transformer import unit_of
+from ndtrain.model.transformer import linear, unit_of
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.direct import PLAIN, Products, WeightOps, direct_ops
 from ndtrain.parallel.dp import ReplicaReducer
@@ -98,8 +99,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
     placement = Placement.of(cfg)
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
     compute = DTYPES[cfg.precision.compute]
-    # inside a compiled graph a gradient cannot be written past autograd
-    gradients = None if cfg.train.compile else Gradients()
+    gradients = Gradients()
     models = _models(cfg, placement, mesh.coords["pp"])
     names = _check_declared(models.values(), layouts)
     units = ShardedUnits(
@@ -110,6 +110,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         copies=CopyReducer({n: mesh.subgroup(CUT_AXIS, n) for n in _copies(layouts, names)}),
         ties=TiedReducer(mesh, _other_holder(layouts, names, mesh.coords["pp"])),
         gradients=gradients,
+        by_autograd=frozenset(unit_of(n) for n in names if ".layers." in n and _linear_in_graph(cfg)),
         zero=cfg.mesh.zero,
         compute=compute,
         master=DTYPES[cfg.precision.params],
@@ -137,6 +138,12 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
     return Stages(models, {s: m.segments() for s, m in models.items()}, units, layouts, placement, keep, attention)
 
 
+def _linear_in_graph(cfg: Config) -> bool:
+    """Whether the blocks' matmuls are part of compiled graphs, in which no gradient is written past autograd. (Those
+    that send something are not.)"""
+    return cfg.train.compile and cfg.mesh.tp == 1
+
+
 def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer]:
     """The stages of a pp coord, without memory."""
     with torch.device("meta"):
@@ -146,19 +153,17 @@ def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer
         }
 
 
-def _ops(
-    cfg: Config, mesh: Mesh, cut: dict[nn.Parameter, TensorLayout], gradients: Gradients | None, keep: Keep
-) -> Ops:
+def _ops(cfg: Config, mesh: Mesh, cut: dict[nn.Parameter, TensorLayout], gradients: Gradients, keep: Keep) -> Ops:
     """The model's calls as this mesh makes them: cp replaces the core, tp those over weights."""
-    products = _products(cfg, mesh)
-    if gradients:
-        ops = direct_ops(gradients, keep, products)
-    else:
-        ops = Ops() if products is PLAIN else Ops(linear=WeightOps(None, products=products).linear)
+    products, compiled = _products(cfg, mesh), cfg.train.compile
+    ops = direct_ops(gradients, keep, products)
+    if compiled:  # casts to fp8 stay outside the graphs
+        ops = replace(ops, linear=linear if products is PLAIN else torch.compiler.disable(ops.linear), core=local_core)
     if cfg.mesh.cp > 1:
         ops = replace(ops, core=cp_core(sequence_cut(cfg), mesh.group("cp"), mesh.index("cp"), keep=keep))
     if cfg.mesh.tp > 1:
-        ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.train.micro_batch, cfg.tp, keep, products).over(ops)
+        cut_ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.train.micro_batch, cfg.tp, keep, products)
+        ops = cut_ops.over(ops, compiled)
     return ops
 
 

@@ -66,7 +66,8 @@ class ShardedUnits:
         layouts: unit name -> flat layout, in model order.
         group, index: the ranks that cut the flat buffers between them, and this rank's place among them.
         replicas, copies, ties: sum what other ranks hold as well.
-        gradients: through which matrices' gradients come (`direct_ops`); None where autograd adds them all.
+        gradients: through which matrices' gradients come (`direct_ops`).
+        by_autograd: the units whose matrices' gradients autograd adds instead.
         zero: 1, 2 or 3, as above.
         compute, master: dtypes.
         ema: whether there is an average of the weights.
@@ -82,7 +83,8 @@ class ShardedUnits:
         replicas: ReplicaReducer,
         copies: CopyReducer,
         ties: TiedReducer,
-        gradients: Gradients | None,
+        gradients: Gradients,
+        by_autograd: frozenset[str],
         zero: int,
         compute: torch.dtype,
         master: torch.dtype,
@@ -92,7 +94,8 @@ class ShardedUnits:
         offload: bool = False,
     ):
         self.group, self.index = group, index
-        self.replicas, self.copies, self.ties, self.gradients = replicas, copies, ties, gradients
+        self.replicas, self.copies, self.ties = replicas, copies, ties
+        self.gradients, self.by_autograd = gradients, by_autograd
         parts = next(iter(layouts.values())).parts
         self.keeps_full = zero < 3 or (parts == 1 and (compute == master or offload))
         self.keeps_grad = zero == 1 or parts == 1
@@ -233,8 +236,7 @@ class ShardedUnits:
         if self.keeps_grad and not final:
             return
         unit = self.units[name]
-        if self.gradients:
-            self.gradients.close(unit.parameters.values())
+        self.gradients.close(unit.parameters.values())
         full, flight = unit.full_grad, reduce_scatter(unit.full_grad, self.group)
         if not self.keeps_grad:
             unit.full_grad = None  # the flight's alone: the unit's next backward opens another
@@ -269,9 +271,11 @@ class ShardedUnits:
     def _start_gradient(self, unit: Unit) -> None:
         """Matrices are overwritten by their first product; vectors, which autograd adds to, and the padding behind
         them become zero."""
-        unit.full_grad[unit.layout.decayed if self.gradients else 0 :].zero_()
-        if self.gradients:
-            self.gradients.open([p for p in unit.parameters.values() if p.ndim > 1])
+        if unit.name in self.by_autograd:
+            unit.full_grad.zero_()
+            return
+        unit.full_grad[unit.layout.decayed :].zero_()
+        self.gradients.open([p for p in unit.parameters.values() if p.ndim > 1])
 
     def _attach(self, unit: Unit) -> None:
         for t in unit.layout.tensors:

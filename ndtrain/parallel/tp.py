@@ -213,7 +213,7 @@ class TensorParallel:
 
     Args:
         cut: each parameter with its layout.
-        sink: where matrices' gradients go; None: to autograd.
+        sink: where matrices' gradients go.
         batch: sequences of a microbatch.
         keep: has the outputs of some matmuls when their block is run again.
         products: how the blocks' matmuls are made.
@@ -222,7 +222,7 @@ class TensorParallel:
     def __init__(
         self,
         cut: Mapping[nn.Parameter, TensorLayout],
-        sink: Gradients | None,
+        sink: Gradients,
         group: dist.ProcessGroup,
         batch: int,
         cfg: TPConfig,
@@ -235,13 +235,15 @@ class TensorParallel:
             SequenceExchange(group, batch, overlap) if cfg.sequence_parallel else CopyExchange(group, overlap)
         )
         self.ops = WeightOps(sink, self.path_of, keep, products)
-        # what moves data cannot be part of a compiled graph: without a sink each call is a break in it
-        self.eager = torch.compiler.disable if sink is None else lambda call: call
 
-    def over(self, ops: Ops) -> Ops:
-        """`ops` with every call over weights replaced."""
-        calls = {"linear": self.ops.linear, "embedding": self.embedding, "head_loss": self.head_loss}
-        return Ops(core=self.core(ops.core), **{name: self.eager(call) for name, call in calls.items()})
+    def over(self, ops: Ops, compiled: bool = False) -> Ops:
+        """`ops` with every call over weights replaced.
+
+        Args:
+            compiled: whether blocks are; what moves data cannot be part of a graph, so each matmul breaks it.
+        """
+        linear = torch.compiler.disable(self.ops.linear) if compiled else self.ops.linear
+        return Ops(linear, self.embedding, self.core(ops.core), self.head_loss)
 
     def path_of(self, weight: nn.Parameter) -> Path:
         """column, row, or, where no rule cuts it, a matmul on the stream's own tokens."""
