@@ -148,7 +148,8 @@ def _ops(
     if gradients:
         ops = direct_ops(gradients, keep, products)
     else:
-        ops = Ops() if products is PLAIN else Ops(linear=WeightOps(None, products=products).linear)
+        own = torch.compiler.disable(WeightOps(None, products=products).linear)  # casts stay outside the graphs
+        ops = Ops() if products is PLAIN else Ops(linear=own)
     if cfg.mesh.cp > 1:
         ops = replace(ops, core=cp_core(sequence_cut(cfg), mesh.group("cp"), mesh.index("cp"), keep=keep))
     if cfg.mesh.tp > 1:
