@@ -163,8 +163,8 @@ def test_gradients_over_a_mesh(mesh, one_process):
 
 @dataclass
 class Chain:
-    """In place of a corpus: a sequence's first token says which follows which in it, so embedding and head alone, without
-    the blocks, are to learn little."""
+    """In place of a corpus: a sequence's first token says which follows which in it, so that embedding and head alone,
+    without the blocks, learn little."""
 
     cfg: Config
 
@@ -183,12 +183,7 @@ LEARNING = ["train.seq_len=16", "train.global_batch=16", "optim.lr=5e-3", "optim
 
 def losses(precision: str, steps: int) -> np.ndarray:
     """Of each step of a training in one process."""
-    cfg = resolve(
-        load_config(
-            [*MODEL, "optim.warmup=5", "train.micro_batch=8", f"train.steps={steps}", f"precision.compute={precision}"]
-        ),
-        1,
-    )
+    cfg = resolve(load_config([*MODEL, *LEARNING, f"train.steps={steps}", f"precision.compute={precision}"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
