@@ -213,8 +213,8 @@ class TrainingStep:
         for mine in blocks.values():
             found += groups(mine, cfg.recompute, always, choice[at : at + len(mine)])
             at += len(mine)
-        compiled = cfg.train.compile and cfg.mesh.tp == 1
-        self.spared = spared([i for mine in blocks.values() for i in mine], found, compiled)
+        in_graphs = bool(self.stages.units.by_autograd)
+        self.spared = spared([i for mine in blocks.values() for i in mine], found, in_graphs)
         return found
 
     def run(

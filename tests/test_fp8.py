@@ -1,5 +1,6 @@
 """precision.compute=fp8: what becomes of a number, the three matmuls, and the training against bf16."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -129,6 +130,13 @@ def test_gradients_point_where_those_of_bf16_do():
     assert narrow.losses[0] == pytest.approx(wide.losses[0], rel=1e-3)
 
 
+@pytest.mark.full
+def test_compiled_blocks_have_the_same_gradients(one_process):
+    found = train(1, [*MODEL, "train.steps=1", "precision.compute=fp8", "train.compile=true"])
+    for name, want in one_process.tensors["gradient"].items():
+        assert cosine(found.tensors["gradient"][name], want) > 0.99, name
+
+
 MESHES = {
     "dp2": (["mesh.dp=2"], 1e-6),  # other tokens, so other scales
     "zb_h1": (["mesh.pp=2", "schedule=zb_h1"], 1e-6),
@@ -156,27 +164,27 @@ def test_gradients_over_a_mesh(mesh, one_process):
 
 @dataclass
 class Chain:
-    """In place of a corpus: from each token four others follow, so there is something to learn."""
+    """In place of a corpus: a sequence's first token says which follows which in it, so that embedding and head alone,
+    without the blocks, learn little."""
 
     cfg: Config
 
-    def tokens(self, step: int, rows) -> np.ndarray:
-        draw = np.random.default_rng(step)
+    def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
+        draw, vocabulary = np.random.default_rng(step), self.cfg.model.vocab_size
         found = np.empty((len(rows), self.cfg.train.seq_len + 1), dtype=np.int64)
-        found[:, 0] = draw.integers(0, self.cfg.model.vocab_size, len(rows))
-        for i, jump in enumerate(draw.integers(0, 4, found.shape)[:, 1:].T, 1):
-            found[:, i] = (5 * found[:, i - 1] + 1 + jump) % self.cfg.model.vocab_size
+        found[:, 0] = draw.integers(0, 4, len(rows))
+        found[:, 1] = draw.integers(0, vocabulary, len(rows))
+        for i in range(2, found.shape[1]):
+            found[:, i] = (5 * found[:, i - 1] + 1 + vocabulary // 4 * found[:, 0]) % vocabulary
         return found
+
+
+LEARNING = ["train.seq_len=16", "train.global_batch=16", "optim.lr=5e-3", "optim.warmup=5"]
 
 
 def losses(precision: str, steps: int) -> np.ndarray:
     """Of each step of a training in one process."""
-    cfg = resolve(
-        load_config(
-            [*MODEL, "optim.warmup=5", "train.micro_batch=8", f"train.steps={steps}", f"precision.compute={precision}"]
-        ),
-        1,
-    )
+    cfg = resolve(load_config([*MODEL, *LEARNING, f"train.steps={steps}", f"precision.compute={precision}"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
@@ -189,7 +197,7 @@ def test_the_loss_falls_as_in_bf16():
     narrow, wide = losses("fp8", 60), losses("bf16", 60)
     means = [x.reshape(-1, 10).mean(axis=1) for x in (narrow, wide)]
     print("means of ten steps, fp8 and bf16:", *means)
-    assert wide[-10:].mean() < 0.6 * wide[0], "too little was learnt to compare"
+    assert wide[-10:].mean() < 1.2, "without the blocks it comes to 1.6"
     assert (abs(means[0] / means[1] - 1) < 0.02).all()
 
 

@@ -14,7 +14,7 @@ from ndtrain.model.attention import local_core
 from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import linear, unit_of
 from ndtrain.parallel.cp import cp_core
-from ndtrain.parallel.direct import PLAIN, Products, WeightOps, direct_ops
+from ndtrain.parallel.direct import PLAIN, Products, direct_ops
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.fp8 import Fp8Products, multiplies_fp8
 from ndtrain.parallel.fsdp import ShardedUnits
@@ -140,8 +140,8 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
 
 def _linear_in_graph(cfg: Config) -> bool:
     """Whether the blocks' matmuls are part of compiled graphs, in which no gradient is written past autograd. (Those
-    that send something are not.)"""
-    return cfg.train.compile and cfg.mesh.tp == 1
+    that send something, or cast to fp8, are not.)"""
+    return cfg.train.compile and cfg.mesh.tp == 1 and cfg.precision.compute != "fp8"
 
 
 def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer]:

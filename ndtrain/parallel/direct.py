@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ndtrain.model import Ops
 from ndtrain.model.attention import attend
-from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss, head_loss
+from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss
 from ndtrain.parallel.gradients import Gradients
 from ndtrain.parallel.recompute import Keep
 
@@ -95,12 +95,9 @@ class Products:
             dx_NI.addmm_(dy, w)
         return dx_NI
 
-    def weight_gradient(self, sink: Gradients | None, w: nn.Parameter, dy_NO: Any, x_NI: Any) -> Tensor | None:
-        """dy.T @ x into the sink, or for autograd."""
-        if sink is None:
-            return dy_NO.t() @ x_NI
+    def weight_gradient(self, sink: Gradients, w: nn.Parameter, dy_NO: Any, x_NI: Any) -> None:
+        """dy.T @ x into the sink."""
         sink.add_product(w, dy_NO.t(), x_NI)
-        return None
 
 
 PLAIN = Products()
@@ -121,11 +118,10 @@ class _Linear(torch.autograd.Function):
     """y_i = x @ w_i.T + b_i for several weights of one path. What enters is gathered again in backward and not kept.
     The Parameters themselves are kept, not copies of them among the saved tensors: under fsdp their storage is empty
     between forward and backward. `recall`, if any, gives the outputs: it calls what makes them, or has them already.
-    Without a sink the weights come once more, before the biases, as what autograd gives gradients to."""
+    For autograd the weights are no inputs, as it has nothing to do for them."""
 
     @staticmethod
-    def forward(ctx, sink: Gradients | None, path: Path, recall: Callable | None, x: Tensor, weights, *tracked):
-        biases = tracked if sink else tracked[len(weights) :]
+    def forward(ctx, sink: Gradients, path: Path, recall: Callable | None, x: Tensor, weights: Sequence, *biases):
         ctx.sink, ctx.path, ctx.weights, ctx.biases = sink, path, weights, biases
         ctx.save_for_backward(x)
         make = partial(_outputs, path, x, weights, biases)
@@ -146,9 +142,10 @@ class _Linear(torch.autograd.Function):
             produce = lambda rows: products.input_gradient([dy.rows(rows) for dy in dys], factors)
             dx = path.enter.reduce(produce, dys[0].order)
             x_NI, dys_NO = gathered.all(), [dy.all() for dy in dys]
-        dw = [products.weight_gradient(sink, w, dy, x_NI) for w, dy in zip(weights, dys_NO, strict=True)]
+        for w, dy_NO in zip(weights, dys_NO, strict=True):
+            products.weight_gradient(sink, w, dy_NO, x_NI)
         db = [None if b is None else g.flatten(0, -2).sum(0) for b, g in zip(ctx.biases, grads, strict=True)]
-        return None, None, None, dx().view(x.shape), None, *(() if sink else dw), *db
+        return None, None, None, dx().view(x.shape), None, *db
 
 
 def _outputs(
@@ -173,7 +170,7 @@ class _Embedding(torch.autograd.Function):
     """Looks up the ids that lie in `held`, the table's rows that are here; others give zero. None: all are here."""
 
     @staticmethod
-    def forward(ctx, sink: Gradients | None, path: Path, tokens: Tensor, weight: nn.Parameter, held: range | None):
+    def forward(ctx, sink: Gradients, path: Path, tokens: Tensor, weight: nn.Parameter, held: range | None):
         ctx.sink, ctx.path, ctx.weight, ctx.held = sink, path, weight, held
         ctx.save_for_backward(tokens)
         ids_N = tokens.flatten()
@@ -193,11 +190,8 @@ class _Embedding(torch.autograd.Function):
         dy_NE = ctx.path.leave.gather(grad).all()
         if here_N is not None:  # to pick the rows that are held would make the host ask how many
             dy_NE = dy_NE.where(here_N[:, None], 0)
-        if ctx.sink is not None:
-            ctx.sink.add_rows(ctx.weight, local_N, dy_NE)
-            return (None,) * 5
-        dw_VE = torch.zeros_like(ctx.weight, dtype=torch.promote_types(ctx.weight.dtype, torch.float32))
-        return None, None, None, dw_VE.index_put_((local_N,), dy_NE.to(dw_VE.dtype), accumulate=True), None
+        ctx.sink.add_rows(ctx.weight, local_N, dy_NE)
+        return (None,) * 5
 
 
 def _local(ids_N: Tensor, held: range | None) -> tuple[Tensor | None, Tensor]:
@@ -238,7 +232,7 @@ class WeightOps:
     """The model's ops over weights. Vectors (biases, norms) stay with autograd.
 
     Args:
-        sink: where matrices' gradients go; None: to autograd (inside a compiled graph nothing is written past it).
+        sink: where matrices' gradients go.
         path_of: parameter -> its path.
         keep: has the outputs of some matmuls when their block is run again.
         products: how the blocks' matmuls are made.
@@ -246,7 +240,7 @@ class WeightOps:
 
     def __init__(
         self,
-        sink: Gradients | None,
+        sink: Gradients,
         path_of: Callable[[nn.Parameter], Path] = lambda weight: DIRECT,
         keep: Keep | None = None,
         products: Products = PLAIN,
@@ -257,8 +251,7 @@ class WeightOps:
         path, recall = self.path_of(weights[0]), self.keep.of(self.keep.op_of.get(weights[0]))
         if self.products is not PLAIN:
             path = path._replace(products=self.products)
-        tracked = biases if self.sink else (*weights, *biases)
-        return _Linear.apply(self.sink, path, recall, x, weights, *tracked)
+        return _Linear.apply(self.sink, path, recall, x, weights, *biases)
 
     def embedding(self, tokens: Tensor, weight: Tensor, path: Path | None = None, held: range | None = None) -> Tensor:
         return _Embedding.apply(self.sink, path or DIRECT, tokens, weight, held)
@@ -266,8 +259,6 @@ class WeightOps:
     def head_loss(
         self, x: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
     ) -> Tensor:
-        if self.sink is None:
-            return head_loss(x, weight, labels, scale, chunk, vocabulary)
         wanted = torch.is_grad_enabled()  # asked here: inside a Function it never is
         return _HeadLoss.apply(self.sink, vocabulary, x, weight, labels, scale, chunk, wanted)
 

@@ -124,9 +124,5 @@ class Fp8Products(Products):
             dx_NI += multiply(dy_NO, w_IO, _OUT)
         return dx_NI
 
-    def weight_gradient(self, sink: Gradients | None, w: nn.Parameter, dy_NO: Cast, x_NI: Cast) -> Tensor | None:
-        make = lambda: multiply(dy_NO.t(), x_NI.t(), torch.float32)
-        if sink is None:
-            return make()
-        sink.add_made(w, make)
-        return None
+    def weight_gradient(self, sink: Gradients, w: nn.Parameter, dy_NO: Cast, x_NI: Cast) -> None:
+        sink.add_made(w, lambda: multiply(dy_NO.t(), x_NI.t(), torch.float32))
