@@ -170,7 +170,9 @@ def test_waits_are_communication(mesh):
 
 def test_the_height_of_memory():
     with recording(CPU, profile_memory=True) as found:
+        gone = torch.empty(300)
         kept = torch.ones(1000)
+        del gone
         a = torch.empty(5000) + 1
         del a
         b = kept * 2
