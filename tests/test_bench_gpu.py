@@ -18,7 +18,17 @@ from ndtrain.bench.gpu_case import WAITING_OPERATORS, longest, waits
 from ndtrain.bench.gpu_goals import GOALS, WINDOW, deviation
 from ndtrain.bench.gpu_report import markdown
 from ndtrain.bench.gpu_suite import SUITES, Case, config_of
-from ndtrain.bench.timing import AGREE, Chain, DifferentWork, Outcome, batches_of, compare, state_bytes, timed
+from ndtrain.bench.timing import (
+    AGREE,
+    Chain,
+    DifferentWork,
+    Outcome,
+    batches_of,
+    compare,
+    compare_progress,
+    state_bytes,
+    timed,
+)
 from ndtrain.config import load_config, resolve
 from ndtrain.cost import flops_per_token, parameter_count
 from ndtrain.mesh import Mesh, MeshSpec
@@ -206,6 +216,14 @@ def test_different_work_is_refused():
     for off in (Outcome(11.6, 2.0), Outcome(11.5, 2.2), Outcome(math.nan, 2.0), Outcome(11.5, math.inf)):
         with pytest.raises(DifferentWork, match=r"not the same work: .* of peer"):
             compare(first | {"peer": off}, *AGREE["bf16"])
+
+
+def test_different_progress_is_refused():
+    losses = {"ours": [12.0, 9.0, 6.0], "peer": [12.0, 9.5, 7.0]}
+    compare_progress(losses, 5e-3)
+    for end in (12.0, 7.3, 4.7, math.nan):
+        with pytest.raises(DifferentWork, match="the last loss of peer"):
+            compare_progress(losses | {"peer": [12.0, 9.5, end]}, 5e-3)
 
 
 @pytest.mark.full

@@ -177,8 +177,9 @@ def timed(
     reset_peak_memory(mesh.device)
     turns = {name: Turns(side, side.finish) for name, side in steady.items()}
     take_turns(turns, pace)
-    last = {name: side.outcomes[-1] for name, side in steady.items()}
-    compare(last, *(10 * bound for bound in AGREE[cfg.precision.compute]))  # the updates were the same too
+    compare_progress(
+        {n: [o.loss for o in side.outcomes] for n, side in steady.items()}, AGREE[cfg.precision.compute][0]
+    )
     memory = int(slowest(peak_memory_bytes(mesh.device)))  # the largest
     found = extra(steady[names[0]]) if extra else None
     rates = rates_of(cfg, mesh) if mesh.rank == 0 else None
@@ -208,6 +209,21 @@ def compare(outcomes: dict[str, Outcome], *bounds: float) -> None:
         for what, bound, own, other in zip(Outcome._fields, bounds, expected, found, strict=True):
             if not abs(other - own) <= bound * abs(own):
                 raise DifferentWork(f"not the same work: {what} of {name} is {other:.6g}, of {first} {own:.6g}")
+
+
+def compare_progress(losses: dict[str, list[float]], bound: float) -> None:
+    """Whether the sides' updates were alike: rounding grows with the steps, so that a fifth of what the first side's
+    loss has changed by is allowed, or `bound` of the loss, whichever is more.
+
+    Raises:
+        DifferentWork: a side's last loss is elsewhere, or no number.
+    """
+    (first, expected), *others = losses.items()
+    allowed = max(bound * abs(expected[-1]), 0.2 * abs(expected[-1] - expected[0]))
+    for name, found in others:
+        if not abs(found[-1] - expected[-1]) <= allowed:
+            last = f"the last loss of {name} is {found[-1]:.6g}, of {first} {expected[-1]:.6g}"
+            raise DifferentWork(f"not the same work: {last}")
 
 
 def rates_of(cfg: Config, mesh: Mesh) -> Callable[[float, Side], dict[str, float | None]]:
