@@ -131,6 +131,14 @@ def test_state_bytes_in_fp64_and_shared():
     assert cost.state_bytes(1000, 1, 3, 4) == 16_000
 
 
+def test_state_bytes_of_narrow_moments_and_of_what_is_offloaded():
+    narrow = [cost.state_bytes(1000, 4, zero, 2, moment_bytes=2) for zero in (1, 2, 3)]
+    assert narrow == [1000 * (6 + 8 / 4), 1000 * (2 + 12 / 4), 1000 * 12 / 4]
+    away = [cost.state_bytes(1000, 4, zero, 2, offload=True) for zero in (1, 2, 3)]
+    assert away == [1000 * 6, 1000 * (2 + 4 / 4), 1000 * 6 / 4]
+    assert cost.offloaded_bytes(1000, 4) == 1000 * 12 / 4 and cost.offloaded_bytes(1000, 4, 4, 2) == 1000 * 8 / 4
+
+
 def test_state_bytes_pads_to_equal_shards():
     assert cost.state_bytes(10, 4, 3, 2) == 16 * 3
 

@@ -179,7 +179,7 @@ class Chain:
         return found
 
 
-LEARNING = ["train.seq_len=16", "train.global_batch=16", "optim.lr=5e-3", "optim.warmup=5"]
+LEARNING = ["train.seq_len=16", "train.global_batch=16", "train.micro_batch=16", "optim.lr=5e-3", "optim.warmup=5"]
 
 
 def losses(precision: str, steps: int) -> np.ndarray:

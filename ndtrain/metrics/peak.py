@@ -64,7 +64,8 @@ def peak_flops(hardware: HardwareConfig, device_type: str, dtype: torch.dtype) -
     Args:
         hardware: the run's `hardware` group.
         device_type: "cpu" or "cuda" (the current device).
-        dtype: compute precision.
+        dtype: compute precision. With precision.compute=fp8 it is bf16's, so that a gain shows as a higher MFU and
+            figures of both stay comparable (an MFU above 1 is then possible in principle).
     """
     if hardware.peak_tflops is not None:
         return hardware.peak_tflops * 1e12
