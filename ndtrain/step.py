@@ -151,6 +151,8 @@ class Executor:
         self._open_gradients(layer)
         with self.units.deferring(self._deferred.setdefault(at, []) if ins.kind == "I" else None):
             torch.autograd.backward(edge, self._gradients.pop(at))
+        for name in layer.units:
+            self.units.close_gradients(name)
         if x is None:
             return
         if layer.first:

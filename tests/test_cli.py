@@ -103,6 +103,10 @@ REFUSED = {  # overrides -> what the line must say
     "no skipped step": (["train.max_skipped=0"], ["train.max_skipped=0", "at least 1"]),
     "biases of a mistral": (["model.model_type=mistral", "model.attention_bias=true"], ["model.attention_bias"]),
     "no GPU": (["hardware.device=cuda"], ["hardware.device=cuda", "cpu or auto"]),
+    "a kernel of GPUs": (
+        ["hardware.device=cpu", "precision.compute=bf16", "hardware.attention=flash"],
+        ["hardware.attention=flash", "leave it at auto"],
+    ),
     "resume nowhere": (["resume=/no/such/run"], ["resume=/no/such/run", "does not exist", "resume=auto"]),
     "resume a folder without a checkpoint": (["resume=/usr"], ["resume=/usr", "holds no checkpoint", "resume=auto"]),
     "start from nowhere": (["init_from=/no/such/model"], ["init_from=/no/such/model", "config.json"]),

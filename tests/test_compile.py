@@ -48,13 +48,17 @@ ONE_GRAPH = {
     "one process, window": (1, ["model.model_type=mistral", "model.sliding_window=5"]),
     "one process, alibi": (1, ["model.alibi=true", FULL]),
     "zero 1": (2, ["mesh.fsdp=2", "mesh.zero=1", FULL]),
+    "bf16": (1, ["precision.compute=bf16"]),
+    "bf16, fsdp": (2, ["precision.compute=bf16", "mesh.fsdp=2", FULL]),
+    "bf16, zero 1": (2, ["precision.compute=bf16", "mesh.fsdp=2", "mesh.zero=1", PACKED]),
+    "bf16, cp": (2, ["precision.compute=bf16", "mesh.cp=2", FULL]),
     "dp": (2, ["mesh.dp=2", EVERY, "recompute.every=2", PACKED]),
     "pp": (2, ["mesh.pp=2", "model.num_hidden_layers=4", PACKED]),
     "cp": (2, ["mesh.cp=2", PACKED]),
     "cp, run again": (2, ["mesh.cp=2", FULL]),
     "fsdp, cp, pp": (8, ["mesh.fsdp=2", "mesh.cp=2", "mesh.pp=2", "model.num_hidden_layers=4"]),
 }
-SAMPLED = "fsdp, packed"
+SAMPLED = "bf16, zero 1"
 
 
 @pytest.mark.parametrize("name", [n if n == SAMPLED else pytest.param(n, marks=pytest.mark.full) for n in ONE_GRAPH])

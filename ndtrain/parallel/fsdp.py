@@ -147,7 +147,7 @@ class ShardedUnits:
                 grad_at=(grad, grad_start),
                 ema=None if average is None else average[span],
             )
-            if self.keeps_grad:
+            if self.keeps_grad and name not in self.by_autograd:
                 self._attach(unit)
             if not self.keeps_full:
                 _resize(unit.full, 0)
@@ -223,6 +223,15 @@ class ShardedUnits:
             unit.full_grad = torch.empty(unit.layout.numel, dtype=self.master, device=self.device)
             self._attach(unit)
             self._start_gradient(unit)
+        elif name in self.by_autograd:
+            self._attach(unit)
+
+    def close_gradients(self, name: str) -> None:
+        """That backward is over. The compiler refuses parameters with a gradient of another precision: those that it
+        sees have one in backward only."""
+        if name in self.by_autograd:
+            for p in self.units[name].parameters.values():
+                p.grad = None
 
     def deferring(self, later: list[Callable[[], None]] | None) -> AbstractContextManager:
         """Inside, gradients of matrices are put off: what makes them is appended to `later`. None: they are not."""
