@@ -100,8 +100,7 @@ def _update(
     if excess is not None and weights[0].dtype == torch.float32:  # again as GradScaler does: one pass over them less
         adamw.grad_scale = excess.float()
     elif excess is not None:  # that kernel takes an fp32 scale only
-        torch._foreach_div_([w.grad for w in weights], excess)
+        torch._foreach_div_([w.grad for w in weights], [excess] * len(weights))
     steps = [adamw.state[w]["step"] for w in weights]
-    torch._foreach_zero_(steps)
-    torch._foreach_add_(steps, made)  # the optimizer counts this one itself
+    torch._foreach_copy_(steps, [made] * len(steps))  # the optimizer counts this one itself
     adamw.step()
