@@ -15,7 +15,7 @@ from ndtrain.bench.timing import Steady, timed
 from ndtrain.bench.turns import surroundings
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.mesh import Mesh, MeshSpec
-from ndtrain.metrics.profile import record
+from ndtrain.metrics.profile import name_fused_kernels, record
 
 GIB = 2**30
 
@@ -111,6 +111,8 @@ def device_of(rank: int, device: str) -> torch.device:
 def measure(rank: int, options: Options, cfg: Config, device: str) -> dict[str, Any]:
     """In each rank's process."""
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, device_of(rank, device))
+    if options.profile and cfg.train.compile:
+        name_fused_kernels()
     return timed(cfg, mesh, ["ours"], options, profiled if options.profile else None)
 
 

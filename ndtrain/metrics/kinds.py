@@ -31,7 +31,7 @@ OPERATORS = {
     r"FSDP::.*",  # PyTorch's own waits in these
     "matmul": r"aten::(addmm|mm|bmm|baddbmm|mv|addmv|dot|vdot|_scaled_mm|_addmm_activation|mkldnn_\w+)_?|mkldnn\w*::.*",
     "copies": rf"aten::({_COPIES})_?(backward)?",
-    "elementwise": rf"aten::({_ELEMENTWISE})_?(_?backward)?(_data)?|cpp_fused_\w+",
+    "elementwise": rf"aten::({_ELEMENTWISE})_?(_?backward)?(_data)?|(graph_\d+_)?cpp_fused_\w+",
     "views": rf"aten::({_VIEWS})_?",  # and what only calls another operator
     "compiled": r"Torch-Compiled Region.*|\w*Compiled\w*|.*CompiledFxGraph.*",  # what a compiler fused, and its wrapper
     "python": r"step|Optimizer\..*|Profiler\w+.*|## .*",  # annotations: Python between operators

@@ -112,6 +112,14 @@ def record(step: Callable[[], None], steps: int, device: torch.device) -> Table:
     return tally.table(1e3 * plain / steps)
 
 
+def name_fused_kernels() -> None:
+    """What is compiled for a CPU from now on shows in recordings kernel by kernel. Otherwise its time is that of the
+    generated code which calls it."""
+    from torch._inductor import config  # takes half a second to import
+
+    config.cpp.enable_kernel_profile = True
+
+
 def _seconds(step: Callable[[], None], device: torch.device) -> float:
     settle(device)
     began = time.perf_counter()
