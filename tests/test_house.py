@@ -11,7 +11,7 @@ ROOT = Path(ndtrain.__file__).parent
 ROOMS = [
     "schedule", "config", "recorder", "mesh", "layout", "sequence", "collectives", "transfer", "cost", "model", "data",
     "parallel", "optim", "program", "safetensors_io", "checkpoint", "step", "metrics", "exit_file", "stopping",
-    "failing", "rendezvous", "watch", "start", "command_line", "launch", "train", "bench", "preflight",
+    "failing", "rendezvous", "watch", "start", "loop", "command_line", "launch", "train", "bench", "preflight",
 ]  # fmt: skip
 
 

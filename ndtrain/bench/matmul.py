@@ -160,7 +160,8 @@ def run(options: Options) -> None:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name()
-    return f"{cpu_model()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{cpu_model()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def _peak(kind: str, device: torch.device) -> float:
