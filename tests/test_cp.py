@@ -105,6 +105,7 @@ def compiled_and_not() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.compile(f, backend="eager")(q, k, v), f(q, k, v)
 
 
+@pytest.mark.full
 def test_compiles_around_the_core():
     for compiled, eager in run_ranks(compiled_and_not, 2):
         assert torch.equal(compiled, eager)

@@ -122,6 +122,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).item()
 
 
+@pytest.mark.full
 def test_gradients_point_where_those_of_bf16_do():
     run = [*MODEL, "train.steps=1"]
     narrow, wide = (train(1, [*run, f"precision.compute={p}"]) for p in ("fp8", "bf16"))

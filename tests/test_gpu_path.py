@@ -87,7 +87,7 @@ MESHES = {
 }
 
 
-SAMPLED = ("one process", "tp")
+SAMPLED = ("tp",)
 
 
 @pytest.mark.parametrize("name", [n if n in SAMPLED else pytest.param(n, marks=pytest.mark.full) for n in MESHES])
