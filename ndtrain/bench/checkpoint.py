@@ -5,14 +5,13 @@ raw / ours is our share of the disk's own speed. Of a save in the background: `s
 `copy` until the weights may change, which training waits for only if it gets to its next update sooner.
 """
 
-import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,8 @@ import torch.distributed as dist
 
 from ndtrain import checkpoint
 from ndtrain.bench.ranks import run_ranks
-from ndtrain.bench.turns import Turns, ratio, slowest, surroundings
+from ndtrain.bench.results import results, write
+from ndtrain.bench.turns import Turns, ratio, slowest
 from ndtrain.checkpoint import Saver, State
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.cost import parameter_count
@@ -79,8 +79,7 @@ def run(options: Options) -> None:
         found = run_ranks(measure, options.ranks, options, Path(folder))
     show(options, found)
     if options.out:
-        body = {"bench": "checkpoint", **asdict(options), **surroundings(), **found}
-        Path(options.out).write_text(json.dumps(body, indent=1) + "\n")
+        write(Path(options.out), results("checkpoint", options, **found))
 
 
 def config_of(options: Options) -> Config:

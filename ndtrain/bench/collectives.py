@@ -6,11 +6,10 @@ the rounds. PyTorch's call and ours take turns. What must come out is known to e
 operation of every size is checked to the last element on every rank before it is timed and again after.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from ndtrain.bench.collectives_table import panels, show
 from ndtrain.bench.demo import demonstrate, show_demo
 from ndtrain.bench.operations import OPERATIONS, equals_all_reduce
 from ndtrain.bench.ranks import Backend, WrongResult, device_of, launched, on_ranks, usable_backend
-from ndtrain.bench.turns import Turns, ratio, surroundings
+from ndtrain.bench.results import results, write
+from ndtrain.bench.turns import Turns, ratio
 from ndtrain.config import AXES, ConfigError, MeshConfig, world_from_env
 from ndtrain.config.checks import parse_bytes
 from ndtrain.mesh import Mesh, MeshSpec
@@ -171,8 +171,7 @@ def _report(options: Options, backend: str, found: dict[str, Any]) -> list[str]:
     if options.out:
         mesh = {a: options.spec.size(a) for a in options.spec.order}
         settled = {"ranks": options.world, "backend": backend, "mesh": mesh}
-        body = {"bench": "collectives", **asdict(options), **settled, **surroundings(), "axes": found}
-        Path(options.out).write_text(json.dumps(body, indent=1) + "\n")
+        write(Path(options.out), results("collectives", options, **settled, axes=found))
     plot.draw(options.plot, *panels(options.spec, backend, found))
     return wrong
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from ndtrain.bench.gpu_case import run_case
 from ndtrain.bench.gpu_report import markdown
 from ndtrain.bench.gpu_suite import SUITES, Case
+from ndtrain.bench.results import surroundings, write
 from ndtrain.bench.step import choose_device
-from ndtrain.bench.turns import surroundings
 from ndtrain.config import ConfigError
 
 DONE = ("measured", "out of memory")  # what missing=true need not measure again
@@ -105,7 +105,7 @@ def _measure(cases: Sequence[Case], options: Options, device: str, results: dict
         print(f"{number}/{len(cases)} {case.name}: {row['status']} in {row['seconds']} s{why}", flush=True)
         results.update(here)
         results["cases"][case.name] = {**row, "commit": here["commit"], "device": device}
-        _save(results, path)
+        write(path, results)
     print()
 
 
@@ -128,10 +128,3 @@ def _check_same(results: dict[str, Any], path: Path) -> None:
     then, now = name(results["hardware"]["gpus"]), name(surroundings()["hardware"]["gpus"])
     if results["cases"] and then != now:
         raise ConfigError(f"{path} holds results of {then}, and this is {now}: give another folder")
-
-
-def _save(results: dict[str, Any], path: Path) -> None:
-    """By a rename: a call that is cut off leaves the file whole."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
-    part.replace(path)

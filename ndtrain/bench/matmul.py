@@ -5,12 +5,11 @@ less. So matmuls of zeros, of `rand` (uniform, all positive) and of `randn` (nor
 product is checked on a few rows against fp64.
 """
 
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +20,7 @@ from ndtrain.bench import plot
 from ndtrain.bench.arguments import one_of, require_folder, size_name
 from ndtrain.bench.plot import Curve, Panel
 from ndtrain.bench.ranks import WrongResult
-from ndtrain.bench.turns import surroundings
+from ndtrain.bench.results import results, write
 from ndtrain.config import ConfigError, HardwareConfig
 from ndtrain.metrics import free_memory_bytes, peak_flops
 from ndtrain.metrics.peak import cpu_model
@@ -266,8 +265,7 @@ def _show_row(row: dict[str, Any]) -> None:
 def _save(options: Options, name: str, peaks: dict[str, float], rows: list[dict[str, Any]]) -> None:
     if options.out:
         about = {"device_name": name, "peak_flops": peaks, "cores": os.cpu_count()}
-        body = {"bench": "matmul", **asdict(options), **surroundings(), **about, "rows": rows}
-        Path(options.out).write_text(json.dumps(body, indent=1) + "\n")
+        write(Path(options.out), results("matmul", options, **about, rows=rows))
     panels = [
         Panel(title, "size", label, _curves(rows, key, scale), lambda x: f"{x:.0f}", logarithmic=False)
         for title, label, key, scale in (("Rate", "TFLOP/s", "tflops", 1), ("HFU", "% of peak", "hfu", 100))

@@ -1,18 +1,17 @@
 """`bench step`: what a recipe's training step takes, under each of a list of overrides."""
 
-import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from ndtrain.bench.ranks import run_ranks
+from ndtrain.bench.results import results, write
 from ndtrain.bench.timing import Steady, timed
-from ndtrain.bench.turns import surroundings
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.metrics.profile import name_fused_kernels, record
@@ -86,9 +85,7 @@ def run(options: Options) -> None:
         if options.profile:
             print(f"\nwhere the time goes: {name or 'as it is'}", *result["extra"]["lines"], sep="\n  ")
     if options.out:
-        asked = {k: v for k, v in asdict(options).items() if k != "out"} | {"device": device}
-        everything = {"bench": "step", **asked, **surroundings(), "found": found}
-        Path(options.out).write_text(json.dumps(everything, indent=1) + "\n")
+        write(Path(options.out), results("step", options, device=device, found=found))
 
 
 def config_of(options: Options, overrides: Sequence[str]) -> Config:

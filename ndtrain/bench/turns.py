@@ -4,14 +4,10 @@ The sides take turns in blocks of a few steps, so that whatever else the machine
 is that of its slowest rank, and each round gives one ratio peer/ours. Above 1 we are faster.
 """
 
-import json
-import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,8 +17,8 @@ import torch.distributed as dist
 
 from ndtrain.bench.arguments import require_folder
 from ndtrain.bench.ranks import run_ranks
+from ndtrain.bench.results import results, write
 from ndtrain.config import ConfigError
-from ndtrain.metrics.peak import cpu_model
 from ndtrain.metrics.profile import record
 
 AGREE = {"fp32": 1e-4, "bf16": 2e-2}  # how far results of equal work may differ, relative
@@ -79,9 +75,7 @@ class Common:
     def save(self, shapes: Mapping[str, Any]) -> None:
         """Writes what was measured, and all that it depends on, to `out`."""
         if self.out:
-            asked = {k: v for k, v in asdict(self).items() if k != "out"}
-            found = {"bench": "peers", **asked, **self.settled, **surroundings(), "shapes": shapes}
-            Path(self.out).write_text(json.dumps(found, indent=1) + "\n")
+            write(Path(self.out), results("peers", self, **self.settled, shapes=shapes))
 
 
 def compare(options: Common, shapes: Iterable[Any], measure: Callable, show: Callable) -> None:
@@ -166,37 +160,3 @@ def show_ratios(result: Mapping[str, Any]) -> None:
         )
     for name, lines in result.get("profile", {}).items():
         print(f"\n  where the time of {name} goes (rank 0)", *lines, sep="\n    ")
-
-
-def surroundings() -> dict[str, Any]:
-    """What a figure depends on beside the options."""
-    return {
-        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "gpus": _gpus()},
-        "versions": {name: _version(name) for name in ("torch", "transformers", "numpy")},
-        "commit": _commit(),
-    }
-
-
-def _gpus() -> list[str]:
-    """Name, driver and memory of each GPU, without a context on any; none where there is no driver."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-    except OSError:
-        return []
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The checkout's commit, with `-dirty` where files differ from it; None outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or None
-    except OSError:  # no git
-        return None

@@ -1,0 +1,62 @@
+"""What a bench found, as JSON: the options, what the figures depend on besides, and the figures."""
+
+import json
+import os
+import re
+import subprocess
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ndtrain.metrics.peak import cpu_model
+
+_PLACES = ("out", "plot", "folder")  # options that say where something is written, which no figure depends on
+
+
+def results(bench: str, options: Any, **found: Any) -> dict[str, Any]:
+    """What is written of a bench with these options (a dataclass); of one name, what was found counts."""
+    asked = {k: v for k, v in asdict(options).items() if k not in _PLACES}
+    return {"bench": bench, **asked, **surroundings(), **found}
+
+
+def write(path: Path, body: dict[str, Any]) -> None:
+    """JSON with a line for each innermost list or object. By a rename: a call that is cut off leaves the file whole."""
+    text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda m: re.sub(r"\n\s*", " ", m[0]), json.dumps(body, indent=1))
+    part = path.with_suffix(".part")
+    part.write_text(text + "\n")
+    part.replace(path)
+
+
+def surroundings() -> dict[str, Any]:
+    """What a figure depends on beside the options."""
+    return {
+        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "gpus": _gpus()},
+        "versions": {name: _version(name) for name in ("torch", "transformers", "numpy")},
+        "commit": _commit(),
+    }
+
+
+def _gpus() -> list[str]:
+    """Name, driver and memory of each GPU, without a context on any; none where there is no driver."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        return []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with `-dirty` where files differ from it; None outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # no git
+        return None
