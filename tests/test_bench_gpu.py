@@ -26,7 +26,6 @@ from ndtrain.bench.timing import (
     batches_of,
     compare,
     compare_progress,
-    state_bytes,
     timed,
 )
 from ndtrain.config import load_config, resolve
@@ -84,7 +83,7 @@ def test_step_over_ranks_with_profile(capsys):
 def test_state_bytes_counts_a_storage_once():
     cfg = resolve(load_config(["recipe=llama_debug", "precision.compute=bf16", "mesh.zero=2"]), 1)
     units = build_stages(cfg, single(cfg)).units
-    assert state_bytes(units) == (2 + 4 + 4 + 8) * sum(u.layout.numel for u in units.units.values())
+    assert units.state_bytes() == (2 + 4 + 4 + 8) * sum(u.layout.numel for u in units.units.values())
 
 
 # ------------------------------------------------------------------------------------------------------- what is run

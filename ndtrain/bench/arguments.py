@@ -6,6 +6,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import torch
+
 from ndtrain.config import ConfigError
 
 Options = TypeVar("Options")
@@ -79,3 +81,14 @@ def _switch(key: str, text: str) -> bool:
 
 
 _READERS: dict[Any, Callable[[str, str], Any]] = {int: _count, bool: _switch, str: lambda key, text: text}
+
+
+def choose_device(asked: str) -> str:
+    """cpu or cuda; auto: cuda where there is one.
+
+    Raises:
+        ConfigError: device=cuda where there is none.
+    """
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: this machine has no CUDA device that torch can use; set it to cpu or auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ndtrain.bench.dtensor import MLP
 from ndtrain.bench.sides import HuggingFace, Loop
 from ndtrain.config import Config, ConfigError, ModelConfig
 from ndtrain.model.init import fill
@@ -62,17 +63,6 @@ def rotated(x_BTND: Tensor, cos_T1P: Tensor, sin_T1P: Tensor) -> Tensor:
     """Rotary embedding of the pairs (i, i + P), in fp32 as torchtitan's."""
     a, b = x_BTND.float().chunk(2, dim=-1)
     return torch.cat((a * cos_T1P - b * sin_T1P, b * cos_T1P + a * sin_T1P), dim=-1).type_as(x_BTND)
-
-
-class MLP(nn.Module):
-    def __init__(self, m: ModelConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(m.hidden_size, m.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(m.hidden_size, m.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(m.intermediate_size, m.hidden_size, bias=False)
-
-    def forward(self, x_BTE: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
 
 
 class Block(nn.Module):

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ndtrain.bench.arguments import choose_device
 from ndtrain.bench.gpu_case import run_case
 from ndtrain.bench.gpu_report import markdown
 from ndtrain.bench.gpu_suite import SUITES, Case
 from ndtrain.bench.results import surroundings, write
-from ndtrain.bench.step import choose_device
 from ndtrain.config import ConfigError
 
 DONE = ("measured", "out of memory")  # what missing=true need not measure again

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.bench import plot
-from ndtrain.bench.arguments import one_of, require_folder, size_name
+from ndtrain.bench.arguments import choose_device, one_of, require_folder, size_name
 from ndtrain.bench.plot import Curve, Panel
 from ndtrain.bench.ranks import WrongResult
 from ndtrain.bench.results import results, write
@@ -78,8 +78,7 @@ class Options:
 
     @property
     def torch_device(self) -> torch.device:
-        kind = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-        return torch.device(kind)
+        return torch.device(choose_device(self.device))
 
     @property
     def kinds(self) -> list[str]:
@@ -111,8 +110,6 @@ class Options:
         Raises:
             ConfigError: options that do not go together or that this machine cannot take.
         """
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device=cuda: this machine has no CUDA device that torch can use; leave it away")
         if not self.sizes:
             raise ConfigError(f"min={self.min} is more than max={self.max or LARGEST[self.torch_device.type]}")
         smallest, free = self.need(self.kinds[0], self.min), free_memory_bytes(self.torch_device)

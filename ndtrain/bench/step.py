@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from ndtrain.bench.arguments import choose_device
 from ndtrain.bench.ranks import run_ranks
 from ndtrain.bench.results import results, write
 from ndtrain.bench.timing import Steady, timed
@@ -49,16 +50,6 @@ class Options:
     def overrides(self) -> dict[str, list[str]]:
         """Each case as it was written -> its overrides."""
         return {case.strip(): shlex.split(case) for case in self.cases.split("|")}
-
-
-def choose_device(asked: str) -> str:
-    """
-    Raises:
-        ConfigError: device=cuda where there is none.
-    """
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda: this machine has no CUDA device that torch can use; set it to cpu or auto")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
 
 
 def run(options: Options) -> None:

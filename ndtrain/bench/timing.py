@@ -4,7 +4,7 @@ it, compared at the first step, and timed by turns."""
 import hashlib
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from ndtrain.layout import BATCH_AXES
 from ndtrain.mesh import Mesh
 from ndtrain.metrics import peak_flops, peak_memory_bytes, reset_peak_memory
 from ndtrain.parallel.apply import DTYPES, build_stages, initialise, sequence_cut
-from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.step import StepReport, TrainingStep
 
 DISTINCT = 4  # steps before the batches repeat
@@ -92,21 +91,11 @@ def ours(cfg: Config, mesh: Mesh) -> Side:
         report = step.run(next(numbers), batches)
         return lambda: _outcome(report())
 
-    return Side(launch, state_bytes(stages.units), step.spared)
+    return Side(launch, stages.units.state_bytes(), step.spared)
 
 
 def _outcome(report: StepReport) -> Outcome:
     return Outcome(report.loss, report.grad_norm)
-
-
-def state_bytes(units: ShardedUnits) -> int:
-    """What the units hold on the device between steps: weights, gradients, master weights and moments."""
-    held = {}
-    for unit in units.units.values():
-        for x in (getattr(unit, f.name) for f in fields(unit)):
-            if isinstance(x, Tensor) and x.device == units.device:
-                held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    return sum(held.values())
 
 
 class Steady:
