@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 -m ndtrain.train recipe=llama_small mesh.fsdp=2
 python -m ndtrain.train --cfg job recipe=llama_small        # shows the resolved config
 """
 
+import faulthandler
 import json
 import logging
 import os
@@ -35,6 +36,8 @@ from ndtrain.watch import Watch
 
 log = logging.getLogger("ndtrain")
 log.addHandler(logging.NullHandler())  # an error before there is a log file is not printed twice
+
+PART_S = 20.0  # that the ranks' parting may take: 30 s after a signal torchrun kills who is left
 
 
 @dataclass
@@ -129,8 +132,16 @@ def _train(cfg: Config, start: Start, stop: StopRequest, closing: ExitStack) -> 
     if start.connect:
         watch.close()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        _part()
     return code
+
+
+def _part() -> None:
+    """Leaves the peers. Should that hang (one rank in hundreds did not come out of it), every thread's stack goes to
+    stderr and the process ends. A thread of C sees to it: Python's lock may be what is held."""
+    faulthandler.dump_traceback_later(PART_S, exit=True, file=sys.__stderr__)
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _take_over(cfg: Config, rank: int) -> list[str]:

@@ -37,7 +37,7 @@ from tests.helpers import (
     wait_for,
     write_corpus,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, started_ranks
 
 FULL = pytest.mark.full
 OFTEN = ["checkpoint.every=1", "resume=auto"]
@@ -435,6 +435,28 @@ def test_a_signal_stops_after_the_step_at_work(number, whole, tmp_path, corpus, 
     assert signal.getsignal(number) == before
     assert main(arguments(folder, corpus, "resume=auto")) == 0
     assert tensor_bytes(newest(folder)) == tensor_bytes(newest(whole))
+
+
+def stuck_in_parting(args: list[str], folder: str) -> int:
+    stderr = open(Path(folder, f"stderr-{os.getpid()}"), "w")  # noqa: SIM115
+    with (
+        mock.patch("ndtrain.rendezvous.join", return_value=None),  # the group is there
+        mock.patch("ndtrain.train.PART_S", 1),
+        mock.patch("torch.distributed.destroy_process_group", lambda: time.sleep(60)),
+        mock.patch("sys.__stderr__", stderr),
+    ):
+        return main(args)
+
+
+def test_a_rank_that_cannot_part_says_where_it_hangs_and_ends(tmp_path, corpus):
+    folder = tmp_path / "run"
+    with started_ranks(stuck_in_parting, 2, arguments(folder, corpus, "mesh.fsdp=2"), str(tmp_path)) as (ranks, _):
+        for p in ranks:
+            p.join(60)
+        assert [p.exitcode for p in ranks] == [1, 1]
+    said = [path.read_text() for path in tmp_path.glob("stderr-*")]
+    assert len(said) == 2 and all("Timeout" in text and "in _part" in text for text in said)
+    assert newest(folder) == checkpoint_of(folder, 10), "all was saved before"
 
 
 @FULL
