@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from ndtrain.config import load_config, resolve
 from ndtrain.train import main
 from tests.helpers import (
     arguments,
@@ -439,6 +440,20 @@ def test_one_process_refuses_on_stderr_with_status_2(tmp_path, corpus):
     done = run(arguments(tmp_path / "run", corpus, "mesh.fsdq=2"), tmp_path)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert "did you mean 'mesh.fsdp'" in one_error(done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "each"),
+    [
+        (1, [], 8), (2, ["mesh.dp=2"], 4), (4, ["mesh.fsdp=2", "mesh.tp=2"], 4), (1, ["train.micro_batch=2"], 2),
+        (2, ["mesh.pp=2"], 2), (4, ["mesh.pp=2", "mesh.dp=2"], 1), (2, ["mesh.pp=2", "train.global_batch=12"], 3),
+        (2, ["mesh.pp=2", "train.global_batch=10"], 2), (2, ["mesh.pp=2", "train.global_batch=3"], 1),
+    ],
+)  # fmt: skip
+def test_a_rank_takes_its_share_at_once(world, overrides, each):
+    """Unless told otherwise, or there is a pipeline to fill."""
+    cfg = resolve(load_config(["recipe=llama_small", *overrides]), world)
+    assert cfg.train.micro_batch == each
 
 
 def test_the_rest_of_two_ranks(tmp_path, corpus):

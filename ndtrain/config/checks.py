@@ -59,10 +59,12 @@ def resolve(cfg: Config, world_size: int) -> Config:
             f"{key}={value}: no such choice; {near(str(value), list(choices))}known: {', '.join(choices)}",
         )
     for key, least in _AT_LEAST.items():
-        _require(_get(cfg, key) >= least, f"{key}={_get(cfg, key)}: must be at least {least}")
+        value = _get(cfg, key)
+        _require(value is None or value >= least, f"{key}={value}: must be at least {least}")
     _require(cfg.run.dir != "", "run.dir is empty: name a folder, e.g. run.dir=runs/first")
     _check_model(cfg.model)
     _resolve_mesh(cfg, world_size)
+    _resolve_micro_batch(cfg)
     _check_train(cfg)
     check_data(cfg.data)
     _resolve_schedule(cfg)
@@ -172,6 +174,16 @@ def _resolve_mesh(cfg: Config, world_size: int) -> None:
 
 
 _CUT_DIMS = ("heads", "kv_heads", "mlp", "vocab")  # the dims that tp's ops know how to cut
+
+
+def _resolve_micro_batch(cfg: Config) -> None:
+    """null becomes all that a rank has of the global batch: the fewer passes, the less a step takes. A pipeline needs
+    several to be full: two for each of its ranks, or some more where that does not divide the share."""
+    t, mesh = cfg.train, cfg.mesh
+    if t.micro_batch is None:
+        share = max(1, t.global_batch // (mesh.dp * mesh.fsdp))
+        least = min(share, 1 if mesh.pp == 1 else 2 * mesh.pp)
+        t.micro_batch = share // next(n for n in range(least, share + 1) if share % n == 0)
 
 
 def _check_rules(rules: dict[str, str | None]) -> None:

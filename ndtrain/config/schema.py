@@ -76,7 +76,7 @@ class TrainConfig:
     stop_at: int | None = None  # stop early after this step
     seq_len: int = 256
     global_batch: int = 16  # sequences per step over the whole mesh
-    micro_batch: int = 8  # sequences per forward per rank
+    micro_batch: int | None = None  # sequences per forward per rank; null: its whole share, with pp a part of it
     loss_chunk: int = 1024  # tokens whose logits exist at one time
     compile: bool = False
     log_every: int = 1
