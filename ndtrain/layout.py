@@ -252,6 +252,14 @@ class FlatLayout:
         """[start, stop) of a part in the flat buffer."""
         return even_cut(self.numel, self.parts, part)
 
+    def stacks(self, names: Sequence[str]) -> bool:
+        """Whether the local matrices stand row behind row as one matrix, cut alike over the same ranks."""
+        order = [t.name for t in self.tensors]
+        first = order.index(names[0])
+        found = self.tensors[first : first + len(names)]
+        alike = {(t.local_shape[1:], t.copies, t.cut_dim) for t in found}
+        return [t.name for t in found] == list(names) and len(alike) == 1
+
     def decayed_in(self, start: int, stop: int) -> int:
         """How many elements of [start, stop), counted from its front, belong to matrices."""
         return max(0, min(stop, self.decayed) - start)

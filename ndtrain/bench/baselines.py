@@ -106,7 +106,8 @@ class Llama(nn.Module):
     def _rope(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self._table is None:
             places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-            self._table = rope_table(places, inverse_frequencies(self.m, places.device), torch.float32)
+            cos, sin = rope_table(places, inverse_frequencies(self.m, places.device), torch.float32)
+            self._table = cos[..., : sin.shape[-1]], sin
         return self._table
 
 

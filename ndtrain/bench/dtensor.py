@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTE: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = (p(x_BTE).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (x.transpose(1, 2) for x in (rotate(q, rope), rotate(k, rope), v))
+        q, k, v = (x.transpose(1, 2) for x in (*rotate(q, k, rope), v))
         out_BNTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(out_BNTD.transpose(1, 2).flatten(-2))
 

@@ -67,8 +67,8 @@ def check(schedule: str, ranks: int, microbatches: int) -> None:
 
 
 class Stage(nn.Module):
-    """A stage of the model: tokens [B, T] into the first, hidden states [B, T, E] between them and out of the last,
-    whose head is with the loss.
+    """A stage of the model: tokens [B, T] into the first, hidden states [N, E] between them and out of the last, whose
+    head is with the loss.
 
     Args:
         part: the stage with its parameters.
@@ -83,7 +83,7 @@ class Stage(nn.Module):
         self._context = part.context(tokens, tokens, DTYPES[cfg.precision.compute])
 
     def forward(self, x: Tensor) -> Tensor:
-        ctx = self._context._replace(tokens=x)  # which only the first stage reads
+        ctx = self._context._replace(tokens=x) if self.part.first else self._context  # the others ask for their shape
         for segment in self._segments:
             x = segment.run(x, ctx)
         return x
@@ -135,8 +135,8 @@ class Pipeline:
         self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         return torch.stack(losses).sum().detach() if losses else torch.zeros(())
 
-    def _loss(self, x_BTE: Tensor, labels_BT: Tensor) -> Tensor:
-        return head_loss(x_BTE, self.head.to(self.compute), labels_BT, self._scale, self.chunk)
+    def _loss(self, x_NE: Tensor, labels_BT: Tensor) -> Tensor:
+        return head_loss(x_NE, self.head.to(self.compute), labels_BT, self._scale, self.chunk)
 
 
 def _examples(cfg: Config, first: bool) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ Shape legend: B batch, T time, S time of the keys, N query heads, K key/value he
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,9 +45,9 @@ def local_core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
 
 def attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None = None) -> Tensor:
     """`local_core` with the scores named. With `recall`, the kernels' results go through it."""
-    if recall or not scores.plain:
-        return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, recall or (lambda make: make()))
-    return _plain(*(x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD)), scores.kernel).transpose(1, 2)
+    if recall is None and scores.plain:
+        return _plain(*(x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD)), scores.kernel).transpose(1, 2)
+    return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, recall)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, kernel: str | None) -> Tensor:
@@ -62,13 +63,20 @@ class Tiled(Node):
     """Attention over a whole sequence, tile by tile."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        found = _whole(q, scores)
+        if len(found) == 1:  # then it has all queries and keys
+            out, lse = forward_tile(q, k, v, found[0], scores)
+            return out.to(q.dtype), lse
         merged = Merged(q)
-        merged.attend(k, v, _whole(q, scores), scores)
+        merged.attend(k, v, found, scores)
         return merged.result()
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores):
+        found = _whole(q, scores)
+        if len(found) == 1:
+            return backward_tile(in_rows(grad), q, k, v, out, lse, found[0], scores)
         dq, dk, dv = total_like(q), total_like(k), total_like(v)
-        add_gradients(grad, (q, k, v, out, lse), _whole(q, scores), scores, dq, dk, dv)
+        add_gradients(grad, (q, k, v, out, lse), found, scores, dq, dk, dv)
         return dq, dk, dv
 
 
@@ -83,9 +91,10 @@ def _whole(q: Tensor, scores: Scores) -> tuple[Tile, ...]:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall):
-        q, k, v = (x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD))
-        out, lse = recall(lambda: TILED.forward(q, k, v, scores))
+    def forward(ctx, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None):
+        q, k, v = q_BTND.transpose(1, 2), k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
+        make = partial(TILED.forward, q, k, v, scores)
+        out, lse = recall(make) if recall else make()
         ctx.scores = scores
         ctx.save_for_backward(q, k, v, out, lse)
         return out.transpose(1, 2)
@@ -93,8 +102,9 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BTND: Tensor):
         q, *saved = ctx.saved_tensors
-        gradients = TILED.backward(grad_BTND.transpose(1, 2), q, *saved, ctx.scores)
-        return *(x.transpose(1, 2).to(q.dtype) for x in gradients), None, None
+        dq, dk, dv = TILED.backward(grad_BTND.transpose(1, 2), q, *saved, ctx.scores)
+        home = lambda x: x.transpose(1, 2).to(q.dtype)
+        return home(dq), home(dk), home(dv), None, None
 
 
 # ------------------------------------------------------------------------------------------------- over several tiles
@@ -152,14 +162,18 @@ def add_gradients(
         saved: q, k, v, output, log-sum-exp; the last two over all keys of each query, not only those of the tiles.
     """
     q, k, v, out, lse = saved
-    if grad.stride(-1) != 1:  # that of a sum is one number expanded; kernels want rows
-        grad = grad.contiguous()
+    grad = in_rows(grad)
     for t in found:
         query = lambda x, t=t: _at(x, t.rows, t.q)
         key = lambda x, t=t: _at(x, t.rows, t.k)
         parts = backward_tile(query(grad), query(q), key(k), key(v), query(out), lse[t.rows, :, t.q], t, scores)
         for total, part in zip((query(dq), key(dk), key(dv)), parts, strict=True):
             total.add_(part)
+
+
+def in_rows(grad: Tensor) -> Tensor:
+    """As kernels want it: the gradient of a sum is one number expanded."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
 def total_like(x: Tensor) -> Tensor:

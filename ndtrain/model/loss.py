@@ -113,12 +113,12 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def head_loss(
-    x_BTE: Tensor, weight_VE: Tensor, labels_BT: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
+    x_NE: Tensor, weight_VE: Tensor, labels_BT: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
 ) -> Tensor:
     """scale * sum over valid tokens of the cross-entropy of `x @ weight.T` against `labels`.
 
     Args:
-        x_BTE: final hidden states.
+        x_NE: final hidden states, of the tokens row behind row.
         weight_VE: output embedding.
         labels_BT: token ids; `IGNORE` does not count.
         scale: scalar; one over the number of valid tokens of the *global* batch makes it the training loss.
@@ -128,4 +128,4 @@ def head_loss(
         A scalar, fp32 or wider.
     """
     wanted = torch.is_grad_enabled()  # asked here: inside a Function it never is
-    return _HeadLoss.apply(x_BTE.flatten(0, -2), weight_VE, labels_BT.flatten(), scale, chunk, vocabulary, wanted)
+    return _HeadLoss.apply(x_NE, weight_VE, labels_BT.flatten(), scale, chunk, vocabulary, wanted)

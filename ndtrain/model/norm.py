@@ -1,6 +1,6 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
-Shape legend: N rows, E the normalised dim.
+Shape legend: E the normalised dim, the last.
 """
 
 from functools import cache
@@ -16,23 +16,24 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        x_NE = x.reshape(-1, x.shape[-1])
-        wide_NE = _wide(x_NE)
-        length_N1 = torch.linalg.vector_norm(wide_NE, dim=-1, keepdim=True)
-        mean_of_squares_N1 = torch.addcmul(_scalar(eps, wide_NE), length_N1, length_N1, value=1 / x.shape[-1])
-        inverse_N1 = mean_of_squares_N1.rsqrt_()
-        ctx.save_for_backward(x_NE, weight_E, inverse_N1)
-        return _as((wide_NE * inverse_N1).mul_(weight_E), x).view(x.shape)
+        wide = _wide(x)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        mean_of_squares = torch.addcmul(_scalar(eps, wide), length, length, value=1 / x.shape[-1])
+        inverse = mean_of_squares.rsqrt_()
+        ctx.save_for_backward(x, weight_E, inverse)
+        return _as((wide * inverse).mul_(weight_E), x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x_NE, weight_E, inverse_N1 = ctx.saved_tensors
-        grad_NE, weight_E = _wide(grad.reshape(x_NE.shape)), _wide(weight_E)
-        unit_NE = _wide(x_NE) * inverse_N1
-        product_NE = grad_NE * unit_NE
-        along_N1 = torch.mv(product_NE, weight_E)[:, None]  # the part of the gradient along x does not change y
-        dx_NE = (grad_NE * weight_E).addcmul_(unit_NE, along_N1, value=-1 / x_NE.shape[-1]).mul_(inverse_N1)
-        return _as(dx_NE, x_NE).view(grad.shape), product_NE.sum(0), None
+        x, weight_E, inverse = ctx.saved_tensors
+        rows = tuple(range(x.ndim - 1))
+        wide_grad, weight_E = _wide(grad), _wide(weight_E)
+        unit = _wide(x) * inverse
+        product = wide_grad * unit
+        d_weight = product.sum(rows)
+        along = torch.matmul(product, weight_E).unsqueeze(-1)  # the part of the gradient along x does not change y
+        dx = (wide_grad * weight_E).addcmul_(unit, along, value=-1 / x.shape[-1]).mul_(inverse)
+        return _as(dx, x), d_weight, None
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) with linear and Llama-3 frequency scaling.
 
-Shape legend: B batch, T time, N heads, D head_dim, P = D / 2 rotated pairs.
+Shape legend: B batch, T time, N query heads, K key heads, D head_dim, P = D / 2 rotated pairs.
 """
 
 import math
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.config import ModelConfig
+from ndtrain.model.joint import joined
 
 
 def inverse_frequencies(m: ModelConfig, device: torch.device | None = None) -> Tensor:
@@ -33,37 +34,59 @@ def _llama3(inverse_P: Tensor, scaling: dict) -> Tensor:
 
 
 def rope_table(positions_T: Tensor, inverse_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle, each [..., T, 1, P] of `dtype` so that they broadcast over heads."""
-    angles_TP = positions_T[..., None].double() * inverse_P
-    return angles_TP.cos().to(dtype)[..., None, :], angles_TP.sin().to(dtype)[..., None, :]
+    """cos of every angle [..., T, 1, D], for both of a pair, and sin [..., T, 1, P], both of `dtype` and so that they
+    broadcast over heads."""
+    angles_T1P = (positions_T[..., None].double() * inverse_P)[..., None, :]
+    cos = angles_T1P.cos().to(dtype)
+    return torch.cat((cos, cos), -1), angles_T1P.sin().to(dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    """Each half written once and added to once; saves nothing of x, and its backward is the rotation back."""
+    """Saves nothing of q and k, and its backward is the rotation back. Where one matmul has made q and k, they lie side
+    by side: so do the results, and the gradients in any case."""
 
     @staticmethod
-    def forward(ctx, x_BTND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx, q_BTND: Tensor, k_BTKD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _turn(x_BTND, cos, sin, 1)
+        both = joined((q_BTND, k_BTKD), 2)
+        if both is None:
+            return _turned(q_BTND, cos, sin), _turned(k_BTKD, cos, sin)
+        return _turned(both, cos, sin).split_with_sizes((q_BTND.shape[2], k_BTKD.shape[2]), 2)
 
     @staticmethod
-    def backward(ctx, grad_BTND: Tensor):
-        return _turn(grad_BTND, *ctx.saved_tensors, -1), None, None
+    def backward(ctx, dq_BTND: Tensor, dk_BTKD: Tensor):
+        (B, T, N, D), K = dq_BTND.shape, dk_BTKD.shape[2]
+        to_q, to_k = dq_BTND.new_empty(B, T, N + K, D).split_with_sizes((N, K), 2)
+        _turn(dq_BTND, *ctx.saved_tensors, -1, to_q)
+        _turn(dk_BTKD, *ctx.saved_tensors, -1, to_k)
+        return to_q, to_k, None, None
 
 
-def _turn(x_BTND: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    wide = x_BTND if x_BTND.dtype == cos.dtype else x_BTND.to(cos.dtype)
-    out = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
-    (a, b), (to_a, to_b) = wide.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-direction)
-    torch.mul(b, cos, out=to_b).addcmul_(a, sin, value=direction)
-    return out if wide is x_BTND else out.to(x_BTND.dtype)
+def _turned(x_BTND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = x_BTND.new_empty(x_BTND.shape)
+    _turn(x_BTND, cos, sin, 1, out)
+    return out
 
 
-def rotate(x_BTND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates the pairs (i, i + P) of the last dim, in the table's precision; returns x's dtype."""
-    cos, sin = table
+def _turn(x_BTND: Tensor, cos: Tensor, sin: Tensor, direction: int, out: Tensor) -> None:
+    if x_BTND.dtype != cos.dtype:
+        wide = torch.empty(x_BTND.shape, dtype=cos.dtype, device=x_BTND.device)
+        _turn(x_BTND.to(cos.dtype), cos, sin, direction, wide)
+        out.copy_(wide)
+        return
+    torch.mul(x_BTND, cos, out=out)
+    (a, b), (to_a, to_b) = x_BTND.chunk(2, -1), out.chunk(2, -1)
+    to_a.addcmul_(b, sin, value=-direction)
+    to_b.addcmul_(a, sin, value=direction)
+
+
+def rotate(q_BTND: Tensor, k_BTKD: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rotates the pairs (i, i + P) of the last dim, in the table's precision; returns the dtype it was given."""
     if torch.compiler.is_compiling():  # the compiler fuses the plain form
-        a, b = x_BTND.chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTND.dtype)
-    return _Rotate.apply(x_BTND, cos, sin)
+        return _plain(q_BTND, *table), _plain(k_BTKD, *table)
+    return _Rotate.apply(q_BTND, k_BTKD, *table)
+
+
+def _plain(x_BTND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x_BTND.chunk(2, dim=-1)
+    return (x_BTND * cos + torch.cat((-b * sin, a * sin), dim=-1)).to(x_BTND.dtype)

@@ -3,7 +3,10 @@
 Every weight matmul goes through `Ops.linear`, the embedding, the attention core and head + loss through one call
 each; parallelism replaces those calls and never this file. The dim table at the top is the only other thing it needs.
 
-Shape legend: B batch, T time, E hidden_size, N query heads, K key/value heads, D head_dim, F intermediate_size.
+The residual stream is [N, E]: a microbatch's tokens, row behind row, or a share of them.
+
+Shape legend: B batch, T time, N tokens of the stream, E hidden_size, H query heads, K key/value heads, D head_dim,
+F intermediate_size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +24,7 @@ from ndtrain.model.loss import head_loss
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import inverse_frequencies, rope_table, rotate
 from ndtrain.model.scores import Scores, alibi_slopes
+from ndtrain.model.swiglu import swiglu
 
 # ------------------------------------------------------------------------------------------- the table of named dims
 
@@ -35,6 +39,8 @@ _BLOCK = {
     "mlp.up_proj.weight": ("mlp", "embed"),
     "mlp.down_proj.weight": ("embed", "mlp"),
 }
+# weights of one input whose outputs are also read together: as one matrix they need one product
+_STACKED = (("self_attn.q_proj", "self_attn.k_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 _QKV_BIAS = {f"self_attn.{p}_proj.bias": (dim,) for p, dim in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads"))}
 _O_BIAS = {"self_attn.o_proj.bias": ("embed",)}
 _MLP_BIAS = {f"mlp.{p}_proj.bias": (dim,) for p, dim in (("gate", "mlp"), ("up", "mlp"), ("down", "embed"))}
@@ -63,6 +69,13 @@ def tensor_dims(m: ModelConfig) -> dict[str, tuple[str, ...]]:
     if not m.tie_word_embeddings:
         table[f"{HEAD}.weight"] = ("vocab", "embed")
     return table
+
+
+def stacked(m: ModelConfig) -> list[tuple[str, ...]]:
+    """The names of weights that one product may serve, where their rows lie one behind the other."""
+    return [
+        tuple(f"{layer(i)}.{leaf}.weight" for leaf in leaves) for i in range(m.num_hidden_layers) for leaves in _STACKED
+    ]
 
 
 def dim_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -100,14 +113,19 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
 
+def embedding(tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
+    """The stream [N, E] of some tokens."""
+    return F.embedding(tokens_BT.flatten(), weight_VE)
+
+
 @dataclass(frozen=True)
 class Ops:
     """The calls that parallelism may replace; the defaults are what they say on one device."""
 
     linear: Callable = linear
-    embedding: Callable = F.embedding  # (tokens [B, T], weight [V, E]) -> [B, T, E]
-    core: Callable = local_core  # (q, k, v, ctx) -> [B, T, N, D]
-    head_loss: Callable = head_loss  # (x [B, T, E], weight [V, E], labels [B, T], scale, chunk) -> scalar
+    embedding: Callable = embedding  # (tokens [B, T], weight [V, E]) -> [N, E]
+    core: Callable = local_core  # (q [B, T, H, D], k and v [B, T, K, D], ctx) -> [B, T, H, D]
+    head_loss: Callable = head_loss  # (x [N, E], weight [V, E], labels [B, T], scale, chunk) -> scalar
 
 
 class Context(NamedTuple):
@@ -156,9 +174,9 @@ class Block(nn.Module):
             own = {n.rpartition(".")[2]: s for n, s in shapes.items() if n.rpartition(".")[0] == path}
             (getattr(self, parent) if parent else self).add_module(leaf, Weights(own))
 
-    def forward(self, x_BTE: Tensor, ctx: Context) -> Tensor:
-        x_BTE = x_BTE + self._attention(self._norm(x_BTE, self.input_layernorm), ctx)
-        return x_BTE + self._mlp(self._norm(x_BTE, self.post_attention_layernorm))
+    def forward(self, x_NE: Tensor, ctx: Context) -> Tensor:
+        x_NE = x_NE + self._attention(self._norm(x_NE, self.input_layernorm), ctx)
+        return x_NE + self._mlp(self._norm(x_NE, self.post_attention_layernorm))
 
     def _norm(self, x: Tensor, norm: Weights) -> Tensor:
         return rms_norm(x, norm.weight, self.m.rms_norm_eps)
@@ -166,21 +184,20 @@ class Block(nn.Module):
     def _linear(self, x: Tensor, *projections: Weights) -> tuple[Tensor, ...]:
         return self.ops.linear(x, [p.weight for p in projections], [p.bias for p in projections])
 
-    def _attention(self, x_BTE: Tensor, ctx: Context) -> Tensor:
-        a = self.self_attn
+    def _attention(self, x_NE: Tensor, ctx: Context) -> Tensor:
+        a, (B, T) = self.self_attn, ctx.tokens.shape
         # -1: how many heads are here follows from the weights
-        projected = self._linear(x_BTE, a.q_proj, a.k_proj, a.v_proj)
-        q, k, v = [y.view(*y.shape[:-1], -1, self.m.head_dim) for y in projected]
+        q, k, v = [y.view(B, T, -1, self.m.head_dim) for y in self._linear(x_NE, a.q_proj, a.k_proj, a.v_proj)]
         if self.m.model_type == "qwen3":
             q, k = self._norm(q, a.q_norm), self._norm(k, a.k_norm)
         if ctx.rope is not None:
-            q, k = rotate(q, ctx.rope), rotate(k, ctx.rope)
-        out_BTND = self.ops.core(q, k, v, ctx)
-        return self._linear(out_BTND.flatten(-2), a.o_proj)[0]
+            q, k = rotate(q, k, ctx.rope)
+        out_BTHD = self.ops.core(q, k, v, ctx)
+        return self._linear(out_BTHD.reshape(B * T, -1), a.o_proj)[0]
 
-    def _mlp(self, x_BTE: Tensor) -> Tensor:
-        gate_BTF, up_BTF = self._linear(x_BTE, self.mlp.gate_proj, self.mlp.up_proj)
-        return self._linear(F.silu(gate_BTF) * up_BTF, self.mlp.down_proj)[0]
+    def _mlp(self, x_NE: Tensor) -> Tensor:
+        gate_NF, up_NF = self._linear(x_NE, self.mlp.gate_proj, self.mlp.up_proj)
+        return self._linear(swiglu(gate_NF, up_NF), self.mlp.down_proj)[0]
 
 
 def _shapes(m: ModelConfig, dims: dict[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
@@ -259,11 +276,11 @@ class Transformer(nn.Module):
     def _embed(self, x: None, ctx: Context) -> Tensor:
         return self.ops.embedding(ctx.tokens, self.model.embed_tokens.weight)
 
-    def _final_norm(self, x_BTE: Tensor, ctx: Context) -> Tensor:
-        return rms_norm(x_BTE, self.model.norm.weight, self.m.rms_norm_eps)
+    def _final_norm(self, x_NE: Tensor, ctx: Context) -> Tensor:
+        return rms_norm(x_NE, self.model.norm.weight, self.m.rms_norm_eps)
 
-    def _head_loss(self, x_BTE: Tensor, ctx: Context) -> Tensor:
-        return self.ops.head_loss(x_BTE, self.head.weight, ctx.labels, ctx.loss_scale(), self.loss_chunk)
+    def _head_loss(self, x_NE: Tensor, ctx: Context) -> Tensor:
+        return self.ops.head_loss(x_NE, self.head.weight, ctx.labels, ctx.loss_scale(), self.loss_chunk)
 
     def context(
         self,
@@ -311,4 +328,4 @@ class Transformer(nn.Module):
         x, ctx = None, self.context(tokens_BT, tokens_BT, self.head.weight.dtype)
         for segment in self.segments()[:-1]:
             x = segment.run(x, ctx)
-        return self.ops.linear(x, [self.head.weight], [None])[0]
+        return self.ops.linear(x, [self.head.weight], [None])[0].view(*tokens_BT.shape, -1)

@@ -12,13 +12,13 @@ from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention import local_core
 from ndtrain.model.init import fill, standard_normal
-from ndtrain.model.transformer import linear, unit_of
+from ndtrain.model.transformer import linear, stacked, unit_of
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.direct import PLAIN, Products, direct_ops
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.fp8 import Fp8Products, multiplies_fp8
 from ndtrain.parallel.fsdp import ShardedUnits
-from ndtrain.parallel.gradients import Gradients
+from ndtrain.parallel.gradients import Gradients, Stack
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.parallel.pp import Placement, TiedReducer
 from ndtrain.parallel.recompute import Keep, op_of
@@ -64,10 +64,9 @@ def flat_layouts(layouts: Layouts, names: list[str]) -> dict[str, FlatLayout]:
 
 def stream_shape(cfg: Config) -> tuple[int, ...]:
     """Of the residual stream of one microbatch on one rank."""
-    rows, tokens, m = cfg.train.micro_batch, cfg.train.seq_len // cfg.mesh.cp, cfg.model
-    if cfg.mesh.tp > 1 and cfg.tp.sequence_parallel:
-        return (rows * tokens // cfg.mesh.tp, m.hidden_size)
-    return (rows, tokens, m.hidden_size)
+    tokens = cfg.train.micro_batch * cfg.train.seq_len // cfg.mesh.cp
+    shares = cfg.mesh.tp if cfg.tp.sequence_parallel else 1
+    return (tokens // shares, cfg.model.hidden_size)
 
 
 @dataclass
@@ -111,6 +110,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         ties=TiedReducer(mesh, _other_holder(layouts, names, mesh.coords["pp"])),
         gradients=gradients,
         by_autograd=frozenset(unit_of(n) for n in names if ".layers." in n and _linear_in_graph(cfg)),
+        stacked=stacked(cfg.model),
         zero=cfg.mesh.zero,
         compute=compute,
         master=DTYPES[cfg.precision.params],
@@ -125,7 +125,8 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
             cut[parameter] = layouts[name]
             op_names[parameter] = op_of(name)
     keep = Keep(op_names)
-    ops = _ops(cfg, mesh, cut, gradients, keep)
+    stacks = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.stacks.items()}
+    ops = _ops(cfg, mesh, cut, gradients, keep, stacks)
     kernel, attention = choose_kernel(cfg, mesh, compute) if mesh.device.type == "cuda" else (None, "")
     for model in models.values():
         for name, _ in list(model.named_parameters()):
@@ -153,16 +154,23 @@ def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer
         }
 
 
-def _ops(cfg: Config, mesh: Mesh, cut: dict[nn.Parameter, TensorLayout], gradients: Gradients, keep: Keep) -> Ops:
+def _ops(
+    cfg: Config,
+    mesh: Mesh,
+    cut: dict[nn.Parameter, TensorLayout],
+    gradients: Gradients,
+    keep: Keep,
+    stacks: dict[nn.Parameter, Stack],
+) -> Ops:
     """The model's calls as this mesh makes them: cp replaces the core, tp those over weights."""
     products, compiled = _products(cfg, mesh), cfg.train.compile
-    ops = direct_ops(gradients, keep, products)
+    ops = direct_ops(gradients, keep, products, stacks)
     if compiled:  # casts to fp8 stay outside the graphs
         ops = replace(ops, linear=linear if products is PLAIN else torch.compiler.disable(ops.linear), core=local_core)
     if cfg.mesh.cp > 1:
         ops = replace(ops, core=cp_core(sequence_cut(cfg), mesh.group("cp"), mesh.index("cp"), keep=keep))
     if cfg.mesh.tp > 1:
-        cut_ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.train.micro_batch, cfg.tp, keep, products)
+        cut_ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.tp, keep, products, stacks)
         ops = cut_ops.over(ops, compiled)
     return ops
 

@@ -9,7 +9,7 @@ that is `WHOLE`, which moves nothing; `parallel/tp.py` has the others.
 Shape legend: N tokens, I in, O out, E hidden_size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 from ndtrain.model import Ops
 from ndtrain.model.attention import attend
+from ndtrain.model.joint import side_by_side
 from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss
-from ndtrain.parallel.gradients import Gradients
+from ndtrain.parallel.gradients import Gradients, Stack
 from ndtrain.parallel.recompute import Keep
 
 Rows = slice
@@ -50,7 +51,7 @@ class Exchange:
 
     def gather(self, x: Tensor) -> Gathered:
         """The matmul's tokens from the stream's; in backward, of gradients."""
-        return Gathered(x.flatten(0, -2))
+        return Gathered(x)
 
     def reduce(self, produce: Callable[[Rows], Tensor], order: Sequence[Rows]) -> Callable[[], Tensor]:
         """The stream's tokens from this rank's share of the matmul's, which `produce` makes slice by slice, best in
@@ -61,12 +62,6 @@ class Exchange:
         parts = sorted(((rows.start, produce(rows)) for rows in order), key=lambda part: part[0])
         y_NO = torch.cat([y for _, y in parts])
         return lambda: y_NO
-
-    def outside(self, shape: torch.Size) -> tuple[int, ...]:
-        """Leading dims of the stream's tokens, given those of the matmul's."""
-        return tuple(shape)
-
-    inside = outside  # and the other way round
 
 
 WHOLE = Exchange()
@@ -86,11 +81,11 @@ class Products:
         return w_OI
 
     def output(self, x_NI: Any, w_OI: Any) -> Tensor:
-        return x_NI @ w_OI.t()
+        return torch.mm(x_NI, w_OI.t())
 
     def input_gradient(self, dys: Sequence[Any], weights: Sequence[Any]) -> Tensor:
         """The sum of dy_NO @ w_OI, [N, I]."""
-        dx_NI = dys[0] @ weights[0]
+        dx_NI = torch.mm(dys[0], weights[0])
         for dy, w in zip(dys[1:], weights[1:], strict=True):
             dx_NI.addmm_(dy, w)
         return dx_NI
@@ -121,49 +116,72 @@ class _Linear(torch.autograd.Function):
     For autograd the weights are no inputs, as it has nothing to do for them."""
 
     @staticmethod
-    def forward(ctx, sink: Gradients, path: Path, recall: Callable | None, x: Tensor, weights: Sequence, *biases):
-        ctx.sink, ctx.path, ctx.weights, ctx.biases = sink, path, weights, biases
-        ctx.save_for_backward(x)
-        make = partial(_outputs, path, x, weights, biases)
-        return recall(make) if recall else make()
+    def forward(
+        ctx, sink: Gradients, path: Path, recall: Callable | None, x_NI: Tensor, stacks: Sequence[Stack], *biases
+    ):
+        ctx.sink, ctx.path, ctx.stacks, ctx.biases = sink, path, stacks, biases
+        ctx.save_for_backward(x_NI)
+        if recall is None:
+            return _outputs(path, x_NI, stacks, biases)
+        return recall(partial(_outputs, path, x_NI, stacks, biases))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        (x,) = ctx.saved_tensors
-        sink, path, weights, products = ctx.sink, ctx.path, ctx.weights, ctx.path.products
-        if path == DIRECT:
-            x_NI, dys_NO = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
-            dx_NI = products.input_gradient(dys_NO, weights)
-            dx = lambda: dx_NI
-        else:
-            gathered = products.input(path.enter.gather(x))
-            dys = [products.gradient(path.leave.gather(grad)) for grad in grads]
-            factors = [products.weight(w, backward=True) for w in weights]
-            produce = lambda rows: products.input_gradient([dy.rows(rows) for dy in dys], factors)
-            dx = path.enter.reduce(produce, dys[0].order)
-            x_NI, dys_NO = gathered.all(), [dy.all() for dy in dys]
-        for w, dy_NO in zip(weights, dys_NO, strict=True):
-            products.weight_gradient(sink, w, dy_NO, x_NI)
-        db = [None if b is None else g.flatten(0, -2).sum(0) for b, g in zip(ctx.biases, grads, strict=True)]
-        return None, None, None, dx().view(x.shape), None, *db
+        (x_NI,) = ctx.saved_tensors
+        db = [None if b is None else g.sum(0) for b, g in zip(ctx.biases, grads, strict=True)]
+        gradients = _direct_gradients if ctx.path == DIRECT else _exchanged_gradients
+        return None, None, None, gradients(ctx, x_NI, _as_stacked(grads, ctx.stacks)), None, *db
+
+
+def _direct_gradients(ctx, x_NI: Tensor, dys_NO: Sequence[Tensor]) -> Tensor:
+    """The weights' into the sink; returns the input's."""
+    dx_NI = PLAIN.input_gradient(dys_NO, [s.weight for s in ctx.stacks])
+    for s, dy_NO in zip(ctx.stacks, dys_NO, strict=True):
+        ctx.sink.add_product(s.weight, dy_NO.t(), x_NI)
+    return dx_NI
+
+
+def _exchanged_gradients(ctx, x: Tensor, dys: Sequence[Tensor]) -> Tensor:
+    """As `_direct_gradients`. The input's are made first: they are on their way while the weights' are made."""
+    path, products = ctx.path, ctx.path.products
+    gathered = products.input(path.enter.gather(x))
+    arriving = [products.gradient(path.leave.gather(dy)) for dy in dys]
+    factors = [products.weight(s.weight, backward=True) for s in ctx.stacks]
+    produce = lambda rows: products.input_gradient([dy.rows(rows) for dy in arriving], factors)
+    dx = path.enter.reduce(produce, arriving[0].order)
+    x_NI = gathered.all()
+    for s, dy in zip(ctx.stacks, arriving, strict=True):
+        products.weight_gradient(ctx.sink, s.weight, dy.all(), x_NI)
+    return dx()
 
 
 def _outputs(
-    path: Path, x: Tensor, weights: Sequence[nn.Parameter], biases: Sequence[nn.Parameter | None]
+    path: Path, x: Tensor, stacks: Sequence[Stack], biases: Sequence[nn.Parameter | None]
 ) -> tuple[Tensor, ...]:
     """x @ w.T + b of each, in the stream's tokens."""
     if path == DIRECT:
-        return tuple([F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)])
-    products = path.products
-    x_NI = products.input(path.enter.gather(x))
-    factors = [products.weight(w, backward=False) for w in weights]
-    outs = [path.leave.reduce(lambda rows, w=w: products.output(x_NI.rows(rows), w), x_NI.order) for w in factors]
-    shape = path.leave.outside(path.enter.inside(x.shape[:-1]))
-    return tuple(_add(out(), b).view(*shape, -1) for out, b in zip(outs, biases, strict=True))
+        made = [F.linear(x, s.weight) for s in stacks]
+    else:
+        products, x_NI = path.products, path.products.input(path.enter.gather(x))
+        factors = [products.weight(s.weight, backward=False) for s in stacks]
+        outs = [path.leave.reduce(lambda rows, w=w: products.output(x_NI.rows(rows), w), x_NI.order) for w in factors]
+        made = [out() for out in outs]
+    found: list[Tensor] = []
+    for y, s in zip(made, stacks, strict=True):
+        found += (y,) if len(s.rows) == 1 else y.split_with_sizes(s.rows, -1)
+    for y, bias_O in zip(found, biases, strict=True):
+        if bias_O is not None:
+            y += bias_O
+    return tuple(found)
 
 
-def _add(y_NO: Tensor, bias_O: Tensor | None) -> Tensor:
-    return y_NO if bias_O is None else y_NO.add_(bias_O)
+def _as_stacked(grads: Sequence[Tensor], stacks: Sequence[Stack]) -> list[Tensor]:
+    """The gradients of each stack's outputs as one."""
+    found, at = [], 0
+    for s in stacks:
+        found.append(grads[at] if len(s.rows) == 1 else side_by_side(grads[at : at + len(s.rows)], -1))
+        at += len(s.rows)
+    return found
 
 
 class _Embedding(torch.autograd.Function):
@@ -180,8 +198,7 @@ class _Embedding(torch.autograd.Function):
             y_NE = F.embedding(local_N, weight)
             return y_NE if here_N is None else y_NE.mul_(here_N[:, None])
 
-        y = path.leave.reduce(rows_of, [slice(0, len(ids_N))])
-        return y().view(*path.leave.outside(tokens.shape), -1)
+        return path.leave.reduce(rows_of, [slice(0, len(ids_N))])()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -210,7 +227,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx,
         gradients: Gradients,
         vocabulary: Vocabulary,
-        x: Tensor,
+        x_NE: Tensor,
         weight: nn.Parameter,
         labels: Tensor,
         scale: Tensor,
@@ -218,9 +235,9 @@ class _HeadLoss(torch.autograd.Function):
         wanted: bool,
     ):
         add = lambda a, b: gradients.add_product(weight, a, b)
-        loss, dx_NE = chunked_loss(x.flatten(0, -2), weight, labels.flatten(), scale, chunk, wanted, add, vocabulary)
+        loss, dx_NE = chunked_loss(x_NE, weight, labels.flatten(), scale, chunk, wanted, add, vocabulary)
         if wanted:
-            ctx.save_for_backward(dx_NE.view_as(x))
+            ctx.save_for_backward(dx_NE)
         return loss
 
     @staticmethod
@@ -236,6 +253,7 @@ class WeightOps:
         path_of: parameter -> its path.
         keep: has the outputs of some matmuls when their block is run again.
         products: how the blocks' matmuls are made.
+        stacks: the first of some matrices -> these as one.
     """
 
     def __init__(
@@ -244,14 +262,30 @@ class WeightOps:
         path_of: Callable[[nn.Parameter], Path] = lambda weight: DIRECT,
         keep: Keep | None = None,
         products: Products = PLAIN,
+        stacks: Mapping[nn.Parameter, Stack] | None = None,
     ):
         self.sink, self.path_of, self.keep, self.products = sink, path_of, keep or Keep(), products
+        self.stacks = stacks or {}
+        self._plans: dict[int, tuple[Path, list[Stack], str | None]] = {}  # by id of the first weight
 
     def linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        path, recall = self.path_of(weights[0]), self.keep.of(self.keep.op_of.get(weights[0]))
-        if self.products is not PLAIN:
-            path = path._replace(products=self.products)
-        return _Linear.apply(self.sink, path, recall, x, weights, *biases)
+        plan = self._plans.get(id(weights[0])) or self._plan(weights)
+        path, stacks, op = plan
+        return _Linear.apply(self.sink, path, self.keep.of(op), x, stacks, *biases)
+
+    def _plan(self, weights: Sequence[Tensor]) -> tuple[Path, list[Stack], str | None]:
+        first = weights[0]
+        path = self.path_of(first)._replace(products=self.products)
+        self._plans[id(first)] = plan = path, self._stacked(weights), self.keep.op_of.get(first)
+        return plan
+
+    def _stacked(self, weights: Sequence[Tensor]) -> list[Stack]:
+        found, at = [], 0
+        while at < len(weights):
+            w = weights[at]
+            found.append(self.stacks.get(w) or Stack(w, (w.shape[0],)))
+            at += len(found[-1].rows)
+        return found
 
     def embedding(self, tokens: Tensor, weight: Tensor, path: Path | None = None, held: range | None = None) -> Tensor:
         return _Embedding.apply(self.sink, path or DIRECT, tokens, weight, held)
@@ -263,10 +297,15 @@ class WeightOps:
         return _HeadLoss.apply(self.sink, vocabulary, x, weight, labels, scale, chunk, wanted)
 
 
-def direct_ops(gradients: Gradients, keep: Keep | None = None, products: Products = PLAIN) -> Ops:
+def direct_ops(
+    gradients: Gradients,
+    keep: Keep | None = None,
+    products: Products = PLAIN,
+    stacks: Mapping[nn.Parameter, Stack] | None = None,
+) -> Ops:
     """The model's ops on one device, with weight gradients through `gradients`, for blocks that are run again what
-    `keep` has of them, and matmuls as `products` makes them."""
+    `keep` has of them, and matmuls as `products` makes them, one for each of `stacks`."""
     keep = keep or Keep()
-    ops = WeightOps(gradients, keep=keep, products=products)
+    ops = WeightOps(gradients, keep=keep, products=products, stacks=stacks)
     core = lambda q, k, v, ctx: attend(q, k, v, ctx.scores, keep.of("core"))
     return Ops(linear=ops.linear, embedding=ops.embedding, core=core, head_loss=ops.head_loss)

@@ -16,7 +16,8 @@ c N / n where zero is 3 and n > 1, else they are part of the parameters.
 The idea of sharding all state is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.02054).
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from ndtrain.collectives import Group, Pending, all_gather, reduce_scatter
 from ndtrain.layout import FlatLayout
 from ndtrain.parallel.dp import ReplicaReducer
-from ndtrain.parallel.gradients import Gradients
+from ndtrain.parallel.gradients import Gradients, Stack
 from ndtrain.parallel.pp import TiedReducer
 from ndtrain.parallel.tp import CopyReducer
 
@@ -36,6 +37,7 @@ class Unit:
     """One unit's buffers on this rank. Parameters are views of `full`, their `.grad` views of `full_grad`.
 
     Attributes:
+        stacks: those of its matrices that are also one, by their names.
         full: all local elements in compute precision; its storage is empty while a zero=3 unit is not in use.
         master, grad, ema: this rank's elements in master precision; ema: None unless asked for.
         exp_avg, exp_avg_sq: their moments, in the precision of moments.
@@ -45,6 +47,7 @@ class Unit:
     name: str
     layout: FlatLayout
     parameters: dict[str, nn.Parameter]
+    stacks: dict[tuple[str, ...], Stack]
     full: Tensor
     master: Tensor
     source: Tensor
@@ -58,6 +61,11 @@ class Unit:
     gather: Pending | None = None
     reduced_before: bool = False  # grad already holds earlier microbatches of this step
 
+    def __post_init__(self) -> None:
+        stacked = {name for names in self.stacks for name in names}
+        alone = [p for name, p in self.parameters.items() if p.ndim > 1 and name not in stacked]
+        self.summed = [*(s.weight for s in self.stacks.values()), *alone]  # what products are added to the gradients of
+
 
 class ShardedUnits:
     """All units of a stage on this rank: their state, and when it is gathered, freed and reduced.
@@ -68,6 +76,7 @@ class ShardedUnits:
         replicas, copies, ties: sum what other ranks hold as well.
         gradients: through which matrices' gradients come (`direct_ops`).
         by_autograd: the units whose matrices' gradients autograd adds instead.
+        stacked: names of matrices that are to be one where they lie one behind the other.
         zero: 1, 2 or 3, as above.
         compute, master: dtypes.
         ema: whether there is an average of the weights.
@@ -85,6 +94,7 @@ class ShardedUnits:
         ties: TiedReducer,
         gradients: Gradients,
         by_autograd: frozenset[str],
+        stacked: Sequence[tuple[str, ...]],
         zero: int,
         compute: torch.dtype,
         master: torch.dtype,
@@ -103,7 +113,7 @@ class ShardedUnits:
         self.compute, self.master, self.moments, self.device = compute, master, moments or master, device
         self.offload, self.state_device = offload, torch.device("cpu") if offload else device
         self._reductions: list[tuple[Unit, Tensor, Pending, bool]] = []
-        self.units = self._allocate(layouts, ema)
+        self.units = self._allocate(layouts, stacked, ema)
 
     @property
     def stay(self) -> bool:
@@ -112,7 +122,9 @@ class ShardedUnits:
 
     # ------------------------------------------------------------------------------------------------------- state
 
-    def _allocate(self, layouts: dict[str, FlatLayout], ema: bool) -> dict[str, Unit]:
+    def _allocate(
+        self, layouts: dict[str, FlatLayout], stacked: Sequence[tuple[str, ...]], ema: bool
+    ) -> dict[str, Unit]:
         """One buffer of each kind for the whole stage, in model order, so that the optimizer sees few tensors and
         neighbouring gradients can travel in one message."""
         local = sum(f.numel for f in layouts.values())
@@ -137,6 +149,7 @@ class ShardedUnits:
                 name=name,
                 layout=layout,
                 parameters=_parameters(unit_full, layout, self.master),
+                stacks={} if name in self.by_autograd else _stacks(unit_full, layout, stacked, self.master),
                 full=unit_full.data,  # a version counter of its own: a gather is no in-place change of a saved weight
                 master=own if self.shares_master else master[span],
                 source=own if self.shares_master or (self.offload and self.keeps_full) else source[span],
@@ -245,11 +258,11 @@ class ShardedUnits:
         if self.keeps_grad and not final:
             return
         unit = self.units[name]
-        self.gradients.close(unit.parameters.values())
+        self.gradients.close(unit.summed)
         full, flight = unit.full_grad, reduce_scatter(unit.full_grad, self.group)
         if not self.keeps_grad:
             unit.full_grad = None  # the flight's alone: the unit's next backward opens another
-            for p in unit.parameters.values():
+            for p in (*unit.parameters.values(), *(s.weight for s in unit.stacks.values())):
                 p.grad = None
         self._land_reductions()  # the one before this, so that at most one is in flight
         self._reductions.append((unit, full, flight, final))
@@ -284,22 +297,36 @@ class ShardedUnits:
             unit.full_grad.zero_()
             return
         unit.full_grad[unit.layout.decayed :].zero_()
-        self.gradients.open([p for p in unit.parameters.values() if p.ndim > 1])
+        self.gradients.open(unit.summed)
 
     def _attach(self, unit: Unit) -> None:
-        for t in unit.layout.tensors:
-            at = unit.layout.offsets[t.name]
-            unit.parameters[t.name].grad = unit.full_grad[at : at + t.local_numel].view(t.local_shape)
+        for name, p in (*unit.parameters.items(), *((names[0], s.weight) for names, s in unit.stacks.items())):
+            at = unit.layout.offsets[name]
+            p.grad = unit.full_grad[at : at + p.numel()].view(p.shape)
 
 
 def _parameters(full: Tensor, layout: FlatLayout, grad_dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    return {t.name: _parameter(full, layout.offsets[t.name], t.local_shape, grad_dtype) for t in layout.tensors}
+
+
+def _stacks(
+    full: Tensor, layout: FlatLayout, stacked: Sequence[tuple[str, ...]], grad_dtype: torch.dtype
+) -> dict[tuple[str, ...], Stack]:
+    shapes = {t.name: t.local_shape for t in layout.tensors}
     found = {}
-    for t in layout.tensors:
-        at = layout.offsets[t.name]
-        found[t.name] = p = nn.Parameter(full[at : at + t.local_numel].view(t.local_shape))
-        if grad_dtype != p.dtype:
-            p.grad_dtype = grad_dtype
+    for names in stacked:
+        if names[0] in shapes and layout.stacks(names):
+            rows = tuple(shapes[name][0] for name in names)
+            whole = _parameter(full, layout.offsets[names[0]], (sum(rows), shapes[names[0]][1]), grad_dtype)
+            found[names] = Stack(whole, rows)
     return found
+
+
+def _parameter(full: Tensor, at: int, shape: tuple[int, ...], grad_dtype: torch.dtype) -> nn.Parameter:
+    p = nn.Parameter(full[at : at + math.prod(shape)].view(shape))
+    if grad_dtype != p.dtype:
+        p.grad_dtype = grad_dtype
+    return p
 
 
 def _resize(x: Tensor, numel: int) -> None:

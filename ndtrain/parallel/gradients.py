@@ -3,10 +3,23 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from ndtrain.model.products import add_product
+
+
+class Stack(NamedTuple):
+    """Matrices of one input as one.
+
+    Attributes:
+        weight: [O, I], a Parameter for what it is gathered into and what its gradient is written to.
+        rows: of each matrix in it.
+    """
+
+    weight: nn.Parameter
+    rows: tuple[int, ...]
 
 
 class Gradients:

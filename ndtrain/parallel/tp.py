@@ -38,7 +38,7 @@ from ndtrain.layout import CUT_AXIS, FlatLayout, TensorLayout, fair_cut
 from ndtrain.model import Ops
 from ndtrain.model.loss import LOCAL, Vocabulary
 from ndtrain.parallel.direct import PLAIN, Exchange, Gathered, Path, Products, Rows, WeightOps
-from ndtrain.parallel.gradients import Gradients
+from ndtrain.parallel.gradients import Gradients, Stack
 from ndtrain.parallel.recompute import Keep
 
 # ----------------------------------------------------------------------------------------------------- the exchanges
@@ -70,16 +70,15 @@ class SequenceExchange(Exchange):
     """Sequence parallelism: the stream's tokens are this rank's share of the matmul's.
 
     Args:
-        batch: sequences of a microbatch.
         overlap: send share by share, so that a matmul runs on one while the next is on its way.
     """
 
-    def __init__(self, group: dist.ProcessGroup, batch: int, overlap: bool):
-        self.group, self.batch, self.overlap = group, batch, overlap
+    def __init__(self, group: dist.ProcessGroup, overlap: bool):
+        self.group, self.overlap = group, overlap
         self.n, self.r = group.size(), group.rank()
 
     def gather(self, x: Tensor) -> Gathered:
-        x_SI = x.flatten(0, -2).contiguous()
+        x_SI = x.contiguous()
         x_NI = x_SI.new_empty(self.n * len(x_SI), x_SI.shape[-1])
         if not self.overlap:
             flight = all_gather(x_NI.view(-1), x_SI.view(-1), self.group)
@@ -110,12 +109,6 @@ class SequenceExchange(Exchange):
             return sum_in_order([received[i] for i in range(self.n)])
 
         return wait
-
-    def outside(self, shape: torch.Size) -> tuple[int, ...]:
-        return (torch.Size(shape).numel() // self.n,)
-
-    def inside(self, shape: torch.Size) -> tuple[int, ...]:
-        return (self.batch, torch.Size(shape).numel() * self.n // self.batch)
 
     def _shares(self, n_rows: int) -> list[Rows]:
         each = n_rows // self.n
@@ -214,9 +207,9 @@ class TensorParallel:
     Args:
         cut: each parameter with its layout.
         sink: where matrices' gradients go.
-        batch: sequences of a microbatch.
         keep: has the outputs of some matmuls when their block is run again.
         products: how the blocks' matmuls are made.
+        stacks: the first of some matrices -> these as one.
     """
 
     def __init__(
@@ -224,17 +217,14 @@ class TensorParallel:
         cut: Mapping[nn.Parameter, TensorLayout],
         sink: Gradients,
         group: dist.ProcessGroup,
-        batch: int,
         cfg: TPConfig,
         keep: Keep | None = None,
         products: Products = PLAIN,
+        stacks: Mapping[nn.Parameter, Stack] | None = None,
     ):
         self.cut, self.group, self.sequence_parallel = cut, group, cfg.sequence_parallel
-        overlap = cfg.overlap
-        self.exchange = (
-            SequenceExchange(group, batch, overlap) if cfg.sequence_parallel else CopyExchange(group, overlap)
-        )
-        self.ops = WeightOps(sink, self.path_of, keep, products)
+        self.exchange = (SequenceExchange if cfg.sequence_parallel else CopyExchange)(group, cfg.overlap)
+        self.ops = WeightOps(sink, self.path_of, keep, products, stacks)
 
     def over(self, ops: Ops, compiled: bool = False) -> Ops:
         """`ops` with every call over weights replaced.

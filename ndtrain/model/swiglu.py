@@ -1,0 +1,36 @@
+"""SwiGLU (Shazeer, 2020, arXiv:2002.05202): what lies between the gate and up projections and the down projection."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_silu_backward = torch.ops.aten.silu_backward.grad_input  # looked up once
+
+
+class _SwiGLU(torch.autograd.Function):
+    """One node where autograd makes two. Its backward leaves both gradients in one memory, side by side, as one matmul
+    may have made gate and up."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        opened = F.silu(gate)
+        ctx.save_for_backward(gate, up, opened)
+        return opened * up
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        gate, up, opened = ctx.saved_tensors
+        width = gate.shape[-1]
+        both = grad.new_empty(*gate.shape[:-1], 2 * width)
+        d_gate, d_up = both.split_with_sizes((width, width), -1)
+        torch.mul(grad, opened, out=d_up)
+        torch.mul(grad, up, out=d_gate)
+        _silu_backward(d_gate, gate, grad_input=d_gate)
+        return d_gate, d_up
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both [..., F]."""
+    if torch.compiler.is_compiling():  # the compiler fuses the plain form
+        return F.silu(gate) * up
+    return _SwiGLU.apply(gate, up)
