@@ -173,9 +173,6 @@ def _resolve_mesh(cfg: Config, world_size: int) -> None:
     _require(mesh.zero in (1, 2, 3), f"mesh.zero={mesh.zero}: must be 1, 2 or 3")
 
 
-_CUT_DIMS = ("heads", "kv_heads", "mlp", "vocab")  # the dims that tp's ops know how to cut
-
-
 def _resolve_micro_batch(cfg: Config) -> None:
     """null becomes all that a rank has of the global batch: the fewer passes, the less a step takes. A pipeline needs
     several to be full: two for each of its ranks, or some more where that does not divide the share."""
@@ -184,6 +181,9 @@ def _resolve_micro_batch(cfg: Config) -> None:
         share = max(1, t.global_batch // (mesh.dp * mesh.fsdp))
         least = min(share, 1 if mesh.pp == 1 else 2 * mesh.pp)
         t.micro_batch = share // next(n for n in range(least, share + 1) if share % n == 0)
+
+
+_CUT_DIMS = ("heads", "kv_heads", "mlp", "vocab")  # the dims that tp's ops know how to cut
 
 
 def _check_rules(rules: dict[str, str | None]) -> None:

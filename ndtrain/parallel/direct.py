@@ -269,8 +269,7 @@ class WeightOps:
         self._plans: dict[int, tuple[Path, list[Stack], str | None]] = {}  # by id of the first weight
 
     def linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        plan = self._plans.get(id(weights[0])) or self._plan(weights)
-        path, stacks, op = plan
+        path, stacks, op = self._plans.get(id(weights[0])) or self._plan(weights)
         return _Linear.apply(self.sink, path, self.keep.of(op), x, stacks, *biases)
 
     def _plan(self, weights: Sequence[Tensor]) -> tuple[Path, list[Stack], str | None]:

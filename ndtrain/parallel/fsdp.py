@@ -19,7 +19,7 @@ The idea of sharding all state is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.0
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class Unit:
 
     Attributes:
         stacks: those of its matrices that are also one, by their names.
+        summed: what products are added to the gradients of: stacks, and the matrices that are in none.
         full: all local elements in compute precision; its storage is empty while a zero=3 unit is not in use.
         master, grad, ema: this rank's elements in master precision; ema: None unless asked for.
         exp_avg, exp_avg_sq: their moments, in the precision of moments.
@@ -60,11 +61,12 @@ class Unit:
     ema: Tensor | None = None  # the average of the weights
     gather: Pending | None = None
     reduced_before: bool = False  # grad already holds earlier microbatches of this step
+    summed: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         stacked = {name for names in self.stacks for name in names}
         alone = [p for name, p in self.parameters.items() if p.ndim > 1 and name not in stacked]
-        self.summed = [*(s.weight for s in self.stacks.values()), *alone]  # what products are added to the gradients of
+        self.summed = [*(s.weight for s in self.stacks.values()), *alone]
 
 
 class ShardedUnits:
