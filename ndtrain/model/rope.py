@@ -74,8 +74,9 @@ def _turn(x_BTND: Tensor, cos: Tensor, sin: Tensor, direction: int, out: Tensor)
         _turn(x_BTND.to(cos.dtype), cos, sin, direction, wide)
         out.copy_(wide)
         return
+    halves = (sin.shape[-1],) * 2
+    (a, b), (to_a, to_b) = x_BTND.split_with_sizes(halves, -1), out.split_with_sizes(halves, -1)
     torch.mul(x_BTND, cos, out=out)
-    (a, b), (to_a, to_b) = x_BTND.chunk(2, -1), out.chunk(2, -1)
     to_a.addcmul_(b, sin, value=-direction)
     to_b.addcmul_(a, sin, value=direction)
 
