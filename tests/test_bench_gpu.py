@@ -257,10 +257,10 @@ def rows_of(mfu, own, fp8, ratio, off, waiting):
     cases |= {"8b 8192 fp8": timed_row(fp8, mfu), "8b 8192 losses bf16": measured(losses=curve)}
     cases["8b 8192 losses fp8"] = measured(losses=curve * (1 + off))
     cases["1b 4096 host waits"] = measured(waits={"cudaStreamSynchronize": waiting} if waiting else {}, steps=3)
-    for peer in ("native", "transformers"):
+    for words, peer in (("", "native"), ("selective ", "native"), ("", "transformers")):
         for shape in ("1b", "8b8"):
             lower = ratio if shape == "8b8" else 2.0
-            cases[f"{shape} 8192 against {peer}"] = measured(ratios={peer: {"median": lower}})
+            cases[f"{shape} 8192 {words}against {peer}"] = measured(ratios={peer: {"median": lower}})
     return cases
 
 

@@ -70,17 +70,28 @@ def test_all_blocks_are_one_graph(name):
         assert graphs[1:] == [2] * 4
 
 
-# what a graph breaks at: the calls that move activations, and nothing else
-BREAKS = {"tp": (["mesh.tp=2"], "WeightOps.linear"), "ulysses": (["mesh.cp=2", "cp.kind=ulysses"], "head_shares")}
+SELECTIVE = ["recompute=selective"]
+LINEAR, CORE = "WeightOps.linear", "direct_ops.<locals>.core"
+# What a graph breaks at: the calls beside which something is sent, kept or put off, and nothing else. And the number of
+# pieces between them, each of which is two graphs at least: with gradients and without
+BREAKS = {
+    "tp": (2, ["mesh.tp=2"], {LINEAR}, 5),
+    "ulysses": (2, ["mesh.cp=2", "cp.kind=ulysses"], {"head_shares"}, 2),
+    "selective": (1, SELECTIVE, {LINEAR, CORE}, 6),
+    "budget": (1, ["recompute=budget", "recompute.budget=300kB"], {LINEAR, CORE}, 6),
+    "selective, ring": (2, ["mesh.cp=2", *SELECTIVE], {LINEAR}, 5),
+    "gradients put off": (2, ["mesh.pp=2", "schedule=zb_h1", "model.num_hidden_layers=4"], {LINEAR}, 5),
+}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", list(BREAKS))
-def test_breaks_are_at_the_messages(name):
-    overrides, call = BREAKS[name]
-    for graphs, breaks in run_ranks(count_graphs, 2, overrides, timeout=300):
-        assert len(set(graphs[1:])) == 1
-        assert breaks and all(call in why for why in breaks)
+def test_breaks_are_at_what_is_done_outside(name):
+    ranks, overrides, calls, pieces = BREAKS[name]
+    for graphs, breaks in run_ranks(count_graphs, ranks, overrides, timeout=300):
+        assert len(set(graphs[1:])) == 1 and graphs[1] >= 2 * pieces
+        assert breaks and all(any(call in why for call in calls) for why in breaks)
+        assert all(any(call in why for why in breaks) for call in calls)
 
 
 MESHES = {
@@ -94,6 +105,10 @@ MESHES = {
     "cp": (2, ["mesh.cp=2", PACKED]),
     "cp, run again": (2, ["mesh.cp=2", FULL, PACKED]),
     "tp, cp": (4, ["mesh.tp=2", "mesh.cp=2", PACKED]),
+    "selective": (1, [*SELECTIVE, PACKED]),
+    "budget": (1, ["recompute=budget", "recompute.budget=520kB"]),  # one block keeps its graph, two keep two results
+    "selective, cp": (2, ["mesh.cp=2", "recompute=selective", "recompute.keep=[core,qkv_proj]"]),
+    "gradients put off": (2, ["mesh.pp=2", "schedule=zb_h1"]),
 }
 
 

@@ -148,8 +148,6 @@ def test_fp8_is_near_bf16_and_not_the_same():
 @pytest.mark.parametrize("way", [*WAYS, "clip off"])
 def test_a_steady_step_does_not_wait(way, compiled):
     """PyTorch raises at any call of its own that waits for the device."""
-    if compiled and way == "selective":
-        pytest.skip("selective recompute runs eagerly")
     more = ["optim.clip=null"] if way == "clip off" else WAYS[way]
     training = Training("cuda", BF16, *more, f"train.compile={str(compiled).lower()}")
     training.steps(3)

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ndtrain.config import ConfigError, RecomputeConfig, load_config, resolve
+from ndtrain.config import KEEPABLE, ConfigError, RecomputeConfig, load_config, resolve
+from ndtrain.model import tensor_dims
 from ndtrain.parallel import budget
 from ndtrain.parallel.budget import BlockSizes, Load, choices, height, load, plan, rerun_cost
-from ndtrain.parallel.recompute import KEEPABLE, Group, Keep, groups, op_of, spared
+from ndtrain.parallel.recompute import LAST, Group, Keep, groups, op_of, spared
 from ndtrain.schedule import Action
 from tests.parity import FP64, SHAPE, Run, compare, rank_run, train
 from tests.ranks import run_ranks
@@ -380,8 +381,6 @@ def test_of_equal_live_microbatches_the_last_blocks_hold_most():
         (["recompute=budget"], "recompute.budget is missing"),
         (["recompute=budget", "recompute.budget=2gallons"], "recompute.budget=2gallons"),
         (["recompute=budget", "recompute.budget=0"], "recompute.budget=0"),
-        (["recompute=selective", "train.compile=true"], "does not go with train.compile=true"),
-        (["recompute=budget", "recompute.budget=1GB", "train.compile=true"], "does not go with train.compile=true"),
     ],
 )
 def test_settings_that_are_refused(overrides, message):
@@ -397,6 +396,6 @@ def test_budgets_are_bytes(text, size):
     assert resolve(load_config(["recompute=budget", f"recompute.budget={text}"]), 1).recompute.budget == size
 
 
-def test_the_ops_that_can_be_kept_are_those_of_the_config():
-    cfg = resolve(load_config(["recompute=selective", f"recompute.keep=[{','.join(KEEPABLE)}]"]), 1)
-    assert cfg.recompute.keep == list(KEEPABLE)
+def test_all_ops_of_a_block_but_the_last_can_be_kept():
+    matmuls = {op_of(name) for name in tensor_dims(resolve(load_config([]), 1).model)}
+    assert {*KEEPABLE} == {"core", *matmuls} - {LAST, None}

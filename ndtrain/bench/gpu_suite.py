@@ -93,8 +93,7 @@ def _tokens(seq_len: int, micro_batch: int, microbatches: int = 1) -> tuple[str,
 
 
 def _steps(shape: str, tokens: int, state: tuple[str, ...], microbatches: int, budget: str) -> list[Case]:
-    """The timed cases of a shape: lengths, compile, recompute. `tokens` is those of a microbatch without recompute.
-    (selective and budget run eagerly: what they keep is handed over between operators.)"""
+    """The timed cases of a shape: lengths, compile, recompute. `tokens` is those of a microbatch without recompute."""
     at = {length: _tokens(length, max(1, tokens // length), microbatches) for length in (4096, 8192)}
     make = lambda words, length, *more: Case(shape, words, (*at[length], *state, *more))
     return [
@@ -103,8 +102,9 @@ def _steps(shape: str, tokens: int, state: tuple[str, ...], microbatches: int, b
         make("4096", 4096, COMPILED),
         make("4096 eager", 4096, EAGER),
         make("8192 full", 8192, COMPILED, "recompute=full"),
+        make("8192 selective", 8192, COMPILED, "recompute=selective"),
         make("8192 selective eager", 8192, EAGER, "recompute=selective"),
-        make("8192 budget eager", 8192, EAGER, "recompute=budget", f"recompute.budget={budget}"),
+        make("8192 budget", 8192, COMPILED, "recompute=budget", f"recompute.budget={budget}"),
         make("8192 fp8", 8192, COMPILED, FP8),
     ]
 
@@ -117,9 +117,11 @@ def _attention(shape: str, micro_batch: int, *more: str) -> list[Case]:
 
 
 def _versus(shape: str, micro_batch: int, *more: str) -> list[Case]:
-    """Ours and a peer by turns."""
+    """Ours and a peer by turns, both with the recompute named."""
     tokens = (*_tokens(8192, micro_batch), COMPILED, *more)
-    return [Case(shape, f"8192 against {peer}", tokens, ("ours", peer)) for peer in ("native", "transformers")]
+    again = "recompute=selective"
+    pairs = (("", "native", ()), ("selective ", "native", (again,)), ("", "transformers", ()))
+    return [Case(shape, f"8192 {mode}against {peer}", (*tokens, *key), ("ours", peer)) for mode, peer, key in pairs]
 
 
 def _losses(shape: str, *more: str) -> list[Case]:
@@ -168,6 +170,7 @@ _SMOKE = (
     Case("tiny", "full", (*_SMALL, "recompute=full")),
     Case("tiny", "budget", (*_SMALL, "recompute=budget", "recompute.budget=2MiB")),
     Case("tiny", "compiled", (*_SMALL, COMPILED, "model.num_hidden_layers=1")),
+    Case("tiny", "selective", (*_SMALL, COMPILED, "model.num_hidden_layers=1", "recompute=selective")),
     Case("tiny", "fp8", (*_SMALL, FP8)),
     Case("tiny", "bf16 moments", (*_SMALL, *NARROW)),
     Case("tiny", "offloaded", (*_SMALL, *OFFLOAD)),

@@ -6,7 +6,7 @@ exits with status 2 before any process group forms.
 
 import os
 
-from ndtrain.config.checks import resolve
+from ndtrain.config.checks import KEEPABLE, resolve
 from ndtrain.config.compose import check_overrides, conf_dir, load_config, register, to_config, to_yaml
 from ndtrain.config.schema import (
     AXES,
@@ -24,6 +24,7 @@ from ndtrain.config.schema import (
 
 __all__ = [
     "AXES",
+    "KEEPABLE",
     "CheckpointConfig",
     "Config",
     "ConfigError",

@@ -99,11 +99,6 @@ def _resolve_schedule(cfg: Config) -> None:
             f"schedule.split={s.split}: must name a number of layers, at least 1, for each of {table.stages} stages, "
             f"{layers} together",
         )
-    _require(
-        not (cfg.train.compile and table.splits_backward),
-        f"schedule={s.name} defers weight gradients, which train.compile=true cannot: choose 1f1b or interleaved, or "
-        "set train.compile=false",
-    )
 
 
 def _check_model(m: ModelConfig) -> None:
@@ -281,7 +276,7 @@ def _check_kernel(cfg: Config) -> None:
     )
 
 
-_KEEPABLE = ("qkv_proj", "core", "o_proj", "gate_up_proj")
+KEEPABLE = ("qkv_proj", "core", "o_proj", "gate_up_proj")  # the ops whose results a block can keep for its second run
 _UNITS = {"b": 1} | {f"{p}{b}": base**n for n, p in enumerate("kmgt", 1) for b, base in (("b", 1000), ("ib", 1024))}
 
 
@@ -292,18 +287,13 @@ def _resolve_recompute(cfg: Config) -> None:
     _require(r.every == "auto" or (every or 0) >= 1, f"recompute.every={r.every}: must be at least 1, or auto")
     for op in r.keep:
         _require(
-            op in _KEEPABLE,
-            f"recompute.keep: no op {op} whose result a block can keep; {near(op, list(_KEEPABLE))}"
-            f"known: {', '.join(_KEEPABLE)}",
+            op in KEEPABLE,
+            f"recompute.keep: no op {op} whose result a block can keep; {near(op, list(KEEPABLE))}"
+            f"known: {', '.join(KEEPABLE)}",
         )
     if r.name == "budget":
         _require(r.budget is not None, "recompute.budget is missing: recompute=budget needs it, e.g. 2GiB")
         r.budget = parse_bytes("recompute.budget", r.budget)
-    if r.name in ("selective", "budget"):
-        _require(
-            not cfg.train.compile,
-            f"recompute={r.name} does not go with train.compile=true: choose recompute=full or every",
-        )
 
 
 def parse_bytes(key: str, value: int | str) -> int:

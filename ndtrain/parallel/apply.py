@@ -21,7 +21,7 @@ from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.gradients import Gradients, Stack
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.parallel.pp import Placement, TiedReducer
-from ndtrain.parallel.recompute import Keep, op_of
+from ndtrain.parallel.recompute import Keep, hands_over, op_of
 from ndtrain.parallel.tp import CopyReducer, TensorParallel
 from ndtrain.sequence import SequenceCut
 
@@ -109,7 +109,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         copies=CopyReducer({n: mesh.subgroup(CUT_AXIS, n) for n in _copies(layouts, names)}),
         ties=TiedReducer(mesh, _other_holder(layouts, names, mesh.coords["pp"])),
         gradients=gradients,
-        by_autograd=frozenset(unit_of(n) for n in names if ".layers." in n and _linear_in_graph(cfg)),
+        by_autograd=frozenset(unit_of(n) for n in names if ".layers." in n and _linear_in_graph(cfg, placement)),
         stacked=stacked(cfg.model),
         zero=cfg.mesh.zero,
         compute=compute,
@@ -126,7 +126,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
             op_names[parameter] = op_of(name)
     keep = Keep(op_names)
     stacks = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.stacks.items()}
-    ops = _ops(cfg, mesh, cut, gradients, keep, stacks)
+    ops = _ops(cfg, mesh, cut, gradients, keep, stacks, in_graph=_linear_in_graph(cfg, placement))
     kernel, attention = choose_kernel(cfg, mesh, compute) if mesh.device.type == "cuda" else (None, "")
     for model in models.values():
         for name, _ in list(model.named_parameters()):
@@ -139,10 +139,11 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
     return Stages(models, {s: m.segments() for s, m in models.items()}, units, layouts, placement, keep, attention)
 
 
-def _linear_in_graph(cfg: Config) -> bool:
-    """Whether the blocks' matmuls are part of compiled graphs, in which no gradient is written past autograd. (Those
-    that send something, or cast to fp8, are not.)"""
-    return cfg.train.compile and cfg.mesh.tp == 1 and cfg.precision.compute != "fp8"
+def _linear_in_graph(cfg: Config, placement: Placement) -> bool:
+    """Whether the blocks' matmuls are part of compiled graphs, in which nothing is done beside them: no gradient is
+    written past autograd or put off, no result handed to a second run, no message sent, nothing cast to fp8."""
+    beside = cfg.mesh.tp > 1, cfg.precision.compute == "fp8", hands_over(cfg), placement.schedule.splits_backward
+    return cfg.train.compile and not any(beside)
 
 
 def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer]:
@@ -161,12 +162,19 @@ def _ops(
     gradients: Gradients,
     keep: Keep,
     stacks: dict[nn.Parameter, Stack],
+    in_graph: bool,
 ) -> Ops:
-    """The model's calls as this mesh makes them: cp replaces the core, tp those over weights."""
+    """The model's calls as this mesh makes them: cp replaces the core, tp those over weights.
+
+    Args:
+        in_graph: whether matmuls are part of compiled graphs.
+    """
     products, compiled = _products(cfg, mesh), cfg.train.compile
     ops = direct_ops(gradients, keep, products, stacks)
-    if compiled:  # casts to fp8 stay outside the graphs
-        ops = replace(ops, linear=linear if products is PLAIN else torch.compiler.disable(ops.linear), core=local_core)
+    if compiled:
+        outside = torch.compiler.disable
+        core = outside(ops.core) if hands_over(cfg) else local_core
+        ops = replace(ops, linear=linear if in_graph else outside(ops.linear), core=core)
     if cfg.mesh.cp > 1:
         ops = replace(ops, core=cp_core(sequence_cut(cfg), mesh.group("cp"), mesh.index("cp"), keep=keep))
     if cfg.mesh.tp > 1:

@@ -6,7 +6,8 @@ temporaries of its gradients are there besides, whether or not it was run again 
 first, so those that hold most are the last of a stage: their graphs are gone by the time that others are made again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 from typing import Any, NamedTuple
@@ -18,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ndtrain.collectives import all_gather_row
-from ndtrain.config import AXES, Config, ConfigError
+from ndtrain.config import AXES, KEEPABLE, Config, ConfigError
 from ndtrain.cost import elementwise_values, rerun_flops
 from ndtrain.mesh import Mesh
 from ndtrain.model import Context, Segment
 from ndtrain.parallel.apply import Stages, stream_shape
 from ndtrain.parallel.fsdp import ShardedUnits
-from ndtrain.parallel.recompute import KEEPABLE, LAST, Keep
+from ndtrain.parallel.recompute import LAST, Keep
 from ndtrain.schedule import Action
 
 Choice = frozenset[str] | None  # what a block that runs again keeps; None: it does not run again
@@ -203,8 +204,15 @@ class _CudaAllocations:
         return torch.cuda.memory_allocated() - self._before
 
 
-def _follow(device: torch.device) -> _Allocations | _CudaAllocations:
-    return _CudaAllocations() if device.type == "cuda" else _Allocations()
+@contextmanager
+def _follow(device: torch.device) -> Iterator[_Allocations | _CudaAllocations]:
+    """On a CPU nothing is compiled inside: the compiler gives up, for good, whatever it meets under a dispatch mode."""
+    if device.type == "cuda":
+        with _CudaAllocations() as made:
+            yield made
+    else:
+        with torch.compiler.set_stance("force_eager"), _Allocations() as made:
+            yield made
 
 
 def measure(
@@ -236,6 +244,9 @@ def _measure_block(block: Segment, units: ShardedUnits, keep: Keep, ctx: Context
     with torch.no_grad(), keep.recording("sizes", frozenset(KEEPABLE), frozenset({LAST})):
         block.run(x, ctx)
     kept = keep.drop("sizes")
+    _, y = _run(block, ctx, x)  # once beforehand: what kernels, or a compiler, allocate the first time is no activation
+    y.backward(torch.empty_like(y))
+    del y
     with _follow(x.device) as made:
         _, y = _run(block, ctx, x)
         graph = made.now - _bytes(y)

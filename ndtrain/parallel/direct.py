@@ -307,5 +307,8 @@ def direct_ops(
     `keep` has of them, and matmuls as `products` makes them, one for each of `stacks`."""
     keep = keep or Keep()
     ops = WeightOps(gradients, keep=keep, products=products, stacks=stacks)
-    core = lambda q, k, v, ctx: attend(q, k, v, ctx.scores, keep.of("core"))
+
+    def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
+        return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, keep.of("core"))
+
     return Ops(linear=ops.linear, embedding=ops.embedding, core=core, head_loss=ops.head_loss)

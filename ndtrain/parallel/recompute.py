@@ -19,7 +19,6 @@ from ndtrain.config import Config, RecomputeConfig
 
 T = TypeVar("T")
 NOTHING: frozenset[str] = frozenset()
-KEEPABLE = ("qkv_proj", "core", "o_proj", "gate_up_proj")  # the ops whose results a block can keep for itself
 LAST = "down_proj"  # the op that ends a block: what follows in its group can keep it
 _OP_OF_LEAF = {"q_proj": "qkv_proj", "o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj"}
 
@@ -127,6 +126,11 @@ class Group:
 
     def unneeded(self, segment: int) -> frozenset[str]:
         return frozenset({LAST}) if segment == self.segments[-1] else NOTHING
+
+
+def hands_over(cfg: Config) -> bool:
+    """Whether the first run of a block hands results that it does not end with to the second."""
+    return cfg.recompute.name in ("selective", "budget")
 
 
 def always_kept(cfg: Config) -> frozenset[str]:
