@@ -97,7 +97,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
     """This rank's part of the model, allocated but not yet filled."""
     placement = Placement.of(cfg)
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
-    compute = DTYPES[cfg.precision.compute]
+    compute, in_graph = DTYPES[cfg.precision.compute], _linear_in_graph(cfg, placement)
     gradients = Gradients()
     models = _models(cfg, placement, mesh.coords["pp"])
     names = _check_declared(models.values(), layouts)
@@ -109,7 +109,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         copies=CopyReducer({n: mesh.subgroup(CUT_AXIS, n) for n in _copies(layouts, names)}),
         ties=TiedReducer(mesh, _other_holder(layouts, names, mesh.coords["pp"])),
         gradients=gradients,
-        by_autograd=frozenset(unit_of(n) for n in names if ".layers." in n and _linear_in_graph(cfg, placement)),
+        by_autograd=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
         stacked=stacked(cfg.model),
         zero=cfg.mesh.zero,
         compute=compute,
@@ -126,7 +126,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
             op_names[parameter] = op_of(name)
     keep = Keep(op_names)
     stacks = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.stacks.items()}
-    ops = _ops(cfg, mesh, cut, gradients, keep, stacks, in_graph=_linear_in_graph(cfg, placement))
+    ops = _ops(cfg, mesh, cut, gradients, keep, stacks, in_graph)
     kernel, attention = choose_kernel(cfg, mesh, compute) if mesh.device.type == "cuda" else (None, "")
     for model in models.values():
         for name, _ in list(model.named_parameters()):

@@ -161,7 +161,7 @@ def _outputs(
 ) -> tuple[Tensor, ...]:
     """x @ w.T + b of each, in the stream's tokens."""
     if path == DIRECT:
-        made = [torch.mm(x, s.weight.t()) for s in stacks]
+        made = [PLAIN.output(x, s.weight) for s in stacks]
     else:
         products, x_NI = path.products, path.products.input(path.enter.gather(x))
         factors = [products.weight(s.weight, backward=False) for s in stacks]

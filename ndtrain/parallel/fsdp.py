@@ -17,7 +17,7 @@ The idea of sharding all state is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.0
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -67,6 +67,11 @@ class Unit:
         stacked = {name for names in self.stacks for name in names}
         alone = [p for name, p in self.parameters.items() if p.ndim > 1 and name not in stacked]
         self.summed = [*(s.weight for s in self.stacks.values()), *alone]
+
+    def with_gradient(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All whose `.grad` is a view of `full_grad`, with the name of the tensor that they begin with."""
+        yield from self.parameters.items()
+        yield from ((names[0], s.weight) for names, s in self.stacks.items())
 
 
 class ShardedUnits:
@@ -264,7 +269,7 @@ class ShardedUnits:
         full, flight = unit.full_grad, reduce_scatter(unit.full_grad, self.group)
         if not self.keeps_grad:
             unit.full_grad = None  # the flight's alone: the unit's next backward opens another
-            for p in (*unit.parameters.values(), *(s.weight for s in unit.stacks.values())):
+            for _, p in unit.with_gradient():
                 p.grad = None
         self._land_reductions()  # the one before this, so that at most one is in flight
         self._reductions.append((unit, full, flight, final))
@@ -302,7 +307,7 @@ class ShardedUnits:
         self.gradients.open(unit.summed)
 
     def _attach(self, unit: Unit) -> None:
-        for name, p in (*unit.parameters.items(), *((names[0], s.weight) for names, s in unit.stacks.items())):
+        for name, p in unit.with_gradient():
             at = unit.layout.offsets[name]
             p.grad = unit.full_grad[at : at + p.numel()].view(p.shape)
 
