@@ -17,6 +17,10 @@ from tests.test_parity_tp_cp import MODEL, error
 COMPILE = "train.compile=true"
 SMALL = [*MODEL, "train.global_batch=8", "train.micro_batch=2"]
 PACKED, FULL, EVERY = "data.pack=true", "recompute=full", "recompute=every"
+FP8 = [
+    "precision.compute=fp8", "model.hidden_size=64", "model.intermediate_size=64", "model.num_attention_heads=4",
+    "model.num_key_value_heads=2", "model.head_dim=16",
+]  # fmt: skip
 
 
 def count_graphs(overrides: list[str]) -> tuple[list[int], list[str]]:
@@ -52,6 +56,8 @@ ONE_GRAPH = {
     "bf16, fsdp": (2, ["precision.compute=bf16", "mesh.fsdp=2", FULL]),
     "bf16, zero 1": (2, ["precision.compute=bf16", "mesh.fsdp=2", "mesh.zero=1", PACKED]),
     "bf16, cp": (2, ["precision.compute=bf16", "mesh.cp=2", FULL]),
+    "fp8": (1, [*FP8, PACKED]),
+    "fp8, fsdp": (2, [*FP8, "mesh.fsdp=2", FULL]),
     "dp": (2, ["mesh.dp=2", EVERY, "recompute.every=2", PACKED]),
     "pp": (2, ["mesh.pp=2", "model.num_hidden_layers=4", PACKED]),
     "cp": (2, ["mesh.cp=2", PACKED]),

@@ -107,6 +107,28 @@ def test_the_device_multiplies_as_the_emulation():
     close(native, products_of(Fp8Products()), 1e-5)
 
 
+@pytest.mark.full
+def test_compiled_products_are_those_made_outside():
+    """Bit for bit, where the compiler rounds what it fuses as it would be otherwise."""
+    x, w, v = drawn(48, 32), drawn(64, 32, seed=1), drawn(16, 32, seed=2)
+    dys = [drawn(48, n, seed=n) * scale for n, scale in ((64, 1e-4), (16, 1.0))]
+
+    def run(linear, *tensors):
+        """x as something before it makes it; outputs as something after them takes them."""
+        x_NI, *weights = (t.clone().requires_grad_() for t in tensors)
+        with torch._inductor.config.patch(emulate_precision_casts=True):
+            y, z = torch.compile(lambda a, b: linear(2 * a, b, [None, None]), fullgraph=True)(x_NI, weights)
+            return [y, z, *torch.autograd.grad([y, z], [x_NI, *weights], dys)]
+
+    products, factors = Fp8Products(), [cast(t, E4M3) for t in (w, v)]
+    casts, x_NI = [cast(dy, E5M2) for dy in dys], cast(2 * x, E4M3)
+    outside = [products.output(x_NI, f) for f in factors]
+    outside += [2 * products.input_gradient(casts, [f.t() for f in factors])]
+    outside += [multiply(dy.t(), x_NI.t(), torch.bfloat16) for dy in casts]
+    for got, want in zip(run(fp8.linear, x, w, v), outside, strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
 @pytest.mark.gpu
 def test_a_gpu_multiplies_as_the_emulation():
     if not multiplies_fp8("cuda"):

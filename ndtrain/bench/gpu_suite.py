@@ -106,6 +106,7 @@ def _steps(shape: str, tokens: int, state: tuple[str, ...], microbatches: int, b
         make("8192 selective eager", 8192, EAGER, "recompute=selective"),
         make("8192 budget", 8192, COMPILED, "recompute=budget", f"recompute.budget={budget}"),
         make("8192 fp8", 8192, COMPILED, FP8),
+        make("8192 fp8 full", 8192, COMPILED, FP8, "recompute=full"),
     ]
 
 
@@ -171,7 +172,7 @@ _SMOKE = (
     Case("tiny", "budget", (*_SMALL, "recompute=budget", "recompute.budget=2MiB")),
     Case("tiny", "compiled", (*_SMALL, COMPILED, "model.num_hidden_layers=1")),
     Case("tiny", "selective", (*_SMALL, COMPILED, "model.num_hidden_layers=1", "recompute=selective")),
-    Case("tiny", "fp8", (*_SMALL, FP8)),
+    Case("tiny", "fp8", (*_SMALL, COMPILED, "model.num_hidden_layers=1", FP8)),
     Case("tiny", "bf16 moments", (*_SMALL, *NARROW)),
     Case("tiny", "offloaded", (*_SMALL, *OFFLOAD)),
     Case("tiny", "attention auto", (*_SMALL, "hardware.attention=auto")),

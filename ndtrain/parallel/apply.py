@@ -13,10 +13,10 @@ from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_
 from ndtrain.model.attention import local_core
 from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import linear, stacked, unit_of
+from ndtrain.parallel import fp8
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.direct import PLAIN, Products, direct_ops
 from ndtrain.parallel.dp import ReplicaReducer
-from ndtrain.parallel.fp8 import Fp8Products, multiplies_fp8
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.gradients import Gradients, Stack
 from ndtrain.parallel.kernel_choice import choose_kernel
@@ -141,8 +141,8 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
 
 def _linear_in_graph(cfg: Config, placement: Placement) -> bool:
     """Whether the blocks' matmuls are part of compiled graphs, in which nothing is done beside them: no gradient is
-    written past autograd or put off, no result handed to a second run, no message sent, nothing cast to fp8."""
-    beside = cfg.mesh.tp > 1, cfg.precision.compute == "fp8", hands_over(cfg), placement.schedule.splits_backward
+    written past autograd or put off, no result handed to a second run, no message sent."""
+    beside = cfg.mesh.tp > 1, hands_over(cfg), placement.schedule.splits_backward
     return cfg.train.compile and not any(beside)
 
 
@@ -174,7 +174,8 @@ def _ops(
     if compiled:
         outside = torch.compiler.disable
         core = outside(ops.core) if hands_over(cfg) else local_core
-        ops = replace(ops, linear=linear if in_graph else outside(ops.linear), core=core)
+        plain = fp8.linear if cfg.precision.compute == "fp8" else linear
+        ops = replace(ops, linear=plain if in_graph else outside(ops.linear), core=core)
     if cfg.mesh.cp > 1:
         ops = replace(ops, core=cp_core(sequence_cut(cfg), mesh.group("cp"), mesh.index("cp"), keep=keep))
     if cfg.mesh.tp > 1:
@@ -187,12 +188,12 @@ def _products(cfg: Config, mesh: Mesh) -> Products:
     """How the blocks' matmuls are made."""
     if cfg.precision.compute != "fp8":
         return PLAIN
-    if mesh.device.type == "cuda" and not multiplies_fp8("cuda"):
+    if mesh.device.type == "cuda" and not fp8.multiplies_fp8("cuda"):
         raise ConfigError(
             f"precision.compute=fp8: {torch.cuda.get_device_name(mesh.device)} has no fp8 matmuls (compute capability "
             "8.9 and up has): compute in bf16"
         )
-    return Fp8Products()
+    return fp8.Fp8Products()
 
 
 def initialise(stages: Stages, cfg: Config, draw: Callable = standard_normal) -> None:

@@ -4,7 +4,8 @@
 |-----------------|---------------------------|-------------------------------------|
 | output          | x e4m3, w e4m3            | bf16                                |
 | input gradient  | dy e5m2, w e4m3           | bf16                                |
-| weight gradient | dy e5m2, x e4m3           | fp32, added to the flat buffer      |
+| weight gradient | dy e5m2, x e4m3           | fp32, added to the flat buffer; in  |
+|                 |                           | compiled graphs bf16 for autograd   |
 
 Each factor is cast when it is used, with a scale of its own from its largest magnitude then, on the device. Scales are
 powers of two, so they move the range and not the digits: an element well inside the range becomes the same number under
@@ -68,10 +69,15 @@ def multiply(a_RC: Cast, b_KC: Cast, dtype: torch.dtype, fast: bool = False) -> 
     return product.mul_(a_RC.unit).mul_(b_KC.unit).to(dtype)
 
 
-@cache
+@torch.compiler.assume_constant_result
 def multiplies_fp8(device: str) -> bool:
     """Whether matmuls of fp8 are to be had there. Not on a CPU: PyTorch's is a plain loop, a thousand times as slow as
     the same product in fp32."""
+    return _tried(device)
+
+
+@cache
+def _tried(device: str) -> bool:
     if device == "cpu":
         return False
     unit = torch.ones((), device=device)
@@ -126,3 +132,25 @@ class Fp8Products(Products):
 
     def weight_gradient(self, sink: Gradients, w: nn.Parameter, dy_NO: Cast, x_NI: Cast) -> None:
         sink.add_made(w, lambda: multiply(dy_NO.t(), x_NI.t(), torch.float32))
+
+
+class _Linear(torch.autograd.Function):
+    """y = x @ w.T as a compiler can look into it: it makes each cast in the pass that makes what is cast, once for all
+    that read it, and decides what is kept for backward."""
+
+    @staticmethod
+    def forward(ctx, x_NI: Tensor, w_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NI, w_OI)
+        return multiply(cast(x_NI, _E4M3), cast(w_OI, _E4M3), _OUT, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x_NI, w_OI = (cast(factor, _E4M3) for factor in ctx.saved_tensors)
+        dy_NO = cast(grad, _E5M2)
+        return multiply(dy_NO, w_OI.t(), _OUT), multiply(dy_NO.t(), x_NI.t(), _OUT)
+
+
+def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """`transformer.linear` in fp8, for compiled graphs."""
+    made = [_Linear.apply(x, w) for w in weights]
+    return tuple(y if b is None else y + b for y, b in zip(made, biases, strict=True))

@@ -176,7 +176,7 @@ def spared(blocks: Sequence[int], found: Sequence[Group], compiled: bool = False
     `cost.hardware_flops_per_token` asks for.
 
     Args:
-        compiled: whether blocks are compiled with their matmuls inside (no tp, no fp8), where nothing is left out.
+        compiled: whether blocks are compiled with their matmuls inside, where nothing is left out.
     """
     of_block = {i: g.keep if compiled else g.keep | g.unneeded(i) for g in found for i in g.segments}
     return [of_block.get(i) for i in blocks]
