@@ -157,4 +157,6 @@ def _rank(fn: Callable, rank: int, ranks: int, args: Sequence[Any], backend: str
         (folder / f"error-{rank}").write_text(traceback.format_exc())
     finally:
         sys.stdout.flush()
-        os._exit(code)  # gloo's threads abort about every second run in Python's own teardown
+        if ranks > 1:
+            os._exit(code)  # gloo's threads abort about every second run in Python's own teardown
+        sys.exit(code)
