@@ -18,6 +18,7 @@ from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.metrics.profile import name_fused_kernels, record
 
 GIB = 2**30
+PROFILED = 10  # steps, each after one that is not: on a shared machine single steps differ by more than the host takes
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def measure(rank: int, options: Options, cfg: Config, device: str) -> dict[str, 
 
 def profiled(side: Steady) -> dict[str, Any]:
     """The table of where a step's time goes, as its lines and as numbers."""
-    table = record(lambda: (side(), side.finish()), steps=3, device=side.device)
+    table = record(lambda: (side(), side.finish()), steps=PROFILED, device=side.device)
     return {"lines": table.lines(), "kernel_share": table.kernel_share, "table": table.as_dict()}
 
 
