@@ -12,11 +12,11 @@ from ndtrain.mesh import Mesh, MeshSpec
 from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention import local_core
 from ndtrain.model.init import fill, standard_normal
-from ndtrain.model.transformer import linear, stacked, unit_of
-from ndtrain.parallel import fp8
+from ndtrain.model.transformer import stacked, unit_of
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.direct import PLAIN, Products, direct_ops
 from ndtrain.parallel.dp import ReplicaReducer
+from ndtrain.parallel.fp8 import Fp8Products, multiplies_fp8
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.gradients import Gradients, Stack
 from ndtrain.parallel.kernel_choice import choose_kernel
@@ -174,8 +174,7 @@ def _ops(
     if compiled:
         outside = torch.compiler.disable
         core = outside(ops.core) if hands_over(cfg) else local_core
-        plain = fp8.linear if cfg.precision.compute == "fp8" else linear
-        ops = replace(ops, linear=plain if in_graph else outside(ops.linear), core=core)
+        ops = replace(ops, linear=products.in_graph if in_graph else outside(ops.linear), core=core)
     if cfg.mesh.cp > 1:
         ops = replace(ops, core=cp_core(sequence_cut(cfg), mesh.group("cp"), mesh.index("cp"), keep=keep))
     if cfg.mesh.tp > 1:
@@ -188,12 +187,12 @@ def _products(cfg: Config, mesh: Mesh) -> Products:
     """How the blocks' matmuls are made."""
     if cfg.precision.compute != "fp8":
         return PLAIN
-    if mesh.device.type == "cuda" and not fp8.multiplies_fp8("cuda"):
+    if mesh.device.type == "cuda" and not multiplies_fp8("cuda"):
         raise ConfigError(
             f"precision.compute=fp8: {torch.cuda.get_device_name(mesh.device)} has no fp8 matmuls (compute capability "
             "8.9 and up has): compute in bf16"
         )
-    return fp8.Fp8Products()
+    return Fp8Products()
 
 
 def initialise(stages: Stages, cfg: Config, draw: Callable = standard_normal) -> None:

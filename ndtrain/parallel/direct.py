@@ -21,6 +21,7 @@ from ndtrain.model import Ops
 from ndtrain.model.attention import attend
 from ndtrain.model.joint import side_by_side
 from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss
+from ndtrain.model.transformer import linear
 from ndtrain.parallel.gradients import Gradients, Stack
 from ndtrain.parallel.recompute import Keep
 
@@ -93,6 +94,10 @@ class Products:
     def weight_gradient(self, sink: Gradients, w: nn.Parameter, dy_NO: Any, x_NI: Any) -> None:
         """dy.T @ x into the sink."""
         sink.add_product(w, dy_NO.t(), x_NI)
+
+    def in_graph(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """All of it as a compiler can look into it, with gradients by autograd."""
+        return linear(x, weights, biases)
 
 
 PLAIN = Products()

@@ -133,24 +133,26 @@ class Fp8Products(Products):
     def weight_gradient(self, sink: Gradients, w: nn.Parameter, dy_NO: Cast, x_NI: Cast) -> None:
         sink.add_made(w, lambda: multiply(dy_NO.t(), x_NI.t(), torch.float32))
 
+    def in_graph(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        made = [_Linear.apply(x, w) for w in weights]
+        return tuple(y if b is None else y + b for y, b in zip(made, biases, strict=True))
+
+
+_PRODUCTS = Fp8Products()
+
 
 class _Linear(torch.autograd.Function):
-    """y = x @ w.T as a compiler can look into it: it makes each cast in the pass that makes what is cast, once for all
-    that read it, and decides what is kept for backward."""
+    """y = x @ w.T. The compiler makes each cast in the pass that makes what is cast, once for all that read it, and
+    decides what is kept for backward."""
 
     @staticmethod
     def forward(ctx, x_NI: Tensor, w_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x_NI, w_OI)
-        return multiply(cast(x_NI, _E4M3), cast(w_OI, _E4M3), _OUT, fast=True)
+        return _PRODUCTS.output(cast(x_NI, _E4M3), _PRODUCTS.weight(w_OI, backward=False))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x_NI, w_OI = (cast(factor, _E4M3) for factor in ctx.saved_tensors)
+        x_NI, w_OI = ctx.saved_tensors
         dy_NO = cast(grad, _E5M2)
-        return multiply(dy_NO, w_OI.t(), _OUT), multiply(dy_NO.t(), x_NI.t(), _OUT)
-
-
-def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """`transformer.linear` in fp8, for compiled graphs."""
-    made = [_Linear.apply(x, w) for w in weights]
-    return tuple(y if b is None else y + b for y, b in zip(made, biases, strict=True))
+        dx_NI = _PRODUCTS.input_gradient([dy_NO], [_PRODUCTS.weight(w_OI, backward=True)])
+        return dx_NI, multiply(dy_NO.t(), cast(x_NI, _E4M3).t(), _OUT)
