@@ -43,7 +43,7 @@ prepare() { # OVERRIDES...: sets run_dir, and removes from it what another run's
 }
 
 folder_of() { # OVERRIDES...: prints the run folder, absolute
-    (trap '' INT && exec python -m ndtrain.launch folder "$@") # Ctrl-C is this script's to answer
+    (trap '' INT && exec python -m ndtrain.runtime.launch_query folder "$@") # Ctrl-C is this script's to answer
 }
 
 supervise() { # COMMAND...: runs it to its end and sets `status`
@@ -72,7 +72,7 @@ end_torchrun() { # PID: torchrun and its ranks, each of which leads a session of
 
 outcome() { # sets `status` to the documented exit code, and says why a run has failed: the last thing on the console
     local ended=0
-    (trap '' INT && exec python -m ndtrain.launch ended "$run_dir" "$status") || ended=$?
+    (trap '' INT && exec python -m ndtrain.runtime.launch_query ended "$run_dir" "$status") || ended=$?
     status=$ended
 }
 

@@ -18,21 +18,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ndtrain import checkpoint, command_line, cost, exit_file, rendezvous, schedule, stopping
+from ndtrain import checkpoint, schedule
 from ndtrain.checkpoint import Saver, State
 from ndtrain.config import Config, ConfigError, resolve, world_from_env
 from ndtrain.data import Data, open_data
-from ndtrain.failing import noted, say_failure
-from ndtrain.loop import Run, loop
-from ndtrain.mesh import Mesh, MeshSpec
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.engine.initial_state import fill, order_of, prepare_run_folder
+from ndtrain.engine.train_step import Evaluation, TrainingStep
+from ndtrain.engine.trainer import Run, loop
 from ndtrain.metrics import Metrics, keep_freed_memory, peak_flops
 from ndtrain.metrics.stragglers import Stragglers
-from ndtrain.model.hf import from_hf, read_hf_config
-from ndtrain.parallel.apply import DTYPES, build_stages
-from ndtrain.start import fill, order_of, prepare_run_folder
-from ndtrain.step import Evaluation, TrainingStep
-from ndtrain.stopping import StopRequest
-from ndtrain.watch import Watch
+from ndtrain.model import flops
+from ndtrain.model.families.hf_config import from_hf, read_hf_config
+from ndtrain.parallel.build import DTYPES, build_stages
+from ndtrain.runtime import cli, exit_status, rendezvous, stop_signals
+from ndtrain.runtime.failure_report import noted, say_failure
+from ndtrain.runtime.hang_watchdog import Watch
+from ndtrain.runtime.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
 log.addHandler(logging.NullHandler())  # an error before there is a log file is not printed twice
@@ -69,7 +71,7 @@ def train(cfg: Config) -> int:
     """
     start = _start(cfg)
     # not before: a rank that waits for one that failed must die of the launcher's SIGTERM
-    stop = StopRequest(start.run_dir / stopping.STOP_FILE if start.rank == 0 else None)
+    stop = StopRequest(start.run_dir / stop_signals.STOP_FILE if start.rank == 0 else None)
     with ExitStack() as closing:  # no process group is destroyed on an error: gloo would wait for what peers never send
         closing.callback(stop.restore)
         try:
@@ -181,8 +183,8 @@ def _metrics(cfg: Config, run_dir: Path, state: State, step: TrainingStep, devic
         cfg,
         run_dir,
         start_step=state.step,
-        flops_per_token=cost.flops_per_token(m, t.seq_len),
-        hardware_flops_per_token=cost.hardware_flops_per_token(m, t.seq_len, step.spared),
+        flops_per_token=flops.flops_per_token(m, t.seq_len),
+        hardware_flops_per_token=flops.hardware_flops_per_token(m, t.seq_len, step.spared),
         peak_flops_per_device=peak_flops(cfg.hardware, device.type, DTYPES[cfg.precision.compute]),
         world_size=MeshSpec.of(cfg.mesh).world_size,
         resume=state.step > 0,
@@ -238,7 +240,7 @@ def _say_start(run: Run, path: Path | None) -> None:
         else f"seed {cfg.run.seed}"
     )
     run.note(
-        f"{cfg.run.name}: {cost.parameter_count(cfg.model):,} parameters, {run.data.describe()}, "
+        f"{cfg.run.name}: {flops.parameter_count(cfg.model):,} parameters, {run.data.describe()}, "
         f"mesh {sizes}, {_pipeline(run)}zero={cfg.mesh.zero}, {cfg.precision.compute} on {mesh.device.type}, "
         f"{origin}; run folder {cfg.run.dir}"
     )
@@ -268,7 +270,7 @@ def _say_end(run: Run) -> int:
     if run.mesh.rank == 0:
         error = run.failure or ("" if at_end or idle else f"the last state was not saved: {run.failed_saves[-1]}")
         facts = {"signal": run.stopped_by, "step": step, "checkpoint": run.saved and str(run.saved.absolute())}
-        exit_file.write(Path(run.cfg.run.dir), "failed" if error else ended, rank=0, error=error or None, **facts)
+        exit_status.write(Path(run.cfg.run.dir), "failed" if error else ended, rank=0, error=error or None, **facts)
         if run.stopped_by:
             run.stop.answer()
     if idle:
@@ -284,8 +286,8 @@ def _say_end(run: Run) -> int:
     return 0 if at_end and not run.failure else 1
 
 
-main = partial(command_line.main, train)
+main = partial(cli.main, train)
 
 
 if __name__ == "__main__":
-    command_line.run_and_exit(train)
+    cli.run_and_exit(train)

@@ -23,13 +23,13 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _create_default_load_balancer
 
 from ndtrain.bench.turns import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
-from ndtrain.collectives import Pending
 from ndtrain.config import ConfigError
-from ndtrain.model.attention import local_core
-from ndtrain.model.scores import Scores
-from ndtrain.parallel.apply import DTYPES
+from ndtrain.distributed.collectives import Pending
+from ndtrain.distributed.sequence_sharding import SequenceSharding
+from ndtrain.model.attention.core import local_core
+from ndtrain.model.attention.scores import Scores
+from ndtrain.parallel.build import DTYPES
 from ndtrain.parallel.cp import Links, cp_core
-from ndtrain.sequence import SequenceCut
 
 LENGTHS = (2048, 8192)
 PEERS = ("torch_allgather", "torch_alltoall")
@@ -73,8 +73,8 @@ class Options(Common):
     def peers(self) -> tuple[str, ...]:
         return () if self.link_mb_s else PEERS
 
-    def cut(self, length: int) -> SequenceCut:
-        return SequenceCut(length, self.world // self.ulysses, self.ulysses, self.balance)
+    def cut(self, length: int) -> SequenceSharding:
+        return SequenceSharding(length, self.world // self.ulysses, self.ulysses, self.balance)
 
     def check(self) -> None:
         super().check()
@@ -110,7 +110,7 @@ class MeteredLinks(Links):
         bytes_per_s: a transfer has arrived no sooner than its bytes have passed, after those asked for before it.
     """
 
-    def __init__(self, cut: SequenceCut, group: dist.ProcessGroup, index: int, bytes_per_s: float = math.inf):
+    def __init__(self, cut: SequenceSharding, group: dist.ProcessGroup, index: int, bytes_per_s: float = math.inf):
         super().__init__(cut, group, index)
         self.bytes_per_s, self._free_at, self._member = bytes_per_s, 0.0, index % cut.ulysses
         self.seconds, self.bytes = 0.0, 0
@@ -227,7 +227,7 @@ def measure(rank: int, options: Options, length: int) -> dict[str, Any]:
     return _timed(options, steps, links) | {"differences": differences}
 
 
-def metered_links(options: Options, cut: SequenceCut, group: dist.ProcessGroup, rank: int) -> MeteredLinks:
+def metered_links(options: Options, cut: SequenceSharding, group: dist.ProcessGroup, rank: int) -> MeteredLinks:
     return MeteredLinks(cut, group, rank, options.link_mb_s * 1e6 or math.inf)
 
 

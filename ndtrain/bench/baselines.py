@@ -23,7 +23,7 @@ from ndtrain.config import Config, ConfigError, ModelConfig
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE
 from ndtrain.model.rope import inverse_frequencies, rope_table
-from ndtrain.parallel.apply import DTYPES
+from ndtrain.parallel.build import DTYPES
 
 Draw = Callable[[int, str, int, int], Tensor]
 

@@ -113,7 +113,7 @@ class Case:
     """An operation on this rank, ready to run in each of its forms.
 
     Attributes:
-        forms: "torch", PyTorch's plain call, and "ours" where `ndtrain.collectives` has its own.
+        forms: "torch", PyTorch's plain call, and "ours" where `ndtrain.distributed.collectives` has its own.
         expected: what the result must be, in equal pieces: a pattern and the element it begins at. Empty where this
             rank gets none.
         given: inputs, and what they begin with.

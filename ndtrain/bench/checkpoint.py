@@ -26,9 +26,9 @@ from ndtrain.bench.results import results, write
 from ndtrain.bench.turns import Turns, ratio, slowest
 from ndtrain.checkpoint import Saver, State
 from ndtrain.config import Config, ConfigError, load_config, resolve
-from ndtrain.cost import parameter_count
-from ndtrain.mesh import Mesh, MeshSpec
-from ndtrain.parallel.apply import build_stages, initialise
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.model.flops import parameter_count
+from ndtrain.parallel.build import build_stages, initialise
 
 BYTES = 12  # a parameter: its fp32 weight and two moments
 WIDE = ["model.hidden_size=768", "model.intermediate_size=2048", "model.vocab_size=4096"]

@@ -28,7 +28,7 @@ from ndtrain.bench.results import results, write
 from ndtrain.bench.turns import Turns, ratio
 from ndtrain.config import AXES, ConfigError, MeshConfig, world_from_env
 from ndtrain.config.checks import parse_bytes
-from ndtrain.mesh import Mesh, MeshSpec
+from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.metrics import free_memory_bytes
 
 WIDTH = 4  # bytes of an fp32 element

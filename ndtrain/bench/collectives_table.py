@@ -6,7 +6,7 @@ from typing import Any
 from ndtrain.bench.arguments import size_name
 from ndtrain.bench.operations import FACTORS, OPERATIONS, TWO_STEPS
 from ndtrain.bench.plot import Curve, Panel
-from ndtrain.mesh import MeshSpec
+from ndtrain.distributed.mesh import MeshSpec
 
 _FORM_NAMES = {"torch": "", "ours": " (ours)"}
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ndtrain.bench.cases import Pattern, Setting
 from ndtrain.bench.operations import OPERATIONS, Operation
 from ndtrain.bench.ranks import device_of
-from ndtrain.mesh import Mesh, MeshSpec
+from ndtrain.distributed.mesh import Mesh, MeshSpec
 
 NOTHING = "-"
 

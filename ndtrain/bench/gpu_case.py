@@ -20,7 +20,7 @@ from ndtrain.bench.ranks import TIMED_OUT, RankFailed, run_ranks
 from ndtrain.bench.step import device_of
 from ndtrain.bench.timing import DifferentWork, Steady, batches_of, ours, timed
 from ndtrain.config import Config, ConfigError, resolve
-from ndtrain.mesh import Mesh, MeshSpec
+from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
 
 # calls of the CUDA runtime that hold the host up until the device is done; on a CPU the operators that would make them

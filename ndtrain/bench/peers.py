@@ -13,10 +13,10 @@ from ndtrain.bench import pipelining
 from ndtrain.bench.sides import SIDES, Step
 from ndtrain.bench.turns import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
 from ndtrain.config import Config, ConfigError, load_config, resolve
-from ndtrain.cost import parameter_count
 from ndtrain.data import Batch
-from ndtrain.layout import BATCH_AXES
-from ndtrain.mesh import Mesh, MeshSpec
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.distributed.sharding import BATCH_AXES
+from ndtrain.model.flops import parameter_count
 
 PEERS = {
     "one": ("bare", "transformers"),

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from ndtrain.config import Config, ConfigError
-from ndtrain.mesh import Mesh
+from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import Transformer
 from ndtrain.model.loss import head_loss
-from ndtrain.parallel.apply import DTYPES, stream_shape
+from ndtrain.parallel.build import DTYPES, stream_shape
 from ndtrain.parallel.pp import Placement
 
 LossFn = Callable[[Tensor, Tensor], Tensor]  # what the last stage gives, labels [B, T] -> loss

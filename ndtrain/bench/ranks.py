@@ -17,9 +17,9 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from ndtrain import rendezvous
 from ndtrain.config import ConfigError, world_from_env
 from ndtrain.metrics import keep_freed_memory
+from ndtrain.runtime import rendezvous
 
 Backend = Literal["auto", "gloo", "nccl"]
 GROUPS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # with NCCL the benches' own small talk stays on the CPU

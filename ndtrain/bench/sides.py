@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ndtrain.bench import dtensor, pipelining
 from ndtrain.config import Config, ModelConfig, resolve
 from ndtrain.data import Batch
-from ndtrain.layout import BATCH_AXES
-from ndtrain.mesh import Mesh, MeshSpec
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.distributed.sharding import BATCH_AXES
+from ndtrain.engine.train_step import TrainingStep
 from ndtrain.model import Transformer
-from ndtrain.model.hf import to_hf
+from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE
-from ndtrain.parallel.apply import DTYPES, build_stages, initialise
-from ndtrain.step import TrainingStep
+from ndtrain.parallel.build import DTYPES, build_stages, initialise
 
 Step = Callable[[Sequence[Batch]], float]  # this rank's microbatches -> mean loss of the global batch
 

@@ -14,8 +14,8 @@ from ndtrain.bench.ranks import run_ranks
 from ndtrain.bench.results import results, write
 from ndtrain.bench.timing import Steady, timed
 from ndtrain.config import Config, ConfigError, load_config, resolve
-from ndtrain.mesh import Mesh, MeshSpec
-from ndtrain.metrics.profile import name_fused_kernels, record
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.profiling.profile import name_fused_kernels, record
 
 GIB = 2**30
 PROFILED = 10  # steps, each after one that is not: on a shared machine single steps differ by more than the host takes

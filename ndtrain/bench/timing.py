@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain import cost
 from ndtrain.bench import baselines
 from ndtrain.bench.turns import Pace, Turns, ratio, slowest, take_turns
 from ndtrain.config import Config
 from ndtrain.data import Batch, microbatches, rows_of
-from ndtrain.layout import BATCH_AXES
-from ndtrain.mesh import Mesh
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.distributed.sharding import BATCH_AXES
+from ndtrain.engine.train_step import StepReport, TrainingStep
 from ndtrain.metrics import peak_flops, peak_memory_bytes, reset_peak_memory
-from ndtrain.parallel.apply import DTYPES, build_stages, initialise, sequence_cut
-from ndtrain.step import StepReport, TrainingStep
+from ndtrain.model import flops
+from ndtrain.parallel.build import DTYPES, build_stages, initialise, sequence_sharding
 
 DISTINCT = 4  # steps before the batches repeat
 # How far equal work may differ at the first step, relative: the loss hardly depends on the arithmetic there, so the
@@ -142,7 +142,7 @@ def batches_of(cfg: Config, mesh: Mesh, step: int) -> list[Batch]:
     t, source = cfg.train, Chain(cfg.model.vocab_size, cfg.train.seq_len + 1)
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     eos = 0 if cfg.data.pack else None
-    found = microbatches(source, step, rows, t.micro_batch, sequence_cut(cfg), mesh.index("cp"), eos)
+    found = microbatches(source, step, rows, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
     return [b.to(mesh.device) for b in found]
 
 
@@ -178,7 +178,7 @@ def timed(
         "sides": {n: _figures(turns[n], steady[n], rates) for n in names} if rates else {},
         "ratios": {n: ratio(turns[n], turns[names[0]]) for n in names[1:]},
         "peak_memory_bytes": memory if len(names) == 1 else None,  # several sides hold theirs at one time
-        "parameters": cost.parameter_count(cfg.model),
+        "parameters": flops.parameter_count(cfg.model),
         "tokens_per_step": cfg.train.global_batch * cfg.train.seq_len,
         "extra": found,
     }
@@ -224,8 +224,8 @@ def rates_of(cfg: Config, mesh: Mesh) -> Callable[[float, Side], dict[str, float
     def rates(ms: float, side: Side) -> dict[str, float | None]:
         rate = t.global_batch * t.seq_len / ms * 1e3
         share = rate / mesh.spec.world_size / peak
-        hfu = None if side.spared is None else share * cost.hardware_flops_per_token(m, t.seq_len, side.spared)
-        return {"tokens_per_s": rate, "mfu": share * cost.flops_per_token(m, t.seq_len), "hfu": hfu}
+        hfu = None if side.spared is None else share * flops.hardware_flops_per_token(m, t.seq_len, side.spared)
+        return {"tokens_per_s": rate, "mfu": share * flops.flops_per_token(m, t.seq_len), "hfu": hfu}
 
     return rates
 

@@ -19,7 +19,7 @@ from ndtrain.bench.arguments import require_folder
 from ndtrain.bench.ranks import run_ranks
 from ndtrain.bench.results import results, write
 from ndtrain.config import ConfigError
-from ndtrain.metrics.profile import record
+from ndtrain.profiling.profile import record
 
 AGREE = {"fp32": 1e-4, "bf16": 2e-2}  # how far results of equal work may differ, relative
 

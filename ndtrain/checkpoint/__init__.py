@@ -7,12 +7,12 @@ the step and the checksums. Every element has one owner, which writes it straigh
 under a temporary name, flushed, and published by one rename: a half-written one never has a checkpoint's name.
 """
 
+from ndtrain.checkpoint.directory import candidates, inspect, list_checkpoints, set_aside_later
 from ndtrain.checkpoint.elements import CheckpointError, DamagedCheckpoint, State
 from ndtrain.checkpoint.loading import load
 from ndtrain.checkpoint.pretrained import check_folder, load_weights
 from ndtrain.checkpoint.saver import Saved, Saver
 from ndtrain.checkpoint.saving import save
-from ndtrain.checkpoint.shelf import candidates, inspect, list_checkpoints, set_aside_later
 
 __all__ = [
     "CheckpointError",

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ndtrain.safetensors_io import Rows, bytes_of
+from ndtrain.checkpoint.safetensors_io import Rows, bytes_of
 
 _WORD = 8  # bytes
 _COLUMNS = 1024

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.checkpoint.checksum import checksum
+from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, Reader, Rows, plan_files
 from ndtrain.config import Config, ConfigError
-from ndtrain.layout import REPLICA_AXES, TensorLayout, even_cut
-from ndtrain.mesh import Mesh
-from ndtrain.parallel.apply import DTYPES, Stages, moments_dtype
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.distributed.sharding import REPLICA_AXES, TensorLayout, even_cut
+from ndtrain.parallel.build import DTYPES, Stages, moments_dtype
 from ndtrain.parallel.fsdp import Unit
-from ndtrain.safetensors_io import DamagedFile, PlannedFile, Reader, Rows, plan_files
 
 FORMAT = 2
 # what is saved: file stem -> (tensor-name prefix, which buffer of a unit), so that saving and loading are one loop each

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ndtrain.checkpoint.directory import read_state
 from ndtrain.checkpoint.elements import (
     AVERAGE,
     CheckpointError,
@@ -13,11 +14,10 @@ from ndtrain.checkpoint.elements import (
     read_into,
     together,
 )
-from ndtrain.checkpoint.shelf import read_state
-from ndtrain.layout import REPLICA_AXES
-from ndtrain.mesh import Mesh
-from ndtrain.parallel.apply import Stages
-from ndtrain.safetensors_io import Reader
+from ndtrain.checkpoint.safetensors_io import Reader
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.distributed.sharding import REPLICA_AXES
+from ndtrain.parallel.build import Stages
 
 
 def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:

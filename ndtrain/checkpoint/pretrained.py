@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 from ndtrain.checkpoint.elements import PARTS, CheckpointError, read_into, together
+from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader, Rows
 from ndtrain.config import ModelConfig
-from ndtrain.mesh import Mesh
+from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import tensor_shapes
-from ndtrain.model.hf import read_hf_config
-from ndtrain.model.hf_fields import unknown_fields
-from ndtrain.parallel.apply import Stages
-from ndtrain.safetensors_io import DamagedFile, Reader, Rows
+from ndtrain.model.families.hf_config import read_hf_config
+from ndtrain.model.families.hf_fields import unknown_fields
+from ndtrain.parallel.build import Stages
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MODEL, _EMBED, _HEAD = "model.", "embed_tokens.weight", "lm_head.weight"

@@ -16,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ndtrain.checkpoint.elements import CheckpointError, State
+from ndtrain.checkpoint.safetensors_io import bytes_of
 from ndtrain.checkpoint.saving import Extras, Writer
 from ndtrain.config import Config
-from ndtrain.mesh import Mesh
-from ndtrain.parallel.apply import Stages
-from ndtrain.safetensors_io import bytes_of
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.parallel.build import Stages
 
 
 @dataclass(frozen=True)

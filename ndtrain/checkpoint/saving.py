@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.checkpoint.checksum import checksum
+from ndtrain.checkpoint.directory import prune, remove
 from ndtrain.checkpoint.elements import (
     BLOCK,
     FORMAT,
@@ -25,12 +26,11 @@ from ndtrain.checkpoint.elements import (
     sha256,
     together,
 )
-from ndtrain.checkpoint.shelf import prune, remove
+from ndtrain.checkpoint.safetensors_io import PlannedFile, Rows, create, index_json, write
 from ndtrain.config import Config
-from ndtrain.mesh import Mesh
-from ndtrain.model.hf import to_hf
-from ndtrain.parallel.apply import DTYPES, Stages
-from ndtrain.safetensors_io import PlannedFile, Rows, create, index_json, write
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.model.families.hf_config import to_hf
+from ndtrain.parallel.build import DTYPES, Stages
 
 Extras = Callable[[Path], None]
 

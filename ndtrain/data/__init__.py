@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ndtrain.data.batches import Batch, Prefetcher, Source, microbatches, rows_of
-    from ndtrain.data.opened import Data
-    from ndtrain.data.opening import open_data
+    from ndtrain.data.dataset import Data
+    from ndtrain.data.open import open_data
     from ndtrain.data.order import Sequences
     from ndtrain.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -29,8 +29,8 @@ __all__ = [
 
 _PLACES = {
     "batches": ("Batch", "Prefetcher", "Source", "microbatches", "rows_of"),
-    "opened": ("Data",),
-    "opening": ("open_data",),
+    "dataset": ("Data",),
+    "open": ("open_data",),
     "order": ("Sequences",),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
 }

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.model.loss import IGNORE
-from ndtrain.sequence import SequenceCut
 
 Item = TypeVar("Item")
 
@@ -91,7 +91,7 @@ def microbatches(
     step: int,
     rows: Sequence[int],
     micro_batch: int,
-    cut: SequenceCut | None = None,
+    cut: SequenceSharding | None = None,
     part: int = 0,
     eos: int | None = None,
 ) -> list[Batch]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ndtrain.data.turns import Turns
+from ndtrain.data.mixture_order import Turns
 
 
 class Sequences:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from ndtrain.mesh import MeshSpec
+from ndtrain.distributed.mesh import MeshSpec
 
 WINDOW = 20  # steps
 FACTOR = 1.5  # times the others' seconds make a rank slow

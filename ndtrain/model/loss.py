@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ndtrain.model.products import add_product
+from ndtrain.model.matmul_accumulate import add_product
 
 IGNORE = -100  # a label that does not count, as in torch.nn.functional.cross_entropy
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.config import ModelConfig
-from ndtrain.model.joint import joined
+from ndtrain.model.contiguous import joined
 
 
 def inverse_frequencies(m: ModelConfig, device: torch.device | None = None) -> Tensor:

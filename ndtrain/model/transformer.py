@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndtrain.config import ModelConfig
-from ndtrain.model.attention import local_core
-from ndtrain.model.compiled import ticket
+from ndtrain.model.attention.core import local_core
+from ndtrain.model.attention.custom_op import ticket
+from ndtrain.model.attention.scores import Scores, alibi_slopes
 from ndtrain.model.loss import head_loss
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import inverse_frequencies, rope_table, rotate
-from ndtrain.model.scores import Scores, alibi_slopes
 from ndtrain.model.swiglu import swiglu
 
 # ------------------------------------------------------------------------------------------- the table of named dims

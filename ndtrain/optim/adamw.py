@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndtrain.layout import TensorLayout
+from ndtrain.distributed.sharding import TensorLayout
 from ndtrain.optim.rounding import draw, element_index, halves, round_to_bf16
 
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements worked on at one time: in the cache, or enough to fill a GPU

@@ -9,7 +9,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ndtrain.layout import TensorLayout
+from ndtrain.distributed.sharding import TensorLayout
 
 _LOW = 0xFFFF  # the bits of an fp32 number that bf16 has no room for
 

@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.collectives import Pending, all_to_all, shift
-from ndtrain.model.attention import Merged, Recall, add_gradients, attend, total_like
-from ndtrain.model.compiled import Node, as_node
-from ndtrain.model.kernels import tiles_for
-from ndtrain.model.scores import Scores
-from ndtrain.model.tiles import Tile, halves
+from ndtrain.distributed.collectives import Pending, all_to_all, shift
+from ndtrain.distributed.sequence_sharding import SequenceSharding
+from ndtrain.model.attention.core import Merged, Recall, add_gradients, attend, total_like
+from ndtrain.model.attention.custom_op import Node, as_node
+from ndtrain.model.attention.kernels import tiles_for
+from ndtrain.model.attention.scores import Scores
+from ndtrain.model.attention.tiles import Tile, halves
 from ndtrain.parallel.recompute import Keep
-from ndtrain.sequence import SequenceCut
 
 Core = Callable[..., Tensor]
 
@@ -38,7 +38,7 @@ class Links:
     Whoever wants to measure or leave out the communication gives `cp_core` another of these.
     """
 
-    def __init__(self, cut: SequenceCut, group: dist.ProcessGroup, index: int):
+    def __init__(self, cut: SequenceSharding, group: dist.ProcessGroup, index: int):
         holder, slice_index = divmod(index, cut.ulysses)
         neighbour = lambda step: (holder + step) % cut.ring * cut.ulysses + slice_index
         self._group, self._to, self._source = group, neighbour(1), neighbour(-1)
@@ -54,7 +54,7 @@ class Links:
 
 
 def cp_core(
-    cut: SequenceCut, group: dist.ProcessGroup, index: int, links: Links | None = None, keep: Keep | None = None
+    cut: SequenceSharding, group: dist.ProcessGroup, index: int, links: Links | None = None, keep: Keep | None = None
 ) -> Core:
     """The attention core of cp coordinate `index` of `group`, for tokens cut as `cut` says: a core(q [B, T, N, D],
     k and v [B, T, K, D], ctx) -> [B, T, N, D] that reads `ctx.scores`, whose slopes are those of the N heads here.
@@ -100,7 +100,7 @@ class Ring(Node):
     the second half of each rank's own block is computed.
     """
 
-    def __init__(self, cut: SequenceCut, holder: int, links: Links, keep: Keep):
+    def __init__(self, cut: SequenceSharding, holder: int, links: Links, keep: Keep):
         super().__init__()
         self.cut, self.holder, self.links, self.keep = cut, holder, links, keep
 

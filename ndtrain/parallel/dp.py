@@ -3,7 +3,7 @@ buckets while the backward goes on."""
 
 from torch import Tensor
 
-from ndtrain.collectives import Group, Pending, all_reduce
+from ndtrain.distributed.collectives import Group, Pending, all_reduce
 
 BUCKET_BYTES = 4 << 20  # smaller neighbours are sent together: below this, gloo's all_reduce costs its latency
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ndtrain.parallel.direct import Gathered, Products, Rows
-from ndtrain.parallel.gradients import Gradients
+from ndtrain.parallel.fused_grad_accumulation import Gathered, Products, Rows
+from ndtrain.parallel.grad_accumulator import Gradients
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TOP = {_E4M3: 9, _E5M2: 16}  # the largest number is 0.875 * 2^this

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ndtrain.collectives import Group, Pending, all_gather, reduce_scatter
-from ndtrain.layout import FlatLayout
+from ndtrain.distributed.collectives import Group, Pending, all_gather, reduce_scatter
+from ndtrain.distributed.sharding import FlatLayout
 from ndtrain.parallel.dp import ReplicaReducer
-from ndtrain.parallel.gradients import Gradients, Stack
+from ndtrain.parallel.grad_accumulator import Gradients, Stack
 from ndtrain.parallel.pp import TiedReducer
 from ndtrain.parallel.tp import CopyReducer
 

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from ndtrain.collectives import all_gather_row
 from ndtrain.config import Config, ConfigError
-from ndtrain.layout import CUT_AXIS
-from ndtrain.mesh import Mesh
-from ndtrain.model.attention import attend
-from ndtrain.model.kernels import GPU_KERNELS
-from ndtrain.model.scores import Scores
-from ndtrain.transfer import upload
+from ndtrain.distributed.collectives import all_gather_row
+from ndtrain.distributed.host_device import upload
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.distributed.sharding import CUT_AXIS
+from ndtrain.model.attention.core import attend
+from ndtrain.model.attention.kernels import GPU_KERNELS
+from ndtrain.model.attention.scores import Scores
 
 WARM_UP, TIMED = 2, 5  # runs of each kernel
 
@@ -28,7 +28,7 @@ class Shape(NamedTuple):
     """Of one call of the attention core on one rank.
 
     Attributes:
-        in_tiles: whether the run computes it tile by tile (`model/attention.py`).
+        in_tiles: whether the run computes it tile by tile (`model/attention/core.py`).
     """
 
     B: int

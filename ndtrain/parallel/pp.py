@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ndtrain import schedule as schedules
-from ndtrain.collectives import Pending, receive, send, shift
 from ndtrain.config import Config, ModelConfig
-from ndtrain.cost import block_flops, head_flops
-from ndtrain.layout import fair_cut
-from ndtrain.mesh import Mesh
+from ndtrain.distributed.collectives import Pending, receive, send, shift
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.distributed.sharding import fair_cut
+from ndtrain.model.flops import block_flops, head_flops
 from ndtrain.model.transformer import EMBED, HEAD, NORM, layer
 from ndtrain.schedule import Action, Message, Schedule
 

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ndtrain.collectives import (
+from ndtrain.config import TPConfig
+from ndtrain.distributed.collectives import (
     Pending,
     all_gather,
     all_gather_row,
@@ -33,12 +34,11 @@ from ndtrain.collectives import (
     shift,
     sum_in_order,
 )
-from ndtrain.config import TPConfig
-from ndtrain.layout import CUT_AXIS, FlatLayout, TensorLayout, fair_cut
+from ndtrain.distributed.sharding import CUT_AXIS, FlatLayout, TensorLayout, fair_cut
 from ndtrain.model import Ops
 from ndtrain.model.loss import LOCAL, Vocabulary
-from ndtrain.parallel.direct import PLAIN, Exchange, Gathered, Path, Products, Rows, WeightOps
-from ndtrain.parallel.gradients import Gradients, Stack
+from ndtrain.parallel.fused_grad_accumulation import PLAIN, Exchange, Gathered, Path, Products, Rows, WeightOps
+from ndtrain.parallel.grad_accumulator import Gradients, Stack
 from ndtrain.parallel.recompute import Keep
 
 # ----------------------------------------------------------------------------------------------------- the exchanges

@@ -2,9 +2,9 @@
 
 import logging
 
-from ndtrain import command_line
 from ndtrain.preflight.run import preflight
+from ndtrain.runtime import cli
 
 if __name__ == "__main__":
     logging.getLogger("ndtrain").addHandler(logging.NullHandler())  # an error is printed once, and there is no log file
-    command_line.run_and_exit(preflight)
+    cli.run_and_exit(preflight)

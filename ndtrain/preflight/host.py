@@ -17,8 +17,8 @@ from torch import Tensor
 import ndtrain
 from ndtrain.config import Config, world_from_env
 from ndtrain.metrics.peak import cpu_model
-from ndtrain.parallel.apply import DTYPES
-from ndtrain.preflight.place import Found, Place
+from ndtrain.parallel.build import DTYPES
+from ndtrain.preflight.rank_context import Found, Place
 from ndtrain.preflight.report import (
     Ranks,
     Row,

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain import collectives
 from ndtrain.config import Config
+from ndtrain.distributed import collectives
 from ndtrain.preflight.network import axes_of
-from ndtrain.preflight.place import Found, Place
+from ndtrain.preflight.rank_context import Found, Place
 from ndtrain.preflight.report import Ranks, Row, Status, few, listed, per_second, slow, usual_rate
 
 MESSAGES = tuple(1 << k for k in (16, 19, 22, 25))  # bytes

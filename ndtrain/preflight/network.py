@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain import collectives, rendezvous
 from ndtrain.config import Config
-from ndtrain.layout import SHARD_AXES, even_cut
-from ndtrain.mesh import Mesh, MeshSpec
-from ndtrain.preflight.place import Found, Place
+from ndtrain.distributed import collectives
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.distributed.sharding import SHARD_AXES, even_cut
+from ndtrain.preflight.rank_context import Found, Place
 from ndtrain.preflight.report import Ranks, Row, Status, few, worst
+from ndtrain.runtime import rendezvous
 
 ROUNDS = 5  # of looking at the clock
 # seconds apart: beyond them it has failed, is worth a warning. torchrun takes a host for dead that is 15 s off

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ndtrain.mesh import MeshSpec
+from ndtrain.distributed.mesh import MeshSpec
 
 NAMED = 4  # ranks, or lines, that a row names before it counts the rest
 _LOG_WIDTH = 500  # characters: a log file's lines are not folded

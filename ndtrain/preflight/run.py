@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.config import Config, resolve, world_from_env
-from ndtrain.mesh import MeshSpec
-from ndtrain.model.hf import from_hf, read_hf_config
-from ndtrain.preflight import desk as desks
-from ndtrain.preflight.desk import MARGIN_S, Desk
+from ndtrain.distributed.flight_recorder import RECORDER
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.model.families.hf_config import from_hf, read_hf_config
+from ndtrain.preflight import coordinator as desks
+from ndtrain.preflight.coordinator import MARGIN_S, Desk
 from ndtrain.preflight.host import device_of, judge_hosts, judge_matmul, look_at_host, look_at_matmul
 from ndtrain.preflight.links import judge_links, look_at_links
 from ndtrain.preflight.network import (
@@ -28,7 +29,7 @@ from ndtrain.preflight.network import (
     look_at_clock,
     look_at_collectives,
 )
-from ndtrain.preflight.place import Check, Found, Place
+from ndtrain.preflight.rank_context import Check, Found, Place
 from ndtrain.preflight.report import Ranks, Row, Status, show
 from ndtrain.preflight.storage import (
     Cleaner,
@@ -39,7 +40,6 @@ from ndtrain.preflight.storage import (
     look_at_storage,
     look_for_rank_0,
 )
-from ndtrain.recorder import RECORDER
 
 DEADLINE_S = 60.0  # of a check; hardware.timeout_s where that is shorter
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ndtrain.checkpoint.shelf import list_checkpoints
+from ndtrain.checkpoint.directory import list_checkpoints
 from ndtrain.config import Config
-from ndtrain.cost import parameter_count
-from ndtrain.parallel.apply import DTYPES, moments_dtype
-from ndtrain.preflight.place import Found, Place
+from ndtrain.model.flops import parameter_count
+from ndtrain.parallel.build import DTYPES, moments_dtype
+from ndtrain.preflight.rank_context import Found, Place
 from ndtrain.preflight.report import Ranks, Row, Status, bytes_of, per_second, slow, usual_rate
 
 MOST = 32 << 20  # bytes that a rank writes

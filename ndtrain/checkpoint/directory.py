@@ -1,0 +1,121 @@
+"""The folder of a run's checkpoints: which there are, which may be resumed, which go."""
+
+import json
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from ndtrain.checkpoint.elements import FORMAT, CheckpointError, DamagedCheckpoint, State, digest, sha256
+from ndtrain.checkpoint.safetensors_io import read_header
+from ndtrain.config import ModelConfig
+from ndtrain.model.families.hf_config import to_hf
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Published checkpoints in a `checkpoints/` folder, newest first."""
+    named = (p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir())
+    return sorted(named, key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name[5:])
+
+
+def candidates(resume: str, run_dir: Path) -> list[Path]:
+    """The checkpoints that `resume` may mean, best first; empty for a fresh start.
+
+    Raises:
+        CheckpointError: `resume` is a path without a checkpoint.
+    """
+    if resume == "none":
+        return []
+    if resume == "auto":
+        return list_checkpoints(run_dir / "checkpoints")
+    path = Path(resume)
+    if (path / "state.json").is_file():
+        return [path]
+    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not found:
+        what = "holds no checkpoint (a folder step-* with a state.json)" if path.exists() else "does not exist"
+        raise CheckpointError(f"resume={resume}: {what}; give a checkpoint or a run folder, or resume=auto")
+    return found[:1]
+
+
+def inspect(path: Path, m: ModelConfig) -> State:
+    """Reads and verifies all of a checkpoint but its tensors' contents.
+
+    Raises:
+        CheckpointError: damaged (the file is named), or of another architecture (the first differing field is named).
+    """
+    body = read_state(path)
+    for name, (size, header) in body["files"].items():
+        actual = (path / name).stat().st_size if (path / name).exists() else None
+        if actual != size:
+            what = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
+            raise DamagedCheckpoint(f"{path} is damaged: {name} {what}")
+        if sha256(read_header(path / name)) != header:
+            raise DamagedCheckpoint(f"{path} is damaged: the header of {name} is not what was written")
+    for name, expected in body["sha256"].items():
+        if not (path / name).exists() or sha256((path / name).read_bytes()) != expected:
+            raise DamagedCheckpoint(f"{path} is damaged: {name} is not what was written")
+    _check_architecture(path, m)
+    return State(body["step"], body["tokens"], body["order"], body.get("skipped", 0), body.get("stream"))
+
+
+def read_state(path: Path) -> dict:
+    try:
+        body = json.loads((path / "state.json").read_text())
+        expected = body.pop("digest")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: state.json cannot be read") from error
+    if expected != digest(body):
+        raise DamagedCheckpoint(f"{path} is damaged: state.json is not what was written")
+    if body["format"] != FORMAT:
+        raise DamagedCheckpoint(f"{path} has format {body['format']}, this version reads format {FORMAT}")
+    return body
+
+
+# what may differ between a checkpoint and the model that resumes it
+_FREE = ("architectures", "initializer_range", "max_position_embeddings", "use_cache")
+
+
+def _check_architecture(path: Path, m: ModelConfig) -> None:
+    there = json.loads((path / "config.json").read_text())
+    for key, here in to_hf(m).items():
+        if key not in _FREE and there.get(key) != here:
+            raise CheckpointError(
+                f"{path} is of another architecture: {key} is {there.get(key)} there and {here} here: "
+                f"set model.{key} as there, or train in another run.dir"
+            )
+
+
+def set_aside_later(chosen: Path) -> None:
+    """Checkpoints of later steps than the one resumed are of a line given up (or damaged): they stay, under a name
+    that nothing resumes, lest a later `resume=auto` go back to them."""
+    for path in list_checkpoints(chosen.parent):
+        if path.name > chosen.name:
+            aside = path.with_name(f"superseded-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, aside)
+
+
+def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
+    """Removes what `checkpoint.keep` leaves no place for, unless its step is a multiple of `checkpoint.keep_every`, and
+    what a kill left half written or half removed."""
+    for path in list_checkpoints(folder)[keep:]:
+        if not keep_every or _step(path) % keep_every:
+            with suppress(OSError):  # it stays, then: the one just saved is there
+                remove(path)
+    for pattern in (".removing-*", ".writing-*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Takes the name away first: a kill in the middle leaves nothing that looks like a checkpoint."""
+    doomed = path.with_name(f".removing-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Meshes, sharding and collectives: what knows ranks and no model."""

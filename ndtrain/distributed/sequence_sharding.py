@@ -1,0 +1,69 @@
+"""How a sequence is sharded over the ranks of cp: plain arithmetic.
+
+A sequence of `length` tokens is first dealt to `ring` holders, then each holder's tokens in equal slices to `ulysses`
+ranks. How the holders' shares are chosen balances causal attention, in which a late token sees more than an early one:
+
+- `zigzag`: 2 * ring chunks, holder i has chunk i and the i-th from the end (Llama 3, arXiv:2407.21783, section 3.3.2);
+- `striped`: token t is with holder t % ring (Brandon et al., 2023, arXiv:2311.09431), even within short documents;
+- `none`: one chunk each.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ndtrain.model.attention.tiles import SequenceSlice
+
+BALANCES = ("zigzag", "striped", "none")
+
+
+@dataclass(frozen=True)
+class SequenceSharding:
+    """A sequence of `length` tokens over ring * ulysses ranks.
+
+    Raises:
+        ValueError: an unknown balance, or a length that does not divide.
+    """
+
+    length: int
+    ring: int = 1
+    ulysses: int = 1
+    balance: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        if self.balance not in BALANCES:
+            raise ValueError(f"balance {self.balance!r} is none of {', '.join(BALANCES)}")
+        if self.length % self.unit:
+            raise ValueError(
+                f"a sequence of {self.length} tokens cannot be cut {self.balance} over ring {self.ring} x ulysses "
+                f"{self.ulysses}: its length must be a multiple of {self.unit}"
+            )
+
+    @property
+    def parts(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def unit(self) -> int:
+        """The length must be a multiple of this."""
+        chunks_held = 2 if self.balance == "zigzag" and self.ring > 1 else 1
+        return self.ring * int(np.lcm(chunks_held, self.ulysses))
+
+    def pieces(self, ring_index: int) -> tuple[SequenceSlice, ...]:
+        """The tokens of holder `ring_index`, in local order, which is also their order in the sequence."""
+        held = self.length // self.ring
+        if self.ring == 1 or self.balance == "none":
+            return (SequenceSlice(0, held, ring_index * held, 1),)
+        if self.balance == "striped":
+            return (SequenceSlice(0, held, ring_index, self.ring),)
+        chunk = held // 2
+        return (
+            SequenceSlice(0, chunk, ring_index * chunk, 1),
+            SequenceSlice(chunk, chunk, (2 * self.ring - 1 - ring_index) * chunk, 1),
+        )
+
+    def index(self, part: int) -> np.ndarray:
+        """Global index of each local token of `part` = ring_index * ulysses + ulysses_index; int64 [length / parts]."""
+        ring_index, slice_index = divmod(part, self.ulysses)
+        held = np.concatenate([p.first + p.stride * np.arange(p.count) for p in self.pieces(ring_index)])
+        return held.reshape(self.ulysses, -1)[slice_index]

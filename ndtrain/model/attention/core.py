@@ -1,0 +1,185 @@
+"""The attention core: what lies between the q/k/v and the output projection.
+
+Plain causal attention over a whole sequence is PyTorch's own. Everything else is computed tile by tile (`tiles.py`):
+packed documents, windows, score biases, and attention over a sequence of which only a share is here. Partial results
+over different keys are merged by their log-sum-exp (Milakov and Gimelshein, 2018, arXiv:1805.02867), and the backward
+of a tile needs only the merged output and log-sum-exp (Dao et al., 2022, arXiv:2205.14135).
+
+Shape legend: B batch, T time, S time of the keys, N query heads, K key/value heads, D head_dim.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
+
+from ndtrain.model.attention.custom_op import Node, as_node
+from ndtrain.model.attention.kernels import (
+    GPU_KERNELS,
+    backward_tile,
+    for_each_query_head,
+    forward_tile,
+    tiles_for,
+    widened,
+)
+from ndtrain.model.attention.scores import Scores
+from ndtrain.model.attention.tiles import SequenceSlice, Tile
+
+# gives (output, log-sum-exp) of an attention: calls what it is given, which computes them, or has them already
+Recall = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
+
+
+def local_core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
+    """Softmax attention over the whole sequence on this device, as `ctx.scores` says; [B, T, N, D].
+
+    Grouped query heads share the key/value head `n * K // N` (Ainslie et al., 2023, arXiv:2305.13245).
+    """
+    if torch.compiler.is_compiling() and not ctx.scores.plain:
+        return as_node(TILED, q_BTND, k_BTKD, v_BTKD, ctx.scores, ctx.ticket)
+    return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores)
+
+
+def attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None = None) -> Tensor:
+    """`local_core` with the scores named. With `recall`, the kernels' results go through it."""
+    if recall is None and scores.plain:
+        return _plain(*(x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD)), scores.kernel).transpose(1, 2)
+    return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, recall)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, kernel: str | None) -> Tensor:
+    """PyTorch's own, by the kernel named or by its own choice."""
+    own = lambda k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    if kernel is None:
+        return own(k, v)
+    with sdpa_kernel(GPU_KERNELS[kernel].backend):
+        return own(k, v) if GPU_KERNELS[kernel].shares_heads else own(*for_each_query_head(q, k, v))
+
+
+class Tiled(Node):
+    """Attention over a whole sequence, tile by tile."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        found = _whole(q, scores)
+        if len(found) == 1:  # then it has all queries and keys
+            out, lse = forward_tile(q, k, v, found[0], scores)
+            return out.to(q.dtype), lse
+        merged = Merged(q)
+        merged.attend(k, v, found, scores)
+        return merged.result()
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores):
+        found = _whole(q, scores)
+        if len(found) == 1:
+            return backward_tile(in_rows(grad), q, k, v, out, lse, found[0], scores)
+        dq, dk, dv = total_like(q), total_like(k), total_like(v)
+        add_gradients(grad, (q, k, v, out, lse), found, scores, dq, dk, dv)
+        return dq, dk, dv
+
+
+TILED = Tiled()
+
+
+def _whole(q: Tensor, scores: Scores) -> tuple[Tile, ...]:
+    length = q.shape[2]
+    pieces = (SequenceSlice(0, length, 0, 1),)
+    return tiles_for(scores, pieces, pieces, length, q)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None):
+        q, k, v = q_BTND.transpose(1, 2), k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
+        make = partial(TILED.forward, q, k, v, scores)
+        out, lse = recall(make) if recall else make()
+        ctx.scores = scores
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, grad_BTND: Tensor):
+        q, *saved = ctx.saved_tensors
+        dq, dk, dv = TILED.backward(grad_BTND.transpose(1, 2), q, *saved, ctx.scores)
+        home = lambda x: x.transpose(1, 2).to(q.dtype)
+        return home(dq), home(dk), home(dv), None, None
+
+
+# ------------------------------------------------------------------------------------------------- over several tiles
+
+
+class Merged:
+    """Attention of the queries q [B, N, T, D] over all the keys given so far."""
+
+    def __init__(self, q: Tensor):
+        self._q = q
+        self._out: Tensor | None = None  # [B, N, T, D] in fp32 or wider
+        self._lse: Tensor | None = None  # [B, N, T] likewise
+
+    def attend(self, k: Tensor, v: Tensor, found: Sequence[Tile], scores: Scores) -> None:
+        """Over the keys k and values v [B, K, S, D] too, where the tiles say that they are seen."""
+        fresh = self._out is None
+        for t in found:
+            out, lse = forward_tile(_at(self._q, t.rows, t.q), _at(k, t.rows, t.k), _at(v, t.rows, t.k), t, scores)
+            self._merge(t, out, lse, fresh and t.first)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(output [B, N, T, D] in the queries' precision, log-sum-exp [B, N, T])."""
+        return self._out.to(self._q.dtype), self._lse
+
+    def _merge(self, t: Tile, out: Tensor, lse: Tensor, first: bool) -> None:
+        out = out.to(widened(out.dtype))
+        if self._out is None:
+            if out.shape == self._q.shape:
+                self._out, self._lse = out, lse
+                return
+            self._out = total_like(self._q)
+            self._lse = self._out.new_full(self._q.shape[:-1], -torch.inf)
+        mine, seen = _at(self._out, t.rows, t.q), self._lse[t.rows, :, t.q]
+        if first:
+            mine.copy_(out)
+            seen.copy_(lse)
+        else:
+            mine.lerp_(out, torch.sigmoid(lse - seen)[..., None])
+            torch.logaddexp(seen, lse, out=seen)
+
+
+def add_gradients(
+    grad: Tensor,
+    saved: tuple[Tensor, ...],
+    found: Sequence[Tile],
+    scores: Scores,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Adds to dq, dk and dv what the tiles contribute.
+
+    Args:
+        grad: [B, N, T, D], of the output.
+        saved: q, k, v, output, log-sum-exp; the last two over all keys of each query, not only those of the tiles.
+    """
+    q, k, v, out, lse = saved
+    grad = in_rows(grad)
+    for t in found:
+        query = lambda x, t=t: _at(x, t.rows, t.q)
+        key = lambda x, t=t: _at(x, t.rows, t.k)
+        parts = backward_tile(query(grad), query(q), key(k), key(v), query(out), lse[t.rows, :, t.q], t, scores)
+        for total, part in zip((query(dq), key(dk), key(dv)), parts, strict=True):
+            total.add_(part)
+
+
+def in_rows(grad: Tensor) -> Tensor:
+    """As kernels want it: the gradient of a sum is one number expanded."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
+def total_like(x: Tensor) -> Tensor:
+    """Zeros to sum in, fp32 or wider, for a view [B, N, T, D] of a tensor that is contiguous as [B, T, N, D]."""
+    B, N, T, D = x.shape
+    return x.new_zeros(B, T, N, D, dtype=widened(x.dtype)).transpose(1, 2)
+
+
+def _at(x: Tensor, rows: slice, tokens: slice) -> Tensor:
+    return x[rows, :, tokens]

@@ -1,0 +1,242 @@
+"""Which rectangles of the matrix of scores are computed: those in which some query sees some key.
+
+A query sees the keys of its own document that are not after it and, under a window, less than `window` tokens before.
+Queries and keys come as pieces of the sequence, so the same function serves a whole sequence on one device and any two
+shares of it. In a pair of pieces with one stride, what query i sees is a band `low <= j - i <= high` of keys j, both
+counted from the start of the rectangle.
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from functools import lru_cache
+from itertools import combinations, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+
+class SequenceSlice(NamedTuple):
+    """A strided range of a sequence: local tokens start..start+count are the global tokens first, first + stride ..."""
+
+    start: int
+    count: int
+    first: int
+    stride: int
+
+
+Documents = tuple[tuple[int, ...], ...] | None
+Slices = tuple[SequenceSlice, ...]
+Rectangle = tuple[int, int, int, int]  # first query, end, first key, end
+
+BLOCK = (512, 1024)  # queries x keys of a tile whose mask or scores are held in memory
+
+
+class Kind(Enum):
+    FULL = "every query sees every key"
+    CAUSAL = "square; query i sees keys 0 to i"
+    BAND = "every query sees some keys, a mask says which"
+
+
+class Tile(NamedTuple):
+    """A rectangle of scores. Every query in it sees at least one key.
+
+    Attributes:
+        rows: rows of the batch. q, k: local tokens.
+        low, high: query i sees key j iff low <= j - i <= high, both from 0 in the tile.
+        distance: how many tokens the first query lies after the first key in the sequence. stride: of both.
+            Meaningful only if the tiles were asked for in blocks.
+        first: no tile before it in the list has any of its queries.
+    """
+
+    rows: slice
+    q: slice
+    k: slice
+    kind: Kind
+    low: int
+    high: int
+    distance: int
+    stride: int
+    first: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.q.stop - self.q.start, self.k.stop - self.k.start
+
+
+@lru_cache(maxsize=1024)
+def tiles(
+    queries: Slices,
+    keys: Slices,
+    length: int,
+    documents: Documents = None,
+    window: int | None = None,
+    block: tuple[int, int] | None = None,
+) -> tuple[Tile, ...]:
+    """The tiles that together hold each visible pair of the queries and keys exactly once.
+
+    Args:
+        queries, keys: pieces of a sequence of `length` tokens, all of one stride.
+        documents: for each row of the batch where its documents start, 0 first; None: each row is one document.
+        window: keys a query sees, itself included; None: no limit.
+        block: no tile larger than this many queries and keys; None: as large as possible.
+    """
+    own = queries == keys and window is None and block is None
+    found: list[Tile] = []
+    for rows, first, end in _intervals(documents, length):
+        seen, held = _within(queries, first, end), _within(keys, first, end)
+        if own:  # local order is the order in the sequence, so that these tokens are causal among themselves
+            seen = held = _joined(seen)
+        pairs = [t for q in seen for k in held for t in _pair(rows, q, k, window, block)]
+        found += pairs if block or window is not None else _merged(pairs)
+    return _marked(found, queries)
+
+
+def work(found: Sequence[Tile]) -> int:
+    """Visible pairs of query and key in the tiles, a tile for all rows of the batch counted once."""
+    return sum(_visible(t) for t in found)
+
+
+def halves(found: Sequence[Tile]) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+    """The tiles in two lists of about the same work. One causal tile is split."""
+    if len(found) == 1 and found[0].kind is Kind.CAUSAL and found[0].shape[0] > 1:
+        return _split(found[0])
+    total, done = work(found), 0
+    for i, t in enumerate(found):
+        if 2 * done >= total:
+            return tuple(found[:i]), tuple(found[i:])
+        done += _visible(t)
+    return tuple(found), ()
+
+
+def _visible(t: Tile) -> int:
+    queries, keys = t.shape
+    i = np.arange(queries)
+    return int((np.minimum(keys - 1, i + t.high) - np.maximum(0, i + t.low) + 1).sum())
+
+
+def _split(t: Tile) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+    """A causal tile as the rectangle below its diagonal, and the two causal tiles on it."""
+    n, middle = t.shape[0], t.shape[0] // 2
+    cut = lambda i0, i1, j0, j1: _tile(
+        t.rows,
+        SequenceSlice(t.q.start, n, t.distance, t.stride),
+        SequenceSlice(t.k.start, n, 0, t.stride),
+        1 - n,
+        0,
+        (i0, i1, j0, j1),
+    )
+    return (cut(middle, n, 0, middle),), (cut(0, middle, 0, middle), cut(middle, n, middle, n))
+
+
+def _intervals(documents: Documents, length: int) -> Iterator[tuple[slice, int, int]]:
+    """(rows of the batch, first token, end) of each document."""
+    if documents is None:
+        yield slice(None), 0, length
+        return
+    for row, starts in enumerate(documents):
+        for first, end in zip(starts, (*starts[1:], length), strict=True):
+            yield slice(row, row + 1), first, end
+
+
+def _within(pieces: Slices, first: int, end: int) -> list[SequenceSlice]:
+    """The part of each piece that lies in the interval [first, end) of the sequence."""
+    found = []
+    for p in pieces:
+        start = max(0, _ceil_div(first - p.first, p.stride))
+        stop = min(p.count, _ceil_div(end - p.first, p.stride))
+        if start < stop:
+            found.append(SequenceSlice(p.start + start, stop - start, p.first + start * p.stride, p.stride))
+    return found
+
+
+def _joined(pieces: list[SequenceSlice]) -> list[SequenceSlice]:
+    return [pieces[0]._replace(count=sum(p.count for p in pieces))] if pieces else []
+
+
+def _pair(
+    rows: slice, q: SequenceSlice, k: SequenceSlice, window: int | None, block: tuple[int, int] | None
+) -> list[Tile]:
+    distance = q.first - k.first
+    high = distance // q.stride
+    low = 1 - q.count  # no j - i is below
+    if window is not None:
+        low = max(low, 1 - _ceil_div(window - distance, q.stride))
+    if low > high:  # with a stride, nothing of k need be in the window
+        return []
+    if block is None and low == 1 - q.count:
+        rectangles = _corner(q.count, k.count, high)
+    else:
+        rectangles = _blocks(q.count, k.count, low, high, block or (BLOCK[0], k.count))
+    return [_tile(rows, q, k, low, high, r) for r in rectangles]
+
+
+def _tile(rows: slice, q: SequenceSlice, k: SequenceSlice, low: int, high: int, rectangle: Rectangle) -> Tile:
+    i0, i1, j0, j1 = rectangle
+    low, high = low + i0 - j0, high + i0 - j0
+    unbounded = low <= i0 - i1 + 1
+    if unbounded and high >= j1 - j0 - 1:
+        kind = Kind.FULL
+    else:
+        kind = Kind.CAUSAL if unbounded and high == 0 and i1 - i0 == j1 - j0 else Kind.BAND
+    distance = q.first - k.first + q.stride * (i0 - j0)
+    queries, keys = slice(q.start + i0, q.start + i1), slice(k.start + j0, k.start + j1)
+    return Tile(rows, queries, keys, kind, low, high, distance, q.stride)
+
+
+def _corner(m: int, n: int, high: int) -> Iterator[Rectangle]:
+    """m queries, n keys, key j seen iff j - i <= high: one square causal tile, and what lies beside and below it."""
+    top, left = max(0, -high), max(0, high)  # queries that see nothing; keys that all queries see
+    if high >= n - 1:
+        yield 0, m, 0, n
+    elif top < m:
+        side = min(m - top, n - left)
+        if left:
+            yield top, m, 0, left
+        yield top, top + side, left, left + side
+        if top + side < m:
+            yield top + side, m, left, n
+
+
+def _blocks(m: int, n: int, low: int, high: int, block: tuple[int, int]) -> Iterator[Rectangle]:
+    """The band low <= j - i <= high in blocks. The keys of a row of blocks are cut where they start and cease to be
+    seen by all its queries, the last of these keys left to the diagonal block so that it is square."""
+    for i0 in range(max(0, -high), m, block[0]):
+        i1 = min(m, i0 + block[0])
+        start, end = max(0, i0 + low), min(n, i1 + high)
+        all_from, all_to = max(start, i1 - 1 + low), min(end, i0 + high)
+        ranges = [start, all_from, all_to, end] if all_from <= all_to else [start, end]
+        for a, b in pairwise(ranges):
+            for j0 in range(a, b, block[1]):
+                j1 = min(b, j0 + block[1])
+                top, bottom = max(i0, j0 - high), min(i1, j1 - low)  # the queries that see any of these keys
+                if top < bottom:
+                    yield top, bottom, j0, j1
+
+
+def _merged(found: list[Tile]) -> list[Tile]:
+    """Full tiles that lie beside or below one another as one."""
+    for a, b in combinations([t for t in found if t.kind is Kind.FULL], 2):
+        if a.q == b.q and a.k.stop == b.k.start:
+            whole = a._replace(k=slice(a.k.start, b.k.stop))
+        elif a.k == b.k and a.q.stop == b.q.start:
+            whole = a._replace(q=slice(a.q.start, b.q.stop))
+        else:
+            continue
+        m, n = whole.shape
+        return _merged([t for t in found if t not in (a, b)] + [whole._replace(low=1 - m, high=n - 1)])
+    return found
+
+
+def _marked(found: list[Tile], queries: Slices) -> tuple[Tile, ...]:
+    """With `first` set."""
+    rows = 1 + max((t.rows.start or 0 for t in found), default=0)
+    seen, marked = np.zeros((rows, sum(p.count for p in queries)), bool), []
+    for t in found:
+        row = seen[t.rows.start or 0, t.q]
+        marked.append(t._replace(first=not row.any()))
+        row[:] = True
+    return tuple(marked)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

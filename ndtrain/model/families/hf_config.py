@@ -1,0 +1,151 @@
+"""Between `ModelConfig` and Hugging Face's config.json; `hf_fields.py` says what its fields mean."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ndtrain.config import ConfigError, ModelConfig
+from ndtrain.model.families.hf_fields import EXTRAS, FAMILIES, OWN, SAME, check_fields, family_of, is_number, refusal
+
+_SLIDES, _FULL = "sliding_attention", "full_attention"
+# kinds of RoPE -> the numbers each needs
+_ROPE = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def to_hf(m: ModelConfig) -> dict[str, Any]:
+    """config.json of a resolved model: RoPE both as `rope_parameters` (transformers 5) and in the older keys."""
+    scaling = dict(m.rope_scaling) if m.rope_scaling else None
+    extras = {key: getattr(m, key) for key in EXTRAS if getattr(m, key)}
+    return {
+        "architectures": ["NdtrainForCausalLM" if extras else FAMILIES[m.model_type].causal_lm],
+        "model_type": OWN * bool(extras) + m.model_type,
+        **{key: getattr(m, key) for key in SAME},
+        "hidden_act": "silu",
+        "rope_theta": m.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": m.rope_theta},
+        **_window_fields(m),
+        **extras,
+        "use_cache": True,
+    }
+
+
+def _window_fields(m: ModelConfig) -> dict[str, Any]:
+    """The window of every layer; Qwen's models have it only where they are told so."""
+    if m.sliding_window is None or m.model_type == "mistral":
+        return {"sliding_window": m.sliding_window}
+    return {
+        "sliding_window": m.sliding_window,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+        "layer_types": [_SLIDES] * m.num_hidden_layers,
+    }
+
+
+def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
+    """The model of a config.json, with `head_dim` set. Where it is silent, `transformers`' default holds.
+
+    Raises:
+        ConfigError: an architecture or a setting that ndtrain does not have, a field that is missing or of no use; it
+            is named.
+    """
+    kind, own = family_of(config)
+    given = FAMILIES[kind].silent | config
+    check_fields(given, kind, own)
+    known = {key: given[key] for key in (*SAME, *EXTRAS) if given.get(key) is not None}
+    heads = known["num_attention_heads"]
+    known.setdefault("num_key_value_heads", heads)
+    if "head_dim" not in known:
+        if known["hidden_size"] % heads:
+            raise refusal(given, "hidden_size", f"must be a multiple of num_attention_heads={heads}, or give head_dim")
+        known["head_dim"] = known["hidden_size"] // heads
+    theta, scaling = _rope(given)
+    window = _window(given, kind)
+    return ModelConfig(
+        name=name, model_type=kind, rope_theta=theta, rope_scaling=scaling, sliding_window=window, **known
+    )
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling) from either spelling; where a config.json has both they must agree."""
+    spelled = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    found = [_scaling(config, key, rope) for key, rope in spelled.items()]
+    thetas = [r["rope_theta"] for r in (*spelled.values(), config) if r.get("rope_theta") is not None]
+    if any(f != found[0] for f in found) or any(t != thetas[0] for t in thetas):
+        raise ConfigError(
+            "init_from: rope_parameters in config.json says otherwise than the older rope_scaling and rope_theta: "
+            "take one of them out"
+        )
+    theta = thetas[0] if thetas else 10000.0
+    if not is_number(theta) or theta <= 0:
+        raise ConfigError(f"init_from: rope_theta={theta} in config.json: must be a number above 0")
+    return float(theta), found[0] if found else None
+
+
+def _scaling(config: dict[str, Any], key: str, rope: dict[str, Any]) -> dict[str, Any] | None:
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    if kind not in _ROPE:
+        raise refusal(config, key, f"RoPE of type {kind} is not supported; known: {', '.join(_ROPE)}")
+    said = {k: v for k, v in rope.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
+    if said.get("partial_rotary_factor") == 1:
+        del said["partial_rotary_factor"]
+    original = "original_max_position_embeddings"
+    if kind == "llama3":  # the two places where it may also stand
+        beside = config.get(original)
+        if beside is not None and said.setdefault(original, beside) != beside:
+            raise refusal(config, original, f"{key} says {said[original]}: take one of them out")
+        said.setdefault(original, config["max_position_embeddings"])
+    else:
+        said.pop(original, None)
+    for k, v in said.items():
+        if k not in _ROPE[kind]:
+            raise refusal(config, key, f"{k}={v} is not supported with RoPE of type {kind}")
+        if not is_number(v) or v <= 0:
+            raise refusal(config, key, f"{k}={v} must be a number above 0")
+    if lacking := [k for k in _ROPE[kind] if k not in said]:
+        raise refusal(config, key, f"RoPE of type {kind} needs {', '.join(lacking)} too")
+    return {"rope_type": kind, **said} if said else None
+
+
+def _window(config: dict[str, Any], kind: str) -> int | None:
+    """The window of all layers. Mistral has one wherever it is given; Qwen's models only with `use_sliding_window`,
+    from layer `max_window_layers` on or where `layer_types` says so; Llama none."""
+    qwen, window, layers = kind.startswith("qwen"), config.get("sliding_window"), config["num_hidden_layers"]
+    if not config.get("use_sliding_window", True):
+        if kind == "mistral" and window is not None:
+            raise refusal(config, "use_sliding_window", f"contradicts sliding_window={window}: set that to null")
+        window = None
+    if kind == "llama" and window is not None:
+        raise refusal(config, "sliding_window", "a Llama has no window: set it to null")
+    first = config["max_window_layers"] if qwen else 0
+    types = config.get("layer_types") or [_SLIDES if window and i >= first else _FULL for i in range(layers)]
+    if types[0] not in (_SLIDES, _FULL) or len(types) != layers or any(t != types[0] for t in types):
+        key = "layer_types" if config.get("layer_types") else "max_window_layers"
+        raise refusal(config, key, f"each of {layers} layers must have the same attention, {_FULL} or {_SLIDES}")
+    slides = types[0] == _SLIDES
+    if slides != (window is not None) and (slides or not qwen):
+        raise refusal(config, "layer_types", f"does not fit sliding_window={window}")
+    return window if slides else None
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder.
+
+    Raises:
+        ConfigError: there is none, or it does not parse.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except OSError as error:
+        adapter = (folder / "adapter_config.json").exists()
+        fix = "an adapter: merge it into its base model first" if adapter else "give a Hugging Face model folder"
+        raise ConfigError(f"init_from={folder}: config.json cannot be read ({error.strerror}): {fix}") from error
+    except ValueError as error:
+        raise ConfigError(f"init_from={folder}: config.json does not parse: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"init_from={folder}: config.json does not parse: it holds no object")
+    return config

@@ -1,0 +1,242 @@
+"""The one composition order: layouts from the tables, the plain model, its units flat and sharded, replicas on top."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ndtrain.config import Config, ConfigError
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.distributed.sequence_sharding import SequenceSharding
+from ndtrain.distributed.sharding import CUT_AXIS, DATA_AXES, SHARD_AXES, Dim, FlatLayout, Layouts, TensorLayout
+from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
+from ndtrain.model.attention.core import local_core
+from ndtrain.model.init import fill, standard_normal
+from ndtrain.model.transformer import stacked, unit_of
+from ndtrain.parallel.cp import cp_core
+from ndtrain.parallel.dp import ReplicaReducer
+from ndtrain.parallel.fp8 import Fp8Products, multiplies_fp8
+from ndtrain.parallel.fsdp import ShardedUnits
+from ndtrain.parallel.fused_grad_accumulation import PLAIN, Products, direct_ops
+from ndtrain.parallel.grad_accumulator import Gradients, Stack
+from ndtrain.parallel.kernel_choice import choose_kernel
+from ndtrain.parallel.pp import Placement, TiedReducer
+from ndtrain.parallel.recompute import Keep, hands_over, op_of
+from ndtrain.parallel.tp import CopyReducer, TensorParallel
+
+# of weights and activations: with fp8 only matmuls are narrower
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+
+
+def moments_dtype(cfg: Config) -> torch.dtype:
+    """That the optimizer's moments are held and saved in."""
+    return DTYPES[cfg.optim.state_dtype or cfg.precision.params]
+
+
+def layouts_of(cfg: Config, mesh: MeshSpec, rank: int, placement: Placement | None = None) -> Layouts:
+    """The layout of every tensor of the configured model as `rank` holds it.
+
+    Args:
+        placement: where the stages are; None: as `cfg` says.
+    """
+    sizes = dim_sizes(cfg.model)
+    tensors = {name: tuple(Dim(d, *sizes[d]) for d in dims) for name, dims in tensor_dims(cfg.model).items()}
+    stream = (*DATA_AXES, "tp") if cfg.mesh.tp > 1 and cfg.tp.sequence_parallel else DATA_AXES
+    at = (placement or Placement.of(cfg)).holders(cfg.model)
+    holders = {name: at[unit_of(name)] for name in tensors}
+    return Layouts(tensors, cfg.layout.rules, mesh, rank, stream, holders)
+
+
+def sequence_sharding(cfg: Config) -> SequenceSharding:
+    """How cp cuts the sequences of a resolved configuration."""
+    return SequenceSharding(cfg.train.seq_len, cfg.mesh.cp // cfg.cp.ulysses, cfg.cp.ulysses, cfg.cp.balance)
+
+
+def flat_layouts(layouts: Layouts, names: list[str]) -> dict[str, FlatLayout]:
+    """Unit -> its flat buffer, for the tensors `names` of one rank's stages."""
+    by_unit: dict[str, list] = {}
+    for name in names:
+        by_unit.setdefault(unit_of(name), []).append(layouts[name])
+    parts = layouts.mesh.size(*SHARD_AXES)
+    return {unit: FlatLayout.of(tensors, parts) for unit, tensors in by_unit.items()}
+
+
+def stream_shape(cfg: Config) -> tuple[int, ...]:
+    """Of the residual stream of one microbatch on one rank."""
+    tokens = cfg.train.micro_batch * cfg.train.seq_len // cfg.mesh.cp
+    shares = cfg.mesh.tp if cfg.tp.sequence_parallel else 1
+    return (tokens // shares, cfg.model.hidden_size)
+
+
+@dataclass
+class Stages:
+    """What this rank computes and holds: one stage of the model, or several.
+
+    Attributes:
+        models, segments: stage -> its part of the model, and that as a list.
+        keep: has what blocks that are run again keep of their first run.
+        attention: which kernel computes it, in words; empty where there is no choice.
+    """
+
+    models: dict[int, Transformer]
+    segments: dict[int, list[Segment]]
+    units: ShardedUnits
+    layouts: Layouts
+    placement: Placement
+    keep: Keep
+    attention: str = ""
+
+    @property
+    def context(self) -> Callable[..., Context]:
+        """`Transformer.context`: the same for every stage."""
+        return next(iter(self.models.values())).context
+
+
+def build_stages(cfg: Config, mesh: Mesh) -> Stages:
+    """This rank's part of the model, allocated but not yet filled."""
+    placement = Placement.of(cfg)
+    layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
+    compute, in_graph = DTYPES[cfg.precision.compute], _linear_in_graph(cfg, placement)
+    gradients = Gradients()
+    models = _models(cfg, placement, mesh.coords["pp"])
+    names = _check_declared(models.values(), layouts)
+    units = ShardedUnits(
+        flat_layouts(layouts, names),
+        group=mesh.group(*SHARD_AXES),
+        index=mesh.index(*SHARD_AXES),
+        replicas=ReplicaReducer(mesh.group(*_replica_axes(layouts, names))),
+        copies=CopyReducer({n: mesh.subgroup(CUT_AXIS, n) for n in _copies(layouts, names)}),
+        ties=TiedReducer(mesh, _other_holder(layouts, names, mesh.coords["pp"])),
+        gradients=gradients,
+        by_autograd=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
+        stacked=stacked(cfg.model),
+        zero=cfg.mesh.zero,
+        compute=compute,
+        master=DTYPES[cfg.precision.params],
+        device=mesh.device,
+        ema=cfg.optim.ema is not None,
+        moments=moments_dtype(cfg),
+        offload=cfg.optim.offload,
+    )
+    cut, op_names = {}, {}
+    for unit in units.units.values():
+        for name, parameter in unit.parameters.items():
+            cut[parameter] = layouts[name]
+            op_names[parameter] = op_of(name)
+    keep = Keep(op_names)
+    stacks = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.stacks.items()}
+    ops = _ops(cfg, mesh, cut, gradients, keep, stacks, in_graph)
+    kernel, attention = choose_kernel(cfg, mesh, compute) if mesh.device.type == "cuda" else (None, "")
+    for model in models.values():
+        for name, _ in list(model.named_parameters()):
+            _set_parameter(model, name, units.units[unit_of(name)].parameters[name])
+        model.use(ops)
+        model.kernel = kernel
+        if cfg.train.compile:
+            for block in model.model.layers.values():
+                block.compile()
+    return Stages(models, {s: m.segments() for s, m in models.items()}, units, layouts, placement, keep, attention)
+
+
+def _linear_in_graph(cfg: Config, placement: Placement) -> bool:
+    """Whether the blocks' matmuls are part of compiled graphs, in which nothing is done beside them: no gradient is
+    written past autograd or put off, no result handed to a second run, no message sent."""
+    beside = cfg.mesh.tp > 1, hands_over(cfg), placement.schedule.splits_backward
+    return cfg.train.compile and not any(beside)
+
+
+def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer]:
+    """The stages of a pp coord, without memory."""
+    with torch.device("meta"):
+        return {
+            s: Transformer(cfg.model, placement.layers[s], s == 0, s == placement.last, cfg.train.loss_chunk)
+            for s in placement.schedule.stages_of(pp)
+        }
+
+
+def _ops(
+    cfg: Config,
+    mesh: Mesh,
+    cut: dict[nn.Parameter, TensorLayout],
+    gradients: Gradients,
+    keep: Keep,
+    stacks: dict[nn.Parameter, Stack],
+    in_graph: bool,
+) -> Ops:
+    """The model's calls as this mesh makes them: cp replaces the core, tp those over weights.
+
+    Args:
+        in_graph: whether matmuls are part of compiled graphs.
+    """
+    products, compiled = _products(cfg, mesh), cfg.train.compile
+    ops = direct_ops(gradients, keep, products, stacks)
+    if compiled:
+        outside = torch.compiler.disable
+        core = outside(ops.core) if hands_over(cfg) else local_core
+        ops = replace(ops, linear=products.in_graph if in_graph else outside(ops.linear), core=core)
+    if cfg.mesh.cp > 1:
+        ops = replace(ops, core=cp_core(sequence_sharding(cfg), mesh.group("cp"), mesh.index("cp"), keep=keep))
+    if cfg.mesh.tp > 1:
+        cut_ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.tp, keep, products, stacks)
+        ops = cut_ops.over(ops, compiled)
+    return ops
+
+
+def _products(cfg: Config, mesh: Mesh) -> Products:
+    """How the blocks' matmuls are made."""
+    if cfg.precision.compute != "fp8":
+        return PLAIN
+    if mesh.device.type == "cuda" and not multiplies_fp8("cuda"):
+        raise ConfigError(
+            f"precision.compute=fp8: {torch.cuda.get_device_name(mesh.device)} has no fp8 matmuls (compute capability "
+            "8.9 and up has): compute in bf16"
+        )
+    return Fp8Products()
+
+
+def initialise(stages: Stages, cfg: Config, draw: Callable = standard_normal) -> None:
+    """Fills this rank's shards with their elements of the model that `run.seed` names.
+
+    Args:
+        draw: makes N(0, 1) elements, as `standard_normal` does.
+    """
+    for unit in stages.units.units.values():
+        for tensor, runs in unit.layout.runs(*unit.layout.bounds(stages.units.index)):
+            for run in runs:
+                piece = unit.master[run.local_start : run.local_start + run.length]
+                fill(piece, cfg.model, cfg.run.seed, tensor.name, run.global_start, draw)
+    stages.units.weights_changed()
+    stages.units.start_average()
+
+
+def _replica_axes(layouts: Layouts, names: list[str]) -> frozenset[str]:
+    """The axes that whole shards of gradients are summed over, beside those that the flat buffers' reduce-scatter sums
+    and tp and pp, over which only copies are."""
+    elsewhere = {*SHARD_AXES, CUT_AXIS, "pp"}
+    (axes,) = {layouts[name].partial - elsewhere for name in names}  # a unit's gradients travel together
+    return axes
+
+
+def _copies(layouts: Layouts, names: list[str]) -> list[int]:
+    """Over how many copies some tensor's gradient is summed, the same list on every rank."""
+    return sorted({layouts[n].copies for n in names if CUT_AXIS in layouts[n].partial and layouts[n].copies > 1})
+
+
+def _other_holder(layouts: Layouts, names: list[str], pp: int) -> int | None:
+    """The pp coord that holds something this one does too."""
+    return next((c for name in names for c in layouts.holders[name] if c != pp), None)
+
+
+def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:
+    """The parameters' names, each once. One without a row in the dim table, or a row of another shape, is an error."""
+    shapes = {name: tuple(p.shape) for model in models for name, p in model.named_parameters()}
+    for name, shape in shapes.items():
+        if shape != layouts[name].shape:
+            raise ValueError(f"{name}: the model has {shape}, its dims say {layouts[name].shape}")
+    return list(shapes)
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, parameter)

@@ -1,0 +1,319 @@
+"""The model's weight ops with gradients written straight into the flat buffers.
+
+Autograd makes each weight gradient as a tensor of its own and then adds it to `.grad`. Here the matmul accumulates in
+place, as Megatron-LM's gradient-accumulation fusion does: no zeroing, no temporary, no addition afterwards.
+
+What lies between the tokens of the stream and those a matmul sees is an `Exchange` on either side of it. On one device
+that is `WHOLE`, which moves nothing; `parallel/tp.py` has the others.
+
+Shape legend: N tokens, I in, O out, E hidden_size, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndtrain.model import Ops
+from ndtrain.model.attention.core import attend
+from ndtrain.model.contiguous import side_by_side
+from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss
+from ndtrain.model.transformer import linear
+from ndtrain.parallel.grad_accumulator import Gradients, Stack
+from ndtrain.parallel.recompute import Keep
+
+Rows = slice
+
+
+class Gathered:
+    """Rows [N, I] that are here, or on their way and asked for by `rows`.
+
+    Attributes:
+        order: slices of the rows in the order they arrive.
+    """
+
+    def __init__(self, x_NI: Tensor):
+        self._x_NI = x_NI
+        self.order: list[Rows] = [slice(0, x_NI.shape[0])]
+
+    def rows(self, wanted: Rows) -> Tensor:
+        """Those rows, waited for."""
+        return self._x_NI if wanted is self.order[0] else self._x_NI[wanted]  # a slice of a tensor costs microseconds
+
+    def all(self) -> Tensor:
+        return self._x_NI
+
+
+class Exchange:
+    """What lies between the stream's tokens and a matmul's, where that is nothing: both are the same."""
+
+    def gather(self, x: Tensor) -> Gathered:
+        """The matmul's tokens from the stream's; in backward, of gradients."""
+        return Gathered(x)
+
+    def reduce(self, produce: Callable[[Rows], Tensor], order: Sequence[Rows]) -> Callable[[], Tensor]:
+        """The stream's tokens from this rank's share of the matmul's, which `produce` makes slice by slice, best in
+        `order`. Returns what waits for them."""
+        if len(order) == 1:
+            y_NO = produce(order[0])
+            return lambda: y_NO
+        parts = sorted(((rows.start, produce(rows)) for rows in order), key=lambda part: part[0])
+        y_NO = torch.cat([y for _, y in parts])
+        return lambda: y_NO
+
+
+WHOLE = Exchange()
+
+
+class Products:
+    """The matmuls of y = x @ w.T and of its gradients, and what becomes of their factors before: here nothing."""
+
+    def input(self, x: Gathered) -> Gathered:
+        return x
+
+    def gradient(self, dy: Gathered) -> Gathered:
+        return dy
+
+    def weight(self, w_OI: Tensor, backward: bool) -> Any:
+        """As `output` takes it; or, backward, `input_gradient`."""
+        return w_OI
+
+    def output(self, x_NI: Any, w_OI: Any) -> Tensor:
+        return torch.mm(x_NI, w_OI.t())
+
+    def input_gradient(self, dys: Sequence[Any], weights: Sequence[Any]) -> Tensor:
+        """The sum of dy_NO @ w_OI, [N, I]."""
+        dx_NI = torch.mm(dys[0], weights[0])
+        for dy, w in zip(dys[1:], weights[1:], strict=True):
+            dx_NI.addmm_(dy, w)
+        return dx_NI
+
+    def weight_gradient(self, sink: Gradients, w: nn.Parameter, dy_NO: Any, x_NI: Any) -> None:
+        """dy.T @ x into the sink."""
+        sink.add_product(w, dy_NO.t(), x_NI)
+
+    def in_graph(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """All of it as a compiler can look into it, with gradients by autograd."""
+        return linear(x, weights, biases)
+
+
+PLAIN = Products()
+
+
+class Path(NamedTuple):
+    """How a weight's matmul meets the stream: what is done to its input, and to its output; and how it is made."""
+
+    enter: Exchange = WHOLE
+    leave: Exchange = WHOLE
+    products: Products = PLAIN
+
+
+DIRECT = Path()
+
+
+class _Linear(torch.autograd.Function):
+    """y_i = x @ w_i.T + b_i for several weights of one path. What enters is gathered again in backward and not kept.
+    The Parameters themselves are kept, not copies of them among the saved tensors: under fsdp their storage is empty
+    between forward and backward. `recall`, if any, gives the outputs: it calls what makes them, or has them already.
+    For autograd the weights are no inputs, as it has nothing to do for them."""
+
+    @staticmethod
+    def forward(
+        ctx, sink: Gradients, path: Path, recall: Callable | None, x_NI: Tensor, stacks: Sequence[Stack], *biases
+    ):
+        ctx.sink, ctx.path, ctx.stacks, ctx.biases = sink, path, stacks, biases
+        ctx.save_for_backward(x_NI)
+        if recall is None:
+            return _outputs(path, x_NI, stacks, biases)
+        return recall(partial(_outputs, path, x_NI, stacks, biases))
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (x_NI,) = ctx.saved_tensors
+        db = [None if b is None else g.sum(0) for b, g in zip(ctx.biases, grads, strict=True)]
+        gradients = _direct_gradients if ctx.path == DIRECT else _exchanged_gradients
+        return None, None, None, gradients(ctx, x_NI, _as_stacked(grads, ctx.stacks)), None, *db
+
+
+def _direct_gradients(ctx, x_NI: Tensor, dys_NO: Sequence[Tensor]) -> Tensor:
+    """The weights' into the sink; returns the input's."""
+    lefts_ON = [dy_NO.t() for dy_NO in dys_NO]  # now: after a large product a view costs twenty times as much
+    dx_NI = PLAIN.input_gradient(dys_NO, [s.weight for s in ctx.stacks])
+    for s, left_ON in zip(ctx.stacks, lefts_ON, strict=True):
+        ctx.sink.add_product(s.weight, left_ON, x_NI)
+    return dx_NI
+
+
+def _exchanged_gradients(ctx, x: Tensor, dys: Sequence[Tensor]) -> Tensor:
+    """As `_direct_gradients`. The input's are made first: they are on their way while the weights' are made."""
+    path, products = ctx.path, ctx.path.products
+    gathered = products.input(path.enter.gather(x))
+    arriving = [products.gradient(path.leave.gather(dy)) for dy in dys]
+    factors = [products.weight(s.weight, backward=True) for s in ctx.stacks]
+    produce = lambda rows: products.input_gradient([dy.rows(rows) for dy in arriving], factors)
+    dx = path.enter.reduce(produce, arriving[0].order)
+    x_NI = gathered.all()
+    for s, dy in zip(ctx.stacks, arriving, strict=True):
+        products.weight_gradient(ctx.sink, s.weight, dy.all(), x_NI)
+    return dx()
+
+
+def _outputs(
+    path: Path, x: Tensor, stacks: Sequence[Stack], biases: Sequence[nn.Parameter | None]
+) -> tuple[Tensor, ...]:
+    """x @ w.T + b of each, in the stream's tokens."""
+    if path == DIRECT:
+        made = [PLAIN.output(x, s.weight) for s in stacks]
+    else:
+        products, x_NI = path.products, path.products.input(path.enter.gather(x))
+        factors = [products.weight(s.weight, backward=False) for s in stacks]
+        outs = [path.leave.reduce(lambda rows, w=w: products.output(x_NI.rows(rows), w), x_NI.order) for w in factors]
+        made = [out() for out in outs]
+    found: list[Tensor] = []
+    for y, s in zip(made, stacks, strict=True):
+        found += (y,) if len(s.rows) == 1 else y.split_with_sizes(s.rows, -1)
+    for y, bias_O in zip(found, biases, strict=True):
+        if bias_O is not None:
+            y += bias_O
+    return tuple(found)
+
+
+def _as_stacked(grads: Sequence[Tensor], stacks: Sequence[Stack]) -> list[Tensor]:
+    """The gradients of each stack's outputs as one."""
+    found, at = [], 0
+    for s in stacks:
+        found.append(grads[at] if len(s.rows) == 1 else side_by_side(grads[at : at + len(s.rows)], -1))
+        at += len(s.rows)
+    return found
+
+
+class _Embedding(torch.autograd.Function):
+    """Looks up the ids that lie in `held`, the table's rows that are here; others give zero. None: all are here."""
+
+    @staticmethod
+    def forward(ctx, sink: Gradients, path: Path, tokens: Tensor, weight: nn.Parameter, held: range | None):
+        ctx.sink, ctx.path, ctx.weight, ctx.held = sink, path, weight, held
+        ctx.save_for_backward(tokens)
+        ids_N = tokens.flatten()
+
+        def rows_of(rows: Rows) -> Tensor:
+            here_N, local_N = _local(ids_N[rows], held)
+            y_NE = F.embedding(local_N, weight)
+            return y_NE if here_N is None else y_NE.mul_(here_N[:, None])
+
+        return path.leave.reduce(rows_of, [slice(0, len(ids_N))])()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (tokens,) = ctx.saved_tensors
+        here_N, local_N = _local(tokens.flatten(), ctx.held)
+        dy_NE = ctx.path.leave.gather(grad).all()
+        if here_N is not None:  # to pick the rows that are held would make the host ask how many
+            dy_NE = dy_NE.where(here_N[:, None], 0)
+        ctx.sink.add_rows(ctx.weight, local_N, dy_NE)
+        return (None,) * 5
+
+
+def _local(ids_N: Tensor, held: range | None) -> tuple[Tensor | None, Tensor]:
+    """(which ids are held, None for all; their rows in the table here)"""
+    if held is None:
+        return None, ids_N
+    here_N = (ids_N >= held.start) & (ids_N < held.stop)
+    return here_N, (ids_N - held.start).where(here_N, 0)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The loss comes scaled, so its own gradient is one: the weight's is complete when forward returns."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        gradients: Gradients,
+        vocabulary: Vocabulary,
+        x_NE: Tensor,
+        weight: nn.Parameter,
+        labels: Tensor,
+        scale: Tensor,
+        chunk: int,
+        wanted: bool,
+    ):
+        add = lambda a, b: gradients.add_product(weight, a, b)
+        loss, dx_NE = chunked_loss(x_NE, weight, labels.flatten(), scale, chunk, wanted, add, vocabulary)
+        if wanted:
+            ctx.save_for_backward(dx_NE)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None, None, ctx.saved_tensors[0], *(None,) * 5
+
+
+class WeightOps:
+    """The model's ops over weights. Vectors (biases, norms) stay with autograd.
+
+    Args:
+        sink: where matrices' gradients go.
+        path_of: parameter -> its path.
+        keep: has the outputs of some matmuls when their block is run again.
+        products: how the blocks' matmuls are made.
+        stacks: the first of some matrices -> these as one.
+    """
+
+    def __init__(
+        self,
+        sink: Gradients,
+        path_of: Callable[[nn.Parameter], Path] = lambda weight: DIRECT,
+        keep: Keep | None = None,
+        products: Products = PLAIN,
+        stacks: Mapping[nn.Parameter, Stack] | None = None,
+    ):
+        self.sink, self.path_of, self.keep, self.products = sink, path_of, keep or Keep(), products
+        self.stacks = stacks or {}
+        self._plans: dict[int, tuple[Path, list[Stack], str | None]] = {}  # by id of the first weight
+
+    def linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        path, stacks, op = self._plans.get(id(weights[0])) or self._plan(weights)
+        return _Linear.apply(self.sink, path, self.keep.of(op), x, stacks, *biases)
+
+    def _plan(self, weights: Sequence[Tensor]) -> tuple[Path, list[Stack], str | None]:
+        first = weights[0]
+        path = self.path_of(first)._replace(products=self.products)
+        self._plans[id(first)] = plan = path, self._stacked(weights), self.keep.op_of.get(first)
+        return plan
+
+    def _stacked(self, weights: Sequence[Tensor]) -> list[Stack]:
+        found, at = [], 0
+        while at < len(weights):
+            w = weights[at]
+            found.append(self.stacks.get(w) or Stack(w, (w.shape[0],)))
+            at += len(found[-1].rows)
+        return found
+
+    def embedding(self, tokens: Tensor, weight: Tensor, path: Path | None = None, held: range | None = None) -> Tensor:
+        return _Embedding.apply(self.sink, path or DIRECT, tokens, weight, held)
+
+    def head_loss(
+        self, x: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
+    ) -> Tensor:
+        wanted = torch.is_grad_enabled()  # asked here: inside a Function it never is
+        return _HeadLoss.apply(self.sink, vocabulary, x, weight, labels, scale, chunk, wanted)
+
+
+def direct_ops(
+    gradients: Gradients,
+    keep: Keep | None = None,
+    products: Products = PLAIN,
+    stacks: Mapping[nn.Parameter, Stack] | None = None,
+) -> Ops:
+    """The model's ops on one device, with weight gradients through `gradients`, for blocks that are run again what
+    `keep` has of them, and matmuls as `products` makes them, one for each of `stacks`."""
+    keep = keep or Keep()
+    ops = WeightOps(gradients, keep=keep, products=products, stacks=stacks)
+
+    def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
+        return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, keep.of("core"))
+
+    return Ops(linear=ops.linear, embedding=ops.embedding, core=core, head_loss=ops.head_loss)

@@ -1,0 +1,84 @@
+"""Gradients written straight into the flat buffers, past autograd."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ndtrain.model.matmul_accumulate import add_product
+
+
+class Stack(NamedTuple):
+    """Matrices of one input as one.
+
+    Attributes:
+        weight: [O, I], a Parameter for what it is gathered into and what its gradient is written to.
+        rows: of each matrix in it.
+    """
+
+    weight: nn.Parameter
+    rows: tuple[int, ...]
+
+
+class Gradients:
+    """Writes into parameters' `.grad`. A *fresh* one holds nothing yet: the first write overwrites it."""
+
+    def __init__(self) -> None:
+        self._fresh: set[int] = set()  # ids: a tensor's own hash is a call of Python's
+        self._later: list[Callable[[], None]] | None = None
+
+    @contextmanager
+    def deferred(self, later: list[Callable[[], None]]) -> Iterator[None]:
+        """Inside, what would be written is appended to `later` to be called instead: a backward then makes only the
+        gradients of its inputs (and of vectors, which autograd adds)."""
+        self._later = later
+        try:
+            yield
+        finally:
+            self._later = None
+
+    def open(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._fresh.update(map(id, parameters))
+
+    def close(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Those that nothing was written to become zero."""
+        for p in parameters:
+            if self._take(p):
+                p.grad.zero_()
+
+    def add_product(self, p: nn.Parameter, a: Tensor, b: Tensor) -> None:
+        """p.grad += a @ b"""
+        if self._later is not None:
+            self._later.append(partial(self.add_product, p, a, b))
+            return
+        add_product(p.grad, a, b, fresh=self._take(p))
+
+    def add_made(self, p: nn.Parameter, make: Callable[[], Tensor]) -> None:
+        """p.grad += make()"""
+        if self._later is not None:
+            self._later.append(partial(self.add_made, p, make))
+        elif self._take(p):
+            p.grad.copy_(make())
+        else:
+            p.grad.add_(make())
+
+    def add_rows(self, p: nn.Parameter, index_N: Tensor, rows_NE: Tensor) -> None:
+        """p.grad[index] += rows, in a fixed order."""
+        if self._later is not None:
+            self._later.append(partial(self.add_rows, p, index_N, rows_NE))
+            return
+        if self._take(p):
+            p.grad.zero_()
+        rows_NE = rows_NE.to(p.grad.dtype)
+        if rows_NE.is_cuda:
+            p.grad.index_put_((index_N,), rows_NE, accumulate=True)  # sorts; index_add_ would race
+        else:
+            p.grad.index_add_(0, index_N, rows_NE)
+
+    def _take(self, p: nn.Parameter) -> bool:
+        fresh = id(p) in self._fresh
+        if fresh:
+            self._fresh.remove(id(p))
+        return fresh

@@ -1,0 +1,371 @@
+"""recompute=budget: the least recompute with which a rank's activations stay under a number of bytes.
+
+The sizes are measured, on one block of the stage and on its head. What a plan comes to follows from them. A live
+microbatch holds of each block its input and what the block keeps. While a block goes backward its whole graph and the
+temporaries of its gradients are there besides, whether or not it was run again for that. Blocks go backward last one
+first, so those that hold most are the last of a stage: their graphs are gone by the time that others are made again.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from itertools import combinations, product
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ndtrain.config import AXES, KEEPABLE, Config, ConfigError
+from ndtrain.distributed.collectives import all_gather_row
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.model import Context, Segment
+from ndtrain.model.flops import elementwise_values, rerun_flops
+from ndtrain.parallel.build import Stages, stream_shape
+from ndtrain.parallel.fsdp import ShardedUnits
+from ndtrain.parallel.recompute import LAST, Keep
+from ndtrain.schedule import Action
+
+Choice = frozenset[str] | None  # what a block that runs again keeps; None: it does not run again
+MESSAGES = 4  # that wait on a rank to be sent or used at one time
+_FLOPS_A_BYTE = {"cpu": 10, "cuda": 200}  # what a device computes while it reads or writes a byte, roughly
+
+
+class Load(NamedTuple):
+    """One stage's number of blocks, and the most microbatches that it holds at one time: in full, between forward and
+    backward; `waiting`, between the backward of inputs and that of weights."""
+
+    blocks: int
+    live: int
+    waiting: int = 0
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Bytes on one rank.
+
+    Attributes:
+        boundary: a block's input.
+        graph: what a block that is not run again keeps for its backward besides.
+        kept: the result of each op that can be kept.
+        backward: at the height of a block's forward with a graph and its backward, besides its input.
+        waiting: what a block holds for the backward of its weights, where that is an action of its own.
+        tail: what the end of the last stage holds of a live microbatch: the input of the final norm and its graph.
+        head: at the height of the loss and the backward down to the blocks, besides `tail`.
+        besides: what a step holds in addition, whatever the plan (contexts, gathered weights, gradients and messages on
+            their way).
+    """
+
+    boundary: int
+    graph: int
+    kept: Mapping[str, int]
+    backward: int
+    waiting: int = 0
+    tail: int = 0
+    head: int = 0
+    besides: int = 0
+
+    def held(self, choice: Choice) -> int:
+        """By one block of one live microbatch."""
+        return self.boundary + (self.graph if choice is None else sum(self.kept[op] for op in choice))
+
+
+# --------------------------------------------------------------------------------------------------------- the plan
+
+
+def height(loads: Sequence[Load], plan: Sequence[Choice], sizes: BlockSizes) -> int:
+    """Bytes of activations that a rank holds at the height of its step, if block i of its stages does as plan[i] says.
+    The last of `loads` is the stage with the head, if it is here. An upper bound where there are several stages: each
+    is taken to hold its most at the same time."""
+    held = [sizes.held(choice) for choice in plan]
+    everything, peak, at = sizes.besides, sizes.head, 0
+    for number, load in enumerate(loads, 1):
+        done = sizes.tail if number == len(loads) else 0  # held of the microbatch that goes backward, as far as it got
+        for h in reversed(held[at : at + load.blocks]):
+            done += h
+            peak = max(peak, sizes.boundary + sizes.backward - done)
+        everything += load.live * done + load.waiting * load.blocks * sizes.waiting
+        at += load.blocks
+    return (everything + peak) * 51 // 50  # the fiftieth: what is too small to be followed
+
+
+def choices(always: frozenset[str]) -> list[Choice]:
+    """All that a block may do: keep its graph, or run again with `always` and any of the other ops kept."""
+    always = always & frozenset(KEEPABLE)
+    free = [op for op in KEEPABLE if op not in always]
+    return [None, *(always | set(some) for n in range(len(free) + 1) for some in combinations(free, n))]
+
+
+def plan(
+    loads: Sequence[Load], sizes: BlockSizes, budget: int, cost: Callable[[Choice], float], always: frozenset[str]
+) -> list[Choice]:
+    """For each block of the rank's stages, in order, what it does: the fastest plan of at most two kinds of blocks that
+    stays under `budget` bytes, and among equally fast ones the lowest.
+
+    Args:
+        cost: of a block's second run, in any unit; 0 for None.
+        always: the ops that are kept in any case.
+
+    Raises:
+        ConfigError: no plan stays under it.
+    """
+    options = _useful(choices(always), sizes, cost)
+    pairs = list(combinations(options, 2)) or [(options[0], options[0])]
+    blocks = sum(load.blocks for load in loads)
+    ways = [
+        (sum(heavy) * cost(b) + (blocks - sum(heavy)) * cost(a), a, b, heavy)
+        for a, b in pairs
+        for heavy in product(*(range(load.blocks + 1) for load in loads))
+    ]
+    best: tuple[float, int, list[Choice]] | None = None
+    for seconds, a, b, heavy in sorted(ways, key=lambda way: way[0]):
+        if best and seconds > best[0]:
+            break
+        found = [c for load, n in zip(loads, heavy, strict=True) for c in [a] * (load.blocks - n) + [b] * n]
+        needed = height(loads, found, sizes)
+        if needed <= budget and (best is None or needed < best[1]):
+            best = seconds, needed, found
+    if best is None:
+        least = height(loads, [options[0]] * blocks, sizes)
+        raise ConfigError(
+            f"recompute.budget={budget}: the activations of this rank need {least} bytes at least, however much is run "
+            "again: raise it, or lower train.micro_batch"
+        )
+    return best[2]
+
+
+def _useful(options: Sequence[Choice], sizes: BlockSizes, cost: Callable[[Choice], float]) -> list[Choice]:
+    """Those that no other is both smaller and faster than, smallest first."""
+    found: list[Choice] = []
+    for option in sorted(options, key=lambda o: (sizes.held(o), cost(o))):
+        if not found or cost(option) < cost(found[-1]):
+            found.append(option)
+    return found
+
+
+def rerun_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
+    """The cost of a block's second run in FLOPs a token: those of its matmuls and attention, and for what lies between
+    them as many as the device could do while it reads and writes the values."""
+    width = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}[cfg.precision.compute]
+    between = elementwise_values(cfg.model) * width * _FLOPS_A_BYTE.get(device, _FLOPS_A_BYTE["cpu"])
+    ops = lambda choice: rerun_flops(cfg.model, cfg.train.seq_len, choice | {LAST})
+    return lambda choice: 0 if choice is None else ops(choice) + between
+
+
+# -------------------------------------------------------------------------------------------------------- the sizes
+
+
+class _Allocations(TorchDispatchMode):
+    """Follows the storages that operators make while it is on: the bytes in them `now`, and at their `height`. What
+    kernels allocate and free inside themselves is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.height = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._known | given:
+                self._follow(x.untyped_storage())
+        return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        at, size = storage.data_ptr(), storage.nbytes()
+        if not size:
+            return
+        self._known.add(at)
+        self.now += size
+        self.height = max(self.height, self.now)
+        finalize(storage, self._forget, at, size)
+
+    def _forget(self, at: int, size: int) -> None:
+        self._known.discard(at)
+        self.now -= size
+
+
+class _CudaAllocations:
+    """The same from the allocator's counters, which see everything. `height` is set at the end."""
+
+    def __enter__(self) -> "_CudaAllocations":
+        self._before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.height = torch.cuda.max_memory_allocated() - self._before
+
+    @property
+    def now(self) -> int:
+        return torch.cuda.memory_allocated() - self._before
+
+
+@contextmanager
+def _follow(device: torch.device) -> Iterator[_Allocations | _CudaAllocations]:
+    """On a CPU nothing is compiled inside: the compiler gives up, for good, whatever it meets under a dispatch mode."""
+    if device.type == "cuda":
+        with _CudaAllocations() as made:
+            yield made
+    else:
+        with torch.compiler.set_stance("force_eager"), _Allocations() as made:
+            yield made
+
+
+def measure(
+    segments: Sequence[Segment], units: ShardedUnits, keep: Keep, context: Callable[[], Context], x: Tensor
+) -> BlockSizes:
+    """The sizes of a rank with at least one block, by running one block and, where it is here, the head. All ranks
+    that hold the same layers call this together. Gradients that a step has collected are lost.
+
+    Args:
+        segments: of all the rank's stages, in order.
+        context: makes what a microbatch carries.
+        x: like a block's input.
+    """
+    units.begin_step()
+    with _follow(x.device) as made:
+        ctx = context()
+    blocks = [i for i, s in enumerate(segments) if ".layers." in s.unit]
+    block, end = segments[blocks[0]], segments[blocks[-1] + 1 :]
+    sizes = _measure_block(block, units, keep, ctx, x) | (_measure_end(*end, units, ctx, x) if end else {})
+    for unit in dict.fromkeys(s.unit for s in (block, *end)):
+        units.release(unit)
+        units.reduce(unit, True)
+    units.finish_step()
+    return BlockSizes(boundary=_bytes(x), besides=made.height, **sizes)
+
+
+def _measure_block(block: Segment, units: ShardedUnits, keep: Keep, ctx: Context, x: Tensor) -> dict[str, Any]:
+    _open(block, units)
+    with torch.no_grad(), keep.recording("sizes", frozenset(KEEPABLE), frozenset({LAST})):
+        block.run(x, ctx)
+    kept = keep.drop("sizes")
+    _, y = _run(block, ctx, x)  # once beforehand: what kernels, or a compiler, allocate the first time is no activation
+    y.backward(torch.empty_like(y))
+    del y
+    with _follow(x.device) as made:
+        _, y = _run(block, ctx, x)
+        graph = made.now - _bytes(y)
+        y.backward(torch.empty_like(y))
+    backward, later = made.height, []
+    with _follow(x.device) as made, units.gradients.deferred(later):
+        x, y = _run(block, ctx, x)
+        y.backward(torch.empty_like(y))
+        del y
+        waiting = made.now - _bytes(x.grad)
+    return {"graph": graph, "backward": backward, "waiting": waiting, "kept": {op: kept[op] for op in KEEPABLE}}
+
+
+def _measure_end(norm: Segment, head: Segment, units: ShardedUnits, ctx: Context, x: Tensor) -> dict[str, Any]:
+    _open(norm, units)
+    _open(head, units)
+    with _follow(x.device) as made:
+        x, h = _run(norm, ctx, x)
+        tail = _bytes(x) + made.now
+    with _follow(x.device) as made:
+        into, loss = _run(head, ctx, h)
+        loss.backward()
+        h.backward(into.grad)
+    return {"tail": tail, "head": made.height}
+
+
+def _open(segment: Segment, units: ShardedUnits) -> None:
+    units.use(segment.unit)
+    units.open_gradients(segment.unit)
+
+
+def _run(segment: Segment, ctx: Context, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(its input as the executor would hand it over, its output)"""
+    x = x.detach().requires_grad_()
+    return x, segment.run(x, ctx)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def sharding_bytes(units: ShardedUnits) -> int:
+    """What gathers and reductions hold at most beside the state: two units' weights where those are freed between uses,
+    two units' gradients where the ranks keep shards, and what two units receive from the other ranks."""
+    large = sum(sorted(u.layout.numel for u in units.units.values())[-2:])
+    parts = next(iter(units.units.values())).layout.parts
+    weights = 0 if units.keeps_full else large * units.compute.itemsize
+    gradients = (0 if units.keeps_grad else large) + large * (parts - 1) // parts
+    return weights + gradients * units.master.itemsize
+
+
+# ------------------------------------------------------------------------------------------------------- all of it
+
+
+def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> list[Choice]:
+    """What each block of the rank's stages does under `recompute.budget`, the same on all ranks that hold the same
+    layers, which call this together.
+
+    Args:
+        always: the ops that are kept in any case.
+
+    Raises:
+        ConfigError: the budget is less than the least that works.
+    """
+    units, schedule = stages.units, stages.placement.schedule
+    x = torch.zeros(stream_shape(cfg), dtype=units.compute, device=mesh.device)
+    segments = [segment for _, found in sorted(stages.segments.items()) for segment in found]
+    sizes = _largest(measure(segments, units, stages.keep, _context(cfg, mesh, stages), x), mesh)
+    besides = sizes.besides * cfg.microbatches + sharding_bytes(units)
+    besides += MESSAGES * sizes.boundary if mesh.size("pp") > 1 else 0
+    besides += _unseen(cfg, units.compute) if mesh.device.type == "cpu" else 0
+    row = schedule.table[mesh.coords["pp"]]
+    loads = [load(row, stage, len(stages.placement.layers[stage])) for stage in schedule.stages_of(mesh.coords["pp"])]
+    cost = rerun_cost(cfg, mesh.device.type)
+    return plan(loads, replace(sizes, besides=besides), cfg.recompute.budget, cost, always)
+
+
+def load(row: Sequence[Action], stage: int, blocks: int) -> Load:
+    """What a stage of `blocks` blocks comes to hold when its rank works its row off."""
+    live = waiting = 0
+    most = Load(blocks, 0)
+    for a in row:
+        if a.stage == stage:
+            live += {"F": 1, "W": 0}.get(a.kind, -1)
+            waiting += {"I": 1, "W": -1}.get(a.kind, 0)
+            most = Load(blocks, max(most.live, live), max(most.waiting, waiting))
+    return most
+
+
+def _context(cfg: Config, mesh: Mesh, stages: Stages) -> Callable[[], Context]:
+    """Makes what a microbatch carries."""
+    batch, length = cfg.train.micro_batch, cfg.train.seq_len // cfg.mesh.cp
+    tokens = torch.zeros(batch, length, dtype=torch.long, device=mesh.device)
+    places = torch.arange(length, device=mesh.device)
+    documents = None
+    if cfg.data.pack:  # two a row, so that the rows' positions and tiles differ as they do in training
+        places, whole = places.expand(batch, length), cfg.train.seq_len
+        documents = tuple((0, whole * (i + 1) // (batch + 1)) for i in range(batch)) if whole > batch else None
+    return lambda: stages.context(tokens, tokens, stages.units.compute, None, places, documents)
+
+
+def _unseen(cfg: Config, compute: torch.dtype) -> int:
+    """What PyTorch's attention allocates inside itself on CPU, at most: for each thread two tiles of scores (up to
+    256 x 512) and one in lower precision, and one gradient of the queries' size, fp32 or wider."""
+    t, m = cfg.train, cfg.model
+    tokens = t.micro_batch * t.seq_len // cfg.mesh.cp
+    heads = m.num_attention_heads // (cfg.mesh.tp if cfg.layout.rules.get("heads") else 1)
+    rows = 256 if t.seq_len >= 768 else 64 if t.seq_len >= 192 else 32
+    tile = rows * min(512, t.seq_len)
+    wide = torch.promote_types(compute, torch.float32).itemsize
+    return (3 * torch.get_num_threads() * tile + tokens * heads * m.head_dim) * wide
+
+
+def _largest(sizes: BlockSizes, mesh: Mesh) -> BlockSizes:
+    """Of each size the largest on any rank that holds the same layers."""
+    names = [f.name for f in fields(sizes) if f.name != "kept"]
+    row = torch.tensor([*(getattr(sizes, n) for n in names), *sizes.kept.values()], dtype=torch.float64)
+    rows, flight = all_gather_row(row.to(mesh.device), mesh.group(*(a for a in AXES if a != "pp")))
+    flight.wait()
+    found = [int(n) for n in rows.amax(0)]
+    kept = dict(zip(sizes.kept, found[len(names) :], strict=True))
+    return BlockSizes(**dict(zip(names, found, strict=False)), kept=kept)

@@ -1,0 +1,135 @@
+"""The command line of a run: overrides, Hydra's own flags, and errors of the user's in one line."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ndtrain.config import (
+    Config,
+    ConfigError,
+    check_overrides,
+    conf_dir,
+    load_config,
+    register,
+    to_config,
+    world_from_env,
+)
+from ndtrain.runtime.stop_signals import REPEAT_S
+
+log = logging.getLogger("ndtrain")
+
+Train = Callable[[Config], int]
+
+# Hydra's flags, and whether a value follows
+_FLAGS = {
+    "--cfg": True, "-c": True, "--package": True, "-p": True, "--info": True, "-i": True, "--multirun": False,
+    "-m": False, "--run": False, "-r": False, "--resolve": False, "--help": False, "-h": False, "--hydra-help": False,
+    "--version": False,
+}  # fmt: skip
+
+
+def main(train: Train, args: list[str] | None = None) -> int:
+    """Hydra's own flags (`--cfg job`, `--multirun`, `--help`) go to Hydra; a plain run is composed here. Every error
+    of the user's is one line and status 2."""
+    args = sys.argv[1:] if args is None else args
+    try:
+        overrides, search, flags = _split(args)
+        if flags:
+            overrides = check_overrides(overrides, search)
+            return _hydra_main(train, [*flags, *(f"--config-dir={s}" for s in search[:1]), *overrides])
+        return train(load_config(overrides, search))
+    except ConfigError as error:
+        _say_error(error)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted before the first step: nothing was saved", file=sys.stderr, flush=True)
+        return 130
+
+
+def plain_config(args: list[str]) -> Config:
+    """The configuration that a plain run with these arguments has.
+
+    Raises:
+        ConfigError: an argument is wrong, or one of Hydra's own flags.
+    """
+    overrides, search, flags = _split(args)
+    if flags:
+        raise ConfigError(f"{flags[0]}: not here; only overrides and --config-dir")
+    return load_config(overrides, search)
+
+
+def _say_error(error: ConfigError) -> None:
+    """Once per host: its ranks mostly meet the same error, and torchrun ends all when the first one leaves. So the
+    others give local rank 0 time to say it, and speak only if they are then still there."""
+    rank, local_rank, _ = world_from_env()
+    log.error(str(error))
+    if local_rank > 0:
+        time.sleep(REPEAT_S * 3)
+    print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+
+
+def _split(args: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """(overrides, folders named by --config-dir, Hydra's other flags with their values)"""
+    overrides, search, flags = [], [], []
+    rest = iter(args)
+    for arg in rest:
+        name, equals, value = arg.partition("=")
+        if name in ("--config-dir", "-cd"):
+            search.append(value if equals else _value(arg, rest))
+            if not Path(search[-1]).is_dir():
+                raise ConfigError(f"{name}={search[-1]}: no such folder")
+        elif name in _FLAGS:
+            flags += [arg, _value(arg, rest)] if _FLAGS[name] and not equals else [arg]
+        elif arg.startswith("-"):
+            raise ConfigError(
+                f"{arg}: no such flag; known: --config-dir, {', '.join(f for f in _FLAGS if f[:2] == '--')}"
+            )
+        else:
+            overrides.append(arg)
+    return overrides, search, flags
+
+
+def _value(flag: str, rest: Iterator[str]) -> str:
+    try:
+        return next(rest)
+    except StopIteration:
+        raise ConfigError(f"{flag}: a value must follow") from None
+
+
+def _hydra_main(train: Train, args: list[str]) -> int:
+    import hydra
+
+    register()
+    codes: list[int] = []
+
+    def task(cfg: Any) -> None:
+        try:
+            codes.append(train(to_config(cfg)))
+        except ConfigError as error:  # here: Hydra would print a traceback
+            _say_error(error)
+            codes.append(2)
+
+    sys.argv[1:] = args
+    hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
+    return max(codes, default=0)
+
+
+def run_and_exit(train: Train) -> NoReturn:
+    """Leaves without Python's own teardown where there were process groups: gloo's threads abort about every second
+    run in it, and after an error it waits for peers that will never answer."""
+    if world_from_env()[2] == 1:
+        sys.exit(main(train))
+    code: Any = 1
+    try:
+        code = main(train)
+    except SystemExit as request:
+        code = request.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)

@@ -1,0 +1,53 @@
+"""What the scripts in `launch/` ask: where a run lives, and how it ended.
+
+python -m ndtrain.runtime.launch_query folder recipe=llama_small run.name=first      # prints run.dir
+python -m ndtrain.runtime.launch_query ended runs/first 1                            # the status of a launch script
+"""
+
+import sys
+from pathlib import Path
+
+from ndtrain.config import ConfigError
+from ndtrain.runtime import exit_status
+from ndtrain.runtime.cli import plain_config
+
+_USAGE = "usage: python -m ndtrain.runtime.launch_query folder [OVERRIDES ...] | ended RUN_DIR STATUS"
+
+
+def folder(overrides: list[str]) -> Path:
+    """The run folder of a training with these overrides, absolute. No torch, no process group.
+
+    Raises:
+        ConfigError: an override is wrong.
+    """
+    return Path(plain_config(overrides).run.dir).absolute()
+
+
+def ended(run_dir: Path, status: int) -> int:
+    """The status of a launch script (`exit_status.CODES`) after its launcher ended with `status`. The error of the rank
+    that failed, if one did, is the last line on the console."""
+    found = exit_status.read(run_dir)
+    if found is None:
+        return 2 if status else 0
+    if found.error:
+        print(f"rank {found.rank} ended this run:\n{found.error.rstrip()}", file=sys.stderr, flush=True)
+    return found.code
+
+
+def main(args: list[str]) -> int:
+    match args:
+        case ["folder", *overrides]:
+            try:
+                print(folder(overrides))
+            except ConfigError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            return 0
+        case ["ended", run_dir, status] if status.lstrip("-").isdigit():
+            return ended(Path(run_dir), int(status))
+    print(_USAGE, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,313 @@
+"""What `init_from` reads of a Hugging Face folder: every field and tensor is used, known to be harmless, or refused by
+name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from ndtrain.checkpoint.pretrained import check_folder, load_weights
+from ndtrain.config import ConfigError, load_config, resolve
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.model import tensor_shapes
+from ndtrain.model.families.hf_config import from_hf, read_hf_config
+from ndtrain.model.families.hf_fields import unknown_fields
+from ndtrain.parallel.build import build_stages
+from tests.lib.parity import Run, assemble, owned
+from tests.model.test_families import FAMILIES, LLAMA, LLAMA3_ROPE, MISTRAL, QWEN2, QWEN3, SIZES, write
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
+UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
+
+
+def refused(call: Callable) -> str:
+    """The one line with which `call` refuses."""
+    with pytest.raises(ConfigError) as caught:
+        call()
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+# --------------------------------------------------------------------------------------------------------- config.json
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_both_spellings_of_a_config(name):
+    """As published, and as transformers writes it today, it is one model; no field of either is unknown."""
+    today = transformers.AutoConfig.for_model(**FAMILIES[name]).to_dict()
+    assert from_hf(FAMILIES[name]) == from_hf(today)
+    assert unknown_fields(FAMILIES[name]) == unknown_fields(today) == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_silent_config_means_what_transformers_assumes(kind):
+    shape = {k: SIZES[k] for k in ("vocab_size", "intermediate_size", "num_hidden_layers")}
+    shape |= {"hidden_size": 64, "num_attention_heads": 32}
+    theirs, m = transformers.AutoConfig.for_model(kind, **shape), from_hf({"model_type": kind} | shape)
+    same = [
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "initializer_range",
+    ]
+    assert {k: getattr(m, k) for k in same} == {k: getattr(theirs, k) for k in same}
+    assert m.head_dim == (getattr(theirs, "head_dim", None) or 2) and m.rope_scaling is None
+    assert m.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert m.sliding_window == getattr(theirs, "sliding_window", None)
+    assert [m.attention_bias, m.mlp_bias] == [getattr(theirs, k, False) for k in ("attention_bias", "mlp_bias")]
+
+
+HARMLESS = {
+    "other words for silu": {"hidden_act": "swish"},
+    "how it was pre-trained": {"pretraining_tp": 4},
+    "no scaling in the older words": {"rope_scaling": {"type": "default"}},
+    "theta in both": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
+    "whole heads are rotated": {"partial_rotary_factor": 1.0},
+    "nothing is quantised": {"quantization_config": None, "num_local_experts": 0, "per_layer_config": {}},
+    "head_dim is what it would be": {"head_dim": None},
+    "no window anywhere": {"layer_types": ["full_attention"] * 2, "sliding_window": None},
+    "a window that is not used": {"sliding_window": 64, "use_sliding_window": False},
+    "a base model": {"architectures": ["LlamaModel"]},
+    "no architecture": {"architectures": None},
+    "a field of no table": {"favourite_colour": "blue"},
+}
+
+
+@pytest.mark.parametrize("patch", HARMLESS.values(), ids=HARMLESS)
+def test_fields_that_change_nothing(patch):
+    assert from_hf(LLAMA | patch) == from_hf(LLAMA)
+
+
+def test_fields_of_no_table_are_told(tmp_path):
+    plain_folder(tmp_path, {"favourite_colour": "blue", "no_colour": None})
+    (line,) = check_folder(tmp_path, from_hf(read_hf_config(tmp_path)))
+    assert "favourite_colour" in line and str(tmp_path) in line and "no_colour" not in line
+
+
+def test_windows():
+    windows = lambda base, **patch: from_hf(base | patch).sliding_window
+    assert windows(MISTRAL) == 24 and windows(MISTRAL, sliding_window=None) is None
+    assert windows(QWEN2, sliding_window=9) is None
+    assert windows(QWEN2, sliding_window=9, use_sliding_window=True) is None  # from layer 28 of 2
+    assert windows(QWEN3, sliding_window=9, use_sliding_window=True, max_window_layers=0) == 9
+    slides = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+    assert windows(QWEN3, sliding_window=9, **slides) == 9
+
+
+def test_llama3_rope_takes_its_length_from_beside():
+    short = {k: v for k, v in LLAMA3_ROPE.items() if k != "original_max_position_embeddings"}
+    length = lambda **patch: from_hf(LLAMA | {"rope_scaling": short} | patch).rope_scaling[
+        "original_max_position_embeddings"
+    ]
+    assert length() == 512 and length(original_max_position_embeddings=128) == 128
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+REFUSED_FIELDS = {  # what is changed in which config.json -> what the line must say
+    "another architecture": (LLAMA, {"model_type": "gpt2"}, ["model_type=gpt2", "llama, mistral, qwen2, qwen3"]),
+    "no architecture": (SIZES, {}, ["model_type=None", "llama"]),
+    "a mixture of experts": (LLAMA, {"model_type": "qwen3_moe"}, ["model_type=qwen3_moe", "dense"]),
+    "experts": (LLAMA, {"num_local_experts": 8}, ["num_local_experts=8"]),
+    "a classifier": (LLAMA, {"architectures": ["LlamaForTokenClassification"]}, ["architectures=", "LlamaForCausalLM"]),
+    "activation": (LLAMA, {"hidden_act": "gelu"}, ["hidden_act=gelu", "silu"]),
+    "dropout": (MISTRAL, {"attention_dropout": 0.1}, ["attention_dropout=0.1", "null"]),
+    "partial rotation": (QWEN2, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "1"]),
+    "quantised": (LLAMA, {"quantization_config": {"bits": 4}}, ["quantization_config={'bits': 4}"]),
+    "differing layers": (LLAMA, {"per_layer_config": {"1": {"head_dim": 4}}}, ["per_layer_config"]),
+    "capped logits": (LLAMA, {"final_logit_softcapping": 30.0}, ["final_logit_softcapping=30.0"]),
+    "capped scores": (LLAMA, {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
+    "biases of Mistral": (MISTRAL, {"attention_bias": True}, ["attention_bias=True", "mistral"]),
+    "MLP biases of Qwen": (QWEN3, {"mlp_bias": True}, ["mlp_bias=True", "qwen3"]),
+    "yarn": (LLAMA, {"rope_scaling": YARN}, ["rope_scaling", "yarn", "default, linear, llama3"]),
+    "yarn today": (QWEN3, {"rope_parameters": YARN}, ["rope_parameters", "yarn"]),
+    "dynamic": (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "linear"]),
+    "partial rotation today": (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, ["rotary_factor=0.5"]),
+    "rotation by kinds": (LLAMA, {"rope_parameters": {"full_attention": {}}}, ["full_attention"]),
+    "half a llama3": (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["low_freq_factor"]),
+    "factor in words": (LLAMA, {"rope_scaling": {"type": "linear", "factor": "2"}}, ["factor=2", "number"]),
+    "two scalings": (LLAMA, {"rope_scaling": LLAMA3_ROPE, "rope_parameters": {"rope_type": "default"}}, ["otherwise"]),
+    "two thetas": (LLAMA, {"rope_parameters": {"rope_theta": 10000.0}}, ["rope_theta", "otherwise"]),
+    "two lengths": (
+        LLAMA | {"rope_scaling": LLAMA3_ROPE}, {"original_max_position_embeddings": 128},
+        ["original_max_position_embeddings=128", "256"],
+    ),
+    "window of Llama": (LLAMA, {"sliding_window": 64}, ["sliding_window=64", "null"]),
+    "no window and one": (MISTRAL, {"use_sliding_window": False}, ["use_sliding_window=False", "sliding_window=24"]),
+    "windows from layer 1": (
+        QWEN2, {"use_sliding_window": True, "max_window_layers": 1}, ["max_window_layers=1", "same attention"]
+    ),
+    "mixed layers": (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "same"]),
+    "linear layers": (QWEN3, {"layer_types": ["linear_attention"] * 2}, ["layer_types", "full_attention"]),
+    "too few layers": (QWEN3, {"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
+    "windows of no size": (QWEN3, {"layer_types": ["sliding_attention"] * 2}, ["layer_types", "sliding_window=None"]),
+    "no width": (LLAMA, {"hidden_size": None}, ["hidden_size is missing"]),
+    "width in words": (LLAMA, {"hidden_size": "32"}, ["hidden_size=32", "int"]),
+    "no heads": (LLAMA, {"num_attention_heads": 0}, ["num_attention_heads=0", "above 0"]),
+    "uneven heads": (LLAMA, {"num_attention_heads": 5}, ["hidden_size=32", "num_attention_heads=5", "head_dim"]),
+    "no true or false": (LLAMA, {"tie_word_embeddings": 1}, ["tie_word_embeddings=1", "bool"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_FIELDS)
+def test_refused_fields(name):
+    base, patch, said = REFUSED_FIELDS[name]
+    line = refused(lambda: from_hf(base | patch))
+    assert all(word in line for word in ("init_from", *said)), line
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def plain_folder(folder: Path, patch: dict[str, Any] | None = None, dtype=torch.float32, shards: int = 1) -> dict:
+    """A small model's folder, in one file or several with an index; its tensors."""
+    config = LLAMA | (patch or {})
+    write(folder, config)
+    draw = torch.Generator().manual_seed(0)
+    shapes = tensor_shapes(from_hf(config))
+    found = {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
+    save(folder, found, shards)
+    return found
+
+
+def save(folder: Path, found: dict[str, torch.Tensor], shards: int = 1) -> None:
+    if shards == 1:
+        save_file(found, folder / "part", {"format": "pt"})
+        (folder / "part").rename(folder / ONE)  # what was read from the old file may still be mapped
+        return
+    names = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    where = {name: names[i % shards] for i, name in enumerate(found)}
+    for file in names:
+        save_file({n: t for n, t in found.items() if where[n] == file}, folder / file, {"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights that a run on one process starts from."""
+    cfg = load_config(["hardware.device=cpu", "train.seq_len=64"])
+    cfg.model = from_hf(read_hf_config(folder))
+    assert check_folder(folder, cfg.model) == []
+    resolve(cfg, 1)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
+    stages = build_stages(cfg, mesh)
+    load_weights(folder, stages, mesh)
+    return assemble([(Run(), list(owned(stages, "weight", lambda u: u.master)))]).tensors["weight"]
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(t, wanted[n].float()) for n, t in found.items())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_files_of_every_precision(dtype, shards, tmp_path):
+    wanted = plain_folder(tmp_path, dtype=dtype, shards=shards)
+    assert_equal(loaded(tmp_path), wanted)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_leftovers_and_the_head_of_a_tied_model_are_passed_over(shards, tmp_path):
+    wanted = plain_folder(tmp_path, {"tie_word_embeddings": True})
+    head = {"lm_head.weight": torch.ones(131, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    (tmp_path / ONE).unlink()
+    save(tmp_path, wanted | head, shards)
+    assert_equal(loaded(tmp_path), wanted)
+
+
+@pytest.mark.parametrize("shard", ["20KB", "1GB"])
+def test_a_base_model(shard, tmp_path):
+    """As `transformers` saves the model without its head: the names lack `model.`."""
+    config = transformers.AutoConfig.for_model(**LLAMA | {"tie_word_embeddings": True, "torch_dtype": "float32"})
+    base = transformers.AutoModel.from_config(config)
+    base.save_pretrained(tmp_path, max_shard_size=shard)
+    assert_equal(loaded(tmp_path), {f"model.{n}": t for n, t in base.state_dict().items()})
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: save(folder, {n: t for n, t in load_file(folder / ONE).items() if n != name})
+
+
+def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
+    return lambda folder: save(folder, load_file(folder / ONE) | {name: value})
+
+
+def header(change: Callable[[dict], None]) -> Callable[[Path], None]:
+    """Rewrites the header of the one file, whose tensors stay where they are."""
+
+    def rewrite(folder: Path) -> None:
+        data = (folder / ONE).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8 : 8 + length])
+        change(entries)
+        text = json.dumps(entries).encode()
+        (folder / ONE).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+    return rewrite
+
+
+def index(change: Callable[[dict], Any]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        body = json.loads((folder / INDEX).read_text())
+        change(body["weight_map"])
+        (folder / INDEX).write_text(json.dumps(body))
+
+    return rewrite
+
+
+REFUSED_FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what happens to it -> what the line must say
+    "no weights": (lambda f: (f / ONE).unlink(), [ONE, INDEX]),
+    "pickled": (lambda f: (f / ONE).rename(f / "pytorch_model.bin"), ["pytorch_model.bin", "never", "save_pretrained"]),
+    "a pointer": (
+        lambda f: (f / ONE).write_text("version https://git-lfs.github.com/spec/v1\n"),
+        [ONE, "git lfs pull"],
+    ),
+    "empty": (lambda f: (f / ONE).write_bytes(b""), [ONE, "0 bytes"]),
+    "not a file of tensors": (lambda f: (f / ONE).write_bytes(b"\xff" * 100), [ONE]),
+    "truncated": (lambda f: (f / ONE).write_bytes((f / ONE).read_bytes()[:-9]), [ONE]),
+    "tensors beyond the end": (header(lambda h: h[UP].update(data_offsets=[0, 1 << 40])), [ONE, UP]),
+    "a size that does not fit": (header(lambda h: h[UP].update(shape=[1 << 40, 32])), [ONE, UP]),
+    "no such precision": (with_tensor(UP, torch.ones(48, 32, dtype=torch.int8)), [UP, "I8", "BF16"]),
+    "a tensor missing": (without(UP), [UP, "missing"]),
+    "the head missing": (without("lm_head.weight"), ["lm_head.weight", "missing", "tie_word_embeddings"]),
+    "another shape": (with_tensor(UP, torch.ones(47, 32)), [UP, "(47, 32)", "(48, 32)"]),
+    "no place": (with_tensor(BIAS, torch.ones(32)), [BIAS, "no place", "llama"]),
+    "a layer too many": (
+        with_tensor("model.layers.2.input_layernorm.weight", torch.ones(32)),
+        ["model.layers.2.input"],
+    ),
+}
+REFUSED_SHARDS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "a file missing": (lambda f: (f / SECOND).unlink(), [SECOND, "missing", INDEX]),
+    "an index that does not parse": (lambda f: (f / INDEX).write_text("{"), [INDEX, "does not parse"]),
+    "an index of something else": (lambda f: (f / INDEX).write_text('{"weights": 1}'), [INDEX, "does not parse"]),
+    "an empty index": (index(lambda m: m.clear()), [INDEX, "does not parse"]),
+    "an index that leads astray": (index(lambda m: m.update({BIAS: SECOND})), [INDEX, SECOND, "lacks"]),
+    "an index out of the folder": (index(lambda m: m.update({UP: "../x.safetensors"})), ["../x.safetensors"]),
+    "a tensor twice": (lambda f: save_file(load_file(f / FIRST), f / SECOND), [FIRST, SECOND, "again in"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*REFUSED_FILES, *REFUSED_SHARDS])
+def test_refused_files(name, tmp_path):
+    damage, said = (REFUSED_FILES | REFUSED_SHARDS)[name]
+    plain_folder(tmp_path, shards=3 if name in REFUSED_SHARDS else 1)
+    m = from_hf(read_hf_config(tmp_path))
+    assert check_folder(tmp_path, m) == []
+    damage(tmp_path)
+    line = refused(lambda: check_folder(tmp_path, m))
+    assert all(word in line for word in (f"init_from={tmp_path}", *said)), line
+
+
+def test_an_adapter_and_what_is_no_object(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "merge it" in refused(lambda: read_hf_config(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    assert "does not parse" in refused(lambda: read_hf_config(tmp_path))

@@ -1,0 +1,226 @@
+"""Files in place: headers that lie are refused, and the checksum is a sum over parts."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ndtrain.checkpoint.checksum import checksum
+from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader, Rows, create, plan_files, write
+
+A, B = torch.arange(6, dtype=torch.float32).view(2, 3), torch.arange(4, dtype=torch.float64) + 100
+HEADER = {
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "F64", "shape": [4], "data_offsets": [24, 56]},
+}
+DATA = A.numpy().tobytes() + B.numpy().tobytes()
+
+
+def file_of(header: dict | bytes, data: bytes = DATA, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def changed(name: str, **fields) -> dict:
+    return HEADER | {name: HEADER[name] | fields}
+
+
+def write_bytes(folder: Path, content: bytes, name: str = "file.safetensors") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def whole(reader: Reader, name: str) -> Tensor:
+    return reader.read(name, Rows(0, math.prod(reader.shape(name)))).view(reader.shape(name))
+
+
+# ------------------------------------------------------------------------------------------------------ lying headers
+
+
+LIES = {  # -> what is said about it
+    "overlap": (file_of(changed("b", data_offsets=[16, 48])), "b overlaps"),
+    "the same bytes": (file_of(changed("a", shape=[4], dtype="F64", data_offsets=[24, 56])), "overlaps"),
+    "gap": (file_of(changed("b", data_offsets=[32, 64]), DATA + bytes(8)), "b overlaps the one before it, or leaves"),
+    "beyond the end": (file_of(changed("b", shape=[5], data_offsets=[24, 64])), "b ends at byte"),
+    "far beyond the end": (file_of(changed("b", shape=[2**40], data_offsets=[24, 24 + 2**43])), "b ends at byte"),
+    "not to the end": (file_of(HEADER, DATA + bytes(4)), "4 bytes follow"),
+    "negative": (file_of(changed("a", data_offsets=[-24, 0])), "-24 is not a whole number"),
+    "backwards": (file_of(changed("a", data_offsets=[24, 0])), "a has offsets that do not fit"),
+    "not a number": (file_of(changed("a", data_offsets=["0", "24"])), "a has a shape or offsets"),
+    "true": (file_of(changed("a", shape=[True, 6])), "a has a shape or offsets"),
+    "not whole": (file_of(changed("a", data_offsets=[0, 24.0])), "24.0 is not a whole number"),
+    "NaN": (file_of(changed("a", data_offsets=[0, math.nan])), "NaN is not a whole number"),
+    "three offsets": (file_of(changed("a", data_offsets=[0, 24, 24])), "a has a shape or offsets"),
+    "negative size": (file_of(changed("a", shape=[-2, -3])), "-2 is not a whole number"),
+    "another size": (file_of(changed("a", shape=[7])), "a has offsets that do not fit its shape (7,)"),
+    "overflow": (file_of(changed("a", shape=[2**62, 2**62, 0], data_offsets=[0, 0])), "a has offsets"),
+    "another dtype": (file_of(changed("a", dtype="F16")), "a has offsets that do not fit"),
+    "no such dtype": (file_of(changed("a", dtype="F33")), "a has the dtype F33"),
+    "no dtype": (file_of(HEADER | {"a": {"shape": [2, 3], "data_offsets": [0, 24]}}), "a does not have dtype"),
+    "no entry": (file_of(HEADER | {"a": 3}), "a does not have dtype"),
+    "twice": (file_of(json.dumps(HEADER).replace('"b"', '"a"').encode()), "a is there twice"),
+    "metadata": (file_of(HEADER | {"__metadata__": {"format": 1}}), "__metadata__"),
+    "a list": (file_of(b"[]"), "header does not parse"),
+    "no JSON": (file_of(json.dumps(HEADER).encode()[:-1]), "header does not parse"),
+    "deep": (file_of(b'{"a":' + b"[" * 100_000), "header does not parse"),
+    "no text": (file_of(b'{"\xff":1}'), "header does not parse"),
+    "half a pair": (file_of(b'{"\\ud800":1}'), "header does not parse"),
+    "huge length": (file_of(HEADER, length=2**63), "header does not fit"),
+    "length to the end": (file_of(HEADER, length=len(json.dumps(HEADER)) + 57), "header does not fit"),
+    "empty": (b"", "has 0 bytes"),
+    "seven bytes": (bytes(7), "has 7 bytes"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies_is_refused_by_name(lie, tmp_path):
+    content, said = LIES[lie]
+    path = write_bytes(tmp_path, content)
+    with pytest.raises(DamagedFile) as refused:
+        Reader([path])
+    assert str(path) in str(refused.value) and said in str(refused.value)
+    with pytest.raises(safetensors.SafetensorError):  # nothing is refused here that others read
+        safetensors.deserialize(content)
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    paths = [write_bytes(tmp_path, file_of(HEADER), f"{i}.safetensors") for i in range(2)]
+    with pytest.raises(DamagedFile, match=r"tensor a is in .*0.safetensors and again in .*1.safetensors"):
+        Reader(paths)
+
+
+def test_dtypes_of_no_weight_may_be_there_but_are_not_read(tmp_path):
+    tensors = {"a": A, "steps": torch.arange(3), "mask": torch.ones(5, dtype=torch.bool)}
+    safetensors.torch.save_file(tensors, tmp_path / "file.safetensors")
+    reader = Reader([tmp_path / "file.safetensors"])
+    assert torch.equal(whole(reader, "a"), A) and sorted(reader.names()) == ["a", "mask", "steps"]
+    with pytest.raises(DamagedFile, match="steps has the dtype I64"):
+        whole(reader, "steps")
+
+
+FIELDS = st.sampled_from(["dtype", "shape", "data_offsets", "other"])
+SIZES = st.one_of(st.integers(-8, 64), st.sampled_from([2**31, 2**62, 2**64, 0.5, 24.0, True, "8", None]))
+VALUES = st.one_of(
+    st.sampled_from(["F64", "F32", "F16", "BF16", "I32", "U8", "X"]), st.lists(SIZES, max_size=3), SIZES, st.none()
+)
+EDITS = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "__metadata__"]), FIELDS, VALUES), max_size=3)
+SPOILS = st.lists(st.tuples(st.integers(0, 200), st.binary(max_size=2), st.integers(0, 2)), max_size=3)
+
+
+@settings(max_examples=500, deadline=None)
+@given(edits=EDITS, spoils=SPOILS, extra=st.sampled_from([0, 0, 0, 8, 1]), off=st.sampled_from([0, 0, 0, 1, -1, 60]))
+def test_whatever_the_header_says_what_is_read_is_what_the_library_reads(edits, spoils, extra, off, tmp_path_factory):
+    header = {name: dict(entry) for name, entry in HEADER.items()}
+    for name, field, value in edits:
+        header.setdefault(name, {})[field] = value
+    text = bytearray(json.dumps(header).encode())
+    for at, replacement, removed in spoils:
+        text[at : at + removed] = replacement
+    content = file_of(bytes(text), DATA + bytes(extra), max(0, len(text) + off))
+    path = write_bytes(tmp_path_factory.getbasetemp(), content, "mutated.safetensors")
+    try:
+        reader = Reader([path])
+    except DamagedFile as error:
+        assert str(path) in str(error)
+        return
+    theirs = {name: entry["data"] for name, entry in safetensors.deserialize(content)}
+    assert theirs.keys() == set(reader.names())
+    for name, expected in theirs.items():
+        try:
+            found = whole(reader, name)
+        except DamagedFile as error:
+            assert "dtype" in str(error)
+        else:
+            assert found.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == bytes(expected)
+
+
+# ------------------------------------------------------------------------------------------------------ rows of files
+
+
+@st.composite
+def blocks(draw) -> tuple[int, Rows]:
+    """(elements of a tensor, some of them)"""
+    length, count, gap = draw(st.integers(1, 40)), draw(st.integers(1, 6)), draw(st.integers(0, 9))
+    rows = Rows(draw(st.integers(0, 9)), length, count, length + gap if count > 1 else 0)
+    return rows.start + rows.span + draw(st.integers(0, 5)), rows
+
+
+def indices(rows: Rows) -> Tensor:
+    starts = rows.start + rows.stride * torch.arange(rows.count)
+    return (starts[:, None] + torch.arange(rows.length)).view(-1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(block=blocks(), most=st.integers(1, 50), dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_rows_written_read_and_cut(block, most, dtype, tmp_path_factory):
+    n, rows = block
+    data = torch.arange(1, rows.numel + 1).to(dtype)
+    (plan,) = plan_files("file", {"before": ((3,), dtype), "x": ((n,), dtype)}, 10**6)
+    path = tmp_path_factory.getbasetemp() / "rows.safetensors"
+    create(path, plan)
+    with open(path, "r+b") as f:
+        at = 0
+        for part in rows.cut(most):
+            assert part.numel <= most
+            write(f.fileno(), data[at : at + part.numel], plan.offsets["x"], part)
+            at += part.numel
+    expected = torch.zeros(n, dtype=dtype)
+    expected[indices(rows)] = data
+    assert torch.equal(safetensors.torch.load_file(path)["x"], expected)
+    reader = Reader([path])
+    reader.expect("x", rows)
+    assert torch.equal(reader.read("x", rows).reshape(-1), data)
+    reader.release("x", rows)
+
+
+# ----------------------------------------------------------------------------------------------------------- checksum
+
+
+def defined(data: Tensor) -> list[int]:
+    """The definition, word by word."""
+    raw = data.view(torch.uint8).numpy().tobytes()
+    raw += bytes(-len(raw) % 8)
+    words = [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)]
+    return [sum(words) % 2**64, sum(w * (i + 1) for i, w in enumerate(words)) % 2**64]
+
+
+def modulo(sums: Tensor) -> list[int]:
+    return [x % 2**64 for x in sums.tolist()]
+
+
+@settings(max_examples=200, deadline=None)
+@given(block=blocks(), scale=st.sampled_from([1, 2, 50, 1000]), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_checksums_of_parts_add_up(block, scale, dtype):
+    _, (start, length, count, stride) = block
+    rows = Rows(start * scale, length * scale, count, stride * scale)
+    whole = torch.zeros(rows.start + rows.span, dtype=dtype)
+    data = torch.randn(rows.numel, generator=torch.Generator().manual_seed(rows.numel)).to(dtype)
+    whole[indices(rows)] = data
+    assert modulo(checksum(data, rows)) == defined(whole)
+    unaligned = torch.cat([data[:1], data])[1:]
+    assert modulo(checksum(unaligned, rows)) == defined(whole)
+    parts, at = torch.zeros(2, dtype=torch.int64), 0
+    for part in rows.cut(max(1, rows.numel // 3)):
+        parts += checksum(data[at : at + part.numel], part)
+        at += part.numel
+    assert modulo(parts) == defined(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("distance", [1, 2, 3, 1024, 2048, 5000])
+def test_a_checksum_sees_what_changed_places(distance, dtype):
+    data = torch.randn(12_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = Rows(0, data.numel())
+    moved = data.clone()
+    moved[[7, 7 + distance]] = data[[7 + distance, 7]]
+    assert modulo(checksum(moved, rows)) != modulo(checksum(data, rows))
+    shifted = torch.cat([data[:100], data[100:9000].roll(distance), data[9000:]])
+    assert modulo(checksum(shifted, rows)) != modulo(checksum(data, rows))

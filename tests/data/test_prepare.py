@@ -1,0 +1,630 @@
+"""`python -m ndtrain.data prepare` makes the tokens that training on the corpus reads, whatever happens on the way."""
+
+import fcntl
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from multiprocessing import forkserver
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from ndtrain.config import Config, ConfigError, DataConfig, to_config
+from ndtrain.data import __main__ as command
+from ndtrain.data import open_data, tokenizer
+from ndtrain.data import prepare as prepare_module
+from ndtrain.data.corpora import open_corpus
+from ndtrain.data.manifest import open_manifest
+from ndtrain.data.prepare import Tally, prepare
+from ndtrain.data.units import WorkerDied
+from tests.lib import helpers, ranks
+from tests.lib.helpers import WORDS, flip, one_error, processes, started, wait_for
+
+FULL = pytest.mark.full
+UNIT = 3000  # bytes: a dozen units or more in each corpus here
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server():
+    """The server that all tests of a session fork from, loaded with what the others need, too."""
+    assert ranks
+    forkserver.ensure_running()
+
+
+def config(tmp_path: Path, **data) -> Config:
+    data = {"cache": str(tmp_path / "cache"), "tokenizer": "byte", "validation": 0.2, "vocab_size": 400, **data}
+    return to_config(OmegaConf.create({"data": data, "model": {"vocab_size": 100_000}, "train": {"seq_len": 16}}))
+
+
+def text(rng: random.Random, words: int) -> str:
+    return " ".join(
+        rng.choices([*WORDS, "<|endoftext|>", "Ünal", "狐", "def f(x):\n    return", "x_1 +=", "\r\n"], k=words)
+    )
+
+
+def write_files(root: Path, suffix: str, count: int = 60) -> Path:
+    """A tree of small texts, of which some are empty and one is as large as several units."""
+    rng = random.Random(suffix)
+    for n in range(count):
+        path = root / "abc"[n % 3] / f"{n:03}{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("" if n % 11 == 5 else text(rng, 3000 if n == 7 else rng.randrange(1, 200)), "utf-8")
+    return root
+
+
+def write_lines(root: Path) -> Path:
+    """A JSONL file of many units and two small ones. Lines are empty, blank, long, end in CRLF or not at all."""
+    rng = random.Random(0)
+    root.mkdir()
+    lines = [json.dumps({"id": n, "body": text(rng, rng.randrange(80))}, ensure_ascii=n % 2 == 0) for n in range(150)]
+    lines[20:20] = ["", "   ", json.dumps({"body": ""}), json.dumps({"body": text(rng, 4000)}) + "\r"]
+    (root / "big.jsonl").write_text("\n".join(lines), "utf-8")
+    (root / "a.jsonl").write_text("\n".join(lines[:3]) + "\n", "utf-8")
+    (root / "z.jsonl").write_text("\n\n" + lines[4], "utf-8")
+    return root
+
+
+def python_tree(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources that stand in for the standard library's."""
+    write_files(root, ".py")
+    (root / "latin.py").write_bytes("# é".encode("latin-1"))
+    (root / "site-packages").mkdir()
+    (root / "site-packages" / "installed.py").write_text("left out")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+
+
+@pytest.fixture(params=["text", "jsonl", "python"])
+def cfg(request, tmp_path, monkeypatch) -> Config:
+    """A configuration for each kind of corpus."""
+    root = tmp_path / "corpus"
+    if request.param == "text":
+        return config(tmp_path, name="text", path=str(write_files(root, ".txt")))
+    if request.param == "jsonl":
+        return config(tmp_path, name="jsonl", path=str(write_lines(root)), text_key="body")
+    python_tree(root, monkeypatch)
+    return config(tmp_path, name="python")
+
+
+@pytest.fixture
+def texts(tmp_path) -> Config:
+    return config(tmp_path, name="text", path=str(write_files(tmp_path / "corpus", ".txt")))
+
+
+def content(out: Path) -> dict[str, bytes]:
+    """Every file of a prepared folder but the lock."""
+    return {p.name: p.read_bytes() for p in out.iterdir() if p.name != ".lock"}
+
+
+def opened(tmp_path: Path, out: Path, **data):
+    return open_data(config(tmp_path, name="bin", path=str(out), **data))
+
+
+def assert_as_direct(cfg: Config, out: Path, tmp_path: Path) -> None:
+    """`out` gives a training all that the corpus itself does."""
+    direct, prepared = open_data(cfg), opened(tmp_path, out)
+    for ours, theirs in ((prepared.train, direct.train), (prepared.validation, direct.validation)):
+        assert len(ours) == len(theirs) and all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert all(a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True))
+    for name in ("fingerprint", "eos_id", "vocab_size"):
+        assert getattr(prepared, name) == getattr(direct, name), name
+    assert prepared.tokenizer.digest() == direct.tokenizer.digest()
+
+
+# ----------------------------------------------------------------------------------------------------- the same tokens
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_a_prepared_folder_is_what_training_on_the_corpus_reads(cfg, kind, tmp_path):
+    cfg.data.tokenizer = kind
+    out, tallies = tmp_path / "out", []
+    manifest = prepare(cfg.data, out, workers=2, unit=UNIT, show=lambda tally: tallies.append(replace(tally)))
+    assert_as_direct(cfg, out, tmp_path)
+    data = opened(tmp_path, out)
+    assert len(data.train[0]) > 5000 and len(data.validation[0]) > 500
+    for split, (array,) in {"train": data.train, "validation": data.validation}.items():
+        assert manifest.tokens[split] == len(array)
+        assert manifest.documents[split] == (array == manifest.eos_id).sum()
+    assert manifest.largest == max(data.train[0].max(), data.validation[0].max()) < manifest.vocab_size
+    assert set(content(out)) == {
+        "train.bin",
+        "validation.bin",
+        "manifest.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert len(tallies) > 10 and tallies[0].done == tallies[-1].kept == 0
+    assert tallies[-1].done == tallies[-1].size == sum(size for _, size in open_corpus(cfg.data).cut(UNIT))
+    assert tallies[-1].tokens == sum(manifest.tokens.values())
+
+
+def test_the_tokens_depend_neither_on_workers_nor_on_units(texts, tmp_path):
+    whole = prepare(texts.data, tmp_path / "one", workers=1)
+    for workers, unit in [(1, 500), (3, UNIT)]:
+        out = tmp_path / f"{workers}-{unit}"
+        again = prepare(texts.data, out, workers, unit)
+        assert again.fingerprint == whole.fingerprint and again.files == whole.files
+    assert_as_direct(texts, out, tmp_path)
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(texts, tmp_path):
+    vocab = tokenizer._byte_vocab()
+    large = tokenizer._byte_level(vocab | {f"filler {n}": len(vocab) + n for n in range(1 << 16)})
+    large.save(str(tmp_path / "tokenizer.json"))
+    texts.data.tokenizer = str(tmp_path / "tokenizer.json")
+    manifest = prepare(texts.data, tmp_path / "out", workers=2, unit=UNIT)
+    assert manifest.dtype == "uint32" and manifest.path("train").stat().st_size == 4 * manifest.tokens["train"]
+    assert_as_direct(texts, tmp_path / "out", tmp_path)
+
+
+def test_without_held_out_documents_there_is_no_validation(texts, tmp_path):
+    texts.data.validation = 0.0
+    manifest = prepare(texts.data, tmp_path / "out", workers=2, unit=UNIT)
+    assert manifest.tokens["validation"] == 0 and opened(tmp_path, tmp_path / "out").validation == ()
+    assert_as_direct(texts, tmp_path / "out", tmp_path)
+
+
+def test_a_second_corpus_with_the_tokenizer_of_the_first(texts, tmp_path):
+    texts.data.tokenizer = "bpe"
+    first = prepare(texts.data, tmp_path / "first", workers=2, unit=UNIT)
+    lines = config(tmp_path, name="jsonl", path=str(write_lines(tmp_path / "lines")), text_key="body")
+    lines.data.tokenizer = str(tmp_path / "first")
+    assert prepare(lines.data, tmp_path / "second", workers=2, unit=UNIT).tokenizer == first.tokenizer
+    assert_as_direct(lines, tmp_path / "second", tmp_path)
+
+
+def test_datasets_corpus(tmp_path):
+    pytest.importorskip("datasets")
+    root = write_lines(tmp_path / "corpus")
+    cfg = config(tmp_path, name="hf", path=str(root / "a.jsonl"), text_key="body", validation=0.0)
+    prepare(cfg.data, tmp_path / "out", workers=2, unit=100)
+    assert_as_direct(cfg, tmp_path / "out", tmp_path)
+
+
+LINE = st.one_of(
+    st.just(""), st.just(" \t"), st.text(max_size=12).map(lambda s: json.dumps({"text": s}, ensure_ascii=False))
+)
+
+
+@given(st.lists(st.lists(LINE, max_size=12), min_size=1, max_size=4), st.booleans(), st.integers(1, 80))
+@settings(deadline=None, max_examples=200)
+def test_pieces_make_up_the_corpus(files, ended, size):
+    with tempfile.TemporaryDirectory() as folder:
+        for n, lines in enumerate(files):
+            Path(folder, f"{n}.jsonl").write_bytes(("\n".join(lines) + "\n" * ended).encode("utf-8", "surrogatepass"))
+        corpus = open_corpus(DataConfig(name="jsonl", path=folder, validation=0.4))
+        pieces = list(corpus.cut(size))
+        assert sum(length for _, length in pieces) == sum(p.stat().st_size for p in Path(folder).iterdir())
+        parts = [part for piece, _ in pickle.loads(pickle.dumps(pieces)) for part in piece.parts()]
+        assert parts == list(corpus.parts())
+
+
+# ----------------------------------------------------------------------------------------------- stopping and going on
+
+
+def stop_after(units: int):
+    """A `show` that stops the preparation once so many units are made."""
+    calls = itertools.count()
+
+    def show(tally: Tally) -> None:
+        if next(calls) == units:
+            raise KeyboardInterrupt
+
+    return show
+
+
+def stopped(cfg: Config, out: Path, units: int = 6) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        prepare(cfg.data, out, workers=2, unit=UNIT, show=stop_after(units))
+    assert not multiprocessing.active_children()
+
+
+def finished(cfg: Config, out: Path) -> tuple[Tally, list[str]]:
+    """The last tally of a preparation that goes to its end, and what it said."""
+    tallies, notes = [], []
+    prepare(cfg.data, out, workers=2, unit=UNIT, show=tallies.append, note=notes.append)
+    return (tallies[-1] if tallies else None), notes
+
+
+def records(out: Path) -> dict[Path, int]:
+    """The records of units that are whole -> when they were written."""
+    return {p: p.stat().st_mtime_ns for p in out.glob("parts/*.json")}
+
+
+def whole_units(out: Path) -> int:
+    """As `records`, while another process adds and removes them."""
+    try:
+        return sum(name.endswith(".json") for name in os.listdir(out / "parts"))
+    except FileNotFoundError:
+        return 0
+
+
+def size_of_records(cfg: Config, out: Path, but: int | None = None) -> int:
+    """Bytes of text in the units that are whole, but one."""
+    sizes = [size for _, size in open_corpus(cfg.data).cut(UNIT)]
+    return sum(sizes[n] for n in {int(path.stem) for path in records(out)} - {but})
+
+
+def test_goes_on_where_it_stopped(cfg, tmp_path):
+    prepare(cfg.data, tmp_path / "whole", workers=2, unit=UNIT)
+    out = tmp_path / "out"
+    for units in (2, 9):
+        stopped(cfg, out, units)
+        with pytest.raises(ConfigError, match=r"data.path=.*/out: its preparation is not finished: run the same"):
+            opened(tmp_path, out)
+    kept = size_of_records(cfg, out)
+    tally, notes = finished(cfg, out)
+    assert 0 < tally.kept == kept < tally.size and tally.tokens > 0
+    assert notes[0] == f"out={out}: going on where it stopped"
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_a_finished_folder_is_left_alone(texts, tmp_path):
+    out = tmp_path / "out"
+    prepare(texts.data, out, workers=2, unit=UNIT)
+    times = {p: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"}
+    assert finished(texts, out) == (None, [f"out={out}: prepared already"])
+    assert all(p.stat().st_mtime_ns == at for p, at in times.items())
+
+
+def change_a_file(cfg: Config) -> None:
+    path = next(Path(cfg.data.path).rglob("*.txt"))
+    path.write_text("changed")
+
+
+CHANGES = {
+    "the corpus": change_a_file,
+    "the tokenizer": lambda cfg: setattr(cfg.data, "tokenizer", "bpe"),
+    "the corpus and the tokenizer": lambda cfg: (change_a_file(cfg), CHANGES["the tokenizer"](cfg)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("was_finished", [False, True])
+def test_a_changed_corpus_or_tokenizer_starts_anew(change, was_finished, texts, tmp_path):
+    out = tmp_path / "out"
+    (finished if was_finished else stopped)(texts, out)
+    CHANGES[change](texts)
+    tally, notes = finished(texts, out)
+    assert notes[0] == f"out={out}: {change} changed: starting anew" and tally.kept == 0
+    assert_as_direct(texts, out, tmp_path)
+    prepare(texts.data, tmp_path / "whole", workers=2, unit=UNIT)
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_a_finished_folder_is_not_opened_while_it_is_made_anew(texts, tmp_path):
+    out = tmp_path / "out"
+    finished(texts, out)
+    change_a_file(texts)
+    stopped(texts, out)
+    with pytest.raises(ConfigError, match="its preparation is not finished"):
+        opened(tmp_path, out)
+
+
+def test_parts_of_an_earlier_plan_are_never_joined(texts, tmp_path):
+    """A kill may come after the new plan is written and before the old parts are removed."""
+    out = tmp_path / "out"
+    stopped(texts, out)
+    shutil.copytree(out / "parts", tmp_path / "old")
+    change_a_file(texts)
+    stopped(texts, out, units=0)
+    shutil.rmtree(out / "parts")
+    (tmp_path / "old").rename(out / "parts")
+    tally, notes = finished(texts, out)
+    assert tally.kept == 0 and notes[0].endswith("going on where it stopped")
+    assert_as_direct(texts, out, tmp_path)
+
+
+def test_another_tokenizer_leaves_no_files_of_the_first(texts, tmp_path):
+    out, given_folder = tmp_path / "out", tmp_path / "given"
+    given_folder.mkdir()
+    tokenizer.load_tokenizer(texts.data, list, Path()).save(given_folder)
+    (given_folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    texts.data.tokenizer = str(given_folder)
+    finished(texts, out)
+    assert "special_tokens_map.json" in content(out)
+    texts.data.tokenizer = "bpe"
+    finished(texts, out)
+    assert "special_tokens_map.json" not in content(out)
+
+
+def test_a_corpus_that_changes_meanwhile_is_not_published(texts, tmp_path):
+    def show(tally: Tally) -> None:
+        if tally.done == tally.size:
+            change_a_file(texts)
+
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"data.path=.*: the corpus changed while it was read: run the same command"):
+        prepare(texts.data, out, workers=2, unit=UNIT, show=show)
+    assert not list(out.glob("*.bin*"))
+    assert finished(texts, out)[1][0].endswith("the corpus changed: starting anew")
+    assert_as_direct(texts, out, tmp_path)
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [shorten, lambda path: flip(path, -9), Path.unlink], ids=["cut", "flipped", "gone"])
+@pytest.mark.parametrize("file", ["*.train.bin", "*.json"])
+def test_a_damaged_part_is_made_again(damage, file, texts, tmp_path):
+    out = tmp_path / "out"
+    stopped(texts, out)
+    path = next(p for p in sorted((out / "parts").glob(file)) if p.stat().st_size > 20)
+    kept = size_of_records(texts, out, but=int(path.name.partition(".")[0]))
+    damage(path)
+    assert finished(texts, out)[0].kept == kept > 0
+    prepare(texts.data, tmp_path / "whole", workers=2, unit=UNIT)
+    assert content(out) == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("file", ["train.bin", "validation.bin"])
+def test_a_damaged_folder_is_refused_and_made_again(file, texts, tmp_path):
+    out = tmp_path / "out"
+    prepare(texts.data, out, workers=2, unit=UNIT)
+    sound = content(out)
+    for damage, what in [
+        (shorten, r"has \d+ bytes, not \d+"),
+        (lambda path: flip(path, 100), "is not what was prepared"),
+        (Path.unlink, "is missing"),
+    ]:
+        damage(out / file)
+        with pytest.raises(ConfigError, match=rf"data.path=.*/out: {file} {what}: the folder is damaged, prepare"):
+            opened(tmp_path, out)
+        assert re.search(f"{file} {what}: making it anew", finished(texts, out)[1][0])
+        assert content(out) == sound
+
+
+@pytest.fixture
+def slow(tmp_path, monkeypatch) -> tuple[list[str], Path]:
+    """A command of some 150 units that each wait for the disk, and its folder."""
+    monkeypatch.setattr(helpers, "MODULE", ["-m", "ndtrain.data"])
+    write_files(tmp_path / "corpus", ".txt", count=150)
+    out = tmp_path / "out"
+    return (
+        [
+            "prepare", f"out={out}", "data=text", f"data.path={tmp_path / 'corpus'}", "data.tokenizer=byte",
+            "data.validation=0.1", f"data.cache={tmp_path / 'cache'}", "workers=2", "unit=1",
+        ],
+        out,
+    )  # fmt: skip
+
+
+@FULL
+@pytest.mark.parametrize("kills", [2, 12])
+def test_kill_at_random_moments(kills, slow, tmp_path):
+    args, out = slow
+    moments = random.Random(kills)
+    undisturbed, in_time = tmp_path / "undisturbed", 0
+    assert command.main([*args, f"out={undisturbed}"]) == 0
+    for last in [*(moments.randrange(1, 120 // kills) for _ in range(kills)), None]:
+        before = records(out)
+        with started(args, tmp_path) as process:
+
+            def due(last=last, before=before, process=process) -> bool:
+                reached = (out / "train.bin").exists() if last is None else whole_units(out) >= len(before) + last
+                return reached or process.poll() is not None
+
+            wait_for(due, "the moment to kill")
+            time.sleep(0 if last is None else moments.uniform(0, 0.02))
+            in_time += process.poll() is None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            wait_for(lambda: not processes(tmp_path), "the end of every process")
+        if last is not None:
+            assert before.items() <= records(out).items(), "a unit that was whole was made again"
+    assert in_time >= kills, "the kills came too late"
+    assert command.main(args) == 0
+    assert content(out) == content(undisturbed)
+
+
+def test_workers_end_with_the_process_that_started_them(slow, tmp_path):
+    args, out = slow
+    for n in range(2):  # two units of many seconds
+        (tmp_path / "corpus" / f"0{n}.txt").write_text("the quick brown fox\n" * 3_000_000)
+    with started(args, tmp_path) as process:
+        wait_for(lambda: len(list(out.glob("parts/*.train.bin.tmp"))) == 2, "both workers to begin")
+        assert len(processes(tmp_path)) >= 4  # the command, the server it forks from, two workers
+        os.kill(process.pid, signal.SIGKILL)
+        wait_for(lambda: not processes(tmp_path), "the end of every process", timeout=3)
+    assert whole_units(out) == 0, "a unit was over before"
+
+
+@pytest.mark.parametrize("units", [0, 20])
+def test_ctrl_c(units, slow, tmp_path):
+    args, out = slow
+    with started(args, tmp_path) as process:
+        wait_for(lambda: (out / "parts").exists() and whole_units(out) >= units, "some units", pause=0)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to every process at once
+        _, said = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert re.fullmatch(
+            rf"stopped( at .* of .* MB)?: {out} keeps what is done, the same command goes on .*\n", said
+        )
+        assert not processes(tmp_path), "a process is left"
+    assert whole_units(out) >= units
+    assert command.main(args) == 0
+    corpus = config(tmp_path, name="text", path=str(tmp_path / "corpus"), validation=0.1)
+    assert_as_direct(corpus, out, tmp_path)
+
+
+@pytest.mark.parametrize("file", ["parts/000009.train.bin.tmp", "parts/000009.json.tmp", "train.bin.tmp"])
+def test_a_full_disk_stops_with_one_line_and_loses_nothing(file, texts, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    monkeypatch.setattr(command, "parse", lambda args: command.Options(out, 2, UNIT, texts.data))
+    stopped(texts, out)
+    (out / file).symlink_to("/dev/full")  # the kernel's own "no space left"
+    done = whole_units(out)
+    assert command.main(["prepare"]) == 1
+    said = one_error(capsys.readouterr().err)
+    assert said == f"No space left on device: {out} keeps what is done, the same command goes on from there"
+    assert whole_units(out) >= done and not multiprocessing.active_children()
+    assert finished(texts, out)[0].kept > 0
+    prepare(texts.data, tmp_path / "whole", workers=2, unit=UNIT)
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_a_tokenizer_is_trained_beside_the_thread_that_gets_signals():
+    assert prepare_module._interruptible(threading.current_thread) is not threading.main_thread()
+    with pytest.raises(ZeroDivisionError):
+        prepare_module._interruptible(lambda: 1 // 0)
+
+
+def test_a_worker_that_is_killed_is_reported(texts, tmp_path):
+    def show(tally: Tally) -> None:
+        if tally.done:
+            for process in multiprocessing.active_children():
+                os.kill(process.pid, signal.SIGKILL)
+
+    with pytest.raises(WorkerDied, match=r"a worker process ended by SIGKILL; if memory is short, give fewer workers"):
+        prepare(texts.data, tmp_path / "out", workers=2, unit=UNIT, show=show)
+    assert not multiprocessing.active_children()
+    assert finished(texts, tmp_path / "out")[0].kept > 0
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def test_what_the_command_says(texts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "LINE_S", 0.0)
+    args = [
+        "prepare", f"out={tmp_path / 'out'}", "data=text", f"data.path={texts.data.path}", "data.tokenizer=bpe",
+        "data.vocab_size=300", "data.validation=0.2", f"data.cache={tmp_path / 'cache'}", "workers=2", f"unit={UNIT}",
+    ]  # fmt: skip
+    assert command.main(args) == 0
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    units = len(list(open_corpus(texts.data).cut(UNIT)))
+    assert re.fullmatch(rf"data.path=.*: 60 files in .*: {units} units for 2 workers", first)
+    assert len(lines) == units + 1
+    assert re.fullmatch(r"0\.\d of 0\.\d MB  [\d,]+ tokens  [\d,]+ tokens/s  left 0:00:0\d", lines[-1])
+    manifest = open_manifest(DataConfig(name="bin", path=str(tmp_path / "out")))
+    words = rf".*/out: {manifest.tokens['train']:,} training tokens of {manifest.documents['train']} documents; "
+    words += rf"{manifest.tokens['validation']:,} validation tokens of {manifest.documents['validation']} documents; "
+    assert re.fullmatch(words + r"uint16, vocabulary 300; \d+\.\d s, [\d,]+ tokens/s", last)
+    assert command.main(args) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert again[0].endswith("out: prepared already") and again[1] == last.rpartition(";")[0]
+
+
+def test_a_terminal_shows_a_bar():
+    screen = io.StringIO()
+    display = command.Display(Console(file=screen, force_terminal=True, width=100, legacy_windows=False))
+    tally = Tally(size=2_000_000)
+    display.show(tally)
+    tally.done, tally.tokens = 1_000_000, 250_000
+    display.show(tally)
+    display.note("a line [with brackets]")
+    display.close()
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue())
+    assert "1.0 of 2.0 MB ━" in shown and "250,000 tokens" in shown and "left 0:00:0" in shown
+    assert "a line [with brackets]" in shown and display.place() == " at 1.0 of 2.0 MB"
+
+
+def test_help(capsys):
+    assert command.main(["prepare", "--help"]) == 0 and command.main([]) == 2
+    shown = capsys.readouterr().out
+    assert all(f"  {key}" in shown or f", {key}" in shown for key in command.KEYS)
+    assert "(default: 8388608, less of a small corpus)" in shown and "(default: 0.02)" in shown
+
+
+# command line, from the folder of `place` -> what it is refused with
+REFUSALS = {
+    "tokens/": "tokens/: arguments are key=value",
+    "worker=2": "worker: no such key; did you mean 'workers'",
+    "data.pth=x": "data.pth: no such key; did you mean 'data.path'",
+    "data.shuffle=false": "data.shuffle: plays no part in preparing, give it to the training; known: out",
+    "data=python": "out is missing: name the folder to make",
+    "out=o workers=0": "workers=0: must be a whole number, at least 1",
+    "out=o workers=two": "workers=two: must be a whole number",
+    "out=o unit=-1": "unit=-1: must be a whole number, at least 1",
+    "out=o data=txt": "data=txt: no such data; did you mean 'text'",
+    "out=o data=bin": "data=bin: cannot be prepared, only python, text",
+    "out=o data=blend": "data=blend: cannot be prepared, .*; of a blend, prepare the corpora one at a time",
+    "out=o data=text": "data.path is missing: data=text needs it",
+    "out=o data=text data.path=no": "data.path=no: no such file or folder",
+    "out=o data=text data.path=notes.txt data.tokenizer=no": "data.tokenizer=no: no such file",
+    "out=o data=text data.path=notes.txt data.validation=2": r"data.validation=2.0: must lie in \[0, 1\)",
+    "out=notes.txt data=text data.path=notes.txt": r"out=notes.txt: cannot write there \(it is a file\): name a folder",
+    "out=notes.txt/o data=text data.path=notes.txt": r"out=notes.txt/o: cannot write there \(Not a directory\)",
+    "out=. data=text data.path=notes.txt": r"out=.: this folder holds something else \(app, bad.jsonl, empty and 1",
+    "out=app data=text data.path=notes.txt": "out=app: manifest.json there is damaged or another program's",
+    "out=o data=text data.path=empty": "data.path=empty: nothing to train on, no document has any text",
+    "out=o data=text data.path=notes.txt data.validation=0.99999": "data.path=notes.txt: nothing to train on, every",
+    "out=o data=jsonl data.path=bad.jsonl unit=100": "data.path: .*bad.jsonl:31: not a JSON object",
+}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """The working directory, with files of the user's."""
+    (tmp_path / "notes.txt").write_text("the user's")
+    (tmp_path / "empty").touch()
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n' * 30 + '{"text": \n' + '{"text": "fine"}\n' * 30)
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "manifest.json").write_text('{"name": "an app"}')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_refusals(line, place, capsys):
+    before = {p.name: p.read_bytes() for p in place.iterdir() if p.is_file()}
+    code = command.main(["prepare", "data.tokenizer=byte", "workers=2", *line.split()])
+    assert re.match(REFUSALS[line], one_error(capsys.readouterr().err)) and code == 2
+    assert {p.name: p.read_bytes() for p in place.iterdir() if p.is_file()} == before
+    assert not multiprocessing.active_children()
+
+
+def test_another_command_is_refused(capsys):
+    assert command.main(["prepar", "out=o"]) == 2
+    assert one_error(capsys.readouterr().err).startswith("prepar: no such command; did you mean 'prepare'")
+
+
+def test_a_folder_that_another_process_prepares_is_refused(texts, tmp_path):
+    out = tmp_path / "out"
+    stopped(texts, out)
+    with (out / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"out=.*/out: another process is preparing this folder: wait for it"):
+            finished(texts, out)
+    finished(texts, out)
+    assert_as_direct(texts, out, tmp_path)
+
+
+def test_what_training_says_that_the_manifest_does_not(texts, tmp_path):
+    out = tmp_path / "out"
+    prepare(texts.data, out, workers=2, unit=UNIT)
+    assert opened(tmp_path, out, eos_id=256, dtype="uint16").eos_id == 256
+    for key, value, fact in [
+        ("eos_id", 3, r"documents of .*/out end with 256, says its manifest.json: set the key to null"),
+        ("dtype", "uint32", r"the tokens of .*/out are uint16, says its manifest.json: set the key to uint16"),
+        ("validation_path", "x.bin", ".*/out has a validation split of its own, .*: set the key to null"),
+    ]:
+        with pytest.raises(ConfigError, match=f"data.{key}={value}: {fact}"):
+            opened(tmp_path, out, **{key: value})
+    flip(out / "manifest.json", 40)
+    with pytest.raises(ConfigError, match=r"data.path=.*/out: manifest.json there is damaged or another program's"):
+        opened(tmp_path, out)
+
+
+def test_the_command_and_its_workers_start_without_torch():
+    code = "import sys, ndtrain.data.__main__, ndtrain.data.units; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -1,0 +1,166 @@
+"""Mesh arithmetic, runs and initial weights: properties that hold for every mesh and shape."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ndtrain.config import AXES, ConfigError, ModelConfig
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, even_cut, fair_cut
+from ndtrain.model.init import fill, standard_normal
+
+sizes = st.integers(1, 4)
+meshes = st.builds(
+    lambda order, n: MeshSpec(tuple(order), tuple(n)), st.permutations(AXES), st.lists(sizes, min_size=5, max_size=5)
+)
+
+
+@given(meshes)
+def test_coords_and_rank_are_inverse(mesh):
+    seen = [mesh.coords(r) for r in range(mesh.world_size)]
+    assert [mesh.rank(c) for c in seen] == list(range(mesh.world_size))
+    inner = mesh.order[-1]
+    assert all(seen[r][inner] == r % mesh.size(inner) for r in range(mesh.world_size)), "the last axis has neighbours"
+
+
+@given(meshes, st.sets(st.sampled_from(AXES)))
+def test_groups_partition_the_ranks(mesh, axes):
+    groups = mesh.groups(*axes)
+    assert sorted(r for g in groups for r in g) == list(range(mesh.world_size))
+    for group in groups:
+        assert len(group) == mesh.size(*axes)
+        assert [mesh.index(r, *axes) for r in group] == list(range(len(group)))
+        fixed = [{a: c for a, c in mesh.coords(r).items() if a not in axes} for r in group]
+        assert all(f == fixed[0] for f in fixed)
+
+
+@given(st.integers(0, 100), st.integers(1, 9))
+def test_even_cut_covers_once(size, parts):
+    cuts = [even_cut(size, parts, i) for i in range(parts)]
+    assert [i for a, b in cuts for i in range(a, b)] == list(range(size))
+
+
+@given(st.integers(0, 100), st.integers(1, 9))
+def test_fair_cut_covers_once_and_differs_by_one(size, parts):
+    cuts = [fair_cut(size, parts, i) for i in range(parts)]
+    assert [i for a, b in cuts for i in range(a, b)] == list(range(size))
+    assert max(b - a for a, b in cuts) - min(b - a for a, b in cuts) <= 1
+
+
+RULES = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
+
+
+@st.composite
+def tensor(draw, tp: int) -> tuple[Dim, ...]:
+    """One to three dims, at most one of them cut, of sizes that its rule allows."""
+    factors = [k for k in range(1, tp + 1) if tp % k == 0]
+    units = {
+        "heads": tp * draw(st.integers(1, 2)),
+        "mlp": tp * draw(st.integers(1, 3)),
+        "kv_heads": draw(st.sampled_from([*factors, 2 * tp])),
+        "vocab": tp + draw(st.integers(0, 5)),
+    }
+    cut = draw(st.sampled_from([None, *units]))
+    dims = [Dim(cut, units[cut], draw(st.integers(1, 3)))] if cut else []
+    others = draw(st.lists(st.sampled_from(["embed", "head_dim"]), min_size=not cut, max_size=2, unique=True))
+    dims += [Dim(name, draw(st.integers(1, 5))) for name in others]
+    return tuple(draw(st.permutations(dims)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes, st.data())
+def test_runs_cover_every_element_once_per_holder(mesh, data):
+    """All ranks' runs together hold each element as often as there are replicas and copies of it, its owners' once a
+    replica, and a local tensor is the slice of the global one that its cut says."""
+    shapes = data.draw(st.lists(tensor(mesh.size("tp")), min_size=1, max_size=4))
+    tensors = {f"t{i}": dims for i, dims in enumerate(shapes)}
+    rules = {d: a for d, a in RULES.items() if d in {d.name for t in shapes for d in t}}
+    held, owned = ({n: torch.zeros([d.size for d in ds], dtype=torch.int64) for n, ds in tensors.items()} for _ in "12")
+    copies = {}
+    for rank in range(mesh.world_size):
+        layouts = Layouts(tensors, rules, mesh, rank)
+        flat = FlatLayout.of([layouts[n] for n in tensors], mesh.size("fsdp", "cp"))
+        start, stop = flat.bounds(mesh.index(rank, "fsdp", "cp"))
+        mine = flat.slices(start, stop, lambda t: t.copy == 0)
+        for t, runs in flat.runs(start, stop):
+            copies[t.name] = t.copies
+            whole = torch.arange(t.numel).view(t.shape)
+            local = whole[tuple(slice(a, a + n) for a, n in t.cut)].reshape(-1)
+            for run in runs:
+                here = start + run.local_start - flat.offsets[t.name]
+                expected = range(run.global_start, run.global_start + run.length)
+                assert local[here : here + run.length].tolist() == list(expected)
+                held[t.name].view(-1)[run.global_start : run.global_start + run.length] += 1
+                if any(s.start <= run.local_start and run.local_start + run.length <= s.stop for s in mine):
+                    owned[t.name].view(-1)[run.global_start : run.global_start + run.length] += 1
+    for name, count in copies.items():
+        assert (owned[name] == mesh.size("pp", "dp")).all(), name
+        assert (held[name] == mesh.size("pp", "dp") * count).all(), name
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_gradients_are_partial_where_activations_are_cut(sequence_parallel):
+    """tp=4, 2 K/V heads: norms of the stream follow it, norms of heads and copied K/V heads are always summed."""
+    mesh = MeshSpec(AXES, (1, 1, 1, 1, 4))
+    tensors = {
+        "q": (Dim("heads", 8, 4), Dim("embed", 8)), "k": (Dim("kv_heads", 2, 4), Dim("embed", 8)),
+        "down": (Dim("embed", 8), Dim("mlp", 8)), "norm": (Dim("embed", 8),), "q_norm": (Dim("head_dim", 4),),
+        "head": (Dim("vocab", 11), Dim("embed", 8)),
+    }  # fmt: skip
+    stream = ("dp", "fsdp", "cp", *(["tp"] if sequence_parallel else []))
+    rules = {**RULES, "vocab": None}
+    layouts = [Layouts(tensors, rules, mesh, rank, stream) for rank in range(4)]
+    summed = {name for name in tensors if "tp" in layouts[0][name].partial}
+    assert summed == {"k", "q_norm"} | ({"norm", "head"} if sequence_parallel else set())
+    assert all({"dp", "fsdp", "cp"} <= layouts[0][name].partial for name in tensors)
+    assert [(ls["k"].copies, ls["k"].copy, ls["k"].cut[0]) for ls in layouts] == [
+        (2, 0, (0, 4)), (2, 1, (0, 4)), (2, 0, (4, 4)), (2, 1, (4, 4))
+    ]  # fmt: skip
+    assert [ls["norm"].copy for ls in layouts] == [0, 1, 2, 3] and [ls["q"].copy for ls in layouts] == [0] * 4
+
+
+def test_a_vocabulary_is_cut_unevenly_and_never_padded():
+    mesh = MeshSpec(AXES, (1, 1, 1, 1, 4))
+    cuts = [Layouts({"e": (Dim("vocab", 11), Dim("embed", 2))}, {"vocab": "tp"}, mesh, r)["e"].cut[0] for r in range(4)]
+    assert cuts == [(0, 2), (2, 3), (5, 3), (8, 3)]
+
+
+def test_matrices_come_first_and_padding_is_even():
+    mesh = MeshSpec(AXES, (1, 1, 4, 1, 1))
+    layouts = Layouts({"norm": (Dim("embed", 5),), "w": (Dim("mlp", 3), Dim("embed", 5))}, {}, mesh, 0)
+    flat = FlatLayout.of([layouts["norm"], layouts["w"]], 4)
+    assert flat.offsets == {"w": 0, "norm": 15} and flat.decayed == 15 and flat.numel == 20
+    assert [flat.decayed_in(*flat.bounds(i)) for i in range(4)] == [5, 5, 5, 0]
+
+
+def test_errors_name_the_parameter_the_dim_and_the_axis():
+    mesh = MeshSpec(AXES, (1, 1, 1, 1, 4))
+    with pytest.raises(ConfigError, match=r"wq: mesh\.tp=4 does not divide its 6 heads"):
+        Layouts({"wq": (Dim("heads", 6, 8),)}, {"heads": "tp"}, mesh, 0)
+    with pytest.raises(ConfigError, match=r"layout\.rules\.experts: no parameter has such a dim; known: heads"):
+        Layouts({"wq": (Dim("heads", 4, 8),)}, {"experts": "tp"}, mesh, 0)
+    with pytest.raises(ConfigError, match=r"layout\.rules\.heads=dp: only tp cuts dims"):
+        Layouts({"wq": (Dim("heads", 4, 8),)}, {"heads": "dp"}, mesh, 0)
+    with pytest.raises(KeyError, match="has no row"):
+        Layouts({"wq": (Dim("heads", 4, 8),)}, {}, mesh, 0)["wk"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 3), st.integers(0, 50), st.integers(0, 50))
+def test_any_range_of_initial_weights_can_be_drawn_alone(seed, start, length):
+    whole = standard_normal(seed, "model.layers.0.mlp.up_proj.weight", 0, 100)
+    assert torch.equal(
+        standard_normal(seed, "model.layers.0.mlp.up_proj.weight", start, length), whole[start : start + length]
+    )
+
+
+def test_initial_weights_are_normal_and_differ_by_name_and_seed():
+    a, b, c = (standard_normal(s, n, 0, 100_000) for s, n in ((0, "x.weight"), (0, "y.weight"), (1, "x.weight")))
+    assert abs(a.mean()) < 0.02 and abs(a.std() - 1) < 0.02 and abs(a.pow(4).mean() - 3) < 0.15
+    assert abs((a * b).mean()) < 0.02 and abs((a * c).mean()) < 0.02
+    m = ModelConfig(num_hidden_layers=8)
+    out, down = torch.empty(100_000), torch.empty(100_000)
+    fill(out, m, 0, "model.layers.0.mlp.up_proj.weight", 0)
+    fill(down, m, 0, "model.layers.0.mlp.down_proj.weight", 0)
+    assert abs(out.std() - 0.02) < 4e-4 and abs(down.std() - 0.02 / 4) < 1e-4

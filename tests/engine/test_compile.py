@@ -1,0 +1,153 @@
+"""train.compile: the same training; a block is one graph, made once for all blocks, and never again."""
+
+from functools import partialmethod
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from ndtrain.config import load_config, resolve, world_from_env
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.engine.train_step import Evaluation, TrainingStep
+from ndtrain.parallel.build import build_stages, initialise
+from tests.lib.parity import FP64, compare, make_batches, train
+from tests.lib.ranks import run_ranks
+from tests.parallel.test_parity_tp_cp import MODEL, error
+
+COMPILE = "train.compile=true"
+SMALL = [*MODEL, "train.global_batch=8", "train.micro_batch=2"]
+PACKED, FULL, EVERY = "data.pack=true", "recompute=full", "recompute=every"
+FP8 = [
+    "precision.compute=fp8", "model.hidden_size=64", "model.intermediate_size=64", "model.num_attention_heads=4",
+    "model.num_key_value_heads=2", "model.head_dim=16",
+]  # fmt: skip
+
+
+def count_graphs(overrides: list[str]) -> tuple[list[int], list[str]]:
+    """(graphs compiled after each of five steps, why they broke), with an evaluation after the second and the third.
+    Anything compiled anew after the second step, the first evaluation in it, raises."""
+    torch._dynamo.reset()
+    counters.clear()
+    # what is captured does not depend on who generates code from it, and this backend generates none
+    torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    rank, _, world = world_from_env()
+    cfg = resolve(load_config([*SMALL, COMPILE, "train.steps=5", *overrides]), world)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    step, evaluation = TrainingStep(cfg, mesh, stages), Evaluation(cfg, mesh, stages)
+    graphs = []
+    for number in range(1, 6):
+        step.run(number, make_batches(cfg, mesh, number, "uneven"))()
+        if number in (2, 3):
+            evaluation.run([make_batches(cfg, mesh, 100 + number, "uneven")], 100)
+        torch._dynamo.config.error_on_recompile = number >= 2
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs, list(counters["graph_break"])
+
+
+ONE_GRAPH = {
+    "fsdp, packed": (2, ["mesh.fsdp=2", PACKED]),
+    "one process, eight layers": (1, ["model.num_hidden_layers=8"]),
+    "one process, window": (1, ["model.model_type=mistral", "model.sliding_window=5"]),
+    "one process, alibi": (1, ["model.alibi=true", FULL]),
+    "zero 1": (2, ["mesh.fsdp=2", "mesh.zero=1", FULL]),
+    "bf16": (1, ["precision.compute=bf16"]),
+    "bf16, fsdp": (2, ["precision.compute=bf16", "mesh.fsdp=2", FULL]),
+    "bf16, zero 1": (2, ["precision.compute=bf16", "mesh.fsdp=2", "mesh.zero=1", PACKED]),
+    "bf16, cp": (2, ["precision.compute=bf16", "mesh.cp=2", FULL]),
+    "fp8": (1, [*FP8, PACKED]),
+    "fp8, fsdp": (2, [*FP8, "mesh.fsdp=2", FULL]),
+    "dp": (2, ["mesh.dp=2", EVERY, "recompute.every=2", PACKED]),
+    "pp": (2, ["mesh.pp=2", "model.num_hidden_layers=4", PACKED]),
+    "cp": (2, ["mesh.cp=2", PACKED]),
+    "cp, run again": (2, ["mesh.cp=2", FULL]),
+    "fsdp, cp, pp": (8, ["mesh.fsdp=2", "mesh.cp=2", "mesh.pp=2", "model.num_hidden_layers=4"]),
+}
+SAMPLED = "bf16, zero 1"
+
+
+@pytest.mark.parametrize("name", [n if n == SAMPLED else pytest.param(n, marks=pytest.mark.full) for n in ONE_GRAPH])
+def test_all_blocks_are_one_graph(name):
+    """One with gradients and one without (for evaluation, and the first run of a block that runs again)."""
+    ranks, overrides = ONE_GRAPH[name]
+    for graphs, breaks in run_ranks(count_graphs, ranks, overrides, timeout=300):
+        assert not breaks
+        assert graphs[1:] == [2] * 4
+
+
+SELECTIVE = ["recompute=selective"]
+LINEAR, CORE = "WeightOps.linear", "direct_ops.<locals>.core"
+# What a graph breaks at: the calls beside which something is sent, kept or put off, and nothing else. And the number of
+# pieces between them, each of which is two graphs at least: with gradients and without
+BREAKS = {
+    "tp": (2, ["mesh.tp=2"], {LINEAR}, 5),
+    "ulysses": (2, ["mesh.cp=2", "cp.kind=ulysses"], {"head_shares"}, 2),
+    "selective": (1, SELECTIVE, {LINEAR, CORE}, 6),
+    "budget": (1, ["recompute=budget", "recompute.budget=300kB"], {LINEAR, CORE}, 6),
+    "selective, ring": (2, ["mesh.cp=2", *SELECTIVE], {LINEAR}, 5),
+    "gradients put off": (2, ["mesh.pp=2", "schedule=zb_h1", "model.num_hidden_layers=4"], {LINEAR}, 5),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(BREAKS))
+def test_breaks_are_at_what_is_done_outside(name):
+    ranks, overrides, calls, pieces = BREAKS[name]
+    for graphs, breaks in run_ranks(count_graphs, ranks, overrides, timeout=300):
+        assert len(set(graphs[1:])) == 1 and graphs[1] >= 2 * pieces
+        assert breaks and all(any(call in why for call in calls) for why in breaks)
+        assert all(any(call in why for why in breaks) for call in calls)
+
+
+MESHES = {
+    "one process": (1, []),
+    "one process, packed": (1, [PACKED, FULL]),
+    "fsdp": (2, ["mesh.fsdp=2"]),
+    "zero 1": (2, ["mesh.fsdp=2", "mesh.zero=1", FULL]),
+    "dp": (2, ["mesh.dp=2", EVERY]),
+    "pp": (2, ["mesh.pp=2"]),
+    "tp": (2, ["mesh.tp=2"]),
+    "cp": (2, ["mesh.cp=2", PACKED]),
+    "cp, run again": (2, ["mesh.cp=2", FULL, PACKED]),
+    "tp, cp": (4, ["mesh.tp=2", "mesh.cp=2", PACKED]),
+    "selective": (1, [*SELECTIVE, PACKED]),
+    "budget": (1, ["recompute=budget", "recompute.budget=520kB"]),  # one block keeps its graph, two keep two results
+    "selective, cp": (2, ["mesh.cp=2", "recompute=selective", "recompute.keep=[core,qkv_proj]"]),
+    "gradients put off": (2, ["mesh.pp=2", "schedule=zb_h1"]),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(MESHES))
+def test_compiled_equals_eager(name):
+    ranks, overrides = MESHES[name]
+    same = [*SMALL, *FP64, *[PACKED] * (PACKED in overrides)]
+    run = train(ranks, [*same, *overrides, COMPILE], "uneven")
+    compare(run, train(1, same, "uneven"), loss=1e-10, state=1e-9)
+
+
+LOWER = ["train.steps=1", COMPILE]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["fsdp", "cp"])
+def test_compiled_in_fp32(name):
+    ranks, overrides = MESHES[name]
+    same = [*SMALL, *[PACKED] * (PACKED in overrides)]
+    compare(
+        train(ranks, [*same, *overrides, *LOWER], "uneven"), train(1, [*same, "train.steps=1"], "uneven"), 1e-6, 1e-5
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["zero 1", "cp"])
+def test_compiled_in_bf16_rounds_no_more(name):
+    """Gradients of the microbatches, which the graphs give in bf16, are summed in fp32."""
+    ranks, overrides = MESHES[name]
+    same = [*SMALL, "train.micro_batch=1", "train.steps=1", *[PACKED] * (PACKED in overrides)]
+    exact, eager = train(1, [*same, *FP64], "uneven"), train(1, [*same, "precision.compute=bf16"], "uneven")
+    run = train(ranks, [*same, *overrides, "precision.compute=bf16", COMPILE], "uneven")
+    assert all(g.dtype == torch.float32 for g in run.tensors["gradient"].values())
+    print(f"{name}: {error(run, exact):.2e}, eager {error(eager, exact):.2e}")
+    assert error(run, exact) < 1.25 * error(eager, exact)

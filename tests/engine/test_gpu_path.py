@@ -1,0 +1,216 @@
+"""What a GPU needs of a step: that it never makes the host wait for the device, and the attention kernel that is the
+fastest on the run's shape."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ndtrain.config import ConfigError, load_config, resolve, world_from_env
+from ndtrain.distributed.host_device import upload
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.engine.train_step import TrainingStep
+from ndtrain.model.attention.core import attend
+from ndtrain.model.attention.kernels import GPU_KERNELS
+from ndtrain.model.attention.scores import Scores
+from ndtrain.model.attention.tiles import SequenceSlice, tiles
+from ndtrain.parallel.build import build_stages, initialise
+from ndtrain.parallel.kernel_choice import Shape, choose_kernel, seconds
+from tests.lib.parity import make_batches
+from tests.lib.ranks import run_ranks
+from tests.parallel.test_parity_tp_cp import MODEL
+
+# the host reads a value, or a shape depends on one
+WAITS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "bincount", "item")
+INDEXED = ("index", "index_put_", "_index_put_impl_", "index_put")
+
+
+class NoHostWait(TorchDispatchMode):
+    """Raises at an op that on a GPU would make the host wait, whatever device it runs on here."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        by_mask = name in INDEXED and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if name in WAITS or by_mask:
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def no_sync_on_gpu():
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def steady_steps(several: list[list[str]], device: str = "cpu") -> list[float]:
+    """The loss of the third step of each run; in that step nothing waits until the report is asked for."""
+    rank, _, world = world_from_env()
+    losses = []
+    for overrides in several:
+        cfg = resolve(load_config([*MODEL, "train.micro_batch=4", *overrides]), world)
+        mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device(device))
+        stages = build_stages(cfg, mesh)
+        initialise(stages, cfg)
+        step = TrainingStep(cfg, mesh, stages)
+        for number in (1, 2):
+            step.run(number, [b.to(mesh.device) for b in make_batches(cfg, mesh, number, "uneven")])()
+        batches = [b.to(mesh.device) for b in make_batches(cfg, mesh, 3, "uneven")]
+        with NoHostWait() if device == "cpu" else no_sync_on_gpu():
+            report = step.run(3, batches)
+        losses.append(report().loss)
+    return losses
+
+
+PACKED = ["data.pack=true", "optim.clip=0.1", "optim.ema=0.9"]
+ONE_PROCESS = [
+    [],
+    [*PACKED, "recompute=full"],
+    ["recompute=every", "recompute.every=2", "precision.compute=bf16"],
+    ["recompute=selective", "model.alibi=true", "optim.clip=null"],
+    [*PACKED, "recompute=budget", "recompute.budget=400KB", "model.model_type=mistral", "model.sliding_window=5"],
+    ["model.attn_logit_softcapping=0.5", "model.tie_word_embeddings=true"],
+]
+MESHES = {
+    "one process": (1, ONE_PROCESS[:2]),
+    "one process, other modes": (1, ONE_PROCESS[2:]),
+    "tp": (2, [["mesh.tp=2", *PACKED]]),
+    "tp, other ways": (2, [["mesh.tp=2", "tp.overlap=true"], ["mesh.tp=2", "tp.sequence_parallel=false"]]),
+    "cp": (2, [["mesh.cp=2", "recompute=full", *PACKED], ["mesh.cp=2", "cp.kind=ulysses", *PACKED]]),
+    "fsdp": (2, [["mesh.fsdp=2"], ["mesh.fsdp=2", "mesh.zero=1", *PACKED], ["mesh.dp=2", "recompute=full"]]),
+    "pp": (2, [["mesh.pp=2", *PACKED], ["mesh.pp=2", "schedule=zb_h1", "model.tie_word_embeddings=true"]]),
+}
+
+
+SAMPLED = ("tp",)
+
+
+@pytest.mark.parametrize("name", [n if n in SAMPLED else pytest.param(n, marks=pytest.mark.full) for n in MESHES])
+def test_no_step_waits(name):
+    ranks, several = MESHES[name]
+    first, *others = run_ranks(steady_steps, ranks, several)
+    assert all(0 < loss < 20 for loss in first)
+    assert all(other == first for other in others)
+
+
+def test_the_watch_for_waits_sees_them():
+    """What the tests above rely on."""
+    x = torch.arange(4.0)
+    for wait in (x.sum().item, lambda: x[x > 1], lambda: bool((x > 1).any()), lambda: x.nonzero()):
+        with pytest.raises(AssertionError, match="waits for the device"), NoHostWait():
+            wait()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("overrides", [*ONE_PROCESS, ["train.compile=true", "precision.compute=bf16"]])
+def test_no_step_waits_on_a_gpu(overrides):
+    steady_steps([overrides], "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_numbers_are_uploaded_without_a_wait():
+    with no_sync_on_gpu():
+        found = upload([1.0, 2.5], torch.device("cuda"))
+    assert found.tolist() == [1.0, 2.5]
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+BF16 = [*MODEL, "train.micro_batch=4", "precision.compute=bf16"]
+# on one rank flash is fastest, on the other efficient, and together cudnn; there is no more memory for math on one
+TIMES = (
+    {"flash": 1.0, "cudnn": 1.5, "efficient": 6.0, "math": 0.5},
+    {"flash": 4.0, "cudnn": 1.4, "efficient": 1.0, "math": float("inf")},
+)
+
+
+def choice(overrides: list[str]) -> tuple[str, str]:
+    rank, _, world = world_from_env()
+    cfg = resolve(load_config([*BF16, *overrides]), world)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
+    return choose_kernel(cfg, mesh, torch.bfloat16, lambda name, shape, device: TIMES[rank][name] / 1e3)
+
+
+def test_ranks_choose_the_kernel_that_is_fastest_together():
+    (best, words), other = run_ranks(choice, 2, ["mesh.fsdp=2"])
+    assert other == (best, words)
+    assert best == "cudnn"
+    assert words.endswith("flash 2.50, cudnn 1.45, efficient 3.50, math does not run")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "best"),
+    [([], "math"), (["hardware.attention=efficient"], "efficient"), (["model.alibi=true"], "math")],
+)
+def test_a_kernel_asked_for_is_taken(overrides, best):
+    assert choice(overrides)[0] == best
+
+
+def test_a_kernel_that_does_not_run_is_an_error():
+    cfg = resolve(load_config([*BF16, "hardware.attention=flash"]), 1)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"hardware\.attention=flash does not run on this GPU"):
+        choose_kernel(cfg, mesh, torch.bfloat16, lambda *_: float("inf"))
+
+
+def test_what_is_measured_is_what_a_rank_computes():
+    overrides = ["mesh.cp=4", "cp.ulysses=2", "mesh.tp=2", "train.seq_len=32", "data.pack=true"]
+    found = Shape.of(resolve(load_config([*BF16, *overrides]), 8), torch.bfloat16)
+    assert found == Shape(B=4, T=16, N=2, K=1, D=4, dtype=torch.bfloat16, in_tiles=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["hardware.attention=fast"], "hardware.attention=fast: no such choice"),
+        (["hardware.attention=flash"], "does not compute in precision.compute=fp32: choose precision.compute=bf16"),
+        (["hardware.attention=efficient", "model.alibi=true"], "knows neither model.alibi"),
+    ],
+)
+def test_kernels_that_cannot_be(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        resolve(load_config([*MODEL, *overrides]), 1)
+
+
+@pytest.mark.parametrize("name", list(GPU_KERNELS))
+@pytest.mark.parametrize("heads", [2, 4])
+def test_kernels_fit_pytorchs_signatures(name, heads):
+    """On the meta device, which computes shapes only: the ops take what they are given here, and give what is read."""
+    whole = (SequenceSlice(0, 48, 0, 1),)
+    (causal,) = tiles(whole, whole, 48)
+    q, k, v = (
+        torch.empty(2, 48, n, 16, dtype=torch.bfloat16, device="meta").transpose(1, 2) for n in (4, heads, heads)
+    )
+    out, lse = GPU_KERNELS[name].forward(q, k, v, causal, Scores())
+    assert out.shape == q.shape and lse.shape == q.shape[:-1] and lse.dtype == torch.float32
+    gradients = GPU_KERNELS[name].backward(torch.empty_like(out), q, k, v, out, lse, causal, Scores())
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+
+
+def test_a_named_kernel_is_the_same_attention():
+    q, k = torch.randn(2, 8, 4, 8), torch.randn(2, 8, 2, 8)
+    torch.testing.assert_close(attend(q, k, k, Scores(kernel="math")), attend(q, k, k, Scores()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("in_tiles", [False, True])
+@pytest.mark.parametrize("name", list(GPU_KERNELS))
+def test_kernels_agree_on_a_gpu(name, in_tiles):
+    torch.manual_seed(0)
+    shape = Shape(2, 256, 8, 2, 64, torch.bfloat16, in_tiles)
+    assert 0 < seconds(name, shape, torch.device("cuda")) < 1
+    q, k, v = (torch.randn(2, 256, n, 64, device="cuda", requires_grad=True) for n in (8, 2, 2))
+    recall = (lambda make: make()) if in_tiles else None
+    half = [x.bfloat16() for x in (q, k, v)]
+    grad = torch.randn_like(q)
+    want = torch.autograd.grad(attend(q, k, v, Scores(kernel="math")), (q, k, v), grad)
+    got = torch.autograd.grad(attend(*half, Scores(kernel=name), recall), (q, k, v), grad.bfloat16())
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() < 2e-2 * b.norm()

@@ -1,0 +1,208 @@
+"""Several hosts on one machine: network namespaces on a bridge, each host with a name of its own and an /etc/hosts that
+knows all. Their files are this machine's, as on a cluster with shared storage.
+
+with hosts(2) as (n0, n1):
+    n0.popen(["hostname"], cwd)        # prints n0
+    n1.cut()                           # as if its cable were pulled
+"""
+
+import functools
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.lib.helpers import environments, hear
+
+PORT = 29400  # torchrun's own default; each host has all ports to itself
+CARD = "eth0"
+_ENTER = 'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+_ISOLATED = ["unshare", "--uts", "--mount", "--propagation", "private", "sh", "-c", _ENTER, "sh"]
+_TRIAL = [  # all that `hosts` does to the network, in a namespace that is gone when the shell ends
+    "ip link add b0 type bridge", "ip link add v0 type veth peer name v1", "ip link set v0 master b0",
+    f"tc qdisc add dev v0 root tbf rate 1mbit burst {2**16} latency 50ms",
+]  # fmt: skip
+_numbers = itertools.count()
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why hosts cannot be made here; None where they can."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    lacking = [tool for tool in ("ip", "tc", "nsenter", "unshare", "mount") if not shutil.which(tool)]
+    if lacking:
+        return f"network namespaces need {', '.join(lacking)} (Debian: iproute2, util-linux)"
+    trial = ["unshare", "--net", "--uts", "--mount", "sh", "-ec", "\n".join(_TRIAL)]
+    tried = subprocess.run(trial, capture_output=True, text=True)
+    return f"no network namespaces: {tried.stderr.strip()}" if tried.returncode else None
+
+
+@dataclass
+class Host:
+    """One host.
+
+    Attributes:
+        name: what it and the others call it: n0, n1, ...
+        address: IPv4, within the hosts of one `hosts()`.
+    """
+
+    name: str
+    address: str
+    namespace: str
+    switch: str  # the namespace of the bridge, where the other end of this host's cable is called as the host
+    names: Path  # /etc/hosts
+    started: list[subprocess.Popen] = field(default_factory=list)
+
+    def popen(self, argv: Sequence[str], cwd: Path, env: dict[str, str] | None = None, **kw: Any) -> subprocess.Popen:
+        """Starts a program on this host, in a session of its own; the process is the program's.
+
+        Args:
+            env: variables on top of this process's.
+            kw: as for `subprocess.Popen`.
+        """
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace}", *_ISOLATED, self.name, str(self.names)]
+        given = {"cwd": cwd, "env": os.environ | (env or {}), "start_new_session": True, "preexec_fn": hear}
+        self.started.append(subprocess.Popen([*enter, *argv], **(given | kw)))
+        return self.started[-1]
+
+    def torchrun(
+        self,
+        hosts: Sequence["Host"],
+        nproc: int,
+        args: Sequence[str],
+        cwd: Path,
+        *,
+        module: str = "ndtrain.train",
+        nnodes: int | str | None = None,
+        max_restarts: int = 0,
+        endpoint: "Host | None" = None,
+        rdzv_id: str = "test",
+        rdzv_conf: str = "",
+        **kw: Any,
+    ) -> subprocess.Popen:
+        """torchrun as this host's part of a job on `hosts`.
+
+        Args:
+            nproc: ranks of this host.
+            args: of `module`, the overrides.
+            nnodes: "1:2" for any number between; None: all of `hosts`.
+            endpoint: the host that keeps the rendezvous; None: the first.
+            rdzv_conf: as torchrun's `--rdzv-conf`.
+            kw: as for `popen`.
+        """
+        flags = {
+            "nnodes": nnodes or len(hosts), "nproc-per-node": nproc, "max-restarts": max_restarts,
+            "rdzv-backend": "c10d", "rdzv-id": rdzv_id, "rdzv-endpoint": f"{(endpoint or hosts[0]).name}:{PORT}",
+        } | ({"rdzv-conf": rdzv_conf} if rdzv_conf else {})  # fmt: skip
+        options = [f"--{name}={value}" for name, value in flags.items()]
+        return self.popen([sys.executable, "-m", "torch.distributed.run", *options, "-m", module, *args], cwd, **kw)
+
+    # -------------------------------------------------------------------------------------------------- the processes
+
+    def processes(self) -> dict[int, str]:
+        """The living processes of this host: pid -> rank ("" where it is none)."""
+        here, found = os.stat(f"/run/netns/{self.namespace}"), {}
+        for folder, variables in environments():
+            with suppress(OSError):  # it has ended meanwhile
+                if os.path.samestat(os.stat(folder / "ns" / "net"), here):
+                    found[int(folder.name)] = variables.get("RANK", "")
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """The living ranks of a job on this host: pid -> rank."""
+        return {pid: int(rank) for pid, rank in self.processes().items() if rank}
+
+    def kill(self) -> None:
+        """SIGKILL to all that runs here, as if the host lost its power."""
+        end = time.monotonic() + 20
+        while pids := self.processes():
+            assert time.monotonic() < end, f"{self.name}: {pids} do not die"
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.01)
+
+    # ------------------------------------------------------------------------------------------------------ the cable
+
+    def cut(self) -> None:
+        """Pulls the cable: what is sent from or to this host is lost."""
+        _ip("-n", self.switch, "link", "set", self.name, "down")
+
+    def mend(self) -> None:
+        _ip("-n", self.switch, "link", "set", self.name, "up")
+
+    def limit(self, mbit: float) -> None:
+        """No more than `mbit` Mbit/s from this host, and as much to it."""
+        shape = ["root", "tbf", "rate", f"{round(mbit * 1000)}kbit", "burst", str(2**16), "latency", "50ms"]
+        for namespace, device in ((self.namespace, CARD), (self.switch, self.name)):
+            _do("tc", "-n", namespace, "qdisc", "replace", "dev", device, *shape)
+
+
+@contextmanager
+def hosts(n: int = 2) -> Iterator[list[Host]]:
+    """`n` hosts on a network of their own. At the end of the block all that was started on them is killed, and they are
+    gone."""
+    group = f"ndtrain-{os.getpid()}-{next(_numbers)}"
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as after:
+        names = Path(folder, "hosts")
+        names.write_text("127.0.0.1 localhost\n" + "".join(f"{_address(i)} n{i}\n" for i in range(n)))
+        switch = _namespace(f"{group}-switch", after)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        made = [Host(f"n{i}", _address(i), f"{group}-n{i}", switch, names) for i in range(n)]
+        for host in made:
+            _connect(host, after)
+        yield made
+
+
+def _address(number: int) -> str:
+    return f"10.77.0.{number + 1}"
+
+
+def _namespace(name: str, after: ExitStack) -> str:
+    _ip("netns", "add", name)
+    after.callback(_ip, "netns", "del", name)  # its network devices go with it
+    _ip("-n", name, "link", "set", "lo", "up")
+    return name
+
+
+def _connect(host: Host, after: ExitStack) -> None:
+    _namespace(host.namespace, after)
+    after.callback(_end, host)
+    _ip("-n", host.switch, "link", "add", host.name, "type", "veth", "peer", "name", CARD, "netns", host.namespace)
+    _ip("-n", host.switch, "link", "set", host.name, "master", "bridge", "up")
+    _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", CARD)
+    _ip("-n", host.namespace, "link", "set", CARD, "up")
+
+
+def _end(host: Host) -> None:
+    for process in host.started:
+        process.kill()  # it may not have come to its host yet
+    host.kill()
+    for process in host.started:
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe:
+                pipe.close()
+
+
+def _ip(*words: str) -> None:
+    _do("ip", *words)
+
+
+def _do(*argv: str) -> None:
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(argv)}: {done.stderr.strip()}")

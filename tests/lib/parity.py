@@ -1,0 +1,166 @@
+"""The parity contract: any mesh gives the one-process run's loss, gradients, norm, weights and moments."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from ndtrain.config import Config, load_config, resolve, world_from_env
+from ndtrain.data import Batch, microbatches, rows_of
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.distributed.sharding import BATCH_AXES
+from ndtrain.engine.train_step import TrainingStep
+from ndtrain.model.loss import IGNORE
+from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
+from tests.lib.ranks import run_ranks
+
+STATE = ("gradient", "weight", "exp_avg", "exp_avg_sq")
+# 3 K/V and 6 query heads, vocabulary 101, hidden 36: sizes that 2, 4 and 8 do not divide once flat
+SHAPE = [
+    "model.vocab_size=101", "model.hidden_size=36", "model.intermediate_size=52", "model.num_hidden_layers=3",
+    "model.num_attention_heads=6", "model.num_key_value_heads=3", "train.seq_len=12", "train.loss_chunk=10",
+    "train.steps=3", "optim.lr=1e-2", "optim.clip=0.5", "model.initializer_range=0.3",
+]  # fmt: skip
+FP64 = ["precision.params=fp64", "precision.compute=fp64"]
+
+
+@dataclass
+class Run:
+    """What a run of some steps came to, on the whole model: per step losses and norms; per tensor the last state and
+    the first step's gradient."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # kind -> name -> tensor
+
+
+def mask_none(row: int, step: int, seq_len: int) -> int:
+    return 0
+
+
+def mask_uneven(row: int, step: int, seq_len: int) -> int:
+    """Leading labels that are ignored: rows differ widely, the first four (a rank's all, with 8 ranks) have no valid
+    token at all."""
+    return seq_len if row < 4 else int(np.random.default_rng((step, row, 1)).integers(0, seq_len))
+
+
+MASKS = {"none": mask_none, "uneven": mask_uneven}
+
+
+EOS = 7  # ends a document in packed runs
+
+
+@dataclass
+class RandomRows:
+    """In place of a corpus: a row's content depends on (step, row) alone."""
+
+    cfg: Config
+
+    def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
+        return np.stack([self._row(step, row) for row in rows])
+
+    def _row(self, step: int, row: int) -> np.ndarray:
+        draw = np.random.default_rng((step, row))
+        tokens = draw.integers(0, self.cfg.model.vocab_size, self.cfg.train.seq_len + 1)
+        if self.cfg.data.pack:
+            tokens[draw.random(tokens.size) < draw.choice([0.05, 0.3])] = EOS
+        return tokens
+
+
+def make_batches(cfg: Config, mesh: Mesh, step: int, mask: str) -> list[Batch]:
+    """This rank's microbatches of random tokens, cut as cp says."""
+    t, cut, part = cfg.train, sequence_sharding(cfg), mesh.index("cp")
+    rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
+    batches = microbatches(RandomRows(cfg), step, rows, t.micro_batch, cut, part, EOS if cfg.data.pack else None)
+    places = torch.from_numpy(cut.index(part))
+    leading = torch.tensor([MASKS[mask](row, step, t.seq_len) for row in rows]).split(t.micro_batch)
+    ignored = [places < first[:, None] for first in leading]
+    return [replace(b, labels=b.labels.masked_fill(i, IGNORE)) for b, i in zip(batches, ignored, strict=True)]
+
+
+def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]]:
+    """On one rank: train.steps steps. Returns losses and norms, and every piece of state this rank owns as
+    (kind, name, global start, values)."""
+    rank, _, world = world_from_env()
+    cfg = resolve(load_config(overrides), world)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    step = TrainingStep(cfg, mesh, stages)
+    run, pieces = Run(), []
+    update = step.optimizer.step
+
+    def keep_first_gradient(number, lr, norm):
+        if number == 1:
+            pieces.extend(owned(stages, "gradient", lambda u: u.grad))
+        update(number, lr, norm)
+
+    step.optimizer.step = keep_first_gradient
+    for number in range(1, cfg.train.steps + 1):
+        report = step.run(number, make_batches(cfg, mesh, number, mask))()
+        run.losses.append(report.loss)
+        run.norms.append(report.grad_norm)
+    return run, pieces + rank_state(stages)
+
+
+def rank_state(stages) -> list[tuple]:
+    """Every piece of weights and moments on this rank, as in `rank_run`."""
+    kinds = (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
+    return [p for kind, part in kinds for p in owned(stages, kind, lambda u, part=part: getattr(u, part))]
+
+
+def owned(stages, kind, part):
+    for unit in stages.units.units.values():
+        for tensor, runs in unit.layout.runs(*unit.layout.bounds(stages.units.index)):
+            for run in runs:
+                values = part(unit)[run.local_start : run.local_start + run.length].clone()
+                yield kind, tensor.name, tensor.shape, run.global_start, values
+
+
+def train(n: int, overrides: list[str], mask: str = "none") -> Run:
+    """A run on n ranks, assembled."""
+    run = assemble(run_ranks(rank_run, n, overrides, mask))
+    assert set(run.tensors) == set(STATE)
+    return run
+
+
+def assemble(results: list[tuple[Run, list[tuple]]]) -> Run:
+    """The whole model's run from its ranks'. Asserts that ranks agree on losses and norms, and replicas to the bit."""
+    run = results[0][0]
+    for other, _ in results[1:]:
+        assert other.losses == run.losses and other.norms == run.norms, "ranks report different losses or norms"
+    for _, pieces in results:
+        for kind, name, shape, start, values in pieces:
+            whole = run.tensors.setdefault(kind, {}).setdefault(
+                name, torch.full(shape, float("nan"), dtype=values.dtype)
+            )
+            place = whole.view(-1)[start : start + values.numel()]
+            assert torch.equal(place, values) or place.isnan().all(), f"{kind} of {name} differs between replicas"
+            place.copy_(values)
+    for kind, tensors in run.tensors.items():
+        for name, whole in tensors.items():
+            assert not whole.isnan().any(), f"{kind} of {name} is not whole (or not a number)"
+    return run
+
+
+def compare(run: Run, reference: Run, loss: float, state: float) -> None:
+    """Asserts the contract; on failure the message names the worst tensor.
+
+    Args:
+        loss: tolerance of losses, relative.
+        state: of norms, gradients, weights and moments, relative to each tensor's norm.
+    """
+    for got, want in zip(run.losses, reference.losses, strict=True):
+        assert abs(got - want) <= loss * max(1, abs(want)), f"loss {got!r}, reference {want!r}"
+    for got, want in zip(run.norms, reference.norms, strict=True):
+        assert abs(got - want) <= state * want, f"grad norm {got!r}, reference {want!r}"
+    for kind in run.tensors:
+        assert run.tensors[kind].keys() == reference.tensors[kind].keys()
+        off = {n: distance(run.tensors[kind][n], reference.tensors[kind][n]) for n in reference.tensors[kind]}
+        worst = max(off, key=off.get)
+        assert off[worst] <= state, f"{kind} of {worst} is off by {off[worst]:.2e} (bound {state:.0e})"
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()

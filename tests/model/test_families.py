@@ -1,0 +1,166 @@
+"""Hugging Face folders of every family: trained as `transformers` would train them, and opened by it again."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from ndtrain.config import ModelConfig
+from ndtrain.model import Transformer
+from ndtrain.model.families.hf_config import from_hf, read_hf_config
+from tests.lib.helpers import arguments, checkpoint_of, rank_main, rows
+from tests.lib.parity import distance
+from tests.lib.ranks import run_ranks
+from tests.model.test_transformers import lift
+
+SIZES = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+_COMMON = {
+    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "initializer_range": 0.02,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0",
+    "use_cache": True,
+}  # fmt: skip
+LLAMA = SIZES | _COMMON | {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False,
+    "pretraining_tp": 1, "rope_scaling": None, "rope_theta": 500000.0,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+    "rope_type": "llama3",
+}  # fmt: skip
+MISTRAL = SIZES | _COMMON | {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_theta": 10000.0, "sliding_window": 24,
+}  # fmt: skip
+QWEN2 = SIZES | _COMMON | {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_window_layers": 28, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0, "sliding_window": 131072, "use_sliding_window": False,
+}  # fmt: skip
+QWEN3 = QWEN2 | {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 16,
+    "rope_scaling": None, "sliding_window": None,
+}  # fmt: skip
+# the fields that each was published with, in the spelling of its day; sizes are ours
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama2": {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias", "rope_theta")}
+    | {"num_key_value_heads": 4, "attention_dropout": None, "torch_dtype": "float16"},
+    "llama3": LLAMA,
+    "llama3.1": LLAMA | {"rope_scaling": LLAMA3_ROPE},
+    "llama3.2": LLAMA | {"rope_scaling": LLAMA3_ROPE | {"factor": 32.0}, "head_dim": 8, "tie_word_embeddings": True},
+    "llama-biased": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "llama-linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "mistral": MISTRAL,
+    "mistral-nemo": MISTRAL | {"sliding_window": None, "head_dim": 12, "rope_theta": 1000000.0},
+    "qwen2": QWEN2,
+    "qwen2.5": QWEN2 | {"tie_word_embeddings": True, "use_mrope": False},
+    "qwen2-window": QWEN2 | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0},
+    "qwen3": QWEN3 | {"tie_word_embeddings": True},
+    "qwen3-biased": QWEN3 | {"attention_bias": True},
+}
+SHARDED = {"llama3.1", "qwen3"}
+T, STEPS, ROWS = 64, 3, 4
+
+
+def write(folder: Path, config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def from_transformers(folder: Path, name: str) -> None:
+    """A random model of a family as `transformers` saves it, but with the config.json of its day."""
+    config = FAMILIES[name]
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).float()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter, p in model.named_parameters():
+            p.copy_(0.1 * torch.randn(p.shape, generator=draw) + parameter.endswith("norm.weight"))
+    model.to(getattr(torch, config["torch_dtype"]))
+    model.save_pretrained(folder, max_shard_size="20KB" if name in SHARDED else "1GB")
+    write(folder, config)
+
+
+def open_transformers(folder: Path, m: ModelConfig | None = None) -> torch.nn.Module:
+    """Theirs in fp64; with `m`, norms and rotary tables too."""
+    options = {"dtype": torch.float64, "attn_implementation": "sdpa", "output_loading_info": True}
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    if m:
+        lift(model, m)
+    return model
+
+
+def train_transformers(model: torch.nn.Module, tokens: np.ndarray) -> tuple[list[float], dict, dict]:
+    """Three steps of theirs with torch's AdamW: (losses, the first step's gradients, weights after the last)."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    parts = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(parts, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        starts = [(step * ROWS + i) * T for i in range(ROWS)]
+        ids = torch.from_numpy(np.stack([tokens[s : s + T + 1] for s in starts]).astype(np.int64))
+        loss = cross_entropy(model(input_ids=ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
+        optimizer.step()
+    return losses, gradients, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def tensors(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
+    return {n: t for path in sorted(checkpoint.glob(f"{stem}*.safetensors")) for n, t in load_file(path).items()}
+
+
+def worst(found: dict, wanted: dict, difference: Callable) -> tuple[float, str]:
+    assert found.keys() == wanted.keys()
+    return max((difference(found[n], wanted[n]), n) for n in wanted)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(f, marks=[pytest.mark.full] if f != "llama3.1" else []) for f in FAMILIES]
+)
+def test_trained_from_a_folder(name, tmp_path):
+    """On four ranks as `transformers` on one: losses, first gradients, weights after three steps; and there again."""
+    source = tmp_path / "source"
+    from_transformers(source, name)
+    assert (len(list(source.glob("*.safetensors"))) > 1) == (name in SHARDED)
+    tokens = np.random.default_rng(0).integers(0, 131, STEPS * ROWS * T + 1)
+    tokens.astype(np.uint16).tofile(tmp_path / "tokens.bin")
+    args = arguments(
+        tmp_path / "run", tmp_path, "data=bin", f"data.path={tmp_path}/tokens.bin", "data.shuffle=false",
+        f"init_from={source}", "mesh.fsdp=2", "mesh.tp=2", "precision.params=fp64", "precision.compute=fp64",
+        f"train.steps={STEPS}", f"train.seq_len={T}", f"train.global_batch={ROWS}", "train.micro_batch=1",
+        "optim.lr=1e-3", "optim.schedule=constant", "optim.warmup=0", "optim.clip=null", "optim.weight_decay=0.1",
+        "optim.betas=[0.9,0.95]", "optim.eps=1e-8", "checkpoint.every=1", f"checkpoint.keep={STEPS}",
+    )  # fmt: skip
+    assert run_ranks(rank_main, 4, args) == [0] * 4
+    first, last = (checkpoint_of(tmp_path / "run", step) for step in (1, STEPS))
+    averages = {n: t for n, t in tensors(first, "optimizer").items() if n.startswith("exp_avg.")}
+    gradients = {n.removeprefix("exp_avg."): t / (1 - 0.9) for n, t in averages.items()}
+    losses = [row["loss"] for row in rows(tmp_path / "run")]
+    m = from_hf(read_hf_config(source))
+
+    for bound, model in ((1e-6, open_transformers(source)), (1e-9, open_transformers(source, m))):
+        their_losses, their_gradients, their_weights = train_transformers(model, tokens)
+        assert losses[0] == pytest.approx(their_losses[0], abs=bound)
+        off, at = worst(gradients, their_gradients, distance)
+        assert off < bound, f"gradient of {at} is off by {off:.1e}"
+    assert losses == pytest.approx(their_losses, abs=1e-9)
+    off, at = worst(tensors(last, "model"), their_weights, lambda a, b: (a - b).abs().max().item())
+    assert off < 1e-9, f"{at} is off by {off:.1e} after {STEPS} steps"
+
+    assert from_hf(read_hf_config(last)) == m
+    ours = Transformer(m).double()
+    ours.load_state_dict(tensors(last, "model"))
+    ids = torch.from_numpy(tokens[None, :T])
+    with torch.no_grad():
+        assert (ours.logits(ids) - open_transformers(last)(input_ids=ids).logits).abs().max() < 1e-5

@@ -1,0 +1,122 @@
+"""Loss and every gradient against `transformers`, with the same weights, in fp64."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+
+from ndtrain.config import ModelConfig
+from ndtrain.model import Transformer
+from ndtrain.model.families.hf_config import from_hf, to_hf
+from ndtrain.model.init import fill
+from ndtrain.model.loss import IGNORE
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    "llama": {},
+    "llama-tied": {"tie_word_embeddings": True},
+    "llama3-rope": {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
+    "linear-rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "llama-biased": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"model_type": "mistral"},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 100},
+    "mistral-wide-heads": {"model_type": "mistral", "head_dim": 12},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-window": {"model_type": "qwen2", "sliding_window": 33},
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "qwen3-biased": {"model_type": "qwen3", "attention_bias": True},
+    "qwen3-window": {"model_type": "qwen3", "sliding_window": 33},
+}
+T = 512
+
+
+def config(name: str) -> ModelConfig:
+    shape = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": T}
+    return ModelConfig(initializer_range=0.1, **(shape | heads | MODELS[name]))
+
+
+def pair(m: ModelConfig) -> tuple[Transformer, torch.nn.Module]:
+    """Ours and theirs, in fp64, with equal weights."""
+    ours = Transformer(m, loss_chunk=100).double()
+    for name, p in ours.named_parameters():
+        fill(p.data.view(-1), m, 0, name, 0)
+        if name.endswith((".bias", "norm.weight")):  # zeros and ones would hide a mistake
+            p.data += torch.linspace(-0.2, 0.2, p.numel()).double()
+    hf = transformers.AutoConfig.for_model(**to_hf(m))
+    theirs = transformers.AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa").double()
+    missing = theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
+    return ours, theirs
+
+
+def lift(theirs: torch.nn.Module, m: ModelConfig) -> None:
+    """Takes their norms and rotary tables, which compute in fp32, to fp64."""
+    for module in theirs.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = lambda x, n=module: (
+                x * (x.square().mean(-1, keepdim=True) + m.rms_norm_eps).rsqrt() * n.weight
+            )
+    angles = [m.rope_theta ** (-i / m.head_dim) for i in range(0, m.head_dim, 2)]
+    scaling = m.rope_scaling or {}
+    if scaling.get("rope_type") == "linear":
+        angles = [a / scaling["factor"] for a in angles]
+    if scaling.get("rope_type") == "llama3":
+        angles = [llama3(a, scaling) for a in angles]
+    inverse = torch.tensor(angles * 2, dtype=torch.float64)
+    theirs.model.rotary_emb.forward = lambda x, position_ids: (
+        (position_ids[..., None].double() * inverse).cos(),
+        (position_ids[..., None].double() * inverse).sin(),
+    )
+
+
+def llama3(angle: float, s: dict) -> float:
+    """The rule of the Llama 3.1 model card, by wavelength."""
+    wavelength = 2 * math.pi / angle
+    if wavelength < s["original_max_position_embeddings"] / s["high_freq_factor"]:
+        return angle
+    if wavelength > s["original_max_position_embeddings"] / s["low_freq_factor"]:
+        return angle / s["factor"]
+    smooth = s["original_max_position_embeddings"] / wavelength - s["low_freq_factor"]
+    smooth /= s["high_freq_factor"] - s["low_freq_factor"]
+    return (1 - smooth) * angle / s["factor"] + smooth * angle
+
+
+@pytest.mark.parametrize("lifted", [False, True], ids=["as-is", "lifted"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients(name, lifted):
+    m = config(name)
+    ours, theirs = pair(m)
+    if lifted:
+        lift(theirs, m)
+    bound = 1e-9 if lifted else 2e-6 if m.model_type == "qwen3" else 1e-6  # qwen3 has two more fp32 norms a block
+    tokens = torch.randint(0, m.vocab_size, (2, T + 1), generator=torch.Generator().manual_seed(0))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    labels[0, : T // 3] = IGNORE
+    loss = ours(inputs, labels) / (labels != IGNORE).sum()
+    loss.backward()
+    logits = theirs(input_ids=inputs).logits
+    expected = cross_entropy(logits.flatten(0, 1), labels.flatten())
+    expected.backward()
+    assert abs(loss.item() - expected.item()) < bound
+    assert (ours.logits(inputs) - logits).abs().max() < 10 * bound
+    gradients = {n: p.grad for n, p in theirs.named_parameters()}
+    off = {n: ((p.grad - gradients[n]).norm() / gradients[n].norm()).item() for n, p in ours.named_parameters()}
+    worst = max(off, key=off.get)
+    assert off[worst] < bound, f"gradient of {worst} is off by {off[worst]:.1e}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_json_both_ways(name):
+    m = config(name)
+    back = from_hf(transformers.AutoConfig.for_model(**to_hf(m)).to_dict(), name=m.name)
+    assert to_hf(back) == to_hf(m)

@@ -1,0 +1,243 @@
+"""precision.compute=fp8: what becomes of a number, the three matmuls, and the training against bf16."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from ndtrain.config import Config, ConfigError, load_config, resolve
+from ndtrain.data import microbatches
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.engine.train_step import TrainingStep
+from ndtrain.parallel import fp8
+from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
+from ndtrain.parallel.fp8 import Fp8Products, cast, multiplies_fp8, multiply
+from ndtrain.parallel.fused_grad_accumulation import Gathered, Products
+from ndtrain.parallel.grad_accumulator import Gradients
+from tests.lib.parity import train
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+STEP = {E4M3: 2**-4, E5M2: 2**-3}  # half the distance to the next number, at most, as a share of it
+MODEL = [
+    "model.vocab_size=64", "model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=2",
+    "model.num_attention_heads=4", "model.num_key_value_heads=2", "train.seq_len=32", "train.micro_batch=4",
+    "train.global_batch=8", "train.loss_chunk=64", "optim.lr=1e-2",
+]  # fmt: skip
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+# -------------------------------------------------------------------------------------------------------------- casts
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("largest", [1.0, 0.875, 0.8790, 448.0, 57344.0, 3e38, 1e-32])
+def test_a_cast_uses_the_range_and_no_more(dtype, largest):
+    x = (drawn(64, 64).float().clamp(-1, 1) * largest).bfloat16()
+    x[0, 0] = largest
+    got = cast(x, dtype)
+    top = got.values.float().abs().max().item()
+    assert torch.finfo(dtype).max / 2.3 < top <= torch.finfo(dtype).max
+    value = got.values.double() * got.unit.double()
+    near = x.abs() > x.abs().max() * 2.0**-13
+    assert ((value - x.double()).abs() <= STEP[dtype] * x.double().abs())[near].all()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_part_is_cast_to_the_same_numbers(dtype):
+    """So that a rank, which sees a part of a tensor only, agrees with one that sees all of it."""
+    x = drawn(64, 64)
+    x[0, 0] = 300.0  # the rest would be scaled otherwise by itself
+    whole, part = cast(x, dtype), cast(x[1:], dtype)
+    assert whole.unit != part.unit
+    near = x[1:].abs() > 300 * 2.0**-13
+    here, there = part.values.float() * part.unit, whole.values[1:].float() * whole.unit
+    assert near.float().mean() > 0.9 and torch.equal(here[near], there[near])
+
+
+def test_zeros_and_what_is_not_finite():
+    assert not multiply(cast(torch.zeros(16, 16), E4M3), cast(drawn(16, 16), E4M3), torch.float32).any()
+    for bad in (float("inf"), -float("inf"), float("nan")):
+        x = drawn(16, 16)
+        x[3, 4] = bad
+        assert multiply(cast(x, E5M2), cast(drawn(16, 16), E4M3), torch.float32)[3].isnan().all(), bad
+
+
+# ------------------------------------------------------------------------------------------------------ the products
+
+
+def products_of(products: Products, device: str = "cpu") -> list[torch.Tensor]:
+    """Output, input gradient of two weights, and weight gradient (twice over, into one sink)."""
+    x, dy, other = (drawn(48, n, seed=i).to(device) for i, n in enumerate((32, 64, 16)))
+    w, v = (torch.nn.Parameter(drawn(n, 32, seed=n).to(device)) for n in (64, 16))
+    with torch.no_grad():
+        y = products.output(products.input(Gathered(x)).all(), products.weight(w, backward=False))
+        x_NI, dys = products.input(Gathered(x)), [products.gradient(Gathered(g)).all() for g in (dy * 1e-4, other)]
+        dx = products.input_gradient(dys, [products.weight(p, backward=True) for p in (w, v)])
+        w.grad_dtype = torch.float32
+        w.grad, sink = torch.full((64, 32), float("nan"), device=device), Gradients()
+        sink.open([w])
+        for _ in range(2):
+            assert products.weight_gradient(sink, w, dys[0], x_NI.all()) is None
+    return [y, dx, w.grad]
+
+
+def close(found: list[torch.Tensor], expected: list[torch.Tensor], bound: float) -> None:
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == want.dtype and got.shape == want.shape
+        assert (got.double() - want.double()).norm() <= bound * want.double().norm()
+
+
+def test_products_are_near_those_of_bf16():
+    close(products_of(Fp8Products()), products_of(Products()), 0.08)
+
+
+def test_the_device_multiplies_as_the_emulation():
+    """PyTorch's own fp8 matmul on CPU: too slow to train with, and asked for as the GPU's is."""
+    with mock.patch.object(fp8, "multiplies_fp8", lambda device: True):
+        try:
+            native = products_of(Fp8Products())
+        except RuntimeError as error:
+            pytest.skip(f"this PyTorch has none: {error}")
+    close(native, products_of(Fp8Products()), 1e-5)
+
+
+@pytest.mark.full
+def test_compiled_products_are_those_made_outside():
+    """Bit for bit, where the compiler rounds what it fuses as it would be otherwise."""
+    x, w, v = drawn(48, 32), drawn(64, 32, seed=1), drawn(16, 32, seed=2)
+    dys = [drawn(48, n, seed=n) * scale for n, scale in ((64, 1e-4), (16, 1.0))]
+
+    def run(linear, *tensors):
+        """x as something before it makes it; outputs as something after them takes them."""
+        x_NI, *weights = (t.clone().requires_grad_() for t in tensors)
+        with torch._inductor.config.patch(emulate_precision_casts=True):
+            y, z = torch.compile(lambda a, b: linear(2 * a, b, [None, None]), fullgraph=True)(x_NI, weights)
+            return [y, z, *torch.autograd.grad([y, z], [x_NI, *weights], dys)]
+
+    products, factors = Fp8Products(), [cast(t, E4M3) for t in (w, v)]
+    casts, x_NI = [cast(dy, E5M2) for dy in dys], cast(2 * x, E4M3)
+    outside = [products.output(x_NI, f) for f in factors]
+    outside += [2 * products.input_gradient(casts, [f.t() for f in factors])]
+    outside += [multiply(dy.t(), x_NI.t(), torch.bfloat16) for dy in casts]
+    for got, want in zip(run(products.in_graph, x, w, v), outside, strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+@pytest.mark.gpu
+def test_a_gpu_multiplies_as_the_emulation():
+    if not multiplies_fp8("cuda"):
+        pytest.skip("a GPU without fp8 matmuls")
+    found = [x.cpu() for x in products_of(Fp8Products(), "cuda")]
+    close(found, products_of(Fp8Products()), 2e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).item()
+
+
+@pytest.mark.full
+def test_gradients_point_where_those_of_bf16_do():
+    run = [*MODEL, "train.steps=1"]
+    narrow, wide = (train(1, [*run, f"precision.compute={p}"]) for p in ("fp8", "bf16"))
+    for name, want in wide.tensors["gradient"].items():
+        assert 0.99 < cosine(narrow.tensors["gradient"][name], want) < 1, name
+    assert narrow.losses[0] == pytest.approx(wide.losses[0], rel=1e-3)
+
+
+@pytest.mark.full
+def test_compiled_blocks_have_the_same_gradients(one_process):
+    found = train(1, [*MODEL, "train.steps=1", "precision.compute=fp8", "train.compile=true"])
+    for name, want in one_process.tensors["gradient"].items():
+        assert cosine(found.tensors["gradient"][name], want) > 0.99, name
+
+
+MESHES = {
+    "dp2": (["mesh.dp=2"], 1e-6),  # other tokens, so other scales
+    "zb_h1": (["mesh.pp=2", "schedule=zb_h1"], 1e-6),
+    "recompute": (["mesh.fsdp=2", "recompute=full"], 1e-6),
+    "tp2": (["mesh.tp=2"], 0.15),
+    "tp2-overlap": (["mesh.tp=2", "tp.overlap=true"], 0.15),
+    "cp2": (["mesh.cp=2"], 0.15),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return train(1, [*MODEL, "train.steps=1", "precision.compute=fp8"])
+
+
+@pytest.mark.parametrize("mesh", [m if m == "dp2" else pytest.param(m, marks=pytest.mark.full) for m in MESHES])
+def test_gradients_over_a_mesh(mesh, one_process):
+    """Where bf16 sums come out alike, so do the products in fp8; where they do not, within what fp8 rounds."""
+    overrides, bound = MESHES[mesh]
+    found = train(2, [*MODEL, "train.steps=1", "precision.compute=fp8", *overrides])
+    for name, want in one_process.tensors["gradient"].items():
+        off = (found.tensors["gradient"][name] - want).norm() / want.norm()
+        assert off <= bound, f"{name} is off by {off:.3f}"
+
+
+@dataclass
+class Chain:
+    """In place of a corpus: a sequence's first token says which follows which in it, so that embedding and head alone,
+    without the blocks, learn little."""
+
+    cfg: Config
+
+    def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
+        draw, vocabulary = np.random.default_rng(step), self.cfg.model.vocab_size
+        found = np.empty((len(rows), self.cfg.train.seq_len + 1), dtype=np.int64)
+        found[:, 0] = draw.integers(0, 4, len(rows))
+        found[:, 1] = draw.integers(0, vocabulary, len(rows))
+        for i in range(2, found.shape[1]):
+            found[:, i] = (5 * found[:, i - 1] + 1 + vocabulary // 4 * found[:, 0]) % vocabulary
+        return found
+
+
+LEARNING = ["train.seq_len=16", "train.global_batch=16", "train.micro_batch=16", "optim.lr=5e-3", "optim.warmup=5"]
+
+
+def losses(precision: str, steps: int) -> np.ndarray:
+    """Of each step of a training in one process."""
+    cfg = resolve(load_config([*MODEL, *LEARNING, f"train.steps={steps}", f"precision.compute={precision}"]), 1)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    step, rows = TrainingStep(cfg, mesh, stages), range(cfg.train.global_batch)
+    batches = lambda i: microbatches(Chain(cfg), i, rows, cfg.train.micro_batch, sequence_sharding(cfg), 0, None)
+    return np.array([step.run(i, batches(i))().loss for i in range(1, steps + 1)])
+
+
+def test_the_loss_falls_as_in_bf16():
+    narrow, wide = losses("fp8", 60), losses("bf16", 60)
+    means = [x.reshape(-1, 10).mean(axis=1) for x in (narrow, wide)]
+    print("means of ten steps, fp8 and bf16:", *means)
+    assert wide[-10:].mean() < 1.2, "without the blocks it comes to 1.6"
+    assert (abs(means[0] / means[1] - 1) < 0.02).all()
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "words"),
+    [
+        (1, ["model.hidden_size=72"], "model.hidden_size = 72 must be a multiple of 16"),
+        (2, ["mesh.tp=2", "model.intermediate_size=144"], "model.intermediate_size / mesh.tp = 72 must be"),
+        (4, ["mesh.tp=4", "model.num_key_value_heads=4", "model.head_dim=8"], "num_attention_heads x head_dim"),
+        (2, ["mesh.cp=2", "train.seq_len=12"], "train.micro_batch x train.seq_len / mesh.cp = 24 must be"),
+        (1, ["precision.params=fp64"], "precision.params=fp64 goes with precision.compute=fp64 or fp32"),
+    ],
+)
+def test_refusals(ranks, overrides, words):
+    with pytest.raises(ConfigError) as error:
+        resolve(load_config([*MODEL, "precision.compute=fp8", *overrides]), ranks)
+    assert words in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,122 @@
+"""Matrices that are one product where they stand row behind row, and gradients that lie as that product needs them."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ndtrain.config import load_config, resolve
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts
+from ndtrain.engine.train_step import TrainingStep
+from ndtrain.model.contiguous import joined, side_by_side
+from ndtrain.model.norm import rms_norm
+from ndtrain.model.rope import rope_table, rotate
+from ndtrain.model.swiglu import swiglu
+from ndtrain.parallel.build import build_stages, initialise
+from tests.lib.parity import SHAPE, make_batches
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_neighbours_are_joined_without_a_copy(dim):
+    whole = torch.arange(24.0).view(4, 6)
+    parts = whole.split_with_sizes((1, 3) if dim == 0 else (1, 5), dim)
+    assert torch.equal(joined(parts, dim), whole)
+    assert joined(parts, dim).data_ptr() == side_by_side(parts, dim).data_ptr() == whole.data_ptr()
+
+
+def test_what_does_not_follow_is_copied():
+    whole = torch.arange(24.0).view(4, 6)
+    a, b, c = whole.split(2, 1)
+    strange = {
+        "in another order": (b, a),
+        "with a gap": (a, c),
+        "of another memory": (a, b.clone()),
+        "of other strides": (whole[:2, :2], whole.view(2, 12)[:, 2:4]),
+    }
+    for why, parts in strange.items():
+        assert joined(parts, 1) is None, why
+        assert torch.equal(side_by_side(parts, 1), torch.cat(parts, 1)), why
+
+
+def test_memory_that_happens_to_follow_is_not_joined():
+    """Two allocations of one pool may lie next to each other: they are still two memories."""
+    pool = torch.arange(8.0)
+    two = [torch.frombuffer(pool.numpy(), dtype=torch.float32, count=4, offset=16 * i).view(1, 4) for i in range(2)]
+    assert two[0].data_ptr() + 16 == two[1].data_ptr()
+    assert joined(two, 0) is None
+    assert torch.equal(side_by_side(two, 0), pool.view(2, 4))
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_gradients_of_what_lies_between_products():
+    """And they come side by side, as they came in."""
+    torch.autograd.gradcheck(swiglu, (leaf(3, 4), leaf(3, 4)))
+    torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (leaf(3, 4), leaf(4)))
+    torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (leaf(2, 3, 2, 4), leaf(4)))
+    table = rope_table(torch.arange(3), torch.tensor([1.0, 0.3]), torch.float64)
+    turn = lambda q, k: rotate(q, k, table)
+    torch.autograd.gradcheck(turn, (leaf(2, 3, 4, 4), leaf(2, 3, 2, 4)))
+    torch.autograd.gradcheck(lambda qk: turn(*qk.split((4, 2), 2)), (leaf(2, 3, 6, 4),))
+
+    for made, dim, sizes, fn in ((leaf(2, 3, 6, 4), 2, (4, 2), turn), (leaf(3, 8), 1, (4, 4), swiglu)):
+        parts = [x.detach().requires_grad_() for x in made.split(sizes, dim)]
+        out = fn(*parts)
+        total = out.sum() if isinstance(out, torch.Tensor) else sum((x * x.detach()).sum() for x in out)
+        assert joined(torch.autograd.grad(total, parts), dim) is not None
+    q, k = (x.detach() for x in leaf(2, 3, 6, 4).split((4, 2), 2))
+    assert joined(turn(q, k), 2) is not None and joined(turn(q.clone(), k), 2) is None
+    for got, want in zip(turn(q.clone(), k), turn(q, k), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_which_matrices_stack():
+    wide, narrow, embed = Dim("heads", 4, 2), Dim("kv_heads", 2, 2), Dim("embed", 6)
+    tensors = {"q": (wide, embed), "k": (narrow, embed), "o": (embed, wide), "norm": (embed,)}
+    rules = {"heads": "tp", "kv_heads": "tp"}
+
+    def stacks(tp: int, *names: str) -> bool:
+        mesh = MeshSpec(("pp", "dp", "fsdp", "cp", "tp"), (1, 1, 1, 1, tp))
+        layouts = Layouts(tensors, rules, mesh, rank=0)
+        return FlatLayout.of([layouts[name] for name in tensors], parts=1).stacks(names)
+
+    assert stacks(1, "q", "k") and stacks(2, "q", "k")
+    assert not stacks(4, "q", "k"), "each k is held by two ranks, and so stands behind those that are not"
+    assert not stacks(1, "k", "q") and not stacks(1, "q", "o") and not stacks(1, "o", "norm")
+    assert not stacks(1, "k", "o"), "rows of another width"
+
+
+class Products(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_a_step(overrides: list[str]) -> int:
+    """Of matrices, in one step of one microbatch."""
+    cfg = resolve(load_config([*SHAPE, "train.global_batch=2", *overrides]), 1)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    step, batches = TrainingStep(cfg, mesh, stages), make_batches(cfg, mesh, 1, "none")
+    with Products() as products:
+        step.run(1, batches)()
+    return sum(products.seen.values())
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["mesh.zero=1"], ["model.model_type=qwen2"]], ids=["llama", "zero1", "qwen2"]
+)
+def test_neighbours_are_one_product(overrides):
+    """Forward, and for the weights' and the input's gradients: q with k, v, o, gate with up, and down, in each of three
+    layers, and the head's in three chunks."""
+    assert products_of_a_step(overrides) == 3 * (3 * 5 + 3)

@@ -1,0 +1,401 @@
+"""Every recompute mode trains as without it, sends nothing twice that can be kept, and holds what it says it does."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ndtrain.config import KEEPABLE, ConfigError, RecomputeConfig, load_config, resolve
+from ndtrain.model import tensor_dims
+from ndtrain.parallel import recompute_budget
+from ndtrain.parallel.recompute import LAST, Group, Keep, groups, op_of, spared
+from ndtrain.parallel.recompute_budget import BlockSizes, Load, choices, height, load, plan, rerun_cost
+from ndtrain.schedule import Action
+from tests.lib.parity import FP64, SHAPE, Run, compare, rank_run, train
+from tests.lib.ranks import run_ranks
+from tests.parallel.test_memory import measure
+
+# ----------------------------------------------------------------------------------------------------------- parity
+
+MODEL = [
+    *SHAPE, *FP64, "train.global_batch=8", "model.num_hidden_layers=4", "model.num_attention_heads=8",
+    "model.num_key_value_heads=2", "model.head_dim=4", "model.vocab_size=103",
+]  # fmt: skip
+CASES = {
+    "selective": (1, ["recompute=selective"]),
+    "selective, qkv": (1, ["recompute=selective", "recompute.keep=[qkv_proj,gate_up_proj]"]),
+    "selective, nothing": (1, ["recompute=selective", "recompute.keep=[]"]),
+    "selective, all": (1, ["recompute=selective", f"recompute.keep=[{','.join(KEEPABLE)}]", "data.pack=true"]),
+    "every auto": (1, ["recompute=every", "recompute.every=auto"]),
+    "every 3, gpipe": (1, ["recompute=every", "recompute.every=3", "schedule=gpipe"]),
+    "budget": (1, ["recompute=budget", "recompute.budget=360kB"]),
+    "full, tp": (2, ["recompute=full", "mesh.tp=2", "model.attention_bias=true", "model.mlp_bias=true"]),
+    "full, whole stream": (2, ["recompute=full", "mesh.tp=2", "tp.sequence_parallel=false", "tp.overlap=true"]),
+    "every 2, tp": (2, ["recompute=every", "recompute.every=2", "mesh.tp=2"]),
+    "selective, tp": (2, ["recompute=selective", "mesh.tp=2", "tp.overlap=true"]),
+    "full, ring": (2, ["recompute=full", "mesh.cp=2", "data.pack=true"]),
+    "full, ulysses": (2, ["recompute=full", "mesh.cp=2", "cp.kind=ulysses"]),
+    "selective, ulysses": (2, ["recompute=selective", "mesh.cp=2", "cp.kind=ulysses", "data.pack=true"]),
+    "budget, ring": (2, ["recompute=budget", "recompute.budget=600kB", "mesh.cp=2"]),
+    "full, tp and cp": (4, ["recompute=full", "mesh.tp=2", "mesh.cp=2"]),
+    "selective, tp and cp": (4, ["recompute=selective", "mesh.tp=2", "mesh.cp=2", "schedule=gpipe"]),
+    "budget, tp": (2, ["recompute=budget", "recompute.budget=200kB", "mesh.tp=2"]),
+    "selective, 1f1b": (2, ["recompute=selective", "mesh.pp=2"]),
+    "every 2, interleaved": (2, ["recompute=every", "recompute.every=2", "mesh.pp=2", "schedule=interleaved"]),
+    "selective, zb_v": (2, ["recompute=selective", "mesh.pp=2", "schedule=zb_v"]),
+    "full, zb_h1 and tp": (4, ["recompute=full", "mesh.pp=2", "schedule=zb_h1", "mesh.tp=2"]),
+    "budget, zb_v": (2, ["recompute=budget", "recompute.budget=700kB", "mesh.pp=2", "schedule=zb_v"]),
+    "budget, dualpipe_v": (2, ["recompute=budget", "recompute.budget=1MB", "mesh.pp=2", "schedule=dualpipe_v"]),
+    **{f"selective, zero {z}": (2, ["recompute=selective", "mesh.fsdp=2", f"mesh.zero={z}"]) for z in (1, 2, 3)},
+    **{f"budget, zero {z}": (2, ["recompute=budget", "recompute.budget=600kB", "mesh.fsdp=2", f"mesh.zero={z}"])
+       for z in (1, 2, 3)},
+}  # fmt: skip
+DEFAULT = ("selective", "every auto", "budget", "every 2, tp", "full, ulysses", "budget, zb_v")
+
+
+@cache
+def reference(*overrides: str) -> Run:
+    return train(1, [*MODEL, "train.micro_batch=8", *overrides], "uneven")
+
+
+@pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.full) for n in CASES])
+def test_fp64(name):
+    n, extra = CASES[name]
+    same = [e for e in extra if e.startswith(("model.", "data."))]
+    run = train(n, [*MODEL, "train.micro_batch=2", *extra], "uneven")
+    compare(run, reference(*same), loss=1e-10, state=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------------- keep
+
+
+def test_keep_gives_back_what_was_made_in_its_order():
+    keep, made = Keep(), iter(range(10))
+    make = lambda: (torch.full((2,), float(next(made))),)
+    with keep.recording("a", frozenset({"x"})):
+        first = [keep("x", make), keep("y", make), keep("x", make)]
+    with keep.replaying("a"):
+        assert keep.of("y") is None
+        second = [keep("x", make), keep("y", make), keep.of("x")(make)]
+    assert second[0] is first[0] and second[2] is first[2] and second[1] is not first[1]
+    assert keep.of("x") is None and keep("x", make)[0][0] == 4
+
+
+def test_keep_refuses_a_second_run_that_differs():
+    keep = Keep()
+    with keep.recording("a", frozenset({"x"})):
+        keep("x", lambda: torch.ones(1))
+    with (
+        pytest.raises(RuntimeError, match="second run of a did not ask for the kept results of x"),
+        keep.replaying("a"),
+    ):
+        pass
+
+
+def test_what_is_unneeded_is_kept_as_a_shape():
+    keep = Keep()
+    with keep.recording("a", frozenset({"x", "y"}), unneeded=frozenset({"y"})):
+        keep("x", lambda: (torch.ones(5, 3), torch.ones(4)))
+        keep("y", lambda: (torch.ones(5, 3),))
+    with keep.replaying("a"):
+        keep("x", lambda: 1 / 0)
+        assert keep("y", lambda: 1 / 0)[0].shape == (5, 3)
+    with keep.recording("a", frozenset({"x", "y"}), unneeded=frozenset({"y"})):
+        keep("x", lambda: (torch.ones(5, 3), torch.ones(4)))
+        keep("y", lambda: (torch.ones(5, 3),))
+    assert keep.drop("a") == {"x": 4 * (15 + 4), "y": 4}
+
+
+def test_ops_are_named_by_their_first_weight():
+    names = ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.gate_proj.weight", "mlp.down_proj.bias"]
+    assert [op_of(f"model.layers.3.{n}") for n in names] == ["qkv_proj", None, "gate_up_proj", None]
+    assert op_of("lm_head.weight") is None
+
+
+# ----------------------------------------------------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize(
+    ("cfg", "sizes"),
+    [
+        (RecomputeConfig(name="none"), []),
+        (RecomputeConfig(name="full", every=3), [1] * 9),
+        (RecomputeConfig(name="selective"), [1] * 9),
+        (RecomputeConfig(name="every", every=4), [4, 4, 1]),
+        (RecomputeConfig(name="every", every="auto"), [3, 3, 3]),
+    ],
+)
+def test_groups_cover_the_blocks_in_order(cfg, sizes):
+    found = groups(range(2, 11), cfg)
+    assert [len(g.segments) for g in found] == sizes
+    assert [i for g in found for i in g.segments] == (list(range(2, 11)) if sizes else [])
+
+
+def test_what_groups_keep_and_spare():
+    always = frozenset({"o_proj", "down_proj"})
+    (a, b) = groups([1, 2, 3], RecomputeConfig(name="every", every=2), always)
+    assert (a, b) == (Group([1, 2], always), Group([3], always))
+    chosen = groups([1, 2, 3], RecomputeConfig(name="budget"), always, [frozenset({"core"}), None, frozenset()])
+    assert chosen == [Group([1], always | {"core"}), Group([3], always)]
+    plain = groups([1, 2, 3], RecomputeConfig(name="every", every=2))
+    assert spared([1, 2, 3], plain) == [frozenset(), {"down_proj"}, {"down_proj"}]
+    assert spared([1, 2, 3], plain, compiled=True) == [frozenset()] * 3
+    assert spared([1, 2, 3], chosen) == [always | {"core"}, None, always]
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+
+
+def bytes_sent(ways: list[list[str]]) -> list[int]:
+    """What this rank sends in a run of each."""
+    return [_sent(overrides) for overrides in ways]
+
+
+def _sent(overrides: list[str]) -> int:
+    total = 0
+
+    def counting(send: Callable) -> Callable:
+        def call(x: torch.Tensor, *args, **kwargs):
+            nonlocal total
+            total += x.nbytes
+            return send(x, *args, **kwargs)
+
+        return call
+
+    with patch.object(dist, "isend", counting(dist.isend)), patch.object(dist, "all_reduce", counting(dist.all_reduce)):
+        rank_run(
+            [*MODEL, "model.num_hidden_layers=2", "train.micro_batch=4", "train.steps=1", "mesh.zero=1", *overrides]
+        )
+    return total
+
+
+SHORT = ["model.num_hidden_layers=2", "train.micro_batch=4", "train.steps=1", "mesh.zero=1"]
+RUNS = 2 * 2  # microbatches x blocks
+STREAM = 4 * 12 * 36 * 8 // 2  # bytes of a rank's half of the stream of a microbatch
+HEADS = 4 * 6 * (4 + 1 + 1) * 4 * 8  # of its half of the tokens, the other's heads of q, k and v
+SENT = {  # mesh -> what the second run of a block sends: by full, every=2, selective, selective without gate_up_proj
+    "tp": (["mesh.tp=2"], (2 * STREAM, 2 * STREAM, STREAM, 2 * STREAM)),
+    "tp, in parts": (["mesh.tp=2", "tp.overlap=true"], (2 * STREAM, 2 * STREAM, STREAM, 2 * STREAM)),
+    "tp, whole stream": (["mesh.tp=2", "tp.sequence_parallel=false"], (0, 0, 0, 0)),
+    "ring": (["mesh.cp=2"], (0, 0, 0, 0)),
+    "ulysses": (["mesh.cp=2", "cp.kind=ulysses"], (HEADS,) * 4),
+}
+WAYS = [
+    ["recompute=full"], ["recompute=every", "recompute.every=2"], ["recompute=selective"],
+    ["recompute=selective", "recompute.keep=[core]"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("tp", "ulysses") else pytest.param(n, marks=pytest.mark.full) for n in SENT]
+)
+def test_the_second_run_sends_only_what_brings_inputs_together(name):
+    """tp's columns see all tokens and Ulysses' core all of a head's: these inputs are gathered again, as a backward
+    gathers them too. No output is summed or exchanged again, and no ring turns."""
+    mesh, expected = SENT[name]
+    for none, *again in run_ranks(bytes_sent, 2, [[*mesh, *way] for way in (["recompute=none"], *WAYS)]):
+        assert none > 0
+        assert [(sent - none) / RUNS for sent in again] == list(expected)
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+
+DEEP = [
+    "model.num_hidden_layers=16", "model.num_key_value_heads=2", "train.seq_len=128", "train.loss_chunk=64",
+    "mesh.zero=1",
+]  # fmt: skip
+MB = 1_000_000
+
+
+def heights(ways: list[list[str]]) -> list[dict]:
+    """Measured bytes above the state at the height of a step, for each; and with recompute=budget what was planned."""
+    return [_height(way) for way in ways]
+
+
+def _height(overrides: list[str]) -> dict:
+    planned = {}
+
+    def spy(loads, sizes, limit, cost, always):
+        found = plan(loads, sizes, limit, cost, always)
+        full = [c for c in choices(always) if c is not None][:1] * len(found)
+        planned.update(
+            budget=limit, found=found, cost=sum(map(cost, found)), full=sum(map(cost, full)),
+            least=height(loads, full, sizes), most=height(loads, [None] * len(found), sizes),
+        )  # fmt: skip
+        return found
+
+    with patch.object(recompute_budget, "plan", spy):
+        return {"height": measure([*DEEP, *overrides])["height"], **planned}
+
+
+def test_activations_of_each_mode():
+    ways = [["recompute=none"], ["recompute=selective"], ["recompute=every", "recompute.every=2"], ["recompute=full"]]
+    none, selective, every, full = (r["height"] for r in run_ranks(heights, 1, ways)[0])
+    print(f"none {none}, selective {selective}, every=2 {every}, full {full}")
+    assert full <= 0.25 * none
+    assert none - selective >= 0.5 * (none - full)
+    assert full < every < selective
+
+
+def budget_ways(extra: list[str], share: list[float]) -> list[list[str]]:
+    """Budgets between the least that works on all ranks and what no recompute takes."""
+    asked = run_ranks(heights, *_ranks(extra), [[*extra, "recompute=budget", "recompute.budget=1TB"]])
+    least, most = (max(rank[0][bound] for rank in asked) for bound in ("least", "most"))
+    limits = [int(least + s * (most - least)) for s in share]
+    return [[*extra, "recompute=budget", f"recompute.budget={b}"] for b in limits]
+
+
+def _ranks(extra: list[str]) -> tuple[int]:
+    return (2 if any(e.startswith("mesh.") and e.endswith("=2") for e in extra) else 1,)
+
+
+SETTINGS = {
+    "fp32": [], "gpipe": ["schedule=gpipe"], "bf16": ["precision.compute=bf16"],
+    "packed": ["data.pack=true", "train.seq_len=64"], "tp": ["mesh.tp=2"], "ring": ["mesh.cp=2"],
+    "ulysses": ["mesh.cp=2", "cp.kind=ulysses"], "zero 3": ["mesh.fsdp=2", "mesh.zero=3"],
+    "1f1b": ["mesh.pp=2"], "zb_h1": ["mesh.pp=2", "schedule=zb_h1"], "zb_v": ["mesh.pp=2", "schedule=zb_v"],
+    "zero 2 in bf16": ["mesh.fsdp=2", "mesh.zero=2", "precision.compute=bf16"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["fp32", *(pytest.param(n, marks=pytest.mark.full) for n in list(SETTINGS)[1:])])
+def test_activations_stay_under_the_budget(name):
+    """The least that works, as the error says it, does work. With every byte more there is less to run again than with
+    recompute=full, and budgets are used."""
+    extra = SETTINGS[name]
+    for by_rank in run_ranks(heights, *_ranks(extra), budget_ways(extra, [0, 0.1, 0.4, 0.8])):
+        for r in by_rank:
+            print(f"{name}: height {r['height']} of {r['budget']}, cost {r['cost'] / r['full']:.2f} of full's")
+            assert r["height"] <= r["budget"]
+            assert r["cost"] <= r["full"]
+        tight = [r for r in by_rank if r["budget"] < r["most"]]
+        costs = [r["cost"] for r in tight]
+        assert costs == sorted(costs, reverse=True) and len(set(costs)) == len(costs)
+        if not any("mesh.pp" in e for e in extra):  # bounds of several stages together lie higher
+            assert all(r["height"] > 0.75 * r["budget"] for r in tight[1:]), "much of the budget lies idle"
+
+
+def test_a_budget_that_cannot_be_names_the_least():
+    with pytest.raises(AssertionError, match=r"recompute.budget=1000000: .* need \d+ bytes at least"):
+        run_ranks(heights, 1, [["recompute=budget", "recompute.budget=1MB"]])
+
+
+# ------------------------------------------------------------------------------------------------------------- plans
+
+
+def random_sizes(draw: random.Random) -> BlockSizes:
+    size = lambda most: draw.randint(1, most)
+    kept = {op: size(40) for op in KEEPABLE}
+    return BlockSizes(size(20), size(100), kept, size(150), size(50), size(20), size(300), size(30))
+
+
+def brute_force(loads: list[Load], sizes: BlockSizes, limit: int, cost: Callable, always: frozenset[str]):
+    """(cost, height) of the best plan with at most two kinds of blocks, None where there is none; and the least
+    height of all plans."""
+    blocks = sum(one.blocks for one in loads)
+    every = [p for p in product(choices(always), repeat=blocks) if len(set(p)) <= 2]
+    rated = [(sum(map(cost, p)), height(loads, p, sizes)) for p in every]
+    return min((r for r in rated if r[1] <= limit), default=None), min(h for _, h in rated)
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        [Load(1, 1)], [Load(3, 1)], [Load(3, 2)], [Load(2, 3, 1)], [Load(2, 2), Load(1, 1)], [Load(2, 1), Load(2, 3)],
+    ],
+)  # fmt: skip
+def test_the_plan_is_the_best_of_all(loads):
+    draw, always = random.Random(5), frozenset({"core", "o_proj", "down_proj"})
+    found_some = refused = 0
+    for _ in range(60):
+        sizes, price = random_sizes(draw), {op: draw.randint(1, 9) for op in KEEPABLE}
+        cost = lambda c, price=price: 0 if c is None else 2 + sum(price[op] for op in KEEPABLE if op not in c)
+        blocks = sum(one.blocks for one in loads)
+        bounds = [height(loads, [c] * blocks, sizes) for c in choices(always)]
+        limit = draw.randint(min(bounds) - 20, max(bounds) + 20)
+        best, least = brute_force(loads, sizes, limit, cost, always)
+        if best is None:
+            refused += 1
+            with pytest.raises(ConfigError, match=f"need {least} bytes"):
+                plan(loads, sizes, limit, cost, always)
+        else:
+            found_some += 1
+            found = plan(loads, sizes, limit, cost, always)
+            assert (sum(map(cost, found)), height(loads, found, sizes)) == best
+            assert len(set(found)) <= 2
+    assert found_some and refused
+
+
+def simulated_height(blocks: int, microbatches: int, chosen: list, sizes: BlockSizes) -> int:
+    """All forwards, then all backwards, bytes counted as they come and go."""
+    now = sizes.besides + microbatches * (sum(sizes.held(c) for c in chosen) + sizes.tail)
+    peak = now + sizes.head
+    for _ in range(microbatches):
+        now -= sizes.tail
+        for choice in reversed(chosen):
+            now -= sizes.held(choice)
+            peak = max(peak, now + sizes.boundary + sizes.backward)
+    return peak * 51 // 50
+
+
+def test_the_height_is_that_of_a_step():
+    draw = random.Random(6)
+    for _ in range(200):
+        sizes, blocks, m = random_sizes(draw), draw.randint(1, 5), draw.randint(1, 4)
+        chosen = [draw.choice(choices(frozenset())) for _ in range(blocks)]
+        assert height([Load(blocks, m)], chosen, sizes) == simulated_height(blocks, m, chosen, sizes)
+
+
+def test_loads_are_the_peaks_of_each_stage():
+    row = [Action(kind, m, s) for kind, m, s in
+           [("F", 0, 1), ("F", 1, 1), ("F", 0, 2), ("I", 0, 2), ("B", 0, 1), ("F", 1, 2), ("I", 1, 2), ("W", 0, 2),
+            ("W", 1, 2), ("B", 1, 1)]]  # fmt: skip
+    assert [load(row, 1, 3), load(row, 2, 5)] == [Load(3, 2, 0), Load(5, 1, 2)]
+
+
+def test_of_equal_live_microbatches_the_last_blocks_hold_most():
+    sizes = BlockSizes(10, 100, dict.fromkeys(KEEPABLE, 10), 120)
+    cfg = resolve(load_config([]), 1)
+    cost = rerun_cost(cfg, "cpu")
+    found = plan([Load(8, 1)], sizes, 600, cost, frozenset())
+    first_none = found.index(None)
+    assert 0 < first_none < 8 and found[first_none:] == [None] * (8 - first_none)
+    assert plan([Load(8, 1)], sizes, 10**6, cost, frozenset()) == [None] * 8
+
+
+# ----------------------------------------------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recompute=selective", "recompute.keep=[core,gate_proj]"], "no op gate_proj .*gate_up_proj"),
+        (["recompute=selective", "recompute.keep=[down_proj]"], "no op down_proj"),
+        (["recompute=every", "recompute.every=0"], "recompute.every=0"),
+        (["recompute=every", "recompute.every=root"], "recompute.every=root: .*auto"),
+        (["recompute=budget"], "recompute.budget is missing"),
+        (["recompute=budget", "recompute.budget=2gallons"], "recompute.budget=2gallons"),
+        (["recompute=budget", "recompute.budget=0"], "recompute.budget=0"),
+    ],
+)
+def test_settings_that_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        resolve(load_config(overrides), 1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GiB", 2 * 2**30), ("500MB", 500 * MB), ("1.5 gib", 3 * 2**29), ("4096", 4096)]
+)
+def test_budgets_are_bytes(text, size):
+    assert resolve(load_config(["recompute=budget", f"recompute.budget={text}"]), 1).recompute.budget == size
+
+
+def test_all_ops_of_a_block_but_the_last_can_be_kept():
+    matmuls = {op_of(name) for name in tensor_dims(resolve(load_config([]), 1).model)}
+    assert {*KEEPABLE} == {"core", *matmuls} - {LAST, None}

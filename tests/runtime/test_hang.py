@@ -1,0 +1,239 @@
+"""A run that hangs ends by itself and names the rank at fault; and a rank that is slow is named too."""
+
+import json
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from ndtrain.distributed.collectives import all_gather
+from ndtrain.distributed.flight_recorder import RECORDER, Recorder
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.metrics.stragglers import WINDOW, Stragglers
+from ndtrain.runtime import exit_status
+from ndtrain.runtime.hang_watchdog import Report, diagnose
+from tests.lib import helpers
+from tests.lib.helpers import arguments, processes, rows, run, write_corpus
+from tests.lib.ranks import run_ranks
+
+FULL = pytest.mark.full
+DEADLINE_S = 6
+
+# ------------------------------------------------------------------------------------------------------------ recorder
+
+
+def group(name: str, rank: int, n: int) -> SimpleNamespace:
+    return SimpleNamespace(group_name=name, rank=lambda: rank, size=lambda: n)
+
+
+def test_the_recorder_counts_by_channel_and_keeps_the_last():
+    recorder = Recorder(kept=3)
+    recorder.name(group("g", 1, 2), "tp", [4, 6])
+    recorder.begin(7)
+    recorder.action = "F"
+    flights = [recorder.launch("all_reduce", group("g", 1, 2), 8) for _ in range(4)]
+    there, back = (
+        recorder.launch("send", group("g", 1, 2), 8, to=0),
+        recorder.launch("receive", group("g", 1, 2), 8, source=0),
+    )
+    both = recorder.launch("shift", group("g", 1, 2), 8, to=0, source=0)
+    assert [f.number for f in flights] == [1, 2, 3, 4] and {f.channel for f in flights} == {"tp [4, 6]"}
+    assert (there.channel, back.channel, both.channel) == tuple(
+        f"tp [4, 6] {s}" for s in ("1 to 0", "0 to 1", "0 with 1")
+    )
+    assert recorder.members[there.channel] == (6, 4) and recorder.members[back.channel] == (4, 6)
+    assert list(recorder.last) == [there, back, both] and (there.step, there.action) == (7, "F")
+
+
+def test_the_recorder_knows_what_is_waited_for_and_how_long():
+    recorder = Recorder()
+    recorder.begin(1)
+    assert recorder.longest_wait() == (None, 0.0)
+    flight = recorder.launch("all_reduce", group("g", 0, 2), 8)
+    recorder.enter(flight)
+    time.sleep(0.05)
+    with recorder.waiting("data"):
+        found, seconds = recorder.longest_wait()
+    assert found is flight and seconds >= 0.05
+    recorder.leave(flight)
+    assert recorder.longest_wait() == (None, 0.0) and recorder.busy() < 0.04
+
+
+def gather_once() -> tuple[list, int]:
+    out = torch.empty(2)
+    before = len(RECORDER.last)
+    all_gather(out, torch.ones(1), torch.distributed.group.WORLD).wait()
+    return [(f.op, f.nbytes, f.ended >= f.waited > 0) for f in list(RECORDER.last)[before:]], len(RECORDER._waits)
+
+
+def test_collectives_are_recorded():
+    assert run_ranks(gather_once, 2) == [([("all_gather", 8, True)], 0)] * 2
+
+
+# ----------------------------------------------------------------------------------------------------------- diagnosis
+
+SPEC = MeshSpec(("dp", "tp"), (2, 2))
+
+
+def flight(op: str = "all_gather", channel: str = "tp [0, 1]", number: int = 5, nbytes: int = 64, **at) -> dict:
+    return {
+        "op": op,
+        "channel": channel,
+        "number": number,
+        "nbytes": nbytes,
+        "step": 3,
+        "action": "F0",
+        "launched": 1.0,
+    } | at
+
+
+def report(rank: int, waits: dict | None = None, last: tuple = (), **counts: int) -> Report:
+    channels = {"tp01": ("tp [0, 1]", [0, 1]), "tp23": ("tp [2, 3]", [2, 3]), "dp02": ("dp [0, 2]", [0, 2])}
+    of = {channels[key][0]: n for key, n in counts.items()}
+    stack = ["/x/ndtrain/step.py:9 in run", "/y/lib.py:3 in sleep"]
+    return Report(rank, 3, "F0", waits, 6.0, of, dict(channels.values()), list(last), stack)
+
+
+def test_who_is_waited_for_and_waits_for_nobody_is_at_fault():
+    found = {0: report(0, flight(), tp01=5), 1: report(1, tp01=4)}
+    found |= {
+        2: report(2, flight(channel="dp [0, 2]", number=2), dp02=2, tp23=5),
+        3: report(3, flight(channel="tp [2, 3]", number=6), tp23=6),
+    }
+    said = diagnose(found, SPEC).splitlines()
+    assert said[0].startswith("rank 1 (dp=0 tp=1) is waited for: step 3, F0, in no collective, at /y/lib.py:3 in sleep")
+    assert "/x/ndtrain/step.py:9 in run" in said[0]
+    assert "rank 0 (dp=0 tp=0) waits for rank 1: step 3, F0, waiting 6 s in all_gather 5 over tp [0, 1]" in said[1]
+    assert any("rank 2 (dp=1 tp=0) waits for rank 0" in line for line in said), "a chain of waits"
+    assert not any(re.match(r" *rank [023].* is waited for", line) for line in said)
+
+
+def test_a_skipped_collective_shows_as_a_disagreement():
+    one = [flight(number=4), flight("reduce_scatter", number=5), flight("all_gather", number=6)]
+    other = [flight(number=4), flight("all_gather", number=5)]
+    found = {0: report(0, one[-1], tuple(one), tp01=6), 1: report(1, None, tuple(other), tp01=5)}
+    said = diagnose(found, MeshSpec(("tp",), (2,))).splitlines()[0]
+    assert said.startswith("ranks disagree on operation 5 over tp [0, 1]")
+    assert "rank 0 (tp=0): reduce_scatter of 64 bytes, step 3 in F0" in said
+    assert "rank 1 (tp=1): all_gather of 64 bytes, step 3 in F0" in said
+
+
+def test_who_does_not_answer_is_named():
+    said = diagnose({r: report(r, flight(number=9), tp01=9) for r in (0,)}, SPEC).splitlines()
+    assert said[0] == "ranks 1, 2, 3 do not answer: dead, or cut off"
+    assert "rank 0 (dp=0 tp=0) waits for rank 1" in said[1]
+
+
+# ----------------------------------------------------------------------------------------------------- a run that hangs
+
+DRIVER = """
+import os, runpy, sys, time
+from pathlib import Path
+
+import ndtrain.parallel.dp, ndtrain.parallel.fsdp, ndtrain.parallel.tp, ndtrain.optim
+from ndtrain.distributed.collectives import Pending
+from ndtrain.distributed.flight_recorder import RECORDER
+from ndtrain.engine.train_step import Executor
+
+fault, victim = sys.argv[1:3]
+mine = os.environ["RANK"] == victim
+forward, done = Executor._forward, []
+
+
+def due():
+    if not mine or RECORDER.step != 3 or done:
+        return False
+    done.append(Path("failed-at").write_text(str(time.time())))
+    return True
+
+
+def sleeping(self, instruction):
+    if due():
+        time.sleep(600)
+    return forward(self, instruction)
+
+
+def skipping(call):
+    return lambda *args: Pending(()) if RECORDER.action[0] in "FBg" and due() else call(*args)
+
+
+if fault == "sleep":
+    Executor._forward = sleeping
+else:
+    room, name = fault.split(".")
+    room = getattr(ndtrain.parallel, room)
+    setattr(room, name, skipping(getattr(room, name)))
+del sys.argv[1:3]
+runpy.run_module("ndtrain.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
+
+
+CASES = [
+    ("sleep", "mesh.tp=2", 2, 1, "tp"),
+    pytest.param("sleep", "mesh.pp=2", 2, 0, "pp", marks=FULL),
+    pytest.param("sleep", "mesh.fsdp=2 mesh.tp=2", 4, 3, "tp", marks=FULL),
+    pytest.param("dp.all_reduce", "mesh.dp=2", 2, 1, "dp", marks=FULL),
+    pytest.param("tp.all_reduce", "mesh.tp=2 tp.sequence_parallel=false", 2, 0, "tp", marks=FULL),
+]
+
+
+@pytest.mark.parametrize(("fault", "mesh", "ranks", "victim", "axis"), CASES)
+def test_a_hang_is_diagnosed(fault, mesh, ranks, victim, axis, tmp_path, corpus):
+    """One rank sleeps, or leaves a collective out, in the third step."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    folder = tmp_path / "run"
+    args = arguments(folder, corpus, *mesh.split(), f"hardware.timeout_s={DEADLINE_S}", "model.num_hidden_layers=2")
+    with mock.patch.object(helpers, "MODULE", [str(tmp_path / "driver.py"), fault, str(victim)]):
+        done = run(args, tmp_path, ranks, timeout=120)
+    assert done.returncode != 0 and not processes(tmp_path) and len(rows(folder)) == 2
+    said_at = (folder / "exit.json").stat().st_mtime
+    assert said_at - float((tmp_path / "failed-at").read_text()) < DEADLINE_S + 10
+    assert done.stderr.count("error: hang:") == 1, done.stderr
+    said = done.stderr.partition("error: hang:")[2].partition("the last actions")[0]
+    found = exit_status.read(folder)
+    assert (found.why, found.code, found.requeue, found.step) == ("hang", 75, True, 2) and said.split("\n")[
+        1
+    ] in found.error
+    assert {p.name for p in folder.glob("logs/hang-rank-*.json")} == {f"hang-rank-{r}.json" for r in range(ranks)}
+    last = json.loads((folder / "logs" / f"hang-rank-{victim}.json").read_text())
+    assert last["rank"] == victim and last["step"] == 3 and last["last"]
+    named = re.search(rf"rank {victim} \([^)]*\)", said)
+    assert named and f"over {axis} " in said and "step 3" in said, said
+    if fault == "sleep":
+        assert (
+            f"{named[0]} is waited for: step 3, F(microbatch 0, stage 0), in no collective" in said
+            and "in sleeping" in last["stack"][-1]
+        ), said
+    else:
+        assert f"rank {victim}" in said.split("\n")[1], said
+
+
+# ---------------------------------------------------------------------------------------------------------- slow ranks
+
+
+def test_a_slow_rank_is_named_once_and_when_it_recovers():
+    watch = Stragglers(MeshSpec(("pp", "tp"), (2, 2)))
+    usual = [0.1, 0.1, 0.4, 0.4]  # the second stage has more to do, which makes nobody slow
+    said = [watch.update(usual) for _ in range(2 * WINDOW)]
+    said += [watch.update([0.1, 0.1, 0.4, 0.7]) for _ in range(2 * WINDOW)]
+    said += [watch.update([0.1, 0.1, 0.4, 0.55 + 0.1 * (step % 2)]) for step in range(4 * WINDOW)]  # still, just
+    said += [watch.update(usual) for _ in range(2 * WINDOW)]
+    slow, over = [line for lines in said for line in lines]
+    assert slow == f"rank 3 (pp=1 tp=1) is slow: busy 0.7 s a step, its peers 0.4 s (median of {WINDOW} steps)"
+    assert over.startswith("rank 3 (pp=1 tp=1) is no longer slow: ")
+
+
+def test_a_single_slow_step_or_a_tiny_one_is_no_slow_rank():
+    watch = Stragglers(MeshSpec(("dp",), (2,)))
+    assert not any(watch.update([0.1, 9.0 if step % 3 == 0 else 0.1]) for step in range(50))
+    tiny = Stragglers(MeshSpec(("dp",), (2,)))
+    assert not any(tiny.update([0.001, 0.009]) for _ in range(50))

@@ -1,0 +1,61 @@
+"""The house rules that a machine can check."""
+
+import ast
+import re
+from pathlib import Path
+
+import ndtrain
+
+ROOT = Path(ndtrain.__file__).parent
+# data flows down this list: a file imports only from packages above its own
+ORDER = [
+    "schedule", "config", "model", "distributed", "data", "parallel", "optim", "checkpoint", "profiling", "metrics",
+    "runtime", "engine", "train", "bench", "preflight",
+]  # fmt: skip
+LOOSE = {"__init__.py", "train.py"}  # all other modules live in a folder
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_packages(path: Path) -> set[str]:
+    packages = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ndtrain":
+            parts = node.module.split(".")
+            packages |= {parts[1]} if len(parts) > 1 else {a.name for a in node.names}
+        if isinstance(node, ast.Import):
+            packages |= {a.name.split(".")[1] for a in node.names if a.name.startswith("ndtrain.")}
+    return packages
+
+
+def test_every_module_is_in_a_folder():
+    assert {path.name for path in ROOT.glob("*.py")} == LOOSE
+
+
+def test_imports_go_one_way():
+    for path in sorted(ROOT.rglob("*.py")):
+        here = package_of(path)
+        if here == "__init__":
+            continue
+        for there in imported_packages(path) - {here, "__version__"}:
+            assert ORDER.index(there) < ORDER.index(here), f"{path.relative_to(ROOT)} imports {there}, a package below"
+
+
+def test_the_model_knows_no_mesh():
+    """Comments may say what replaces a call; imports and identifiers know no mesh."""
+    words = {"mesh", "rank", "ranks", "group", "groups", "tp", "cp", "fsdp", "dp", "distributed"}
+    for path in (ROOT / "model").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        assert "distributed" not in imported_packages(path), f"{path.name} imports ndtrain.distributed"
+        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+        names |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg | ast.keyword) and n.arg}
+        parts = {part for name in names for part in name.lower().split("_")}
+        assert not parts & words, f"{path.name} has identifiers of {parts & words}"
+
+
+def test_schedules_need_no_torch():
+    for path in (ROOT / "schedule").glob("*.py"):
+        assert not re.search(r"^\s*(import|from) torch", path.read_text(), re.MULTILINE), f"{path.name} imports torch"
