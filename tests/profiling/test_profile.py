@@ -176,7 +176,7 @@ def test_the_height_of_memory():
         a = torch.empty(5000) + 1
         del a
         b = kept * 2
-    seen = snapshot.height(found)
+    seen = snapshot.peak_bytes(found)
     numbers = 32  # bytes: what Python's numbers become
     assert seen["peak_bytes"] == pytest.approx(4 * (1000 + 5000 + 5000), abs=numbers)
     live = {row["by"]: (row["bytes"], row["tensors"]) for row in seen["live"] if row["bytes"] > numbers}

@@ -349,14 +349,14 @@ def test_disk_full_during_a_save(fails_at, disk, whole, tmp_path, corpus, capsys
 
 def at_step(number: int, action):
     """Calls `action` when step `number` begins."""
-    step_run = TrainingStep.run
+    forward_backward = TrainingStep.forward_backward
 
     def acting(self, step, *rest):
         if step == number:
             action()
-        return step_run(self, step, *rest)
+        return forward_backward(self, step, *rest)
 
-    return mock.patch.object(TrainingStep, "run", acting)
+    return mock.patch.object(TrainingStep, "forward_backward", acting)
 
 
 def test_disk_full_for_a_while(disk, whole, tmp_path, corpus, capsys):
@@ -457,7 +457,7 @@ def test_a_rank_that_cannot_part_says_where_it_hangs_and_ends(tmp_path, corpus):
             p.join(60)
         assert [p.exitcode for p in ranks] == [1, 1]
     said = [path.read_text() for path in tmp_path.glob("stderr-*")]
-    assert len(said) == 2 and all("Timeout" in text and "in _part" in text for text in said)
+    assert len(said) == 2 and all("Timeout" in text and "in _leave_process_group" in text for text in said)
     assert newest(folder) == checkpoint_of(folder, 10), "all was saved before"
 
 
