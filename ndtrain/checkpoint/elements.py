@@ -15,7 +15,7 @@ from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, Reader, Rows, plan_files
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import REPLICA_AXES, TensorLayout, even_cut
+from ndtrain.distributed.sharding import REPLICA_AXES, TensorLayout, even_split
 from ndtrain.parallel.build import DTYPES, Stages, moments_dtype
 from ndtrain.parallel.fsdp import Unit
 
@@ -93,7 +93,7 @@ def pieces(stages: Stages, mesh: Mesh, owned_only: bool) -> Iterator[Piece]:
         start, stop = unit.layout.bounds(stages.units.index)
         first, last = start, stop
         if owned_only:
-            cut = even_cut(stop - start, mesh.size(*REPLICA_AXES), mesh.index(*REPLICA_AXES))
+            cut = even_split(stop - start, mesh.size(*REPLICA_AXES), mesh.index(*REPLICA_AXES))
             first, last = start + cut[0], start + cut[1]
         for tensor, a, b in unit.layout.tensors_in(first, last):
             if owned_only and not tensor.owned:

@@ -9,7 +9,7 @@ from torch import nn
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
-from ndtrain.distributed.sharding import CUT_AXIS, DATA_AXES, SHARD_AXES, Dim, FlatLayout, Layouts, TensorLayout
+from ndtrain.distributed.sharding import DATA_AXES, SHARD_AXES, TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.init import fill, standard_normal
@@ -106,7 +106,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         group=mesh.group(*SHARD_AXES),
         index=mesh.index(*SHARD_AXES),
         replicas=ReplicaReducer(mesh.group(*_replica_axes(layouts, names))),
-        tp_replicas=TPReplicaReducer({n: mesh.subgroup(CUT_AXIS, n) for n in _copies(layouts, names)}),
+        tp_replicas=TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in _copies(layouts, names)}),
         ties=TiedReducer(mesh, _other_holder(layouts, names, mesh.coords["pp"])),
         gradients=gradients,
         by_autograd=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
@@ -215,7 +215,7 @@ def initialise(stages: Stages, cfg: Config, draw: Callable = standard_normal) ->
 def _replica_axes(layouts: Layouts, names: list[str]) -> frozenset[str]:
     """The axes that whole shards of gradients are summed over, beside those that the flat buffers' reduce-scatter sums
     and tp and pp, over which only copies are."""
-    elsewhere = {*SHARD_AXES, CUT_AXIS, "pp"}
+    elsewhere = {*SHARD_AXES, TENSOR_AXIS, "pp"}
     (axes,) = {layouts[name].partial - elsewhere for name in names}  # a unit's gradients travel together
     return axes
 
@@ -223,13 +223,13 @@ def _replica_axes(layouts: Layouts, names: list[str]) -> frozenset[str]:
 def _copies(layouts: Layouts, names: list[str]) -> list[int]:
     """Over how many copies some tensor's gradient is summed, the same list on every rank."""
     return sorted(
-        {layouts[n].tp_replicas for n in names if CUT_AXIS in layouts[n].partial and layouts[n].tp_replicas > 1}
+        {layouts[n].tp_replicas for n in names if TENSOR_AXIS in layouts[n].partial and layouts[n].tp_replicas > 1}
     )
 
 
 def _other_holder(layouts: Layouts, names: list[str], pp: int) -> int | None:
     """The pp coord that holds something this one does too."""
-    return next((c for name in names for c in layouts.holders[name] if c != pp), None)
+    return next((c for name in names for c in layouts.pp_coords[name] if c != pp), None)
 
 
 def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:
