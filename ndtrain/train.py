@@ -33,7 +33,7 @@ from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.parallel.build import DTYPES, build_stages
 from ndtrain.runtime import cli, exit_status, rendezvous, stop_signals
 from ndtrain.runtime.failure_report import record_failure, report_failure
-from ndtrain.runtime.hang_watchdog import Watch
+from ndtrain.runtime.hang_watchdog import HangWatchdog
 from ndtrain.runtime.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
@@ -111,8 +111,8 @@ def _train(cfg: Config, start: Start, stop: StopRequest, closing: ExitStack) -> 
     run_dir, data = start.run_dir, start.data
     mesh = Mesh(MeshSpec.of(cfg.mesh), start.rank, start.device)
     if start.connect:
-        watch = Watch(start.connect, mesh.spec, start.rank, run_dir, cfg.hardware.timeout_s)
-        closing.callback(watch.close)
+        watchdog = HangWatchdog(start.connect, mesh.spec, start.rank, run_dir, cfg.hardware.timeout_s)
+        closing.callback(watchdog.close)
     stages = build_stages(cfg, mesh)
     step = TrainingStep(cfg, mesh, stages)
     path, state, more = fill(cfg, mesh, stages, start.path, start.state, order_of(cfg, data))
@@ -132,7 +132,7 @@ def _train(cfg: Config, start: Start, stop: StopRequest, closing: ExitStack) -> 
     if metrics:
         metrics.close(code)
     if start.connect:
-        watch.close()
+        watchdog.close()
     if dist.is_initialized():
         _part()
     return code

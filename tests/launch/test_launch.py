@@ -21,7 +21,7 @@ import pytest
 from ndtrain import checkpoint
 from ndtrain.checkpoint import list_checkpoints
 from ndtrain.config import load_config, resolve
-from ndtrain.runtime.stop_signals import LOOK_S
+from ndtrain.runtime.stop_signals import POLL_S
 from tests.lib import namespaces
 from tests.lib.helpers import MARK, arguments, checkpoint_of, hear, one_error, processes, rows, wait_for, write_corpus
 
@@ -90,10 +90,10 @@ def duration(row: dict) -> float:
 
 
 def stopped(folder: Path, args: list[str], logged: int) -> None:
-    """The run made at most the two steps after `logged` (more only within LOOK_S), and saved them completely."""
+    """The run made at most the two steps after `logged` (more only within POLL_S), and saved them completely."""
     found, made = exit_of(folder), rows(folder)
     step, between = len(made), sum(map(duration, made[logged + 1 : -1]))  # the step it came in and the last
-    assert logged <= step and between <= LOOK_S, f"{step - logged} steps after the signal, {between:.2f} s between"
+    assert logged <= step and between <= POLL_S, f"{step - logged} steps after the signal, {between:.2f} s between"
     assert (found["why"], found["code"], found["requeue"], found["step"]) == ("stopped", 85, True, step)
     assert found["checkpoint"] == str(checkpoint_of(folder, step))
     model = resolve(load_config(args), 2).model
