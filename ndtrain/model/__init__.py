@@ -1,4 +1,4 @@
-"""The plain single-device transformer. What runs it on many devices replaces its calls and is not known here."""
+"""The transformer on a single device. Parallelism replaces some of its calls from outside."""
 
 from ndtrain.model.transformer import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims, tensor_shapes
 
