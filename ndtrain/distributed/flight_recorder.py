@@ -71,7 +71,7 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------ recording
 
-    def name(self, group: Any, axis: str, ranks: Sequence[int]) -> None:
+    def name_group(self, group: Any, axis: str, ranks: Sequence[int]) -> None:
         """Names the process group `group` after its mesh axis and its global ranks."""
         channel = f"{axis} {list(ranks)}"
         self._channels[group.group_name] = channel

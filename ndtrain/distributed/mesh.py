@@ -121,7 +121,7 @@ class Mesh:
         blocks = [ranks[i : i + n] for ranks in self.spec.groups(axis) for i in range(0, len(ranks), n)]
         return self._named(axis, dist.new_subgroups_by_enumeration(blocks)[0])
 
-    def twin(self, axis: str) -> dist.ProcessGroup | None:
+    def second_group(self, axis: str) -> dist.ProcessGroup | None:
         """A second process group of the ranks of `group(axis)`, for example for the other direction of pp. None for one
         rank. Every rank must ask in the same order."""
         if self.spec.size(axis) == 1:
@@ -131,7 +131,7 @@ class Mesh:
     def _named(self, axis: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         """The group, after telling the flight recorder its name."""
         if group is not None:
-            RECORDER.name(group, axis, dist.get_process_group_ranks(group))
+            RECORDER.name_group(group, axis, dist.get_process_group_ranks(group))
         return group
 
     @cached_property

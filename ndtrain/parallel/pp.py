@@ -82,7 +82,7 @@ class Pipeline:
     def __init__(self, schedule: Schedule, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype):
         self.schedule, self.rank, self.device = schedule, mesh.coords["pp"], mesh.device
         self.shape, self.dtype = shape, dtype
-        self._groups = (mesh.group("pp"), mesh.twin("pp"))
+        self._groups = (mesh.group("pp"), mesh.second_group("pp"))
         self._posts = self._plan()
         self._coming: dict[Message, tuple[Tensor, Pending]] = {}
         self._here: dict[Message, Tensor] = {}  # between two stages of this rank

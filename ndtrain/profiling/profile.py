@@ -252,10 +252,10 @@ def _slice(e: FunctionEvent, step: FunctionEvent) -> _Slice:
 def _of_cpu(events: Sequence[FunctionEvent], step: FunctionEvent) -> Iterator[tuple[str, float]]:
     """(operator, microseconds) for the operators of the step's thread. An operator that computes counts with the
     operators that it calls, any other one without. The sum is the step's time."""
-    mine = [e for e in events if _on_cpu(e) and e.thread == step.thread and not e.is_async]
-    parent = {id(e): e.cpu_parent for e in mine}
-    computes = {id(e): kind_of(e.name, "cpu") in COMPUTE for e in mine}
-    for e in mine:
+    of_thread = [e for e in events if _on_cpu(e) and e.thread == step.thread and not e.is_async]
+    parent = {id(e): e.cpu_parent for e in of_thread}
+    computes = {id(e): kind_of(e.name, "cpu") in COMPUTE for e in of_thread}
+    for e in of_thread:
         above = e.cpu_parent
         while above is not None and not computes.get(id(above)):
             above = parent.get(id(above))

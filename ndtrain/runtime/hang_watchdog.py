@@ -161,8 +161,8 @@ def _where(report: Report) -> str:
 
 def _innermost(stack: list[str]) -> str:
     """The innermost frame, and the innermost one in ndtrain."""
-    ours = [line for line in stack if f"{os.sep}ndtrain{os.sep}" in line]
-    return " < ".join(dict.fromkeys([*stack[-1:], *ours[-1:]])) or "an unknown place"
+    in_ndtrain = [line for line in stack if f"{os.sep}ndtrain{os.sep}" in line]
+    return " < ".join(dict.fromkeys([*stack[-1:], *in_ndtrain[-1:]])) or "an unknown place"
 
 
 def _ranks(ranks: list[int], spec: MeshSpec, coords: bool = True) -> str:

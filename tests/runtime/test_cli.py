@@ -127,9 +127,9 @@ REFUSED = {  # overrides -> what the error must contain
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, args, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    overrides, said = REFUSED[name]
+    overrides, expected = REFUSED[name]
     line = refusal(capsys, args(*overrides))
-    assert all(word in line for word in said), line
+    assert all(word in line for word in expected), line
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a refused run leaves a run behind"
 
 
@@ -191,18 +191,18 @@ CSVS = {  # table -> what the error must contain
 
 @pytest.mark.parametrize("name", CSVS)
 def test_a_bad_table_is_refused_by_row_and_column(name, args, capsys, tmp_path):
-    text, said = CSVS[name]
+    text, expected = CSVS[name]
     (tmp_path / "table.csv").write_text(text)
     line = refusal(capsys, args("schedule=csv", f"schedule.path={tmp_path / 'table.csv'}"))
-    assert all(word in line for word in said), line
+    assert all(word in line for word in expected), line
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_refused_for_this_world(name, args, capsys, monkeypatch):
-    world, overrides, said = WORLDS[name]
+    world, overrides, expected = WORLDS[name]
     monkeypatch.setenv("WORLD_SIZE", str(world))
     line = refusal(capsys, args(*overrides))
-    assert all(word in line for word in said), line
+    assert all(word in line for word in expected), line
 
 
 # ------------------------------------------------------------------------------------------------------------- data
@@ -244,9 +244,9 @@ def test_refused_corpus(name, args, capsys, tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"\0" * 301)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "other.jsonl").write_text('{"body": "a"}\n')
-    make, said = CORPORA[name]
+    make, expected = CORPORA[name]
     line = refusal(capsys, args("data.validation=0", *make(tmp_path)))
-    assert all(word in line for word in said), line
+    assert all(word in line for word in expected), line
 
 
 # ------------------------------------------------------------------------------------------------------- run folder
@@ -480,11 +480,11 @@ def test_cfg_job_shows_the_run(recipe, tmp_path):
 
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--multirun"]])
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [("mesh.fsdq=2", "'mesh.fsdp'"), ("+mesh.fsdq=2", "'mesh.fsdp'"), ("recipe=llama_smal", "'llama_small'")],
 )
-def test_hydras_flags_refuse_alike(flags, override, said, tmp_path, capsys):
-    assert said in refusal(capsys, [*flags, f"run.dir={tmp_path}/run", override])
+def test_hydras_flags_refuse_alike(flags, override, expected, tmp_path, capsys):
+    assert expected in refusal(capsys, [*flags, f"run.dir={tmp_path}/run", override])
 
 
 def test_multirun(tmp_path, corpus):

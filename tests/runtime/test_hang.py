@@ -32,7 +32,7 @@ def group(name: str, rank: int, n: int) -> SimpleNamespace:
 
 def test_the_recorder_counts_by_channel_and_keeps_the_last():
     recorder = Recorder(kept=3)
-    recorder.name(group("g", 1, 2), "tp", [4, 6])
+    recorder.name_group(group("g", 1, 2), "tp", [4, 6])
     recorder.begin(7)
     recorder.action = "F"
     records = [recorder.launch("all_reduce", group("g", 1, 2), 8) for _ in range(4)]
