@@ -194,6 +194,22 @@ class Layouts:
     def names(self) -> list[str]:
         return list(self._by_name)
 
+    def replica_axes(self, names: Iterable[str]) -> frozenset[str]:
+        """The axes of the gradients' all-reduce: the partial axes of these tensors minus fsdp, cp, tp and pp. The
+        tensors of a rank share one buffer, so they must agree."""
+        (axes,) = {self[name].partial - {*SHARD_AXES, TENSOR_AXIS, "pp"} for name in names}
+        return axes
+
+    def tp_replica_counts(self, names: Iterable[str]) -> list[int]:
+        """Over how many tp replicas the gradients of some of these tensors are summed; the same list on every rank."""
+        counts = {self[n].tp_replicas for n in names if TENSOR_AXIS in self[n].partial}
+        return sorted(counts - {1})
+
+    def other_stage(self, names: Iterable[str]) -> int | None:
+        """The other pp coord that holds one of these tensors; None: there is none."""
+        here = self.mesh.coords(self.rank)["pp"]
+        return next((c for name in names for c in self.pp_coords[name] if c != here), None)
+
     def _layout(self, name: str, dims: tuple[Dim, ...]) -> TensorLayout:
         n, index = self.mesh.size(TENSOR_AXIS), self.mesh.coords(self.rank)[TENSOR_AXIS]
         shard_dim = next((i for i, d in enumerate(dims) if self.rules.get(d.name)), None) if n > 1 else None

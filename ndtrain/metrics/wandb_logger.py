@@ -11,11 +11,13 @@ from urllib.parse import urlsplit
 from omegaconf import OmegaConf
 
 from ndtrain.config import Config
+from ndtrain.plugins import register_logger
 
 _INIT_TIMEOUT_S = 15.0  # longest delay of the start by a server that does not answer
 _FINISH_TIMEOUT_S = 60.0  # longest delay of the end; `wandb sync` uploads the rest
 
 
+@register_logger("wandb")
 class WandbLogger:
     """Logs rows to a wandb run in `<run_dir>/wandb`. Its id is kept in `<run_dir>/wandb_id` across resumes.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.config import ModelConfig
+from ndtrain.model.families import family_of
 
 _WORDS_PER_COUNT = 4  # Philox-4x64 gives four words per counter
 _BLOCK = 1 << 20  # number of elements drawn at once
@@ -57,4 +58,5 @@ def _std(m: ModelConfig, name: str) -> float:
     """The standard deviation. Projections that write to the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2,
     Radford et al., 2019)."""
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if writes_residual else 1)
+    std = m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if writes_residual else 1)
+    return family_of(m).init_std(m, name, std)
