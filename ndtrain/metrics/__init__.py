@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, wandb and the console. Only rank 0 creates a `Metrics`."""
+"""Metrics of a run: metrics.jsonl, the logger (wandb) and the console. Only rank 0 creates a `Metrics`."""
 
 import atexit
 from pathlib import Path
@@ -14,7 +14,7 @@ __all__ = ["Metrics", "free_memory_bytes", "keep_freed_memory", "peak_flops", "p
 
 
 class Metrics:
-    """Derives rates from the measurements of a step and writes one row per step to metrics.jsonl, wandb and the
+    """Derives rates from the measurements of a step and writes one row per step to metrics.jsonl, the logger and the
     console.
 
     Args:
@@ -82,7 +82,7 @@ class Metrics:
             step_time_s: wall time of the step in seconds.
             data_wait_s: the part of it spent waiting for data.
             peak_memory_bytes: maximum over ranks.
-            extra: further numbers; they follow the others in metrics.jsonl and wandb.
+            extra: further numbers; they follow the others in metrics.jsonl and the logger.
         """
         rate = step_tokens / step_time_s
         device_rate = rate / self._world_size
@@ -116,10 +116,10 @@ class Metrics:
         self._console.warn(text)
 
     def close(self, exit_code: int = 0) -> None:
-        """Ends the progress bar, the wandb run and metrics.jsonl. A second call does nothing.
+        """Ends the progress bar, the logger's run and metrics.jsonl. A second call does nothing.
 
         Args:
-            exit_code: the exit status of the training, for wandb.
+            exit_code: the exit status of the training, for the logger.
         """
         if self._closed:
             return
