@@ -24,7 +24,7 @@ class StopRequest:
 
     def __init__(self, file: Path | None = None) -> None:
         self.signal: str | None = None
-        self._file, self._polled, self._number, self._at = file, float("-inf"), 0, 0.0
+        self._file, self._looked, self._number, self._at = file, float("-inf"), 0, 0.0
         self._before = {s: signal.signal(s, self._on) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
     def _on(self, number: int, frame) -> None:
@@ -36,8 +36,8 @@ class StopRequest:
 
     def asked(self) -> int:
         """A number for the source of the stop request, which `name` turns into text. 0: no request."""
-        if not self._number and self._file and time.monotonic() - self._polled >= POLL_S:
-            self._polled = time.monotonic()
+        if not self._number and self._file and time.monotonic() - self._looked >= POLL_S:
+            self._looked = time.monotonic()
             self._number = _BY_FILE if self._file.exists() else 0
         return self._number
 
