@@ -116,7 +116,12 @@ class ProgressDisplay:
             self._bar.start()
             self._console.show_cursor(True)  # rich hides it, and a killed process could not bring it back
         self._bar.update(
-            self._task, completed=progress.done, amount=progress.amount(), rates=progress.rates(), refresh=True
+            self._task,
+            total=progress.total,
+            completed=progress.done,
+            amount=progress.amount(),
+            rates=progress.rates(),
+            refresh=True,
         )
 
 
