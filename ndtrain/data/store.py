@@ -63,8 +63,8 @@ def corpus_tokenizer(data: DataConfig, corpus: Corpus, cache: Path) -> Tokenizer
 
 
 def sample_texts(corpus: Corpus, limit: int) -> Iterator[str]:
-    """Yields about `limit` bytes of the training split. Shows on stderr how much of the corpus is read."""
-    with progress_on_stderr("sampling text for the tokenizer", corpus.size()) as advance:
+    """Yields about `limit` bytes of the training split for a tokenizer, and shows its progress on stderr."""
+    with progress_on_stderr("training the tokenizer", corpus.size()) as advance:
         yield from corpus.sample(limit, lambda chunk: advance(chunk.size, 0))
 
 

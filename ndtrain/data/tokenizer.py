@@ -1,7 +1,6 @@
 """Tokenizers: bytes, a BPE trained on the corpus, or a given one. `transformers` opens each of them once saved."""
 
 import json
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -131,10 +130,9 @@ def _train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         vocab_size=vocab_size,
         special_tokens=[EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
+        show_progress=False,
     )
-    sample = list(texts)  # read first: it shows a progress of its own
-    backend.train_from_iterator(sample, trainer, length=len(sample))
+    backend.train_from_iterator(texts, trainer)
     with atomic_write(path) as file:
         file.write(backend.to_str().encode())
 
