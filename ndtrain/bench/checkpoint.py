@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ndtrain import checkpoint
 from ndtrain.bench.ranks import run_ranks
 from ndtrain.bench.results import results, write
-from ndtrain.bench.turns import Turns, ratio, slowest
+from ndtrain.bench.rounds import Turns, ratio, slowest
 from ndtrain.checkpoint import Saver, State
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec

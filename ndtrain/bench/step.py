@@ -12,7 +12,7 @@ import torch
 from ndtrain.bench.arguments import choose_device
 from ndtrain.bench.ranks import run_ranks
 from ndtrain.bench.results import results, write
-from ndtrain.bench.timing import Steady, timed
+from ndtrain.bench.training import Steady, timed
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.profiling.profile import name_fused_kernels, record

@@ -1,6 +1,5 @@
 """How a `Config` comes from `conf/`, `recipes/` and the command line."""
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ndtrain.arguments import near
 from ndtrain.config.schema import Config, ConfigError
 
 
@@ -83,12 +83,6 @@ def _schema_keys(cls: type = Config, prefix: str = "") -> dict[str, bool]:
         else:
             keys[prefix + f.name] = "dict[" in str(f.type)
     return keys
-
-
-def near(word: str, known: list[str]) -> str:
-    """`did you mean 'x'? ` for the closest known word, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def check_overrides(overrides: list[str], search: list[str] | None = None) -> list[str]:

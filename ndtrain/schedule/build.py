@@ -1,8 +1,6 @@
 """A schedule by its name."""
 
-import difflib
-from collections.abc import Sequence
-
+from ndtrain.arguments import unknown
 from ndtrain.schedule.check import check
 from ndtrain.schedule.file import Path, read
 from ndtrain.schedule.generate import GENERATORS, generate
@@ -44,7 +42,7 @@ def forwards(schedule: Schedule) -> Schedule:
 
 def _check_sizes(name: str, pp: int, microbatches: int, chunks: int | None, path: Path | None) -> None:
     if name not in NAMES:
-        raise unknown("schedule", name, NAMES)
+        raise ScheduleError(unknown("schedule", name, NAMES))
     for key, value in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
         if value is not None and value < 1:
             raise ScheduleError(f"{key}={value}: must be at least 1")
@@ -53,13 +51,6 @@ def _check_sizes(name: str, pp: int, microbatches: int, chunks: int | None, path
     generator = GENERATORS.get(name)
     if generator and chunks not in (None, generator.chunks) and not generator.any_chunks:
         raise ScheduleError(f"{name} has {generator.chunks} stage(s) a rank, not chunks={chunks}")
-
-
-def unknown(what: str, word: str, known: Sequence[str]) -> ScheduleError:
-    """The error for a word that is not among the known ones, with the near miss."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return ScheduleError(f"{word}: no such {what}; {hint}known: {', '.join(known)}")
 
 
 def _rank_of(table: Table) -> tuple[int, ...]:

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ndtrain.bench import collectives, demo, operations
 from ndtrain.bench.__main__ import main
-from ndtrain.bench.cases import PERIOD, Case, Form, Pattern, Setting
-from ndtrain.bench.collectives import Options
-from ndtrain.bench.operations import OPERATIONS, TWO_STEPS
+from ndtrain.bench.collectives import demo, operations
+from ndtrain.bench.collectives import run as collectives
+from ndtrain.bench.collectives.cases import PERIOD, Case, Form, Pattern, Setting
+from ndtrain.bench.collectives.operations import OPERATIONS, TWO_STEPS
+from ndtrain.bench.collectives.run import Options
 from ndtrain.metrics import free_memory_bytes
 from tests.lib.ranks import run_ranks
 

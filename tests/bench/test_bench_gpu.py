@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
-from ndtrain.bench import baselines, gpu_case
 from ndtrain.bench.__main__ import main
-from ndtrain.bench.gpu import select
-from ndtrain.bench.gpu_case import WAITING_OPERATORS, longest, waits
-from ndtrain.bench.gpu_goals import GOALS, WINDOW, deviation
-from ndtrain.bench.gpu_report import markdown
-from ndtrain.bench.gpu_suite import SUITES, Case, config_of
-from ndtrain.bench.timing import (
+from ndtrain.bench.gpu import baselines
+from ndtrain.bench.gpu import case as gpu_case
+from ndtrain.bench.gpu.case import WAITING_OPERATORS, longest, waits
+from ndtrain.bench.gpu.goals import GOALS, WINDOW, deviation
+from ndtrain.bench.gpu.report import markdown
+from ndtrain.bench.gpu.run import select
+from ndtrain.bench.gpu.suite import SUITES, Case, config_of
+from ndtrain.bench.training import (
     AGREE,
     Chain,
     DifferentWork,
@@ -171,7 +172,7 @@ def test_one_case_is_written_and_not_measured_again(tmp_path, capsys):
     assert "not measured" not in lines["tiny eager (2 x 64)"]
     assert all("not measured" in line for name, line in lines.items() if name != "tiny eager (2 x 64)")
     assert len(lines) == len(SUITES["smoke"].cases)
-    with mock.patch("ndtrain.bench.gpu.run_case", side_effect=AssertionError("measured again")):
+    with mock.patch("ndtrain.bench.gpu.run.run_case", side_effect=AssertionError("measured again")):
         assert main([*only, "missing=true"]) == 0
     assert found(tmp_path) == saved
 

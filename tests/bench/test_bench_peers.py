@@ -11,10 +11,10 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ndtrain.bench import attention, pipelining
 from ndtrain.bench.__main__ import main
-from ndtrain.bench.peers import Case, Options, Training, _require_equal_losses, config_of, make_batches
-from ndtrain.bench.sides import SIDES
+from ndtrain.bench.peers import attention, pipelining
+from ndtrain.bench.peers.implementations import SIDES
+from ndtrain.bench.peers.run import Case, Options, Training, _require_equal_losses, config_of, make_batches
 from ndtrain.config import world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ndtrain.bench.arguments import choose_device
-from ndtrain.bench.gpu_case import run_case
-from ndtrain.bench.gpu_report import markdown
-from ndtrain.bench.gpu_suite import SUITES, Case
+from ndtrain.bench.gpu.case import run_case
+from ndtrain.bench.gpu.report import markdown
+from ndtrain.bench.gpu.suite import SUITES, Case
 from ndtrain.bench.results import surroundings, write
 from ndtrain.config import ConfigError
 

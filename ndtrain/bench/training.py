@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.bench import baselines
-from ndtrain.bench.turns import Pace, Turns, ratio, slowest, take_turns
+from ndtrain.bench.gpu import baselines
+from ndtrain.bench.rounds import Pace, Turns, ratio, slowest, take_turns
 from ndtrain.config import Config
 from ndtrain.data import Batch, microbatches, rows_of
 from ndtrain.distributed.mesh import Mesh

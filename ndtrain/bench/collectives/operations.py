@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ndtrain.bench.cases import Case, Form, Setting
+from ndtrain.bench.collectives.cases import Case, Form, Setting
 from ndtrain.distributed import collectives
 
 ROOT = 0  # of broadcast, scatter, gather and reduce: a rank of the group

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ndtrain.bench.gpu_goals import GOALS, Rows
-from ndtrain.bench.gpu_suite import Case, Suite
+from ndtrain.bench.gpu.goals import GOALS, Rows
+from ndtrain.bench.gpu.suite import Case, Suite
 
 GIB = 2**30
 NOT_MEASURED = "not measured"

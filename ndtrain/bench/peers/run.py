@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from ndtrain.bench import pipelining
-from ndtrain.bench.sides import SIDES, Step
-from ndtrain.bench.turns import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
+from ndtrain.bench.peers import pipelining
+from ndtrain.bench.peers.implementations import SIDES, Step
+from ndtrain.bench.rounds import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.data import Batch
 from ndtrain.distributed.mesh import Mesh, MeshSpec

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ndtrain.bench.arguments import size_name
-from ndtrain.bench.operations import FACTORS, OPERATIONS, TWO_STEPS
+from ndtrain.bench.collectives.operations import FACTORS, OPERATIONS, TWO_STEPS
 from ndtrain.bench.plot import Curve, Panel
 from ndtrain.distributed.mesh import MeshSpec
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ndtrain.bench.cases import Pattern, Setting
-from ndtrain.bench.operations import OPERATIONS, Operation
+from ndtrain.bench.collectives.cases import Pattern, Setting
+from ndtrain.bench.collectives.operations import OPERATIONS, Operation
 from ndtrain.bench.ranks import device_of
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 

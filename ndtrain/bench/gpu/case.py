@@ -14,11 +14,11 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ndtrain.bench import baselines
-from ndtrain.bench.gpu_suite import Case, Suite, config_of
+from ndtrain.bench.gpu import baselines
+from ndtrain.bench.gpu.suite import Case, Suite, config_of
 from ndtrain.bench.ranks import TIMED_OUT, RankFailed, run_ranks
 from ndtrain.bench.step import device_of
-from ndtrain.bench.timing import DifferentWork, Steady, batches_of, ours, timed
+from ndtrain.bench.training import DifferentWork, Steady, batches_of, ours, timed
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ndtrain.bench import dtensor, pipelining
+from ndtrain.bench.peers import dtensor, pipelining
 from ndtrain.config import Config, ModelConfig, resolve
 from ndtrain.data import Batch
 from ndtrain.distributed.mesh import Mesh, MeshSpec

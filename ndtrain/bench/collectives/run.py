@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from ndtrain.bench import plot
 from ndtrain.bench.arguments import require_folder, size_name
-from ndtrain.bench.cases import Case, Pattern, Setting
-from ndtrain.bench.collectives_table import panels, show
-from ndtrain.bench.demo import demonstrate, show_demo
-from ndtrain.bench.operations import OPERATIONS, equals_all_reduce
+from ndtrain.bench.collectives.cases import Case, Pattern, Setting
+from ndtrain.bench.collectives.demo import demonstrate, show_demo
+from ndtrain.bench.collectives.operations import OPERATIONS, equals_all_reduce
+from ndtrain.bench.collectives.table import panels, show
 from ndtrain.bench.ranks import Backend, WrongResult, device_of, launched, on_ranks, usable_backend
 from ndtrain.bench.results import results, write
-from ndtrain.bench.turns import Turns, ratio
+from ndtrain.bench.rounds import Turns, ratio
 from ndtrain.config import AXES, ConfigError, MeshConfig, world_from_env
 from ndtrain.config.checks import parse_bytes
 from ndtrain.distributed.mesh import Mesh, MeshSpec

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ndtrain.bench.dtensor import MLP
-from ndtrain.bench.sides import HuggingFace, Loop
+from ndtrain.bench.peers.dtensor import MLP
+from ndtrain.bench.peers.implementations import HuggingFace, Loop
 from ndtrain.config import Config, ConfigError, ModelConfig
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _create_default_load_balancer
 
-from ndtrain.bench.turns import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
+from ndtrain.bench.rounds import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
 from ndtrain.config import ConfigError
 from ndtrain.distributed.collectives import Pending
 from ndtrain.distributed.sequence_sharding import SequenceSharding
