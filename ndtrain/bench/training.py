@@ -1,11 +1,11 @@
-"""One configuration's training steps by us and by others, on made-up tokens: queued one behind the other as a run does
-it, compared at the first step, and timed by turns."""
+"""Training steps of one configuration by ours and by others, on made-up tokens: queued one behind the other as in a run,
+compared at the first step, and timed in alternating rounds."""
 
 import hashlib
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,41 +14,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.bench.gpu import baselines
-from ndtrain.bench.rounds import Pace, Turns, ratio, slowest, take_turns
+from ndtrain.bench.rounds import BlockTimer, Repeats, max_over_ranks, quartiles, ratio, run_rounds
 from ndtrain.config import Config
 from ndtrain.data import Batch, microbatches, rows_of
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import BATCH_AXES
-from ndtrain.engine.train_step import StepReport, TrainingStep
+from ndtrain.engine.train_step import TrainingStep
 from ndtrain.metrics import peak_flops, peak_memory_bytes, reset_peak_memory
 from ndtrain.model import flops
 from ndtrain.parallel.build import DTYPES, build_stages, initialise, sequence_sharding
 
 DISTINCT = 4  # steps before the batches repeat
-# How far equal work may differ at the first step, relative: the loss hardly depends on the arithmetic there, so the
-# norm of all gradients says whether it is the same model
-AGREE = {"fp32": (1e-5, 1e-3), "fp64": (1e-9, 1e-6), "bf16": (5e-3, 5e-2), "fp8": (1e-2, 1e-1)}
+# How far equal work may differ at the first step, relative: (loss, norm of all gradients). The loss hardly depends on
+# the arithmetic there, so the norm says whether it is the same model
+TOLERANCE = {"fp32": (1e-5, 1e-3), "fp64": (1e-9, 1e-6), "bf16": (5e-3, 5e-2), "fp8": (1e-2, 1e-1)}
 
 
 class DifferentWork(RuntimeError):
-    """A side's first step came to something else than ours."""
+    """An implementation's step has another result than ours."""
 
 
 class Outcome(NamedTuple):
-    """What a step came to over the whole mesh, before its update."""
+    """Loss and gradient norm of a step over the whole mesh, before its update."""
 
     loss: float
     grad_norm: float
 
 
 @dataclass
-class Side:
-    """One side, built.
+class Implementation:
+    """A training step, built.
 
     Attributes:
         launch: queues a step on this rank's microbatches; what it returns waits for the outcome.
         state_bytes: held on the device between steps; None: not known.
-        spared: what the second run of each block leaves out (`cost.hardware_flops_per_token`); None: not known.
+        skipped_ops: what the recompute of each block skips (see `flops.hardware_flops_per_token`); None: not known.
     """
 
     launch: Callable[[Sequence[Batch]], Callable[[], Outcome]]
@@ -68,8 +68,8 @@ def draw_on(device: torch.device) -> baselines.Draw:
     return draw
 
 
-def build(name: str, cfg: Config, mesh: Mesh) -> Side:
-    """The side `name`: ours, or one of `baselines.PEERS`."""
+def build(name: str, cfg: Config, mesh: Mesh) -> Implementation:
+    """Ours, or one of `baselines.PEERS`."""
     if name == "ours":
         return ours(cfg, mesh)
     loop = baselines.PEERS[name](cfg, mesh.device, draw_on(mesh.device))
@@ -78,10 +78,10 @@ def build(name: str, cfg: Config, mesh: Mesh) -> Side:
         loss, norm = loop.launch(batches)
         return lambda: Outcome(loss.item(), norm.item())
 
-    return Side(launch)
+    return Implementation(launch)
 
 
-def ours(cfg: Config, mesh: Mesh) -> Side:
+def ours(cfg: Config, mesh: Mesh) -> Implementation:
     """ndtrain's own step."""
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg, draw_on(mesh.device))
@@ -89,28 +89,24 @@ def ours(cfg: Config, mesh: Mesh) -> Side:
 
     def launch(batches: Sequence[Batch]) -> Callable[[], Outcome]:
         report = step.run(next(numbers), batches)
-        return lambda: _outcome(report())
+        return lambda: Outcome(*attrgetter("loss", "grad_norm")(report()))
 
-    return Side(launch, stages.units.state_bytes(), step.skipped_ops)
-
-
-def _outcome(report: StepReport) -> Outcome:
-    return Outcome(report.loss, report.grad_norm)
+    return Implementation(launch, stages.units.state_bytes(), step.skipped_ops)
 
 
-class Steady:
-    """Launches a step a call and reads what they came to in the end, so that the host is never waited for.
+class QueuedSteps:
+    """Launches a step a call and reads the outcomes only in `finish`, so that no step waits for the host.
 
     Args:
         batches: for each of some steps this rank's microbatches, which repeat.
     """
 
-    def __init__(self, side: Side, batches: Sequence[Sequence[Batch]], device: torch.device):
-        self.side, self.device, self.outcomes = side, device, []
+    def __init__(self, implementation: Implementation, batches: Sequence[Sequence[Batch]], device: torch.device):
+        self.implementation, self.device, self.outcomes = implementation, device, []
         self._batches, self._launched, self._unread = batches, 0, []
 
     def __call__(self) -> None:
-        self._unread.append(self.side.launch(self._batches[self._launched % len(self._batches)]))
+        self._unread.append(self.implementation.launch(self._batches[self._launched % len(self._batches)]))
         self._launched += 1
 
     def finish(self) -> None:
@@ -132,9 +128,9 @@ class Chain:
 
     def _sequence(self, draw: np.random.Generator) -> np.ndarray:
         fresh = draw.integers(0, self._states, self._length)
-        place = np.arange(self._length)
-        begins = np.maximum.accumulate(np.where(draw.random(self._length) < 0.25, place, 0))
-        return (fresh[begins] + 7 * (place - begins)) % self._states
+        index = np.arange(self._length)
+        begins = np.maximum.accumulate(np.where(draw.random(self._length) < 0.25, index, 0))
+        return (fresh[begins] + 7 * (index - begins)) % self._states
 
 
 def batches_of(cfg: Config, mesh: Mesh, step: int) -> list[Batch]:
@@ -142,106 +138,110 @@ def batches_of(cfg: Config, mesh: Mesh, step: int) -> list[Batch]:
     t, source = cfg.train, Chain(cfg.model.vocab_size, cfg.train.seq_len + 1)
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     eos = 0 if cfg.data.pack else None
-    found = microbatches(source, step, rows, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
-    return [b.to(mesh.device) for b in found]
+    batches = microbatches(source, step, rows, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
+    return [b.to(mesh.device) for b in batches]
 
 
 def timed(
-    cfg: Config, mesh: Mesh, names: Sequence[str], pace: Pace, extra: Callable[[Steady], Any] | None = None
+    cfg: Config,
+    mesh: Mesh,
+    names: Sequence[str],
+    repeats: Repeats,
+    extra: Callable[[QueuedSteps], Any] | None = None,
 ) -> dict[str, Any]:
-    """On one rank: the sides `names`, built, compared, warm and timed; the ratios are of the others to the first.
+    """On one rank: these implementations built, compared, warmed up and timed; ratios are of the others to the first.
 
     Args:
-        extra: what else is asked of the first side, once it is warm; comes back under "extra".
+        extra: what else is asked of the first one, once it is warm; comes back under "extra".
 
     Raises:
-        DifferentWork: a side's first step is not the first side's, or its updates are not.
+        DifferentWork: an implementation's first step is not the first one's, or its updates are not.
     """
-    batches = [batches_of(cfg, mesh, step) for step in range(DISTINCT)]
-    steady = {name: Steady(build(name, cfg, mesh), batches, mesh.device) for name in names}
-    for side in steady.values():
-        side()
-        side.finish()
-    compare({name: side.outcomes[0] for name, side in steady.items()}, *AGREE[cfg.precision.compute])
+    batches, tolerance = [batches_of(cfg, mesh, step) for step in range(DISTINCT)], TOLERANCE[cfg.precision.compute]
+    steps = {name: QueuedSteps(build(name, cfg, mesh), batches, mesh.device) for name in names}
+    for queued in steps.values():
+        queued()
+        queued.finish()
+    compare({name: queued.outcomes[0] for name, queued in steps.items()}, *tolerance)
     reset_peak_memory(mesh.device)
-    turns = {name: Turns(side, side.finish) for name, side in steady.items()}
-    take_turns(turns, pace)
-    compare_progress(
-        {n: [o.loss for o in side.outcomes] for n, side in steady.items()}, AGREE[cfg.precision.compute][0]
-    )
-    memory = int(slowest(peak_memory_bytes(mesh.device)))  # the largest
-    found = extra(steady[names[0]]) if extra else None
+    timers = {name: BlockTimer(queued, queued.finish) for name, queued in steps.items()}
+    run_rounds(timers, repeats)
+    compare_progress({name: [o.loss for o in queued.outcomes] for name, queued in steps.items()}, tolerance[0])
+    memory = int(max_over_ranks(peak_memory_bytes(mesh.device)))
+    more = extra(steps[names[0]]) if extra else None
     rates = rates_of(cfg, mesh) if mesh.rank == 0 else None
     if dist.is_initialized():
         dist.barrier()  # the peak is measured while the others wait
     return {
-        "sides": {n: _figures(turns[n], steady[n], rates) for n in names} if rates else {},
-        "ratios": {n: ratio(turns[n], turns[names[0]]) for n in names[1:]},
-        "peak_memory_bytes": memory if len(names) == 1 else None,  # several sides hold theirs at one time
+        "sides": {name: _figures(timers[name], steps[name], rates) for name in names} if rates else {},
+        "ratios": {name: ratio(timers[name], timers[names[0]]) for name in names[1:]},
+        "peak_memory_bytes": memory if len(names) == 1 else None,  # several hold theirs at one time
         "parameters": flops.parameter_count(cfg.model),
         "tokens_per_step": cfg.train.global_batch * cfg.train.seq_len,
-        "extra": found,
+        "extra": more,
     }
 
 
 def compare(outcomes: dict[str, Outcome], *bounds: float) -> None:
     """
     Args:
-        outcomes: of the same step by each side.
+        outcomes: of the same step by each implementation.
         bounds: how far the others' loss and gradient norm may be off the first one's, relative.
 
     Raises:
         DifferentWork: something is further off, or no number.
     """
     (first, expected), *others = outcomes.items()
-    for name, found in others:
-        for what, bound, own, other in zip(Outcome._fields, bounds, expected, found, strict=True):
+    for name, outcome in others:
+        for what, bound, own, other in zip(Outcome._fields, bounds, expected, outcome, strict=True):
             if not abs(other - own) <= bound * abs(own):
                 raise DifferentWork(f"not the same work: {what} of {name} is {other:.6g}, of {first} {own:.6g}")
 
 
 def compare_progress(losses: dict[str, list[float]], bound: float) -> None:
-    """Whether the sides' updates were alike: rounding grows with the steps, so that a fifth of what the first side's
-    loss has changed by is allowed, or `bound` of the loss, whichever is more.
+    """Whether the updates were alike. Rounding grows with the steps, so that a fifth of what the first one's loss has
+    changed by is allowed, or `bound` of the loss, whichever is more.
 
     Raises:
-        DifferentWork: a side's last loss is elsewhere, or no number.
+        DifferentWork: a last loss is elsewhere, or no number.
     """
     (first, expected), *others = losses.items()
     allowed = max(bound * abs(expected[-1]), 0.2 * abs(expected[-1] - expected[0]))
-    for name, found in others:
-        if not abs(found[-1] - expected[-1]) <= allowed:
-            last = f"the last loss of {name} is {found[-1]:.6g}, of {first} {expected[-1]:.6g}"
+    for name, own in others:
+        if not abs(own[-1] - expected[-1]) <= allowed:
+            last = f"the last loss of {name} is {own[-1]:.6g}, of {first} {expected[-1]:.6g}"
             raise DifferentWork(f"not the same work: {last}")
 
 
-def rates_of(cfg: Config, mesh: Mesh) -> Callable[[float, Side], dict[str, float | None]]:
-    """(ms of a step, side) -> tokens a second, and per device MFU and HFU."""
-    m, t = cfg.model, cfg.train
-    dtype = DTYPES[cfg.precision.compute]
-    peak = peak_flops(cfg.hardware, mesh.device.type, dtype)
+Rates = Callable[[float, Implementation], dict[str, float | None]]
 
-    def rates(ms: float, side: Side) -> dict[str, float | None]:
-        rate = t.global_batch * t.seq_len / ms * 1e3
-        share = rate / mesh.spec.world_size / peak
-        hfu = (
-            None if side.skipped_ops is None else share * flops.hardware_flops_per_token(m, t.seq_len, side.skipped_ops)
-        )
-        return {"tokens_per_s": rate, "mfu": share * flops.flops_per_token(m, t.seq_len), "hfu": hfu}
+
+def rates_of(cfg: Config, mesh: Mesh) -> Rates:
+    """(ms of a step, implementation) -> tokens a second, and per device MFU and HFU."""
+    m, t = cfg.model, cfg.train
+    peak = peak_flops(cfg.hardware, mesh.device.type, DTYPES[cfg.precision.compute])
+
+    def rates(ms: float, implementation: Implementation) -> dict[str, float | None]:
+        tokens_per_s, skipped = t.global_batch * t.seq_len / ms * 1e3, implementation.skipped_ops
+        share = tokens_per_s / mesh.spec.world_size / peak
+        return {
+            "tokens_per_s": tokens_per_s,
+            "mfu": share * flops.flops_per_token(m, t.seq_len),
+            "hfu": None if skipped is None else share * flops.hardware_flops_per_token(m, t.seq_len, skipped),
+        }
 
     return rates
 
 
-def _figures(turns: Turns, steady: Steady, rates: Callable[[float, Side], dict[str, float | None]]) -> dict[str, Any]:
-    q1, q3 = np.percentile(turns.block_ms, [25, 75]).tolist()
-    ms = statistics.median(turns.block_ms)
+def _figures(timer: BlockTimer, steps: QueuedSteps, rates: Rates) -> dict[str, Any]:
+    of = quartiles(timer.block_ms)
     return {
-        "ms_per_step": ms,
-        "q1": q1,
-        "q3": q3,
-        **rates(ms, steady.side),
-        "state_bytes": steady.side.state_bytes,
-        "block_ms": turns.block_ms,
-        "losses": [steady.outcomes[0].loss, steady.outcomes[-1].loss],
-        "steps": len(steady.outcomes),
+        "ms_per_step": of["median"],
+        "q1": of["q1"],
+        "q3": of["q3"],
+        **rates(of["median"], steps.implementation),
+        "state_bytes": steps.implementation.state_bytes,
+        "block_ms": timer.block_ms,
+        "losses": [steps.outcomes[0].loss, steps.outcomes[-1].loss],
+        "steps": len(steps.outcomes),
     }

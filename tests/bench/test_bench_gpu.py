@@ -20,7 +20,7 @@ from ndtrain.bench.gpu.report import markdown
 from ndtrain.bench.gpu.run import select
 from ndtrain.bench.gpu.suite import SUITES, Case, config_of
 from ndtrain.bench.training import (
-    AGREE,
+    TOLERANCE,
     Chain,
     DifferentWork,
     Outcome,
@@ -102,11 +102,11 @@ def test_parts_are_a_partition(suite, n):
 @pytest.mark.parametrize(("suite", "case"), ALL)
 def test_every_case_can_be_configured_and_its_state_fits(suite, case):
     cfg = config_of(case)
-    for peer in set(case.sides) - {"ours"}:
+    for peer in set(case.implementations) - {"ours"}:
         baselines.check(peer, cfg)
     assert cfg.train.seq_len * cfg.train.global_batch > 0
     if suite in MEMORY:
-        needed = sum(16 if side != "ours" else bytes_a_parameter(cfg) for side in case.sides)
+        needed = sum(16 if name != "ours" else bytes_a_parameter(cfg) for name in case.implementations)
         assert needed * parameter_count(cfg.model) < 0.95 * MEMORY[suite]
 
 
@@ -212,10 +212,10 @@ def test_an_error_is_a_row(tmp_path):
 
 def test_different_work_is_refused():
     first = {"ours": Outcome(11.5, 2.0), "peer": Outcome(11.55, 2.05)}
-    compare(first, *AGREE["bf16"])
+    compare(first, *TOLERANCE["bf16"])
     for off in (Outcome(11.6, 2.0), Outcome(11.5, 2.2), Outcome(math.nan, 2.0), Outcome(11.5, math.inf)):
         with pytest.raises(DifferentWork, match=r"not the same work: .* of peer"):
-            compare(first | {"peer": off}, *AGREE["bf16"])
+            compare(first | {"peer": off}, *TOLERANCE["bf16"])
 
 
 def test_different_progress_is_refused():
@@ -233,8 +233,8 @@ def test_a_peer_that_skips_something_is_wrong(peer):
     if peer == "transformers" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     cfg = config_of(SUITES["smoke"].cases[0])
-    pace = SimpleNamespace(rounds=2, steps=2, warmup=1)
-    assert timed(cfg, single(cfg), ["ours", peer], pace)["ratios"].keys() == {peer}
+    repeats = SimpleNamespace(rounds=2, steps=2, warmup=1)
+    assert timed(cfg, single(cfg), ["ours", peer], repeats)["ratios"].keys() == {peer}
     make = baselines.PEERS[peer]
 
     def idle(*args):
@@ -243,7 +243,7 @@ def test_a_peer_that_skips_something_is_wrong(peer):
         return loop
 
     with mock.patch.dict(baselines.PEERS, {peer: idle}), pytest.raises(DifferentWork, match=peer):
-        timed(cfg, single(cfg), ["ours", peer], pace)
+        timed(cfg, single(cfg), ["ours", peer], repeats)
 
 
 def measured(**row):
@@ -267,16 +267,16 @@ def rows_of(mfu, own, fp8, ratio, off, waiting):
 
 def test_goals_are_judged():
     good = rows_of(mfu=0.63, own=11000, fp8=14000, ratio=1.21, off=0.004, waiting=0)
-    assert [goal.verdict(good)[1] for goal in GOALS] == ["met"] * len(GOALS)
+    assert [goal.outcome(good)[1] for goal in GOALS] == ["met"] * len(GOALS)
     bad = rows_of(mfu=0.59, own=10000, fp8=12000, ratio=1.09, off=-0.006, waiting=6)
-    assert [goal.verdict(bad)[1] for goal in GOALS] == ["missed"] * len(GOALS)
-    assert GOALS[-1].verdict(bad) == ("2", "missed") and GOALS[0].verdict(good)[0] == "63.0%"
+    assert [goal.outcome(bad)[1] for goal in GOALS] == ["missed"] * len(GOALS)
+    assert GOALS[-1].outcome(bad) == ("2", "missed") and GOALS[0].outcome(good)[0] == "63.0%"
     for name in good:
         without = good | {name: {"status": "out of memory", "why": "x"}}
         alone = name in ("1b 8192", "8b 8192 full", "8b 8192")  # the best of several cases counts, or others remain
-        missing = [goal.verdict(without) == ("not measured",) * 2 for goal in GOALS]
+        missing = [goal.outcome(without) == ("not measured",) * 2 for goal in GOALS]
         assert any(missing) or alone, name
-    assert [goal.verdict({}) for goal in GOALS] == [("not measured",) * 2] * len(GOALS)
+    assert [goal.outcome({}) for goal in GOALS] == [("not measured",) * 2] * len(GOALS)
 
 
 def test_deviation_is_that_of_the_worst_window():

@@ -1,4 +1,4 @@
-"""`python -m ndtrain.bench peers`: both sides do the same work, figures are there, mistakes are one line."""
+"""`python -m ndtrain.bench peers`: ours and the peers do the same work, figures are there, mistakes are one line."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtrain.bench.__main__ import main
 from ndtrain.bench.peers import attention, pipelining
-from ndtrain.bench.peers.implementations import SIDES
+from ndtrain.bench.peers.implementations import IMPLEMENTATIONS
 from ndtrain.bench.peers.run import Case, Options, Training, _require_equal_losses, config_of, make_batches
 from ndtrain.config import world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
@@ -58,7 +58,7 @@ def test_peers(args, peers, tmp_path, capsys):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["commit"] and found["hardware"]["cores"] and found["versions"]["torch"]
     (shape,) = found["shapes"].values()
-    losses = {name: side["losses"] for name, side in shape["sides"].items() if name != "local"}
+    losses = {name: own["losses"] for name, own in shape["sides"].items() if name != "local"}
     assert losses.keys() == {"ours", *peers}
     for name in peers:
         assert losses[name] == pytest.approx(losses["ours"], rel=1e-3 if "precision=bf16" in args else 1e-5)
@@ -92,12 +92,12 @@ class Collectives(TorchDispatchMode):
         return sum(word in name for name in self.names)
 
 
-def collectives_of_a_step(side: str, options: dict, *case: str) -> tuple[Collectives, dict[str, Tensor]]:
-    """On one rank: the collectives of a step of this side, and its parameters."""
+def collectives_of_a_step(name: str, options: dict, *case: str) -> tuple[Collectives, dict[str, Tensor]]:
+    """On one rank: the collectives of a step of this implementation, and its parameters."""
     rank, _, world = world_from_env()
     cfg = config_of(Options(ranks=world, **options), Case(*case or ("tiny",)))
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-    loop = SIDES[side](cfg, mesh)
+    loop = IMPLEMENTATIONS[name](cfg, mesh)
     training = Training(loop, [make_batches(cfg, mesh, 0)])
     training()  # the first step sets up
     with Collectives() as seen:
@@ -121,21 +121,21 @@ def fsdp2_collectives(zero: int) -> tuple[int, int, float]:
 def dtensor_collectives(sequence_parallel: bool) -> tuple[int, int, int, float]:
     """On one rank: all-gathers, reduce-scatters and all-reduces of a step with DTensor, and the share of the matrices
     that is held."""
-    side = "dtensor_tp_sp" if sequence_parallel else "dtensor_tp"
-    seen, parameters = collectives_of_a_step(side, {"axis": "tp"})
+    name = "dtensor_tp_sp" if sequence_parallel else "dtensor_tp"
+    seen, parameters = collectives_of_a_step(name, {"axis": "tp"})
     matrices = {name: p for name, p in parameters.items() if p.ndim == 2}
     assert all(isinstance(p, DTensor) for p in matrices.values())
     return seen.count("allgather"), seen.count("reducescatter"), seen.count("allreduce"), held(matrices)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_dtensor_sides_cut_and_send_no_more_than_they_must(sequence_parallel):
+def test_dtensor_shards_and_sends_no_more_than_it_must(sequence_parallel):
     expected = (*TP_COLLECTIVES[sequence_parallel], 0.5)
     assert run_ranks(dtensor_collectives, 2, sequence_parallel) == [expected] * 2
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_fsdp2_side_shards_and_gathers_by_block(zero):
+def test_fsdp2_shards_and_gathers_by_block(zero):
     assert run_ranks(fsdp2_collectives, 2, zero) == [(*COLLECTIVES[zero], 0.5)] * 2
 
 
@@ -161,7 +161,7 @@ def pipelining_step(schedule: str) -> tuple[int, int, list[str], float]:
         ("dualpipe_v", 8, ["03", "12"]),
     ],
 )
-def test_pipelining_side_has_the_same_stages_and_sends_what_it_must(schedule, messages, layers):
+def test_pipelining_has_the_same_stages_and_sends_what_it_must(schedule, messages, layers):
     for (*found, off), expected in zip(run_ranks(pipelining_step, 2, schedule), layers, strict=True):
         assert found == [messages, messages, list(expected)]
         assert off < 1e-4
@@ -176,7 +176,7 @@ def clipped(most: float) -> float:
 
 
 @pytest.mark.parametrize(("most", "factor"), [(1.0, 1 / 5), (6.0, 1.0)])
-def test_pipelining_side_clips_by_the_norm_of_all_stages(most, factor):
+def test_pipelining_clips_by_the_norm_of_all_stages(most, factor):
     assert run_ranks(clipped, 2, most) == pytest.approx([3 * factor, 4 * factor])
 
 

@@ -1,4 +1,5 @@
-"""One case of `bench gpu`, in a process of its own: an error or a lack of memory is a row and not the end."""
+"""One case of `bench gpu`, in a process of its own: an error or a lack of memory gives a row and does not end the
+suite."""
 
 import gc
 import os
@@ -16,14 +17,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ndtrain.bench.gpu import baselines
 from ndtrain.bench.gpu.suite import Case, Suite, config_of
-from ndtrain.bench.ranks import TIMED_OUT, RankFailed, run_ranks
-from ndtrain.bench.step import device_of
-from ndtrain.bench.training import DifferentWork, Steady, batches_of, ours, timed
+from ndtrain.bench.ranks import TIMED_OUT, RankFailed, rank_device, run_ranks
+from ndtrain.bench.training import DifferentWork, QueuedSteps, batches_of, ours, timed
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
 
-# calls of the CUDA runtime that hold the host up until the device is done; on a CPU the operators that would make them
+# Calls of the CUDA runtime that make the host wait for the device; on a CPU the operators that would make them
 WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 WAITING_OPERATORS = {f"aten::{op}" for op in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal")}
 _STEADY = "steady steps"
@@ -34,7 +34,7 @@ def run_case(case: Case, suite: Suite, device: str, limit_s: float) -> dict[str,
     began = time.monotonic()
     try:
         cfg = config_of(case)
-        for peer in set(case.sides) - {"ours"}:
+        for peer in set(case.implementations) - {"ours"}:
             baselines.check(peer, cfg)
         row = run_ranks(measure, 1, case, cfg, suite, device, limit_s=limit_s)
     except ConfigError as error:
@@ -46,7 +46,7 @@ def run_case(case: Case, suite: Suite, device: str, limit_s: float) -> dict[str,
 
 def measure(rank: int, case: Case, cfg: Config, suite: Suite, device: str) -> dict[str, Any]:
     """In the case's process."""
-    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, device_of(rank, device))
+    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
     shape = {"train": asdict(cfg.train), "microbatches": cfg.microbatches}
     try:
         return {"status": "measured", **KINDS[case.kind](case, cfg, suite, mesh), "config": shape}
@@ -64,13 +64,13 @@ def lacks_memory(error: RuntimeError) -> bool:
 
 
 def _timed(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
-    return timed(cfg, mesh, case.sides, suite)
+    return timed(cfg, mesh, case.implementations, suite)
 
 
 def _losses(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
     """Of `case.steps` steps, each on tokens of its own."""
-    side = ours(cfg, mesh)
-    reads = [side.launch(batches_of(cfg, mesh, step)) for step in range(case.steps)]
+    own = ours(cfg, mesh)
+    reads = [own.launch(batches_of(cfg, mesh, step)) for step in range(case.steps)]
     return {"losses": [read().loss for read in reads]}
 
 
@@ -79,18 +79,18 @@ def _losses(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]
 
 def _syncs(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
     """What makes the host wait in steps of a warm run whose results nobody reads."""
-    side = Steady(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
+    step = QueuedSteps(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
     for _ in range(suite.warmup + 2):
-        side()
-    side.finish()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it chats on stderr otherwise
+        step()
+    step.finish()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs to stderr otherwise
     on_gpu = mesh.device.type == "cuda"
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    with profile(activities=kinds) as found, record_function(_STEADY):
+    with profile(activities=kinds) as trace, record_function(_STEADY):
         for _ in range(suite.steps):
-            side()
-    side.finish()
-    return {"waits": waits(found.events(), WAITS if on_gpu else WAITING_OPERATORS), "steps": suite.steps}
+            step()
+    step.finish()
+    return {"waits": waits(trace.events(), WAITS if on_gpu else WAITING_OPERATORS), "steps": suite.steps}
 
 
 def waits(events: list[FunctionEvent], names: set[str]) -> dict[str, int]:
@@ -142,9 +142,9 @@ def _peak(cfg: Config, mesh: Mesh) -> int | None:
     """Bytes that one step from scratch takes at most; None: more than there are."""
     reset_peak_memory(mesh.device)
     try:
-        side = Steady(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
-        side()
-        side.finish()
+        step = QueuedSteps(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
+        step()
+        step.finish()
     except RuntimeError as error:
         if not lacks_memory(error):
             raise

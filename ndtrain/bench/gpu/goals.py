@@ -1,4 +1,4 @@
-"""What `bench gpu` aims for on one H200, as a table, and how each figure comes from the rows of the results."""
+"""The goals of `bench gpu` on one H200, as a table, and how each figure comes from the rows of the results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 Rows = Mapping[str, Mapping[str, Any]]  # case -> its row
+Figure = Callable[[Rows], float | None]
 WINDOW = 20  # steps whose mean loss is compared
 
 
@@ -20,7 +21,7 @@ class Goal:
     """
 
     text: str
-    figure: Callable[[Rows], float | None]
+    figure: Figure
     bound: float
     at_most: bool = False
     shown: str = "{:.3f}"
@@ -36,56 +37,47 @@ class Goal:
 
 def measured(rows: Rows, *names: str) -> list[Mapping[str, Any]] | None:
     """These rows; None where one is not measured."""
-    found = [rows.get(name, {}) for name in names]
-    return found if all(row.get("status") == "measured" for row in found) else None
+    chosen = [rows.get(name, {}) for name in names]
+    return chosen if all(row.get("status") == "measured" for row in chosen) else None
 
 
-def best_mfu(*names: str) -> Callable[[Rows], float | None]:
+def from_rows(of: Callable[..., float], *names: str) -> Figure:
+    """The figure that `of` makes of these cases' rows; None where one is not measured."""
+
+    def figure(rows: Rows) -> float | None:
+        chosen = measured(rows, *names)
+        return of(*chosen) if chosen else None
+
+    return figure
+
+
+def best_mfu(*names: str) -> Figure:
     """The highest of those cases that are measured."""
 
     def figure(rows: Rows) -> float | None:
-        found = [row["sides"]["ours"]["mfu"] for name in names for row in measured(rows, name) or []]
-        return max(found, default=None)
+        shares = [row["sides"]["ours"]["mfu"] for name in names for row in measured(rows, name) or []]
+        return max(shares, default=None)
 
     return figure
 
 
-def tokens_per_s(name: str) -> Callable[[Rows], float | None]:
-    def figure(rows: Rows) -> float | None:
-        found = measured(rows, name)
-        return found[0]["sides"]["ours"]["tokens_per_s"] if found else None
-
-    return figure
+def _tokens_per_s(row: Mapping[str, Any]) -> float:
+    return row["sides"]["ours"]["tokens_per_s"]
 
 
-def gain(fast: str, base: str) -> Callable[[Rows], float | None]:
+def gain(fast: str, base: str) -> Figure:
     """Tokens a second of one case over those of another."""
-
-    def figure(rows: Rows) -> float | None:
-        a, b = tokens_per_s(fast)(rows), tokens_per_s(base)(rows)
-        return None if a is None or b is None else a / b
-
-    return figure
+    return from_rows(lambda a, b: _tokens_per_s(a) / _tokens_per_s(b), fast, base)
 
 
-def least_ratio(peer: str, *names: str) -> Callable[[Rows], float | None]:
-    """Of the cases in which ours and `peer` took turns the lowest median of the peer's time over ours."""
-
-    def figure(rows: Rows) -> float | None:
-        found = measured(rows, *names)
-        return min(row["ratios"][peer]["median"] for row in found) if found else None
-
-    return figure
+def least_ratio(peer: str, *names: str) -> Figure:
+    """Of cases that compare ours with `peer` the lowest median of the peer's time over ours."""
+    return from_rows(lambda *rows: min(row["ratios"][peer]["median"] for row in rows), *names)
 
 
-def loss_deviation(case: str, base: str) -> Callable[[Rows], float | None]:
+def loss_deviation(case: str, base: str) -> Figure:
     """How far the mean loss of any `WINDOW` steps is from the other case's, at most, relative."""
-
-    def figure(rows: Rows) -> float | None:
-        found = measured(rows, case, base)
-        return deviation(*(row["losses"] for row in found)) if found else None
-
-    return figure
+    return from_rows(lambda a, b: deviation(a["losses"], b["losses"]), case, base)
 
 
 def deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -93,12 +85,8 @@ def deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
     return float(np.max(np.abs(mean(losses) / mean(expected) - 1)))
 
 
-def waits_a_step(name: str) -> Callable[[Rows], float | None]:
-    def figure(rows: Rows) -> float | None:
-        found = measured(rows, name)
-        return sum(found[0]["waits"].values()) / found[0]["steps"] if found else None
-
-    return figure
+def waits_in_step(name: str) -> Figure:
+    return from_rows(lambda row: sum(row["waits"].values()) / row["steps"], name)
 
 
 PERCENT = "{:.1%}"
@@ -120,6 +108,6 @@ GOALS = (
         at_most=True,
         shown="{:.2%}",
     ),
-    Goal("tokens/s at 8B, full recompute", tokens_per_s("8b 8192 full"), 10471, shown="{:,.0f}"),
-    Goal("host waits in a steady step", waits_a_step("1b 4096 host waits"), 0, at_most=True, shown="{:g}"),
+    Goal("tokens/s at 8B, full recompute", from_rows(_tokens_per_s, "8b 8192 full"), 10471, shown="{:,.0f}"),
+    Goal("host waits in a steady step", waits_in_step("1b 4096 host waits"), 0, at_most=True, shown="{:g}"),
 )

@@ -1,4 +1,4 @@
-"""What `bench gpu` found, as markdown tables: goals, and every case of the suite, measured or not."""
+"""The results of `bench gpu` as markdown tables: goals, and every case of the suite, measured or not."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,8 +19,8 @@ def markdown(name: str, suite: Suite, results: Mapping[str, Any]) -> str:
     rows = results["cases"]
     parts = [f"# bench gpu suite={name}, for {suite.device}", "\n".join(_origin(results)), "## Goals", _goals(rows)]
     for kind, (title, head, cells) in TABLES.items():
-        found = [[_name(case), *_cells(rows.get(case.name), cells, len(head))] for case in of_kind(suite, kind)]
-        parts += [f"## {title}", table(["case", *head], found), *_reasons(suite, kind, rows)] if found else []
+        lines = [[_name(case), *_cells(rows.get(case.name), cells, len(head))] for case in of_kind(suite, kind)]
+        parts += [f"## {title}", table(["case", *head], lines), *_reasons(suite, kind, rows)] if lines else []
     missing = sum(case.name not in rows for case in suite.cases)
     if missing:
         parts.append(
@@ -43,7 +43,7 @@ def of_kind(suite: Suite, kind: str) -> list[Case]:
 
 
 def _table_of(case: Case) -> str:
-    return "against" if len(case.sides) > 1 else case.kind
+    return "against" if len(case.implementations) > 1 else case.kind
 
 
 def _name(case: Case) -> str:
@@ -90,16 +90,16 @@ def _goals(rows: Rows) -> str:
 
 
 def _timed(row: Mapping[str, Any]) -> list[str]:
-    (side,) = row["sides"].values()
+    (own,) = row["sides"].values()
     share = lambda x: "" if x is None else f"{x:.1%}"
     size = lambda x: "" if x is None else f"{x / GIB:.2f}"
     return [
-        f"{side['ms_per_step']:.1f} ({side['q1']:.1f} to {side['q3']:.1f})",
-        f"{side['tokens_per_s']:,.0f}",
-        share(side["mfu"]),
-        share(side["hfu"]),
+        f"{own['ms_per_step']:.1f} ({own['q1']:.1f} to {own['q3']:.1f})",
+        f"{own['tokens_per_s']:,.0f}",
+        share(own["mfu"]),
+        share(own["hfu"]),
         size(row["peak_memory_bytes"]),
-        size(side["state_bytes"]),
+        size(own["state_bytes"]),
     ]
 
 
