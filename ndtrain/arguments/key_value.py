@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Options = TypeVar("Options")
 Reader = Callable[[str, str], Any]  # (key, text) -> value; raises ArgumentError
-_WIDTH, _INDENT = 118, 18  # characters of a line of help, and of its first column
+_WIDTH = 118  # characters of a line of help
 
 
 class ArgumentError(ValueError):
@@ -61,7 +61,8 @@ def parse(cls: type[Options], args: Sequence[str]) -> Options:
 def help_lines(cls: type) -> str:
     """The options of the dataclass `cls`, one after the other: key, meaning, known values and default."""
     kinds = get_type_hints(cls)
-    return "\n".join(_help_of(f, kinds[f.name]) for f in fields(cls))
+    indent = max(len(_key(f)) for f in fields(cls)) + 4
+    return "\n".join(_help_of(f, kinds[f.name], indent) for f in fields(cls))
 
 
 def wants_help(args: Sequence[str]) -> bool:
@@ -94,15 +95,15 @@ def _key(f: Field) -> str:
     return f.metadata.get("key") or f.name
 
 
-def _help_of(f: Field, kind: Any) -> str:
+def _help_of(f: Field, kind: Any, indent: int) -> str:
     notes = [" | ".join(_choices(kind))] if _choices(kind) else []
     if f.default is MISSING:
         notes.append("required")
-    elif f.default:
-        notes.append(f"default {f.default}")
+    elif f.default or f.default is False:
+        notes.append(f"default {str(f.default).lower() if kind is bool else f.default}")
     text = f.metadata.get("help", "") + f" ({'; '.join(notes)})" * bool(notes)
-    lines = textwrap.wrap(text.strip(), _WIDTH - _INDENT, break_on_hyphens=False)
-    return f"  {_key(f):{_INDENT - 2}}" + f"\n{'':{_INDENT}}".join(lines)
+    lines = textwrap.wrap(text.strip(), _WIDTH - indent, break_on_hyphens=False)
+    return f"  {_key(f):{indent - 2}}" + f"\n{'':{indent}}".join(lines)
 
 
 def _choices(kind: Any) -> list[str]:

@@ -66,8 +66,8 @@ def usage() -> str:
 
 def usage_of(name: str, module: ModuleType) -> str:
     more = "\n\n`peers axis=cp --help` has the options of axis=cp." if module is peers else ""
-    head = f"python -m ndtrain.bench {name} {BENCHES[name][1]}"
-    return f"{head}\n\n{(module.__doc__ or '').strip()}\n\n{help_lines(module.Options)}{more}"
+    about = (module.__doc__ or "").partition("Shape legend")[0].strip()
+    return f"python -m ndtrain.bench {name} {BENCHES[name][1]}\n\n{about}\n\n{help_lines(module.Options)}{more}"
 
 
 if __name__ == "__main__":

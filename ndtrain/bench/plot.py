@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def draw(path: str, title: str, rows: Sequence[Sequence[Panel]]) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
     lines: dict[str, Any] = {}
-    for axes, panel in zip(figure.subplots(down, across, squeeze=False).flat, sum(map(list, rows), []), strict=True):
+    for axes, panel in zip(figure.subplots(down, across, squeeze=False).flat, chain(*rows), strict=True):
         lines |= _fill(axes, panel)
     figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize=8, frameon=False, handlelength=3)
     figure.savefig(path, format="png", dpi=130)

@@ -67,7 +67,7 @@ def run_rounds(timers: Mapping[str, BlockTimer], repeats: Repeats) -> None:
 
 
 def in_round(names: Iterable[str], i: int) -> list[str]:
-    """The order of round i: every other round runs backwards, so that a drift of the machine's speed meets all alike."""
+    """The order of round i: every other one runs backwards, so that a drift of the machine's speed meets all alike."""
     return list(names)[:: -1 if i % 2 else 1]
 
 

@@ -1,5 +1,5 @@
-"""Training steps of one configuration by ours and by others, on made-up tokens: queued one behind the other as in a run,
-compared at the first step, and timed in alternating rounds."""
+"""Training steps of one configuration by ours and by others, on made-up tokens. They are queued one behind the other as
+in a run, compared at the first step, and timed in alternating rounds."""
 
 import hashlib
 from collections.abc import Callable, Sequence

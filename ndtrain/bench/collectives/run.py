@@ -206,7 +206,7 @@ def _row(name: str, setting: Setting, rounds: int) -> dict[str, Any]:
 
 
 def _time(timers: dict[str, BlockTimer], rounds: int) -> None:
-    """Times blocks in alternating rounds. A first block of each says how many calls a block has, the same on all ranks."""
+    """Times blocks in alternating rounds. A first block of each says how many calls a block has, on all ranks alike."""
     for timer in timers.values():
         timer.run(1)
         timer.time_block(1)

@@ -33,8 +33,8 @@ class Case:
         shape: a name in `SHAPES`. words: what sets the case apart; with the shape its name.
         overrides: of the configuration, beside the shape's and `BASE`.
         implementations: "ours", and what it is compared with in alternating rounds; or one peer alone.
-        kind: timed: steps in alternating rounds; losses: those of `steps` steps; longest: the sequence that still fits; syncs:
-            what makes the host wait.
+        kind: timed: steps in alternating rounds; losses: those of `steps` steps; longest: the sequence that still fits;
+            syncs: what makes the host wait.
         steps: with losses, how many; start, most, grain: with longest, the tokens to begin with, to end at, and how
             fine to search.
     """

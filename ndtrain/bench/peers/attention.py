@@ -149,7 +149,7 @@ class SilentLinks(Links):
         return Pending(())
 
 
-# ---------------------------------------------------------------------------------------------------------- the implementations
+# ------------------------------------------------------------------------------------------------ the implementations
 
 
 def whole_inputs(options: Options, length: int) -> Results:

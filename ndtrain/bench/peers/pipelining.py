@@ -1,7 +1,7 @@
 """The peer of axis=pp: ndtrain's model as stages of `torch.distributed.pipelining`.
 
-ndtrain's own placement says which layers a stage has and which rank has the stage, so that ours and the peer do the same
-work on the same ranks.
+ndtrain's own placement says which layers a stage has and which rank has the stage, so that ours and the peer do the
+same work on the same ranks.
 
 Shape legend: B batch, T time, E hidden_size, V vocabulary.
 """
@@ -81,9 +81,7 @@ class Stage(nn.Module):
         self._context = part.context(tokens, tokens, DTYPES[cfg.precision.compute])
 
     def forward(self, x: Tensor) -> Tensor:
-        ctx = (
-            self._context._replace(tokens=x) if self.part.first else self._context
-        )  # the others read the shape of tokens
+        ctx = self._context._replace(tokens=x) if self.part.first else self._context  # the others read its shape
         for segment in self._segments:
             x = segment.run(x, ctx)
         return x
