@@ -1,4 +1,4 @@
-"""`bench step` and `bench gpu`: figures are there, goals are judged right, and what is not measured is said to be."""
+"""`bench step` and `bench gpu`: figures are there, goals are met or missed as they should be, and what is not measured is said so."""
 
 import importlib.util
 import json
@@ -44,7 +44,7 @@ ALL = [
 ]
 
 
-def found(folder, suite="smoke"):
+def saved_results(folder, suite="smoke"):
     return json.loads((folder / f"gpu-{suite}.json").read_text())
 
 
@@ -57,9 +57,9 @@ def single(cfg) -> Mesh:
 
 def test_step_measures_a_case(tmp_path, capsys):
     case = "recompute=full train.micro_batch=4 hardware.peak_tflops=0.01"
-    args = ["recipe=llama_debug", f"cases={case}", "rounds=2", "steps=1", "device=cpu", f"out={tmp_path}/found.json"]
+    args = ["recipe=llama_debug", f"cases={case}", "rounds=2", "steps=1", "device=cpu", f"out={tmp_path}/results.json"]
     assert main(["step", *args]) == 0
-    saved = json.loads((tmp_path / "found.json").read_text())
+    saved = json.loads((tmp_path / "results.json").read_text())
     assert saved["commit"] and saved["versions"]["torch"] and list(saved["found"]) == [case]
     own = saved["found"][case]["sides"]["ours"]
     assert len(own["block_ms"]) == 2 and own["q1"] <= own["ms_per_step"] <= own["q3"]
@@ -161,7 +161,7 @@ def test_waits_are_those_of_the_steady_steps():
 def test_one_case_is_written_and_not_measured_again(tmp_path, capsys):
     only = ["gpu", "suite=smoke", "device=cpu", "only=tiny eager", f"folder={tmp_path}"]
     assert main(only) == 0
-    said, saved = capsys.readouterr().out, found(tmp_path)
+    said, saved = capsys.readouterr().out, saved_results(tmp_path)
     row = saved["cases"]["tiny eager"]
     assert row["status"] == "measured" and row["commit"] == saved["commit"] and row["device"] == "cpu"
     own = row["sides"]["ours"]
@@ -174,7 +174,7 @@ def test_one_case_is_written_and_not_measured_again(tmp_path, capsys):
     assert len(lines) == len(SUITES["smoke"].cases)
     with mock.patch("ndtrain.bench.gpu.run.run_case", side_effect=AssertionError("measured again")):
         assert main([*only, "missing=true"]) == 0
-    assert found(tmp_path) == saved
+    assert saved_results(tmp_path) == saved
 
 
 def test_without_a_gpu_every_line_is_not_measured(tmp_path, capsys):
@@ -265,7 +265,7 @@ def rows_of(mfu, own, fp8, ratio, off, waiting):
     return cases
 
 
-def test_goals_are_judged():
+def test_goals_are_met_or_missed():
     good = rows_of(mfu=0.63, own=11000, fp8=14000, ratio=1.21, off=0.004, waiting=0)
     assert [goal.outcome(good)[1] for goal in GOALS] == ["met"] * len(GOALS)
     bad = rows_of(mfu=0.59, own=10000, fp8=12000, ratio=1.09, off=-0.006, waiting=6)
@@ -291,7 +291,7 @@ def test_deviation_is_that_of_the_worst_window():
 @pytest.mark.full
 def test_the_whole_suite_runs_on_a_cpu(tmp_path):
     assert main(["gpu", "suite=smoke", "device=cpu", f"folder={tmp_path}"]) == 0
-    cases = found(tmp_path)["cases"]
+    cases = saved_results(tmp_path)["cases"]
     assert {name: row.get("why", "") for name, row in cases.items() if row["status"] != "measured"} == {}
     assert len(cases) == len(SUITES["smoke"].cases)
     losses = cases["tiny losses bf16"]["losses"]

@@ -54,10 +54,10 @@ CP = ["axis=cp", "seq_len=64", "heads=4", "kv_heads=2", "head_dim=16", "rounds=2
     ids=lambda words: " ".join(sorted(words)),  # in the same order in every process
 )
 def test_peers(args, peers, tmp_path, capsys):
-    assert main(["peers", *QUICK, *args, f"out={tmp_path}/found.json"]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["commit"] and found["hardware"]["cores"] and found["versions"]["torch"]
-    (shape,) = found["shapes"].values()
+    assert main(["peers", *QUICK, *args, f"out={tmp_path}/results.json"]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["commit"] and results["hardware"]["cores"] and results["versions"]["torch"]
+    (shape,) = results["shapes"].values()
     losses = {name: own["losses"] for name, own in shape["sides"].items() if name != "local"}
     assert losses.keys() == {"ours", *peers}
     for name in peers:
@@ -162,8 +162,8 @@ def pipelining_step(schedule: str) -> tuple[int, int, list[str], float]:
     ],
 )
 def test_pipelining_has_the_same_stages_and_sends_what_it_must(schedule, messages, layers):
-    for (*found, off), expected in zip(run_ranks(pipelining_step, 2, schedule), layers, strict=True):
-        assert found == [messages, messages, list(expected)]
+    for (*results, off), expected in zip(run_ranks(pipelining_step, 2, schedule), layers, strict=True):
+        assert results == [messages, messages, list(expected)]
         assert off < 1e-4
 
 
@@ -187,28 +187,28 @@ def test_pipelining_clips_by_the_norm_of_all_stages(most, factor):
     ids=" ".join,
 )
 def test_attention_peers(args, tmp_path, capsys):
-    assert main(["peers", *CP, *args, f"out={tmp_path}/found.json"]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())["shapes"]["64"]
-    assert found["sides"].keys() == {"ours", *attention.PEERS, "silent"}
-    assert found["ratios"].keys() == set(attention.PEERS) == found["differences"].keys() - {"ours"}
+    assert main(["peers", *CP, *args, f"out={tmp_path}/results.json"]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())["shapes"]["64"]
+    assert results["sides"].keys() == {"ours", *attention.PEERS, "silent"}
+    assert results["ratios"].keys() == set(attention.PEERS) == results["differences"].keys() - {"ours"}
     bound = 2e-2 if "precision=bf16" in args else 1e-5
-    assert all(d.keys() == set(attention.NAMES) and max(d.values()) < bound for d in found["differences"].values())
-    assert found["exposed"]["spent_ms"] > 0
+    assert all(d.keys() == set(attention.NAMES) and max(d.values()) < bound for d in results["differences"].values())
+    assert results["exposed"]["spent_ms"] > 0
     if args == ["profile=true"]:  # k and v of 32 tokens go there twice, and their gradients once
-        assert found["exposed"]["received_mb"] == pytest.approx(3 * 2 * 32 * 2 * 16 * 4 / 1e6)
+        assert results["exposed"]["received_mb"] == pytest.approx(3 * 2 * 32 * 2 * 16 * 4 / 1e6)
     if args[0] == "ulysses=2":  # of 32 tokens half the heads of q, k, v and the output, and their gradients; bf16
-        assert found["exposed"]["received_mb"] == pytest.approx(2 * 32 * (2 + 1 + 1 + 2) * 16 * 2 / 1e6)
+        assert results["exposed"]["received_mb"] == pytest.approx(2 * 32 * (2 + 1 + 1 + 2) * 16 * 2 / 1e6)
     assert ("_scaled_dot_product_flash_attention_for_cpu" in capsys.readouterr().out) == ("profile=true" in args)
 
 
 @pytest.mark.quiet
 def test_a_slow_link_is_paid_for_in_full(tmp_path):
     """What is spent waiting for a link is what a step takes longer than one without it."""
-    slow = ["seq_len=512", "rounds=5", "link_mb_s=1", f"out={tmp_path}/found.json"]
+    slow = ["seq_len=512", "rounds=5", "link_mb_s=1", f"out={tmp_path}/results.json"]
     assert main(["peers", *CP, *slow]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())["shapes"]["512"]
-    assert found["sides"].keys() == {"ours", "silent"} and not found["ratios"]
-    exposed, link_ms = found["exposed"], found["exposed"]["received_mb"] * 1e3
+    results = json.loads((tmp_path / "results.json").read_text())["shapes"]["512"]
+    assert results["sides"].keys() == {"ours", "silent"} and not results["ratios"]
+    exposed, link_ms = results["exposed"], results["exposed"]["received_mb"] * 1e3
     assert exposed["spent_ms"] > 0.7 * link_ms  # more where a neighbour is late
     assert exposed["lost_ms"] == pytest.approx(exposed["spent_ms"], rel=0.4)
 
@@ -243,11 +243,11 @@ def test_a_transfer_takes_its_bytes_time():
 @pytest.mark.parametrize(("wrong", "value"), [(0, 1e-3), (3, math.nan)])
 def test_different_attention_is_refused(wrong, value):
     expected = tuple(torch.ones(1, 4, 2, 8) for _ in attention.NAMES)
-    found = tuple(x.clone() for x in expected)
-    assert max(attention.require_agreement("ours", found, expected, 1e-4).values()) == 0
-    found[wrong][0, 3, 1, 7] += value
+    results = tuple(x.clone() for x in expected)
+    assert max(attention.require_agreement("ours", results, expected, 1e-4).values()) == 0
+    results[wrong][0, 3, 1, 7] += value
     with pytest.raises(RuntimeError, match=f"not the same work: {attention.NAMES[wrong]} of ours is"):
-        attention.require_agreement("ours", found, expected, 1e-4)
+        attention.require_agreement("ours", results, expected, 1e-4)
 
 
 @pytest.mark.parametrize(
