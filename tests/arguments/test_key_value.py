@@ -33,7 +33,7 @@ def test_values_are_read_by_type():
         (["axis"], "axis: arguments are key=value; known keys: axis, ranks, level, path, fast, cost.F"),
         (["rank=2"], "rank: no such key; did you mean 'ranks'? known: axis"),
         (["cost=2"], "cost: no such key; did you mean 'cost.F'?"),
-        (["axis=pp"], "pp: no such axis; did you mean 'dp'? known: dp, tp"),
+        (["axis=pp"], "pp: no such axis; did you mean 'tp'? known: dp, tp"),
         (["ranks=-1"], "ranks=-1: must be a whole number, at least 1"),
         (["level=3"], "3: no such level; known: 1, 2"),
         (["fast=yes"], "yes: no such fast; known: true, false"),

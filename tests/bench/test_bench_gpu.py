@@ -1,4 +1,4 @@
-"""`bench step` and `bench gpu`: figures are there, goals are met or missed as they should be, and what is not measured is said so."""
+"""`bench step` and `bench gpu`: figures are there, goals are met or missed, and what is not measured is said to be."""
 
 import importlib.util
 import json
