@@ -144,13 +144,13 @@ class Bench:
 
     def save(self) -> None:
         self.state.step += 1
-        _ended_well(self.saver.save(self.state))
+        _raise_errors(self.saver.save(self.state))
 
     def load(self) -> None:
         checkpoint.load(checkpoint.list_checkpoints(self.folder)[0], self.stages, self.mesh)
 
     def save_in_background(self) -> None:
-        """How long that makes training wait."""
+        """Times how long training would wait for it."""
         self.state.step += 1
         os.sync()
         self._barrier()
@@ -159,7 +159,7 @@ class Bench:
         self.waited["stall"].append(max_over_ranks(time.perf_counter() - began))
         self.in_background.settle()
         self.waited["copy"].append(max_over_ranks(time.perf_counter() - began))
-        _ended_well(self.in_background.wait())
+        _raise_errors(self.in_background.wait())
 
     def raw_write(self) -> None:
         with opened(self.raw_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
@@ -183,7 +183,7 @@ class Bench:
             dist.barrier()
 
 
-def _ended_well(saves: list[checkpoint.Saved]) -> list[checkpoint.Saved]:
+def _raise_errors(saves: list[checkpoint.Saved]) -> list[checkpoint.Saved]:
     for saved in saves:
         if saved.error:
             raise RuntimeError(saved.error)
@@ -191,7 +191,7 @@ def _ended_well(saves: list[checkpoint.Saved]) -> list[checkpoint.Saved]:
 
 
 def _each_block(whole: memoryview, move: Callable[[memoryview, int], int]) -> None:
-    """Moves all of it by calls that may each move less than asked."""
+    """Reads or writes all of it by calls that may each move less than asked."""
     at = 0
     while at < len(whole):
         at += move(whole[at : at + BLOCK], at)
@@ -207,7 +207,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """The files in it will be read from the disk. They must be on it already."""
+    """Drops the files in it from the page cache. They must be on the disk already."""
     for path in folder.rglob("*"):
         if path.is_file():
             with opened(path, os.O_RDONLY) as fd:

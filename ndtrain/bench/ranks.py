@@ -34,11 +34,11 @@ class RankFailed(RuntimeError):
 
 
 class WrongResult(RuntimeError):
-    """What was measured does not give what it must; the message names it."""
+    """A measured computation gave a wrong result; the message names it."""
 
 
 def launched() -> bool:
-    """Whether torchrun has started the ranks: more than this one."""
+    """Whether torchrun has started several ranks."""
     return world_from_env()[2] > 1
 
 
@@ -82,8 +82,8 @@ def rank_device(rank: int, device: str) -> torch.device:
 
 
 def on_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any:
-    """`run_ranks`, or under torchrun `fn(rank, *args)` in this process, which is one of the ranks; the result on rank
-    0, None on the others.
+    """Under torchrun runs `fn(rank, *args)` in this process, which is one of the ranks; otherwise `run_ranks`. Returns
+    the result on rank 0, None on the others.
 
     Raises:
         RankFailed: a rank raised, or died if it was started here.
@@ -106,8 +106,8 @@ def on_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends this process. As a rank that torchrun started without Python's own teardown, in which gloo's threads abort
-    about every second time."""
+    """Ends this process. A rank that torchrun started skips Python's own teardown, in which gloo's threads abort about
+    every second time."""
     if not launched():
         sys.exit(code)
     sys.stdout.flush()
@@ -116,11 +116,11 @@ def exit_process(code: int) -> NoReturn:
 
 
 def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo", limit_s: float | None = None) -> Any:
-    """`fn(rank, *args)` in `ranks` fresh processes; rank 0's result. With more than one rank the world process group
-    exists inside `fn`; with nccl, rank r has GPU r.
+    """Runs `fn(rank, *args)` in `ranks` fresh processes and returns rank 0's result. With more than one rank the world
+    process group exists inside `fn`; with nccl, rank r has GPU r.
 
     Args:
-        backend: gloo or nccl. limit_s: seconds that the ranks may take together; None: any.
+        backend: gloo or nccl. limit_s: seconds that the ranks may take; None: no limit.
 
     Raises:
         RankFailed: a rank raised or died, or the time is over; the others are ended.
@@ -141,7 +141,7 @@ def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo", limit
 
 
 def _wait(processes: Sequence[mp.Process], folder: Path, limit_s: float | None) -> None:
-    """Until all have ended well, or one has not."""
+    """Waits until all have ended, and raises as soon as one has failed."""
     running = {p.sentinel: rank for rank, p in enumerate(processes)}
     end = None if limit_s is None else time.monotonic() + limit_s
     while running:
@@ -159,7 +159,7 @@ def _wait(processes: Sequence[mp.Process], folder: Path, limit_s: float | None) 
 
 def _rank(fn: Callable, rank: int, ranks: int, args: Sequence[Any], backend: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    keep_freed_memory()  # as train.py does; here for all sides
+    keep_freed_memory()  # as train.py does; here for every implementation
     code = 1
     try:
         if backend == "nccl":

@@ -1,4 +1,4 @@
-"""`bench collectives demo=true`: what each collective does, shown on tensors of one number a piece."""
+"""`bench collectives demo=true` shows what each collective does, on tensors of one number a piece."""
 
 from typing import Any
 

@@ -46,7 +46,7 @@ def _show_axis(spec: MeshSpec, axis: str, backend: str, rounds: int, rows: list[
 
 
 def _show_equal(axis: str, results: Mapping[str, Any]) -> list[str]:
-    """One line a size: an all_reduce is a reduce_scatter and an all_gather."""
+    """One line for each size: an all_reduce against a reduce_scatter and an all_gather."""
     print(f"\nall_reduce against {TWO_STEPS} over {axis}")
     wrong = []
     by_key = {(row["operation"], row["bytes"]): row["forms"] for row in results["rows"]}
@@ -63,7 +63,7 @@ def _show_equal(axis: str, results: Mapping[str, Any]) -> list[str]:
 
 
 def _number(x: float) -> str:
-    """Three digits, more where they stand before the point."""
+    """Three digits, or all that stand before the point."""
     return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
@@ -72,7 +72,7 @@ def _wrong(what: str, size: int, axis: str, ranks: list[int]) -> str:
 
 
 def _show_accounting(widths: list[int]) -> None:
-    """Where the bandwidths come from."""
+    """Explains the bandwidths."""
     print(
         "How bytes are counted, as in NCCL-tests (its doc/PERFORMANCE.md); GB is 1e9 bytes. With S bytes and n ranks\n"
         "algbw = S / time and busbw = algbw x factor. The factor makes busbw the rate at which the busiest rank's\n"

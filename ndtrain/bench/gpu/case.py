@@ -59,7 +59,7 @@ def measure(rank: int, case: Case, cfg: Config, suite: Suite, device: str) -> di
 
 
 def lacks_memory(error: RuntimeError) -> bool:
-    """PyTorch's own error, or that of a library which allocates for itself."""
+    """Whether it is PyTorch's own error, or that of a library with an allocator of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
 
 
@@ -68,17 +68,17 @@ def _timed(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
 
 
 def _losses(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
-    """Of `case.steps` steps, each on tokens of its own."""
+    """The losses of `case.steps` steps, each on other tokens."""
     own = ours(cfg, mesh)
     reads = [own.launch(batches_of(cfg, mesh, step)) for step in range(case.steps)]
     return {"losses": [read().loss for read in reads]}
 
 
-# ----------------------------------------------------------------------------------------------- what makes it wait
+# ----------------------------------------------------------------------------------------------- host waits
 
 
 def _syncs(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
-    """What makes the host wait in steps of a warm run whose results nobody reads."""
+    """Counts what makes the host wait in warm steps whose results are not read."""
     step = QueuedSteps(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
     for _ in range(suite.warmup + 2):
         step()
@@ -94,14 +94,14 @@ def _syncs(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
 
 
 def waits(events: list[FunctionEvent], names: set[str]) -> dict[str, int]:
-    """How many of the events `names` began during the steady steps: the profiler itself waits when it ends."""
+    """Counts the events of these names that began during the steady steps. (The profiler itself waits when it ends.)"""
     span = next(e.time_range for e in events if e.name == _STEADY and e.device_type == DeviceType.CPU)
     inside = (e for e in events if e.name in names and span.start <= e.time_range.start < span.end)
     return dict(Counter(e.name for e in inside if not _in_fused_kernel(e)))
 
 
 def _in_fused_kernel(event: FunctionEvent) -> bool:
-    """The fused update's form for CPUs reads scalars, that for GPUs does not."""
+    """Whether it belongs to the fused update, whose form for CPUs reads scalars; that for GPUs does not."""
     while event is not None and not event.name.startswith("aten::_fused"):
         event = event.cpu_parent
     return event is not None
@@ -127,8 +127,8 @@ def _longest(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any
 
 
 def longest(fits: Callable[[int], bool], start: int, most: int, grain: int) -> int:
-    """The largest multiple of `grain`, up to `most`, that fits, by doubling from `start` and halving what is between;
-    0: none does. What fits is taken to fit when shorter."""
+    """The largest multiple of `grain`, up to `most`, that fits; 0: none does. It doubles from `start`, then bisects.
+    What fits is assumed to fit when shorter."""
     good, bad = 0, start
     while bad <= most and fits(bad):
         good, bad = bad, min(2 * bad, most) if bad < most else most + grain
@@ -139,7 +139,7 @@ def longest(fits: Callable[[int], bool], start: int, most: int, grain: int) -> i
 
 
 def _peak(cfg: Config, mesh: Mesh) -> int | None:
-    """Bytes that one step from scratch takes at most; None: more than there are."""
+    """Peak bytes of one step from scratch; None: out of memory."""
     reset_peak_memory(mesh.device)
     try:
         step = QueuedSteps(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)

@@ -31,7 +31,7 @@ def markdown(name: str, suite: Suite, results: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table whose columns are aligned as text, too."""
+    """A markdown table whose columns are also aligned as text."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = [head, ["-" * w for w in widths], *rows]
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in lines)
@@ -47,7 +47,7 @@ def _table_of(case: Case) -> str:
 
 
 def _name(case: Case) -> str:
-    """With what a step works on: sequences of a microbatch x tokens (x microbatches)."""
+    """The case's name with the size of a step: sequences of a microbatch x tokens (x microbatches)."""
     given = dict(o.split("=", 1) for o in case.overrides)
     micro, step = (int(given[f"train.{key}_batch"]) for key in ("micro", "global"))
     again = f" x {step // micro}" if step > micro else ""
@@ -63,7 +63,7 @@ def _cells(row: Mapping[str, Any] | None, cells: Callable[[Mapping], list[str]],
 
 
 def _reasons(suite: Suite, kind: str, rows: Rows) -> list[str]:
-    """Why the table's cases have no figures, a line each, as one paragraph."""
+    """One paragraph with a line for each case that has no figures, and why."""
     without = [(c.name, rows[c.name]) for c in of_kind(suite, kind) if rows.get(c.name, {}).get("why")]
     lines = [f"- {name}: {row['status']}: {row['why']}" for name, row in without]
     return ["\n".join(lines)] if lines else []
@@ -137,7 +137,7 @@ TABLES = {
         _timed,
     ),
     "against": (
-        "Against others, by turns: their time over ours",
+        "Against others, in alternating rounds: their time over ours",
         ["our tokens/s", "their tokens/s", "ratio (quartiles)", "last loss, ours / theirs"],
         _against,
     ),

@@ -1,6 +1,6 @@
 """`bench gpu`: a fixed suite on one device, case by case, into one JSON file and a report beside it.
 
-Each case is written when it is done, so a suite can be worked off in parts, on several days or in short calls.
+Each case is written when it is done, so a suite can be measured in parts, on several days or in short calls.
 """
 
 import json
@@ -38,8 +38,8 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Measures what was asked for and prints the report. The suites of a GPU, where there is none, are reported as far
-    as the JSON file knows them, and the rest as not measured.
+    """Measures what was asked for and prints the report. Without a GPU, its suites are reported from the JSON file, and
+    what that lacks as not measured.
 
     Raises:
         ConfigError: arguments that do not go together, or a file that holds another device's results.
@@ -64,7 +64,7 @@ def run(options: Options) -> None:
 
 
 def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
-    """Of those whose names hold `only` part k/n, taken in turn.
+    """Of the cases whose names hold `only` every n-th, from the k-th on, where `part` is k/n.
 
     Raises:
         ConfigError: no such part, or no case is left.
@@ -81,7 +81,7 @@ def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
 
 
 def _measure(cases: Sequence[Case], options: Options, device: str, results: dict[str, Any], path: Path) -> None:
-    """One case after the other while there is time, each in `results` and on disk at once."""
+    """Measures one case after the other while there is time; each is in `results` and on disk at once."""
     suite, here = SUITES[options.suite], surroundings()
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less is lost near the end of memory
     end = time.monotonic() + (60 * options.minutes or float("inf"))
@@ -103,7 +103,8 @@ def _measure(cases: Sequence[Case], options: Options, device: str, results: dict
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """
+    """The results so far.
+
     Raises:
         ConfigError: the file is damaged.
     """
@@ -116,7 +117,10 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_same(results: dict[str, Any], path: Path) -> None:
-    """Results of two devices do not mix."""
+    """
+    Raises:
+        ConfigError: the file holds results of another device.
+    """
     name = lambda gpus: gpus[0].partition(",")[0] if gpus else "no GPU"
     then, now = name(results["hardware"]["gpus"]), name(surroundings()["hardware"]["gpus"])
     if results["cases"] and then != now:

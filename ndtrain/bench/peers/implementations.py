@@ -47,7 +47,7 @@ def ours(cfg: Config, mesh: Mesh) -> Step:
 
 
 def local(cfg: Config, mesh: Mesh) -> Step:
-    """ndtrain's step on each rank by itself: the same tokens a rank, nothing to communicate. Its optimizer updates the
+    """ndtrain's step on each rank by itself, on as many tokens a rank, without communication. Its optimizer updates the
     whole model where fsdp's updates a part."""
     alone = deepcopy(cfg)
     alone.mesh.dp = alone.mesh.fsdp = 1

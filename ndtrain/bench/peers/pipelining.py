@@ -65,8 +65,8 @@ def check(schedule: str, ranks: int, microbatches: int) -> None:
 
 
 class Stage(nn.Module):
-    """A stage of the model: tokens [B, T] into the first, hidden states [N, E] between them and out of the last, whose
-    head is with the loss.
+    """A stage of the model. The first takes tokens [B, T], the others hidden states [N, E]. All return hidden states: the
+    head is part of the loss.
 
     Args:
         part: the stage with its parameters.
@@ -88,7 +88,7 @@ class Stage(nn.Module):
 
 
 def stages(cfg: Config, mesh: Mesh) -> dict[int, Stage]:
-    """This rank's stages by their index, not yet filled."""
+    """This rank's stages by their index, with uninitialised parameters."""
     at = Placement.of(cfg)
     return {
         s: Stage(Transformer(cfg.model, at.layers[s], s == 0, s == at.last, cfg.train.loss_chunk), cfg)
