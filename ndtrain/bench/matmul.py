@@ -65,7 +65,6 @@ class Options:
     contents: Literal["all", "zeros", "rand", "randn"] = option("of the operands", "all")
     device: Device = option(DEVICE_HELP, "auto")
     rounds: int = option("blocks of products of each size", 5)
-    threads: int = option("on a CPU; PyTorch's own choice unless given", 0)
     out: str = option("JSON file for everything measured", "")
     plot: str = option(plot.HELP, "")
 
@@ -108,8 +107,6 @@ class Options:
         smallest, free = self.need(self.kinds[0], self.min), free_memory_bytes(self.torch_device)
         if smallest > free:
             raise ConfigError(f"min={self.min} needs {size_name(smallest)}, but {size_name(free)} are free: lower it")
-        if self.torch_device.type == "cuda" and self.threads:
-            raise ConfigError(f"threads={self.threads}: only on a CPU")
         require_folder("out", self.out)
         plot.check(self.plot)
 
@@ -123,8 +120,6 @@ def run(options: Options) -> None:
     """
     options.check()
     device = options.torch_device
-    if options.threads:
-        torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     name = _device_name(device)
     peaks = {kind: _peak(kind, device) for kind in options.kinds}

@@ -47,7 +47,6 @@ class Options(CommonOptions):
     """Options of `bench peers axis=cp`, beside the common ones."""
 
     seq_len: int = option("tokens of the whole sequence; 2048 and then 8192 unless given", 0)
-    batch: int = option("sequences", 1)
     heads: int = option("query heads", 8)
     kv_heads: int = option("key and value heads", 8)
     head_dim: int = option("size of a head", 64)
@@ -156,7 +155,7 @@ def whole_inputs(options: Options, length: int) -> Results:
     """q, k, v and the gradient of the output, of the whole sequence, the same on every rank."""
     draw = torch.Generator().manual_seed(length)
     heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
-    shapes = [(options.batch, length, h, options.head_dim) for h in heads]
+    shapes = [(1, length, h, options.head_dim) for h in heads]
     return tuple(torch.randn(s, generator=draw).to(DTYPES[options.precision]) for s in shapes)
 
 
@@ -288,7 +287,7 @@ def _exposed(options: Options, own_ms: dict[str, list[float]], meter: list[tuple
 
 def _show(options: Options, length: int, result: dict[str, Any]) -> None:
     print(
-        f"\nattention over {length} tokens: ranks={options.world} {options.precision} batch={options.batch}"
+        f"\nattention over {length} tokens: ranks={options.world} {options.precision}"
         f" heads={options.heads} kv_heads={options.kv_heads} head_dim={options.head_dim}"
         f" ulysses={options.ulysses} balance={options.balance}"
         + f" link_mb_s={options.link_mb_s}" * bool(options.link_mb_s)

@@ -65,8 +65,8 @@ def check(schedule: str, ranks: int, microbatches: int) -> None:
 
 
 class Stage(nn.Module):
-    """A stage of the model. The first takes tokens [B, T], the others hidden states [N, E]. All return hidden states: the
-    head is part of the loss.
+    """A stage of the model. The first takes tokens [B, T], the others hidden states [N, E]. All return hidden states:
+    the head is part of the loss.
 
     Args:
         part: the stage with its parameters.
