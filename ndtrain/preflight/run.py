@@ -102,7 +102,7 @@ class Preflight:
         try:
             with _raises_on_sigterm():
                 for check in checks:
-                    self._check(check)
+                    self._run_check(check)
         except _Terminated as request:
             self.rows.append(Row("the rest", Status.FAILED, f"stopped by {request}: perhaps another rank has died"))
             return 1
@@ -120,7 +120,7 @@ class Preflight:
             self.coordinator.reports("bye", time.monotonic() + MARGIN_S)  # rank 0 may be the store
         return 0 if passed else 1
 
-    def _check(self, check: Check) -> None:
+    def _run_check(self, check: Check) -> None:
         """Runs it, unless rank 0 decides against it."""
         if self.leads:
             self.coordinator.decide(check.name, self._wanted(check))
