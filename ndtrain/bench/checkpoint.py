@@ -123,8 +123,9 @@ class Bench:
         self.bytes = parameter_count(self.cfg.model) * BYTES
         self.state = State(step=0, tokens=0, order={})
         self.saver = Saver(folder, self.stages, self.mesh, self.cfg)
-        self.cfg.checkpoint.async_save = True
-        self.in_background = Saver(folder, self.stages, self.mesh, self.cfg)
+        in_background = self.cfg.unfrozen()
+        in_background.checkpoint.async_save = True
+        self.in_background = Saver(folder, self.stages, self.mesh, in_background)
         share = -(-self.bytes // options.ranks)
         noise = np.random.default_rng(rank).integers(0, 256, BLOCK, np.uint8)
         self.raw_path, self.raw = folder / f"raw-{rank}", memoryview(np.resize(noise, share))

@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
@@ -114,7 +113,7 @@ def _longest(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any
     peaks: dict[int, int | None] = {}
 
     def fits(length: int) -> bool:
-        at = deepcopy(cfg)
+        at = cfg.unfrozen()
         at.train.seq_len = length
         peaks[length] = _peak(resolve(at, 1), mesh)
         gc.collect()

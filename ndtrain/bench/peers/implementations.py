@@ -8,7 +8,6 @@ all microbatches, the gradient's mean over the valid tokens of the global batch,
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from functools import partial
 from itertools import count
 
@@ -49,7 +48,7 @@ def ours(cfg: Config, mesh: Mesh) -> Step:
 def local(cfg: Config, mesh: Mesh) -> Step:
     """ndtrain's step on each rank by itself, on as many tokens a rank, without communication. Its optimizer updates the
     whole model where fsdp's updates a part."""
-    alone = deepcopy(cfg)
+    alone = cfg.unfrozen()
     alone.mesh.dp = alone.mesh.fsdp = 1
     alone.train.global_batch //= mesh.size(*BATCH_AXES)
     resolve(alone, world_size=1)
