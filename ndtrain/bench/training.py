@@ -89,7 +89,7 @@ def ours(cfg: Config, mesh: Mesh) -> Implementation:
 
     def launch(batches: Sequence[Batch]) -> Callable[[], Outcome]:
         report = step.run(next(numbers), batches)
-        return lambda: Outcome(*attrgetter("loss", "grad_norm")(report()))
+        return lambda: Outcome(*attrgetter("loss", "grad_norm")(report.wait()))
 
     return Implementation(launch, stages.units.state_bytes(), step.skipped_ops)
 

@@ -297,7 +297,7 @@ def test_training_goes_on_when_wandb_fails(tmp_path, where, capsys):
             raise RuntimeError("lost\nits service")
 
     metrics = make(tmp_path)
-    metrics._wandb = logger = wandb_logger.WandbLogger.__new__(wandb_logger.WandbLogger)
+    metrics._logger = logger = wandb_logger.WandbLogger.__new__(wandb_logger.WandbLogger)
     logger._run, logger._warn = Broken(), metrics.warn
     for step in (1, 2):
         log(metrics, step)

@@ -46,7 +46,7 @@ def table_of_a_step(overrides: list[str], steps: int = 2) -> Table:
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step, batches = TrainingStep(cfg, mesh, stages), make_batches(cfg, mesh, 1, "none")
-    return record(lambda: step.run(1, batches)(), steps, CPU)
+    return record(lambda: step.run(1, batches).wait(), steps, CPU)
 
 
 # --------------------------------------------------------------------------------------------------------------- kinds
@@ -176,7 +176,7 @@ def test_the_height_of_memory():
         a = torch.empty(5000) + 1
         del a
         b = kept * 2
-    seen = snapshot.height(found)
+    seen = snapshot.peak_bytes(found)
     numbers = 32  # bytes: what Python's numbers become
     assert seen["peak_bytes"] == pytest.approx(4 * (1000 + 5000 + 5000), abs=numbers)
     live = {row["by"]: (row["bytes"], row["tensors"]) for row in seen["live"] if row["bytes"] > numbers}
