@@ -1,11 +1,9 @@
-"""`python -m ndtrain.bench <bench> [key=value ...]`, where the bench is
+"""Measures this trainer against its peers, and single parts of it.
 
-peers axis=one|dp|fsdp|tp|cp|pp
-step recipe=llama_small [cases="OVERRIDES | OVERRIDES" profile=true]
-gpu [suite=h200|h100|smoke]
-collectives [mesh="dp=2 tp=2" max=1GiB plot=FILE.png | demo=true], also under torchrun
-matmul [max=4096 plot=FILE.png]
-checkpoint [ranks=4 gigabytes=1]
+python -m ndtrain.bench <bench> [key=value ...]
+python -m ndtrain.bench <bench> --help
+
+{benches}
 """
 
 import sys
@@ -13,35 +11,40 @@ import time
 from collections.abc import Sequence
 from types import ModuleType
 
-from ndtrain.bench import attention, checkpoint, collectives, gpu, matmul, peers, step
-from ndtrain.bench.arguments import one_of, parse
-from ndtrain.bench.ranks import RankFailed, WrongResult, leave
+from ndtrain.arguments import ArgumentError, help_lines, one_of, parse, wants_help
+from ndtrain.bench import checkpoint, matmul, step
+from ndtrain.bench.collectives import run as collectives
+from ndtrain.bench.gpu import run as gpu
+from ndtrain.bench.peers import attention
+from ndtrain.bench.peers import run as peers
+from ndtrain.bench.ranks import RankFailed, WrongResult, exit_process
 from ndtrain.config import ConfigError, world_from_env
 
-
-def peers_of(args: Sequence[str]) -> ModuleType:
-    """axis=cp compares attention alone, the others whole steps; their keys differ."""
-    return attention if "axis=cp" in args else peers
-
-
 BENCHES = {
-    "peers": peers_of,
-    "checkpoint": lambda args: checkpoint,
-    "collectives": lambda args: collectives,
-    "matmul": lambda args: matmul,
-    "step": lambda args: step,
-    "gpu": lambda args: gpu,
+    "peers": (peers, "axis=one|dp|fsdp|tp|cp|pp"),
+    "step": (step, 'recipe=llama_small [cases="OVERRIDES | OVERRIDES" profile=true]'),
+    "gpu": (gpu, "[suite=h200|h100|smoke]"),
+    "collectives": (collectives, '[mesh="dp=2 tp=2" max=1GiB plot=FILE.png | demo=true], also under torchrun'),
+    "matmul": (matmul, "[max=4096 plot=FILE.png]"),
+    "checkpoint": (checkpoint, "[ranks=4 gigabytes=1]"),
 }
 
 
-def main(args: list[str]) -> int:
+def main(args: Sequence[str]) -> int:
     """Runs the bench that `args` name; the exit status: 2 for bad arguments (one line says why), 1 for a failure."""
     try:
-        bench = BENCHES[one_of("bench", args[0] if args else "", list(BENCHES))](args[1:])
-        bench.run(parse(bench.Options, args[1:]))
+        if args and wants_help(args[:1]):
+            print(usage())
+            return 0
+        name = one_of("bench", args[0] if args else "", list(BENCHES))
+        module = module_of(name, args[1:])
+        if wants_help(args):
+            print(usage_of(name, module))
+            return 0
+        module.run(parse(module.Options, args[1:]))
         return 0
-    except ConfigError as error:
-        if world_from_env()[0] > 0:  # rank 0 says it, unless torchrun ends it because this one has left
+    except (ArgumentError, ConfigError) as error:
+        if world_from_env()[0] > 0:  # rank 0 says it, unless torchrun ends it because this one has ended
             time.sleep(1)
         else:
             print(f"error: {error}", file=sys.stderr)
@@ -51,5 +54,21 @@ def main(args: list[str]) -> int:
         return 1
 
 
+def module_of(name: str, args: Sequence[str]) -> ModuleType:
+    """peers axis=cp compares attention alone, the other axes whole steps; their keys differ."""
+    return attention if name == "peers" and "axis=cp" in args else BENCHES[name][0]
+
+
+def usage() -> str:
+    lines = [f"  {name:12} {example}" for name, (_, example) in BENCHES.items()]
+    return (__doc__ or "").format(benches="\n".join(lines)).strip()
+
+
+def usage_of(name: str, module: ModuleType) -> str:
+    more = "\n\n`peers axis=cp --help` has the options of axis=cp." if module is peers else ""
+    about = (module.__doc__ or "").partition("Shape legend")[0].strip()
+    return f"python -m ndtrain.bench {name} {BENCHES[name][1]}\n\n{about}\n\n{help_lines(module.Options)}{more}"
+
+
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

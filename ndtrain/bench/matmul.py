@@ -1,7 +1,7 @@
 """`bench matmul`: what share of the device's peak square matmuls reach (HFU), by size, precision and content.
 
 Content matters where power does: a GPU multiplies zeros faster than noise, since fewer bits flip and its clock falls
-less. So matmuls of zeros, of `rand` (uniform, all positive) and of `randn` (normal, as in training) take turns. Each
+less. So matmuls of zeros, of `rand` (uniform, all positive) and of `randn` (normal, as in training) alternate. Each
 product is checked on a few rows against fp64.
 """
 
@@ -10,17 +10,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ndtrain.arguments import one_of, option
 from ndtrain.bench import plot
-from ndtrain.bench.arguments import choose_device, one_of, require_folder, size_name
-from ndtrain.bench.plot import Curve, Panel
-from ndtrain.bench.ranks import WrongResult
-from ndtrain.bench.results import results, write
+from ndtrain.bench.plot import Panel, Points
+from ndtrain.bench.ranks import DEVICE_HELP, Device, WrongResult, choose_device
+from ndtrain.bench.results import require_folder, save, size_name
+from ndtrain.bench.rounds import calls_in_block, in_round
 from ndtrain.config import ConfigError, HardwareConfig
 from ndtrain.metrics import free_memory_bytes, peak_flops
 from ndtrain.metrics.peak import cpu_model
@@ -46,7 +46,6 @@ ON_CPU = ("fp32", "bf16")  # fp16 has no fast kernels there
 FP8_SINCE = (8, 9)  # compute capability
 CONTENTS: dict[str, Callable[..., Tensor]] = {"zeros": torch.zeros, "rand": torch.rand, "randn": torch.randn}
 LARGEST = {"cpu": 4096, "cuda": 32768}
-BLOCK_S = 0.02  # how long a block of products should take; a large one takes longer alone
 MOST_CALLS = 100  # in a block
 ROWS_CHECKED = 4
 COLUMNS = 2048  # checked at once: what is needed of b in fp64 stays small
@@ -54,27 +53,20 @@ COLUMNS = 2048  # checked at once: what is needed of b in fp64 stays small
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of `bench matmul`.
+    """Options of `bench matmul`. Sizes that do not fit into memory are named and left out."""
 
-    Attributes:
-        min, max: smallest and largest size; it doubles in between. 4096 on a CPU, 32768 on a GPU unless given; sizes
-            that do not fit into memory are named and left out.
-        dtypes: of fp32, bf16 and, on a GPU, fp16 and fp8, "fp32,bf16"; unless given fp32, bf16 and fp8 as far as the
-            device has them.
-        rounds: blocks of products per size.
-        threads: on a CPU; PyTorch's own choice unless given.
-        out: JSON file for everything measured; plot: PNG file for its curves.
-    """
-
-    min: int = 512
-    max: int = 0
-    dtypes: str = ""
-    contents: Literal["all", "zeros", "rand", "randn"] = "all"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    rounds: int = 5
-    threads: int = 0
-    out: str = ""
-    plot: str = ""
+    min: int = option("smallest size; it doubles up to the largest", 512)
+    max: int = option("largest size; 4096 on a CPU, 32768 on a GPU unless given", 0)
+    dtypes: str = option(
+        'of fp32, bf16 and, on a GPU, fp16 and fp8, "fp32,bf16"; unless given fp32, bf16 and fp8 as far as the device'
+        " has them",
+        "",
+    )
+    contents: Literal["all", "zeros", "rand", "randn"] = option("of the operands", "all")
+    device: Device = option(DEVICE_HELP, "auto")
+    rounds: int = option("blocks of products of each size", 5)
+    out: str = option("JSON file for everything measured", "")
+    plot: str = option(plot.HELP, "")
 
     @property
     def torch_device(self) -> torch.device:
@@ -115,8 +107,6 @@ class Options:
         smallest, free = self.need(self.kinds[0], self.min), free_memory_bytes(self.torch_device)
         if smallest > free:
             raise ConfigError(f"min={self.min} needs {size_name(smallest)}, but {size_name(free)} are free: lower it")
-        if self.torch_device.type == "cuda" and self.threads:
-            raise ConfigError(f"threads={self.threads}: only on a CPU")
         require_folder("out", self.out)
         plot.check(self.plot)
 
@@ -130,8 +120,6 @@ def run(options: Options) -> None:
     """
     options.check()
     device = options.torch_device
-    if options.threads:
-        torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     name = _device_name(device)
     peaks = {kind: _peak(kind, device) for kind in options.kinds}
@@ -172,14 +160,13 @@ def _peak(kind: str, device: torch.device) -> float:
 def _row(options: Options, kind: str, size: int, peak: float, device: torch.device) -> dict[str, Any]:
     """One precision at one size: seconds of a product, FLOP/s and HFU of each content, and whether it is right."""
     out = torch.empty(size, size, dtype=KINDS[kind].product, device=device)
-    sides = {name: Product(kind, name, size, out) for name in options.names}
-    right = {name: side.right() for name, side in sides.items()}
-    longest = max(side.seconds(1) for side in sides.values())
-    calls = max(1, min(MOST_CALLS, int(BLOCK_S / longest)))
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    products = {name: Product(kind, name, size, out) for name in options.names}
+    right = {name: product.right() for name, product in products.items()}
+    calls = calls_in_block(max(product.seconds(1) for product in products.values()), MOST_CALLS)
+    times: dict[str, list[float]] = {name: [] for name in products}
     for i in range(options.rounds):
-        for name in list(sides)[:: -1 if i % 2 else 1]:  # every other round backwards: a drift meets all alike
-            times[name].append(sides[name].seconds(calls))
+        for name in in_round(products, i):
+            times[name].append(products[name].seconds(calls))
     contents = {}
     for name, seconds in times.items():
         rate = 2 * size**3 / statistics.median(seconds)
@@ -191,7 +178,7 @@ class Product:
     """A [size, size] matmul of one content.
 
     Args:
-        out: [size, size] in the product's dtype, shared by those that take turns.
+        out: [size, size] in the product's dtype, shared by the products that alternate.
     """
 
     def __init__(self, kind: str, content: str, size: int, out: Tensor):
@@ -260,21 +247,18 @@ def _show_row(row: dict[str, Any]) -> None:
 
 
 def _save(options: Options, name: str, peaks: dict[str, float], rows: list[dict[str, Any]]) -> None:
-    if options.out:
-        about = {"device_name": name, "peak_flops": peaks, "cores": os.cpu_count()}
-        write(Path(options.out), results("matmul", options, **about, rows=rows))
+    save("matmul", options, device_name=name, peak_flops=peaks, cores=os.cpu_count(), rows=rows)
     panels = [
-        Panel(title, "size", label, _curves(rows, key, scale), lambda x: f"{x:.0f}", logarithmic=False)
+        Panel(title, "size", label, _points(rows, key, scale), lambda x: f"{x:.0f}", y_scale="linear")
         for title, label, key, scale in (("Rate", "TFLOP/s", "tflops", 1), ("HFU", "% of peak", "hfu", 100))
     ]
     plot.draw(options.plot, f"Square matmuls on {name}", [panels])
 
 
-def _curves(rows: list[dict[str, Any]], key: str, scale: float) -> list[Curve]:
-    curves = []
-    for colour, kind in enumerate(dict.fromkeys(row["dtype"] for row in rows)):
-        of = [row for row in rows if row["dtype"] == kind]
-        for style, content in enumerate(of[0]["contents"]):
-            points = [(row["size"], scale * row["contents"][content][key]) for row in of]
-            curves.append(Curve(f"{kind} {content}", *zip(*points, strict=True), colour, style))
-    return curves
+def _points(rows: list[dict[str, Any]], key: str, scale: float) -> Points:
+    points: Points = {}
+    for row in rows:
+        for content, of in row["contents"].items():
+            curves = points.setdefault(row["dtype"], {})
+            curves.setdefault(f" {content}", []).append((row["size"], scale * of[key]))
+    return points

@@ -7,26 +7,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ndtrain.bench.arguments import require_folder
+from ndtrain.bench.results import require_folder
 from ndtrain.config import ConfigError
 
-COLOURS = (  # told apart in grey and by most colour-blind readers (Okabe and Ito), then some more
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8B5A2B", "#7F7F7F", "#B8B000",
-)  # fmt: skip
-STYLES = ("-", "--", ":")
-MARKERS = "osv^D<>pPX"
-DOTS_PER_INCH = 130
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Points (x, y) under a name. `colour` and `style` count through `COLOURS` and `STYLES`."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    colour: int = 0
-    style: int = 0
+HELP = "PNG file for the curves"
+STYLES, MARKERS = ("-", "--", ":"), "osv^D<>pPX"
+Points = dict[str, dict[str, list[tuple[float, float]]]]  # colour -> line style -> points (x, y)
 
 
 @dataclass(frozen=True)
@@ -35,16 +21,17 @@ class Panel:
 
     Attributes:
         y_label: with its unit.
+        points: one colour for each outer name, one line style for each inner one.
         x_name: what to write at an x, its unit included.
-        logarithmic: whether y is, too; otherwise it begins at 0.
+        y_scale: of matplotlib; a linear one begins at 0.
     """
 
     title: str
     x_label: str
     y_label: str
-    curves: Sequence[Curve]
+    points: Points
     x_name: Callable[[float], str]
-    logarithmic: bool = True
+    y_scale: str = "log"
 
 
 def check(path: str) -> None:
@@ -61,8 +48,7 @@ def check(path: str) -> None:
 
 
 def draw(path: str, title: str, rows: Sequence[Sequence[Panel]]) -> None:
-    """Writes the panels, row by row, each of the same length, to the PNG file `path`; does nothing where that is
-    ""."""
+    """Writes the panels, rows of the same length, to the PNG file `path`; does nothing where that is ""."""
     if not path:
         return
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state shared with other plots
@@ -76,28 +62,23 @@ def draw(path: str, title: str, rows: Sequence[Sequence[Panel]]) -> None:
     for axes, panel in zip(figure.subplots(down, across, squeeze=False).flat, chain(*rows), strict=True):
         lines |= _fill(axes, panel)
     figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize=8, frameon=False, handlelength=3)
-    figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
+    figure.savefig(path, format="png", dpi=130)
 
 
 def _fill(axes: Any, panel: Panel) -> dict[str, Any]:
     """Draws a panel; its lines by name."""
-    axes.set_title(panel.title, fontsize=10)
-    axes.set_xlabel(panel.x_label)
-    axes.set_ylabel(panel.y_label)
+    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, yscale=panel.y_scale)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log" if panel.logarithmic else "linear")
-    axes.grid(True, which="major", color="#dddddd", linewidth=0.7)
-    lines = {
-        c.name: axes.plot(
-            c.x, c.y, color=COLOURS[c.colour], linestyle=STYLES[c.style], marker=MARKERS[c.colour], markersize=4,
-            markerfacecolor="white" if c.style else COLOURS[c.colour], linewidth=1.3,
-        )[0]
-        for c in panel.curves
-    }  # fmt: skip
-    ticks = sorted({x for c in panel.curves for x in c.x})
-    axes.set_xticks(ticks, [panel.x_name(x) for x in ticks], fontsize=8, rotation=30)
+    axes.grid(True, color="#dddddd")
+    lines, ticks = {}, set()
+    for i, (name, curves) in enumerate(panel.points.items()):
+        for (suffix, points), style in zip(curves.items(), STYLES, strict=False):
+            x, y = zip(*points, strict=True)
+            ticks.update(x)
+            lines[name + suffix] = axes.plot(x, y, color=f"C{i}", linestyle=style, marker=MARKERS[i], markersize=4)[0]
+    axes.set_xticks(sorted(ticks), [panel.x_name(x) for x in sorted(ticks)], fontsize=8, rotation=30)
     axes.xaxis.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
-    if not panel.logarithmic:
+    if panel.y_scale == "linear":
         axes.set_ylim(bottom=0)
     return lines

@@ -1,5 +1,5 @@
-"""Starts the ranks of a benchmark on this machine, one thread each, or takes those that torchrun has started, and
-collects what rank 0 found."""
+"""Starts the ranks of a bench on this machine, one thread each, or takes those that torchrun has started, and collects
+rank 0's result."""
 
 import multiprocessing as mp
 import os
@@ -22,7 +22,9 @@ from ndtrain.metrics import keep_freed_memory
 from ndtrain.runtime import rendezvous
 
 Backend = Literal["auto", "gloo", "nccl"]
-GROUPS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # with NCCL the benches' own small talk stays on the CPU
+Device = Literal["auto", "cpu", "cuda"]
+DEVICE_HELP = "auto: cuda where torch can use one"
+GROUPS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # with NCCL the benches' own small messages stay on the CPU
 TIMEOUT_S = 120
 TIMED_OUT = "not done within the limit"
 
@@ -32,11 +34,11 @@ class RankFailed(RuntimeError):
 
 
 class WrongResult(RuntimeError):
-    """What was measured does not give what it must; the message names it."""
+    """A measured computation gave a wrong result; the message names it."""
 
 
 def launched() -> bool:
-    """Whether torchrun has started the ranks: more than this one."""
+    """Whether torchrun has started several ranks."""
     return world_from_env()[2] > 1
 
 
@@ -54,14 +56,34 @@ def usable_backend(backend: Backend, here: int) -> str:
     return "gloo" if backend == "gloo" or missing else "nccl"
 
 
-def device_of(backend: str) -> torch.device:
+def choose_device(device: str) -> str:
+    """cpu or cuda; auto: cuda where there is one.
+
+    Raises:
+        ConfigError: device=cuda where there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: this machine has no CUDA device that torch can use; set it to cpu or auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def device_under(backend: str) -> torch.device:
     """This rank's device under a backend, within `run_ranks` and `on_ranks`."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
+def rank_device(rank: int, device: str) -> torch.device:
+    """The device of a rank, cpu or cuda, which becomes the current one."""
+    if device == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    torch.set_num_threads(max(1, os.cpu_count() // torch.cuda.device_count()))  # for what is offloaded to the host
+    return torch.device("cuda", rank)
+
+
 def on_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any:
-    """`run_ranks`, or under torchrun `fn(rank, *args)` in this process, which is one of the ranks; the result on rank
-    0, None on the others.
+    """Under torchrun runs `fn(rank, *args)` in this process, which is one of the ranks; otherwise `run_ranks`. Returns
+    the result on rank 0, None on the others.
 
     Raises:
         RankFailed: a rank raised, or died if it was started here.
@@ -74,7 +96,7 @@ def on_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
     try:
-        rendezvous.join(GROUPS[backend], rank, world, TIMEOUT_S, device_of(backend))
+        rendezvous.join(GROUPS[backend], rank, world, TIMEOUT_S, device_under(backend))
         result = fn(rank, *args)
         dist.barrier()
     except Exception as error:  # no group is destroyed: gloo would wait for what peers will never send
@@ -83,9 +105,9 @@ def on_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any
     return result if rank == 0 else None
 
 
-def leave(code: int) -> NoReturn:
-    """Ends this process. As a rank that torchrun started without Python's own teardown, in which gloo's threads abort
-    about every second time."""
+def exit_process(code: int) -> NoReturn:
+    """Ends this process. A rank that torchrun started skips Python's own teardown, in which gloo's threads abort about
+    every second time."""
     if not launched():
         sys.exit(code)
     sys.stdout.flush()
@@ -94,11 +116,11 @@ def leave(code: int) -> NoReturn:
 
 
 def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo", limit_s: float | None = None) -> Any:
-    """`fn(rank, *args)` in `ranks` fresh processes; rank 0's result. With more than one rank the world process group
-    exists inside `fn`; with nccl, rank r has GPU r.
+    """Runs `fn(rank, *args)` in `ranks` fresh processes and returns rank 0's result. With more than one rank the world
+    process group exists inside `fn`; with nccl, rank r has GPU r.
 
     Args:
-        backend: gloo or nccl. limit_s: seconds that the ranks may take together; None: any.
+        backend: gloo or nccl. limit_s: seconds that the ranks may take; None: no limit.
 
     Raises:
         RankFailed: a rank raised or died, or the time is over; the others are ended.
@@ -119,7 +141,7 @@ def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo", limit
 
 
 def _wait(processes: Sequence[mp.Process], folder: Path, limit_s: float | None) -> None:
-    """Until all have ended well, or one has not."""
+    """Waits until all have ended, and raises as soon as one has failed."""
     running = {p.sentinel: rank for rank, p in enumerate(processes)}
     end = None if limit_s is None else time.monotonic() + limit_s
     while running:
@@ -137,7 +159,7 @@ def _wait(processes: Sequence[mp.Process], folder: Path, limit_s: float | None) 
 
 def _rank(fn: Callable, rank: int, ranks: int, args: Sequence[Any], backend: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    keep_freed_memory()  # as train.py does; here for all sides
+    keep_freed_memory()  # as train.py does; here for every implementation
     code = 1
     try:
         if backend == "nccl":

@@ -1,4 +1,4 @@
-"""What a bench found, as JSON: the options, what the figures depend on besides, and the figures."""
+"""Results of a bench as JSON: the options, what the figures depend on besides, and the figures."""
 
 import json
 import os
@@ -9,15 +9,22 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ndtrain.config import ConfigError
 from ndtrain.metrics.peak import cpu_model
 
-_PLACES = ("out", "plot", "folder")  # options that say where something is written, which no figure depends on
+_PATHS = ("out", "plot", "folder")  # options that say where something is written, which no figure depends on
+_SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
-def results(bench: str, options: Any, **found: Any) -> dict[str, Any]:
-    """What is written of a bench with these options (a dataclass); of one name, what was found counts."""
-    asked = {k: v for k, v in asdict(options).items() if k not in _PLACES}
-    return {"bench": bench, **asked, **surroundings(), **found}
+def save(bench: str, options: Any, **measured: Any) -> None:
+    """Writes the file `options.out`, unless that is "". Of one key, the measured value counts.
+
+    Args:
+        options: an instance of the bench's dataclass.
+    """
+    if options.out:
+        asked = {k: v for k, v in asdict(options).items() if k not in _PATHS}
+        write(Path(options.out), {"bench": bench, **asked, **surroundings(), **measured})
 
 
 def write(path: Path, body: dict[str, Any]) -> None:
@@ -26,6 +33,22 @@ def write(path: Path, body: dict[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(text + "\n")
     part.replace(path)
+
+
+def require_folder(key: str, path: str) -> None:
+    """The file `path` can be made, or is "".
+
+    Raises:
+        ConfigError: there is no folder for it.
+    """
+    if path and not Path(path).parent.is_dir():
+        raise ConfigError(f"{key}={path}: there is no folder {Path(path).parent}")
+
+
+def size_name(n: float) -> str:
+    """Bytes in words: 4 KiB, 1.5 GiB."""
+    unit = next((u for u, size in _SIZES.items() if n >= size), "B")
+    return f"{n / _SIZES[unit]:.4g} {unit}"
 
 
 def surroundings() -> dict[str, Any]:

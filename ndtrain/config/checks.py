@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ndtrain import schedule as schedules
+from ndtrain.arguments import near
 from ndtrain.config import registry
-from ndtrain.config.near import near
 from ndtrain.config.schema import AXES, Config, ConfigError, DataConfig, ModelConfig
 
 

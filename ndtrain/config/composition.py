@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ndtrain.config.near import near
+from ndtrain.arguments import near
 from ndtrain.config.registry import KINDS, Part, load_plugins, plugin_parts
 from ndtrain.config.schema import Config, ConfigError
 

@@ -26,9 +26,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from ndtrain.arguments import near
 from ndtrain.config import ConfigError, DataConfig, load_config
 from ndtrain.config.checks import check_data
-from ndtrain.config.near import near
 from ndtrain.data.manifest import Manifest
 from ndtrain.data.prepare import PART_BYTES, prepare
 from ndtrain.data.progress import ProgressDisplay, TextProgress

@@ -10,9 +10,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ndtrain.arguments import near
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.config.checks import check_data
-from ndtrain.config.near import near
 from ndtrain.data.cache import digest
 from ndtrain.data.documents import Corpus
 from ndtrain.data.mixture_order import MixtureOrder

@@ -1,4 +1,4 @@
-"""Where the ranks report to rank 0: in the launcher's store, which takes none of the connections that are checked."""
+"""How the ranks report to rank 0: through the launcher's store, which uses none of the connections that are checked."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 MARGIN_S = 5.0  # beyond the deadline of what a rank does, for its report to arrive
-_PAUSES_S = (0.002, 0.2)  # between two looks at the store, ever longer
+_PAUSES_S = (0.002, 0.2)  # between two reads of the store, growing
 
 
 def open_store(rank: int, world: int, timeout_s: float) -> dist.Store:
@@ -27,45 +27,45 @@ def open_store(rank: int, world: int, timeout_s: float) -> dist.Store:
 
 
 class Coordinator:
-    """One rank's end. Every rank reports on each check, rank 0 reads the reports and rules whether to go on.
+    """Carries one rank's reports on each check to rank 0, and rank 0's decisions to all ranks.
 
     Attributes:
-        nonce: a word that this preflight's ranks share, and no other's.
+        nonce: a random word that the ranks of this preflight share, and no other's.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, deadline_s: float):
         self._store, self._rank, self._world, self.deadline_s = store, rank, world, deadline_s
         if rank == 0:
             store.set("nonce", uuid.uuid4().hex)
-        if not self._comes("nonce", time.monotonic() + deadline_s):
+        if not self._wait_for("nonce", time.monotonic() + deadline_s):
             raise TimeoutError(f"rank 0 has not come within {deadline_s:g} s")
         self.nonce = store.get("nonce").decode()
 
-    def report(self, check: str, found: dict[str, Any]) -> None:
-        self._store.set(f"{check}/{self._rank}", json.dumps(found))
+    def report(self, check: str, findings: dict[str, Any]) -> None:
+        self._store.set(f"{check}/{self._rank}", json.dumps(findings))
 
     def reports(self, check: str, until: float) -> dict[int, dict[str, Any]]:
-        """On rank 0: rank -> what it found, for those whose report has come at the time `until` (monotonic)."""
+        """On rank 0: rank -> its findings, for those that have reported by the time `until` (monotonic)."""
         keys = {r: f"{check}/{r}" for r in range(self._world)}
-        return {r: json.loads(self._store.get(key)) for r, key in keys.items() if self._comes(key, until)}
+        return {r: json.loads(self._store.get(key)) for r, key in keys.items() if self._wait_for(key, until)}
 
-    def rule(self, question: str, yes: bool) -> None:
-        """On rank 0."""
-        self._store.set(f"ruling/{question}", "yes" if yes else "no")
+    def decide(self, question: str, yes: bool) -> None:
+        """Publishes rank 0's decision."""
+        self._store.set(f"decision/{question}", "yes" if yes else "no")
 
     def decision(self, question: str) -> bool:
-        """What rank 0 rules.
+        """Waits for rank 0's decision.
 
         Raises:
-            TimeoutError: nothing, for longer than it may take.
+            TimeoutError: there is none within the time that rank 0 may take.
         """
         seconds = 2 * (self.deadline_s + MARGIN_S)
-        if not self._comes(f"ruling/{question}", time.monotonic() + seconds):
+        if not self._wait_for(f"decision/{question}", time.monotonic() + seconds):
             raise TimeoutError(f"rank 0 has not answered for {seconds:g} s")
-        return self._store.get(f"ruling/{question}") == b"yes"
+        return self._store.get(f"decision/{question}") == b"yes"
 
-    def _comes(self, key: str, until: float) -> bool:
-        """Whether the key is there by then."""
+    def _wait_for(self, key: str, until: float) -> bool:
+        """Waits for the key until that time (monotonic); whether it is there."""
         pause = _PAUSES_S[0]
         while not self._store.check([key]):  # and no `wait`, in which no signal is heard
             if time.monotonic() >= until:

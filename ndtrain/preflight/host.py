@@ -1,4 +1,4 @@
-"""What a rank finds without the others: software, device, arithmetic."""
+"""Checks of each rank alone: software, device, arithmetic."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ import ndtrain
 from ndtrain.config import Config, world_from_env
 from ndtrain.metrics.peak import cpu_model
 from ndtrain.parallel.build import DTYPES
-from ndtrain.preflight.rank_context import Found, RankContext
+from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import (
     Ranks,
     Row,
@@ -34,10 +34,10 @@ from ndtrain.preflight.report import (
 )
 
 MATMUL_S = 0.3  # how long matmuls are timed
-SIZES = {"cpu": 256, "cuda": 8192}  # of a square matmul; on a CPU it is over before another process takes the core
-SLOW_MATMUL = (0.5, 0.8)  # shares of the usual rate: below them it has failed, is worth a warning
+SIZES = {"cpu": 256, "cuda": 8192}  # of a square matmul; on a CPU it ends before another process takes the core
+SLOW_MATMUL = (0.5, 0.8)  # shares of the usual rate: failed below the first, a warning below the second
 TAKEN = 0.1  # share of a GPU's memory that others may hold without a warning
-_FREE = ("OMP_NUM_THREADS",)  # may differ without harm to the results
+_FREE = ("OMP_NUM_THREADS",)  # may differ without an effect on the results
 
 # ------------------------------------------------------------------------------------------------- software and device
 
@@ -51,7 +51,7 @@ def device_of(cfg: Config) -> torch.device:
 
 def versions(device: torch.device) -> dict[str, str]:
     """What must be the same on every rank."""
-    found = {
+    values = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
@@ -59,21 +59,21 @@ def versions(device: torch.device) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "unset"),
     }
     if device.type == "cuda":
-        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
-    return found
+        values |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    return values
 
 
 @cache
 def _sources() -> str:
-    """Eight digits that stand for the sources: two checkouts of one version differ in them."""
+    """Eight digits of a hash of the sources, in which two checkouts of one version differ."""
     digest, root = hashlib.sha256(), Path(ndtrain.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()[:8]
 
 
-def device_facts(device: torch.device, wanted: str) -> Found:
-    """What computes, and what is wrong with it.
+def device_facts(device: torch.device, wanted: str) -> Findings:
+    """Kind, name and memory of the device, and what is wrong with it.
 
     Args:
         wanted: `hardware.device`.
@@ -83,20 +83,20 @@ def device_facts(device: torch.device, wanted: str) -> Found:
         free, total = torch.cuda.mem_get_info(device)
         return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "memory": total, "free": free}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = {"kind": "cpu", "name": f"{cpu_model()}, threads: {torch.get_num_threads()}", "memory": memory}
+    facts = {"kind": "cpu", "name": f"{cpu_model()}, threads: {torch.get_num_threads()}", "memory": memory}
     gpus = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cuda" or gpus:
-        found["problem"] = f"no GPU for it: {here} ranks on this host, {gpus} GPUs that torch can use"
-    return found
+        facts["problem"] = f"no GPU for it: {here} ranks on this host, {gpus} GPUs that torch can use"
+    return facts
 
 
 def _configuration(cfg: Config) -> str:
-    """Eight digits that stand for it, but for the data cache, which may be each host's own."""
+    """Eight digits of its hash, without the data cache, which may be each host's own."""
     plain = asdict(replace(cfg, data=replace(cfg.data, cache="")))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def probe_host(context: RankContext) -> Found:
+def probe_host(context: RankContext) -> Findings:
     return {
         "host": socket.gethostname(),
         "versions": versions(context.device) | {"configuration": _configuration(context.cfg)},
@@ -104,10 +104,10 @@ def probe_host(context: RankContext) -> Found:
     }
 
 
-def judge_hosts(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row]:
-    ranks.hosts.update({r: f["host"] for r, f in found.items()})
+def check_hosts(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list[Row]:
+    ranks.hosts.update({r: f["host"] for r, f in by_rank.items()})
     rows = [Row("ranks", Status.OK, _where(ranks)), Row("mesh", Status.OK, _mesh(ranks))]
-    return [*rows, _versions(found, ranks), _devices({r: f["device"] for r, f in found.items()}, ranks)]
+    return [*rows, _versions(by_rank, ranks), _devices({r: f["device"] for r, f in by_rank.items()}, ranks)]
 
 
 def _where(ranks: Ranks) -> str:
@@ -139,32 +139,32 @@ def _mesh(ranks: Ranks) -> str:
     return " ".join(said) or "one process"
 
 
-def _versions(found: dict[int, Found], ranks: Ranks) -> Row:
+def _versions(by_rank: dict[int, Findings], ranks: Ranks) -> Row:
     statuses, usual, notes = [], {}, []
-    for key in found[0]["versions"]:
-        usual[key], odd = odd_values({r: str(f["versions"].get(key)) for r, f in found.items()})
+    for key in by_rank[0]["versions"]:
+        usual[key], odd = odd_values({r: str(f["versions"].get(key)) for r, f in by_rank.items()})
         statuses += [Status.WARNING if key in _FREE else Status.FAILED] * bool(odd)
         notes += ranks.grouped({r: f"{key} {value} instead of {usual[key]}" for r, value in odd.items()})
     figure = ", ".join(f"{key} {value}" for key, value in usual.items())
     return Row("versions", worst(statuses), figure, tuple(notes))
 
 
-def _devices(found: dict[int, Found], ranks: Ranks) -> Row:
-    """Of one kind everywhere, or no process group can be made."""
-    wrong = {r: f["problem"] for r, f in found.items() if "problem" in f}
-    kind, odd_kinds = odd_values({r: f["kind"] for r, f in found.items()})
+def _devices(by_rank: dict[int, Findings], ranks: Ranks) -> Row:
+    """All devices must be of one kind, or no process group can be made."""
+    wrong = {r: f["problem"] for r, f in by_rank.items() if "problem" in f}
+    kind, odd_kinds = odd_values({r: f["kind"] for r, f in by_rank.items()})
     wrong |= {r: f"{odd} instead of {kind}" for r, odd in odd_kinds.items() if r not in wrong}
-    name, odd_names = odd_values({r: f["name"] for r, f in found.items()})
+    name, odd_names = odd_values({r: f["name"] for r, f in by_rank.items()})
     other = {r: f"{odd} instead of {name}" for r, odd in odd_names.items() if r not in wrong}
     taken = {
         r: f"only {bytes_of(f['free'])} of {bytes_of(f['memory'])} of GPU memory are free"
-        for r, f in found.items()
+        for r, f in by_rank.items()
         if "free" in f and f["free"] < (1 - TAKEN) * f["memory"]
     }
-    memory = bytes_of(min(f["memory"] for f in found.values())) + (" each" if kind == "cuda" else " a host")
+    memory = bytes_of(min(f["memory"] for f in by_rank.values())) + (" each" if kind == "cuda" else " a host")
     status = Status.FAILED if wrong else Status.WARNING if other or taken else Status.OK
     notes = (*ranks.grouped(wrong), *ranks.grouped(other), *ranks.grouped(taken))
-    return Row("devices", status, f"{len(found)} x {name}, {memory}", notes)
+    return Row("devices", status, f"{len(by_rank)} x {name}, {memory}", notes)
 
 
 # ---------------------------------------------------------------------------------------------------------- arithmetic
@@ -184,17 +184,20 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
-def probe_matmul(context: RankContext) -> Found:
-    """The shortest of some matmuls, and whether the product is what it must be (Freivalds, 1977: of a product with one
-    random vector both ways; here all numbers are whole, so both are equal to the last bit)."""
+def probe_matmul(context: RankContext) -> Findings:
+    """The rate of the fastest of some matmuls, and whether the product is right.
+
+    Freivalds' check (1977): (A B) x must equal A (B x) for a random x. All numbers are whole, so both are equal to the
+    last bit.
+    """
     a, b = operands(context)
     shortest, until = float("inf"), time.perf_counter() + MATMUL_S
     matmul(a, b)
-    context.settle()
+    context.synchronize()
     while time.perf_counter() < until or shortest == float("inf"):
         began = time.perf_counter()
         product = matmul(a, b)
-        context.settle()
+        context.synchronize()
         shortest = min(shortest, time.perf_counter() - began)
     draw = torch.Generator().manual_seed(1)
     x = torch.randint(1, 1000, (len(a), 1), generator=draw).double().to(context.device)
@@ -203,12 +206,12 @@ def probe_matmul(context: RankContext) -> Found:
     return {"rate": 2 * len(a) ** 3 / shortest, "finite": finite, "right": right}
 
 
-def judge_matmul(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row]:
-    rates = {r: f["rate"] for r, f in found.items()}
+def check_matmul(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list[Row]:
+    rates = {r: f["rate"] for r, f in by_rank.items()}
     usual = usual_rate(rates.values())
     status, odd = slow(rates, usual, *SLOW_MATMUL)
-    wrong = {r: "gives NaN or infinity" for r, f in found.items() if not f["finite"]}
-    wrong |= {r: "gives a wrong product" for r, f in found.items() if f["finite"] and not f["right"]}
+    wrong = {r: "gives NaN or infinity" for r, f in by_rank.items() if not f["finite"]}
+    wrong |= {r: "gives a wrong product" for r, f in by_rank.items() if f["finite"] and not f["right"]}
     late = few([f"slow, {per_second(rates[r], 'FLOP')}: {ranks.one(r)}" for r in odd])
     figure = f"{per_second(min(rates.values()), 'FLOP')} to {per_second(max(rates.values()), 'FLOP')}"
     status = Status.FAILED if wrong else status

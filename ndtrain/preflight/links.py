@@ -1,4 +1,4 @@
-"""The speed of each link between neighbours on an axis, one way after the other, while other pairs do the same."""
+"""The speed of each link between neighbours on an axis: one direction, then the other; other pairs do the same."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,35 +11,35 @@ from torch import Tensor
 from ndtrain.config import Config
 from ndtrain.distributed import collectives
 from ndtrain.preflight.network import axes_of
-from ndtrain.preflight.rank_context import Found, RankContext
+from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, few, listed, per_second, slow, usual_rate
 
 MESSAGES = tuple(1 << k for k in (16, 19, 22, 25))  # bytes
 TIMES = 2  # messages of each length
-PASSES = 3  # over all links: the fastest counts, and a host that is busy for a moment makes no slow link
+PASSES = 3  # over all links: the fastest counts, so that a busy moment of a host makes no slow link
 ENOUGH_S = 0.025  # no longer messages once one takes so long
 SLOW = (1 / 3, 1 / 3)  # shares of the usual rate
 LEAST = 1e8  # bytes/s between hosts: gigabit Ethernet; a warning where a link is slower
 
 
 class Link(NamedTuple):
-    """One way between neighbours on an axis; global ranks."""
+    """One direction between neighbours on an axis; global ranks."""
 
     axis: str
     source: int
     to: int
 
 
-def turns(n: int) -> list[list[tuple[int, int]]]:
-    """The pairs of neighbours on a ring of n, so that in one turn no rank is in two pairs."""
+def pairs_by_round(n: int) -> list[list[tuple[int, int]]]:
+    """The pairs of neighbours on a ring of n, in rounds in which no rank is in two pairs."""
     even = [(i, i + 1) for i in range(0, n - 1, 2)]
     odd = [(i, i + 1) for i in range(1, n - 1, 2)]
     last = [(n - 1, 0)] if n > 2 else []
-    found = [even, odd + last] if n % 2 == 0 else [even, odd, last]
-    return [turn for turn in found if turn]
+    rounds = [even, odd + last] if n % 2 == 0 else [even, odd, last]
+    return [pairs for pairs in rounds if pairs]
 
 
-def probe_links(context: RankContext) -> Found:
+def probe_links(context: RankContext) -> Findings:
     """{links: [axis, source, bytes/s] of what this rank received, damaged: [axis, source]}"""
     best: dict[tuple[str, int], float] = {}
     damaged = set()
@@ -52,11 +52,11 @@ def probe_links(context: RankContext) -> Found:
 
 
 def _rates(context: RankContext, axis: str) -> Iterator[tuple[int, float, bool]]:
-    """(global rank of a neighbour, bytes/s from it, whether they came undamaged): both ways in turn."""
+    """(global rank of a neighbour, bytes/s from it, whether they arrived undamaged): one direction, then the other."""
     group = context.mesh.group(axis)
     me, members = group.rank(), dist.get_process_group_ranks(group)
-    for turn in turns(len(members)):
-        for one, other in (pair for pair in turn if me in pair):
+    for pairs in pairs_by_round(len(members)):
+        for one, other in (pair for pair in pairs if me in pair):
             for source, to in ((one, other), (other, one)):
                 if me == to:
                     yield members[source], *_receive(context, group, source)
@@ -65,8 +65,8 @@ def _rates(context: RankContext, axis: str) -> Iterator[tuple[int, float, bool]]
 
 
 def _receive(context: RankContext, group: dist.ProcessGroup, source: int) -> tuple[float, bool]:
-    """Asks for messages, ever longer until they take long enough. Bytes/s of the fastest of the last length, and
-    whether all were as sent."""
+    """Asks for messages of growing length until they take long enough. Returns bytes/s of the fastest of the last
+    length, and whether all arrived undamaged."""
     rate, right = 0.0, True
     for size in MESSAGES:
         buffer, seconds = torch.zeros(size, dtype=torch.uint8, device=context.device), []
@@ -84,7 +84,7 @@ def _receive(context: RankContext, group: dist.ProcessGroup, source: int) -> tup
 
 
 def _send(context: RankContext, group: dist.ProcessGroup, to: int) -> None:
-    """Messages as long as they are asked for."""
+    """Sends messages of the lengths that the receiver asks for."""
     asked = torch.zeros(1, dtype=torch.int64, device=context.device)
     buffer = torch.full((max(MESSAGES),), _mark(group.rank()), dtype=torch.uint8, device=context.device)
     while True:
@@ -95,19 +95,19 @@ def _send(context: RankContext, group: dist.ProcessGroup, to: int) -> None:
 
 
 def _mark(rank: int) -> int:
-    """What the messages of a rank are made of."""
+    """The byte that the messages of a rank consist of."""
     return rank % 255 + 1
 
 
 def _message(context: RankContext, way: Callable, x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
     way(x, group, peer).wait()
-    context.settle()
+    context.synchronize()
 
 
-def judge_links(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row]:
-    """A row for each axis. Links within hosts are measured against one another, and so are those between hosts."""
-    rates = {Link(axis, source, r): rate for r, f in found.items() for axis, source, rate in f["links"]}
-    damaged = [Link(axis, source, r) for r, f in found.items() for axis, source in f["damaged"]]
+def check_links(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list[Row]:
+    """A row for each axis. Links within hosts are compared with one another, and so are those between hosts."""
+    rates = {Link(axis, source, r): rate for r, f in by_rank.items() for axis, source, rate in f["links"]}
+    damaged = [Link(axis, source, r) for r, f in by_rank.items() for axis, source in f["damaged"]]
     odd: dict[Link, str] = {}
     for near in (True, False):
         alike = {k: v for k, v in rates.items() if ranks.same_host(k.source, k.to) == near and k not in damaged}
@@ -116,10 +116,10 @@ def judge_links(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row]
             _, late = slow(alike, usual, *SLOW)
             odd |= {k: f"{per_second(rates[k])}, others {per_second(usual)}" for k in late}
     odd |= dict.fromkeys(damaged, "messages arrive damaged")
-    return [_judge_axis(axis, rates, odd, ranks) for axis in dict.fromkeys(k.axis for k in rates)]
+    return [_check_axis(axis, rates, odd, ranks) for axis in dict.fromkeys(k.axis for k in rates)]
 
 
-def _judge_axis(axis: str, rates: dict[Link, float], odd: dict[Link, str], ranks: Ranks) -> Row:
+def _check_axis(axis: str, rates: dict[Link, float], odd: dict[Link, str], ranks: Ranks) -> Row:
     mine, wrong = {k: v for k, v in rates.items() if k.axis == axis}, [k for k in odd if k.axis == axis]
     figures, notes = [], []
     for where, near in (("within hosts", True), ("between hosts", False)):

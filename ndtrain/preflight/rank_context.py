@@ -1,4 +1,4 @@
-"""A rank as the checks see it, and what a check is."""
+"""What the checks know of a rank, and what a check is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from ndtrain.config import Config
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.preflight.report import Ranks, Row
 
-Found = dict[str, Any]  # what a rank reports, as JSON has it
+Findings = dict[str, Any]  # what a rank reports of one check, in JSON's types
 
 
 @dataclass
 class RankContext:
-    """One rank and what it works with.
+    """One rank, its configuration and its device.
 
     Attributes:
-        nonce: a word that the ranks of this preflight share.
+        nonce: a random word that the ranks of this preflight share.
         deadline_s: of a check.
         mesh: once the ranks are connected.
     """
@@ -36,25 +36,25 @@ class RankContext:
     def run_dir(self) -> Path:
         return Path(self.cfg.run.dir)
 
-    def settle(self) -> None:
-        """Returns when the device has done all that it was given."""
+    def synchronize(self) -> None:
+        """Waits until the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 @dataclass(frozen=True)
 class Check:
-    """What every rank looks at, and what rank 0 makes of it.
+    """A probe on every rank, and rank 0's check of what the probes report.
 
     Attributes:
-        look: on every rank; an OSError or RuntimeError is a finding.
-        judge: on rank 0, from all ranks' findings.
-        needs: a row that must not have failed, or this is not looked at.
-        connected: it goes over connections between ranks: after an error nothing goes over them any more.
+        probe: runs on every rank; an OSError or RuntimeError is reported too.
+        check: runs on rank 0, on the findings of all ranks.
+        needs: a row that must not have failed, or the probe does not run.
+        connected: the probe uses connections between ranks: after an error no other check uses them.
     """
 
     name: str
-    look: Callable[[RankContext], Found]
-    judge: Callable[[dict[int, Found], Ranks, Config], list[Row]]
+    probe: Callable[[RankContext], Findings]
+    check: Callable[[dict[int, Findings], Ranks, Config], list[Row]]
     needs: str = ""
     connected: bool = False

@@ -1,4 +1,4 @@
-"""What is said about a check: its row of the table, and the odd ranks out by name."""
+"""The table of a preflight: a row for each check, with the ranks that differ by name."""
 
 import statistics
 import sys
@@ -36,8 +36,8 @@ class Row:
 
     Attributes:
         figure: what was measured, in short.
-        notes: what is odd, each with the ranks it is odd on.
-        last: nothing further can be checked.
+        notes: what differs, each with its ranks.
+        last: no further check can run.
     """
 
     check: str
@@ -53,10 +53,10 @@ def worst(statuses: Iterable[Status]) -> Status:
 
 
 class Ranks:
-    """Ranks in words.
+    """Names ranks in messages.
 
     Attributes:
-        hosts: rank -> name, for those that have said it.
+        hosts: rank -> name, for those that have reported it.
     """
 
     def __init__(self, spec: MeshSpec):
@@ -137,8 +137,7 @@ def _scaled(n: float, sizes: dict[str, float]) -> str:
 
 
 def show(rows: Sequence[Row], stream: TextIO | None = None) -> None:
-    """Prints the table, folded to the width of a terminal if `stream` (None: stdout) is one, and a line that says what
-    became of it all."""
+    """Prints the table, folded to the width of a terminal if `stream` (None: stdout) is one, and a summary line."""
     stream = stream or sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else _LOG_WIDTH, highlight=False, soft_wrap=False)
     table = Table(box=box.SIMPLE_HEAD)
@@ -149,11 +148,11 @@ def show(rows: Sequence[Row], stream: TextIO | None = None) -> None:
         text = "\n".join(filter(None, (row.figure, *row.notes)))
         table.add_row(Text(row.check), Text(row.status.value, style=_STYLES[row.status]), Text(text))
     console.print(table)
-    console.print(Text(_verdict(rows)))
+    console.print(Text(_summary(rows)))
     stream.flush()
 
 
-def _verdict(rows: Sequence[Row]) -> str:
+def _summary(rows: Sequence[Row]) -> str:
     by_status = {s: [row.check for row in rows if row.status == s] for s in Status}
     failed, warned = by_status[Status.FAILED], by_status[Status.WARNING]
     said = f"preflight failed: {', '.join(failed)}" if failed else "preflight passed"

@@ -1,4 +1,4 @@
-"""All checks of a preflight, one after the other on all ranks, and rank 0's table of them."""
+"""Runs all checks of a preflight, one after the other on all ranks; rank 0 prints the table."""
 
 import signal
 import sys
@@ -19,52 +19,51 @@ from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.preflight import coordinator as coordinators
 from ndtrain.preflight.coordinator import MARGIN_S, Coordinator
-from ndtrain.preflight.host import device_of, judge_hosts, judge_matmul, probe_host, probe_matmul
-from ndtrain.preflight.links import judge_links, probe_links
+from ndtrain.preflight.host import check_hosts, check_matmul, device_of, probe_host, probe_matmul
+from ndtrain.preflight.links import check_links, probe_links
 from ndtrain.preflight.network import (
+    check_clocks,
+    check_collectives,
+    check_connections,
     connect,
-    judge_clocks,
-    judge_collectives,
-    judge_connections,
     probe_clock,
     probe_collectives,
 )
-from ndtrain.preflight.rank_context import Check, Found, RankContext
+from ndtrain.preflight.rank_context import Check, Findings, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, show
 from ndtrain.preflight.storage import (
     Cleaner,
-    judge_folder,
-    judge_space,
-    judge_storage,
-    look_for_rank_0,
+    check_folder,
+    check_space,
+    check_storage,
+    probe_folder,
     probe_space,
     probe_storage,
 )
 
 DEADLINE_S = 60.0  # of a check; hardware.timeout_s where that is shorter
 
-ALONE = [  # what needs no connection between ranks: they report through the launcher's store
-    Check("hosts", probe_host, judge_hosts),
-    Check("matmul", probe_matmul, judge_matmul),
-    Check("disk space", probe_space, judge_space),
-    Check("storage", probe_storage, judge_storage),
-    Check("one folder", look_for_rank_0, judge_folder, needs="storage"),
+ALONE = [  # these need no connection between ranks, which report through the launcher's store
+    Check("hosts", probe_host, check_hosts),
+    Check("matmul", probe_matmul, check_matmul),
+    Check("disk space", probe_space, check_space),
+    Check("storage", probe_storage, check_storage),
+    Check("one folder", probe_folder, check_folder, needs="storage"),
 ]
 TOGETHER = [
-    Check("connections", connect, judge_connections, needs="devices", connected=True),
-    Check("clocks", probe_clock, judge_clocks, needs="connections", connected=True),
-    Check("collectives", probe_collectives, judge_collectives, needs="connections", connected=True),
-    Check("links", probe_links, judge_links, needs="connections", connected=True),
+    Check("connections", connect, check_connections, needs="devices", connected=True),
+    Check("clocks", probe_clock, check_clocks, needs="connections", connected=True),
+    Check("collectives", probe_collectives, check_collectives, needs="connections", connected=True),
+    Check("links", probe_links, check_links, needs="connections", connected=True),
 ]
 
 
-class _Ended(Exception):
-    """This process is asked to end."""
+class _Terminated(Exception):
+    """This process has received SIGTERM."""
 
 
 def preflight(cfg: Config) -> int:
-    """Checks all that a run with this configuration rests on, and prints a table of it on rank 0. Leaves nothing
-    behind.
+    """Checks all that a run with this configuration needs, and prints a table of it on rank 0. It leaves no files.
 
     Returns:
         The exit status, the same on every rank: 0 where no check failed, else 1.
@@ -92,7 +91,7 @@ def preflight(cfg: Config) -> int:
 
 
 class Preflight:
-    """One rank's way through the checks; on rank 0 with the rows of the table so far."""
+    """Runs the checks on one rank; on rank 0 it holds the rows of the table so far."""
 
     def __init__(self, context: RankContext, coordinator: Coordinator):
         self.context, self.coordinator, self.leads = context, coordinator, context.rank == 0
@@ -101,10 +100,10 @@ class Preflight:
     def run(self, checks: list[Check], clean: Callable[[], None]) -> int:
         """The exit status. `clean` is called on every rank before it is known on any."""
         try:
-            with _told_to_end():
+            with _raises_on_sigterm():
                 for check in checks:
-                    self._check(check)
-        except _Ended as request:
+                    self._run_check(check)
+        except _Terminated as request:
             self.rows.append(Row("the rest", Status.FAILED, f"stopped by {request}: perhaps another rank has died"))
             return 1
         finally:
@@ -114,60 +113,60 @@ class Preflight:
         self.coordinator.report("end", {})
         if self.leads:
             self.coordinator.reports("end", time.monotonic() + MARGIN_S)  # they have cleaned up
-            self.coordinator.rule("passed", not any(row.status == Status.FAILED for row in self.rows))
+            self.coordinator.decide("passed", not any(row.status == Status.FAILED for row in self.rows))
         passed = self.coordinator.decision("passed")
         self.coordinator.report("bye", {})
         if self.leads:
             self.coordinator.reports("bye", time.monotonic() + MARGIN_S)  # rank 0 may be the store
         return 0 if passed else 1
 
-    def _check(self, check: Check) -> None:
-        """Nothing where rank 0 rules so."""
+    def _run_check(self, check: Check) -> None:
+        """Runs it, unless rank 0 decides against it."""
         if self.leads:
-            self.coordinator.rule(check.name, self._wanted(check))
+            self.coordinator.decide(check.name, self._wanted(check))
         if not self.coordinator.decision(check.name):
             return
         until = time.monotonic() + self.coordinator.deadline_s + MARGIN_S
-        self.coordinator.report(check.name, self._look(check))
+        self.coordinator.report(check.name, self._probe(check))
         if self.leads:
-            self._judge(check, self.coordinator.reports(check.name, until))
+            self._add_rows(check, self.coordinator.reports(check.name, until))
 
     def _wanted(self, check: Check) -> bool:
         failed = {row.check for row in self.rows if row.status == Status.FAILED}
         return check.needs not in failed and not any(row.last for row in self.rows)
 
-    def _look(self, check: Check) -> Found:
+    def _probe(self, check: Check) -> Findings:
         context = self.context
 
-        def look() -> Found:
+        def probe() -> Findings:
             if context.device.type == "cuda":
                 torch.cuda.set_device(context.device)  # each thread has its own
-            return check.look(context)
+            return check.probe(context)
 
         try:
-            return _within(self.coordinator.deadline_s, look)
+            return _within(self.coordinator.deadline_s, probe)
         except (OSError, RuntimeError) as error:
             return {"error": _one_line(error)}
 
-    def _judge(self, check: Check, found: dict[int, Found]) -> None:
-        missing = [r for r in range(self.context.spec.world_size) if r not in found]
-        errors = {r: f["error"] for r, f in found.items() if "error" in f}
+    def _add_rows(self, check: Check, by_rank: dict[int, Findings]) -> None:
+        missing = [r for r in range(self.context.spec.world_size) if r not in by_rank]
+        errors = {r: f["error"] for r, f in by_rank.items() if "error" in f}
         if missing:
             text = f"no report within {self.coordinator.deadline_s:g} s: {self.ranks.some(missing)}"
             self.rows.append(Row(check.name, Status.FAILED, "", (text, *self.ranks.grouped(errors)), last=True))
         elif errors:
             self.rows.append(Row(check.name, Status.FAILED, "", self.ranks.grouped(errors), last=check.connected))
         else:
-            self.rows += check.judge(found, self.ranks, self.context.cfg)
+            self.rows += check.check(by_rank, self.ranks, self.context.cfg)
 
 
-def _within(seconds: float, work: Callable[[], Found]) -> Found:
-    """What `work` returns. It runs in a thread, which is left behind if it takes longer.
+def _within(seconds: float, work: Callable[[], Findings]) -> Findings:
+    """The result of `work`, which runs in a thread; the thread is abandoned if it takes longer.
 
     Raises:
         TimeoutError: it takes longer; what it waits for is named.
     """
-    future: Future[Found] = Future()
+    future: Future[Findings] = Future()
 
     def run() -> None:
         try:
@@ -185,11 +184,11 @@ def _within(seconds: float, work: Callable[[], Found]) -> Found:
 
 
 @contextmanager
-def _told_to_end() -> Iterator[None]:
-    """A SIGTERM (the launcher's, where another rank has died) ends what is under way, and the table is printed."""
+def _raises_on_sigterm() -> Iterator[None]:
+    """A SIGTERM (from the launcher, where another rank has died) stops the current check, and the table is printed."""
 
     def on(number: int, frame: FrameType | None) -> None:
-        raise _Ended(signal.Signals(number).name)
+        raise _Terminated(signal.Signals(number).name)
 
     before = signal.signal(signal.SIGTERM, on)
     try:

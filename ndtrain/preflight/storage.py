@@ -1,4 +1,4 @@
-"""The run folder: whether every rank writes it, how fast, whether it is one folder, and whether the checkpoints fit."""
+"""Checks of the run folder: every rank can write it, how fast, all see the same one, and the checkpoints fit."""
 
 import errno
 import math
@@ -16,7 +16,7 @@ from ndtrain.checkpoint.elements import parts_of
 from ndtrain.config import Config
 from ndtrain.model import tensor_shapes
 from ndtrain.parallel.build import state_plan
-from ndtrain.preflight.rank_context import Found, RankContext
+from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, bytes_of, per_second, slow, usual_rate
 
 MOST = 32 << 20  # bytes that a rank writes
@@ -49,7 +49,7 @@ def planned_bytes(cfg: Config, folder: Path) -> int:
     return max(0, count * checkpoint_bytes(cfg) - there)
 
 
-def probe_space(context: RankContext) -> Found:
+def probe_space(context: RankContext) -> Findings:
     folder = context.run_dir / "checkpoints"
     usage = shutil.disk_usage(_existing(folder))
     planned = planned_bytes(context.cfg, folder) if context.rank == 0 else 0
@@ -62,17 +62,17 @@ def _existing(path: Path) -> Path:
     return next(p for p in (path, *path.parents) if p.exists())
 
 
-def judge_space(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row]:
-    planned, one = found[0]["planned"], bytes_of(checkpoint_bytes(cfg))
+def check_space(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list[Row]:
+    planned, one = by_rank[0]["planned"], bytes_of(checkpoint_bytes(cfg))
     short = {
         r: f"{f['folder']} has {bytes_of(f['free'])} free: free some, lower checkpoint.keep={cfg.checkpoint.keep}, "
         "or set run.dir"
-        for r, f in found.items()
+        for r, f in by_rank.items()
         if planned > FULL * f["free"]
     }
-    failed = any(planned > found[r]["free"] for r in short)
+    failed = any(planned > by_rank[r]["free"] for r in short)
     status = Status.FAILED if failed else Status.WARNING if short else Status.OK
-    free = bytes_of(min(f["free"] for f in found.values()))
+    free = bytes_of(min(f["free"] for f in by_rank.values()))
     figure = f"{bytes_of(planned)} needed for checkpoints of {one}, {free} free"
     return [Row("disk space", status, figure, ranks.grouped(short))]
 
@@ -85,7 +85,7 @@ def file_of(context: RankContext, rank: int) -> Path:
     return context.run_dir / f".preflight-{context.nonce}-{rank}"
 
 
-def probe_storage(context: RankContext) -> Found:
+def probe_storage(context: RankContext) -> Findings:
     """Writes, flushes and reads a file; it stays for others to see."""
     try:
         context.run_dir.mkdir(parents=True, exist_ok=True)
@@ -94,10 +94,10 @@ def probe_storage(context: RankContext) -> Found:
         raise OSError(f"run.dir={context.run_dir} cannot be used ({error.strerror})") from error
 
 
-def _write_and_read(context: RankContext, path: Path) -> Found:
+def _write_and_read(context: RankContext, path: Path) -> Findings:
     size = max(LEAST, min(MOST, ALL // context.spec.world_size))
     draw = np.random.default_rng(context.rank)
-    blocks = [draw.bytes(BLOCK) for _ in range(4)]  # which no file system can make smaller
+    blocks = [draw.bytes(BLOCK) for _ in range(4)]  # no file system can compress them
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         began = time.perf_counter()
@@ -126,10 +126,10 @@ def _each(size: int, move: Callable[[int], bool]) -> int:
     return done
 
 
-def judge_storage(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row]:
+def check_storage(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list[Row]:
     notes, figures, status = [], [], Status.OK
     for way in ("write", "read"):
-        rates = {r: f[way] for r, f in found.items()}
+        rates = {r: f[way] for r, f in by_rank.items()}
         _, odd = slow(rates, usual_rate(rates.values()), *SLOW)
         notes += [f"slow {way}, {per_second(rates[r])}: {ranks.one(r)}" for r in odd]
         figures.append(f"{way} {per_second(min(rates.values()))} to {per_second(max(rates.values()))}")
@@ -140,8 +140,8 @@ def judge_storage(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Ro
 # ----------------------------------------------------------------------------------------------------------- one folder
 
 
-def look_for_rank_0(context: RankContext) -> Found:
-    """Whether this rank sees what rank 0 has written."""
+def probe_folder(context: RankContext) -> Findings:
+    """Whether this rank sees the file that rank 0 has written."""
     path, until = file_of(context, 0), time.monotonic() + PATIENCE_S
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.1)
@@ -152,7 +152,7 @@ def look_for_rank_0(context: RankContext) -> Found:
     return {}
 
 
-def judge_folder(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row]:
+def check_folder(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list[Row]:
     return [Row("one folder", Status.OK, f"all ranks see the same {cfg.run.dir}")]
 
 
@@ -160,10 +160,10 @@ def judge_folder(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row
 
 
 class Cleaner:
-    """Takes away what a preflight leaves: its file, and the folders that were not there when this was made."""
+    """Removes what a preflight leaves: its file, and the folders that did not exist when this was made."""
 
     def __init__(self, context: RankContext):
-        self._place, self._file = context, file_of(context, context.rank)
+        self._context, self._file = context, file_of(context, context.rank)
         self._new = [p for p in (context.run_dir, *context.run_dir.parents) if not p.exists()]
 
     def remove_file(self) -> None:
@@ -172,8 +172,8 @@ class Cleaner:
 
     def remove_folders(self) -> None:
         """Those that are empty, once every rank has removed its file; a dead rank's goes here."""
-        if self._place.rank == 0:
-            for path in self._place.run_dir.glob(file_of(self._place, 0).name[:-1] + "*"):
+        if self._context.rank == 0:
+            for path in self._context.run_dir.glob(file_of(self._context, 0).name[:-1] + "*"):
                 with suppress(OSError):
                     path.unlink()
         for path in self._new:

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ndtrain.bench import collectives, demo, operations
 from ndtrain.bench.__main__ import main
-from ndtrain.bench.cases import PERIOD, Case, Form, Pattern, Setting
-from ndtrain.bench.collectives import Options
-from ndtrain.bench.operations import OPERATIONS, TWO_STEPS
+from ndtrain.bench.collectives import demo, operations
+from ndtrain.bench.collectives import run as collectives
+from ndtrain.bench.collectives.cases import PERIOD, Case, Form, Pattern, Setting
+from ndtrain.bench.collectives.operations import OPERATIONS, TWO_STEPS
+from ndtrain.bench.collectives.run import Options
 from ndtrain.metrics import free_memory_bytes
 from tests.lib.ranks import run_ranks
 
@@ -38,11 +39,11 @@ def is_png(path: Path) -> tuple[int, int]:
 
 def run_bench(args: list[str], folder: Path, capsys: pytest.CaptureFixture) -> tuple[str, dict]:
     """What is printed and what is written; the plot is looked at."""
-    files = [f"out={folder}/found.json", f"plot={folder}/found.png"]
+    files = [f"out={folder}/results.json", f"plot={folder}/results.png"]
     assert main(["collectives", *QUICK, *args, *files]) == 0
-    width, height = is_png(folder / "found.png")
+    width, height = is_png(folder / "results.png")
     assert width > 800 and height > 400
-    return capsys.readouterr().out, json.loads((folder / "found.json").read_text())
+    return capsys.readouterr().out, json.loads((folder / "results.json").read_text())
 
 
 def call(fn: Callable, args: tuple) -> dict:
@@ -54,11 +55,13 @@ def forked(fn: Callable, ranks: int, *args: object, backend: str) -> dict:
     return run_ranks(call, ranks, fn, args)[0]
 
 
-def require_all_right(found: dict, n: int, sizes: list[int]) -> None:
+def require_all_right(results: dict, n: int, sizes: list[int]) -> None:
     """Of one axis: every operation at every size in every form, right on all ranks, with bandwidths that its time and
     bytes give."""
-    assert {(r["operation"], r["bytes"]) for r in found["rows"]} == {(o, s) for o in {*NINE, TWO_STEPS} for s in sizes}
-    for row in found["rows"]:
+    assert {(r["operation"], r["bytes"]) for r in results["rows"]} == {
+        (o, s) for o in {*NINE, TWO_STEPS} for s in sizes
+    }
+    for row in results["rows"]:
         forms = {"torch", "ours"} if row["operation"] in OURS else {"torch"}
         assert row["n"] == n and row["forms"].keys() == forms == row["wrong"].keys()
         assert not any(row["wrong"].values()), row
@@ -66,7 +69,7 @@ def require_all_right(found: dict, n: int, sizes: list[int]) -> None:
         for form in row["forms"].values():
             assert form["algbw"] == pytest.approx(row["bytes"] / form["ms"] / 1e6)
             assert form["busbw"] == pytest.approx(form["algbw"] * FACTORS[row["operation"]](n))
-    assert found["equal"] == [{"bytes": s, "unlike": {"torch": [], "ours": []}} for s in sizes]
+    assert results["equal"] == [{"bytes": s, "unlike": {"torch": [], "ours": []}} for s in sizes]
 
 
 # NCCL-tests, doc/PERFORMANCE.md; scatter and gather as its scatter_perf and gather_perf have them
@@ -80,9 +83,9 @@ FACTORS: dict[str, Callable[[int], float]] = {
 
 def test_two_ranks_all_right(tmp_path, capsys):
     with mock.patch.object(collectives, "on_ranks", forked):
-        said, found = run_bench([], tmp_path, capsys)
-    assert found["axes"].keys() == {"dp"} and found["mesh"]["dp"] == 2 and found["backend"] == "gloo"
-    require_all_right(found["axes"]["dp"], 2, [1024, 8192])
+        said, results = run_bench([], tmp_path, capsys)
+    assert results["axes"].keys() == {"dp"} and results["mesh"]["dp"] == 2 and results["backend"] == "gloo"
+    require_all_right(results["axes"]["dp"], 2, [1024, 8192])
     assert "WRONG" not in said and said.count("  yes\n") == 20
     assert said.count("the same bits on every rank") == 2
     assert all(f"{op.counted:20} {op.formula}" in said and op.why in said for op in OPERATIONS.values())
@@ -95,26 +98,26 @@ def test_two_ranks_all_right(tmp_path, capsys):
     ids=str,
 )
 def test_four_ranks_all_right(args, axes, tmp_path, capsys):
-    said, found = run_bench(args, tmp_path, capsys)
-    assert found["axes"].keys() == axes.keys()
+    said, results = run_bench(args, tmp_path, capsys)
+    assert results["axes"].keys() == axes.keys()
     for axis, n in axes.items():
-        require_all_right(found["axes"][axis], n, [1024, 8192])
+        require_all_right(results["axes"][axis], n, [1024, 8192])
         assert f"collectives over {axis}={n}" + ", 2 groups at once" * (n == 2) in said
 
 
 @pytest.mark.full
 def test_sizes_that_the_ranks_do_not_divide_are_rounded_up(tmp_path, capsys):
-    _, found = run_bench(["ranks=3", "min=1000", "max=1MB", "factor=1000"], tmp_path, capsys)
-    require_all_right(found["axes"]["dp"], 3, [1008, 1000008])
+    _, results = run_bench(["ranks=3", "min=1000", "max=1MB", "factor=1000"], tmp_path, capsys)
+    require_all_right(results["axes"]["dp"], 3, [1008, 1000008])
 
 
 @pytest.mark.full
 def test_under_torchrun(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    args = ["-m", "ndtrain.bench", "collectives", *QUICK, f"out={tmp_path}/found.json"]
+    args = ["-m", "ndtrain.bench", "collectives", *QUICK, f"out={tmp_path}/results.json"]
     done = subprocess.run([*launch, *args], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    require_all_right(json.loads((tmp_path / "found.json").read_text())["axes"]["dp"], 2, [1024, 8192])
+    require_all_right(json.loads((tmp_path / "results.json").read_text())["axes"]["dp"], 2, [1024, 8192])
     assert done.stdout.count("How bytes are counted") == 1, "one rank speaks"
     wrong = subprocess.run([*launch, *args, "ranks=3"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert wrong.returncode == 1 and wrong.stderr.count("error: ranks=3: torchrun has started 2") == 1
@@ -126,7 +129,7 @@ def test_factors_are_those_of_nccl_tests():
         assert [op.factor(n) for n in (2, 4, 8)] == [FACTORS[op.name](n) for n in (2, 4, 8)]
 
 
-# ------------------------------------------------------------------------------------------------ wrong ones are found
+# ------------------------------------------------------------------------------------------------ wrong results
 
 
 def late_piece(s: Setting) -> Case:
@@ -166,15 +169,15 @@ def mutated(rank: int, options: Options) -> dict:
 
 def test_wrong_results_are_named(capsys):
     options = Options(min="256", max="256", rounds=1)
-    found = forked(mutated, 2, options, backend="gloo")
-    wrong = {row["operation"]: row["wrong"] for row in found["dp"]["rows"] if any(row["wrong"].values())}
+    results = forked(mutated, 2, options, backend="gloo")
+    wrong = {row["operation"]: row["wrong"] for row in results["dp"]["rows"] if any(row["wrong"].values())}
     assert wrong == {
         "all_gather": {"torch": [1], "ours": []},
         "broadcast": {"torch": [1]},
         TWO_STEPS: {"torch": [], "ours": [0, 1]},
     }
-    assert found["dp"]["equal"] == [{"bytes": 256, "unlike": {"torch": [], "ours": [0, 1]}}]
-    with mock.patch.object(collectives, "on_ranks", return_value=found):
+    assert results["dp"]["equal"] == [{"bytes": 256, "unlike": {"torch": [], "ours": [0, 1]}}]
+    with mock.patch.object(collectives, "on_ranks", return_value=results):
         assert main(["collectives", "min=256", "max=256", "rounds=1", "backend=gloo"]) == 1
     out, err = capsys.readouterr()
     assert out.count("  WRONG\n") == 3 and out.count("WRONG: other bits") == 1
@@ -218,13 +221,13 @@ def paragraphs(said: str) -> dict[str, list[str]]:
 
 def test_demo_shows_tensors_before_and_after(capsys):
     options = Options(ranks=2)
-    found = forked(demo.demonstrate, 2, options.spec, options.axes, "gloo", backend="gloo")
-    assert demo.show_demo(found, options.spec) == []
+    results = forked(demo.demonstrate, 2, options.spec, options.axes, "gloo", backend="gloo")
+    assert demo.show_demo(results, options.spec) == []
     shown = paragraphs(capsys.readouterr().out)
     assert shown.keys() == OPERATIONS.keys()
     assert {name: shown[name] for name in SHOWN} == SHOWN
-    found["dp"]["all_to_all"][1] = ([10.0, 11.0], [1.0, 12.0], False)
-    assert demo.show_demo(found, options.spec) == ["all_to_all over dp on rank 1"]
+    results["dp"]["all_to_all"][1] = ([10.0, 11.0], [1.0, 12.0], False)
+    assert demo.show_demo(results, options.spec) == ["all_to_all over dp on rank 1"]
     assert "[ 1 12]  WRONG" in capsys.readouterr().out
 
 
@@ -310,5 +313,5 @@ def test_a_container_limits_what_is_free(tmp_path, monkeypatch):
 def test_nccl_on_two_gpus(tmp_path, capsys):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    _, found = run_bench(["backend=nccl"], tmp_path, capsys)
-    require_all_right(found["axes"]["dp"], 2, [1024, 8192])
+    _, results = run_bench(["backend=nccl"], tmp_path, capsys)
+    require_all_right(results["axes"]["dp"], 2, [1024, 8192])

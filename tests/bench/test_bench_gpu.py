@@ -1,4 +1,4 @@
-"""`bench step` and `bench gpu`: figures are there, goals are judged right, and what is not measured is said to be."""
+"""`bench step` and `bench gpu`: figures are there, goals are met or missed, and what is not measured is said to be."""
 
 import importlib.util
 import json
@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
-from ndtrain.bench import baselines, gpu_case
 from ndtrain.bench.__main__ import main
-from ndtrain.bench.gpu import select
-from ndtrain.bench.gpu_case import WAITING_OPERATORS, longest, waits
-from ndtrain.bench.gpu_goals import GOALS, WINDOW, deviation
-from ndtrain.bench.gpu_report import markdown
-from ndtrain.bench.gpu_suite import SUITES, Case, config_of
-from ndtrain.bench.timing import (
-    AGREE,
+from ndtrain.bench.gpu import baselines
+from ndtrain.bench.gpu import case as gpu_case
+from ndtrain.bench.gpu.case import WAITING_OPERATORS, longest, waits
+from ndtrain.bench.gpu.goals import GOALS, WINDOW, deviation
+from ndtrain.bench.gpu.report import markdown
+from ndtrain.bench.gpu.run import select
+from ndtrain.bench.gpu.suite import SUITES, Case, config_of
+from ndtrain.bench.training import (
+    TOLERANCE,
     Chain,
     DifferentWork,
     Outcome,
@@ -43,7 +44,7 @@ ALL = [
 ]
 
 
-def found(folder, suite="smoke"):
+def saved_results(folder, suite="smoke"):
     return json.loads((folder / f"gpu-{suite}.json").read_text())
 
 
@@ -56,9 +57,9 @@ def single(cfg) -> Mesh:
 
 def test_step_measures_a_case(tmp_path, capsys):
     case = "recompute=full train.micro_batch=4 hardware.peak_tflops=0.01"
-    args = ["recipe=llama_debug", f"cases={case}", "rounds=2", "steps=1", "device=cpu", f"out={tmp_path}/found.json"]
+    args = ["recipe=llama_debug", f"cases={case}", "rounds=2", "steps=1", "device=cpu", f"out={tmp_path}/results.json"]
     assert main(["step", *args]) == 0
-    saved = json.loads((tmp_path / "found.json").read_text())
+    saved = json.loads((tmp_path / "results.json").read_text())
     assert saved["commit"] and saved["versions"]["torch"] and list(saved["found"]) == [case]
     own = saved["found"][case]["sides"]["ours"]
     assert len(own["block_ms"]) == 2 and own["q1"] <= own["ms_per_step"] <= own["q3"]
@@ -101,11 +102,11 @@ def test_parts_are_a_partition(suite, n):
 @pytest.mark.parametrize(("suite", "case"), ALL)
 def test_every_case_can_be_configured_and_its_state_fits(suite, case):
     cfg = config_of(case)
-    for peer in set(case.sides) - {"ours"}:
+    for peer in set(case.implementations) - {"ours"}:
         baselines.check(peer, cfg)
     assert cfg.train.seq_len * cfg.train.global_batch > 0
     if suite in MEMORY:
-        needed = sum(16 if side != "ours" else bytes_a_parameter(cfg) for side in case.sides)
+        needed = sum(16 if name != "ours" else bytes_a_parameter(cfg) for name in case.implementations)
         assert needed * parameter_count(cfg.model) < 0.95 * MEMORY[suite]
 
 
@@ -160,7 +161,7 @@ def test_waits_are_those_of_the_steady_steps():
 def test_one_case_is_written_and_not_measured_again(tmp_path, capsys):
     only = ["gpu", "suite=smoke", "device=cpu", "only=tiny eager", f"folder={tmp_path}"]
     assert main(only) == 0
-    said, saved = capsys.readouterr().out, found(tmp_path)
+    said, saved = capsys.readouterr().out, saved_results(tmp_path)
     row = saved["cases"]["tiny eager"]
     assert row["status"] == "measured" and row["commit"] == saved["commit"] and row["device"] == "cpu"
     own = row["sides"]["ours"]
@@ -171,9 +172,9 @@ def test_one_case_is_written_and_not_measured_again(tmp_path, capsys):
     assert "not measured" not in lines["tiny eager (2 x 64)"]
     assert all("not measured" in line for name, line in lines.items() if name != "tiny eager (2 x 64)")
     assert len(lines) == len(SUITES["smoke"].cases)
-    with mock.patch("ndtrain.bench.gpu.run_case", side_effect=AssertionError("measured again")):
+    with mock.patch("ndtrain.bench.gpu.run.run_case", side_effect=AssertionError("measured again")):
         assert main([*only, "missing=true"]) == 0
-    assert found(tmp_path) == saved
+    assert saved_results(tmp_path) == saved
 
 
 def test_without_a_gpu_every_line_is_not_measured(tmp_path, capsys):
@@ -211,10 +212,10 @@ def test_an_error_is_a_row(tmp_path):
 
 def test_different_work_is_refused():
     first = {"ours": Outcome(11.5, 2.0), "peer": Outcome(11.55, 2.05)}
-    compare(first, *AGREE["bf16"])
+    compare(first, *TOLERANCE["bf16"])
     for off in (Outcome(11.6, 2.0), Outcome(11.5, 2.2), Outcome(math.nan, 2.0), Outcome(11.5, math.inf)):
         with pytest.raises(DifferentWork, match=r"not the same work: .* of peer"):
-            compare(first | {"peer": off}, *AGREE["bf16"])
+            compare(first | {"peer": off}, *TOLERANCE["bf16"])
 
 
 def test_different_progress_is_refused():
@@ -232,8 +233,8 @@ def test_a_peer_that_skips_something_is_wrong(peer):
     if peer == "transformers" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     cfg = config_of(SUITES["smoke"].cases[0])
-    pace = SimpleNamespace(rounds=2, steps=2, warmup=1)
-    assert timed(cfg, single(cfg), ["ours", peer], pace)["ratios"].keys() == {peer}
+    repeats = SimpleNamespace(rounds=2, steps=2, warmup=1)
+    assert timed(cfg, single(cfg), ["ours", peer], repeats)["ratios"].keys() == {peer}
     make = baselines.PEERS[peer]
 
     def idle(*args):
@@ -242,7 +243,7 @@ def test_a_peer_that_skips_something_is_wrong(peer):
         return loop
 
     with mock.patch.dict(baselines.PEERS, {peer: idle}), pytest.raises(DifferentWork, match=peer):
-        timed(cfg, single(cfg), ["ours", peer], pace)
+        timed(cfg, single(cfg), ["ours", peer], repeats)
 
 
 def measured(**row):
@@ -264,18 +265,18 @@ def rows_of(mfu, own, fp8, ratio, off, waiting):
     return cases
 
 
-def test_goals_are_judged():
+def test_goals_are_met_or_missed():
     good = rows_of(mfu=0.63, own=11000, fp8=14000, ratio=1.21, off=0.004, waiting=0)
-    assert [goal.verdict(good)[1] for goal in GOALS] == ["met"] * len(GOALS)
+    assert [goal.outcome(good)[1] for goal in GOALS] == ["met"] * len(GOALS)
     bad = rows_of(mfu=0.59, own=10000, fp8=12000, ratio=1.09, off=-0.006, waiting=6)
-    assert [goal.verdict(bad)[1] for goal in GOALS] == ["missed"] * len(GOALS)
-    assert GOALS[-1].verdict(bad) == ("2", "missed") and GOALS[0].verdict(good)[0] == "63.0%"
+    assert [goal.outcome(bad)[1] for goal in GOALS] == ["missed"] * len(GOALS)
+    assert GOALS[-1].outcome(bad) == ("2", "missed") and GOALS[0].outcome(good)[0] == "63.0%"
     for name in good:
         without = good | {name: {"status": "out of memory", "why": "x"}}
         alone = name in ("1b 8192", "8b 8192 full", "8b 8192")  # the best of several cases counts, or others remain
-        missing = [goal.verdict(without) == ("not measured",) * 2 for goal in GOALS]
+        missing = [goal.outcome(without) == ("not measured",) * 2 for goal in GOALS]
         assert any(missing) or alone, name
-    assert [goal.verdict({}) for goal in GOALS] == [("not measured",) * 2] * len(GOALS)
+    assert [goal.outcome({}) for goal in GOALS] == [("not measured",) * 2] * len(GOALS)
 
 
 def test_deviation_is_that_of_the_worst_window():
@@ -290,7 +291,7 @@ def test_deviation_is_that_of_the_worst_window():
 @pytest.mark.full
 def test_the_whole_suite_runs_on_a_cpu(tmp_path):
     assert main(["gpu", "suite=smoke", "device=cpu", f"folder={tmp_path}"]) == 0
-    cases = found(tmp_path)["cases"]
+    cases = saved_results(tmp_path)["cases"]
     assert {name: row.get("why", "") for name, row in cases.items() if row["status"] != "measured"} == {}
     assert len(cases) == len(SUITES["smoke"].cases)
     losses = cases["tiny losses bf16"]["losses"]

@@ -25,16 +25,16 @@ def known_peak(monkeypatch):
 
 
 def run_bench(args: list[str], folder: Path) -> dict:
-    assert main(["matmul", *QUICK, *args, f"out={folder}/found.json", f"plot={folder}/found.png"]) == 0
-    width, height = is_png(folder / "found.png")
+    assert main(["matmul", *QUICK, *args, f"out={folder}/results.json", f"plot={folder}/results.png"]) == 0
+    width, height = is_png(folder / "results.png")
     assert width > 800 and height > 400
-    return json.loads((folder / "found.json").read_text())
+    return json.loads((folder / "results.json").read_text())
 
 
 def test_rates_and_shares(known_peak, tmp_path, capsys):
-    found = run_bench([], tmp_path)
-    assert [(r["dtype"], r["size"]) for r in found["rows"]] == [(d, s) for d in ("fp32", "bf16") for s in (32, 64)]
-    for row in found["rows"]:
+    results = run_bench([], tmp_path)
+    assert [(r["dtype"], r["size"]) for r in results["rows"]] == [(d, s) for d in ("fp32", "bf16") for s in (32, 64)]
+    for row in results["rows"]:
         assert list(row["contents"]) == ["zeros", "rand", "randn"]
         for of in row["contents"].values():
             assert of["right"] and len(of["seconds"]) == 3
@@ -46,15 +46,15 @@ def test_rates_and_shares(known_peak, tmp_path, capsys):
 
 @pytest.mark.full
 def test_the_peak_is_measured_on_a_cpu(tmp_path):
-    found = run_bench(["dtypes=fp32", "contents=randn", "min=512", "max=512"], tmp_path)
-    assert found["peak_flops"]["fp32"] > 1e9 and found["rows"][0]["contents"]["randn"]["hfu"] > 0
+    results = run_bench(["dtypes=fp32", "contents=randn", "min=512", "max=512"], tmp_path)
+    assert results["peak_flops"]["fp32"] > 1e9 and results["rows"][0]["contents"]["randn"]["hfu"] > 0
 
 
 def test_fp8_counts_twice_the_rate_of_bf16(monkeypatch):
     peaks = {torch.float32: 1e12, torch.bfloat16: 3e12}
     monkeypatch.setattr(matmul, "peak_flops", lambda hardware, device, dtype: peaks[dtype])
-    found = {kind: matmul._peak(kind, torch.device("cuda")) for kind in KINDS}
-    assert found == {"fp32": 1e12, "bf16": 3e12, "fp16": 3e12, "fp8": 6e12}
+    results = {kind: matmul._peak(kind, torch.device("cuda")) for kind in KINDS}
+    assert results == {"fp32": 1e12, "bf16": 3e12, "fp16": 3e12, "fp8": 6e12}
 
 
 @pytest.mark.parametrize("content", CONTENTS)
@@ -92,19 +92,19 @@ def test_a_wrong_product_fails_the_command(known_peak, capsys):
 def test_what_does_not_fit_is_left_out(known_peak, monkeypatch, tmp_path, capsys):
     enough = Options(device="cpu").need("fp32", 32)
     monkeypatch.setattr(matmul, "free_memory_bytes", lambda device: enough)
-    found = run_bench(["dtypes=fp32"], tmp_path)
-    assert [r["size"] for r in found["rows"]] == [32]
+    results = run_bench(["dtypes=fp32"], tmp_path)
+    assert [r["size"] for r in results["rows"]] == [32]
     assert "fp32       64  left out: needs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("contents", ["all", "randn"])
 def test_need_covers_what_is_allocated(contents):
-    """Operands and product of the turn-taking sides, without what PyTorch holds for itself."""
+    """Operands and the product that they share, without what PyTorch holds for itself."""
     options, size = Options(device="cpu", contents=contents), 256
     for kind in options.kinds:
         out = torch.empty(size, size, dtype=KINDS[kind].product)
-        sides = [Product(kind, name, size, out) for name in options.names]
-        held = out.nbytes + sum(side.a.nbytes + side.b.nbytes for side in sides)
+        products = [Product(kind, name, size, out) for name in options.names]
+        held = out.nbytes + sum(p.a.nbytes + p.b.nbytes for p in products)
         assert held < options.need(kind, size) < 4 * held
 
 
@@ -135,6 +135,6 @@ def test_a_gpu_that_is_not_there(capsys):
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
-    found = run_bench(["device=cuda", "min=1024", "max=2048"], tmp_path)
-    assert {r["dtype"] for r in found["rows"]} >= {"fp32", "bf16"}
-    assert all(of["right"] and 0 < of["hfu"] < 1.1 for r in found["rows"] for of in r["contents"].values())
+    results = run_bench(["device=cuda", "min=1024", "max=2048"], tmp_path)
+    assert {r["dtype"] for r in results["rows"]} >= {"fp32", "bf16"}
+    assert all(of["right"] and 0 < of["hfu"] < 1.1 for r in results["rows"] for of in r["contents"].values())

@@ -1,4 +1,4 @@
-"""`python -m ndtrain.bench peers`: both sides do the same work, figures are there, mistakes are one line."""
+"""`python -m ndtrain.bench peers`: ours and the peers do the same work, figures are there, mistakes are one line."""
 
 import json
 import math
@@ -11,10 +11,10 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ndtrain.bench import attention, pipelining
 from ndtrain.bench.__main__ import main
-from ndtrain.bench.peers import Case, Options, Training, _require_equal_losses, config_of, make_batches
-from ndtrain.bench.sides import SIDES
+from ndtrain.bench.peers import attention, pipelining
+from ndtrain.bench.peers.implementations import IMPLEMENTATIONS
+from ndtrain.bench.peers.run import Case, Options, Training, _require_equal_losses, config_of, make_batches
 from ndtrain.config import world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
@@ -54,11 +54,11 @@ CP = ["axis=cp", "seq_len=64", "heads=4", "kv_heads=2", "head_dim=16", "rounds=2
     ids=lambda words: " ".join(sorted(words)),  # in the same order in every process
 )
 def test_peers(args, peers, tmp_path, capsys):
-    assert main(["peers", *QUICK, *args, f"out={tmp_path}/found.json"]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["commit"] and found["hardware"]["cores"] and found["versions"]["torch"]
-    (shape,) = found["shapes"].values()
-    losses = {name: side["losses"] for name, side in shape["sides"].items() if name != "local"}
+    assert main(["peers", *QUICK, *args, f"out={tmp_path}/results.json"]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["commit"] and results["hardware"]["cores"] and results["versions"]["torch"]
+    (shape,) = results["shapes"].values()
+    losses = {name: own["losses"] for name, own in shape["sides"].items() if name != "local"}
     assert losses.keys() == {"ours", *peers}
     for name in peers:
         assert losses[name] == pytest.approx(losses["ours"], rel=1e-3 if "precision=bf16" in args else 1e-5)
@@ -92,12 +92,12 @@ class Collectives(TorchDispatchMode):
         return sum(word in name for name in self.names)
 
 
-def collectives_of_a_step(side: str, options: dict, *case: str) -> tuple[Collectives, dict[str, Tensor]]:
-    """On one rank: the collectives of a step of this side, and its parameters."""
+def collectives_of_a_step(name: str, options: dict, *case: str) -> tuple[Collectives, dict[str, Tensor]]:
+    """On one rank: the collectives of a step of this implementation, and its parameters."""
     rank, _, world = world_from_env()
     cfg = config_of(Options(ranks=world, **options), Case(*case or ("tiny",)))
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-    loop = SIDES[side](cfg, mesh)
+    loop = IMPLEMENTATIONS[name](cfg, mesh)
     training = Training(loop, [make_batches(cfg, mesh, 0)])
     training()  # the first step sets up
     with Collectives() as seen:
@@ -121,21 +121,21 @@ def fsdp2_collectives(zero: int) -> tuple[int, int, float]:
 def dtensor_collectives(sequence_parallel: bool) -> tuple[int, int, int, float]:
     """On one rank: all-gathers, reduce-scatters and all-reduces of a step with DTensor, and the share of the matrices
     that is held."""
-    side = "dtensor_tp_sp" if sequence_parallel else "dtensor_tp"
-    seen, parameters = collectives_of_a_step(side, {"axis": "tp"})
+    name = "dtensor_tp_sp" if sequence_parallel else "dtensor_tp"
+    seen, parameters = collectives_of_a_step(name, {"axis": "tp"})
     matrices = {name: p for name, p in parameters.items() if p.ndim == 2}
     assert all(isinstance(p, DTensor) for p in matrices.values())
     return seen.count("allgather"), seen.count("reducescatter"), seen.count("allreduce"), held(matrices)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_dtensor_sides_cut_and_send_no_more_than_they_must(sequence_parallel):
+def test_dtensor_shards_and_sends_no_more_than_it_must(sequence_parallel):
     expected = (*TP_COLLECTIVES[sequence_parallel], 0.5)
     assert run_ranks(dtensor_collectives, 2, sequence_parallel) == [expected] * 2
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_fsdp2_side_shards_and_gathers_by_block(zero):
+def test_fsdp2_shards_and_gathers_by_block(zero):
     assert run_ranks(fsdp2_collectives, 2, zero) == [(*COLLECTIVES[zero], 0.5)] * 2
 
 
@@ -161,9 +161,9 @@ def pipelining_step(schedule: str) -> tuple[int, int, list[str], float]:
         ("dualpipe_v", 8, ["03", "12"]),
     ],
 )
-def test_pipelining_side_has_the_same_stages_and_sends_what_it_must(schedule, messages, layers):
-    for (*found, off), expected in zip(run_ranks(pipelining_step, 2, schedule), layers, strict=True):
-        assert found == [messages, messages, list(expected)]
+def test_pipelining_has_the_same_stages_and_sends_what_it_must(schedule, messages, layers):
+    for (*results, off), expected in zip(run_ranks(pipelining_step, 2, schedule), layers, strict=True):
+        assert results == [messages, messages, list(expected)]
         assert off < 1e-4
 
 
@@ -176,7 +176,7 @@ def clipped(most: float) -> float:
 
 
 @pytest.mark.parametrize(("most", "factor"), [(1.0, 1 / 5), (6.0, 1.0)])
-def test_pipelining_side_clips_by_the_norm_of_all_stages(most, factor):
+def test_pipelining_clips_by_the_norm_of_all_stages(most, factor):
     assert run_ranks(clipped, 2, most) == pytest.approx([3 * factor, 4 * factor])
 
 
@@ -187,28 +187,28 @@ def test_pipelining_side_clips_by_the_norm_of_all_stages(most, factor):
     ids=" ".join,
 )
 def test_attention_peers(args, tmp_path, capsys):
-    assert main(["peers", *CP, *args, f"out={tmp_path}/found.json"]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())["shapes"]["64"]
-    assert found["sides"].keys() == {"ours", *attention.PEERS, "silent"}
-    assert found["ratios"].keys() == set(attention.PEERS) == found["differences"].keys() - {"ours"}
+    assert main(["peers", *CP, *args, f"out={tmp_path}/results.json"]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())["shapes"]["64"]
+    assert results["sides"].keys() == {"ours", *attention.PEERS, "silent"}
+    assert results["ratios"].keys() == set(attention.PEERS) == results["differences"].keys() - {"ours"}
     bound = 2e-2 if "precision=bf16" in args else 1e-5
-    assert all(d.keys() == set(attention.NAMES) and max(d.values()) < bound for d in found["differences"].values())
-    assert found["exposed"]["spent_ms"] > 0
+    assert all(d.keys() == set(attention.NAMES) and max(d.values()) < bound for d in results["differences"].values())
+    assert results["exposed"]["spent_ms"] > 0
     if args == ["profile=true"]:  # k and v of 32 tokens go there twice, and their gradients once
-        assert found["exposed"]["received_mb"] == pytest.approx(3 * 2 * 32 * 2 * 16 * 4 / 1e6)
+        assert results["exposed"]["received_mb"] == pytest.approx(3 * 2 * 32 * 2 * 16 * 4 / 1e6)
     if args[0] == "ulysses=2":  # of 32 tokens half the heads of q, k, v and the output, and their gradients; bf16
-        assert found["exposed"]["received_mb"] == pytest.approx(2 * 32 * (2 + 1 + 1 + 2) * 16 * 2 / 1e6)
+        assert results["exposed"]["received_mb"] == pytest.approx(2 * 32 * (2 + 1 + 1 + 2) * 16 * 2 / 1e6)
     assert ("_scaled_dot_product_flash_attention_for_cpu" in capsys.readouterr().out) == ("profile=true" in args)
 
 
 @pytest.mark.quiet
 def test_a_slow_link_is_paid_for_in_full(tmp_path):
     """What is spent waiting for a link is what a step takes longer than one without it."""
-    slow = ["seq_len=512", "rounds=5", "link_mb_s=1", f"out={tmp_path}/found.json"]
+    slow = ["seq_len=512", "rounds=5", "link_mb_s=1", f"out={tmp_path}/results.json"]
     assert main(["peers", *CP, *slow]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())["shapes"]["512"]
-    assert found["sides"].keys() == {"ours", "silent"} and not found["ratios"]
-    exposed, link_ms = found["exposed"], found["exposed"]["received_mb"] * 1e3
+    results = json.loads((tmp_path / "results.json").read_text())["shapes"]["512"]
+    assert results["sides"].keys() == {"ours", "silent"} and not results["ratios"]
+    exposed, link_ms = results["exposed"], results["exposed"]["received_mb"] * 1e3
     assert exposed["spent_ms"] > 0.7 * link_ms  # more where a neighbour is late
     assert exposed["lost_ms"] == pytest.approx(exposed["spent_ms"], rel=0.4)
 
@@ -243,11 +243,11 @@ def test_a_transfer_takes_its_bytes_time():
 @pytest.mark.parametrize(("wrong", "value"), [(0, 1e-3), (3, math.nan)])
 def test_different_attention_is_refused(wrong, value):
     expected = tuple(torch.ones(1, 4, 2, 8) for _ in attention.NAMES)
-    found = tuple(x.clone() for x in expected)
-    assert max(attention.require_agreement("ours", found, expected, 1e-4).values()) == 0
-    found[wrong][0, 3, 1, 7] += value
+    results = tuple(x.clone() for x in expected)
+    assert max(attention.require_agreement("ours", results, expected, 1e-4).values()) == 0
+    results[wrong][0, 3, 1, 7] += value
     with pytest.raises(RuntimeError, match=f"not the same work: {attention.NAMES[wrong]} of ours is"):
-        attention.require_agreement("ours", found, expected, 1e-4)
+        attention.require_agreement("ours", results, expected, 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import sys
 import pytest
 import torch
 
-from ndtrain.bench import gpu_case
 from ndtrain.bench.__main__ import main as bench
-from ndtrain.bench.gpu_goals import deviation
-from ndtrain.bench.gpu_suite import SUITES
-from ndtrain.bench.timing import batches_of
+from ndtrain.bench.gpu import case as gpu_case
+from ndtrain.bench.gpu.goals import deviation
+from ndtrain.bench.gpu.suite import SUITES
+from ndtrain.bench.training import batches_of
 from ndtrain.config import load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import StepReport, TrainingStep

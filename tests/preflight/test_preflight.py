@@ -64,17 +64,17 @@ def read_table(out: str) -> dict[str, Cell]:
     lines = out.splitlines()
     head = next(line for line in lines if all(word in line for word in ("check", "result", "figure")))
     cuts = [head.index(word) for word in ("check", "result", "figure")]
-    found: dict[str, Cell] = {}
+    cells: dict[str, Cell] = {}
     for line in lines[lines.index(head) + 2 :]:
         check, result, text = (line[a:b].strip() for a, b in zip(cuts, [*cuts[1:], None], strict=True))
         if not line.strip():
             break
         if check:
             last = check
-            found[check] = Cell(result, text)
+            cells[check] = Cell(result, text)
         else:
-            found[last] = found[last]._replace(text=f"{found[last].text}\n{text}")
-    return found
+            cells[last] = cells[last]._replace(text=f"{cells[last].text}\n{text}")
+    return cells
 
 
 def arguments_of(folder: Path, *overrides: str) -> list[str]:
@@ -102,10 +102,10 @@ def examine(folder: Path, overrides: list[str], spoil: Spoil | None, rank: int) 
 
 def leader(folder: Path, n: int, overrides: list[str], spoil: Spoil | None = None, code: int = 1) -> Said:
     """What rank 0 of n says; all have the same exit status, and the others say nothing."""
-    found = run_ranks(examine, n, folder, overrides, spoil, 1)
-    assert [s.code for s in found] == [code] * n, "\n".join(s.out + s.err for s in found)
-    assert not any(s.out or s.err for s in found[1:])
-    return found[0]
+    said = run_ranks(examine, n, folder, overrides, spoil, 1)
+    assert [s.code for s in said] == [code] * n, "\n".join(s.out + s.err for s in said)
+    assert not any(s.out or s.err for s in said[1:])
+    return said[0]
 
 
 # --------------------------------------------------------------------------------------------------------------- clean
@@ -185,11 +185,11 @@ def changed(where: Any, name: str, change: Callable) -> Iterator[None]:
 
 
 def other_torch():
-    return changed(host, "versions", lambda found: found | {"torch": "2.12.1"})
+    return changed(host, "versions", lambda values: values | {"torch": "2.12.1"})
 
 
 def other_threads():
-    return changed(host, "versions", lambda found: found | {"OMP_NUM_THREADS": "7"})
+    return changed(host, "versions", lambda values: values | {"OMP_NUM_THREADS": "7"})
 
 
 def not_a_number():
@@ -321,7 +321,7 @@ def test_a_read_only_folder(disk, tmp_path):
     assert list(said.failed) == ["storage"] and "one folder" not in said.table
     assert said.failed["storage"].startswith(f"run.dir={tmp_path}/run cannot be used (Read-only file system): rank 0 (")
     assert ", rank 1 (" in said.failed["storage"]
-    assert said.table["links over tp"].result != "FAILED", "the rest is still looked at"
+    assert said.table["links over tp"].result != "FAILED", "the rest is still checked"
 
 
 @pytest.mark.full
@@ -409,10 +409,10 @@ def test_a_rank_that_hangs_is_named_within_the_deadline(spoil, row, text, tmp_pa
 def cut_off(folder: Path, overrides: list[str]) -> Said | None:
     """From the matmul on rank 1 reports no more. What rank 0 says."""
 
-    def report_of(self: coordinator.Coordinator, check: str, found: dict) -> None:
+    def report_of(self: coordinator.Coordinator, check: str, findings: dict) -> None:
         if check == "matmul":
             raise SystemExit
-        before(self, check, found)
+        before(self, check, findings)
 
     before = coordinator.Coordinator.report
     with mock.patch.object(coordinator, "MARGIN_S", 1.0), mock.patch.object(preflights, "MARGIN_S", 1.0):
@@ -424,7 +424,7 @@ def cut_off(folder: Path, overrides: list[str]) -> Said | None:
 
 
 @pytest.mark.full
-def test_a_rank_that_is_cut_off_is_named_and_what_was_found_is_shown(tmp_path):
+def test_a_rank_that_is_cut_off_is_named_and_the_rows_so_far_are_shown(tmp_path):
     said, _ = run_ranks(cut_off, 2, tmp_path, ["mesh.tp=2", SHORT])
     assert said.code == 1
     assert said.failed == {"matmul": f"no report within 4 s: rank 1 ({os.uname().nodename}, tp=1)"}
@@ -496,9 +496,9 @@ def test_two_hosts_with_one_slow_link(tmp_path):
 
 
 def ranks_on(*hosts: str, **sizes: int) -> Ranks:
-    found = Ranks(MeshSpec.of(MeshConfig(**sizes)))
-    found.hosts = dict(enumerate(hosts))
-    return found
+    ranks = Ranks(MeshSpec.of(MeshConfig(**sizes)))
+    ranks.hosts = dict(enumerate(hosts))
+    return ranks
 
 
 def test_ranks_by_name():
@@ -515,19 +515,19 @@ def test_ranks_by_name():
 
 
 @given(st.integers(2, 40))
-def test_every_link_has_its_turn(n):
-    found = links.turns(n)
-    pairs = [frozenset(pair) for turn in found for pair in turn]
+def test_every_link_is_measured_once_in_a_pass(n):
+    rounds = links.pairs_by_round(n)
+    pairs = [frozenset(pair) for one in rounds for pair in one]
     assert len(pairs) == len(set(pairs)) and set(pairs) == {frozenset((i, (i + 1) % n)) for i in range(n)}
-    for turn in found:
-        assert len({r for pair in turn for r in pair}) == 2 * len(turn), "a rank is in two pairs at a time"
+    for one in rounds:
+        assert len({r for pair in one for r in pair}) == 2 * len(one), "a rank is in two pairs at a time"
 
 
 def link_rows(ranks: Ranks, rates: dict[tuple[str, int, int], float]) -> dict[str, Row]:
-    found: dict[int, dict] = {r: {"links": [], "damaged": []} for r in ranks.hosts}
+    by_rank: dict[int, dict] = {r: {"links": [], "damaged": []} for r in ranks.hosts}
     for (axis, source, to), rate in rates.items():
-        found[to]["links"].append([axis, source, rate])
-    return {row.check: row for row in links.judge_links(found, ranks, Config())}
+        by_rank[to]["links"].append([axis, source, rate])
+    return {row.check: row for row in links.check_links(by_rank, ranks, Config())}
 
 
 def test_links_between_hosts_are_no_slow_links_within_hosts():

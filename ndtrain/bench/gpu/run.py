@@ -1,6 +1,6 @@
 """`bench gpu`: a fixed suite on one device, case by case, into one JSON file and a report beside it.
 
-Each case is written when it is done, so a suite can be worked off in parts, on several days or in short calls.
+Each case is written when it is done, so a suite can be measured in parts, on several days or in short calls.
 """
 
 import json
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ndtrain.bench.arguments import choose_device
-from ndtrain.bench.gpu_case import run_case
-from ndtrain.bench.gpu_report import markdown
-from ndtrain.bench.gpu_suite import SUITES, Case
+from ndtrain.arguments import option
+from ndtrain.bench.gpu.case import run_case
+from ndtrain.bench.gpu.report import markdown
+from ndtrain.bench.gpu.suite import SUITES, Case
+from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device
 from ndtrain.bench.results import surroundings, write
 from ndtrain.config import ConfigError
 
@@ -24,29 +25,21 @@ DONE = ("measured", "out of memory")  # what missing=true need not measure again
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of `bench gpu`.
+    """Options of `bench gpu`."""
 
-    Attributes:
-        suite: h200, h100, or smoke: the same code with tiny shapes, on any device.
-        part: k/n, the k-th of n parts of the suite. only: cases whose names hold this.
-        missing: leave out what the JSON file has already.
-        folder: where it is written, gpu-<suite>.json and .md.
-        limit_s: seconds for a case. minutes: for all; 0: any.
-    """
-
-    suite: Literal["h200", "h100", "smoke"] = "h200"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    part: str = "1/1"
-    only: str = ""
-    missing: bool = False
-    folder: str = "benchmarks"
-    limit_s: int = 900
-    minutes: int = 0
+    suite: Literal["h200", "h100", "smoke"] = option("smoke: the same code with tiny shapes, on any device", "h200")
+    device: Device = option(DEVICE_HELP, "auto")
+    part: str = option("k/n, the k-th of n parts of the suite", "1/1")
+    only: str = option("cases whose names hold this", "")
+    missing: bool = option("leave out what the JSON file has already", False)
+    folder: str = option("where it is written, gpu-<suite>.json and .md", "benchmarks")
+    limit_s: int = option("seconds for a case", 900)
+    minutes: int = option("for all cases; without end unless given", 0)
 
 
 def run(options: Options) -> None:
-    """Measures what was asked for and prints the report. The suites of a GPU, where there is none, are reported as far
-    as the JSON file knows them, and the rest as not measured.
+    """Measures what was asked for and prints the report. Without a GPU, its suites are reported from the JSON file, and
+    what that lacks as not measured.
 
     Raises:
         ConfigError: arguments that do not go together, or a file that holds another device's results.
@@ -71,15 +64,15 @@ def run(options: Options) -> None:
 
 
 def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
-    """Of those whose names hold `only` part k/n, taken in turn.
+    """Of the cases whose names hold `only` every n-th, from the k-th on, where `part` is k/n.
 
     Raises:
         ConfigError: no such part, or no case is left.
     """
-    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
-    if not found or int(found[1]) > int(found[2]):
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
+    if not match or int(match[1]) > int(match[2]):
         raise ConfigError(f"part={part}: must be k/n with k from 1 to n, e.g. 1/4")
-    k, n = int(found[1]), int(found[2])
+    k, n = int(match[1]), int(match[2])
     chosen = [case for case in cases if only in case.name][k - 1 :: n]
     if not chosen:
         known = ", ".join(dict.fromkeys(case.shape for case in cases))
@@ -88,9 +81,9 @@ def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
 
 
 def _measure(cases: Sequence[Case], options: Options, device: str, results: dict[str, Any], path: Path) -> None:
-    """One case after the other while there is time, each in `results` and on disk at once."""
+    """Measures one case after the other while there is time; each is in `results` and on disk at once."""
     suite, here = SUITES[options.suite], surroundings()
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # for all sides: near the end of memory
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less is lost near the end of memory
     end = time.monotonic() + (60 * options.minutes or float("inf"))
     for number, case in enumerate(cases, start=1):
         left = end - time.monotonic()
@@ -110,7 +103,8 @@ def _measure(cases: Sequence[Case], options: Options, device: str, results: dict
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """
+    """The results so far.
+
     Raises:
         ConfigError: the file is damaged.
     """
@@ -123,7 +117,10 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_same(results: dict[str, Any], path: Path) -> None:
-    """Results of two devices do not mix."""
+    """
+    Raises:
+        ConfigError: the file holds results of another device.
+    """
     name = lambda gpus: gpus[0].partition(",")[0] if gpus else "no GPU"
     then, now = name(results["hardware"]["gpus"]), name(surroundings()["hardware"]["gpus"])
     if results["cases"] and then != now:

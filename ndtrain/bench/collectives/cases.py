@@ -1,8 +1,8 @@
-"""What a collective works on in a benchmark, and how its result is judged.
+"""Inputs of a collective in a bench, and how its result is checked.
 
 Every operation is described by one tensor, the **full** one, of S bytes on a rank, and its n equal **pieces**. Tensors
-hold whole numbers, so that sums are exact in whatever order they are taken, and repeat a pattern that is drawn from the
-rank's number: what an operation must give is then computed on every rank alone.
+hold whole numbers, so that sums are exact in any order, and repeat a pattern that is drawn from the rank's number. So
+each rank computes alone what an operation must give.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ PERIOD = 65537  # elements; a prime, so that no two pieces of a usual size begin
 
 
 class Pattern:
-    """Numbers [period] repeated without end, which stand for a tensor of any length.
+    """A tensor of any length that repeats a block of numbers.
 
     Args:
         block: one period, fp32.
@@ -29,7 +29,7 @@ class Pattern:
 
     @classmethod
     def of_rank(cls, rank: int) -> "Pattern":
-        """Whole numbers from -8 to 8, other ones for each rank."""
+        """Whole numbers from -8 to 8, drawn for each rank."""
         generator = torch.Generator().manual_seed(rank)
         return cls(torch.randint(-8, 9, (PERIOD,), generator=generator).float())
 
@@ -46,7 +46,7 @@ class Pattern:
         return all(bool((part == block).all()) for part, block in self._against(x, start))
 
     def _against(self, x: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
-        """x in two parts, whole periods and the rest, with what each stands against."""
+        """x in two parts, whole periods and the rest, each with the block that it is compared with."""
         block = self.block.to(x.device).roll(-start)
         whole = x.numel() // block.numel() * block.numel()
         rest = x[whole:]
@@ -55,13 +55,13 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Setting:
-    """What an operation works on.
+    """The ranks, the size and the contents of an operation's tensors.
 
     Attributes:
         group: the ranks that take part.
         count: elements of the full tensor, a multiple of the group's size.
         device: where the tensors are.
-        patterns: what each rank of the group begins with.
+        patterns: the input of each rank of the group.
     """
 
     group: dist.ProcessGroup
@@ -116,8 +116,8 @@ class Case:
         forms: "torch", PyTorch's plain call, and "ours" where `ndtrain.distributed.collectives` has its own.
         expected: what the result must be, in equal pieces: a pattern and the element it begins at. Empty where this
             rank gets none.
-        given: inputs, and what they begin with.
-        blank: tensors that are written only.
+        given: inputs, and what they hold before a call.
+        blank: tensors that are only written.
     """
 
     forms: dict[str, Form]
@@ -126,20 +126,20 @@ class Case:
     blank: list[Tensor] = field(default_factory=list)
 
     def reset(self) -> None:
-        """As before the first call. What is to be written holds no numbers, so that nothing left over can pass."""
+        """Restores the inputs and fills outputs with NaN, so that no old result can pass."""
         for x in self.blank:
             x.fill_(torch.nan)
         for x, pattern in self.given:
             pattern.write(x)
 
     def once(self, name: str) -> Tensor:
-        """The result of a form after one call from the beginning."""
+        """The result of a form after a reset and one call."""
         self.reset()
         self.forms[name].call()
         return self.forms[name].result
 
     def right(self, name: str) -> bool:
-        """Whether one call of a form gives what it must, to the last element."""
+        """Whether one call of a form gives the right result, to the last element."""
         result = self.once(name)
         if not self.expected:
             return True
@@ -147,6 +147,6 @@ class Case:
         return all(p.matches(x, start) for x, (p, start) in zip(pieces, self.expected, strict=True))
 
     def silence(self) -> None:
-        """Zeros for inputs: sums in place stay finite however often they are taken."""
+        """Sets the inputs to zero, so that repeated sums in place stay finite."""
         for x, _ in self.given:
             x.zero_()

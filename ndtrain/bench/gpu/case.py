@@ -1,11 +1,11 @@
-"""One case of `bench gpu`, in a process of its own: an error or a lack of memory is a row and not the end."""
+"""One case of `bench gpu`, in a process of its own: an error or a lack of memory gives a row and does not end the
+suite."""
 
 import gc
 import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
@@ -14,16 +14,15 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ndtrain.bench import baselines
-from ndtrain.bench.gpu_suite import Case, Suite, config_of
-from ndtrain.bench.ranks import TIMED_OUT, RankFailed, run_ranks
-from ndtrain.bench.step import device_of
-from ndtrain.bench.timing import DifferentWork, Steady, batches_of, ours, timed
+from ndtrain.bench.gpu import baselines
+from ndtrain.bench.gpu.suite import Case, Suite, config_of
+from ndtrain.bench.ranks import TIMED_OUT, RankFailed, rank_device, run_ranks
+from ndtrain.bench.training import DifferentWork, QueuedSteps, batches_of, ours, timed
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
 
-# calls of the CUDA runtime that hold the host up until the device is done; on a CPU the operators that would make them
+# Calls of the CUDA runtime that make the host wait for the device; on a CPU the operators that would make them
 WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 WAITING_OPERATORS = {f"aten::{op}" for op in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal")}
 _STEADY = "steady steps"
@@ -34,7 +33,7 @@ def run_case(case: Case, suite: Suite, device: str, limit_s: float) -> dict[str,
     began = time.monotonic()
     try:
         cfg = config_of(case)
-        for peer in set(case.sides) - {"ours"}:
+        for peer in set(case.implementations) - {"ours"}:
             baselines.check(peer, cfg)
         row = run_ranks(measure, 1, case, cfg, suite, device, limit_s=limit_s)
     except ConfigError as error:
@@ -46,7 +45,7 @@ def run_case(case: Case, suite: Suite, device: str, limit_s: float) -> dict[str,
 
 def measure(rank: int, case: Case, cfg: Config, suite: Suite, device: str) -> dict[str, Any]:
     """In the case's process."""
-    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, device_of(rank, device))
+    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
     shape = {"train": asdict(cfg.train), "microbatches": cfg.microbatches}
     try:
         return {"status": "measured", **KINDS[case.kind](case, cfg, suite, mesh), "config": shape}
@@ -59,49 +58,49 @@ def measure(rank: int, case: Case, cfg: Config, suite: Suite, device: str) -> di
 
 
 def lacks_memory(error: RuntimeError) -> bool:
-    """PyTorch's own error, or that of a library which allocates for itself."""
+    """Whether it is PyTorch's own error, or that of a library with an allocator of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
 
 
 def _timed(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
-    return timed(cfg, mesh, case.sides, suite)
+    return timed(cfg, mesh, case.implementations, suite)
 
 
 def _losses(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
-    """Of `case.steps` steps, each on tokens of its own."""
-    side = ours(cfg, mesh)
-    reads = [side.launch(batches_of(cfg, mesh, step)) for step in range(case.steps)]
+    """The losses of `case.steps` steps, each on other tokens."""
+    own = ours(cfg, mesh)
+    reads = [own.launch(batches_of(cfg, mesh, step)) for step in range(case.steps)]
     return {"losses": [read().loss for read in reads]}
 
 
-# ----------------------------------------------------------------------------------------------- what makes it wait
+# ----------------------------------------------------------------------------------------------- host waits
 
 
 def _syncs(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
-    """What makes the host wait in steps of a warm run whose results nobody reads."""
-    side = Steady(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
+    """Counts what makes the host wait in warm steps whose results are not read."""
+    step = QueuedSteps(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
     for _ in range(suite.warmup + 2):
-        side()
-    side.finish()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it chats on stderr otherwise
+        step()
+    step.finish()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs to stderr otherwise
     on_gpu = mesh.device.type == "cuda"
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    with profile(activities=kinds) as found, record_function(_STEADY):
+    with profile(activities=kinds) as trace, record_function(_STEADY):
         for _ in range(suite.steps):
-            side()
-    side.finish()
-    return {"waits": waits(found.events(), WAITS if on_gpu else WAITING_OPERATORS), "steps": suite.steps}
+            step()
+    step.finish()
+    return {"waits": waits(trace.events(), WAITS if on_gpu else WAITING_OPERATORS), "steps": suite.steps}
 
 
 def waits(events: list[FunctionEvent], names: set[str]) -> dict[str, int]:
-    """How many of the events `names` began during the steady steps: the profiler itself waits when it ends."""
+    """Counts the events of these names that began during the steady steps. (The profiler itself waits when it ends.)"""
     span = next(e.time_range for e in events if e.name == _STEADY and e.device_type == DeviceType.CPU)
     inside = (e for e in events if e.name in names and span.start <= e.time_range.start < span.end)
     return dict(Counter(e.name for e in inside if not _in_fused_kernel(e)))
 
 
 def _in_fused_kernel(event: FunctionEvent) -> bool:
-    """The fused update's form for CPUs reads scalars, that for GPUs does not."""
+    """Whether it belongs to the fused update, whose form for CPUs reads scalars; that for GPUs does not."""
     while event is not None and not event.name.startswith("aten::_fused"):
         event = event.cpu_parent
     return event is not None
@@ -114,7 +113,7 @@ def _longest(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any
     peaks: dict[int, int | None] = {}
 
     def fits(length: int) -> bool:
-        at = deepcopy(cfg)
+        at = cfg.unfrozen()
         at.train.seq_len = length
         peaks[length] = _peak(resolve(at, 1), mesh)
         gc.collect()
@@ -127,8 +126,8 @@ def _longest(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any
 
 
 def longest(fits: Callable[[int], bool], start: int, most: int, grain: int) -> int:
-    """The largest multiple of `grain`, up to `most`, that fits, by doubling from `start` and halving what is between;
-    0: none does. What fits is taken to fit when shorter."""
+    """The largest multiple of `grain`, up to `most`, that fits; 0: none does. It doubles from `start`, then bisects.
+    What fits is assumed to fit when shorter."""
     good, bad = 0, start
     while bad <= most and fits(bad):
         good, bad = bad, min(2 * bad, most) if bad < most else most + grain
@@ -139,12 +138,12 @@ def longest(fits: Callable[[int], bool], start: int, most: int, grain: int) -> i
 
 
 def _peak(cfg: Config, mesh: Mesh) -> int | None:
-    """Bytes that one step from scratch takes at most; None: more than there are."""
+    """Peak bytes of one step from scratch; None: out of memory."""
     reset_peak_memory(mesh.device)
     try:
-        side = Steady(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
-        side()
-        side.finish()
+        step = QueuedSteps(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
+        step()
+        step.finish()
     except RuntimeError as error:
         if not lacks_memory(error):
             raise

@@ -1,7 +1,7 @@
-"""The peer of axis=pp: ndtrain's model cut into stages of `torch.distributed.pipelining`.
+"""The peer of axis=pp: ndtrain's model as stages of `torch.distributed.pipelining`.
 
-Which layers a stage has and which rank has the stage is what ndtrain's own placement says, so that both sides do the
-same work in the same places.
+ndtrain's own placement says which layers a stage has and which rank has the stage, so that ours and the peer do the
+same work on the same ranks.
 
 Shape legend: B batch, T time, E hidden_size, V vocabulary.
 """
@@ -20,8 +20,6 @@ from ndtrain.model import Transformer
 from ndtrain.model.loss import head_loss
 from ndtrain.parallel.build import DTYPES, stream_shape
 from ndtrain.parallel.pp import Placement
-
-LossFn = Callable[[Tensor, Tensor], Tensor]  # what the last stage gives, labels [B, T] -> loss
 
 
 class Peer(NamedTuple):
@@ -67,8 +65,8 @@ def check(schedule: str, ranks: int, microbatches: int) -> None:
 
 
 class Stage(nn.Module):
-    """A stage of the model: tokens [B, T] into the first, hidden states [N, E] between them and out of the last, whose
-    head is with the loss.
+    """A stage of the model. The first takes tokens [B, T], the others hidden states [N, E]. All return hidden states:
+    the head is part of the loss.
 
     Args:
         part: the stage with its parameters.
@@ -83,14 +81,14 @@ class Stage(nn.Module):
         self._context = part.context(tokens, tokens, DTYPES[cfg.precision.compute])
 
     def forward(self, x: Tensor) -> Tensor:
-        ctx = self._context._replace(tokens=x) if self.part.first else self._context  # the others ask for their shape
+        ctx = self._context._replace(tokens=x) if self.part.first else self._context  # the others read its shape
         for segment in self._segments:
             x = segment.run(x, ctx)
         return x
 
 
 def stages(cfg: Config, mesh: Mesh) -> dict[int, Stage]:
-    """This rank's stages by their index, not yet filled."""
+    """This rank's stages by their index, with uninitialised parameters."""
     at = Placement.of(cfg)
     return {
         s: Stage(Transformer(cfg.model, at.layers[s], s == 0, s == at.last, cfg.train.loss_chunk), cfg)
@@ -140,10 +138,10 @@ class Pipeline:
 
 
 def _examples(cfg: Config, first: bool) -> dict[str, Tensor]:
-    """What a stage takes and gives, so that PyTorch need not run it to find out."""
-    stream = torch.empty(stream_shape(cfg), dtype=DTYPES[cfg.precision.compute], device="meta", requires_grad=True)
+    """Inputs and outputs of a stage, so that PyTorch need not run it to know their shapes."""
+    hidden = torch.empty(stream_shape(cfg), dtype=DTYPES[cfg.precision.compute], device="meta", requires_grad=True)
     tokens = torch.empty(cfg.train.micro_batch, cfg.train.seq_len, dtype=torch.long, device="meta")
-    return {"input_args": tokens if first else stream, "output_args": stream}
+    return {"input_args": tokens if first else hidden, "output_args": hidden}
 
 
 def clip(parameters: Iterable[nn.Parameter], most: float, group: dist.ProcessGroup) -> None:

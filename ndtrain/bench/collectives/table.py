@@ -1,22 +1,22 @@
-"""What `bench collectives` found, as a table and as curves."""
+"""The results of `bench collectives` as a table and as curves."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from ndtrain.bench.arguments import size_name
-from ndtrain.bench.operations import FACTORS, OPERATIONS, TWO_STEPS
-from ndtrain.bench.plot import Curve, Panel
+from ndtrain.bench.collectives.operations import FACTORS, OPERATIONS, TWO_STEPS
+from ndtrain.bench.plot import Panel, Points
+from ndtrain.bench.results import size_name
 from ndtrain.distributed.mesh import MeshSpec
 
 _FORM_NAMES = {"torch": "", "ours": " (ours)"}
 
 
-def show(spec: MeshSpec, backend: str, rounds: int, found: Mapping[str, Any]) -> list[str]:
-    """Prints everything; what was wrong, and where."""
+def show(spec: MeshSpec, backend: str, rounds: int, by_axis: Mapping[str, Any]) -> list[str]:
+    """Prints the results of `run.measure`; the wrong ones, each with its ranks."""
     wrong = []
-    for axis, of in found.items():
+    for axis, of in by_axis.items():
         wrong += _show_axis(spec, axis, backend, rounds, of["rows"]) + _show_equal(axis, of)
-    _show_accounting(sorted({spec.size(axis) for axis in found}))
+    _show_accounting(sorted({spec.size(axis) for axis in by_axis}))
     return wrong
 
 
@@ -45,12 +45,12 @@ def _show_axis(spec: MeshSpec, axis: str, backend: str, rounds: int, rows: list[
     return wrong
 
 
-def _show_equal(axis: str, found: Mapping[str, Any]) -> list[str]:
-    """One line a size: an all_reduce is a reduce_scatter and an all_gather."""
+def _show_equal(axis: str, results: Mapping[str, Any]) -> list[str]:
+    """One line for each size: an all_reduce against a reduce_scatter and an all_gather."""
     print(f"\nall_reduce against {TWO_STEPS} over {axis}")
     wrong = []
-    by_key = {(row["operation"], row["bytes"]): row["forms"] for row in found["rows"]}
-    for equal in found["equal"]:
+    by_key = {(row["operation"], row["bytes"]): row["forms"] for row in results["rows"]}
+    for equal in results["equal"]:
         size = equal["bytes"]
         one, two = by_key["all_reduce", size]["torch"]["ms"], by_key[TWO_STEPS, size]
         steps = ", ".join(f"{_number(two[f]['ms'])} ms{_FORM_NAMES[f]}" for f in two)
@@ -63,7 +63,7 @@ def _show_equal(axis: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def _number(x: float) -> str:
-    """Three digits, more where they stand before the point."""
+    """Three digits, or all that stand before the point."""
     return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
@@ -72,7 +72,7 @@ def _wrong(what: str, size: int, axis: str, ranks: list[int]) -> str:
 
 
 def _show_accounting(widths: list[int]) -> None:
-    """Where the bandwidths come from."""
+    """Explains the bandwidths."""
     print(
         "How bytes are counted, as in NCCL-tests (its doc/PERFORMANCE.md); GB is 1e9 bytes. With S bytes and n ranks\n"
         "algbw = S / time and busbw = algbw x factor. The factor makes busbw the rate at which the busiest rank's\n"
@@ -85,24 +85,21 @@ def _show_accounting(widths: list[int]) -> None:
         print(f"  {op.name:28} {op.counted:20} {op.formula:10} {factors:14} {op.why}")
 
 
-def panels(spec: MeshSpec, backend: str, found: Mapping[str, Any]) -> tuple[str, list[list[Panel]]]:
+def panels(spec: MeshSpec, backend: str, by_axis: Mapping[str, Any]) -> tuple[str, list[list[Panel]]]:
     """Title and rows of panels: for each axis time and bus bandwidth over size, one colour an operation."""
     rows = [
         [
-            Panel(f"{axis}={spec.size(axis)}", "message size S", label, _curves(of["rows"], key), size_name)
+            Panel(f"{axis}={spec.size(axis)}", "message size S", label, _points(of["rows"], key), size_name)
             for key, label in (("ms", "time (ms)"), ("busbw", "bus bandwidth (GB/s)"))
         ]
-        for axis, of in found.items()
+        for axis, of in by_axis.items()
     ]
     return f"Collectives over {backend}, fp32 (dashed: ours)", rows
 
 
-def _curves(rows: list[dict[str, Any]], key: str) -> list[Curve]:
-    curves = []
-    for colour, name in enumerate(OPERATIONS):
-        of = [row for row in rows if row["operation"] == name]
-        for style, form in enumerate(_FORM_NAMES):
-            points = [(row["bytes"], row["forms"][form][key]) for row in of if form in row["forms"]]
-            if points:
-                curves.append(Curve(name + _FORM_NAMES[form], *zip(*points, strict=True), colour, style))
-    return curves
+def _points(rows: list[dict[str, Any]], key: str) -> Points:
+    points: Points = {name: {} for name in OPERATIONS}
+    for row in rows:
+        for form, of in row["forms"].items():
+            points[row["operation"]].setdefault(_FORM_NAMES[form], []).append((row["bytes"], of[key]))
+    return points

@@ -1,10 +1,10 @@
-"""What `bench gpu` found, as markdown tables: goals, and every case of the suite, measured or not."""
+"""The results of `bench gpu` as markdown tables: goals, and every case of the suite, measured or not."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ndtrain.bench.gpu_goals import GOALS, Rows
-from ndtrain.bench.gpu_suite import Case, Suite
+from ndtrain.bench.gpu.goals import GOALS, Rows
+from ndtrain.bench.gpu.suite import Case, Suite
 
 GIB = 2**30
 NOT_MEASURED = "not measured"
@@ -19,8 +19,8 @@ def markdown(name: str, suite: Suite, results: Mapping[str, Any]) -> str:
     rows = results["cases"]
     parts = [f"# bench gpu suite={name}, for {suite.device}", "\n".join(_origin(results)), "## Goals", _goals(rows)]
     for kind, (title, head, cells) in TABLES.items():
-        found = [[_name(case), *_cells(rows.get(case.name), cells, len(head))] for case in of_kind(suite, kind)]
-        parts += [f"## {title}", table(["case", *head], found), *_reasons(suite, kind, rows)] if found else []
+        lines = [[_name(case), *_cells(rows.get(case.name), cells, len(head))] for case in of_kind(suite, kind)]
+        parts += [f"## {title}", table(["case", *head], lines), *_reasons(suite, kind, rows)] if lines else []
     missing = sum(case.name not in rows for case in suite.cases)
     if missing:
         parts.append(
@@ -31,7 +31,7 @@ def markdown(name: str, suite: Suite, results: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table whose columns are aligned as text, too."""
+    """A markdown table whose columns are also aligned as text."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = [head, ["-" * w for w in widths], *rows]
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in lines)
@@ -43,11 +43,11 @@ def of_kind(suite: Suite, kind: str) -> list[Case]:
 
 
 def _table_of(case: Case) -> str:
-    return "against" if len(case.sides) > 1 else case.kind
+    return "against" if len(case.implementations) > 1 else case.kind
 
 
 def _name(case: Case) -> str:
-    """With what a step works on: sequences of a microbatch x tokens (x microbatches)."""
+    """The case's name with the size of a step: sequences of a microbatch x tokens (x microbatches)."""
     given = dict(o.split("=", 1) for o in case.overrides)
     micro, step = (int(given[f"train.{key}_batch"]) for key in ("micro", "global"))
     again = f" x {step // micro}" if step > micro else ""
@@ -63,7 +63,7 @@ def _cells(row: Mapping[str, Any] | None, cells: Callable[[Mapping], list[str]],
 
 
 def _reasons(suite: Suite, kind: str, rows: Rows) -> list[str]:
-    """Why the table's cases have no figures, a line each, as one paragraph."""
+    """One paragraph with a line for each case that has no figures, and why."""
     without = [(c.name, rows[c.name]) for c in of_kind(suite, kind) if rows.get(c.name, {}).get("why")]
     lines = [f"- {name}: {row['status']}: {row['why']}" for name, row in without]
     return ["\n".join(lines)] if lines else []
@@ -90,16 +90,16 @@ def _goals(rows: Rows) -> str:
 
 
 def _timed(row: Mapping[str, Any]) -> list[str]:
-    (side,) = row["sides"].values()
+    (own,) = row["sides"].values()
     share = lambda x: "" if x is None else f"{x:.1%}"
     size = lambda x: "" if x is None else f"{x / GIB:.2f}"
     return [
-        f"{side['ms_per_step']:.1f} ({side['q1']:.1f} to {side['q3']:.1f})",
-        f"{side['tokens_per_s']:,.0f}",
-        share(side["mfu"]),
-        share(side["hfu"]),
+        f"{own['ms_per_step']:.1f} ({own['q1']:.1f} to {own['q3']:.1f})",
+        f"{own['tokens_per_s']:,.0f}",
+        share(own["mfu"]),
+        share(own["hfu"]),
         size(row["peak_memory_bytes"]),
-        size(side["state_bytes"]),
+        size(own["state_bytes"]),
     ]
 
 
@@ -137,7 +137,7 @@ TABLES = {
         _timed,
     ),
     "against": (
-        "Against others, by turns: their time over ours",
+        "Against others, in alternating rounds: their time over ours",
         ["our tokens/s", "their tokens/s", "ratio (quartiles)", "last loss, ours / theirs"],
         _against,
     ),

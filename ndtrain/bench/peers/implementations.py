@@ -1,13 +1,13 @@
-"""The sides of a comparison: each builder gives a function that makes one optimizer step of the same training.
+"""The implementations that `bench peers` compares. Each builder returns a function that makes one optimizer step of the
+same training.
 
-Every side starts from the weights of `run.seed`, and a step is what a trainer has to do: forward and backward of all
-microbatches, the gradient's mean over the valid tokens of the global batch, clipping by its global norm, AdamW (decay
-on matrices only), and the global batch's mean loss as a float.
+Every implementation starts from the weights of `run.seed`. A step is what a trainer has to do: forward and backward of
+all microbatches, the gradient's mean over the valid tokens of the global batch, clipping by its global norm, AdamW
+(decay on matrices only), and the global batch's mean loss as a float.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from functools import partial
 from itertools import count
 
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ndtrain.bench import dtensor, pipelining
+from ndtrain.bench.peers import dtensor, pipelining
 from ndtrain.config import Config, ModelConfig, resolve
 from ndtrain.data import Batch
 from ndtrain.distributed.mesh import Mesh, MeshSpec
@@ -27,11 +27,12 @@ from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.model import Transformer
 from ndtrain.model.families.hf_config import to_hf
-from ndtrain.model.init import fill
+from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.loss import IGNORE
 from ndtrain.parallel.build import DTYPES, build_stages, initialise
 
 Step = Callable[[Sequence[Batch]], float]  # this rank's microbatches -> mean loss of the global batch
+Draw = Callable[[int, str, int, int], Tensor]  # (seed, parameter, first element, count) -> N(0, 1) elements
 
 # -------------------------------------------------------------------------------------------------------------- ours
 
@@ -45,9 +46,9 @@ def ours(cfg: Config, mesh: Mesh) -> Step:
 
 
 def local(cfg: Config, mesh: Mesh) -> Step:
-    """ndtrain's step on each rank by itself: the same tokens a rank, nothing to communicate. Its optimizer updates the
+    """ndtrain's step on each rank by itself, on as many tokens a rank, without communication. Its optimizer updates the
     whole model where fsdp's updates a part."""
-    alone = deepcopy(cfg)
+    alone = cfg.unfrozen()
     alone.mesh.dp = alone.mesh.fsdp = 1
     alone.train.global_batch //= mesh.size(*BATCH_AXES)
     resolve(alone, world_size=1)
@@ -64,7 +65,7 @@ class Loop:
         module: (tokens, labels) -> sum of token losses.
         ranks: how many ranks share the loss; `module` averages their gradients.
         synchronised: given whether a microbatch is the step's last, the context it runs in.
-        clip: (parameters, most) scales their gradients to a global norm of at most that.
+        clip: (parameters, most) scales their gradients to a global norm of at most `most`.
     """
 
     def __init__(
@@ -77,21 +78,18 @@ class Loop:
     ):
         self.module, self.ranks, self.synchronised = module, ranks, synchronised
         self.clip = lambda: clip(module.parameters(), cfg.optim.clip)
-        by_kind = {True: [], False: []}
-        for p in module.parameters():
-            by_kind[p.ndim >= 2].append(p)
+        o, parameters = cfg.optim, list(module.parameters())
         groups = [
-            {"params": by_kind[True], "weight_decay": cfg.optim.weight_decay},
-            {"params": by_kind[False], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": o.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        o = cfg.optim
         self.optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas), eps=o.eps, fused=True)
 
     def __call__(self, batches: Sequence[Batch]) -> float:
         return self.launch(batches)[0].item()
 
     def launch(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor | None]:
-        """Queues a step; its mean loss over the global batch and what `clip` returned, both on the device."""
+        """Queues a step. Returns its mean loss over the global batch and the result of `clip`, both on the device."""
         self.optimizer.zero_grad(set_to_none=True)
         mean = self._gradients(batches)
         norm = self.clip()
@@ -102,19 +100,19 @@ class Loop:
     def _gradients(self, batches: Sequence[Batch]) -> Tensor:
         """Runs all microbatches forward and backward; this rank's share of the mean loss."""
         valid = sum((b.labels != IGNORE).sum() for b in batches)
-        counted = self._sum(valid)  # on its way during the first forward
+        wait = self._sum(valid)  # overlaps the first forward
         total = torch.zeros((), device=valid.device)
         for i, batch in enumerate(batches):
             with self.synchronised(i == len(batches) - 1):
                 loss = self.module(batch.tokens, batch.labels)
                 if i == 0:
-                    counted()
+                    wait()
                 (loss * (self.ranks / valid)).backward()
             total += loss.detach()
         return total / valid
 
     def _sum(self, x: Tensor) -> Callable[[], object]:
-        """Starts to sum `x` over the ranks in place; what waits for it."""
+        """Starts to sum `x` over the ranks in place. Returns the function that waits for it."""
         return dist.all_reduce(x, async_op=True).wait if self.ranks > 1 else lambda: None
 
 
@@ -149,7 +147,7 @@ class Cast(nn.Module):
 
 
 class HuggingFace(nn.Module):
-    """`transformers`' own model and loss behind our model's signature."""
+    """`transformers`' own model and loss with our model's signature."""
 
     def __init__(self, m: ModelConfig):
         super().__init__()
@@ -172,7 +170,7 @@ def bare(cfg: Config, mesh: Mesh) -> Step:
 def transformers(cfg: Config, mesh: Mesh) -> Step:
     """The same loop over `transformers`' model of the same shape."""
     module = HuggingFace(cfg.model)
-    _fill(cfg, module.causal_lm)
+    fill_parameters(cfg, module.causal_lm)
     return Loop(cfg, _in_compute_precision(cfg, module))
 
 
@@ -188,10 +186,10 @@ def ddp(cfg: Config, mesh: Mesh) -> Step:
 
 
 def fsdp2(cfg: Config, mesh: Mesh) -> Step:
-    """FSDP2 over ndtrain's model: each block a unit, the rest the root's."""
+    """FSDP2 over ndtrain's model: each block is a unit, the root has the rest."""
     module, zero = _plain(cfg), cfg.mesh.zero
     narrow = {"param_dtype": DTYPES[cfg.precision.compute], "reduce_dtype": DTYPES[cfg.precision.params]}
-    # rotary tables travel with the inputs and stay wide
+    # rotary tables are among the inputs and stay in fp32
     policy = MixedPrecisionPolicy(**narrow, cast_forward_inputs=False) if _narrows(cfg) else MixedPrecisionPolicy()
     for block in module.model.layers.values():
         fully_shard(block, reshard_after_forward=zero == 3, mp_policy=policy)
@@ -207,8 +205,8 @@ def fsdp2(cfg: Config, mesh: Mesh) -> Step:
 
 def dtensor_tp(cfg: Config, mesh: Mesh, sequence_parallel: bool = False) -> Step:
     """DTensor tensor parallelism with a vocabulary-parallel loss."""
-    module, group = dtensor.Llama(cfg.model), mesh.group("tp")
-    _fill(cfg, module)
+    module, group = dtensor.llama(cfg.model), mesh.group("tp")
+    fill_parameters(cfg, module)
     dtensor.parallelize(module, DeviceMesh.from_group(group, mesh.device.type), sequence_parallel)
     return Loop(cfg, _in_compute_precision(cfg, module), 1, lambda last: loss_parallel(), dtensor.clip)
 
@@ -219,23 +217,24 @@ def dtensor_tp_sp(cfg: Config, mesh: Mesh) -> Step:
 
 
 def torch_pipelining(cfg: Config, mesh: Mesh) -> Step:
-    """torch.distributed.pipelining over ndtrain's model, stage by stage as ours has them."""
+    """torch.distributed.pipelining over ndtrain's model, with the same stages as ours."""
     stages = pipelining.stages(cfg, mesh)
     for stage in stages.values():
-        _fill(cfg, stage.part)
+        fill_parameters(cfg, stage.part)
     head = next((stage.part.head.weight for stage in stages.values() if stage.part.last), None)
     return Pipelined(cfg, mesh, {s: _in_compute_precision(cfg, stage) for s, stage in stages.items()}, head)
 
 
 def _plain(cfg: Config) -> Transformer:
     module = Transformer(cfg.model, loss_chunk=cfg.train.loss_chunk)
-    _fill(cfg, module)
+    fill_parameters(cfg, module)
     return module
 
 
-def _fill(cfg: Config, module: nn.Module) -> None:
+def fill_parameters(cfg: Config, module: nn.Module, draw: Draw = standard_normal) -> None:
+    """The initial weights of `run.seed`, from `draw`."""
     for name, p in module.named_parameters():
-        fill(p.data.view(-1), cfg.model, cfg.run.seed, name, 0)
+        fill(p.data.view(-1), cfg.model, cfg.run.seed, name, 0, draw)
 
 
 def _narrows(cfg: Config) -> bool:
@@ -246,7 +245,7 @@ def _in_compute_precision(cfg: Config, module: nn.Module) -> nn.Module:
     return Cast(module, DTYPES[cfg.precision.compute]) if _narrows(cfg) else module
 
 
-SIDES: dict[str, Callable[[Config, Mesh], Step]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Config, Mesh], Step]] = {
     "ours": ours, "local": local, "bare": bare, "transformers": transformers, "ddp": ddp, "fsdp2": fsdp2,
     "dtensor_tp": dtensor_tp, "dtensor_tp_sp": dtensor_tp_sp, "torch_pipelining": torch_pipelining,
 }  # fmt: skip

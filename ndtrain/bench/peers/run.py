@@ -1,5 +1,5 @@
-"""`bench peers` for the axes that cut training steps: our step against PyTorch's own, in the same processes, by turns
-(see `turns`). For axis=cp see `attention`."""
+"""`bench peers` for the axes that shard training steps: our step against PyTorch's own, in the same processes, in
+alternating rounds. For axis=cp see `attention`."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -9,9 +9,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from ndtrain.bench import pipelining
-from ndtrain.bench.sides import SIDES, Step
-from ndtrain.bench.turns import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
+from ndtrain.arguments import option
+from ndtrain.bench.peers import pipelining
+from ndtrain.bench.peers.common import TOLERANCE, CommonOptions, compare, profiles, show_ratios
+from ndtrain.bench.peers.implementations import IMPLEMENTATIONS, Step
+from ndtrain.bench.rounds import BlockTimer, ratio, run_rounds
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.data import Batch
 from ndtrain.distributed.mesh import Mesh, MeshSpec
@@ -25,48 +27,20 @@ PEERS = {
     "tp": ("dtensor_tp", "dtensor_tp_sp"),
     "pp": ("torch_pipelining",),
 }
-SHAPES = {  # micro_batch is per rank (with tp and pp: of all ranks together)
-    "compute": [
-        "model.hidden_size=384", "model.intermediate_size=1024", "model.num_hidden_layers=4",
-        "model.num_attention_heads=6", "model.num_key_value_heads=6", "model.vocab_size=4096",
-        "train.seq_len=256", "train.micro_batch=4",
-    ],
-    "comm": [
-        "model.hidden_size=512", "model.intermediate_size=1408", "model.num_hidden_layers=6",
-        "model.num_attention_heads=8", "model.num_key_value_heads=8", "model.vocab_size=4096",
-        "train.seq_len=32", "train.micro_batch=1",
-    ],
-    "hidden256": [
-        "model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4",
-        "model.num_attention_heads=8", "model.num_key_value_heads=4", "model.vocab_size=4096",
-        "train.seq_len=128", "train.micro_batch=2",
-    ],
-    "hidden1024": [
-        "model.hidden_size=1024", "model.intermediate_size=2816", "model.num_hidden_layers=2",
-        "model.num_attention_heads=16", "model.num_key_value_heads=8", "model.vocab_size=4096",
-        "train.seq_len=512", "train.micro_batch=2",
-    ],
-    "tiny": [
-        "model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=2",
-        "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.vocab_size=256",
-        "train.seq_len=32", "train.micro_batch=2",
-    ],
-    "pp_compute": [
-        "model.hidden_size=384", "model.intermediate_size=1024", "model.num_hidden_layers=8",
-        "model.num_attention_heads=6", "model.num_key_value_heads=6", "model.vocab_size=2048",
-        "train.seq_len=256", "train.micro_batch=2",
-    ],
-    "pp_small": [
-        "model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=8",
-        "model.num_attention_heads=8", "model.num_key_value_heads=4", "model.vocab_size=1024",
-        "train.seq_len=32", "train.micro_batch=1",
-    ],
-    "pp_tiny": [
-        "model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=4",
-        "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.vocab_size=256",
-        "train.seq_len=32", "train.micro_batch=2",
-    ],
-}  # fmt: skip
+_SIZES = (  # micro_batch is per rank (with tp and pp: of all ranks together)
+    "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers", "model.num_attention_heads",
+    "model.num_key_value_heads", "model.vocab_size", "train.seq_len", "train.micro_batch",
+)  # fmt: skip
+SHAPES = {
+    "compute": (384, 1024, 4, 6, 6, 4096, 256, 4),
+    "comm": (512, 1408, 6, 8, 8, 4096, 32, 1),
+    "hidden256": (256, 704, 4, 8, 4, 4096, 128, 2),
+    "hidden1024": (1024, 2816, 2, 16, 8, 4096, 512, 2),
+    "tiny": (64, 128, 2, 4, 2, 256, 32, 2),
+    "pp_compute": (384, 1024, 8, 6, 6, 2048, 256, 2),
+    "pp_small": (256, 704, 8, 8, 4, 1024, 32, 1),
+    "pp_tiny": (64, 128, 4, 4, 2, 256, 32, 2),
+}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_v")  # those of schedule=all
 DISTINCT = 16  # steps before the batches repeat
 
@@ -82,36 +56,29 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options(Common):
-    """Arguments of `bench peers`, beside the common ones.
-
-    Attributes:
-        shape: all: one where computing takes the time and one where the rest does.
-        zero: with axis=fsdp, what ours and FSDP2 keep sharded.
-        sequence_parallel, overlap: with axis=tp, how ours works (of the peers there is one of either kind).
-        accumulate: microbatches per step; 1 unless given, with axis=pp 2 x ranks.
-        schedule: with axis=pp, of both sides; all: one after the other those of `SCHEDULES`.
-        exposed: with axis=dp and axis=fsdp, also measure each rank's work without communication.
-    """
+class Options(CommonOptions):
+    """Options of `bench peers`, beside the common ones."""
 
     shape: Literal[
         "compute", "comm", "hidden256", "hidden1024", "tiny", "pp_compute", "pp_small", "pp_tiny", "all"
-    ] = "all"  # fmt: skip
-    zero: Literal[1, 2, 3] = 3
-    sequence_parallel: bool = True
-    overlap: bool = False
-    accumulate: int = 0
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "all"] = "all"
-    exposed: bool = True
+    ] = option("of the model; all: one where computing takes the time and one where the rest does", "all")  # fmt: skip
+    zero: Literal[1, 2, 3] = option("with axis=fsdp: what ours and FSDP2 shard", 3)
+    sequence_parallel: bool = option("with axis=tp: how ours works; of the peers there is one of either kind", True)
+    overlap: bool = option("with axis=tp: whether ours overlaps", False)
+    accumulate: int = option("microbatches of a step; 1 unless given, with axis=pp 2 x ranks", 0)
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "all"] = option(
+        f"with axis=pp: of ours and the peer; all: one after the other {', '.join(SCHEDULES)}", "all"
+    )
+    exposed: bool = option("with axis=dp and axis=fsdp: also measure each rank's work without communication", True)
 
     @property
     def microbatches(self) -> int:
         return self.accumulate or (2 * self.world if self.axis == "pp" else 1)
 
     @property
-    def settled(self) -> dict[str, Any]:
+    def resolved(self) -> dict[str, Any]:
         zero = self.zero if self.axis == "fsdp" else None
-        return super().settled | {"accumulate": self.microbatches, "zero": zero}
+        return super().resolved | {"accumulate": self.microbatches, "zero": zero}
 
     @property
     def cases(self) -> list[Case]:
@@ -126,7 +93,7 @@ class Options(Common):
         return SCHEDULES if self.schedule == "all" else (self.schedule,)
 
     @property
-    def sides(self) -> list[str]:
+    def implementations(self) -> list[str]:
         alone = ["local"] if self.exposed and self.axis in ("dp", "fsdp") else []
         return ["ours", *PEERS[self.axis], *alone]
 
@@ -151,7 +118,7 @@ class Options(Common):
 
 
 def run(options: Options) -> None:
-    """See `turns.compare`."""
+    """See `common.compare`."""
     compare(options, options.cases, measure, _show)
 
 
@@ -170,41 +137,42 @@ class Training:
 
 
 def measure(rank: int, options: Options, case: Case) -> dict[str, Any]:
-    """On one rank: every side built, checked and timed.
+    """On one rank: every implementation built, checked and timed.
 
     Raises:
-        RuntimeError: the sides' losses part.
+        RuntimeError: their losses differ.
     """
     cfg = config_of(options, case)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     batches = [make_batches(cfg, mesh, step) for step in range(DISTINCT)]
-    trainings = {name: Training(SIDES[name](cfg, mesh), batches) for name in options.sides}
-    sides = {name: Turns(training) for name, training in trainings.items()}
-    take_turns(sides, options)
+    trainings = {name: Training(IMPLEMENTATIONS[name](cfg, mesh), batches) for name in options.implementations}
+    timers = {name: BlockTimer(training) for name, training in trainings.items()}
+    run_rounds(timers, options)
     losses = {name: training.losses for name, training in trainings.items()}
-    _require_equal_losses({n: losses[n] for n in ("ours", *PEERS[options.axis])}, AGREE[options.precision])
+    _require_equal_losses({n: losses[n] for n in ("ours", *PEERS[options.axis])}, TOLERANCE[options.precision])
     result = {
         "parameters": parameter_count(cfg.model),
         "config": {"model": asdict(cfg.model), "train": asdict(cfg.train)},
         "sides": {
-            name: {"ms_per_step": side.ms_per_step, "block_ms": side.block_ms, "losses": list(losses[name])}
-            for name, side in sides.items()
+            name: {"ms_per_step": timer.ms_per_step, "block_ms": timer.block_ms, "losses": list(losses[name])}
+            for name, timer in timers.items()
         },
-        "ratios": {name: ratio(sides[name], sides["ours"]) for name in PEERS[options.axis]},
+        "ratios": {name: ratio(timers[name], timers["ours"]) for name in PEERS[options.axis]},
     }
     if options.profile:
-        result["profile"] = profiles(sides)
+        result["profile"] = profiles(timers)
     return result
 
 
 def config_of(options: Options, case: Case) -> Config:
-    """The resolved config that every side trains by.
+    """The resolved config that every implementation trains by.
 
     Raises:
         ConfigError: a shape that this number of ranks does not divide.
     """
+    sizes = [f"{key}={size}" for key, size in zip(_SIZES, SHAPES[case.shape], strict=True)]
     common = ["optim.schedule=constant", f"precision.compute={options.precision}"]
-    cfg = load_config([*SHAPES[case.shape], *common, *([f"schedule={case.schedule}"] if case.schedule else [])])
+    cfg = load_config([*sizes, *common, *([f"schedule={case.schedule}"] if case.schedule else [])])
     for axis in ("dp", "fsdp", "tp", "pp"):
         setattr(cfg.mesh, axis, options.world if options.axis == axis else 1)
     cfg.mesh.zero = options.zero if options.axis == "fsdp" else None
@@ -223,17 +191,17 @@ def make_batches(cfg: Config, mesh: Mesh, step: int) -> list[Batch]:
 
 
 def _require_equal_losses(losses: dict[str, list[float]], bound: float) -> None:
-    for name, found in losses.items():
-        for step, (loss, expected) in enumerate(zip(found, losses["ours"], strict=True), start=1):
+    for name, own in losses.items():
+        for step, (loss, expected) in enumerate(zip(own, losses["ours"], strict=True), start=1):
             if not abs(loss - expected) <= bound * abs(expected):
                 raise RuntimeError(f"not the same work: at step {step} the loss of {name} is {loss}, ours {expected}")
 
 
-# ------------------------------------------------------------------------------------------------------ what is said
+# ------------------------------------------------------------------------------------------------------ output
 
 
 def _show(options: Options, case: Case, result: dict[str, Any]) -> None:
-    t, sides = result["config"]["train"], result["sides"]
+    t, figures = result["config"]["train"], result["sides"]
     print(
         f"\n{case}: axis={options.axis} ranks={options.world} {options.precision}"
         + f" zero={options.zero}" * (options.axis == "fsdp")
@@ -242,9 +210,9 @@ def _show(options: Options, case: Case, result: dict[str, Any]) -> None:
         f" x {options.microbatches} microbatches a {'' if options.axis in ('tp', 'pp') else 'rank and '}step;"
         f" {options.rounds} rounds of {options.steps} steps"
     )
-    alone = sides.get("local", {}).get("ms_per_step")
-    for name, side in sides.items():
-        exposed = f"   {1 - alone / side['ms_per_step']:4.0%} more than local" if alone and name != "local" else ""
-        loss = f"loss {side['losses'][0]:.5f} -> {side['losses'][-1]:.5f} after {len(side['losses'])} steps"
-        print(f"  {name:16} {side['ms_per_step']:9.2f} ms/step   {loss}{exposed}")
+    alone = figures.get("local", {}).get("ms_per_step")
+    for name, own in figures.items():
+        exposed = f"   {1 - alone / own['ms_per_step']:4.0%} more than local" if alone and name != "local" else ""
+        loss = f"loss {own['losses'][0]:.5f} -> {own['losses'][-1]:.5f} after {len(own['losses'])} steps"
+        print(f"  {name:16} {own['ms_per_step']:9.2f} ms/step   {loss}{exposed}")
     show_ratios(result)

@@ -1,8 +1,8 @@
-"""`bench peers axis=cp`: attention over a sequence that is cut over ranks, forward and backward, ours against PyTorch's
-ring attention, by turns (see `turns`).
+"""`bench peers axis=cp`: attention over a sequence that is sharded over ranks, forward and backward, ours against
+PyTorch's ring attention, in alternating rounds.
 
 PyTorch's `context_parallel` has no CPU backend; its two ring templates are called with the CPU's flash kernels, without
-the dispatch and autograd that its users pay for besides. Both ways it has to bring the keys round are peers.
+the dispatch and autograd that its users pay for besides. Both its ways to pass the keys round are peers.
 
 Shape legend: B batch, T local time, N query heads, K key/value heads, D head_dim.
 """
@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _create_default_load_balancer
 
-from ndtrain.bench.turns import AGREE, Common, Turns, compare, profiles, ratio, show_ratios, take_turns
+from ndtrain.arguments import option
+from ndtrain.bench.peers.common import TOLERANCE, CommonOptions, compare, profiles, show_ratios
+from ndtrain.bench.rounds import BlockTimer, ratio, run_rounds
 from ndtrain.config import ConfigError
 from ndtrain.distributed.collectives import Pending
 from ndtrain.distributed.sequence_sharding import SequenceSharding
@@ -41,29 +43,23 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
-class Options(Common):
-    """Arguments of `bench peers axis=cp`, beside the common ones.
+class Options(CommonOptions):
+    """Options of `bench peers axis=cp`, beside the common ones."""
 
-    Attributes:
-        seq_len: tokens of the whole sequence; 2048 and then 8192 unless given.
-        ulysses: ranks of a Ulysses group in ours; the ring is over ranks / ulysses.
-        exposed: also measure ours without communication.
-        link_mb_s: ours alone over a link of so many MB/s: a transfer takes its bytes' time, one after another, and
-            waiting for it takes no computing. On a machine with few cores it shows what of the communication is hidden
-            where nothing competes with it.
-    """
-
-    seq_len: int = 0
-    batch: int = 1
-    heads: int = 8
-    kv_heads: int = 8
-    head_dim: int = 64
-    ulysses: int = 1
-    balance: Literal["zigzag", "striped", "none"] = "zigzag"
-    exposed: bool = True
-    link_mb_s: int = 0
-    warmup: int = 1
-    steps: int = 1
+    seq_len: int = option("tokens of the whole sequence; 2048 and then 8192 unless given", 0)
+    heads: int = option("query heads", 8)
+    kv_heads: int = option("key and value heads", 8)
+    head_dim: int = option("size of a head", 64)
+    ulysses: int = option("ranks of a Ulysses group in ours; the ring is over ranks / ulysses", 1)
+    balance: Literal["zigzag", "striped", "none"] = option("which tokens a rank of ours has", "zigzag")
+    exposed: bool = option("also measure ours without communication", True)
+    link_mb_s: int = option(
+        "ours alone over a link of so many MB/s, on which transfers pass one after another and waiting takes no"
+        " computing: with few cores it shows what of the communication is hidden where nothing competes with it",
+        0,
+    )
+    warmup: int = option("untimed steps before", 1)
+    steps: int = option("steps of a block", 1)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -73,7 +69,7 @@ class Options(Common):
     def peers(self) -> tuple[str, ...]:
         return () if self.link_mb_s else PEERS
 
-    def cut(self, length: int) -> SequenceSharding:
+    def sharding(self, length: int) -> SequenceSharding:
         return SequenceSharding(length, self.world // self.ulysses, self.ulysses, self.balance)
 
     def check(self) -> None:
@@ -90,13 +86,13 @@ class Options(Common):
             if length % (2 * self.world):
                 raise ConfigError(f"seq_len={length} must be a multiple of 2 x ranks={self.world}")
             try:
-                self.cut(length)
+                self.sharding(length)
             except ValueError as error:
                 raise ConfigError(f"seq_len={length}: {error}") from error
 
 
 def run(options: Options) -> None:
-    """See `turns.compare`."""
+    """See `common.compare`."""
     compare(options, options.lengths, measure, _show)
 
 
@@ -104,15 +100,15 @@ def run(options: Options) -> None:
 
 
 class MeteredLinks(Links):
-    """Counts what goes through, and the seconds that the calling thread spends on it.
+    """Counts the bytes received, and the seconds that the calling thread spends on communication.
 
     Args:
-        bytes_per_s: a transfer has arrived no sooner than its bytes have passed, after those asked for before it.
+        bytes_per_s: of the link; transfers pass one after another.
     """
 
-    def __init__(self, cut: SequenceSharding, group: dist.ProcessGroup, index: int, bytes_per_s: float = math.inf):
-        super().__init__(cut, group, index)
-        self.bytes_per_s, self._free_at, self._member = bytes_per_s, 0.0, index % cut.ulysses
+    def __init__(self, sharding: SequenceSharding, group: dist.ProcessGroup, index: int, bytes_per_s: float = math.inf):
+        super().__init__(sharding, group, index)
+        self.bytes_per_s, self._free_at, self._member = bytes_per_s, 0.0, index % sharding.ulysses
         self.seconds, self.bytes = 0.0, 0
 
     def shift(self, send: Tensor, receive: Tensor) -> Pending:
@@ -124,8 +120,8 @@ class MeteredLinks(Links):
 
     def reset(self) -> tuple[float, int]:
         """(seconds, bytes) since the last time."""
-        found, self.seconds, self.bytes = (self.seconds, self.bytes), 0.0, 0
-        return found
+        spent, self.seconds, self.bytes = (self.seconds, self.bytes), 0.0, 0
+        return spent
 
     def _metered(self, begin: Callable[[], Pending], n_bytes: int) -> Pending:
         began = time.perf_counter()
@@ -143,7 +139,7 @@ class MeteredLinks(Links):
 
 
 class SilentLinks(Links):
-    """Moves nothing: what is received is whatever the memory held, and takes as long to compute with."""
+    """Sends nothing. The buffers keep what the memory held, which takes as long to compute with."""
 
     def shift(self, send: Tensor, receive: Tensor) -> Pending:
         return Pending(())
@@ -152,14 +148,14 @@ class SilentLinks(Links):
         return Pending(())
 
 
-# ---------------------------------------------------------------------------------------------------------- the sides
+# ------------------------------------------------------------------------------------------------ the implementations
 
 
 def whole_inputs(options: Options, length: int) -> Results:
     """q, k, v and the gradient of the output, of the whole sequence, the same on every rank."""
     draw = torch.Generator().manual_seed(length)
     heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
-    shapes = [(options.batch, length, h, options.head_dim) for h in heads]
+    shapes = [(1, length, h, options.head_dim) for h in heads]
     return tuple(torch.randn(s, generator=draw).to(DTYPES[options.precision]) for s in shapes)
 
 
@@ -192,7 +188,7 @@ def templated(inputs: Results, group: dist.ProcessGroup, method: str) -> Callabl
 
 
 def peers_index(length: int, group: dist.ProcessGroup) -> Tensor:
-    """The tokens of this rank as PyTorch's own load balancer deals them, int64 [T]."""
+    """The tokens that PyTorch's own load balancer assigns to this rank, int64 [T]."""
     balancer = _create_default_load_balancer(length, group.size(), "cpu")
     return balancer._generate_indices()[0].chunk(group.size())[group.rank()]
 
@@ -201,44 +197,41 @@ def peers_index(length: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def measure(rank: int, options: Options, length: int) -> dict[str, Any]:
-    """On one rank: every side compared with one process, then timed.
+    """On one rank: every implementation compared with one process, then timed.
 
     Raises:
-        RuntimeError: a side's output or gradients are not those of one process.
+        RuntimeError: an output or a gradient is not that of one process.
     """
     torch.set_flush_denormal(True)  # what the silent links leave in memory must not cost more than numbers do
-    group, cut = dist.group.WORLD, options.cut(length)
+    group, sharding = dist.group.WORLD, options.sharding(length)
     inputs = whole_inputs(options, length)
     expected = differentiated(local_core, inputs)()
-    here = lambda whole, index: tuple(x[:, index].contiguous() for x in whole)
-    own_index, peer_index = torch.from_numpy(cut.index(rank)), peers_index(length, group)
-    own, links = here(inputs, own_index), metered_links(options, cut, group, rank)
-    steps = {"ours": differentiated(cp_core(cut, group, rank, links), own)}
+    local = lambda whole, index: tuple(x[:, index].contiguous() for x in whole)
+    own_index, peer_index = torch.from_numpy(sharding.index(rank)), peers_index(length, group)
+    own = local(inputs, own_index)
+    links = MeteredLinks(sharding, group, rank, options.link_mb_s * 1e6 or math.inf)
+    steps = {"ours": differentiated(cp_core(sharding, group, rank, links), own)}
     for name in options.peers:
-        steps[name] = templated(here(inputs, peer_index), group, name.removeprefix("torch_"))
+        steps[name] = templated(local(inputs, peer_index), group, name.removeprefix("torch_"))
     differences = {}
     for name, step in steps.items():
         index = own_index if name == "ours" else peer_index
-        differences[name] = require_agreement(name, step(), here(expected, index), AGREE[options.precision])
-    if options.exposed:  # next in turn to ours, which it is subtracted from
-        silent = differentiated(cp_core(cut, group, rank, SilentLinks(cut, group, rank)), own)
+        differences[name] = require_agreement(name, step(), local(expected, index), TOLERANCE[options.precision])
+    if options.exposed:  # next to ours in each round, as it is subtracted from ours
+        silent = differentiated(cp_core(sharding, group, rank, SilentLinks(sharding, group, rank)), own)
         steps = {"ours": steps.pop("ours"), "silent": silent, **steps}
     del inputs, expected
     return _timed(options, steps, links) | {"differences": differences}
 
 
-def metered_links(options: Options, cut: SequenceSharding, group: dist.ProcessGroup, rank: int) -> MeteredLinks:
-    return MeteredLinks(cut, group, rank, options.link_mb_s * 1e6 or math.inf)
-
-
-def require_agreement(name: str, found: Results, expected: Results, bound: float) -> dict[str, float]:
+def require_agreement(name: str, results: Results, expected: Results, bound: float) -> dict[str, float]:
     """How far each result is from its expected value, relative to the largest element.
 
     Raises:
         RuntimeError: further than `bound`.
     """
     differences = {}
-    for what, a, b in zip(NAMES, found, expected, strict=True):
+    for what, a, b in zip(NAMES, results, expected, strict=True):
         differences[what] = ((a - b).abs().max() / b.abs().max()).item()
         if not differences[what] <= bound:
             raise RuntimeError(f"not the same work: {what} of {name} is {differences[what]:.1e} from one process's")
@@ -257,53 +250,53 @@ def _timed(options: Options, steps: dict[str, Callable[[], Results]], links: Met
         if name == "ours":
             meter.append(links.reset())
 
-    sides = {name: Turns(partial(step, name)) for name in steps}
-    take_turns(sides, options)
+    timers = {name: BlockTimer(partial(step, name)) for name in steps}
+    run_rounds(timers, options)
     result = {
-        "sides": {name: {"ms_per_step": side.ms_per_step, "block_ms": side.block_ms} for name, side in sides.items()},
-        "ratios": {name: ratio(sides[name], sides["ours"]) for name in options.peers},
+        "sides": {name: {"ms_per_step": t.ms_per_step, "block_ms": t.block_ms} for name, t in timers.items()},
+        "ratios": {name: ratio(timers[name], timers["ours"]) for name in options.peers},
     }
     if options.exposed:
         result["exposed"] = _exposed(options, own_ms, meter)
     if options.profile:
-        result["profile"] = profiles(sides)
+        result["profile"] = profiles(timers)
     return result
 
 
 def _exposed(options: Options, own_ms: dict[str, list[float]], meter: list[tuple[float, int]]) -> dict[str, float]:
-    """What communication costs, in ms a step, as means over the ranks: the time spent in it, and the time that a step
-    takes longer than the one without it next in turn. `best` are those of the fastest steps, which a busy machine
+    """Cost of communication in ms a step, as means over the ranks: the time spent in it (`spent`), and the time that a
+    step takes longer than the next one without it (`lost`). `best` are those of the fastest steps, which a busy machine
     disturbs least."""
     ours, silent = (own_ms[name][options.warmup :] for name in ("ours", "silent"))
     spent = [seconds * 1e3 for seconds, _ in meter[options.warmup :]]
     fastest = min(range(len(ours)), key=ours.__getitem__)
-    found = {
+    costs = {
         "spent_ms": statistics.median(spent),
         "lost_ms": statistics.median(a - b for a, b in zip(ours, silent, strict=True)),
         "best_spent_ms": spent[fastest],
         "best_lost_ms": ours[fastest] - min(silent),
         "received_mb": meter[-1][1] / 1e6,
     }
-    sums = torch.tensor(list(found.values()), dtype=torch.float64)
+    sums = torch.tensor(list(costs.values()), dtype=torch.float64)
     dist.all_reduce(sums)
-    return dict(zip(found, (sums / options.world).tolist(), strict=True))
+    return dict(zip(costs, (sums / options.world).tolist(), strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------ what is said
+# ------------------------------------------------------------------------------------------------------ output
 
 
 def _show(options: Options, length: int, result: dict[str, Any]) -> None:
     print(
-        f"\nattention over {length} tokens: ranks={options.world} {options.precision} batch={options.batch}"
+        f"\nattention over {length} tokens: ranks={options.world} {options.precision}"
         f" heads={options.heads} kv_heads={options.kv_heads} head_dim={options.head_dim}"
         f" ulysses={options.ulysses} balance={options.balance}"
         + f" link_mb_s={options.link_mb_s}" * bool(options.link_mb_s)
         + f"; {options.rounds} rounds of {options.steps} steps"
     )
-    for name, side in result["sides"].items():
+    for name, own in result["sides"].items():
         far = result["differences"].get(name)
         agrees = f"   within {max(far.values()):.0e} of one process" if far else "   nothing sent"
-        print(f"  {name:16} {side['ms_per_step']:9.2f} ms forward and backward{agrees}")
+        print(f"  {name:16} {own['ms_per_step']:9.2f} ms forward and backward{agrees}")
     show_ratios(result)
     if "exposed" in result:
         e = result["exposed"]

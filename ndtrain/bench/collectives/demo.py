@@ -1,13 +1,13 @@
-"""`bench collectives demo=true`: what each collective does, shown on tensors of one number a piece."""
+"""`bench collectives demo=true` shows what each collective does, on tensors of one number a piece."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ndtrain.bench.cases import Pattern, Setting
-from ndtrain.bench.operations import OPERATIONS, Operation
-from ndtrain.bench.ranks import device_of
+from ndtrain.bench.collectives.cases import Pattern, Setting
+from ndtrain.bench.collectives.operations import OPERATIONS, Operation
+from ndtrain.bench.ranks import device_under
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 
 NOTHING = "-"
@@ -18,14 +18,14 @@ def demonstrate(rank: int, spec: MeshSpec, axes: list[str], backend: str) -> dic
 
     Rank r begins with r0, r1, r2 ...: the tens tell where a number comes from, the ones which piece it was.
     """
-    mesh = Mesh(spec, rank, device_of(backend))
-    found: dict[str, Any] = {}
+    mesh = Mesh(spec, rank, device_under(backend))
+    examples: dict[str, Any] = {}
     for axis in axes:
         n, group = spec.size(axis), mesh.group(axis)
         numbers = lambda r, n=n: Pattern(torch.arange(n).float() + r * 10 ** len(str(n - 1)))
         setting = Setting(group, n, mesh.device, [numbers(r) for r in dist.get_process_group_ranks(group)])
-        found[axis] = {name: _of_all(_example(op, setting)) for name, op in OPERATIONS.items()}
-    return found
+        examples[axis] = {name: _gathered(_example(op, setting)) for name, op in OPERATIONS.items()}
+    return examples
 
 
 def _example(operation: Operation, setting: Setting) -> tuple[list[float] | None, list[float] | None, bool]:
@@ -37,17 +37,17 @@ def _example(operation: Operation, setting: Setting) -> tuple[list[float] | None
     return before, case.forms["torch"].result.tolist() if case.expected else None, right
 
 
-def _of_all(mine: tuple) -> list[tuple]:
-    """Everyone's, by rank."""
+def _gathered(mine: tuple) -> list[tuple]:
+    """The values of all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
 
 
-def show_demo(found: dict[str, Any], spec: MeshSpec) -> list[str]:
-    """Prints it; what was wrong."""
+def show_demo(by_axis: dict[str, Any], spec: MeshSpec) -> list[str]:
+    """Prints what `demonstrate` gave; the wrong results."""
     wrong = []
-    for axis, examples in found.items():
+    for axis, examples in by_axis.items():
         groups = spec.groups(axis)
         several = f" in {len(groups)} groups {' '.join(str(g) for g in groups)}, each by itself" * (len(groups) > 1)
         print(f"=== over {axis}={spec.size(axis)}{several}; the root is the first rank of a group")

@@ -13,8 +13,8 @@ attention's output, about 6.5 E + 3 F values of bf16. In GiB, at the tokens of a
 
 So 8B fits an H200 (139 GiB) with bf16 moments and zero=3, even without recompute (124 GiB), and an H100 (78 GiB) only
 with master and moments on the host (60 GiB of it with bf16 moments). Plain PyTorch needs 120 GiB of state for 8B, so
-that no second side fits beside ours: sides take turns at 1B and at 8B's widths with 8 of its layers (`8b8`, 47 + 42 GiB
-of state), and at 8B each runs alone.
+that no peer fits beside ours: they alternate at 1B and at 8B's widths with 8 of its layers (`8b8`, 47 + 42 GiB of
+state), and at 8B each runs alone.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ class Case:
     """One row of the results.
 
     Attributes:
-        shape: a name in `SHAPES`. words: what sets it apart; with the shape its name.
+        shape: a name in `SHAPES`. words: what sets the case apart; with the shape its name.
         overrides: of the configuration, beside the shape's and `BASE`.
-        sides: "ours", and what it is compared with by turns; or one peer alone.
-        kind: timed: steps by turns; losses: those of `steps` steps; longest: the sequence that still fits; syncs:
-            what makes the host wait.
+        implementations: "ours", and what it is compared with in alternating rounds; or one peer alone.
+        kind: timed: steps in alternating rounds; losses: those of `steps` steps; longest: the sequence that still fits;
+            syncs: what makes the host wait.
         steps: with losses, how many; start, most, grain: with longest, the tokens to begin with, to end at, and how
             fine to search.
     """
@@ -42,7 +42,7 @@ class Case:
     shape: str
     words: str
     overrides: tuple[str, ...] = ()
-    sides: tuple[str, ...] = ("ours",)
+    implementations: tuple[str, ...] = ("ours",)
     kind: Kind = "timed"
     steps: int = 200
     start: int = 8192
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases for one kind of device, and how long each side of a timed one is measured.
+    """Cases for one kind of device, and how long each implementation of a timed one is measured.
 
     Attributes:
         rounds: timed blocks; steps: steps a block; warmup: steps before, untimed.
@@ -118,7 +118,7 @@ def _attention(shape: str, micro_batch: int, *more: str) -> list[Case]:
 
 
 def _versus(shape: str, micro_batch: int, *more: str) -> list[Case]:
-    """Ours and a peer by turns, both with the recompute named."""
+    """Ours and a peer in alternating rounds, both with the recompute named."""
     tokens = (*_tokens(8192, micro_batch), COMPILED, *more)
     again = "recompute=selective"
     pairs = (("", "native", ()), ("selective ", "native", (again,)), ("", "transformers", ()))
@@ -192,7 +192,7 @@ SUITES = {
 
 
 def config_of(case: Case) -> Config:
-    """What the case's sides train by.
+    """What the case's implementations train by.
 
     Raises:
         ConfigError: naming the key.

@@ -1,8 +1,8 @@
 """`bench collectives`: every collective over every axis of a mesh: right or not, how fast, and ours against PyTorch's
 own call.
 
-The groups of an axis work at once, as they do in training; a time is that of the slowest of all ranks, the median of
-the rounds. PyTorch's call and ours take turns. What must come out is known to each rank alone (see `cases`); every
+The groups of an axis work at once, as they do in training. A time is that of the slowest of all ranks, the median of
+the rounds, in which PyTorch's call and ours alternate. Each rank knows alone what a call must give (see `cases`). Every
 operation of every size is checked to the last element on every rank before it is timed and again after.
 """
 
@@ -11,58 +11,45 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ndtrain.arguments import option
 from ndtrain.bench import plot
-from ndtrain.bench.arguments import require_folder, size_name
-from ndtrain.bench.cases import Case, Pattern, Setting
-from ndtrain.bench.collectives_table import panels, show
-from ndtrain.bench.demo import demonstrate, show_demo
-from ndtrain.bench.operations import OPERATIONS, equals_all_reduce
-from ndtrain.bench.ranks import Backend, WrongResult, device_of, launched, on_ranks, usable_backend
-from ndtrain.bench.results import results, write
-from ndtrain.bench.turns import Turns, ratio
+from ndtrain.bench.collectives.cases import Pattern, Setting
+from ndtrain.bench.collectives.demo import demonstrate, show_demo
+from ndtrain.bench.collectives.operations import OPERATIONS, equals_all_reduce
+from ndtrain.bench.collectives.table import panels, show
+from ndtrain.bench.ranks import Backend, WrongResult, device_under, launched, on_ranks, usable_backend
+from ndtrain.bench.results import require_folder, save, size_name
+from ndtrain.bench.rounds import BlockTimer, calls_in_block, in_round, ratio
 from ndtrain.config import AXES, ConfigError, MeshConfig, world_from_env
 from ndtrain.config.checks import parse_bytes
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.metrics import free_memory_bytes
 
 WIDTH = 4  # bytes of an fp32 element
-BLOCK_S = 0.02  # how long a block of calls should take; a large message takes longer alone
 MOST_CALLS = 50  # in a block
 COPIES = 4  # of the largest message that a rank holds at once, gloo's buffers included: 3.8 were measured
 
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of `bench collectives`.
+    """Options of `bench collectives`."""
 
-    Attributes:
-        ranks: under torchrun its ranks; else the product of `mesh`, or 2 (for a demo 4).
-        mesh: sizes of axes, "dp=2 tp=2"; one axis of all ranks unless given.
-        axis: measure this axis only.
-        min, max: smallest and largest message, with a unit ("4KiB", "1GB"); factor: from one size to the next.
-        rounds: blocks of calls per size.
-        backend: auto is nccl where each rank has a GPU of its own.
-        demo: print a small example of each operation instead: every rank's tensors before and after.
-        out: JSON file for everything measured; plot: PNG file for its curves.
-    """
-
-    ranks: int = 0
-    mesh: str = ""
-    axis: str = ""
-    min: str = "4KiB"
-    max: str = "64MiB"
-    factor: int = 4
-    rounds: int = 5
-    backend: Backend = "auto"
-    demo: bool = False
-    out: str = ""
-    plot: str = ""
+    ranks: int = option("processes; under torchrun its ranks, else the product of mesh, or 2 (for a demo 4)", 0)
+    mesh: str = option('sizes of axes, "dp=2 tp=2"; one axis of all ranks unless given', "")
+    axis: str = option("measure this axis only", "")
+    min: str = option('smallest message, with a unit ("4KiB", "1GB")', "4KiB")
+    max: str = option("largest message", "64MiB")
+    factor: int = option("from one size to the next", 4)
+    rounds: int = option("blocks of calls of each size", 5)
+    backend: Backend = option("auto: nccl where each rank has a GPU of its own", "auto")
+    demo: bool = option("show a small example of each operation instead, all ranks' tensors before and after", False)
+    out: str = option("JSON file for everything measured", "")
+    plot: str = option(plot.HELP, "")
 
     @property
     def world(self) -> int:
@@ -152,27 +139,25 @@ def run(options: Options) -> None:
 
     Raises:
         ConfigError: options that do not go together.
-        WrongResult: an operation gave something else than it must on some rank; after everything is printed.
+        WrongResult: an operation gave a wrong result on some rank; after everything is printed.
     """
     backend = options.check()
     if options.demo:
-        shown = on_ranks(demonstrate, options.world, options.spec, options.axes, backend, backend=backend)
-        wrong = show_demo(shown, options.spec) if shown else []
+        examples = on_ranks(demonstrate, options.world, options.spec, options.axes, backend, backend=backend)
+        wrong = show_demo(examples, options.spec) if examples else []
     else:
-        found = on_ranks(measure, options.world, options, backend, backend=backend)
-        wrong = _report(options, backend, found) if found else []
+        by_axis = on_ranks(measure, options.world, options, backend, backend=backend)
+        wrong = _report(options, backend, by_axis) if by_axis else []
     if wrong:
         raise WrongResult(f"WRONG results: {', '.join(wrong)}")
 
 
-def _report(options: Options, backend: str, found: dict[str, Any]) -> list[str]:
-    """Prints and writes what rank 0 found; what was wrong."""
-    wrong = show(options.spec, backend, options.rounds, found)
-    if options.out:
-        mesh = {a: options.spec.size(a) for a in options.spec.order}
-        settled = {"ranks": options.world, "backend": backend, "mesh": mesh}
-        write(Path(options.out), results("collectives", options, **settled, axes=found))
-    plot.draw(options.plot, *panels(options.spec, backend, found))
+def _report(options: Options, backend: str, by_axis: dict[str, Any]) -> list[str]:
+    """Prints and writes rank 0's results; the wrong ones."""
+    wrong = show(options.spec, backend, options.rounds, by_axis)
+    mesh = {a: options.spec.size(a) for a in options.spec.order}
+    save("collectives", options, ranks=options.world, backend=backend, mesh=mesh, axes=by_axis)
+    plot.draw(options.plot, *panels(options.spec, backend, by_axis))
     return wrong
 
 
@@ -182,14 +167,14 @@ def _report(options: Options, backend: str, found: dict[str, Any]) -> list[str]:
 def measure(rank: int, options: Options, backend: str) -> dict[str, Any]:
     """On one rank: {axis: {rows: of each operation and size, equal: of each size, whether both steps make an
     all_reduce}}"""
-    mesh = Mesh(options.spec, rank, device_of(backend))
+    mesh = Mesh(options.spec, rank, device_under(backend))
     patterns = [Pattern.of_rank(r) for r in range(options.world)]
-    found = {}
+    by_axis = {}
     for axis in options.axes:
         settings = list(_settings(mesh, axis, options, patterns))
         rows = [_row(name, s, options.rounds) for name in OPERATIONS for s in settings]
-        found[axis] = {"rows": rows, "equal": [_equal(s) for s in settings]}
-    return found
+        by_axis[axis] = {"rows": rows, "equal": [_equal(s) for s in settings]}
+    return by_axis
 
 
 def _settings(mesh: Mesh, axis: str, options: Options, patterns: list[Pattern]) -> Iterator[Setting]:
@@ -200,46 +185,35 @@ def _settings(mesh: Mesh, axis: str, options: Options, patterns: list[Pattern]) 
         yield Setting(group, share * group.size(), mesh.device, members)
 
 
-class Side(Turns):
-    """One form of an operation. On CUDA a block ends when the device has done its work."""
-
-    def __init__(self, case: Case, form: str, device: torch.device):
-        super().__init__(case.forms[form].call)
-        self._settle = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-
-    def steps(self, n: int) -> None:
-        super().steps(n)
-        self._settle()
-
-
 def _row(name: str, setting: Setting, rounds: int) -> dict[str, Any]:
     """One operation at one size: milliseconds of its forms, bandwidths in GB/s, and the ranks where it is wrong."""
     operation, size = OPERATIONS[name], setting.count * WIDTH
     case = operation.prepare(setting)
     wrong = {form: _wrong_ranks(case.right(form)) for form in case.forms}
-    sides = {form: Side(case, form, setting.device) for form in case.forms}
+    on_cuda = setting.device.type == "cuda"
+    finish = partial(torch.cuda.synchronize, setting.device) if on_cuda else lambda: None
+    timers = {form: BlockTimer(case.forms[form].call, finish) for form in case.forms}
     case.silence()
-    _time(sides, rounds)
+    _time(timers, rounds)
     for form in case.forms:
         wrong[form] = sorted({*wrong[form], *_wrong_ranks(case.right(form))})
     row = {"operation": name, "n": setting.n, "bytes": size, "wrong": wrong, "forms": {}}
-    for form, side in sides.items():
-        algbw = size / side.ms_per_step / 1e6
+    for form, timer in timers.items():
+        algbw = size / timer.ms_per_step / 1e6
         busbw = algbw * operation.factor(setting.n)
-        row["forms"][form] = {"ms": side.ms_per_step, "algbw": algbw, "busbw": busbw, "block_ms": side.block_ms}
-    return row | ({"ratio": ratio(sides["torch"], sides["ours"])} if "ours" in sides else {})
+        row["forms"][form] = {"ms": timer.ms_per_step, "algbw": algbw, "busbw": busbw, "block_ms": timer.block_ms}
+    return row | ({"ratio": ratio(timers["torch"], timers["ours"])} if "ours" in timers else {})
 
 
-def _time(sides: dict[str, Side], rounds: int) -> None:
-    """Blocks by turns. How many calls are in a block, the same on every rank, comes of a first one of each side."""
-    for side in sides.values():
-        side.steps(1)
-        side.block(1)
-    longest = max(side.block_ms.pop() for side in sides.values()) / 1e3
-    calls = max(1, min(MOST_CALLS, int(BLOCK_S / longest)))
+def _time(timers: dict[str, BlockTimer], rounds: int) -> None:
+    """Times blocks in alternating rounds. A first block of each says how many calls a block has, on all ranks alike."""
+    for timer in timers.values():
+        timer.run(1)
+        timer.time_block(1)
+    calls = calls_in_block(max(timer.block_ms.pop() for timer in timers.values()) / 1e3, MOST_CALLS)
     for i in range(rounds):
-        for side in list(sides.values())[:: -1 if i % 2 else 1]:
-            side.block(calls)
+        for form in in_round(timers, i):
+            timers[form].time_block(calls)
 
 
 def _wrong_ranks(right: bool) -> list[int]:

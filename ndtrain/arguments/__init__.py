@@ -1,0 +1,5 @@
+"""Command lines of `key=value` words: their options declared in a dataclass, their mistakes said in one line."""
+
+from ndtrain.arguments.key_value import ArgumentError, help_lines, near, one_of, option, parse, unknown, wants_help
+
+__all__ = ["ArgumentError", "help_lines", "near", "one_of", "option", "parse", "unknown", "wants_help"]

@@ -1,0 +1,1 @@
+"""`bench gpu`: a fixed suite of cases on one device, its goals and its report."""

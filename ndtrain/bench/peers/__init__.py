@@ -1,0 +1,1 @@
+"""`bench peers`: training steps and attention against PyTorch's own parallelism and `transformers`."""

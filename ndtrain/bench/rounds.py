@@ -1,0 +1,95 @@
+"""How implementations of the same work are timed against each other.
+
+They alternate in rounds. A round times one block of a few steps of each, so that whatever else the machine does meets
+them alike. A block's time is that of its slowest rank. Each round gives one ratio peer / ours: above 1 ours is faster.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+BLOCK_S = 0.02  # how long a block of short calls should take; a long call takes longer alone
+
+
+class Repeats(Protocol):
+    """How often each implementation is measured: rounds, steps of a block, and untimed steps before."""
+
+    rounds: int
+    steps: int
+    warmup: int
+
+
+class BlockTimer:
+    """Times one implementation in blocks of steps.
+
+    Args:
+        step: makes one step. finish: waits for the steps that are still under way.
+
+    Attributes:
+        block_ms: of each block so far, milliseconds a step.
+    """
+
+    def __init__(self, step: Callable[[], object], finish: Callable[[], object] = lambda: None):
+        self._step, self._finish = step, finish
+        self.block_ms: list[float] = []
+
+    def run(self, n: int) -> None:
+        """n steps, untimed."""
+        for _ in range(n):
+            self._step()
+        self._finish()
+
+    def time_block(self, n: int) -> None:
+        """n steps, timed from when all ranks begin to when the slowest ends."""
+        if dist.is_initialized():
+            dist.barrier()
+        began = time.perf_counter()
+        self.run(n)
+        self.block_ms.append(max_over_ranks(time.perf_counter() - began) * 1e3 / n)
+
+    @property
+    def ms_per_step(self) -> float:
+        return statistics.median(self.block_ms)
+
+
+def run_rounds(timers: Mapping[str, BlockTimer], repeats: Repeats) -> None:
+    """Warms every implementation up, then times a block of each in every round."""
+    for timer in timers.values():
+        timer.run(repeats.warmup)
+    for i in range(repeats.rounds):
+        for name in in_round(timers, i):
+            timers[name].time_block(repeats.steps)
+
+
+def in_round(names: Iterable[str], i: int) -> list[str]:
+    """The order of round i: every other one runs backwards, so that a drift of the machine's speed meets all alike."""
+    return list(names)[:: -1 if i % 2 else 1]
+
+
+def calls_in_block(seconds: float, most: int) -> int:
+    """How many calls of so many seconds make a block, from 1 to `most`."""
+    return max(1, min(most, int(BLOCK_S / seconds)))
+
+
+def max_over_ranks(value: float) -> float:
+    largest = torch.tensor(value, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    q1, median, q3 = np.percentile(values, [25, 50, 75]).tolist()
+    return {"median": median, "q1": q1, "q3": q3}
+
+
+def ratio(peer: BlockTimer, own: BlockTimer) -> dict[str, float]:
+    """Peer / ours over the rounds. `best` is that of the fastest blocks, which a busy machine disturbs least."""
+    by_round = [a / b for a, b in zip(peer.block_ms, own.block_ms, strict=True)]
+    best = min(peer.block_ms) / min(own.block_ms)
+    return {**quartiles(by_round), "min": min(by_round), "max": max(by_round), "best": best}
