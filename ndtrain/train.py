@@ -32,7 +32,7 @@ from ndtrain.model import flops
 from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.parallel.build import DTYPES, build_stages
 from ndtrain.runtime import cli, exit_status, rendezvous, stop_signals
-from ndtrain.runtime.failure_report import noted, say_failure
+from ndtrain.runtime.failure_report import record_failure, report_failure
 from ndtrain.runtime.hang_watchdog import Watch
 from ndtrain.runtime.stop_signals import StopRequest
 
@@ -80,9 +80,9 @@ def train(cfg: Config) -> int:
             log.exception("rank %d failed", start.rank)
             stop.restore()
             if start.world > 1 and not isinstance(error, ConfigError):
-                say_failure(error, stop, start.run_dir)
+                report_failure(error, stop, start.run_dir)
                 raise SystemExit(1) from error
-            with noted(start.run_dir):
+            with record_failure(start.run_dir):
                 raise
 
 
@@ -94,7 +94,7 @@ def _start(cfg: Config) -> Start:
     run_dir = Path(cfg.run.dir)
     path, state = prepare_run_folder(cfg, run_dir) if rank == 0 else (None, None)
     _log_to(run_dir, rank)
-    with noted(run_dir):
+    with record_failure(run_dir):
         data = open_data(cfg)
         _check_validation(cfg, data)
         device = _device(cfg, local_rank)
@@ -184,7 +184,7 @@ def _metrics(cfg: Config, run_dir: Path, state: State, step: TrainingStep, devic
         run_dir,
         start_step=state.step,
         flops_per_token=flops.flops_per_token(m, t.seq_len),
-        hardware_flops_per_token=flops.hardware_flops_per_token(m, t.seq_len, step.spared),
+        hardware_flops_per_token=flops.hardware_flops_per_token(m, t.seq_len, step.skipped_ops),
         peak_flops_per_device=peak_flops(cfg.hardware, device.type, DTYPES[cfg.precision.compute]),
         world_size=MeshSpec.of(cfg.mesh).world_size,
         resume=state.step > 0,

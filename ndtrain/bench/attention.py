@@ -130,14 +130,14 @@ class MeteredLinks(Links):
     def _metered(self, begin: Callable[[], Pending], n_bytes: int) -> Pending:
         began = time.perf_counter()
         self._free_at = arrival = max(began, self._free_at) + n_bytes / self.bytes_per_s
-        flight = begin()
+        work = begin()
         self.bytes += n_bytes
         self.seconds += time.perf_counter() - began
-        return Pending((), lambda: self._wait(flight, arrival))
+        return Pending((), lambda: self._wait(work, arrival))
 
-    def _wait(self, flight: Pending, arrival: float) -> None:
+    def _wait(self, work: Pending, arrival: float) -> None:
         began = time.perf_counter()
-        flight.wait()
+        work.wait()
         time.sleep(max(0.0, arrival - time.perf_counter()))
         self.seconds += time.perf_counter() - began
 

@@ -25,7 +25,7 @@ class Goal:
     at_most: bool = False
     shown: str = "{:.3f}"
 
-    def verdict(self, rows: Rows) -> tuple[str, str]:
+    def outcome(self, rows: Rows) -> tuple[str, str]:
         """(what was measured, met or missed), or "not measured" for both."""
         value = self.figure(rows)
         if value is None:

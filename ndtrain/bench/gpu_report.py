@@ -83,7 +83,7 @@ def _origin(results: Mapping[str, Any]) -> list[str]:
 
 def _goals(rows: Rows) -> str:
     aim = lambda g: f"{'at most' if g.at_most else 'at least'} {g.shown.format(g.bound)}"
-    return table(["goal", "aim", "measured", ""], [[g.text, aim(g), *g.verdict(rows)] for g in GOALS])
+    return table(["goal", "aim", "measured", ""], [[g.text, aim(g), *g.outcome(rows)] for g in GOALS])
 
 
 # ---------------------------------------------------------------------------------------------- one kind of row each

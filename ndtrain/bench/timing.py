@@ -53,7 +53,7 @@ class Side:
 
     launch: Callable[[Sequence[Batch]], Callable[[], Outcome]]
     state_bytes: int | None = None
-    spared: Sequence[frozenset[str] | None] | None = None
+    skipped_ops: Sequence[frozenset[str] | None] | None = None
 
 
 def draw_on(device: torch.device) -> baselines.Draw:
@@ -91,7 +91,7 @@ def ours(cfg: Config, mesh: Mesh) -> Side:
         report = step.run(next(numbers), batches)
         return lambda: _outcome(report())
 
-    return Side(launch, stages.units.state_bytes(), step.spared)
+    return Side(launch, stages.units.state_bytes(), step.skipped_ops)
 
 
 def _outcome(report: StepReport) -> Outcome:
@@ -224,7 +224,9 @@ def rates_of(cfg: Config, mesh: Mesh) -> Callable[[float, Side], dict[str, float
     def rates(ms: float, side: Side) -> dict[str, float | None]:
         rate = t.global_batch * t.seq_len / ms * 1e3
         share = rate / mesh.spec.world_size / peak
-        hfu = None if side.spared is None else share * flops.hardware_flops_per_token(m, t.seq_len, side.spared)
+        hfu = (
+            None if side.skipped_ops is None else share * flops.hardware_flops_per_token(m, t.seq_len, side.skipped_ops)
+        )
         return {"tokens_per_s": rate, "mfu": share * flops.flops_per_token(m, t.seq_len), "hfu": hfu}
 
     return rates

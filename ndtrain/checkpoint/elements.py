@@ -107,7 +107,7 @@ def pieces(stages: Stages, mesh: Mesh, owned_only: bool) -> Iterator[Piece]:
 def rows_of(tensor: TensorLayout, start: int, stop: int) -> Iterator[Rows]:
     """Where the elements [start, stop) of a local tensor stand in the whole one, as `tensor.runs` has it run by run:
     the end of a piece between two cuts, whole pieces, the beginning of one."""
-    inner = 0 if tensor.cut_dim is None else tensor.cut_dim
+    inner = 0 if tensor.shard_dim is None else tensor.shard_dim
     length, stride = math.prod(tensor.local_shape[inner:]), math.prod(tensor.shape[inner:])
     (first, _, _), *_ = tensor.runs(0, 1)
     while start < stop:

@@ -40,7 +40,7 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
         if name not in holders:
             continue
         # each element was read, and summed, by each replica, copy and holder
-        readers = mesh.size(*REPLICA_AXES) * holders[name].copies * holders[name].holders
+        readers = mesh.size(*REPLICA_AXES) * holders[name].tp_replicas * holders[name].holders
         if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
             raise DamagedCheckpoint(f"{path} is damaged: the content of {name} is not what was written")
     stages.units.weights_changed()

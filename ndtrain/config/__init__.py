@@ -6,7 +6,7 @@ exits with status 2 before any process group forms.
 
 import os
 
-from ndtrain.config.checks import KEEPABLE, resolve
+from ndtrain.config.checks import SAVABLE_OPS, resolve
 from ndtrain.config.compose import check_overrides, conf_dir, load_config, register, to_config, to_yaml
 from ndtrain.config.schema import (
     AXES,
@@ -24,7 +24,7 @@ from ndtrain.config.schema import (
 
 __all__ = [
     "AXES",
-    "KEEPABLE",
+    "SAVABLE_OPS",
     "CheckpointConfig",
     "Config",
     "ConfigError",

@@ -276,7 +276,7 @@ def _check_kernel(cfg: Config) -> None:
     )
 
 
-KEEPABLE = ("qkv_proj", "core", "o_proj", "gate_up_proj")  # the ops whose results a block can keep for its second run
+SAVABLE_OPS = ("qkv_proj", "core", "o_proj", "gate_up_proj")  # their results can be saved for the recompute
 _UNITS = {"b": 1} | {f"{p}{b}": base**n for n, p in enumerate("kmgt", 1) for b, base in (("b", 1000), ("ib", 1024))}
 
 
@@ -287,9 +287,9 @@ def _resolve_recompute(cfg: Config) -> None:
     _require(r.every == "auto" or (every or 0) >= 1, f"recompute.every={r.every}: must be at least 1, or auto")
     for op in r.keep:
         _require(
-            op in KEEPABLE,
-            f"recompute.keep: no op {op} whose result a block can keep; {near(op, list(KEEPABLE))}"
-            f"known: {', '.join(KEEPABLE)}",
+            op in SAVABLE_OPS,
+            f"recompute.keep: no op {op} whose result a block can keep; {near(op, list(SAVABLE_OPS))}"
+            f"known: {', '.join(SAVABLE_OPS)}",
         )
     if r.name == "budget":
         _require(r.budget is not None, "recompute.budget is missing: recompute=budget needs it, e.g. 2GiB")

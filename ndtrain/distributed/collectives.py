@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.distributed.flight_recorder import RECORDER, Flight
+from ndtrain.distributed.flight_recorder import RECORDER, CollectiveRecord
 from ndtrain.distributed.sharding import even_cut
 
 Group = dist.ProcessGroup | None
@@ -45,18 +45,21 @@ class Pending:
     """
 
     def __init__(
-        self, works: Sequence[dist.Work], then: Callable[[], None] = lambda: None, flight: Flight | None = None
+        self,
+        works: Sequence[dist.Work],
+        then: Callable[[], None] = lambda: None,
+        record: CollectiveRecord | None = None,
     ):
-        self._works, self._then, self._flight = works, then, flight
+        self._works, self._then, self._record = works, then, record
 
     def wait(self) -> None:
         if self._works:
-            RECORDER.enter(self._flight)
+            RECORDER.enter(self._record)
             try:
                 for work in self._works:
                     work.wait()
             finally:
-                RECORDER.leave(self._flight)
+                RECORDER.leave(self._record)
         then, self._then = self._then, lambda: None
         self._works = ()  # with `then`, all that held the buffers
         then()
@@ -72,14 +75,14 @@ def size(group: Group) -> int:
 
 def send(x: Tensor, group: dist.ProcessGroup, to: int) -> Pending:
     """Sends x, contiguous, to rank `to` of the group. Messages between two ranks of a group arrive in order."""
-    flight = RECORDER.launch("send", group, x.nbytes, to=to)
-    return Pending([dist.isend(x, group=group, group_dst=to)], flight=flight)
+    record = RECORDER.launch("send", group, x.nbytes, to=to)
+    return Pending([dist.isend(x, group=group, group_dst=to)], record=record)
 
 
 def receive(x: Tensor, group: dist.ProcessGroup, source: int) -> Pending:
     """x, contiguous, becomes the next message from rank `source` of the group."""
-    flight = RECORDER.launch("receive", group, x.nbytes, source=source)
-    return Pending([dist.irecv(x, group=group, group_src=source)], flight=flight)
+    record = RECORDER.launch("receive", group, x.nbytes, source=source)
+    return Pending([dist.irecv(x, group=group, group_src=source)], record=record)
 
 
 def all_gather(out: Tensor, part: Tensor, group: Group) -> Pending:
@@ -90,10 +93,10 @@ def all_gather(out: Tensor, part: Tensor, group: Group) -> Pending:
         own.copy_(part)
     if group is None:
         return Pending(())
-    flight = RECORDER.launch("all_gather", group, out.nbytes)
+    record = RECORDER.launch("all_gather", group, out.nbytes)
     if _native(out):
-        return Pending([dist.all_gather_into_tensor(out, own, group=group, async_op=True)], flight=flight)
-    return Pending(_exchange([own] * n, list(out.view(n, -1)), group), flight=flight)
+        return Pending([dist.all_gather_into_tensor(out, own, group=group, async_op=True)], record=record)
+    return Pending(_exchange([own] * n, list(out.view(n, -1)), group), record=record)
 
 
 def reduce_scatter(full: Tensor, group: Group) -> Pending:
@@ -102,13 +105,13 @@ def reduce_scatter(full: Tensor, group: Group) -> Pending:
     if group is None:
         return Pending(())
     n, r = size(group), group.rank()
-    flight = RECORDER.launch("reduce_scatter", group, full.nbytes)
+    record = RECORDER.launch("reduce_scatter", group, full.nbytes)
     pieces = [full[slice(*even_cut(full.numel(), n, i))] for i in range(n)]
     if _native(full) and full.numel() % n == 0:
-        return Pending([dist.reduce_scatter_tensor(pieces[r], full, group=group, async_op=True)], flight=flight)
+        return Pending([dist.reduce_scatter_tensor(pieces[r], full, group=group, async_op=True)], record=record)
     received = [torch.empty_like(pieces[r]) if i != r else pieces[r] for i in range(n)]
     works = _exchange(pieces, received, group)
-    return Pending(works, lambda: _sum_into(pieces[r], received), flight)
+    return Pending(works, lambda: _sum_into(pieces[r], received), record)
 
 
 def _sum_into(own: Tensor, received: list[Tensor]) -> None:
@@ -127,14 +130,14 @@ def reduce_shares(full: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
     """Starts to sum `full` [n * s, ...] over the ranks. Returns what gives this rank's share [s, ...], a tensor of its
     own."""
     n, r = group.size(), group.rank()
-    flight = RECORDER.launch("reduce_scatter", group, full.nbytes)
+    record = RECORDER.launch("reduce_scatter", group, full.nbytes)
     shares = list(full.view(n, -1, *full.shape[1:]))
     if _native(full):
         out = torch.empty_like(shares[r])
-        pending = Pending([dist.reduce_scatter_tensor(out, full, group=group, async_op=True)], flight=flight)
+        pending = Pending([dist.reduce_scatter_tensor(out, full, group=group, async_op=True)], record=record)
         return lambda: (pending.wait(), out)[1]
     received = [shares[r] if i == r else torch.empty_like(shares[r]) for i in range(n)]
-    pending = Pending(_exchange(shares, received, group), flight=flight)
+    pending = Pending(_exchange(shares, received, group), record=record)
     return lambda: (pending.wait(), sum_in_order(received))[1]
 
 
@@ -152,8 +155,8 @@ def all_reduce(full: Tensor, group: Group) -> Pending:
     """`full` becomes its sum over the ranks, in place, with the same bits on each."""
     if group is None:
         return Pending(())
-    flight = RECORDER.launch("all_reduce", group, full.nbytes)
-    return Pending([dist.all_reduce(full, group=group, async_op=True)], flight=flight)
+    record = RECORDER.launch("all_reduce", group, full.nbytes)
+    return Pending([dist.all_reduce(full, group=group, async_op=True)], record=record)
 
 
 def all_gather_row(row: Tensor, group: Group) -> tuple[Tensor, Pending]:
@@ -164,14 +167,14 @@ def all_gather_row(row: Tensor, group: Group) -> tuple[Tensor, Pending]:
 
 def shift(send: Tensor, receive: Tensor, group: dist.ProcessGroup, to: int, source: int) -> Pending:
     """Sends `send` to rank `to` of the group and receives `receive` from rank `source`; both contiguous."""
-    flight = RECORDER.launch("shift", group, send.nbytes, to, source)
+    record = RECORDER.launch("shift", group, send.nbytes, to, source)
     if _native(send):  # NCCL runs what is sent and received as one, or a ring of ranks would wait for itself
         ops = [
             dist.P2POp(dist.isend, send, group=group, group_peer=to),
             dist.P2POp(dist.irecv, receive, group=group, group_peer=source),
         ]
-        return Pending(dist.batch_isend_irecv(ops), flight=flight)
-    return Pending(_pair(send, receive, group, to, source), flight=flight)
+        return Pending(dist.batch_isend_irecv(ops), record=record)
+    return Pending(_pair(send, receive, group, to, source), record=record)
 
 
 def all_to_all(
@@ -179,16 +182,16 @@ def all_to_all(
 ) -> Pending:
     """Sends `sends[i]` to rank `members[i]` of the group and receives `receives[i]` from it; this rank is a member, and
     its own is copied. All contiguous."""
-    flight = RECORDER.launch("all_to_all", group, sum(x.nbytes for x in sends))
+    record = RECORDER.launch("all_to_all", group, sum(x.nbytes for x in sends))
     n, me = len(members), members.index(group.rank())
     receives[me].copy_(sends[me])
     turns = [((me + step) % n, (me - step) % n) for step in range(1, n)]
     if _native(sends[me]):
         ops = [dist.P2POp(dist.isend, sends[to], group=group, group_peer=members[to]) for to, _ in turns]
         ops += [dist.P2POp(dist.irecv, receives[i], group=group, group_peer=members[i]) for _, i in turns]
-        return Pending(dist.batch_isend_irecv(ops), flight=flight)
+        return Pending(dist.batch_isend_irecv(ops), record=record)
     pair = lambda to, source: _pair(sends[to], receives[source], group, members[to], members[source])
-    return Pending([work for turn in turns for work in pair(*turn)], flight=flight)
+    return Pending([work for turn in turns for work in pair(*turn)], record=record)
 
 
 def by_distance(group: dist.ProcessGroup) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ KEPT = 512  # collectives
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class CollectiveRecord:
     """A collective, or one message.
 
     Attributes:
@@ -51,12 +51,12 @@ class Recorder:
     def __init__(self, kept: int = KEPT):
         self.step, self.action = 0, "start-up"
         self.members: dict[str, tuple[int, ...]] = {}
-        self.mark: Callable[[Flight], AbstractContextManager] | None = None
+        self.mark: Callable[[CollectiveRecord], AbstractContextManager] | None = None
         self._marks: dict[int, AbstractContextManager] = {}
-        self.last: deque[Flight] = deque(maxlen=kept)
+        self.last: deque[CollectiveRecord] = deque(maxlen=kept)
         self.counts: dict[str, int] = {}
         self._channels: dict[str, str] = {}
-        self._waits: dict[int, Flight] = {}
+        self._waits: dict[int, CollectiveRecord] = {}
         self._began, self._waited = time.monotonic(), 0.0
         self._main = threading.get_ident()
 
@@ -77,16 +77,18 @@ class Recorder:
         """Seconds since the step began in which this rank did not wait for others or for data."""
         return time.monotonic() - self._began - self._waited
 
-    def launch(self, op: str, group: Any, nbytes: int, to: int | None = None, source: int | None = None) -> Flight:
+    def launch(
+        self, op: str, group: Any, nbytes: int, to: int | None = None, source: int | None = None
+    ) -> CollectiveRecord:
         """A collective over `group` starts; or with `to` or `source`, ranks of the group, one message. With both, and
         the same, an exchange of two."""
         channel = self._channels.get(group.group_name, group.group_name)
         if (to is None) != (source is None) or (to is not None and to == source):
             channel = self._line(channel, group, to, source)
         number = self.counts[channel] = self.counts.get(channel, 0) + 1
-        flight = Flight(op, channel, number, nbytes, self.step, self.action, time.monotonic())
-        self.last.append(flight)
-        return flight
+        record = CollectiveRecord(op, channel, number, nbytes, self.step, self.action, time.monotonic())
+        self.last.append(record)
+        return record
 
     def _line(self, channel: str, group: Any, to: int | None, source: int | None) -> str:
         """The channel between two ranks: messages of one way, or exchanges."""
@@ -98,36 +100,36 @@ class Recorder:
             self.members[name] = (ranks[one], ranks[other])
         return name
 
-    def enter(self, flight: Flight) -> None:
-        """This thread waits for `flight` now."""
-        flight.waited = time.monotonic()
-        self._waits[id(flight)] = flight
+    def enter(self, record: CollectiveRecord) -> None:
+        """This thread waits for `record` now."""
+        record.waited = time.monotonic()
+        self._waits[id(record)] = record
         if self.mark:
-            self._marks[id(flight)] = mark = self.mark(flight)
+            self._marks[id(record)] = mark = self.mark(record)
             mark.__enter__()
 
-    def leave(self, flight: Flight) -> None:
+    def leave(self, record: CollectiveRecord) -> None:
         """It waits no more."""
-        if mark := self._marks.pop(id(flight), None):
+        if mark := self._marks.pop(id(record), None):
             mark.__exit__(None, None, None)
-        flight.ended = time.monotonic()
-        self._waits.pop(id(flight), None)
+        record.ended = time.monotonic()
+        self._waits.pop(id(record), None)
         if threading.get_ident() == self._main:
-            self._waited += flight.ended - flight.waited
+            self._waited += record.ended - record.waited
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """For what is waited for without a collective of ours: data, a step's result."""
-        flight = Flight(what, "", 0, 0, self.step, self.action, time.monotonic())
-        self.enter(flight)
+        record = CollectiveRecord(what, "", 0, 0, self.step, self.action, time.monotonic())
+        self.enter(record)
         try:
             yield
         finally:
-            self.leave(flight)
+            self.leave(record)
 
     # ---------------------------------------------------------------------------------------------------------- asking
 
-    def longest_wait(self) -> tuple[Flight | None, float]:
+    def longest_wait(self) -> tuple[CollectiveRecord | None, float]:
         """What has been waited for longest, and since how many seconds."""
         waits = list(self._waits.values())  # one call: other threads go on
         if not waits:

@@ -67,8 +67,8 @@ class TensorLayout:
     dims: tuple[Dim, ...]
     cut: tuple[tuple[int, int], ...]
     partial: frozenset[str]
-    cut_dim: int | None = None
-    copies: int = 1
+    shard_dim: int | None = None
+    tp_replicas: int = 1
     copy: int = 0
     holders: int = 1
     holder: int = 0
@@ -188,26 +188,28 @@ class Layouts:
 
     def _layout(self, name: str, dims: tuple[Dim, ...]) -> TensorLayout:
         n, index = self.mesh.size(CUT_AXIS), self.mesh.coords(self.rank)[CUT_AXIS]
-        cut_dim = next((i for i, d in enumerate(dims) if self.rules.get(d.name)), None) if n > 1 else None
-        copies = n if cut_dim is None else 1
+        shard_dim = next((i for i, d in enumerate(dims) if self.rules.get(d.name)), None) if n > 1 else None
+        tp_replicas = n if shard_dim is None else 1
         cut = [(0, d.size) for d in dims]
-        if cut_dim is not None:
-            dim = dims[cut_dim]
-            copies = max(1, n // dim.units) if dim.name in COPIED else 1
-            cut[cut_dim] = self._cut(name, dim, n // copies, index // copies)
-        partial = self._partial(dims, copies, cut_dim is not None)
+        if shard_dim is not None:
+            dim = dims[shard_dim]
+            tp_replicas = max(1, n // dim.units) if dim.name in COPIED else 1
+            cut[shard_dim] = self._cut(name, dim, n // tp_replicas, index // tp_replicas)
+        partial = self._partial(dims, tp_replicas, shard_dim is not None)
         here, at = self.mesh.coords(self.rank)["pp"], self.holders.get(name, (0,))
         if len(at) > 1:  # each stage has the gradient of its own use
             partial |= {"pp"}
         holder = at.index(here) if here in at else 0
-        return TensorLayout(name, dims, tuple(cut), partial, cut_dim, copies, index % copies, len(at), holder)
+        return TensorLayout(
+            name, dims, tuple(cut), partial, shard_dim, tp_replicas, index % tp_replicas, len(at), holder
+        )
 
-    def _partial(self, dims: tuple[Dim, ...], copies: int, ruled: bool) -> frozenset[str]:
+    def _partial(self, dims: tuple[Dim, ...], tp_replicas: int, ruled: bool) -> frozenset[str]:
         """A gradient is partial over the axes that cut the activations its tensor is applied to: those of the stream,
         or of the dim it follows. An axis that cuts the tensor along with them leaves nothing to sum but over copies."""
         axes = self.stream | {self.rules.get(FOLLOWS[d.name]) for d in dims if d.name in FOLLOWS} - {None}
         if ruled:
-            axes = axes - {CUT_AXIS} if copies == 1 else axes | {CUT_AXIS}
+            axes = axes - {CUT_AXIS} if tp_replicas == 1 else axes | {CUT_AXIS}
         return frozenset(axes)
 
     def _cut(self, name: str, dim: Dim, parts: int, index: int) -> tuple[int, int]:
@@ -240,7 +242,7 @@ class FlatLayout:
     @classmethod
     def of(cls, tensors: Iterable[TensorLayout], parts: int) -> "FlatLayout":
         # stable: model order within each kind
-        ordered = tuple(sorted(tensors, key=lambda t: (len(t.dims) < 2, t.copies)))
+        ordered = tuple(sorted(tensors, key=lambda t: (len(t.dims) < 2, t.tp_replicas)))
         offsets, at = {}, 0
         for t in ordered:
             offsets[t.name] = at
@@ -252,12 +254,12 @@ class FlatLayout:
         """[start, stop) of a part in the flat buffer."""
         return even_cut(self.numel, self.parts, part)
 
-    def stacks(self, names: Sequence[str]) -> bool:
+    def can_fuse(self, names: Sequence[str]) -> bool:
         """Whether the local matrices stand row behind row as one matrix, cut alike over the same ranks."""
         order = [t.name for t in self.tensors]
         first = order.index(names[0])
         found = self.tensors[first : first + len(names)]
-        alike = {(t.local_shape[1:], t.copies, t.cut_dim) for t in found}
+        alike = {(t.local_shape[1:], t.tp_replicas, t.shard_dim) for t in found}
         return [t.name for t in found] == list(names) and len(alike) == 1
 
     def decayed_in(self, start: int, stop: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ndtrain.model import Context, Segment
-from ndtrain.parallel.recompute import Group
+from ndtrain.parallel.recompute import RecomputeGroup
 from ndtrain.schedule import Action
 
 Units = tuple[str, ...]  # names
@@ -89,10 +89,12 @@ def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
     return found
 
 
-def join(layers: Sequence[Layer], groups_: Sequence[Group]) -> tuple[list[Layer], list[Group]]:
+def join(
+    layers: Sequence[Layer], recompute_groups: Sequence[RecomputeGroup]
+) -> tuple[list[Layer], list[RecomputeGroup]]:
     """Layers of a stage that follow each other as one, but for the loss and what is run again: fewer graphs, where
     nothing is to be done between them. Returns the groups with their new places too."""
-    alone = {i for g in groups_ for i in g.segments} | {i for i, layer in enumerate(layers) if layer.loss}
+    alone = {i for g in recompute_groups for i in g.segments} | {i for i, layer in enumerate(layers) if layer.loss}
     runs: list[list[int]] = []
     for i, layer in enumerate(layers):
         if runs and not alone & {i, runs[-1][-1]} and layers[runs[-1][-1]].stage == layer.stage:
@@ -100,7 +102,7 @@ def join(layers: Sequence[Layer], groups_: Sequence[Group]) -> tuple[list[Layer]
         else:
             runs.append([i])
     place = {i: n for n, run in enumerate(runs) for i in run}
-    moved = [replace(g, segments=[place[i] for i in g.segments]) for g in groups_]
+    moved = [replace(g, segments=[place[i] for i in g.segments]) for g in recompute_groups]
     return [_joined([layers[i] for i in run]) for run in runs], moved
 
 
@@ -123,10 +125,10 @@ def _joined(layers: list[Layer]) -> Layer:
 
 
 def expand(
-    row: Sequence[Action], layers: Sequence[Layer], groups_: Sequence[Group], ahead: int
+    row: Sequence[Action], layers: Sequence[Layer], recompute_groups: Sequence[RecomputeGroup], ahead: int
 ) -> list[list[Instruction]]:
-    """The instructions of each action of a rank's row; `groups_`: blocks that are run again; `ahead`: how many units to
-    prefetch.
+    """The instructions of each action of a rank's row; `recompute_groups`: the blocks that are recomputed; `ahead`: how
+    many units to prefetch.
 
     The loss's segment runs forward inside the backward action: its value is not needed earlier, and its gradients then
     never wait in memory. A row of forwards alone keeps nothing for a backward, and ends with the loss.
@@ -136,7 +138,7 @@ def expand(
     forward = _evaluate if all(a.kind == "F" for a in row) else _forward
     for number, a in enumerate(row):
         passes = {"F": forward, "B": _backward, "I": _backward, "W": _weights}[a.kind]
-        for ins in passes(a, layers, of_stage[a.stage], groups_):
+        for ins in passes(a, layers, of_stage[a.stage], recompute_groups):
             found.append(replace(ins, action=number))
     found = _with_reductions(_with_gathers(found, ahead), layers)
     return [list(same) for _, same in groupby(found, key=lambda ins: ins.action)]
@@ -146,13 +148,17 @@ def _instruction(kind: str, a: Action, i: int, weights: Units, **flags: Any) -> 
     return Instruction(kind, 0, a.microbatch, i, weights, **flags)
 
 
-def _evaluate(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
+def _evaluate(
+    a: Action, layers: Sequence[Layer], stage: list[int], recompute_groups: Sequence[RecomputeGroup]
+) -> list[Instruction]:
     flags = {"keep_graph": False, "drop_input": True}
     return [_instruction("F", a, i, layers[i].units, feed=not layers[i].loss, **flags) for i in stage]
 
 
-def _forward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
-    group = {i: g for g in groups_ for i in g.segments}
+def _forward(
+    a: Action, layers: Sequence[Layer], stage: list[int], recompute_groups: Sequence[RecomputeGroup]
+) -> list[Instruction]:
+    group = {i: g for g in recompute_groups for i in g.segments}
     found = []
     for i in stage:
         if layers[i].loss:
@@ -165,8 +171,10 @@ def _forward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequ
     return found
 
 
-def _backward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
-    group_ending = {g.segments[-1]: g.segments for g in groups_}
+def _backward(
+    a: Action, layers: Sequence[Layer], stage: list[int], recompute_groups: Sequence[RecomputeGroup]
+) -> list[Instruction]:
+    group_ending = {g.segments[-1]: g.segments for g in recompute_groups}
     found = []
     for i in reversed(stage):
         if layers[i].loss:
@@ -177,7 +185,9 @@ def _backward(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Seq
     return found
 
 
-def _weights(a: Action, layers: Sequence[Layer], stage: list[int], groups_: Sequence[Group]) -> list[Instruction]:
+def _weights(
+    a: Action, layers: Sequence[Layer], stage: list[int], recompute_groups: Sequence[RecomputeGroup]
+) -> list[Instruction]:
     return [_instruction("W", a, i, ()) for i in reversed(stage)]
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.engine.train_step import Executor, Took
+from ndtrain.engine.train_step import ActionTiming, Executor
 from ndtrain.schedule import Schedule, Span, Timeline, simulate
 from ndtrain.schedule.draw import panel, timeline_svg
 from ndtrain.schedule.table import sends, show
@@ -129,7 +129,7 @@ class _Log(NamedTuple):
 
     clock: str
     zero: float
-    took: list[Took]
+    took: list[ActionTiming]
 
 
 def traced(work: Callable[[], T], step: int, executor: Executor, mesh: Mesh) -> tuple[T, Trace | None]:
@@ -138,11 +138,11 @@ def traced(work: Callable[[], T], step: int, executor: Executor, mesh: Mesh) -> 
     if mesh.world is not None:
         dist.barrier(mesh.world)
     log = _Log(_clock(mesh.rank), time.perf_counter(), [])
-    executor.watched = log.took
+    executor.timings = log.took
     try:
         result = work()
     finally:
-        executor.watched = None
+        executor.timings = None
     logs = [log] * mesh.spec.world_size if mesh.rank == 0 else None
     if mesh.world is not None:
         dist.gather_object(log, logs, dst=0, group=mesh.world)

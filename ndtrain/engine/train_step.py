@@ -25,13 +25,13 @@ from ndtrain.optim import Optimizer, learning_rate
 from ndtrain.parallel.build import Stages, stream_shape
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Pipeline
-from ndtrain.parallel.recompute import Group, Keep, always_kept, groups, spared
+from ndtrain.parallel.recompute import RecomputeGroup, SavedOps, always_saved_ops, plan_recompute, skipped_ops
 from ndtrain.parallel.recompute_budget import choose
 from ndtrain.schedule import Action, sends
 from ndtrain.schedule.table import show
 
 
-class Took(NamedTuple):
+class ActionTiming(NamedTuple):
     """When an action was worked on, in seconds of this machine's monotonic clock; it waits for its input before."""
 
     action: Action
@@ -52,17 +52,19 @@ class Executor:
         layers: Sequence[Layer],
         units: ShardedUnits,
         pipeline: Pipeline,
-        keep: Keep,
-        groups_: Sequence[Group],
+        saved_ops: SavedOps,
+        recompute_groups: Sequence[RecomputeGroup],
     ):
-        if units.stay:
-            layers, groups_ = join(layers, groups_)
-        self.row, self.layers, self.units, self.pipeline, self.keep = row, layers, units, pipeline, keep
+        if units.fully_resident:
+            layers, recompute_groups = join(layers, recompute_groups)
+        self.row, self.layers, self.units, self.pipeline, self.saved_ops = row, layers, units, pipeline, saved_ops
         self.trains = any(a.kind != "F" for a in row)
         self._names = [show(a) for a in row]
-        self.program = expand(row, layers, groups_, ahead=0 if units.stay else 2 if units.keeps_full else 1)
+        self.program = expand(
+            row, layers, recompute_groups, ahead=0 if units.fully_resident else 2 if units.keeps_full else 1
+        )
         self._passes = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._finish_weights}
-        self.watched: list[Took] | None = None
+        self.timings: list[ActionTiming] | None = None
         self._exit = {layer.stage: i for i, layer in enumerate(layers) if layer.last}
         self._entry = {layer.stage: i for i, layer in enumerate(layers) if layer.first}
 
@@ -81,13 +83,13 @@ class Executor:
             self.units.begin_step()
         for number, (action, instructions) in enumerate(zip(self.row, self.program, strict=True)):
             RECORDER.action = self._names[number]
-            self.pipeline.post(number)
+            self.pipeline.post_recv(number)
             self._enter(action)
             began = self._now()
             for ins in instructions:
                 self._run(ins)
-            if self.watched is not None:
-                self.watched.append(Took(action, began, self._now()))
+            if self.timings is not None:
+                self.timings.append(ActionTiming(action, began, self._now()))
         RECORDER.action = "gradient sums"
         self.pipeline.finish()
         if self.trains:
@@ -95,14 +97,14 @@ class Executor:
         return self._loss
 
     def _now(self) -> float:
-        if self.watched is not None and self.units.device.type == "cuda":
+        if self.timings is not None and self.units.device.type == "cuda":
             torch.cuda.synchronize(self.units.device)
         return time.perf_counter()
 
     def _enter(self, a: Action) -> None:
         """What the action takes from another stage is here."""
         needed = self.pipeline.needed(a)
-        x = self.pipeline.take(needed) if needed else None
+        x = self.pipeline.recv(needed) if needed else None
         if a.kind == "F":
             self._inputs[a.microbatch, self._entry[a.stage]] = None if x is None else x.requires_grad_()
         elif x is not None:
@@ -110,13 +112,13 @@ class Executor:
 
     def _run(self, ins: Instruction) -> None:
         for name in ins.weights:
-            self.units.use(name)
+            self.units.unshard(name)
         for name in ins.prefetch:
-            self.units.fetch(name)
+            self.units.prefetch(name)
         self._passes[ins.kind](ins)
-        if ins.release:
+        if ins.reshard:
             for name in ins.weights:
-                self.units.release(name)
+                self.units.reshard(name)
         for name, final in ins.reduce:
             self.units.reduce(name, final)
 
@@ -136,14 +138,14 @@ class Executor:
             if ins.keep_graph:
                 self._gradients[at] = torch.ones_like(y)
         elif ins.feed and layer.last:
-            self.pipeline.give(sends(self.row[ins.action]), y.detach())
+            self.pipeline.send(sends(self.row[ins.action]), y.detach())
         elif ins.feed:
             self._inputs[ins.microbatch, ins.segment + 1] = y.detach().requires_grad_()
 
     def _kept(self, ins: Instruction, at: tuple[int, int]) -> AbstractContextManager:
         if ins.again:
-            return self.keep.replaying(at)
-        return nullcontext() if ins.keep is None else self.keep.recording(at, ins.keep, ins.unneeded)
+            return self.saved_ops.replaying(at)
+        return nullcontext() if ins.saved_ops is None else self.saved_ops.saving(at, ins.saved_ops, ins.unneeded)
 
     def _backward(self, ins: Instruction) -> None:
         at, layer = (ins.microbatch, ins.segment), self.layers[ins.segment]
@@ -156,7 +158,7 @@ class Executor:
         if x is None:
             return
         if layer.first:
-            self.pipeline.give(sends(self.row[ins.action]), x.grad)
+            self.pipeline.send(sends(self.row[ins.action]), x.grad)
         else:
             self._gradients[ins.microbatch, ins.segment - 1] = x.grad
 
@@ -202,21 +204,21 @@ class TrainingStep:
         pipeline = Pipeline(schedule, mesh, stream_shape(cfg), stages.units.compute)
         row = schedule.table[mesh.coords["pp"]]
         again = self._again(layers)
-        self.executor = Executor(row, layers, stages.units, pipeline, stages.keep, again)
+        self.executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, again)
         self.optimizer = Optimizer(stages.units, cfg.optim, mesh)
 
-    def _again(self, layers: Sequence[Layer]) -> list[Group]:
-        """The blocks that are run again, stage by stage. Sets `spared`: for each block what its second run leaves out,
-        None where it has none."""
-        cfg, always = self.cfg, always_kept(self.cfg)
+    def _again(self, layers: Sequence[Layer]) -> list[RecomputeGroup]:
+        """The blocks that are recomputed, stage by stage. Sets `skipped_ops`: for each block the ops that its recompute
+        skips, None where it is not recomputed."""
+        cfg, always = self.cfg, always_saved_ops(self.cfg)
         blocks = {s: [i for i, x in enumerate(layers) if x.stage == s and x.is_block] for s in self.stages.segments}
         choice = choose(cfg, self.mesh, self.stages, always) if cfg.recompute.name == "budget" else []
         found, at = [], 0
         for mine in blocks.values():
-            found += groups(mine, cfg.recompute, always, choice[at : at + len(mine)])
+            found += plan_recompute(mine, cfg.recompute, always, choice[at : at + len(mine)])
             at += len(mine)
         in_graphs = bool(self.stages.units.by_autograd)
-        self.spared = spared([i for mine in blocks.values() for i in mine], found, in_graphs)
+        self.skipped_ops = skipped_ops([i for mine in blocks.values() for i in mine], found, in_graphs)
         return found
 
     def run(
@@ -242,12 +244,12 @@ class TrainingStep:
         loss_share = self.executor.run(contexts(self.stages, batches, loss_scale))
         counted.wait()  # where no stage of this rank has the loss, nobody has
         RECORDER.action = "norm and update"
-        verdict = self.optimizer.judge(loss_share)
+        stats = self.optimizer.reduce_stats(loss_share)
         lr = learning_rate(self.cfg.optim, step, self.cfg.train.steps)
-        self.optimizer.step(step, lr, verdict)
+        self.optimizer.step(step, lr, stats)
         self.stages.units.weights_changed(published=True)
-        rows, flight = all_gather_row(upload(signals(), self.mesh.device), self.mesh.world)
-        result = Readback(flight, torch.stack([verdict.loss, verdict.norm, verdict.finite.double()]), rows)
+        rows, work = all_gather_row(upload(signals(), self.mesh.device), self.mesh.world)
+        result = Readback(work, torch.stack([stats.loss, stats.norm, stats.finite.double()]), rows)
         tokens = self.cfg.train.global_batch * self.cfg.train.seq_len
 
         def report() -> StepReport:
@@ -266,7 +268,9 @@ class Evaluation:
         schedule = schedules.forwards(stages.placement.schedule)
         layers = line_up(stages.segments, stages.placement.last)
         pipeline = Pipeline(schedule, mesh, stream_shape(cfg), stages.units.compute)
-        self.executor = Executor(schedule.table[mesh.coords["pp"]], layers, stages.units, pipeline, stages.keep, [])
+        self.executor = Executor(
+            schedule.table[mesh.coords["pp"]], layers, stages.units, pipeline, stages.saved_ops, []
+        )
 
     def run(self, passes: Iterable[Sequence[Batch]], valid: int) -> float:
         """The mean loss over the set's valid tokens, the same number on every rank.
@@ -279,8 +283,8 @@ class Evaluation:
         scale = torch.full((), 1 / max(1, valid), dtype=torch.float64, device=self.mesh.device)
         for batches in passes:
             share += self.executor.run(contexts(self.stages, batches, lambda: scale))
-        rows, flight = all_gather_row(share, self.mesh.world)
-        flight.wait()
+        rows, work = all_gather_row(share, self.mesh.world)
+        work.wait()
         return rows.sum().item()
 
 

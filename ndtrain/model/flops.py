@@ -70,9 +70,9 @@ def block_flops(m: ModelConfig, seq_len: int) -> int:
     return sum(op_flops(m, seq_len).values())
 
 
-def rerun_flops(m: ModelConfig, seq_len: int, spared: frozenset[str]) -> int:
-    """Forward FLOPs a token of a block's second run, in which the ops `spared` are not done."""
-    return sum(flops for op, flops in op_flops(m, seq_len).items() if op not in spared)
+def rerun_flops(m: ModelConfig, seq_len: int, skipped_ops: frozenset[str]) -> int:
+    """Forward FLOPs a token of a block's second run, in which the ops `skipped_ops` are not done."""
+    return sum(flops for op, flops in op_flops(m, seq_len).items() if op not in skipped_ops)
 
 
 def elementwise_values(m: ModelConfig) -> int:
@@ -95,7 +95,7 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> int:
     return 3 * (m.num_hidden_layers * block_flops(m, seq_len) + head_flops(m))
 
 
-def hardware_flops_per_token(m: ModelConfig, seq_len: int, spared: Sequence[frozenset[str] | None]) -> float:
+def hardware_flops_per_token(m: ModelConfig, seq_len: int, skipped_ops: Sequence[frozenset[str] | None]) -> float:
     """FLOPs a token that are really executed, which HFU counts: the model's, and what is run again for the backward.
     The head never is (its gradients are made while the logits are at hand).
 
@@ -103,8 +103,8 @@ def hardware_flops_per_token(m: ModelConfig, seq_len: int, spared: Sequence[froz
         spared: for each of some blocks the ops that its second run leaves out, None where it has no second run
             (`parallel/recompute.py` knows); the model's other blocks are taken to be like these on average.
     """
-    again = sum(rerun_flops(m, seq_len, ops) for ops in spared if ops is not None)
-    return flops_per_token(m, seq_len) + (m.num_hidden_layers * again / len(spared) if spared else 0)
+    again = sum(rerun_flops(m, seq_len, ops) for ops in skipped_ops if ops is not None)
+    return flops_per_token(m, seq_len) + (m.num_hidden_layers * again / len(skipped_ops) if skipped_ops else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- memory

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ndtrain.model.matmul_accumulate import add_product
+from ndtrain.model.matmul_accumulate import accumulate_product
 
 IGNORE = -100  # a label that does not count, as in torch.nn.functional.cross_entropy
 
@@ -101,7 +101,7 @@ class _HeadLoss(torch.autograd.Function):
         wanted: bool,
     ) -> Tensor:
         dw_VE = torch.zeros_like(weight_VE, dtype=_wide(weight_VE.dtype)) if wanted else None
-        add = lambda a, b: add_product(dw_VE, a, b)
+        add = lambda a, b: accumulate_product(dw_VE, a, b)
         total, dx_NE = chunked_loss(x_NE, weight_VE, labels_N, scale, chunk, wanted, add, vocabulary)
         ctx.save_for_backward(dx_NE, dw_VE)
         return total

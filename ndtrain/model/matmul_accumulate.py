@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
+def accumulate_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
     """total [m, n] += a [m, k] @ b [k, n]; if `fresh`, what it held is overwritten.
 
     Where `total` is wider, a GPU adds the product up in `total`'s precision; on a CPU it is rounded to that of `a`

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ndtrain.config import ModelConfig
 from ndtrain.model.attention.core import local_core
-from ndtrain.model.attention.custom_op import ticket
+from ndtrain.model.attention.custom_op import handle
 from ndtrain.model.attention.scores import Scores, alibi_slopes
 from ndtrain.model.loss import head_loss
 from ndtrain.model.norm import rms_norm
@@ -40,7 +40,7 @@ _BLOCK = {
     "mlp.down_proj.weight": ("embed", "mlp"),
 }
 # weights of one input whose outputs are also read together: as one matrix they need one product
-_STACKED = (("self_attn.q_proj", "self_attn.k_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+_FUSED = (("self_attn.q_proj", "self_attn.k_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 _QKV_BIAS = {f"self_attn.{p}_proj.bias": (dim,) for p, dim in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads"))}
 _O_BIAS = {"self_attn.o_proj.bias": ("embed",)}
 _MLP_BIAS = {f"mlp.{p}_proj.bias": (dim,) for p, dim in (("gate", "mlp"), ("up", "mlp"), ("down", "embed"))}
@@ -71,10 +71,10 @@ def tensor_dims(m: ModelConfig) -> dict[str, tuple[str, ...]]:
     return table
 
 
-def stacked(m: ModelConfig) -> list[tuple[str, ...]]:
+def fused_names(m: ModelConfig) -> list[tuple[str, ...]]:
     """The names of weights that one product may serve, where their rows lie one behind the other."""
     return [
-        tuple(f"{layer(i)}.{leaf}.weight" for leaf in leaves) for i in range(m.num_hidden_layers) for leaves in _STACKED
+        tuple(f"{layer(i)}.{leaf}.weight" for leaf in leaves) for i in range(m.num_hidden_layers) for leaves in _FUSED
     ]
 
 
@@ -144,7 +144,7 @@ class Context(NamedTuple):
     rope: tuple[Tensor, Tensor] | None
     loss_scale: Callable[[], Tensor]
     scores: Scores
-    ticket: Tensor
+    handle: Tensor
 
 
 # ------------------------------------------------------------------------------------------------------- the modules
@@ -305,7 +305,7 @@ class Transformer(nn.Module):
         slopes = alibi_slopes(m.num_attention_heads) if m.alibi else None
         scores = Scores(m.sliding_window, m.attn_logit_softcapping, slopes, documents, self.kernel)
         one = lambda: torch.ones((), dtype=wide, device=device)
-        return Context(tokens_BT, labels_BT, rope, loss_scale or one, scores, ticket(scores))
+        return Context(tokens_BT, labels_BT, rope, loss_scale or one, scores, handle(scores))
 
     def _rope(self, positions: Tensor | None, length: int, device: torch.device, dtype: torch.dtype):
         """The rotary table of some positions; that of all in order is made once."""

@@ -1,7 +1,7 @@
 """Optimizers on shards, the global gradient norm from layouts, and learning-rate schedules."""
 
-from ndtrain.optim.grad_stats import Verdict
+from ndtrain.optim.grad_stats import GradStats
 from ndtrain.optim.lr_schedule import learning_rate
 from ndtrain.optim.optimizer import Optimizer
 
-__all__ = ["Optimizer", "Verdict", "learning_rate"]
+__all__ = ["GradStats", "Optimizer", "learning_rate"]

@@ -11,7 +11,7 @@ from ndtrain.distributed.sharding import MODEL_AXES
 from ndtrain.parallel.fsdp import ShardedUnits
 
 
-class Verdict(NamedTuple):
+class GradStats(NamedTuple):
     """The same bits on every rank, fp64 and on the device.
 
     Attributes:
@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
     finite: Tensor
 
 
-class Judge:
+class GradStatsReducer:
     """Asks every rank for its loss and for the norm of the gradients it owns."""
 
     def __init__(self, units: ShardedUnits, mesh: Mesh):
@@ -34,15 +34,15 @@ class Judge:
         self._one_replica = torch.tensor(mesh.spec.groups(*MODEL_AXES)[0], device=units.device)
         self._counted = _counted(units)
 
-    def __call__(self, loss_share: Tensor) -> Verdict:
+    def __call__(self, loss_share: Tensor) -> GradStats:
         mine = torch.zeros(2, dtype=torch.float64, device=self.device)
         for x in self._counted:
             mine[0] += _square_sum(x)
         mine[1] = loss_share
-        rows, flight = all_gather_row(mine, self.mesh.world)
-        flight.wait()
+        rows, work = all_gather_row(mine, self.mesh.world)
+        work.wait()
         loss, norm = rows[:, 1].sum(), rows[self._one_replica, 0].sum().sqrt()
-        return Verdict(loss, norm, rows.isfinite().all())
+        return GradStats(loss, norm, rows.isfinite().all())
 
 
 _ROW = 4096  # elements whose norm is taken in their own precision

@@ -9,7 +9,7 @@ from torch import Tensor
 from ndtrain.parallel.fsdp import ShardedUnits
 
 
-class _Lane:
+class _CopyStream:
     """One direction of the link: copies in their order, beside the computing stream. On a CPU they are made at once.
 
     Args:
@@ -47,7 +47,7 @@ class _Lane:
 _SLOTS = 2  # units under way each way: one is updated while the next one's gradients come and the last one's weights go
 
 
-class Carrier:
+class OffloadCopier:
     """Takes units' gradients to the host and their new weights, in compute precision, to the device.
 
     Attributes:
@@ -63,7 +63,7 @@ class Carrier:
         grads, weights = buffers(units.master), buffers(units.compute)
         self.gradients = [grads[i % _SLOTS][: u.grad.numel()] for i, u in enumerate(self.units)]
         self._weights = [weights[i % _SLOTS][: u.grad.numel()] for i, u in enumerate(self.units)]
-        self._down, self._up = _Lane(units.device, _SLOTS), _Lane(units.device, _SLOTS)
+        self._down, self._up = _CopyStream(units.device, _SLOTS), _CopyStream(units.device, _SLOTS)
 
     def run(self, update: Callable[[int], None]) -> None:
         """Calls `update(i)` when the gradients of unit i are on the host, and then brings its weights back."""

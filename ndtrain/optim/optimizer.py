@@ -8,8 +8,8 @@ from torch import Tensor
 from ndtrain.config import OptimConfig
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.optim.adamw import Piece, RoundedAdamW
-from ndtrain.optim.grad_stats import Judge, Verdict
-from ndtrain.optim.offload import Carrier
+from ndtrain.optim.grad_stats import GradStats, GradStatsReducer
+from ndtrain.optim.offload import OffloadCopier
 from ndtrain.parallel.fsdp import ShardedUnits, Unit
 
 
@@ -27,27 +27,27 @@ class Optimizer:
     """
 
     def __init__(self, units: ShardedUnits, cfg: OptimConfig, mesh: Mesh):
-        self.cfg, self.judge = cfg, Judge(units, mesh)
+        self.cfg, self.reduce_stats = cfg, GradStatsReducer(units, mesh)
         self.skipped = torch.zeros((), dtype=torch.float32, device=units.state_device)
         every = list(units.units.values())
         self._averaged = [(u.ema, u.master) for u in every if u.ema is not None and u.ema.numel()]
-        self._carrier = Carrier(units) if units.offload else None
-        if self._carrier:
-            lots = [([u], [g]) for u, g in zip(every, self._carrier.gradients, strict=True)]
+        self._copier = OffloadCopier(units) if units.offload else None
+        if self._copier:
+            shards = [([u], [g]) for u, g in zip(every, self._copier.gradients, strict=True)]
         else:
-            lots = [(every, [u.grad for u in every])]
-        self._lots = [_adamw(us, units.index, grads, cfg) for us, grads in lots]
+            shards = [(every, [u.grad for u in every])]
+        self._shards = [_adamw(us, units.index, grads, cfg) for us, grads in shards]
 
-    def step(self, step: int, lr: float, verdict: Verdict) -> None:
+    def step(self, step: int, lr: float, stats: GradStats) -> None:
         """Clips and makes update number `step` (from 1); where something was not finite, changes nothing. Offloaded, it
         waits for the gradients, and so for the verdict."""
-        skip = (~verdict.finite).float().to(self.skipped.device)
-        excess = None  # what the gradients are divided by
+        skip = (~stats.finite).float().to(self.skipped.device)
+        grad_scale = None  # what the gradients are divided by
         if self.cfg.clip is not None:
-            excess = ((verdict.norm + 1e-6) / self.cfg.clip).clamp(min=1).to(skip.device)
+            grad_scale = ((stats.norm + 1e-6) / self.cfg.clip).clamp(min=1).to(skip.device)
         made = step - 1 - self.skipped
-        update = lambda i: _update(self._lots[i], step, made, lr, skip, excess)
-        self._carrier.run(update) if self._carrier else update(0)
+        update = lambda i: _update(self._shards[i], step, made, lr, skip, grad_scale)
+        self._copier.run(update) if self._copier else update(0)
         self.skipped += skip
         if self._averaged:
             part = (1 - self.cfg.ema) * (1 - skip.to(self._averaged[0][0].dtype))
@@ -90,17 +90,19 @@ def _pieces(unit: Unit, start: int, stop: int) -> list[Piece]:
 
 
 def _update(
-    adamw: torch.optim.Optimizer, step: int, made: Tensor, lr: float, skip: Tensor, excess: Tensor | None
+    adamw: torch.optim.Optimizer, step: int, made: Tensor, lr: float, skip: Tensor, grad_scale: Tensor | None
 ) -> None:
     """One update of some shards, of which `made` were made before; none where `skip` is 1."""
     adamw.found_inf = skip  # as GradScaler hands it to the fused kernel, which then does not update
     for group in adamw.param_groups:
         group |= {"lr": lr, "number": step}
     weights = [w for group in adamw.param_groups for w in group["params"]]
-    if excess is not None and weights[0].dtype == torch.float32:  # again as GradScaler does: one pass over them less
-        adamw.grad_scale = excess.float()
-    elif excess is not None:  # that kernel takes an fp32 scale only
-        torch._foreach_div_([w.grad for w in weights], [excess] * len(weights))
+    if (
+        grad_scale is not None and weights[0].dtype == torch.float32
+    ):  # again as GradScaler does: one pass over them less
+        adamw.grad_scale = grad_scale.float()
+    elif grad_scale is not None:  # that kernel takes an fp32 scale only
+        torch._foreach_div_([w.grad for w in weights], [grad_scale] * len(weights))
     steps = [adamw.state[w]["step"] for w in weights]
     torch._foreach_copy_(steps, [made] * len(steps))  # the optimizer counts this one itself
     adamw.step()

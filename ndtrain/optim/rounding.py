@@ -17,14 +17,14 @@ _LOW = 0xFFFF  # the bits of an fp32 number that bf16 has no room for
 def element_index(layout: TensorLayout, start: int, stop: int, device: torch.device) -> Tensor:
     """Where the elements [start, stop) of a local tensor stand in the whole one, int64."""
     local = torch.arange(start, stop, device=device)
-    if layout.cut_dim is None:
+    if layout.shard_dim is None:
         return local
     length, stride = 1, 1  # elements from one index before the cut dim to the next, here and in the whole
-    for dim, (_, n) in zip(layout.dims[layout.cut_dim :], layout.cut[layout.cut_dim :], strict=True):
+    for dim, (_, n) in zip(layout.dims[layout.shard_dim :], layout.cut[layout.shard_dim :], strict=True):
         length, stride = length * n, stride * dim.size
     if length == stride:
         return local
-    first = layout.cut[layout.cut_dim][0] * (stride // layout.dims[layout.cut_dim].size)
+    first = layout.cut[layout.shard_dim][0] * (stride // layout.dims[layout.shard_dim].size)
     row = local.div(length, rounding_mode="floor")
     return local.add_(first).add_(row, alpha=stride - length)
 

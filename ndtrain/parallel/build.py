@@ -13,17 +13,17 @@ from ndtrain.distributed.sharding import CUT_AXIS, DATA_AXES, SHARD_AXES, Dim, F
 from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.init import fill, standard_normal
-from ndtrain.model.transformer import stacked, unit_of
+from ndtrain.model.transformer import fused_names, unit_of
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.dp import ReplicaReducer
-from ndtrain.parallel.fp8 import Fp8Products, multiplies_fp8
+from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8
 from ndtrain.parallel.fsdp import ShardedUnits
-from ndtrain.parallel.fused_grad_accumulation import PLAIN, Products, direct_ops
-from ndtrain.parallel.grad_accumulator import Gradients, Stack
+from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
+from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.parallel.pp import Placement, TiedReducer
-from ndtrain.parallel.recompute import Keep, hands_over, op_of
-from ndtrain.parallel.tp import CopyReducer, TensorParallel
+from ndtrain.parallel.recompute import SavedOps, needs_saved_ops, op_of
+from ndtrain.parallel.tp import TensorParallel, TPReplicaReducer
 
 # of weights and activations: with fp8 only matmuls are narrower
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -84,7 +84,7 @@ class Stages:
     units: ShardedUnits
     layouts: Layouts
     placement: Placement
-    keep: Keep
+    saved_ops: SavedOps
     attention: str = ""
 
     @property
@@ -98,7 +98,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
     placement = Placement.of(cfg)
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
     compute, in_graph = DTYPES[cfg.precision.compute], _linear_in_graph(cfg, placement)
-    gradients = Gradients()
+    gradients = GradAccumulator()
     models = _models(cfg, placement, mesh.coords["pp"])
     names = _check_declared(models.values(), layouts)
     units = ShardedUnits(
@@ -106,11 +106,11 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         group=mesh.group(*SHARD_AXES),
         index=mesh.index(*SHARD_AXES),
         replicas=ReplicaReducer(mesh.group(*_replica_axes(layouts, names))),
-        copies=CopyReducer({n: mesh.subgroup(CUT_AXIS, n) for n in _copies(layouts, names)}),
+        tp_replicas=TPReplicaReducer({n: mesh.subgroup(CUT_AXIS, n) for n in _copies(layouts, names)}),
         ties=TiedReducer(mesh, _other_holder(layouts, names, mesh.coords["pp"])),
         gradients=gradients,
         by_autograd=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
-        stacked=stacked(cfg.model),
+        fused_names=fused_names(cfg.model),
         zero=cfg.mesh.zero,
         compute=compute,
         master=DTYPES[cfg.precision.params],
@@ -124,9 +124,9 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         for name, parameter in unit.parameters.items():
             cut[parameter] = layouts[name]
             op_names[parameter] = op_of(name)
-    keep = Keep(op_names)
-    stacks = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.stacks.items()}
-    ops = _ops(cfg, mesh, cut, gradients, keep, stacks, in_graph)
+    saved_ops = SavedOps(op_names)
+    fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
+    ops = _ops(cfg, mesh, cut, gradients, saved_ops, fused_weights, in_graph)
     kernel, attention = choose_kernel(cfg, mesh, compute) if mesh.device.type == "cuda" else (None, "")
     for model in models.values():
         for name, _ in list(model.named_parameters()):
@@ -136,13 +136,13 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         if cfg.train.compile:
             for block in model.model.layers.values():
                 block.compile()
-    return Stages(models, {s: m.segments() for s, m in models.items()}, units, layouts, placement, keep, attention)
+    return Stages(models, {s: m.segments() for s, m in models.items()}, units, layouts, placement, saved_ops, attention)
 
 
 def _linear_in_graph(cfg: Config, placement: Placement) -> bool:
     """Whether the blocks' matmuls are part of compiled graphs, in which nothing is done beside them: no gradient is
     written past autograd or put off, no result handed to a second run, no message sent."""
-    beside = cfg.mesh.tp > 1, hands_over(cfg), placement.schedule.splits_backward
+    beside = cfg.mesh.tp > 1, needs_saved_ops(cfg), placement.schedule.splits_backward
     return cfg.train.compile and not any(beside)
 
 
@@ -159,9 +159,9 @@ def _ops(
     cfg: Config,
     mesh: Mesh,
     cut: dict[nn.Parameter, TensorLayout],
-    gradients: Gradients,
-    keep: Keep,
-    stacks: dict[nn.Parameter, Stack],
+    gradients: GradAccumulator,
+    saved_ops: SavedOps,
+    fused_weights: dict[nn.Parameter, FusedWeights],
     in_graph: bool,
 ) -> Ops:
     """The model's calls as this mesh makes them: cp replaces the core, tp those over weights.
@@ -169,30 +169,32 @@ def _ops(
     Args:
         in_graph: whether matmuls are part of compiled graphs.
     """
-    products, compiled = _products(cfg, mesh), cfg.train.compile
-    ops = direct_ops(gradients, keep, products, stacks)
+    matmul, compiled = _products(cfg, mesh), cfg.train.compile
+    ops = fused_ops(gradients, saved_ops, matmul, fused_weights)
     if compiled:
         outside = torch.compiler.disable
-        core = outside(ops.core) if hands_over(cfg) else local_core
-        ops = replace(ops, linear=products.in_graph if in_graph else outside(ops.linear), core=core)
+        core = outside(ops.core) if needs_saved_ops(cfg) else local_core
+        ops = replace(ops, linear=matmul.in_graph if in_graph else outside(ops.linear), core=core)
     if cfg.mesh.cp > 1:
-        ops = replace(ops, core=cp_core(sequence_sharding(cfg), mesh.group("cp"), mesh.index("cp"), keep=keep))
+        ops = replace(
+            ops, core=cp_core(sequence_sharding(cfg), mesh.group("cp"), mesh.index("cp"), saved_ops=saved_ops)
+        )
     if cfg.mesh.tp > 1:
-        cut_ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.tp, keep, products, stacks)
+        cut_ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights)
         ops = cut_ops.over(ops, compiled)
     return ops
 
 
-def _products(cfg: Config, mesh: Mesh) -> Products:
+def _products(cfg: Config, mesh: Mesh) -> MatmulImpl:
     """How the blocks' matmuls are made."""
     if cfg.precision.compute != "fp8":
-        return PLAIN
+        return PLAIN_MATMUL
     if mesh.device.type == "cuda" and not multiplies_fp8("cuda"):
         raise ConfigError(
             f"precision.compute=fp8: {torch.cuda.get_device_name(mesh.device)} has no fp8 matmuls (compute capability "
             "8.9 and up has): compute in bf16"
         )
-    return Fp8Products()
+    return Fp8Matmul()
 
 
 def initialise(stages: Stages, cfg: Config, draw: Callable = standard_normal) -> None:
@@ -220,7 +222,9 @@ def _replica_axes(layouts: Layouts, names: list[str]) -> frozenset[str]:
 
 def _copies(layouts: Layouts, names: list[str]) -> list[int]:
     """Over how many copies some tensor's gradient is summed, the same list on every rank."""
-    return sorted({layouts[n].copies for n in names if CUT_AXIS in layouts[n].partial and layouts[n].copies > 1})
+    return sorted(
+        {layouts[n].tp_replicas for n in names if CUT_AXIS in layouts[n].partial and layouts[n].tp_replicas > 1}
+    )
 
 
 def _other_holder(layouts: Layouts, names: list[str], pp: int) -> int | None:

@@ -23,11 +23,11 @@ from torch import Tensor
 from ndtrain.distributed.collectives import Pending, all_to_all, shift
 from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.model.attention.core import Merged, Recall, add_gradients, attend, total_like
-from ndtrain.model.attention.custom_op import Node, as_node
+from ndtrain.model.attention.custom_op import AttentionOp, as_custom_op
 from ndtrain.model.attention.kernels import tiles_for
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.attention.tiles import Tile, halves
-from ndtrain.parallel.recompute import Keep
+from ndtrain.parallel.recompute import SavedOps
 
 Core = Callable[..., Tensor]
 
@@ -54,24 +54,28 @@ class Links:
 
 
 def cp_core(
-    cut: SequenceSharding, group: dist.ProcessGroup, index: int, links: Links | None = None, keep: Keep | None = None
+    cut: SequenceSharding,
+    group: dist.ProcessGroup,
+    index: int,
+    links: Links | None = None,
+    saved_ops: SavedOps | None = None,
 ) -> Core:
     """The attention core of cp coordinate `index` of `group`, for tokens cut as `cut` says: a core(q [B, T, N, D],
     k and v [B, T, K, D], ctx) -> [B, T, N, D] that reads `ctx.scores`, whose slopes are those of the N heads here.
 
-    With `keep`, a second run of the core needs no ring, and of Ulysses' messages only those of its inputs.
+    With `saved_ops`, a second run of the core needs no ring, and of Ulysses' messages only those of its inputs.
 
     Raises:
         ValueError (the core): cut.ulysses does not divide N, or neither of cut.ulysses and K divides the other.
     """
     holder, slice_index = divmod(index, cut.ulysses)
-    links, keep = links or Links(cut, group, index), keep or Keep()
-    ring = Ring(cut, holder, links, keep)
+    links, saved_ops = links or Links(cut, group, index), saved_ops or SavedOps()
+    ring = Ring(cut, holder, links, saved_ops)
 
     def whole_heads(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         if cut.ring == 1:
-            return attend(q, k, v, scores, keep.of("core"))
-        return _Ring.apply(q, k, v, scores, ring, partial(keep, "core"))
+            return attend(q, k, v, scores, saved_ops.of("core"))
+        return _Ring.apply(q, k, v, scores, ring, partial(saved_ops, "core"))
 
     @torch.compiler.disable  # the exchanges of heads for tokens are a break in a compiled graph
     def head_shares(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
@@ -79,13 +83,13 @@ def cp_core(
         slopes = scores.slopes and scores.slopes[shares[slice_index][0]]
         heads = _ToHeads.apply(q, k, v, shares, links)
         out = whole_heads(*heads, replace(scores, slopes=slopes))
-        return _ToTokens.apply(out, cut.ulysses, links, partial(keep, "core"))
+        return _ToTokens.apply(out, cut.ulysses, links, partial(saved_ops, "core"))
 
     def core(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
         if cut.ulysses > 1:
             return head_shares(q, k, v, ctx.scores)
         if torch.compiler.is_compiling():
-            return as_node(ring, q, k, v, ctx.scores, ctx.ticket)
+            return as_custom_op(ring, q, k, v, ctx.scores, ctx.handle)
         return whole_heads(q, k, v, ctx.scores)
 
     return core
@@ -94,19 +98,19 @@ def cp_core(
 # --------------------------------------------------------------------------------------------------------------- ring
 
 
-class Ring(Node):
+class Ring(AttentionOp):
     """Attention of this rank's queries over the keys and values of all holders. Backward sends keys and values around
     again. Their gradients start from the rank after the one that holds them, follow a step behind, and come home while
     the second half of each rank's own block is computed.
     """
 
-    def __init__(self, cut: SequenceSharding, holder: int, links: Links, keep: Keep):
+    def __init__(self, cut: SequenceSharding, holder: int, links: Links, saved_ops: SavedOps):
         super().__init__()
-        self.cut, self.holder, self.links, self.keep = cut, holder, links, keep
+        self.cut, self.holder, self.links, self.saved_ops = cut, holder, links, saved_ops
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """As a node of a compiled graph, which may overwrite a result once it has read it: what is kept is a copy."""
-        recall, make = self.keep.of("core"), lambda: self.send_round(q, _stacked(k, v), scores)
+        recall, make = self.saved_ops.of("core"), lambda: self.send_round(q, _stacked(k, v), scores)
         return make() if recall is None else tuple(x.clone() for x in recall(make))
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores):
@@ -132,7 +136,7 @@ class Ring(Node):
         plan, links = self.plan(scores, q), self.links
         now, late = halves(plan[0])
         dq, own = total_like(q), kv.new_zeros(kv.shape, dtype=torch.promote_types(kv.dtype, torch.float32))
-        sums, coming, flight = [torch.empty_like(own) for _ in plan[1:3]], torch.empty_like(own), None
+        sums, coming, work = [torch.empty_like(own) for _ in plan[1:3]], torch.empty_like(own), None
 
         def add(kv: Tensor, found: Sequence[Tile], dkv: Tensor) -> None:
             add_gradients(grad, (q, *_heads_first(kv), out, lse), found, scores, dq, *_heads_first(dkv))
@@ -143,12 +147,12 @@ class Ring(Node):
                 continue
             going = sums[step % len(sums)].zero_()
             add(held, plan[step], going)
-            if flight:
-                flight.wait()
+            if work:
+                work.wait()
                 going.add_(coming)
-            flight = links.shift(going, coming)
+            work = links.shift(going, coming)
         add(kv, late, own)
-        flight.wait()
+        work.wait()
         return dq, own.add_(coming)
 
 
@@ -175,9 +179,9 @@ def _around(kv: Tensor, steps: int, links: Links) -> Iterator[Tensor]:
     spare = [torch.empty_like(kv) for _ in range(min(2, steps - 1))]
     for step in range(steps - 1):
         coming = spare[step % len(spare)]
-        flight = links.shift(kv, coming)
+        work = links.shift(kv, coming)
         yield kv
-        flight.wait()
+        work.wait()
         kv = coming
     yield kv
 

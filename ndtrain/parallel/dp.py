@@ -19,7 +19,7 @@ class ReplicaReducer:
         self._group = group
         self._buffer: Tensor | None = None
         self._span = (0, 0)
-        self._flights: list[Pending] = []
+        self._works: list[Pending] = []
 
     @property
     def alone(self) -> bool:
@@ -41,12 +41,12 @@ class ReplicaReducer:
     def _launch(self) -> None:
         if self._buffer is None:
             return
-        self._flights.append(all_reduce(self._buffer[slice(*self._span)], self._group))
+        self._works.append(all_reduce(self._buffer[slice(*self._span)], self._group))
         self._buffer = None
 
     def finish(self) -> None:
         """Every slice holds the sum."""
         self._launch()
-        for flight in self._flights:
-            flight.wait()
-        self._flights.clear()
+        for work in self._works:
+            work.wait()
+        self._works.clear()

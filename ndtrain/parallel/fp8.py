@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ndtrain.parallel.fused_grad_accumulation import Gathered, Products, Rows
-from ndtrain.parallel.grad_accumulator import Gradients
+from ndtrain.parallel.fused_grad_accumulation import Gathered, MatmulImpl, Rows
+from ndtrain.parallel.grad_accumulator import GradAccumulator
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TOP = {_E4M3: 9, _E5M2: 16}  # the largest number is 0.875 * 2^this
@@ -108,8 +108,8 @@ class _Casts(Gathered):
         return self.rows(slice(None))
 
 
-class Fp8Products(Products):
-    """As `Products`, of factors in fp8."""
+class Fp8Matmul(MatmulImpl):
+    """As `MatmulImpl`, of factors in fp8."""
 
     def input(self, x: Gathered) -> Gathered:
         return _Casts(x, _E4M3)
@@ -130,15 +130,15 @@ class Fp8Products(Products):
             dx_NI += multiply(dy_NO, w_IO, _OUT)
         return dx_NI
 
-    def weight_gradient(self, sink: Gradients, w: nn.Parameter, dy_NO: Cast, x_NI: Cast) -> None:
-        sink.add_made(w, lambda: multiply(dy_NO.t(), x_NI.t(), torch.float32))
+    def weight_gradient(self, accumulator: GradAccumulator, w: nn.Parameter, dy_NO: Cast, x_NI: Cast) -> None:
+        accumulator.add_made(w, lambda: multiply(dy_NO.t(), x_NI.t(), torch.float32))
 
     def in_graph(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         made = [_Linear.apply(x, w) for w in weights]
         return tuple(y if b is None else y + b for y, b in zip(made, biases, strict=True))
 
 
-_PRODUCTS = Fp8Products()
+_PRODUCTS = Fp8Matmul()
 
 
 class _Linear(torch.autograd.Function):

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from ndtrain.distributed.collectives import Group, Pending, all_gather, reduce_scatter
 from ndtrain.distributed.sharding import FlatLayout
 from ndtrain.parallel.dp import ReplicaReducer
-from ndtrain.parallel.grad_accumulator import Gradients, Stack
+from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.pp import TiedReducer
-from ndtrain.parallel.tp import CopyReducer
+from ndtrain.parallel.tp import TPReplicaReducer
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Unit:
     name: str
     layout: FlatLayout
     parameters: dict[str, nn.Parameter]
-    stacks: dict[tuple[str, ...], Stack]
+    fused_weights: dict[tuple[str, ...], FusedWeights]
     full: Tensor
     master: Tensor
     source: Tensor
@@ -64,14 +64,14 @@ class Unit:
     summed: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
-        stacked = {name for names in self.stacks for name in names}
-        alone = [p for name, p in self.parameters.items() if p.ndim > 1 and name not in stacked]
-        self.summed = [*(s.weight for s in self.stacks.values()), *alone]
+        fused_names = {name for names in self.fused_weights for name in names}
+        alone = [p for name, p in self.parameters.items() if p.ndim > 1 and name not in fused_names]
+        self.summed = [*(s.weight for s in self.fused_weights.values()), *alone]
 
     def with_gradient(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All whose `.grad` is a view of `full_grad`, with the name of the tensor that they begin with."""
         yield from self.parameters.items()
-        yield from ((names[0], s.weight) for names, s in self.stacks.items())
+        yield from ((names[0], s.weight) for names, s in self.fused_weights.items())
 
 
 class ShardedUnits:
@@ -97,11 +97,11 @@ class ShardedUnits:
         group: Group,
         index: int,
         replicas: ReplicaReducer,
-        copies: CopyReducer,
+        tp_replicas: TPReplicaReducer,
         ties: TiedReducer,
-        gradients: Gradients,
+        gradients: GradAccumulator,
         by_autograd: frozenset[str],
-        stacked: Sequence[tuple[str, ...]],
+        fused_names: Sequence[tuple[str, ...]],
         zero: int,
         compute: torch.dtype,
         master: torch.dtype,
@@ -111,26 +111,26 @@ class ShardedUnits:
         offload: bool = False,
     ):
         self.group, self.index = group, index
-        self.replicas, self.copies, self.ties = replicas, copies, ties
+        self.replicas, self.tp_replicas, self.ties = replicas, tp_replicas, ties
         self.gradients, self.by_autograd = gradients, by_autograd
         parts = next(iter(layouts.values())).parts
         self.keeps_full = zero < 3 or (parts == 1 and (compute == master or offload))
-        self.keeps_grad = zero == 1 or parts == 1
+        self.holds_full_grad = zero == 1 or parts == 1
         self.shares_master = self.keeps_full and compute == master and not offload
         self.compute, self.master, self.moments, self.device = compute, master, moments or master, device
         self.offload, self.state_device = offload, torch.device("cpu") if offload else device
         self._reductions: list[tuple[Unit, Tensor, Pending, bool]] = []
-        self.units = self._allocate(layouts, stacked, ema)
+        self.units = self._allocate(layouts, fused_names, ema)
 
     @property
-    def stay(self) -> bool:
+    def fully_resident(self) -> bool:
         """Whether nothing is to be gathered, freed or summed while a step runs."""
         return self.keeps_full and self.group is None and self.replicas.alone
 
     # ------------------------------------------------------------------------------------------------------- state
 
     def _allocate(
-        self, layouts: dict[str, FlatLayout], stacked: Sequence[tuple[str, ...]], ema: bool
+        self, layouts: dict[str, FlatLayout], fused_names: Sequence[tuple[str, ...]], ema: bool
     ) -> dict[str, Unit]:
         """One buffer of each kind for the whole stage, in model order, so that the optimizer sees few tensors and
         neighbouring gradients can travel in one message."""
@@ -141,7 +141,7 @@ class ShardedUnits:
         full = empty(local, self.compute) if self.keeps_full else None
         master = None if self.shares_master else state(self.master)
         source = empty(local // parts, self.compute) if self.offload and not self.keeps_full else master
-        grad = empty(local if self.keeps_grad else local // parts, self.master)
+        grad = empty(local if self.holds_full_grad else local // parts, self.master)
         exp_avg, exp_avg_sq = state(self.moments), state(self.moments)
         average = state(self.master) if ema else None
         units, at, shard_at = {}, 0, 0
@@ -149,25 +149,27 @@ class ShardedUnits:
             start, stop = layout.bounds(self.index)
             size = stop - start
             unit_full = full[at : at + layout.numel] if self.keeps_full else empty(layout.numel, self.compute)
-            grad_start = at + start if self.keeps_grad else shard_at
+            grad_start = at + start if self.holds_full_grad else shard_at
             span = slice(shard_at, shard_at + size)
             own = unit_full.data[start:stop] if self.keeps_full else None
             units[name] = unit = Unit(
                 name=name,
                 layout=layout,
                 parameters=_parameters(unit_full, layout, self.master),
-                stacks={} if name in self.by_autograd else _stacks(unit_full, layout, stacked, self.master),
+                fused_weights={}
+                if name in self.by_autograd
+                else _fused_weights(unit_full, layout, fused_names, self.master),
                 full=unit_full.data,  # a version counter of its own: a gather is no in-place change of a saved weight
                 master=own if self.shares_master else master[span],
                 source=own if self.shares_master or (self.offload and self.keeps_full) else source[span],
                 exp_avg=exp_avg[span],
                 exp_avg_sq=exp_avg_sq[span],
                 grad=grad[grad_start : grad_start + size],
-                full_grad=grad[at : at + layout.numel] if self.keeps_grad else None,
+                full_grad=grad[at : at + layout.numel] if self.holds_full_grad else None,
                 grad_at=(grad, grad_start),
                 ema=None if average is None else average[span],
             )
-            if self.keeps_grad and name not in self.by_autograd:
+            if self.holds_full_grad and name not in self.by_autograd:
                 self._attach(unit)
             if not self.keeps_full:
                 _resize(unit.full, 0)
@@ -187,7 +189,7 @@ class ShardedUnits:
 
     # -------------------------------------------------------------------------------------------------- parameters
 
-    def fetch(self, name: str) -> None:
+    def prefetch(self, name: str) -> None:
         """Starts to gather the unit's weights, unless they are here or on their way."""
         unit = self.units[name]
         if unit.ready or unit.gather:
@@ -196,16 +198,16 @@ class ShardedUnits:
             _resize(unit.full, unit.layout.numel)
         unit.gather = all_gather(unit.full, unit.source, self.group)
 
-    def use(self, name: str) -> None:
+    def unshard(self, name: str) -> None:
         """The unit's weights are here when this returns."""
         unit = self.units[name]
         if unit.ready:
             return
-        self.fetch(name)
+        self.prefetch(name)
         unit.gather.wait()
         unit.gather, unit.ready = None, True
 
-    def release(self, name: str) -> None:
+    def reshard(self, name: str) -> None:
         """The unit's weights are not needed for now (zero=3 frees them)."""
         unit = self.units[name]
         if not self.keeps_full and unit.ready:
@@ -218,7 +220,7 @@ class ShardedUnits:
         for unit in self.units.values():
             if self.offload and not published:
                 unit.source.copy_(unit.master)
-            self.release(unit.name)
+            self.reshard(unit.name)
             unit.ready = False
 
     def start_average(self) -> None:
@@ -233,7 +235,7 @@ class ShardedUnits:
         """Gradients start anew."""
         for unit in self.units.values():
             unit.reduced_before = False
-            if self.keeps_grad:
+            if self.holds_full_grad:
                 self._start_gradient(unit)
 
     def open_gradients(self, name: str) -> None:
@@ -262,33 +264,33 @@ class ShardedUnits:
 
         zero=1 sums over the ranks once, after the last microbatch; zero=2 and 3 after every one.
         """
-        if self.keeps_grad and not final:
+        if self.holds_full_grad and not final:
             return
         unit = self.units[name]
         self.gradients.close(unit.summed)
-        full, flight = unit.full_grad, reduce_scatter(unit.full_grad, self.group)
-        if not self.keeps_grad:
+        full, work = unit.full_grad, reduce_scatter(unit.full_grad, self.group)
+        if not self.holds_full_grad:
             unit.full_grad = None  # the flight's alone: the unit's next backward opens another
             for _, p in unit.with_gradient():
                 p.grad = None
         self._land_reductions()  # the one before this, so that at most one is in flight
-        self._reductions.append((unit, full, flight, final))
+        self._reductions.append((unit, full, work, final))
 
     def finish_step(self) -> None:
         """Every unit's `grad` holds the sum over all microbatches, shards, replicas, copies and holders."""
         self._land_reductions()
         self.replicas.finish()
         for unit in self.units.values():
-            self.copies.add(unit.layout, unit.layout.bounds(self.index)[0], unit.grad)
-        self.copies.finish()
+            self.tp_replicas.add(unit.layout, unit.layout.bounds(self.index)[0], unit.grad)
+        self.tp_replicas.finish()
         for unit in self.units.values():
             if any(t.holders > 1 for t in unit.layout.tensors):
                 self.ties.add(unit.grad)
 
     def _land_reductions(self) -> None:
-        for unit, full, flight, final in self._reductions:
-            flight.wait()
-            if not self.keeps_grad:
+        for unit, full, work, final in self._reductions:
+            work.wait()
+            if not self.holds_full_grad:
                 own = full[slice(*unit.layout.bounds(self.index))]
                 unit.grad.add_(own) if unit.reduced_before else unit.grad.copy_(own)
                 unit.reduced_before = True
@@ -316,16 +318,16 @@ def _parameters(full: Tensor, layout: FlatLayout, grad_dtype: torch.dtype) -> di
     return {t.name: _parameter(full, layout.offsets[t.name], t.local_shape, grad_dtype) for t in layout.tensors}
 
 
-def _stacks(
-    full: Tensor, layout: FlatLayout, stacked: Sequence[tuple[str, ...]], grad_dtype: torch.dtype
-) -> dict[tuple[str, ...], Stack]:
+def _fused_weights(
+    full: Tensor, layout: FlatLayout, fused_names: Sequence[tuple[str, ...]], grad_dtype: torch.dtype
+) -> dict[tuple[str, ...], FusedWeights]:
     shapes = {t.name: t.local_shape for t in layout.tensors}
     found = {}
-    for names in stacked:
-        if names[0] in shapes and layout.stacks(names):
+    for names in fused_names:
+        if names[0] in shapes and layout.can_fuse(names):
             rows = tuple(shapes[name][0] for name in names)
             whole = _parameter(full, layout.offsets[names[0]], (sum(rows), shapes[names[0]][1]), grad_dtype)
-            found[names] = Stack(whole, rows)
+            found[names] = FusedWeights(whole, rows)
     return found
 
 

@@ -3,8 +3,8 @@
 Autograd makes each weight gradient as a tensor of its own and then adds it to `.grad`. Here the matmul accumulates in
 place, as Megatron-LM's gradient-accumulation fusion does: no zeroing, no temporary, no addition afterwards.
 
-What lies between the tokens of the stream and those a matmul sees is an `Exchange` on either side of it. On one device
-that is `WHOLE`, which moves nothing; `parallel/tp.py` has the others.
+A `StreamComm` on either side of a matmul turns the residual stream's tokens into those that the matmul sees, and back.
+On one device it is `NO_COMM`, which moves nothing; `parallel/tp.py` has the others.
 
 Shape legend: N tokens, I in, O out, E hidden_size, V vocabulary.
 """
@@ -22,8 +22,8 @@ from ndtrain.model.attention.core import attend
 from ndtrain.model.contiguous import side_by_side
 from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss
 from ndtrain.model.transformer import linear
-from ndtrain.parallel.grad_accumulator import Gradients, Stack
-from ndtrain.parallel.recompute import Keep
+from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.recompute import SavedOps
 
 Rows = slice
 
@@ -47,7 +47,7 @@ class Gathered:
         return self._x_NI
 
 
-class Exchange:
+class StreamComm:
     """What lies between the stream's tokens and a matmul's, where that is nothing: both are the same."""
 
     def gather(self, x: Tensor) -> Gathered:
@@ -65,10 +65,10 @@ class Exchange:
         return lambda: y_NO
 
 
-WHOLE = Exchange()
+NO_COMM = StreamComm()
 
 
-class Products:
+class MatmulImpl:
     """The matmuls of y = x @ w.T and of its gradients, and what becomes of their factors before: here nothing."""
 
     def input(self, x: Gathered) -> Gathered:
@@ -91,27 +91,27 @@ class Products:
             dx_NI.addmm_(dy, w)
         return dx_NI
 
-    def weight_gradient(self, sink: Gradients, w: nn.Parameter, dy_NO: Any, x_NI: Any) -> None:
+    def weight_gradient(self, accumulator: GradAccumulator, w: nn.Parameter, dy_NO: Any, x_NI: Any) -> None:
         """dy.T @ x into the sink."""
-        sink.add_product(w, dy_NO.t(), x_NI)
+        accumulator.accumulate_product(w, dy_NO.t(), x_NI)
 
     def in_graph(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """All of it as a compiler can look into it, with gradients by autograd."""
         return linear(x, weights, biases)
 
 
-PLAIN = Products()
+PLAIN_MATMUL = MatmulImpl()
 
 
-class Path(NamedTuple):
+class LinearComm(NamedTuple):
     """How a weight's matmul meets the stream: what is done to its input, and to its output; and how it is made."""
 
-    enter: Exchange = WHOLE
-    leave: Exchange = WHOLE
-    products: Products = PLAIN
+    gather_input: StreamComm = NO_COMM
+    reduce_output: StreamComm = NO_COMM
+    matmul: MatmulImpl = PLAIN_MATMUL
 
 
-DIRECT = Path()
+LOCAL_LINEAR = LinearComm()
 
 
 class _Linear(torch.autograd.Function):
@@ -122,58 +122,66 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, sink: Gradients, path: Path, recall: Callable | None, x_NI: Tensor, stacks: Sequence[Stack], *biases
+        ctx,
+        accumulator: GradAccumulator,
+        comm: LinearComm,
+        recall: Callable | None,
+        x_NI: Tensor,
+        fused_weights: Sequence[FusedWeights],
+        *biases,
     ):
-        ctx.sink, ctx.path, ctx.stacks, ctx.biases = sink, path, stacks, biases
+        ctx.accumulator, ctx.comm, ctx.fused_weights, ctx.biases = accumulator, comm, fused_weights, biases
         ctx.save_for_backward(x_NI)
         if recall is None:
-            return _outputs(path, x_NI, stacks, biases)
-        return recall(partial(_outputs, path, x_NI, stacks, biases))
+            return _outputs(comm, x_NI, fused_weights, biases)
+        return recall(partial(_outputs, comm, x_NI, fused_weights, biases))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (x_NI,) = ctx.saved_tensors
         db = [None if b is None else g.sum(0) for b, g in zip(ctx.biases, grads, strict=True)]
-        gradients = _direct_gradients if ctx.path == DIRECT else _exchanged_gradients
-        return None, None, None, gradients(ctx, x_NI, _as_stacked(grads, ctx.stacks)), None, *db
+        gradients = _local_gradients if ctx.comm == LOCAL_LINEAR else _comm_gradients
+        return None, None, None, gradients(ctx, x_NI, _as_stacked(grads, ctx.fused_weights)), None, *db
 
 
-def _direct_gradients(ctx, x_NI: Tensor, dys_NO: Sequence[Tensor]) -> Tensor:
+def _local_gradients(ctx, x_NI: Tensor, dys_NO: Sequence[Tensor]) -> Tensor:
     """The weights' into the sink; returns the input's."""
     lefts_ON = [dy_NO.t() for dy_NO in dys_NO]  # now: after a large product a view costs twenty times as much
-    dx_NI = PLAIN.input_gradient(dys_NO, [s.weight for s in ctx.stacks])
-    for s, left_ON in zip(ctx.stacks, lefts_ON, strict=True):
-        ctx.sink.add_product(s.weight, left_ON, x_NI)
+    dx_NI = PLAIN_MATMUL.input_gradient(dys_NO, [s.weight for s in ctx.fused_weights])
+    for s, left_ON in zip(ctx.fused_weights, lefts_ON, strict=True):
+        ctx.accumulator.accumulate_product(s.weight, left_ON, x_NI)
     return dx_NI
 
 
-def _exchanged_gradients(ctx, x: Tensor, dys: Sequence[Tensor]) -> Tensor:
-    """As `_direct_gradients`. The input's are made first: they are on their way while the weights' are made."""
-    path, products = ctx.path, ctx.path.products
-    gathered = products.input(path.enter.gather(x))
-    arriving = [products.gradient(path.leave.gather(dy)) for dy in dys]
-    factors = [products.weight(s.weight, backward=True) for s in ctx.stacks]
-    produce = lambda rows: products.input_gradient([dy.rows(rows) for dy in arriving], factors)
-    dx = path.enter.reduce(produce, arriving[0].order)
+def _comm_gradients(ctx, x: Tensor, dys: Sequence[Tensor]) -> Tensor:
+    """As `_local_gradients`. The input's are made first: they are on their way while the weights' are made."""
+    comm, matmul = ctx.comm, ctx.comm.matmul
+    gathered = matmul.input(comm.gather_input.gather(x))
+    arriving = [matmul.gradient(comm.reduce_output.gather(dy)) for dy in dys]
+    factors = [matmul.weight(s.weight, backward=True) for s in ctx.fused_weights]
+    produce = lambda rows: matmul.input_gradient([dy.rows(rows) for dy in arriving], factors)
+    dx = comm.gather_input.reduce(produce, arriving[0].order)
     x_NI = gathered.all()
-    for s, dy in zip(ctx.stacks, arriving, strict=True):
-        products.weight_gradient(ctx.sink, s.weight, dy.all(), x_NI)
+    for s, dy in zip(ctx.fused_weights, arriving, strict=True):
+        matmul.weight_gradient(ctx.accumulator, s.weight, dy.all(), x_NI)
     return dx()
 
 
 def _outputs(
-    path: Path, x: Tensor, stacks: Sequence[Stack], biases: Sequence[nn.Parameter | None]
+    comm: LinearComm, x: Tensor, fused_weights: Sequence[FusedWeights], biases: Sequence[nn.Parameter | None]
 ) -> tuple[Tensor, ...]:
     """x @ w.T + b of each, in the stream's tokens."""
-    if path == DIRECT:
-        made = [PLAIN.output(x, s.weight) for s in stacks]
+    if comm == LOCAL_LINEAR:
+        made = [PLAIN_MATMUL.output(x, s.weight) for s in fused_weights]
     else:
-        products, x_NI = path.products, path.products.input(path.enter.gather(x))
-        factors = [products.weight(s.weight, backward=False) for s in stacks]
-        outs = [path.leave.reduce(lambda rows, w=w: products.output(x_NI.rows(rows), w), x_NI.order) for w in factors]
+        matmul, x_NI = comm.matmul, comm.matmul.input(comm.gather_input.gather(x))
+        factors = [matmul.weight(s.weight, backward=False) for s in fused_weights]
+        outs = [
+            comm.reduce_output.reduce(lambda rows, w=w: matmul.output(x_NI.rows(rows), w), x_NI.order) for w in factors
+        ]
         made = [out() for out in outs]
     found: list[Tensor] = []
-    for y, s in zip(made, stacks, strict=True):
+    for y, s in zip(made, fused_weights, strict=True):
         found += (y,) if len(s.rows) == 1 else y.split_with_sizes(s.rows, -1)
     for y, bias_O in zip(found, biases, strict=True):
         if bias_O is not None:
@@ -181,10 +189,10 @@ def _outputs(
     return tuple(found)
 
 
-def _as_stacked(grads: Sequence[Tensor], stacks: Sequence[Stack]) -> list[Tensor]:
+def _as_stacked(grads: Sequence[Tensor], fused_weights: Sequence[FusedWeights]) -> list[Tensor]:
     """The gradients of each stack's outputs as one."""
     found, at = [], 0
-    for s in stacks:
+    for s in fused_weights:
         found.append(grads[at] if len(s.rows) == 1 else side_by_side(grads[at : at + len(s.rows)], -1))
         at += len(s.rows)
     return found
@@ -194,8 +202,10 @@ class _Embedding(torch.autograd.Function):
     """Looks up the ids that lie in `held`, the table's rows that are here; others give zero. None: all are here."""
 
     @staticmethod
-    def forward(ctx, sink: Gradients, path: Path, tokens: Tensor, weight: nn.Parameter, held: range | None):
-        ctx.sink, ctx.path, ctx.weight, ctx.held = sink, path, weight, held
+    def forward(
+        ctx, accumulator: GradAccumulator, comm: LinearComm, tokens: Tensor, weight: nn.Parameter, held: range | None
+    ):
+        ctx.accumulator, ctx.comm, ctx.weight, ctx.held = accumulator, comm, weight, held
         ctx.save_for_backward(tokens)
         ids_N = tokens.flatten()
 
@@ -204,16 +214,16 @@ class _Embedding(torch.autograd.Function):
             y_NE = F.embedding(local_N, weight)
             return y_NE if here_N is None else y_NE.mul_(here_N[:, None])
 
-        return path.leave.reduce(rows_of, [slice(0, len(ids_N))])()
+        return comm.reduce_output.reduce(rows_of, [slice(0, len(ids_N))])()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (tokens,) = ctx.saved_tensors
         here_N, local_N = _local(tokens.flatten(), ctx.held)
-        dy_NE = ctx.path.leave.gather(grad).all()
+        dy_NE = ctx.comm.reduce_output.gather(grad).all()
         if here_N is not None:  # to pick the rows that are held would make the host ask how many
             dy_NE = dy_NE.where(here_N[:, None], 0)
-        ctx.sink.add_rows(ctx.weight, local_N, dy_NE)
+        ctx.accumulator.add_rows(ctx.weight, local_N, dy_NE)
         return (None,) * 5
 
 
@@ -231,7 +241,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        gradients: Gradients,
+        gradients: GradAccumulator,
         vocabulary: Vocabulary,
         x_NE: Tensor,
         weight: nn.Parameter,
@@ -240,7 +250,7 @@ class _HeadLoss(torch.autograd.Function):
         chunk: int,
         wanted: bool,
     ):
-        add = lambda a, b: gradients.add_product(weight, a, b)
+        add = lambda a, b: gradients.accumulate_product(weight, a, b)
         loss, dx_NE = chunked_loss(x_NE, weight, labels.flatten(), scale, chunk, wanted, add, vocabulary)
         if wanted:
             ctx.save_for_backward(dx_NE)
@@ -264,56 +274,63 @@ class WeightOps:
 
     def __init__(
         self,
-        sink: Gradients,
-        path_of: Callable[[nn.Parameter], Path] = lambda weight: DIRECT,
-        keep: Keep | None = None,
-        products: Products = PLAIN,
-        stacks: Mapping[nn.Parameter, Stack] | None = None,
+        accumulator: GradAccumulator,
+        comm_of: Callable[[nn.Parameter], LinearComm] = lambda weight: LOCAL_LINEAR,
+        saved_ops: SavedOps | None = None,
+        matmul: MatmulImpl = PLAIN_MATMUL,
+        fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
     ):
-        self.sink, self.path_of, self.keep, self.products = sink, path_of, keep or Keep(), products
-        self.stacks = stacks or {}
-        self._plans: dict[int, tuple[Path, list[Stack], str | None]] = {}  # by id of the first weight
+        self.accumulator, self.comm_of, self.saved_ops, self.matmul = (
+            accumulator,
+            comm_of,
+            saved_ops or SavedOps(),
+            matmul,
+        )
+        self.fused_weights = fused_weights or {}
+        self._plans: dict[int, tuple[LinearComm, list[FusedWeights], str | None]] = {}  # by id of the first weight
 
     def linear(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        path, stacks, op = self._plans.get(id(weights[0])) or self._plan(weights)
-        return _Linear.apply(self.sink, path, self.keep.of(op), x, stacks, *biases)
+        comm, fused_weights, op = self._plans.get(id(weights[0])) or self._plan(weights)
+        return _Linear.apply(self.accumulator, comm, self.saved_ops.of(op), x, fused_weights, *biases)
 
-    def _plan(self, weights: Sequence[Tensor]) -> tuple[Path, list[Stack], str | None]:
+    def _plan(self, weights: Sequence[Tensor]) -> tuple[LinearComm, list[FusedWeights], str | None]:
         first = weights[0]
-        path = self.path_of(first)._replace(products=self.products)
-        self._plans[id(first)] = plan = path, self._stacked(weights), self.keep.op_of.get(first)
+        comm = self.comm_of(first)._replace(matmul=self.matmul)
+        self._plans[id(first)] = plan = comm, self._fuse(weights), self.saved_ops.op_of.get(first)
         return plan
 
-    def _stacked(self, weights: Sequence[Tensor]) -> list[Stack]:
+    def _fuse(self, weights: Sequence[Tensor]) -> list[FusedWeights]:
         found, at = [], 0
         while at < len(weights):
             w = weights[at]
-            found.append(self.stacks.get(w) or Stack(w, (w.shape[0],)))
+            found.append(self.fused_weights.get(w) or FusedWeights(w, (w.shape[0],)))
             at += len(found[-1].rows)
         return found
 
-    def embedding(self, tokens: Tensor, weight: Tensor, path: Path | None = None, held: range | None = None) -> Tensor:
-        return _Embedding.apply(self.sink, path or DIRECT, tokens, weight, held)
+    def embedding(
+        self, tokens: Tensor, weight: Tensor, comm: LinearComm | None = None, held: range | None = None
+    ) -> Tensor:
+        return _Embedding.apply(self.accumulator, comm or LOCAL_LINEAR, tokens, weight, held)
 
     def head_loss(
         self, x: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
     ) -> Tensor:
         wanted = torch.is_grad_enabled()  # asked here: inside a Function it never is
-        return _HeadLoss.apply(self.sink, vocabulary, x, weight, labels, scale, chunk, wanted)
+        return _HeadLoss.apply(self.accumulator, vocabulary, x, weight, labels, scale, chunk, wanted)
 
 
-def direct_ops(
-    gradients: Gradients,
-    keep: Keep | None = None,
-    products: Products = PLAIN,
-    stacks: Mapping[nn.Parameter, Stack] | None = None,
+def fused_ops(
+    gradients: GradAccumulator,
+    saved_ops: SavedOps | None = None,
+    matmul: MatmulImpl = PLAIN_MATMUL,
+    fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
 ) -> Ops:
     """The model's ops on one device, with weight gradients through `gradients`, for blocks that are run again what
-    `keep` has of them, and matmuls as `products` makes them, one for each of `stacks`."""
-    keep = keep or Keep()
-    ops = WeightOps(gradients, keep=keep, products=products, stacks=stacks)
+    `saved_ops` has of them, and matmuls as `matmul` makes them, one for each of `fused_weights`."""
+    saved_ops = saved_ops or SavedOps()
+    ops = WeightOps(gradients, saved_ops=saved_ops, matmul=matmul, fused_weights=fused_weights)
 
     def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
-        return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, keep.of("core"))
+        return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, saved_ops.of("core"))
 
     return Ops(linear=ops.linear, embedding=ops.embedding, core=core, head_loss=ops.head_loss)

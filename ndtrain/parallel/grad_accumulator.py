@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ndtrain.model.matmul_accumulate import add_product
+from ndtrain.model.matmul_accumulate import accumulate_product
 
 
-class Stack(NamedTuple):
+class FusedWeights(NamedTuple):
     """Matrices of one input as one.
 
     Attributes:
@@ -22,7 +22,7 @@ class Stack(NamedTuple):
     rows: tuple[int, ...]
 
 
-class Gradients:
+class GradAccumulator:
     """Writes into parameters' `.grad`. A *fresh* one holds nothing yet: the first write overwrites it."""
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class Gradients:
             if self._take(p):
                 p.grad.zero_()
 
-    def add_product(self, p: nn.Parameter, a: Tensor, b: Tensor) -> None:
+    def accumulate_product(self, p: nn.Parameter, a: Tensor, b: Tensor) -> None:
         """p.grad += a @ b"""
         if self._later is not None:
-            self._later.append(partial(self.add_product, p, a, b))
+            self._later.append(partial(self.accumulate_product, p, a, b))
             return
-        add_product(p.grad, a, b, fresh=self._take(p))
+        accumulate_product(p.grad, a, b, fresh=self._take(p))
 
     def add_made(self, p: nn.Parameter, make: Callable[[], Tensor]) -> None:
         """p.grad += make()"""

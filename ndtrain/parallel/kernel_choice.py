@@ -68,8 +68,8 @@ def choose_kernel(cfg: Config, mesh: Mesh, dtype: torch.dtype, measure: Measure 
     able = [name for name, k in GPU_KERNELS.items() if name == "math" or (dtype in k.dtypes and not held)]
     names = able if asked == "auto" else [asked]
     mine = [(measure or seconds)(name, shape, mesh.device) for name in names]
-    rows, flight = all_gather_row(upload(mine, mesh.device), mesh.world)
-    flight.wait()
+    rows, work = all_gather_row(upload(mine, mesh.device), mesh.world)
+    work.wait()
     mean = dict(zip(names, rows.mean(dim=0).tolist(), strict=True))
     best = min(names, key=mean.get)
     if mean[best] == math.inf:

@@ -88,22 +88,22 @@ class Pipeline:
         self._here: dict[Message, Tensor] = {}  # between two stages of this rank
         self._leaving: list[tuple[Tensor, Pending]] = []
 
-    def post(self, action: int) -> None:
+    def post_recv(self, action: int) -> None:
         """Starts to receive what the action with this number in the row, or one soon after it, needs."""
         for message, source in self._posts[action]:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             self._coming[message] = buffer, receive(buffer, self._group(source, self.rank), source)
-        self._leaving = [(x, flight) for x, flight in self._leaving if not flight.done()]
+        self._leaving = [(x, work) for x, work in self._leaving if not work.done()]
 
-    def take(self, message: Message) -> Tensor:
+    def recv(self, message: Message) -> Tensor:
         """The message's tensor, waited for."""
         if message in self._here:
             return self._here.pop(message)
-        x, flight = self._coming.pop(message)
-        flight.wait()
+        x, work = self._coming.pop(message)
+        work.wait()
         return x
 
-    def give(self, message: Message, x: Tensor) -> None:
+    def send(self, message: Message, x: Tensor) -> None:
         """Sends x [shape] to the rank of the stage that is to take it."""
         target = self.schedule.rank_of[message.stage]
         if target == self.rank:
@@ -114,8 +114,8 @@ class Pipeline:
 
     def finish(self) -> None:
         """All that was sent has left."""
-        for _, flight in self._leaving:
-            flight.wait()
+        for _, work in self._leaving:
+            work.wait()
         self._leaving.clear()
 
     def _group(self, source: int, target: int):

@@ -29,7 +29,7 @@ def op_of(parameter: str) -> str | None:
     return _OP_OF_LEAF.get(path.rpartition(".")[2]) if leaf == "weight" else None
 
 
-class Keep:
+class SavedOps:
     """What a block that runs twice keeps from its first run, so that the second need not make it again.
 
     Args:
@@ -44,7 +44,7 @@ class Keep:
         self._unneeded = NOTHING
 
     @contextmanager
-    def recording(self, at: Hashable, names: frozenset[str], unneeded: frozenset[str] = NOTHING) -> Iterator[None]:
+    def saving(self, at: Hashable, names: frozenset[str], unneeded: frozenset[str] = NOTHING) -> Iterator[None]:
         """Inside, the results of the ops `names` are kept under `at`. Those of `unneeded` will be asked for, but their
         values not be used: only their shapes are kept."""
         self._unneeded = unneeded
@@ -112,7 +112,7 @@ def _storages(made: Any) -> dict[int, int]:
 
 
 @dataclass(frozen=True)
-class Group:
+class RecomputeGroup:
     """Consecutive blocks that are run again together, from the first one's input.
 
     Attributes:
@@ -128,38 +128,38 @@ class Group:
         return frozenset({LAST}) if segment == self.segments[-1] else NOTHING
 
 
-def hands_over(cfg: Config) -> bool:
+def needs_saved_ops(cfg: Config) -> bool:
     """Whether the first run of a block hands results that it does not end with to the second."""
     return cfg.recompute.name in ("selective", "budget")
 
 
-def always_kept(cfg: Config) -> frozenset[str]:
+def always_saved_ops(cfg: Config) -> frozenset[str]:
     """The ops whose results took messages to make. They are kept in every mode: the second run sends none but those
     that bring its matmuls' inputs together, which the backward does not keep either."""
     by_tp, by_cp = {"o_proj", LAST} if cfg.mesh.tp > 1 else (), {"core"} if cfg.mesh.cp > 1 else ()
     return frozenset({*by_tp, *by_cp})
 
 
-def groups(
+def plan_recompute(
     blocks: Sequence[int],
     cfg: RecomputeConfig,
     always: frozenset[str] = NOTHING,
     choice: Sequence[frozenset[str] | None] | None = None,
-) -> list[Group]:
+) -> list[RecomputeGroup]:
     """Which of a stage's segments `blocks` are run again, in order; none with recompute=none.
 
     Args:
-        always: what is kept in every mode (`always_kept`).
+        always: what is kept in every mode (`always_saved_ops`).
         choice: with recompute=budget, for each block what it keeps, None where it is not run again.
     """
     if cfg.name == "none":
         return []
     if cfg.name == "budget":
         chosen = zip(blocks, choice, strict=True)
-        return [Group([block], always | keep) for block, keep in chosen if keep is not None]
+        return [RecomputeGroup([block], always | keep) for block, keep in chosen if keep is not None]
     keep = always | frozenset(cfg.keep if cfg.name == "selective" else ())
     each = blocks_a_group(len(blocks), cfg)
-    return [Group(list(blocks[i : i + each]), keep) for i in range(0, len(blocks), each)]
+    return [RecomputeGroup(list(blocks[i : i + each]), keep) for i in range(0, len(blocks), each)]
 
 
 def blocks_a_group(blocks: int, cfg: RecomputeConfig) -> int:
@@ -171,7 +171,9 @@ def blocks_a_group(blocks: int, cfg: RecomputeConfig) -> int:
     return max(1, round(blocks**0.5)) if cfg.every == "auto" else cfg.every
 
 
-def spared(blocks: Sequence[int], found: Sequence[Group], compiled: bool = False) -> list[frozenset[str] | None]:
+def skipped_ops(
+    blocks: Sequence[int], found: Sequence[RecomputeGroup], compiled: bool = False
+) -> list[frozenset[str] | None]:
     """For each block the ops that its second run leaves out, None where there is none: what
     `cost.hardware_flops_per_token` asks for.
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ndtrain.config import AXES, KEEPABLE, Config, ConfigError
+from ndtrain.config import AXES, SAVABLE_OPS, Config, ConfigError
 from ndtrain.distributed.collectives import all_gather_row
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import Context, Segment
 from ndtrain.model.flops import elementwise_values, rerun_flops
 from ndtrain.parallel.build import Stages, stream_shape
 from ndtrain.parallel.fsdp import ShardedUnits
-from ndtrain.parallel.recompute import LAST, Keep
+from ndtrain.parallel.recompute import LAST, SavedOps
 from ndtrain.schedule import Action
 
 Choice = frozenset[str] | None  # what a block that runs again keeps; None: it does not run again
@@ -75,7 +75,7 @@ class BlockSizes:
 # --------------------------------------------------------------------------------------------------------- the plan
 
 
-def height(loads: Sequence[Load], plan: Sequence[Choice], sizes: BlockSizes) -> int:
+def peak_bytes(loads: Sequence[Load], plan: Sequence[Choice], sizes: BlockSizes) -> int:
     """Bytes of activations that a rank holds at the height of its step, if block i of its stages does as plan[i] says.
     The last of `loads` is the stage with the head, if it is here. An upper bound where there are several stages: each
     is taken to hold its most at the same time."""
@@ -93,8 +93,8 @@ def height(loads: Sequence[Load], plan: Sequence[Choice], sizes: BlockSizes) -> 
 
 def choices(always: frozenset[str]) -> list[Choice]:
     """All that a block may do: keep its graph, or run again with `always` and any of the other ops kept."""
-    always = always & frozenset(KEEPABLE)
-    free = [op for op in KEEPABLE if op not in always]
+    always = always & frozenset(SAVABLE_OPS)
+    free = [op for op in SAVABLE_OPS if op not in always]
     return [None, *(always | set(some) for n in range(len(free) + 1) for some in combinations(free, n))]
 
 
@@ -124,11 +124,11 @@ def plan(
         if best and seconds > best[0]:
             break
         found = [c for load, n in zip(loads, heavy, strict=True) for c in [a] * (load.blocks - n) + [b] * n]
-        needed = height(loads, found, sizes)
+        needed = peak_bytes(loads, found, sizes)
         if needed <= budget and (best is None or needed < best[1]):
             best = seconds, needed, found
     if best is None:
-        least = height(loads, [options[0]] * blocks, sizes)
+        least = peak_bytes(loads, [options[0]] * blocks, sizes)
         raise ConfigError(
             f"recompute.budget={budget}: the activations of this rank need {least} bytes at least, however much is run "
             "again: raise it, or lower train.micro_batch"
@@ -158,12 +158,12 @@ def rerun_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
 
 
 class _Allocations(TorchDispatchMode):
-    """Follows the storages that operators make while it is on: the bytes in them `now`, and at their `height`. What
+    """Follows the storages that operators make while it is on: the bytes in them `now`, and at their `peak_bytes`. What
     kernels allocate and free inside themselves is not seen."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.height = 0
+        self.now = self.peak_bytes = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -180,7 +180,7 @@ class _Allocations(TorchDispatchMode):
             return
         self._known.add(at)
         self.now += size
-        self.height = max(self.height, self.now)
+        self.peak_bytes = max(self.peak_bytes, self.now)
         finalize(storage, self._forget, at, size)
 
     def _forget(self, at: int, size: int) -> None:
@@ -189,7 +189,7 @@ class _Allocations(TorchDispatchMode):
 
 
 class _CudaAllocations:
-    """The same from the allocator's counters, which see everything. `height` is set at the end."""
+    """The same from the allocator's counters, which see everything. `peak_bytes` is set at the end."""
 
     def __enter__(self) -> "_CudaAllocations":
         self._before = torch.cuda.memory_allocated()
@@ -197,7 +197,7 @@ class _CudaAllocations:
         return self
 
     def __exit__(self, *_) -> None:
-        self.height = torch.cuda.max_memory_allocated() - self._before
+        self.peak_bytes = torch.cuda.max_memory_allocated() - self._before
 
     @property
     def now(self) -> int:
@@ -216,7 +216,7 @@ def _follow(device: torch.device) -> Iterator[_Allocations | _CudaAllocations]:
 
 
 def measure(
-    segments: Sequence[Segment], units: ShardedUnits, keep: Keep, context: Callable[[], Context], x: Tensor
+    segments: Sequence[Segment], units: ShardedUnits, saved_ops: SavedOps, context: Callable[[], Context], x: Tensor
 ) -> BlockSizes:
     """The sizes of a rank with at least one block, by running one block and, where it is here, the head. All ranks
     that hold the same layers call this together. Gradients that a step has collected are lost.
@@ -231,19 +231,19 @@ def measure(
         ctx = context()
     blocks = [i for i, s in enumerate(segments) if ".layers." in s.unit]
     block, end = segments[blocks[0]], segments[blocks[-1] + 1 :]
-    sizes = _measure_block(block, units, keep, ctx, x) | (_measure_end(*end, units, ctx, x) if end else {})
+    sizes = _measure_block(block, units, saved_ops, ctx, x) | (_measure_end(*end, units, ctx, x) if end else {})
     for unit in dict.fromkeys(s.unit for s in (block, *end)):
-        units.release(unit)
+        units.reshard(unit)
         units.reduce(unit, True)
     units.finish_step()
-    return BlockSizes(boundary=_bytes(x), besides=made.height, **sizes)
+    return BlockSizes(boundary=_bytes(x), besides=made.peak_bytes, **sizes)
 
 
-def _measure_block(block: Segment, units: ShardedUnits, keep: Keep, ctx: Context, x: Tensor) -> dict[str, Any]:
+def _measure_block(block: Segment, units: ShardedUnits, saved_ops: SavedOps, ctx: Context, x: Tensor) -> dict[str, Any]:
     _open(block, units)
-    with torch.no_grad(), keep.recording("sizes", frozenset(KEEPABLE), frozenset({LAST})):
+    with torch.no_grad(), saved_ops.saving("sizes", frozenset(SAVABLE_OPS), frozenset({LAST})):
         block.run(x, ctx)
-    kept = keep.drop("sizes")
+    kept = saved_ops.drop("sizes")
     _, y = _run(block, ctx, x)  # once beforehand: what kernels, or a compiler, allocate the first time is no activation
     y.backward(torch.empty_like(y))
     del y
@@ -251,13 +251,13 @@ def _measure_block(block: Segment, units: ShardedUnits, keep: Keep, ctx: Context
         _, y = _run(block, ctx, x)
         graph = made.now - _bytes(y)
         y.backward(torch.empty_like(y))
-    backward, later = made.height, []
+    backward, later = made.peak_bytes, []
     with _follow(x.device) as made, units.gradients.deferred(later):
         x, y = _run(block, ctx, x)
         y.backward(torch.empty_like(y))
         del y
         waiting = made.now - _bytes(x.grad)
-    return {"graph": graph, "backward": backward, "waiting": waiting, "kept": {op: kept[op] for op in KEEPABLE}}
+    return {"graph": graph, "backward": backward, "waiting": waiting, "kept": {op: kept[op] for op in SAVABLE_OPS}}
 
 
 def _measure_end(norm: Segment, head: Segment, units: ShardedUnits, ctx: Context, x: Tensor) -> dict[str, Any]:
@@ -270,11 +270,11 @@ def _measure_end(norm: Segment, head: Segment, units: ShardedUnits, ctx: Context
         into, loss = _run(head, ctx, h)
         loss.backward()
         h.backward(into.grad)
-    return {"tail": tail, "head": made.height}
+    return {"tail": tail, "head": made.peak_bytes}
 
 
 def _open(segment: Segment, units: ShardedUnits) -> None:
-    units.use(segment.unit)
+    units.unshard(segment.unit)
     units.open_gradients(segment.unit)
 
 
@@ -294,7 +294,7 @@ def sharding_bytes(units: ShardedUnits) -> int:
     large = sum(sorted(u.layout.numel for u in units.units.values())[-2:])
     parts = next(iter(units.units.values())).layout.parts
     weights = 0 if units.keeps_full else large * units.compute.itemsize
-    gradients = (0 if units.keeps_grad else large) + large * (parts - 1) // parts
+    gradients = (0 if units.holds_full_grad else large) + large * (parts - 1) // parts
     return weights + gradients * units.master.itemsize
 
 
@@ -314,7 +314,7 @@ def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> l
     units, schedule = stages.units, stages.placement.schedule
     x = torch.zeros(stream_shape(cfg), dtype=units.compute, device=mesh.device)
     segments = [segment for _, found in sorted(stages.segments.items()) for segment in found]
-    sizes = _largest(measure(segments, units, stages.keep, _context(cfg, mesh, stages), x), mesh)
+    sizes = _largest(measure(segments, units, stages.saved_ops, _context(cfg, mesh, stages), x), mesh)
     besides = sizes.besides * cfg.microbatches + sharding_bytes(units)
     besides += MESSAGES * sizes.boundary if mesh.size("pp") > 1 else 0
     besides += _unseen(cfg, units.compute) if mesh.device.type == "cpu" else 0
@@ -364,8 +364,8 @@ def _largest(sizes: BlockSizes, mesh: Mesh) -> BlockSizes:
     """Of each size the largest on any rank that holds the same layers."""
     names = [f.name for f in fields(sizes) if f.name != "kept"]
     row = torch.tensor([*(getattr(sizes, n) for n in names), *sizes.kept.values()], dtype=torch.float64)
-    rows, flight = all_gather_row(row.to(mesh.device), mesh.group(*(a for a in AXES if a != "pp")))
-    flight.wait()
+    rows, work = all_gather_row(row.to(mesh.device), mesh.group(*(a for a in AXES if a != "pp")))
+    work.wait()
     found = [int(n) for n in rows.amax(0)]
     kept = dict(zip(sizes.kept, found[len(names) :], strict=True))
     return BlockSizes(**dict(zip(names, found, strict=False)), kept=kept)

@@ -37,9 +37,17 @@ from ndtrain.distributed.collectives import (
 from ndtrain.distributed.sharding import CUT_AXIS, FlatLayout, TensorLayout, fair_cut
 from ndtrain.model import Ops
 from ndtrain.model.loss import LOCAL, Vocabulary
-from ndtrain.parallel.fused_grad_accumulation import PLAIN, Exchange, Gathered, Path, Products, Rows, WeightOps
-from ndtrain.parallel.grad_accumulator import Gradients, Stack
-from ndtrain.parallel.recompute import Keep
+from ndtrain.parallel.fused_grad_accumulation import (
+    PLAIN_MATMUL,
+    Gathered,
+    LinearComm,
+    MatmulImpl,
+    Rows,
+    StreamComm,
+    WeightOps,
+)
+from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.recompute import SavedOps
 
 # ----------------------------------------------------------------------------------------------------- the exchanges
 
@@ -51,22 +59,22 @@ class _Arriving(Gathered):
         flights: (rows, what brings them), in the order they arrive.
     """
 
-    def __init__(self, x_NI: Tensor, flights: Sequence[tuple[Rows, Pending]]):
-        self._x_NI, self._flights = x_NI, flights
-        self.order = [rows for rows, _ in flights]
+    def __init__(self, x_NI: Tensor, works: Sequence[tuple[Rows, Pending]]):
+        self._x_NI, self._works = x_NI, works
+        self.order = [rows for rows, _ in works]
 
     def rows(self, wanted: Rows) -> Tensor:
         start, stop, _ = wanted.indices(len(self._x_NI))
-        for rows, flight in self._flights:
+        for rows, work in self._works:
             if rows.start < stop and start < rows.stop:
-                flight.wait()
+                work.wait()
         return self._x_NI[wanted]
 
     def all(self) -> Tensor:
         return self.rows(slice(None))
 
 
-class SequenceExchange(Exchange):
+class SequenceComm(StreamComm):
     """Sequence parallelism: the stream's tokens are this rank's share of the matmul's.
 
     Args:
@@ -81,14 +89,14 @@ class SequenceExchange(Exchange):
         x_SI = x.contiguous()
         x_NI = x_SI.new_empty(self.n * len(x_SI), x_SI.shape[-1])
         if not self.overlap:
-            flight = all_gather(x_NI.view(-1), x_SI.view(-1), self.group)
-            return _Arriving(x_NI, [(slice(0, len(x_NI)), flight)])
+            work = all_gather(x_NI.view(-1), x_SI.view(-1), self.group)
+            return _Arriving(x_NI, [(slice(0, len(x_NI)), work)])
         shares = self._shares(len(x_NI))
         x_NI[shares[self.r]] = x_SI
-        flights = [(shares[self.r], Pending(()))]
+        works = [(shares[self.r], Pending(()))]
         for to, source in by_distance(self.group):
-            flights.append((shares[source], shift(x_SI, x_NI[shares[source]], self.group, to, source)))
-        return _Arriving(x_NI, flights)
+            works.append((shares[source], shift(x_SI, x_NI[shares[source]], self.group, to, source)))
+        return _Arriving(x_NI, works)
 
     def reduce(self, produce: Callable[[Rows], Tensor], order: Sequence[Rows]) -> Callable[[], Tensor]:
         if not self.overlap:
@@ -96,16 +104,16 @@ class SequenceExchange(Exchange):
         n_rows = max(rows.stop for rows in order)
         shares = self._shares(n_rows)
         received: dict[int, Tensor] = {}
-        flights = []
+        works = []
         for to, source in by_distance(self.group):
             y_SO = produce(shares[to])
             received[source] = torch.empty_like(y_SO)
-            flights.append(shift(y_SO, received[source], self.group, to, source))
+            works.append(shift(y_SO, received[source], self.group, to, source))
         received[self.r] = produce(shares[self.r])
 
         def wait() -> Tensor:
-            for flight in flights:
-                flight.wait()
+            for work in works:
+                work.wait()
             return sum_in_order([received[i] for i in range(self.n)])
 
         return wait
@@ -115,7 +123,7 @@ class SequenceExchange(Exchange):
         return [slice(i * each, (i + 1) * each) for i in range(self.n)]
 
 
-class CopyExchange(Exchange):
+class ReplicatedComm(StreamComm):
     """No sequence parallelism: every rank holds the whole stream.
 
     Args:
@@ -128,14 +136,14 @@ class CopyExchange(Exchange):
     def reduce(self, produce: Callable[[Rows], Tensor], order: Sequence[Rows]) -> Callable[[], Tensor]:
         n_rows = max(rows.stop for rows in order)
         bounds = [fair_cut(n_rows, self.parts, i) for i in range(self.parts)]
-        sums, flights = [], []
+        sums, works = [], []
         for start, stop in bounds:
             sums.append(produce(slice(start, stop)))
-            flights.append(all_reduce(sums[-1], self.group))
+            works.append(all_reduce(sums[-1], self.group))
 
         def wait() -> Tensor:
-            for flight in flights:
-                flight.wait()
+            for work in works:
+                work.wait()
             return torch.cat(sums) if len(sums) > 1 else sums[0]
 
         return wait
@@ -144,7 +152,7 @@ class CopyExchange(Exchange):
 # --------------------------------------------------------------------------------------------- the vocabulary in parts
 
 
-class CutVocabulary(Vocabulary):
+class VocabParallel(Vocabulary):
     """Each rank has the logits of its rows of the table. Of all ranks' together only their maximum and the sum of their
     exponentials are ever made, two numbers a token.
 
@@ -153,8 +161,8 @@ class CutVocabulary(Vocabulary):
         exchange: what lies between the stream's tokens and the head's.
     """
 
-    def __init__(self, held: range, exchange: Exchange, group: dist.ProcessGroup):
-        self.held, self.exchange, self.group = held, exchange, group
+    def __init__(self, held: range, comm: StreamComm, group: dist.ProcessGroup):
+        self.held, self.comm, self.group = held, comm, group
         self._last: Callable[[], None] = lambda: None
 
     def chunks(self, x_SE: Tensor, labels_N: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -162,24 +170,24 @@ class CutVocabulary(Vocabulary):
         labels_PS = labels_N.view(shares, -1)
         starts = range(0, len(x_SE), max(1, chunk // shares))
         rows = [slice(a, min(a + starts.step, len(x_SE))) for a in starts]
-        arriving = self.exchange.gather(x_SE[rows[0]])
+        arriving = self.comm.gather(x_SE[rows[0]])
         for i, now in enumerate(rows):
             x_CE = arriving.all()
             if i + 1 < len(rows):  # on its way while this one is worked on
-                arriving = self.exchange.gather(x_SE[rows[i + 1]])
+                arriving = self.comm.gather(x_SE[rows[i + 1]])
             yield now, x_CE, labels_PS[:, now].flatten()
 
     def log_softmax(self, logits_CV: Tensor, target_C1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         logits_CV = logits_CV.to(dtype)
-        rows, flight = all_gather_row(logits_CV.logsumexp(dim=1), self.group)
+        rows, work = all_gather_row(logits_CV.logsumexp(dim=1), self.group)
         here_C1 = (target_C1 >= self.held.start) & (target_C1 < self.held.stop)
         column_C1 = (target_C1 - self.held.start).where(here_C1, 0)
-        flight.wait()
+        work.wait()
         return logits_CV.sub_(rows.logsumexp(dim=0)[:, None]), column_C1, here_C1
 
     def add_input_gradient(self, out_SE: Tensor, dlogits_CV: Tensor, weight_VE: Tensor, share_C1: Tensor) -> None:
         produce = lambda rows: (dlogits_CV[rows] @ weight_VE).mul_(share_C1[rows])
-        total = self.exchange.reduce(produce, [slice(0, len(dlogits_CV))])
+        total = self.comm.reduce(produce, [slice(0, len(dlogits_CV))])
         self.finish()
         self._last = lambda: out_SE.copy_(total())
 
@@ -188,7 +196,7 @@ class CutVocabulary(Vocabulary):
         last()
 
 
-class SameVocabulary(Vocabulary):
+class ReplicatedVocab(Vocabulary):
     """Every rank computes the same loss from the same tokens: the first alone reports it."""
 
     def __init__(self, first: bool):
@@ -215,16 +223,16 @@ class TensorParallel:
     def __init__(
         self,
         cut: Mapping[nn.Parameter, TensorLayout],
-        sink: Gradients,
+        accumulator: GradAccumulator,
         group: dist.ProcessGroup,
         cfg: TPConfig,
-        keep: Keep | None = None,
-        products: Products = PLAIN,
-        stacks: Mapping[nn.Parameter, Stack] | None = None,
+        saved_ops: SavedOps | None = None,
+        matmul: MatmulImpl = PLAIN_MATMUL,
+        fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
     ):
         self.cut, self.group, self.sequence_parallel = cut, group, cfg.sequence_parallel
-        self.exchange = (SequenceExchange if cfg.sequence_parallel else CopyExchange)(group, cfg.overlap)
-        self.ops = WeightOps(sink, self.path_of, keep, products, stacks)
+        self.comm = (SequenceComm if cfg.sequence_parallel else ReplicatedComm)(group, cfg.overlap)
+        self.ops = WeightOps(accumulator, self.comm_of, saved_ops, matmul, fused_weights)
 
     def over(self, ops: Ops, compiled: bool = False) -> Ops:
         """`ops` with every call over weights replaced.
@@ -235,21 +243,23 @@ class TensorParallel:
         linear = torch.compiler.disable(self.ops.linear) if compiled else self.ops.linear
         return Ops(linear, self.embedding, self.core(ops.core), self.head_loss)
 
-    def path_of(self, weight: nn.Parameter) -> Path:
+    def comm_of(self, weight: nn.Parameter) -> LinearComm:
         """column, row, or, where no rule cuts it, a matmul on the stream's own tokens."""
-        return (Path(), Path(enter=self.exchange), Path(leave=self.exchange))[self._cut_dim(weight) + 1]
+        return (LinearComm(), LinearComm(gather_input=self.comm), LinearComm(reduce_output=self.comm))[
+            self._cut_dim(weight) + 1
+        ]
 
     def embedding(self, tokens: Tensor, weight: nn.Parameter) -> Tensor:
         if self._cut_dim(weight) == 0:
-            return self.ops.embedding(tokens, weight, Path(leave=self.exchange), self._held(weight))
-        return self.ops.embedding(self._own_tokens(tokens), weight, Path())
+            return self.ops.embedding(tokens, weight, LinearComm(reduce_output=self.comm), self._held(weight))
+        return self.ops.embedding(self._own_tokens(tokens), weight, LinearComm())
 
     def head_loss(self, x: Tensor, weight: nn.Parameter, labels: Tensor, scale: Tensor, chunk: int) -> Tensor:
         if self._cut_dim(weight) == 0:
-            vocabulary = CutVocabulary(self._held(weight), self.exchange, self.group)
+            vocabulary = VocabParallel(self._held(weight), self.comm, self.group)
         else:
             labels = self._own_tokens(labels)
-            vocabulary = LOCAL if self.sequence_parallel else SameVocabulary(self.group.rank() == 0)
+            vocabulary = LOCAL if self.sequence_parallel else ReplicatedVocab(self.group.rank() == 0)
         return self.ops.head_loss(x, weight, labels, scale, chunk, vocabulary)
 
     def core(self, inner: Callable) -> Callable:
@@ -265,7 +275,7 @@ class TensorParallel:
         return core
 
     def _cut_dim(self, weight: nn.Parameter) -> int:
-        dim = self.cut[weight].cut_dim
+        dim = self.cut[weight].shard_dim
         return -1 if dim is None else dim
 
     def _held(self, weight: nn.Parameter) -> range:
@@ -280,7 +290,7 @@ class TensorParallel:
 # ------------------------------------------------------------------------------------------- gradients of the copies
 
 
-class CopyReducer:
+class TPReplicaReducer:
     """Sums the gradients of what several tp ranks hold copies of (norms on the tokens of a share, K/V heads that
     several query heads' ranks use), once a step and in one message for each number of copies.
 
@@ -295,7 +305,7 @@ class CopyReducer:
     def add(self, layout: FlatLayout, start: int, grad: Tensor) -> None:
         """`grad`: the finished gradient of the flat buffer's elements from `start`."""
         for n, found in self._found.items():
-            summed = lambda t, n=n: t.copies == n and CUT_AXIS in t.partial
+            summed = lambda t, n=n: t.tp_replicas == n and CUT_AXIS in t.partial
             found += [grad[s] for s in layout.slices(start, start + grad.numel(), summed)]
 
     def finish(self) -> None:

@@ -26,7 +26,7 @@ def open_store(rank: int, world: int, timeout_s: float) -> dist.Store:
     return dist.PrefixStore(f"preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-class Desk:
+class Coordinator:
     """One rank's end. Every rank reports on each check, rank 0 reads the reports and rules whether to go on.
 
     Attributes:
@@ -53,7 +53,7 @@ class Desk:
         """On rank 0."""
         self._store.set(f"ruling/{question}", "yes" if yes else "no")
 
-    def ruling(self, question: str) -> bool:
+    def decision(self, question: str) -> bool:
         """What rank 0 rules.
 
         Raises:

@@ -18,7 +18,7 @@ import ndtrain
 from ndtrain.config import Config, world_from_env
 from ndtrain.metrics.peak import cpu_model
 from ndtrain.parallel.build import DTYPES
-from ndtrain.preflight.rank_context import Found, Place
+from ndtrain.preflight.rank_context import Found, RankContext
 from ndtrain.preflight.report import (
     Ranks,
     Row,
@@ -96,11 +96,11 @@ def _configuration(cfg: Config) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def look_at_host(place: Place) -> Found:
+def probe_host(context: RankContext) -> Found:
     return {
         "host": socket.gethostname(),
-        "versions": versions(place.device) | {"configuration": _configuration(place.cfg)},
-        "device": device_facts(place.device, place.cfg.hardware.device),
+        "versions": versions(context.device) | {"configuration": _configuration(context.cfg)},
+        "device": device_facts(context.device, context.cfg.hardware.device),
     }
 
 
@@ -170,13 +170,13 @@ def _devices(found: dict[int, Found], ranks: Ranks) -> Row:
 # ---------------------------------------------------------------------------------------------------------- arithmetic
 
 
-def operands(place: Place) -> tuple[Tensor, Tensor]:
+def operands(context: RankContext) -> tuple[Tensor, Tensor]:
     """Two square matrices of 0, 1 and -1 in the compute precision, the same on every rank. Most are 0, so that every
     element of their product is exact even in bf16."""
-    n, dtype = SIZES[place.device.type], DTYPES[place.cfg.precision.compute]
+    n, dtype = SIZES[context.device.type], DTYPES[context.cfg.precision.compute]
     draw = torch.Generator().manual_seed(0)
-    values = torch.tensor([1, -1, 0, 0, 0, 0, 0, 0], dtype=dtype, device=place.device)
-    a, b = (torch.randint(8, (n, n), generator=draw, dtype=torch.int32).to(place.device) for _ in range(2))
+    values = torch.tensor([1, -1, 0, 0, 0, 0, 0, 0], dtype=dtype, device=context.device)
+    a, b = (torch.randint(8, (n, n), generator=draw, dtype=torch.int32).to(context.device) for _ in range(2))
     return values[a], values[b]
 
 
@@ -184,20 +184,20 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
-def look_at_matmul(place: Place) -> Found:
+def probe_matmul(context: RankContext) -> Found:
     """The shortest of some matmuls, and whether the product is what it must be (Freivalds, 1977: of a product with one
     random vector both ways; here all numbers are whole, so both are equal to the last bit)."""
-    a, b = operands(place)
+    a, b = operands(context)
     shortest, until = float("inf"), time.perf_counter() + MATMUL_S
     matmul(a, b)
-    place.settle()
+    context.settle()
     while time.perf_counter() < until or shortest == float("inf"):
         began = time.perf_counter()
         product = matmul(a, b)
-        place.settle()
+        context.settle()
         shortest = min(shortest, time.perf_counter() - began)
     draw = torch.Generator().manual_seed(1)
-    x = torch.randint(1, 1000, (len(a), 1), generator=draw).double().to(place.device)
+    x = torch.randint(1, 1000, (len(a), 1), generator=draw).double().to(context.device)
     finite = bool(product.isfinite().all())
     right = finite and torch.equal(product.double() @ x, a.double() @ (b.double() @ x))
     return {"rate": 2 * len(a) ** 3 / shortest, "finite": finite, "right": right}

@@ -11,7 +11,7 @@ from torch import Tensor
 from ndtrain.config import Config
 from ndtrain.distributed import collectives
 from ndtrain.preflight.network import axes_of
-from ndtrain.preflight.rank_context import Found, Place
+from ndtrain.preflight.rank_context import Found, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, few, listed, per_second, slow, usual_rate
 
 MESSAGES = tuple(1 << k for k in (16, 19, 22, 25))  # bytes
@@ -39,59 +39,59 @@ def turns(n: int) -> list[list[tuple[int, int]]]:
     return [turn for turn in found if turn]
 
 
-def look_at_links(place: Place) -> Found:
+def probe_links(context: RankContext) -> Found:
     """{links: [axis, source, bytes/s] of what this rank received, damaged: [axis, source]}"""
     best: dict[tuple[str, int], float] = {}
     damaged = set()
     for _ in range(PASSES):
-        for (axis,) in (axes for axes in axes_of(place.spec) if len(axes) == 1):
-            for source, rate, right in _rates(place, axis):
+        for (axis,) in (axes for axes in axes_of(context.spec) if len(axes) == 1):
+            for source, rate, right in _rates(context, axis):
                 best[axis, source] = max(rate, best.get((axis, source), 0.0))
                 damaged |= set() if right else {(axis, source)}
     return {"links": [[*link, rate] for link, rate in best.items()], "damaged": sorted(damaged)}
 
 
-def _rates(place: Place, axis: str) -> Iterator[tuple[int, float, bool]]:
+def _rates(context: RankContext, axis: str) -> Iterator[tuple[int, float, bool]]:
     """(global rank of a neighbour, bytes/s from it, whether they came undamaged): both ways in turn."""
-    group = place.mesh.group(axis)
+    group = context.mesh.group(axis)
     me, members = group.rank(), dist.get_process_group_ranks(group)
     for turn in turns(len(members)):
         for one, other in (pair for pair in turn if me in pair):
             for source, to in ((one, other), (other, one)):
                 if me == to:
-                    yield members[source], *_receive(place, group, source)
+                    yield members[source], *_receive(context, group, source)
                 else:
-                    _send(place, group, to)
+                    _send(context, group, to)
 
 
-def _receive(place: Place, group: dist.ProcessGroup, source: int) -> tuple[float, bool]:
+def _receive(context: RankContext, group: dist.ProcessGroup, source: int) -> tuple[float, bool]:
     """Asks for messages, ever longer until they take long enough. Bytes/s of the fastest of the last length, and
     whether all were as sent."""
     rate, right = 0.0, True
     for size in MESSAGES:
-        buffer, seconds = torch.zeros(size, dtype=torch.uint8, device=place.device), []
+        buffer, seconds = torch.zeros(size, dtype=torch.uint8, device=context.device), []
         for _ in range(TIMES):
             began = time.perf_counter()
-            _message(place, collectives.send, torch.tensor([size], device=place.device), group, source)
-            _message(place, collectives.receive, buffer, group, source)
+            _message(context, collectives.send, torch.tensor([size], device=context.device), group, source)
+            _message(context, collectives.receive, buffer, group, source)
             seconds.append(time.perf_counter() - began)
         right &= bool((buffer == _mark(source)).all())
         rate = size / min(seconds)
         if min(seconds) > ENOUGH_S:
             break
-    _message(place, collectives.send, torch.tensor([0], device=place.device), group, source)
+    _message(context, collectives.send, torch.tensor([0], device=context.device), group, source)
     return rate, right
 
 
-def _send(place: Place, group: dist.ProcessGroup, to: int) -> None:
+def _send(context: RankContext, group: dist.ProcessGroup, to: int) -> None:
     """Messages as long as they are asked for."""
-    asked = torch.zeros(1, dtype=torch.int64, device=place.device)
-    buffer = torch.full((max(MESSAGES),), _mark(group.rank()), dtype=torch.uint8, device=place.device)
+    asked = torch.zeros(1, dtype=torch.int64, device=context.device)
+    buffer = torch.full((max(MESSAGES),), _mark(group.rank()), dtype=torch.uint8, device=context.device)
     while True:
-        _message(place, collectives.receive, asked, group, to)
+        _message(context, collectives.receive, asked, group, to)
         if not (size := int(asked)):
             return
-        _message(place, collectives.send, buffer[:size], group, to)
+        _message(context, collectives.send, buffer[:size], group, to)
 
 
 def _mark(rank: int) -> int:
@@ -99,9 +99,9 @@ def _mark(rank: int) -> int:
     return rank % 255 + 1
 
 
-def _message(place: Place, way: Callable, x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
+def _message(context: RankContext, way: Callable, x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
     way(x, group, peer).wait()
-    place.settle()
+    context.settle()
 
 
 def judge_links(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row]:

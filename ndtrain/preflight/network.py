@@ -12,7 +12,7 @@ from ndtrain.config import Config
 from ndtrain.distributed import collectives
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import SHARD_AXES, even_cut
-from ndtrain.preflight.rank_context import Found, Place
+from ndtrain.preflight.rank_context import Found, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, few, worst
 from ndtrain.runtime import rendezvous
 
@@ -33,15 +33,15 @@ def axes_of(spec: MeshSpec) -> list[tuple[str, ...]]:
 # ----------------------------------------------------------------------------------------------- connections and clocks
 
 
-def connect(place: Place) -> Found:
+def connect(context: RankContext) -> Found:
     """The process groups of a run."""
     began = time.perf_counter()
-    backend = "nccl" if place.device.type == "cuda" else "gloo"
-    rendezvous.join(backend, place.rank, place.spec.world_size, place.deadline_s, place.device)
-    place.mesh = Mesh(place.spec, place.rank, place.device)
-    for axes in axes_of(place.spec):
-        place.mesh.group(*axes)
-    _ = place.mesh.background
+    backend = "nccl" if context.device.type == "cuda" else "gloo"
+    rendezvous.join(backend, context.rank, context.spec.world_size, context.deadline_s, context.device)
+    context.mesh = Mesh(context.spec, context.rank, context.device)
+    for axes in axes_of(context.spec):
+        context.mesh.group(*axes)
+    _ = context.mesh.background
     return {"backend": backend, "seconds": time.perf_counter() - began}
 
 
@@ -54,11 +54,11 @@ def now() -> float:
     return time.time()
 
 
-def look_at_clock(place: Place) -> Found:
+def probe_clock(context: RankContext) -> Found:
     """The time, each round at the moment when all ranks have met."""
     times = []
     for _ in range(ROUNDS):
-        collectives.all_reduce(torch.zeros(1), place.mesh.background).wait()
+        collectives.all_reduce(torch.zeros(1), context.mesh.background).wait()
         times.append(now())
     return {"times": times}
 
@@ -136,32 +136,32 @@ OPERATIONS: dict[str, Operation] = {  # what each gives, and what it must give
 }  # fmt: skip
 
 
-def look_at_collectives(place: Place) -> Found:
+def probe_collectives(context: RankContext) -> Found:
     """{axes: {wrong: operations that gave something else, seconds: of an all_reduce}}"""
     found = {}
-    for axes in axes_of(place.spec):
-        group = place.mesh.group(*axes)
+    for axes in axes_of(context.spec):
+        group = context.mesh.group(*axes)
         wrong = [
             name
             for name, work in OPERATIONS.items()
-            if not _right(place, *work(group, group.size(), group.rank(), place.device))
+            if not _right(context, *work(group, group.size(), group.rank(), context.device))
         ]
-        found[" x ".join(axes)] = {"wrong": wrong, "seconds": _time_all_reduce(place, group)}
+        found[" x ".join(axes)] = {"wrong": wrong, "seconds": _time_all_reduce(context, group)}
     return found
 
 
-def _right(place: Place, got: Tensor, expected: Tensor) -> bool:
-    place.settle()
+def _right(context: RankContext, got: Tensor, expected: Tensor) -> bool:
+    context.settle()
     return torch.equal(got.cpu(), expected)
 
 
-def _time_all_reduce(place: Place, group: dist.ProcessGroup) -> float:
+def _time_all_reduce(context: RankContext, group: dist.ProcessGroup) -> float:
     """Seconds of the shortest of a few."""
-    full, shortest = torch.zeros(TIMED // 4, device=place.device), float("inf")
+    full, shortest = torch.zeros(TIMED // 4, device=context.device), float("inf")
     for _ in range(TIMES):
         began = time.perf_counter()
         collectives.all_reduce(full, group).wait()
-        place.settle()
+        context.settle()
         shortest = min(shortest, time.perf_counter() - began)
     return shortest
 

@@ -15,7 +15,7 @@ Found = dict[str, Any]  # what a rank reports, as JSON has it
 
 
 @dataclass
-class Place:
+class RankContext:
     """One rank and what it works with.
 
     Attributes:
@@ -54,7 +54,7 @@ class Check:
     """
 
     name: str
-    look: Callable[[Place], Found]
+    look: Callable[[RankContext], Found]
     judge: Callable[[dict[int, Found], Ranks, Config], list[Row]]
     needs: str = ""
     connected: bool = False

@@ -17,44 +17,44 @@ from ndtrain.config import Config, resolve, world_from_env
 from ndtrain.distributed.flight_recorder import RECORDER
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model.families.hf_config import from_hf, read_hf_config
-from ndtrain.preflight import coordinator as desks
-from ndtrain.preflight.coordinator import MARGIN_S, Desk
-from ndtrain.preflight.host import device_of, judge_hosts, judge_matmul, look_at_host, look_at_matmul
-from ndtrain.preflight.links import judge_links, look_at_links
+from ndtrain.preflight import coordinator as coordinators
+from ndtrain.preflight.coordinator import MARGIN_S, Coordinator
+from ndtrain.preflight.host import device_of, judge_hosts, judge_matmul, probe_host, probe_matmul
+from ndtrain.preflight.links import judge_links, probe_links
 from ndtrain.preflight.network import (
     connect,
     judge_clocks,
     judge_collectives,
     judge_connections,
-    look_at_clock,
-    look_at_collectives,
+    probe_clock,
+    probe_collectives,
 )
-from ndtrain.preflight.rank_context import Check, Found, Place
+from ndtrain.preflight.rank_context import Check, Found, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, show
 from ndtrain.preflight.storage import (
     Cleaner,
     judge_folder,
     judge_space,
     judge_storage,
-    look_at_space,
-    look_at_storage,
     look_for_rank_0,
+    probe_space,
+    probe_storage,
 )
 
 DEADLINE_S = 60.0  # of a check; hardware.timeout_s where that is shorter
 
 ALONE = [  # what needs no connection between ranks: they report through the launcher's store
-    Check("hosts", look_at_host, judge_hosts),
-    Check("matmul", look_at_matmul, judge_matmul),
-    Check("disk space", look_at_space, judge_space),
-    Check("storage", look_at_storage, judge_storage),
+    Check("hosts", probe_host, judge_hosts),
+    Check("matmul", probe_matmul, judge_matmul),
+    Check("disk space", probe_space, judge_space),
+    Check("storage", probe_storage, judge_storage),
     Check("one folder", look_for_rank_0, judge_folder, needs="storage"),
 ]
 TOGETHER = [
     Check("connections", connect, judge_connections, needs="devices", connected=True),
-    Check("clocks", look_at_clock, judge_clocks, needs="connections", connected=True),
-    Check("collectives", look_at_collectives, judge_collectives, needs="connections", connected=True),
-    Check("links", look_at_links, judge_links, needs="connections", connected=True),
+    Check("clocks", probe_clock, judge_clocks, needs="connections", connected=True),
+    Check("collectives", probe_collectives, judge_collectives, needs="connections", connected=True),
+    Check("links", probe_links, judge_links, needs="connections", connected=True),
 ]
 
 
@@ -78,11 +78,11 @@ def preflight(cfg: Config) -> int:
     resolve(cfg, world)
     deadline_s = min(DEADLINE_S, cfg.hardware.timeout_s)
     try:
-        desk = Desk(desks.open_store(rank, world, deadline_s), rank, world, deadline_s)
-        place = Place(cfg, MeshSpec.of(cfg.mesh), rank, device_of(cfg), desk.nonce, deadline_s)
-        cleaner = Cleaner(place)
+        coordinator = Coordinator(coordinators.open_store(rank, world, deadline_s), rank, world, deadline_s)
+        context = RankContext(cfg, MeshSpec.of(cfg.mesh), rank, device_of(cfg), coordinator.nonce, deadline_s)
+        cleaner = Cleaner(context)
         try:
-            return Preflight(place, desk).run(ALONE + TOGETHER * (world > 1), cleaner.remove_file)
+            return Preflight(context, coordinator).run(ALONE + TOGETHER * (world > 1), cleaner.remove_file)
         finally:
             cleaner.remove_file()
             cleaner.remove_folders()
@@ -94,9 +94,9 @@ def preflight(cfg: Config) -> int:
 class Preflight:
     """One rank's way through the checks; on rank 0 with the rows of the table so far."""
 
-    def __init__(self, place: Place, desk: Desk):
-        self.place, self.desk, self.leads = place, desk, place.rank == 0
-        self.ranks, self.rows = Ranks(place.spec), list[Row]()
+    def __init__(self, context: RankContext, coordinator: Coordinator):
+        self.context, self.coordinator, self.leads = context, coordinator, context.rank == 0
+        self.ranks, self.rows = Ranks(context.spec), list[Row]()
 
     def run(self, checks: list[Check], clean: Callable[[], None]) -> int:
         """The exit status. `clean` is called on every rank before it is known on any."""
@@ -111,54 +111,54 @@ class Preflight:
             clean()
             if self.leads:
                 show(self.rows)
-        self.desk.report("end", {})
+        self.coordinator.report("end", {})
         if self.leads:
-            self.desk.reports("end", time.monotonic() + MARGIN_S)  # they have cleaned up
-            self.desk.rule("passed", not any(row.status == Status.FAILED for row in self.rows))
-        passed = self.desk.ruling("passed")
-        self.desk.report("bye", {})
+            self.coordinator.reports("end", time.monotonic() + MARGIN_S)  # they have cleaned up
+            self.coordinator.rule("passed", not any(row.status == Status.FAILED for row in self.rows))
+        passed = self.coordinator.decision("passed")
+        self.coordinator.report("bye", {})
         if self.leads:
-            self.desk.reports("bye", time.monotonic() + MARGIN_S)  # rank 0 may be the store
+            self.coordinator.reports("bye", time.monotonic() + MARGIN_S)  # rank 0 may be the store
         return 0 if passed else 1
 
     def _check(self, check: Check) -> None:
         """Nothing where rank 0 rules so."""
         if self.leads:
-            self.desk.rule(check.name, self._wanted(check))
-        if not self.desk.ruling(check.name):
+            self.coordinator.rule(check.name, self._wanted(check))
+        if not self.coordinator.decision(check.name):
             return
-        until = time.monotonic() + self.desk.deadline_s + MARGIN_S
-        self.desk.report(check.name, self._look(check))
+        until = time.monotonic() + self.coordinator.deadline_s + MARGIN_S
+        self.coordinator.report(check.name, self._look(check))
         if self.leads:
-            self._judge(check, self.desk.reports(check.name, until))
+            self._judge(check, self.coordinator.reports(check.name, until))
 
     def _wanted(self, check: Check) -> bool:
         failed = {row.check for row in self.rows if row.status == Status.FAILED}
         return check.needs not in failed and not any(row.last for row in self.rows)
 
     def _look(self, check: Check) -> Found:
-        place = self.place
+        context = self.context
 
         def look() -> Found:
-            if place.device.type == "cuda":
-                torch.cuda.set_device(place.device)  # each thread has its own
-            return check.look(place)
+            if context.device.type == "cuda":
+                torch.cuda.set_device(context.device)  # each thread has its own
+            return check.look(context)
 
         try:
-            return _within(self.desk.deadline_s, look)
+            return _within(self.coordinator.deadline_s, look)
         except (OSError, RuntimeError) as error:
             return {"error": _one_line(error)}
 
     def _judge(self, check: Check, found: dict[int, Found]) -> None:
-        missing = [r for r in range(self.place.spec.world_size) if r not in found]
+        missing = [r for r in range(self.context.spec.world_size) if r not in found]
         errors = {r: f["error"] for r, f in found.items() if "error" in f}
         if missing:
-            text = f"no report within {self.desk.deadline_s:g} s: {self.ranks.some(missing)}"
+            text = f"no report within {self.coordinator.deadline_s:g} s: {self.ranks.some(missing)}"
             self.rows.append(Row(check.name, Status.FAILED, "", (text, *self.ranks.grouped(errors)), last=True))
         elif errors:
             self.rows.append(Row(check.name, Status.FAILED, "", self.ranks.grouped(errors), last=check.connected))
         else:
-            self.rows += check.judge(found, self.ranks, self.place.cfg)
+            self.rows += check.judge(found, self.ranks, self.context.cfg)
 
 
 def _within(seconds: float, work: Callable[[], Found]) -> Found:
@@ -178,8 +178,8 @@ def _within(seconds: float, work: Callable[[], Found]) -> Found:
     threading.Thread(target=run, name="check", daemon=True).start()
     wait([future], timeout=seconds)
     if not future.done():
-        flight, _ = RECORDER.longest_wait()
-        at = f", waiting in {flight.op} over {flight.channel}" if flight else ""
+        work, _ = RECORDER.longest_wait()
+        at = f", waiting in {work.op} over {work.channel}" if work else ""
         raise TimeoutError(f"not done within {seconds:g} s{at}")
     return future.result()
 

@@ -14,7 +14,7 @@ from ndtrain.checkpoint.directory import list_checkpoints
 from ndtrain.config import Config
 from ndtrain.model.flops import parameter_count
 from ndtrain.parallel.build import DTYPES, moments_dtype
-from ndtrain.preflight.rank_context import Found, Place
+from ndtrain.preflight.rank_context import Found, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, bytes_of, per_second, slow, usual_rate
 
 MOST = 32 << 20  # bytes that a rank writes
@@ -45,10 +45,10 @@ def planned_bytes(cfg: Config, folder: Path) -> int:
     return max(0, count * checkpoint_bytes(cfg) - there)
 
 
-def look_at_space(place: Place) -> Found:
-    folder = place.run_dir / "checkpoints"
+def probe_space(context: RankContext) -> Found:
+    folder = context.run_dir / "checkpoints"
     usage = shutil.disk_usage(_existing(folder))
-    planned = planned_bytes(place.cfg, folder) if place.rank == 0 else 0
+    planned = planned_bytes(context.cfg, folder) if context.rank == 0 else 0
     return {"free": usage.free, "planned": planned, "folder": str(folder)}
 
 
@@ -76,23 +76,23 @@ def judge_space(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row]
 # ------------------------------------------------------------------------------------------------------- write and read
 
 
-def file_of(place: Place, rank: int) -> Path:
+def file_of(context: RankContext, rank: int) -> Path:
     """The file that a rank writes: hidden, and of this preflight only."""
-    return place.run_dir / f".preflight-{place.nonce}-{rank}"
+    return context.run_dir / f".preflight-{context.nonce}-{rank}"
 
 
-def look_at_storage(place: Place) -> Found:
+def probe_storage(context: RankContext) -> Found:
     """Writes, flushes and reads a file; it stays for others to see."""
     try:
-        place.run_dir.mkdir(parents=True, exist_ok=True)
-        return _write_and_read(place, file_of(place, place.rank))
+        context.run_dir.mkdir(parents=True, exist_ok=True)
+        return _write_and_read(context, file_of(context, context.rank))
     except OSError as error:
-        raise OSError(f"run.dir={place.run_dir} cannot be used ({error.strerror})") from error
+        raise OSError(f"run.dir={context.run_dir} cannot be used ({error.strerror})") from error
 
 
-def _write_and_read(place: Place, path: Path) -> Found:
-    size = max(LEAST, min(MOST, ALL // place.spec.world_size))
-    draw = np.random.default_rng(place.rank)
+def _write_and_read(context: RankContext, path: Path) -> Found:
+    size = max(LEAST, min(MOST, ALL // context.spec.world_size))
+    draw = np.random.default_rng(context.rank)
     blocks = [draw.bytes(BLOCK) for _ in range(4)]  # which no file system can make smaller
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -136,14 +136,14 @@ def judge_storage(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Ro
 # ----------------------------------------------------------------------------------------------------------- one folder
 
 
-def look_for_rank_0(place: Place) -> Found:
+def look_for_rank_0(context: RankContext) -> Found:
     """Whether this rank sees what rank 0 has written."""
-    path, until = file_of(place, 0), time.monotonic() + PATIENCE_S
+    path, until = file_of(context, 0), time.monotonic() + PATIENCE_S
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.1)
     if not path.exists():
         raise OSError(
-            f"{place.cfg.run.dir} is another folder than rank 0's: put run.dir on storage that all hosts share"
+            f"{context.cfg.run.dir} is another folder than rank 0's: put run.dir on storage that all hosts share"
         )
     return {}
 
@@ -158,9 +158,9 @@ def judge_folder(found: dict[int, Found], ranks: Ranks, cfg: Config) -> list[Row
 class Cleaner:
     """Takes away what a preflight leaves: its file, and the folders that were not there when this was made."""
 
-    def __init__(self, place: Place):
-        self._place, self._file = place, file_of(place, place.rank)
-        self._new = [p for p in (place.run_dir, *place.run_dir.parents) if not p.exists()]
+    def __init__(self, context: RankContext):
+        self._place, self._file = context, file_of(context, context.rank)
+        self._new = [p for p in (context.run_dir, *context.run_dir.parents) if not p.exists()]
 
     def remove_file(self) -> None:
         with suppress(OSError):

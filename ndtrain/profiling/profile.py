@@ -20,7 +20,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ndtrain.distributed.flight_recorder import RECORDER, Flight
+from ndtrain.distributed.flight_recorder import RECORDER, CollectiveRecord
 from ndtrain.profiling.kinds import COMPUTE, HOST, kind_of
 
 TOP = 12  # operators shown below the kinds
@@ -153,10 +153,10 @@ def recording(device: torch.device, **options: bool) -> Iterator[profile]:
             settle(device)
 
 
-def _wait(flight: Flight) -> AbstractContextManager:
-    if flight.channel:
-        return record_function(f"wait for {flight.op} over {flight.channel}")
-    return record_function("waiting for " + re.sub(r" \d+", "", flight.op))  # not for others; one name for all steps
+def _wait(record: CollectiveRecord) -> AbstractContextManager:
+    if record.channel:
+        return record_function(f"wait for {record.op} over {record.channel}")
+    return record_function("waiting for " + re.sub(r" \d+", "", record.op))  # not for others; one name for all steps
 
 
 @contextmanager

@@ -21,14 +21,14 @@ def begin(device: torch.device) -> None:
 def write(recorded: profile, folder: Path, rank: int, device: torch.device) -> Path:
     """The snapshot of a recording made with profile_memory, and on a GPU the end of its history.
 
-    On CPU memory-rank-0.json, see `height`; on a GPU memory-rank-0.pickle, which https://pytorch.org/memory_viz reads.
+    On CPU memory-rank-0.json, see `peak_bytes`; on a GPU memory-rank-0.pickle for https://pytorch.org/memory_viz.
 
     Raises:
         OSError: it cannot be written.
     """
     if device.type == "cpu":
         path = folder / f"memory-rank-{rank}.json"
-        path.write_text(json.dumps(height(recorded)))
+        path.write_text(json.dumps(peak_bytes(recorded)))
         return path
     path = folder / f"memory-rank-{rank}.pickle"
     try:
@@ -47,7 +47,7 @@ class _Change(NamedTuple):
     by: str
 
 
-def height(recorded: profile) -> dict[str, Any]:
+def peak_bytes(recorded: profile) -> dict[str, Any]:
     """Of the tensors made in a recording on CPU: `timeline`, [ms since the first of them, bytes of them that live] at
     every change; `peak_bytes` and `peak_ms`; and `live`, what lived at the peak, by the operators that allocated it:
     `by`, from the outermost in, `bytes` and `tensors`. What was there before is not seen, also as it goes."""

@@ -17,7 +17,7 @@ from ndtrain.runtime.stop_signals import StopRequest
 PATIENCE_S = 5.0  # how long a rank that lost a peer lets that one speak, and the launcher end them all
 
 
-def say_failure(error: BaseException, stop: StopRequest, run_dir: Path) -> None:
+def report_failure(error: BaseException, stop: StopRequest, run_dir: Path) -> None:
     """The traceback, at once; but a rank that only lost a peer waits, so that the rank at fault is heard first. The
     launcher ends it meanwhile, or had begun to before the loss came to light. Call it while `error` is handled."""
     rank = world_from_env()[0]
@@ -34,7 +34,7 @@ def say_failure(error: BaseException, stop: StopRequest, run_dir: Path) -> None:
 
 
 @contextmanager
-def noted(run_dir: Path) -> Iterator[None]:
+def record_failure(run_dir: Path) -> Iterator[None]:
     """An error that leaves the block is also in exit.json."""
     try:
         yield

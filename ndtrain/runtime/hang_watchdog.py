@@ -57,14 +57,14 @@ class Report:
     @classmethod
     def of(cls, recorder: Recorder, rank: int, thread: int) -> "Report":
         """As things are now. `thread` is that of the rank's main work."""
-        flight, seconds = recorder.longest_wait()
+        record, seconds = recorder.longest_wait()
         frame = sys._current_frames().get(thread)
         stack = [f"{f.filename}:{f.lineno} in {f.name}" for f in traceback.extract_stack(frame)] if frame else []
         return cls(
             rank,
             recorder.step,
             recorder.action,
-            asdict(flight) if flight else None,
+            asdict(record) if record else None,
             seconds,
             dict(recorder.counts),
             {channel: list(ranks) for channel, ranks in recorder.members.items()},
@@ -113,14 +113,14 @@ def _disagreement(reports: dict[int, Report], spec: MeshSpec) -> list[str]:
     """The first operation of a channel that its ranks do not all know by the same name and size."""
     by_number: dict[tuple[str, int], dict[int, dict]] = {}
     for report in reports.values():
-        for flight in report.last:
-            by_number.setdefault((flight["channel"], flight["number"]), {})[report.rank] = flight
-    for (channel, number), flights in sorted(
+        for record in report.last:
+            by_number.setdefault((record["channel"], record["number"]), {})[report.rank] = record
+    for (channel, number), records in sorted(
         by_number.items(), key=lambda x: min(f["launched"] for f in x[1].values())
     ):
         kinds: dict[str, list[int]] = {}
-        for rank, flight in flights.items():
-            kinds.setdefault(_kind(flight), []).append(rank)
+        for rank, record in records.items():
+            kinds.setdefault(_kind(record), []).append(rank)
         if len(kinds) > 1:
             said = "; ".join(f"{_ranks(ranks, spec)}: {kind}" for kind, ranks in sorted(kinds.items(), key=_rarest))
             return [f"ranks disagree on operation {number} over {channel}, so one of them left one out: {said}"]
@@ -131,11 +131,11 @@ def _rarest(kind: tuple[str, list[int]]) -> tuple[int, list[int]]:
     return len(kind[1]), kind[1]
 
 
-def _kind(flight: dict) -> str:
+def _kind(record: dict) -> str:
     """What is the same for all that take part in an operation, in words."""
-    op = "message" if flight["op"] in ("send", "receive") else flight["op"]
-    at = "" if op == "message" else f" in {flight['action']}"  # its sender and its receiver are at different actions
-    return f"{op} of {flight['nbytes']:,} bytes, step {flight['step']}{at}"
+    op = "message" if record["op"] in ("send", "receive") else record["op"]
+    at = "" if op == "message" else f" in {record['action']}"  # its sender and its receiver are at different actions
+    return f"{op} of {record['nbytes']:,} bytes, step {record['step']}{at}"
 
 
 def _where(report: Report) -> str:

@@ -221,12 +221,12 @@ def over_a_slow_link() -> tuple[float, float, float, int, bool]:
     send, receive = torch.full((2, 2500), float(group.rank())), torch.empty(2, 2500)
     dist.barrier()
     began = time.perf_counter()
-    flights = [links.shift(a, b) for a, b in zip(send, receive, strict=True)]
+    works = [links.shift(a, b) for a, b in zip(send, receive, strict=True)]
     posted = time.perf_counter()
     time.sleep(0.05)  # not spent on the link
     slept = time.perf_counter() - posted
-    for flight in flights:
-        flight.wait()
+    for work in works:
+        work.wait()
     took = time.perf_counter() - began
     return took, slept, *links.reset(), bool((receive == 1 - group.rank()).all())
 

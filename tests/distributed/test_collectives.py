@@ -17,18 +17,18 @@ def rank_case(numel: int, dtype: torch.dtype) -> dict:
     reduced, scattered = data[rank].clone(), data[rank].clone()
     # two of each in flight at once, finished in the other order
     second = (data[rank] * 2).clone()
-    flights = [all_reduce(reduced, group), reduce_scatter(scattered, group), all_reduce(second, group)]
-    for flight in reversed(flights[1:]):
-        flight.wait()
-    flights[0].wait()
+    works = [all_reduce(reduced, group), reduce_scatter(scattered, group), all_reduce(second, group)]
+    for work in reversed(works[1:]):
+        work.wait()
+    works[0].wait()
     part = data[rank][:7]
     gathered = torch.empty(7 * n, dtype=dtype)
     all_gather(gathered, part, group).wait()
     in_place = torch.zeros(7 * n, dtype=dtype)
     in_place[7 * rank : 7 * rank + 7] = part
     all_gather(in_place, in_place[7 * rank : 7 * rank + 7], group).wait()
-    rows, flight = all_gather_row(part, group)
-    flight.wait()
+    rows, work = all_gather_row(part, group)
+    work.wait()
     own = scattered[slice(*even_cut(numel, n, rank))]
     return {"reduced": reduced, "second": second, "own": own, "gathered": gathered, "in_place": in_place, "rows": rows}
 

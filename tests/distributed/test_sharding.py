@@ -77,14 +77,14 @@ def test_runs_cover_every_element_once_per_holder(mesh, data):
     tensors = {f"t{i}": dims for i, dims in enumerate(shapes)}
     rules = {d: a for d, a in RULES.items() if d in {d.name for t in shapes for d in t}}
     held, owned = ({n: torch.zeros([d.size for d in ds], dtype=torch.int64) for n, ds in tensors.items()} for _ in "12")
-    copies = {}
+    tp_replicas = {}
     for rank in range(mesh.world_size):
         layouts = Layouts(tensors, rules, mesh, rank)
         flat = FlatLayout.of([layouts[n] for n in tensors], mesh.size("fsdp", "cp"))
         start, stop = flat.bounds(mesh.index(rank, "fsdp", "cp"))
         mine = flat.slices(start, stop, lambda t: t.copy == 0)
         for t, runs in flat.runs(start, stop):
-            copies[t.name] = t.copies
+            tp_replicas[t.name] = t.tp_replicas
             whole = torch.arange(t.numel).view(t.shape)
             local = whole[tuple(slice(a, a + n) for a, n in t.cut)].reshape(-1)
             for run in runs:
@@ -94,7 +94,7 @@ def test_runs_cover_every_element_once_per_holder(mesh, data):
                 held[t.name].view(-1)[run.global_start : run.global_start + run.length] += 1
                 if any(s.start <= run.local_start and run.local_start + run.length <= s.stop for s in mine):
                     owned[t.name].view(-1)[run.global_start : run.global_start + run.length] += 1
-    for name, count in copies.items():
+    for name, count in tp_replicas.items():
         assert (owned[name] == mesh.size("pp", "dp")).all(), name
         assert (held[name] == mesh.size("pp", "dp") * count).all(), name
 
@@ -114,7 +114,7 @@ def test_gradients_are_partial_where_activations_are_cut(sequence_parallel):
     summed = {name for name in tensors if "tp" in layouts[0][name].partial}
     assert summed == {"k", "q_norm"} | ({"norm", "head"} if sequence_parallel else set())
     assert all({"dp", "fsdp", "cp"} <= layouts[0][name].partial for name in tensors)
-    assert [(ls["k"].copies, ls["k"].copy, ls["k"].cut[0]) for ls in layouts] == [
+    assert [(ls["k"].tp_replicas, ls["k"].copy, ls["k"].cut[0]) for ls in layouts] == [
         (2, 0, (0, 4)), (2, 1, (0, 4)), (2, 0, (4, 4)), (2, 1, (4, 4))
     ]  # fmt: skip
     assert [ls["norm"].copy for ls in layouts] == [0, 1, 2, 3] and [ls["q"].copy for ls in layouts] == [0] * 4

@@ -13,7 +13,7 @@ import torch
 from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.trace import Trace, _aligned, _Log, traced
-from ndtrain.engine.train_step import Took, TrainingStep
+from ndtrain.engine.train_step import ActionTiming, TrainingStep
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.schedule import Action, Span, build, simulate
 from ndtrain.train import main
@@ -107,7 +107,7 @@ def test_a_late_rank_is_off():
 
 def test_clocks_are_set_at_the_barrier():
     """Hosts' clocks begin anywhere. Ranks of one host keep its clock, however late they noticed the barrier's end."""
-    at = lambda began: [Took(Action("F", 0, 0), began, began + 1.0)]
+    at = lambda began: [ActionTiming(Action("F", 0, 0), began, began + 1.0)]
     logs = [
         _Log("host a", 100.0, at(101.0)),
         _Log("host a", 100.5, at(101.0)),

@@ -96,7 +96,7 @@ TAIL = frozenset({"down_proj"})
 
 
 @pytest.mark.parametrize(
-    ("spared", "again"),
+    ("skipped_ops", "again"),
     [
         ([None] * 3, 0),  # recompute=none
         ([TAIL] * 3, 3 * (FORWARD - 192)),  # full: nothing reads a block's output again
@@ -107,8 +107,8 @@ TAIL = frozenset({"down_proj"})
         ([], 0),
     ],
 )
-def test_recompute_adds_what_is_run_again(spared, again):
-    assert flops.hardware_flops_per_token(TINY, 100, spared) == flops.flops_per_token(TINY, 100) + again
+def test_recompute_adds_what_is_run_again(skipped_ops, again):
+    assert flops.hardware_flops_per_token(TINY, 100, skipped_ops) == flops.flops_per_token(TINY, 100) + again
 
 
 def test_elementwise_values_of_a_block():

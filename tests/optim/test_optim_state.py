@@ -11,7 +11,7 @@ from ndtrain.config import ConfigError, load_config, resolve, world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.model.init import standard_normal
-from ndtrain.optim import Verdict
+from ndtrain.optim import GradStats
 from ndtrain.optim.rounding import draw, element_index, halves, round_to_bf16
 from ndtrain.parallel.build import build_stages, initialise, layouts_of
 from tests.lib.helpers import tensor_bytes
@@ -81,7 +81,7 @@ def rank_updates(overrides: list[str]) -> tuple[Run, list[tuple]]:
                     drawn = standard_normal(step, t.name, r.global_start, r.length)
                     unit.grad[r.local_start : r.local_start + r.length] = drawn
         before, fine = rank_state(stages), step != 2
-        optimizer.step(step, 1e-2, Verdict(torch.tensor(1.0), torch.tensor(2.0).double(), torch.tensor(fine)))
+        optimizer.step(step, 1e-2, GradStats(torch.tensor(1.0), torch.tensor(2.0).double(), torch.tensor(fine)))
         same = [torch.equal(old[-1], new[-1]) for old, new in zip(before, rank_state(stages), strict=True)]
         assert not any(same) if fine else all(same), "a step that was skipped changes nothing"
     return Run(), rank_state(stages)

@@ -14,9 +14,9 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel import fp8
 from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
-from ndtrain.parallel.fp8 import Fp8Products, cast, multiplies_fp8, multiply
-from ndtrain.parallel.fused_grad_accumulation import Gathered, Products
-from ndtrain.parallel.grad_accumulator import Gradients
+from ndtrain.parallel.fp8 import Fp8Matmul, cast, multiplies_fp8, multiply
+from ndtrain.parallel.fused_grad_accumulation import Gathered, MatmulImpl
+from ndtrain.parallel.grad_accumulator import GradAccumulator
 from tests.lib.parity import train
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -71,19 +71,19 @@ def test_zeros_and_what_is_not_finite():
 # ------------------------------------------------------------------------------------------------------ the products
 
 
-def products_of(products: Products, device: str = "cpu") -> list[torch.Tensor]:
+def products_of(matmul: MatmulImpl, device: str = "cpu") -> list[torch.Tensor]:
     """Output, input gradient of two weights, and weight gradient (twice over, into one sink)."""
     x, dy, other = (drawn(48, n, seed=i).to(device) for i, n in enumerate((32, 64, 16)))
     w, v = (torch.nn.Parameter(drawn(n, 32, seed=n).to(device)) for n in (64, 16))
     with torch.no_grad():
-        y = products.output(products.input(Gathered(x)).all(), products.weight(w, backward=False))
-        x_NI, dys = products.input(Gathered(x)), [products.gradient(Gathered(g)).all() for g in (dy * 1e-4, other)]
-        dx = products.input_gradient(dys, [products.weight(p, backward=True) for p in (w, v)])
+        y = matmul.output(matmul.input(Gathered(x)).all(), matmul.weight(w, backward=False))
+        x_NI, dys = matmul.input(Gathered(x)), [matmul.gradient(Gathered(g)).all() for g in (dy * 1e-4, other)]
+        dx = matmul.input_gradient(dys, [matmul.weight(p, backward=True) for p in (w, v)])
         w.grad_dtype = torch.float32
-        w.grad, sink = torch.full((64, 32), float("nan"), device=device), Gradients()
-        sink.open([w])
+        w.grad, accumulator = torch.full((64, 32), float("nan"), device=device), GradAccumulator()
+        accumulator.open([w])
         for _ in range(2):
-            assert products.weight_gradient(sink, w, dys[0], x_NI.all()) is None
+            assert matmul.weight_gradient(accumulator, w, dys[0], x_NI.all()) is None
     return [y, dx, w.grad]
 
 
@@ -94,17 +94,17 @@ def close(found: list[torch.Tensor], expected: list[torch.Tensor], bound: float)
 
 
 def test_products_are_near_those_of_bf16():
-    close(products_of(Fp8Products()), products_of(Products()), 0.08)
+    close(products_of(Fp8Matmul()), products_of(MatmulImpl()), 0.08)
 
 
 def test_the_device_multiplies_as_the_emulation():
     """PyTorch's own fp8 matmul on CPU: too slow to train with, and asked for as the GPU's is."""
     with mock.patch.object(fp8, "multiplies_fp8", lambda device: True):
         try:
-            native = products_of(Fp8Products())
+            native = products_of(Fp8Matmul())
         except RuntimeError as error:
             pytest.skip(f"this PyTorch has none: {error}")
-    close(native, products_of(Fp8Products()), 1e-5)
+    close(native, products_of(Fp8Matmul()), 1e-5)
 
 
 @pytest.mark.full
@@ -120,12 +120,12 @@ def test_compiled_products_are_those_made_outside():
             y, z = torch.compile(lambda a, b: linear(2 * a, b, [None, None]), fullgraph=True)(x_NI, weights)
             return [y, z, *torch.autograd.grad([y, z], [x_NI, *weights], dys)]
 
-    products, factors = Fp8Products(), [cast(t, E4M3) for t in (w, v)]
+    matmul, factors = Fp8Matmul(), [cast(t, E4M3) for t in (w, v)]
     casts, x_NI = [cast(dy, E5M2) for dy in dys], cast(2 * x, E4M3)
-    outside = [products.output(x_NI, f) for f in factors]
-    outside += [2 * products.input_gradient(casts, [f.t() for f in factors])]
+    outside = [matmul.output(x_NI, f) for f in factors]
+    outside += [2 * matmul.input_gradient(casts, [f.t() for f in factors])]
     outside += [multiply(dy.t(), x_NI.t(), torch.bfloat16) for dy in casts]
-    for got, want in zip(run(products.in_graph, x, w, v), outside, strict=True):
+    for got, want in zip(run(matmul.in_graph, x, w, v), outside, strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
@@ -133,8 +133,8 @@ def test_compiled_products_are_those_made_outside():
 def test_a_gpu_multiplies_as_the_emulation():
     if not multiplies_fp8("cuda"):
         pytest.skip("a GPU without fp8 matmuls")
-    found = [x.cpu() for x in products_of(Fp8Products(), "cuda")]
-    close(found, products_of(Fp8Products()), 2e-3)
+    found = [x.cpu() for x in products_of(Fp8Matmul(), "cuda")]
+    close(found, products_of(Fp8Matmul()), 2e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------- training

@@ -79,18 +79,18 @@ def test_which_matrices_stack():
     tensors = {"q": (wide, embed), "k": (narrow, embed), "o": (embed, wide), "norm": (embed,)}
     rules = {"heads": "tp", "kv_heads": "tp"}
 
-    def stacks(tp: int, *names: str) -> bool:
+    def can_fuse(tp: int, *names: str) -> bool:
         mesh = MeshSpec(("pp", "dp", "fsdp", "cp", "tp"), (1, 1, 1, 1, tp))
         layouts = Layouts(tensors, rules, mesh, rank=0)
-        return FlatLayout.of([layouts[name] for name in tensors], parts=1).stacks(names)
+        return FlatLayout.of([layouts[name] for name in tensors], parts=1).can_fuse(names)
 
-    assert stacks(1, "q", "k") and stacks(2, "q", "k")
-    assert not stacks(4, "q", "k"), "each k is held by two ranks, and so stands behind those that are not"
-    assert not stacks(1, "k", "q") and not stacks(1, "q", "o") and not stacks(1, "o", "norm")
-    assert not stacks(1, "k", "o"), "rows of another width"
+    assert can_fuse(1, "q", "k") and can_fuse(2, "q", "k")
+    assert not can_fuse(4, "q", "k"), "each k is held by two ranks, and so stands behind those that are not"
+    assert not can_fuse(1, "k", "q") and not can_fuse(1, "q", "o") and not can_fuse(1, "o", "norm")
+    assert not can_fuse(1, "k", "o"), "rows of another width"
 
 
-class Products(TorchDispatchMode):
+class MatmulCount(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.seen = Counter()
@@ -108,9 +108,9 @@ def products_of_a_step(overrides: list[str]) -> int:
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step, batches = TrainingStep(cfg, mesh, stages), make_batches(cfg, mesh, 1, "none")
-    with Products() as products:
+    with MatmulCount() as matmul:
         step.run(1, batches)()
-    return sum(products.seen.values())
+    return sum(matmul.seen.values())
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,10 @@ def measure(overrides: list[str]) -> dict[str, int]:
     held = stages.units.state_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         step.run(2, batches)()
-    return {"held": held, "height": height(found), "numel": parameter_count(cfg.model)}
+    return {"held": held, "height": peak_bytes(found), "numel": parameter_count(cfg.model)}
 
 
-def height(found: profile) -> int:
+def peak_bytes(found: profile) -> int:
     """The highest sum of allocations and frees, from 0 at the start."""
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert len(events) > 100, "the profiler recorded no memory events"

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ndtrain.config import KEEPABLE, ConfigError, RecomputeConfig, load_config, resolve
+from ndtrain.config import SAVABLE_OPS, ConfigError, RecomputeConfig, load_config, resolve
 from ndtrain.model import tensor_dims
 from ndtrain.parallel import recompute_budget
-from ndtrain.parallel.recompute import LAST, Group, Keep, groups, op_of, spared
-from ndtrain.parallel.recompute_budget import BlockSizes, Load, choices, height, load, plan, rerun_cost
+from ndtrain.parallel.recompute import LAST, RecomputeGroup, SavedOps, op_of, plan_recompute, skipped_ops
+from ndtrain.parallel.recompute_budget import BlockSizes, Load, choices, load, peak_bytes, plan, rerun_cost
 from ndtrain.schedule import Action
 from tests.lib.parity import FP64, SHAPE, Run, compare, rank_run, train
 from tests.lib.ranks import run_ranks
@@ -30,7 +30,7 @@ CASES = {
     "selective": (1, ["recompute=selective"]),
     "selective, qkv": (1, ["recompute=selective", "recompute.keep=[qkv_proj,gate_up_proj]"]),
     "selective, nothing": (1, ["recompute=selective", "recompute.keep=[]"]),
-    "selective, all": (1, ["recompute=selective", f"recompute.keep=[{','.join(KEEPABLE)}]", "data.pack=true"]),
+    "selective, all": (1, ["recompute=selective", f"recompute.keep=[{','.join(SAVABLE_OPS)}]", "data.pack=true"]),
     "every auto": (1, ["recompute=every", "recompute.every=auto"]),
     "every 3, gpipe": (1, ["recompute=every", "recompute.every=3", "schedule=gpipe"]),
     "budget": (1, ["recompute=budget", "recompute.budget=360kB"]),
@@ -75,7 +75,7 @@ def test_fp64(name):
 
 
 def test_keep_gives_back_what_was_made_in_its_order():
-    keep, made = Keep(), iter(range(10))
+    keep, made = SavedOps(), iter(range(10))
     make = lambda: (torch.full((2,), float(next(made))),)
     with keep.recording("a", frozenset({"x"})):
         first = [keep("x", make), keep("y", make), keep("x", make)]
@@ -87,7 +87,7 @@ def test_keep_gives_back_what_was_made_in_its_order():
 
 
 def test_keep_refuses_a_second_run_that_differs():
-    keep = Keep()
+    keep = SavedOps()
     with keep.recording("a", frozenset({"x"})):
         keep("x", lambda: torch.ones(1))
     with (
@@ -98,7 +98,7 @@ def test_keep_refuses_a_second_run_that_differs():
 
 
 def test_what_is_unneeded_is_kept_as_a_shape():
-    keep = Keep()
+    keep = SavedOps()
     with keep.recording("a", frozenset({"x", "y"}), unneeded=frozenset({"y"})):
         keep("x", lambda: (torch.ones(5, 3), torch.ones(4)))
         keep("y", lambda: (torch.ones(5, 3),))
@@ -131,21 +131,21 @@ def test_ops_are_named_by_their_first_weight():
     ],
 )
 def test_groups_cover_the_blocks_in_order(cfg, sizes):
-    found = groups(range(2, 11), cfg)
+    found = plan_recompute(range(2, 11), cfg)
     assert [len(g.segments) for g in found] == sizes
     assert [i for g in found for i in g.segments] == (list(range(2, 11)) if sizes else [])
 
 
 def test_what_groups_keep_and_spare():
     always = frozenset({"o_proj", "down_proj"})
-    (a, b) = groups([1, 2, 3], RecomputeConfig(name="every", every=2), always)
-    assert (a, b) == (Group([1, 2], always), Group([3], always))
-    chosen = groups([1, 2, 3], RecomputeConfig(name="budget"), always, [frozenset({"core"}), None, frozenset()])
-    assert chosen == [Group([1], always | {"core"}), Group([3], always)]
-    plain = groups([1, 2, 3], RecomputeConfig(name="every", every=2))
-    assert spared([1, 2, 3], plain) == [frozenset(), {"down_proj"}, {"down_proj"}]
-    assert spared([1, 2, 3], plain, compiled=True) == [frozenset()] * 3
-    assert spared([1, 2, 3], chosen) == [always | {"core"}, None, always]
+    (a, b) = plan_recompute([1, 2, 3], RecomputeConfig(name="every", every=2), always)
+    assert (a, b) == (RecomputeGroup([1, 2], always), RecomputeGroup([3], always))
+    chosen = plan_recompute([1, 2, 3], RecomputeConfig(name="budget"), always, [frozenset({"core"}), None, frozenset()])
+    assert chosen == [RecomputeGroup([1], always | {"core"}), RecomputeGroup([3], always)]
+    plain = plan_recompute([1, 2, 3], RecomputeConfig(name="every", every=2))
+    assert skipped_ops([1, 2, 3], plain) == [frozenset(), {"down_proj"}, {"down_proj"}]
+    assert skipped_ops([1, 2, 3], plain, compiled=True) == [frozenset()] * 3
+    assert skipped_ops([1, 2, 3], chosen) == [always | {"core"}, None, always]
 
 
 # ----------------------------------------------------------------------------------------------------- communication
@@ -225,7 +225,7 @@ def _height(overrides: list[str]) -> dict:
         full = [c for c in choices(always) if c is not None][:1] * len(found)
         planned.update(
             budget=limit, found=found, cost=sum(map(cost, found)), full=sum(map(cost, full)),
-            least=height(loads, full, sizes), most=height(loads, [None] * len(found), sizes),
+            least=peak_bytes(loads, full, sizes), most=peak_bytes(loads, [None] * len(found), sizes),
         )  # fmt: skip
         return found
 
@@ -290,7 +290,7 @@ def test_a_budget_that_cannot_be_names_the_least():
 
 def random_sizes(draw: random.Random) -> BlockSizes:
     size = lambda most: draw.randint(1, most)
-    kept = {op: size(40) for op in KEEPABLE}
+    kept = {op: size(40) for op in SAVABLE_OPS}
     return BlockSizes(size(20), size(100), kept, size(150), size(50), size(20), size(300), size(30))
 
 
@@ -299,7 +299,7 @@ def brute_force(loads: list[Load], sizes: BlockSizes, limit: int, cost: Callable
     height of all plans."""
     blocks = sum(one.blocks for one in loads)
     every = [p for p in product(choices(always), repeat=blocks) if len(set(p)) <= 2]
-    rated = [(sum(map(cost, p)), height(loads, p, sizes)) for p in every]
+    rated = [(sum(map(cost, p)), peak_bytes(loads, p, sizes)) for p in every]
     return min((r for r in rated if r[1] <= limit), default=None), min(h for _, h in rated)
 
 
@@ -313,10 +313,10 @@ def test_the_plan_is_the_best_of_all(loads):
     draw, always = random.Random(5), frozenset({"core", "o_proj", "down_proj"})
     found_some = refused = 0
     for _ in range(60):
-        sizes, price = random_sizes(draw), {op: draw.randint(1, 9) for op in KEEPABLE}
-        cost = lambda c, price=price: 0 if c is None else 2 + sum(price[op] for op in KEEPABLE if op not in c)
+        sizes, price = random_sizes(draw), {op: draw.randint(1, 9) for op in SAVABLE_OPS}
+        cost = lambda c, price=price: 0 if c is None else 2 + sum(price[op] for op in SAVABLE_OPS if op not in c)
         blocks = sum(one.blocks for one in loads)
-        bounds = [height(loads, [c] * blocks, sizes) for c in choices(always)]
+        bounds = [peak_bytes(loads, [c] * blocks, sizes) for c in choices(always)]
         limit = draw.randint(min(bounds) - 20, max(bounds) + 20)
         best, least = brute_force(loads, sizes, limit, cost, always)
         if best is None:
@@ -326,7 +326,7 @@ def test_the_plan_is_the_best_of_all(loads):
         else:
             found_some += 1
             found = plan(loads, sizes, limit, cost, always)
-            assert (sum(map(cost, found)), height(loads, found, sizes)) == best
+            assert (sum(map(cost, found)), peak_bytes(loads, found, sizes)) == best
             assert len(set(found)) <= 2
     assert found_some and refused
 
@@ -348,7 +348,7 @@ def test_the_height_is_that_of_a_step():
     for _ in range(200):
         sizes, blocks, m = random_sizes(draw), draw.randint(1, 5), draw.randint(1, 4)
         chosen = [draw.choice(choices(frozenset())) for _ in range(blocks)]
-        assert height([Load(blocks, m)], chosen, sizes) == simulated_height(blocks, m, chosen, sizes)
+        assert peak_bytes([Load(blocks, m)], chosen, sizes) == simulated_height(blocks, m, chosen, sizes)
 
 
 def test_loads_are_the_peaks_of_each_stage():
@@ -359,7 +359,7 @@ def test_loads_are_the_peaks_of_each_stage():
 
 
 def test_of_equal_live_microbatches_the_last_blocks_hold_most():
-    sizes = BlockSizes(10, 100, dict.fromkeys(KEEPABLE, 10), 120)
+    sizes = BlockSizes(10, 100, dict.fromkeys(SAVABLE_OPS, 10), 120)
     cfg = resolve(load_config([]), 1)
     cost = rerun_cost(cfg, "cpu")
     found = plan([Load(8, 1)], sizes, 600, cost, frozenset())
@@ -398,4 +398,4 @@ def test_budgets_are_bytes(text, size):
 
 def test_all_ops_of_a_block_but_the_last_can_be_kept():
     matmuls = {op_of(name) for name in tensor_dims(resolve(load_config([]), 1).model)}
-    assert {*KEEPABLE} == {"core", *matmuls} - {LAST, None}
+    assert {*SAVABLE_OPS} == {"core", *matmuls} - {LAST, None}

@@ -25,7 +25,7 @@ from ndtrain.distributed import collectives
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.preflight import coordinator, host, links, network, report, storage
 from ndtrain.preflight import run as preflights
-from ndtrain.preflight.rank_context import Place
+from ndtrain.preflight.rank_context import RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, show, usual_rate
 from ndtrain.runtime import cli
 from tests.lib import namespaces
@@ -292,7 +292,7 @@ def test_another_configuration_is_seen(tmp_path):
 @contextmanager
 def another_disk():
     """At the same path."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(Place, "run_dir", Path(folder, "run")):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(RankContext, "run_dir", Path(folder, "run")):
         with mock.patch.object(storage, "PATIENCE_S", 0.1):
             yield
         assert list(Path(folder).iterdir()) == [], "it leaves something behind"
@@ -355,21 +355,21 @@ def test_planned_bytes(tmp_path):
 
 def test_a_file_that_reads_otherwise(tmp_path):
     cfg = config(f"run.dir={tmp_path}/run")
-    place = Place(cfg, MeshSpec.of(cfg.mesh), 0, torch.device("cpu"), "nonce", 60)
-    assert set(storage.look_at_storage(place)) == {"write", "read"}
-    storage.file_of(place, 0).unlink()
+    context = RankContext(cfg, MeshSpec.of(cfg.mesh), 0, torch.device("cpu"), "nonce", 60)
+    assert set(storage.probe_storage(context)) == {"write", "read"}
+    storage.file_of(context, 0).unlink()
     with mock.patch("os.pread", lambda fd, n, at: bytes(n)), pytest.raises(OSError, match="is not what was written"):
-        storage.look_at_storage(place)
+        storage.probe_storage(context)
 
 
 @pytest.mark.full
 def test_a_dead_ranks_file_is_removed(tmp_path):
     cfg = config(f"run.dir={tmp_path}/above/run")
-    place = Place(cfg, MeshSpec.of(cfg.mesh), 0, torch.device("cpu"), "nonce", 60)
-    cleaner = storage.Cleaner(place)
-    place.run_dir.mkdir(parents=True)
+    context = RankContext(cfg, MeshSpec.of(cfg.mesh), 0, torch.device("cpu"), "nonce", 60)
+    cleaner = storage.Cleaner(context)
+    context.run_dir.mkdir(parents=True)
     for rank in (0, 1):
-        storage.file_of(place, rank).touch()
+        storage.file_of(context, rank).touch()
     cleaner.remove_file()
     cleaner.remove_folders()
     assert list(tmp_path.iterdir()) == []
@@ -409,16 +409,16 @@ def test_a_rank_that_hangs_is_named_within_the_deadline(spoil, row, text, tmp_pa
 def cut_off(folder: Path, overrides: list[str]) -> Said | None:
     """From the matmul on rank 1 reports no more. What rank 0 says."""
 
-    def report_of(self: coordinator.Desk, check: str, found: dict) -> None:
+    def report_of(self: coordinator.Coordinator, check: str, found: dict) -> None:
         if check == "matmul":
             raise SystemExit
         before(self, check, found)
 
-    before = coordinator.Desk.report
+    before = coordinator.Coordinator.report
     with mock.patch.object(coordinator, "MARGIN_S", 1.0), mock.patch.object(preflights, "MARGIN_S", 1.0):
         if world_from_env()[0] == 0:
             return examine(folder, overrides, None, 1)
-        with mock.patch.object(coordinator.Desk, "report", report_of), pytest.raises(SystemExit):
+        with mock.patch.object(coordinator.Coordinator, "report", report_of), pytest.raises(SystemExit):
             examine(folder, overrides, None, 1)
     return None
 

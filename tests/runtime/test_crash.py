@@ -21,7 +21,7 @@ from ndtrain.checkpoint import list_checkpoints, saving
 from ndtrain.config import Config, ModelConfig, load_config, resolve
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.runtime import exit_status
-from ndtrain.runtime.failure_report import say_failure
+from ndtrain.runtime.failure_report import report_failure
 from ndtrain.train import main, train
 from tests.lib import helpers
 from tests.lib.disks import tmpfs
@@ -286,7 +286,7 @@ def test_who_lost_a_peer_speaks_last(error, stopped, tmp_path, capsys):
     """But speaks, where nobody else has by then and the launcher ends nobody: else a lost network is a silent end."""
     stop = mock.Mock(signal="SIGTERM" if stopped else None)
     with mock.patch("time.sleep") as sleep:
-        say_failure(error, stop, tmp_path)
+        report_failure(error, stop, tmp_path)
     said, lost = capsys.readouterr().err, error in LOST
     assert sleep.called == (lost and not stopped)
     assert (str(error) in said) == (not (lost and stopped))

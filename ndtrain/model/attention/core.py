@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
-from ndtrain.model.attention.custom_op import Node, as_node
+from ndtrain.model.attention.custom_op import AttentionOp, as_custom_op
 from ndtrain.model.attention.kernels import (
     GPU_KERNELS,
     backward_tile,
@@ -38,7 +38,7 @@ def local_core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
     Grouped query heads share the key/value head `n * K // N` (Ainslie et al., 2023, arXiv:2305.13245).
     """
     if torch.compiler.is_compiling() and not ctx.scores.plain:
-        return as_node(TILED, q_BTND, k_BTKD, v_BTKD, ctx.scores, ctx.ticket)
+        return as_custom_op(TILED, q_BTND, k_BTKD, v_BTKD, ctx.scores, ctx.handle)
     return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores)
 
 
@@ -58,7 +58,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, kernel: str | None) -> Tensor:
         return own(k, v) if GPU_KERNELS[kernel].shares_heads else own(*for_each_query_head(q, k, v))
 
 
-class Tiled(Node):
+class TiledAttention(AttentionOp):
     """Attention over a whole sequence, tile by tile."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class Tiled(Node):
         return dq, dk, dv
 
 
-TILED = Tiled()
+TILED = TiledAttention()
 
 
 def _whole(q: Tensor, scores: Scores) -> tuple[Tile, ...]:

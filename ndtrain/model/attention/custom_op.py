@@ -44,20 +44,20 @@ def _register(x: Any) -> int:
     return number
 
 
-def ticket(scores: Scores) -> Tensor:
+def handle(scores: Scores) -> Tensor:
     """The number that a node finds these scores under while someone keeps them; an int64 scalar on the CPU."""
     return torch.tensor(_register(scores))
 
 
-def as_node(
-    attention: "Node", q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, ticket: Tensor
+def as_custom_op(
+    attention: "AttentionOp", q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, handle: Tensor
 ) -> Tensor:
     """The output [B, T, N, D] of an attention, inside a graph that is being compiled. Of `scores` the ticket's count,
     but for the slopes."""
-    return _attend(q_BTND, k_BTKD, v_BTKD, ticket, attention.number, scores.slopes)[0]
+    return _attend(q_BTND, k_BTKD, v_BTKD, handle, attention.number, scores.slopes)[0]
 
 
-class Node:
+class AttentionOp:
     """An `Attention` that graphs can hold as a node.
 
     Attributes:
@@ -68,8 +68,8 @@ class Node:
         self.number = _register(self)
 
 
-def _scores(ticket: Tensor, slopes: Sequence[float] | None) -> Scores:
-    return replace(_found[ticket.item()], slopes=None if slopes is None else tuple(slopes))
+def _scores(handle: Tensor, slopes: Sequence[float] | None) -> Scores:
+    return replace(_found[handle.item()], slopes=None if slopes is None else tuple(slopes))
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -78,15 +78,15 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 @torch.library.custom_op("ndtrain::attend", mutates_args=())
 def _attend(
-    q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ticket: Tensor, number: int, slopes: Sequence[float] | None
+    q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, handle: Tensor, number: int, slopes: Sequence[float] | None
 ) -> tuple[Tensor, Tensor]:
     """(output [B, T, N, D], log-sum-exp [B, N, T]), both contiguous and nobody else's."""
-    out, lse = _found[number].forward(*_heads_first(q_BTND, k_BTKD, v_BTKD), _scores(ticket, slopes))
+    out, lse = _found[number].forward(*_heads_first(q_BTND, k_BTKD, v_BTKD), _scores(handle, slopes))
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
 @_attend.register_fake
-def _(q_BTND, k_BTKD, v_BTKD, ticket, number, slopes):
+def _(q_BTND, k_BTKD, v_BTKD, handle, number, slopes):
     B, T, N, _ = q_BTND.shape
     wide = torch.promote_types(q_BTND.dtype, torch.float32)
     return q_BTND.new_empty(q_BTND.shape), q_BTND.new_empty(B, N, T, dtype=wide)
@@ -100,23 +100,23 @@ def _attend_backward(
     v_BTKD: Tensor,
     out_BTND: Tensor,
     lse_BNT: Tensor,
-    ticket: Tensor,
+    handle: Tensor,
     number: int,
     slopes: Sequence[float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, *saved = _heads_first(grad_BTND, q_BTND, k_BTKD, v_BTKD, out_BTND)
-    gradients = _found[number].backward(grad, *saved, lse_BNT, _scores(ticket, slopes))
+    gradients = _found[number].backward(grad, *saved, lse_BNT, _scores(handle, slopes))
     return tuple(x.transpose(1, 2).to(q_BTND.dtype).contiguous() for x in gradients)
 
 
 @_attend_backward.register_fake
-def _(grad_BTND, q_BTND, k_BTKD, v_BTKD, out_BTND, lse_BNT, ticket, number, slopes):
+def _(grad_BTND, q_BTND, k_BTKD, v_BTKD, out_BTND, lse_BNT, handle, number, slopes):
     return tuple(x.new_empty(x.shape) for x in (q_BTND, k_BTKD, v_BTKD))
 
 
 def _keep_for_backward(ctx, inputs: tuple, output: tuple) -> None:
-    q_BTND, k_BTKD, v_BTKD, ticket, ctx.number, ctx.slopes = inputs
-    ctx.save_for_backward(q_BTND, k_BTKD, v_BTKD, *output, ticket)
+    q_BTND, k_BTKD, v_BTKD, handle, ctx.number, ctx.slopes = inputs
+    ctx.save_for_backward(q_BTND, k_BTKD, v_BTKD, *output, handle)
 
 
 def _backward(ctx, grad_BTND: Tensor, _: Tensor | None):
