@@ -164,7 +164,7 @@ STEP = [
     ("parallel", "unshard and prefetch a unit's weights", "all-gather over fsdp x cp"),
     ("model", "the layer computes", "tp and cp replace its calls"),
     ("parallel", "send to the next stage", "pp: activations, and gradients back"),
-    ("parallel", "sum each gradient", "over the axes of its `partial` set"),
+    ("parallel", "sum each gradient", "over the axes of its partial set"),
     ("optim", "norm, clip, update of this rank's shard", "or skip, where something is not finite"),
     ("metrics", "loss, norm, tokens/s, MFU", "read one step later: nothing waits"),
     ("checkpoint", "every so many steps: owners write runs", "in the background if asked to"),
@@ -576,8 +576,8 @@ def _action_rows(c: Canvas, y: float, kind: str, instructions: Sequence[Instruct
 def _instruction_words(ins: Instruction, layers: Sequence[Layer]) -> tuple[str, str, str, str, str]:
     short = lambda unit: unit.removeprefix("model.")
     unit = short(layers[ins.segment].units[0])
-    kind = {"F": "forward", "B": "backward"}[ins.kind]
-    what = f"{kind} {unit}" + " again" * ins.again + ", no graph" * (ins.kind == "F" and not ins.keep_graph)
+    kind = "recompute" if ins.again else {"F": "forward", "B": "backward"}[ins.kind]
+    what = f"{kind} {unit}" + ", no graph" * (ins.kind == "F" and not ins.keep_graph)
     names = lambda units: ", ".join(map(short, units))
     reduce = ", ".join(short(u) + " (the step's last)" * final for u, final in ins.reduce)
     return what, names(ins.weights), names(ins.prefetch), "yes" if ins.release else "", reduce
