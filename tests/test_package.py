@@ -9,10 +9,10 @@ import ndtrain
 ROOT = Path(ndtrain.__file__).parent
 # data flows down this list: a file imports only from packages above its own
 ORDER = [
-    "schedule", "config", "model", "distributed", "data", "parallel", "optim", "checkpoint", "profiling", "metrics",
-    "runtime", "engine", "train", "bench", "preflight",
+    "schedule", "config", "plugins", "model", "distributed", "data", "optim", "parallel", "checkpoint", "profiling",
+    "metrics", "runtime", "engine", "train", "bench", "preflight",
 ]  # fmt: skip
-LOOSE = {"__init__.py", "train.py"}  # all other modules live in a folder
+LOOSE = {"__init__.py", "plugins.py", "train.py"}  # all other modules live in a folder
 
 
 def package_of(path: Path) -> str:

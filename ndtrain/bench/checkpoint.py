@@ -137,8 +137,8 @@ class Bench:
         self.stages = build_stages(self.cfg, self.mesh)
         initialise(self.stages, self.cfg)
         for unit in self.stages.units.units.values():  # moments that no disk finds easier than others
-            unit.exp_avg.copy_(unit.master)
-            unit.exp_avg_sq.copy_(unit.master)
+            unit.state["exp_avg"].copy_(unit.master)
+            unit.state["exp_avg_sq"].copy_(unit.master)
         self.bytes = parameter_count(self.cfg.model) * BYTES
         self.state = State(step=0, tokens=0, order={})
         self.saver = Saver(folder, self.stages, self.mesh, self.cfg)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,18 +16,12 @@ from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, Reader, 
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import REPLICA_AXES, TensorLayout, even_cut
-from ndtrain.parallel.build import DTYPES, Stages, moments_dtype
-from ndtrain.parallel.fsdp import Unit
+from ndtrain.optim import StateSpec
+from ndtrain.parallel.build import Stages
+from ndtrain.parallel.fsdp import StatePlan, Unit
 
 FORMAT = 2
-# what is saved: file stem -> (tensor-name prefix, which buffer of a unit), so that saving and loading are one loop each
-Parts = dict[str, tuple[tuple[str, str], ...]]
-PARTS: Parts = {
-    "model": (("", "master"),),
-    "optimizer": (("exp_avg.", "exp_avg"), ("exp_avg_sq.", "exp_avg_sq")),
-}
 AVERAGE = ("ema.", "ema")
-MOMENTS = ("exp_avg", "exp_avg_sq")  # the buffers in `optim.state_dtype`
 BLOCK = 2 << 20  # bytes worked on at one time: they stay in the cache from reading to checksum to writing
 AHEAD = 16  # blocks that the disk is asked for before they are read
 
@@ -58,37 +52,84 @@ class State:
     stream: dict[str, Any] | None = None
 
 
-def parts_of(average: bool) -> Parts:
-    """What is saved; `average`: also that of the weights (`optim.ema`)."""
-    return PARTS | {"optimizer": (*PARTS["optimizer"], AVERAGE)} if average else PARTS
+class Part(NamedTuple):
+    """One kind of tensor in a checkpoint: there is one for each parameter.
+
+    Attributes:
+        prefix: of its names: `exp_avg.` in `exp_avg.<parameter>`.
+        buffer: of a unit, as `Unit.buffer` takes it.
+        dtype: in the files.
+        spec: of optimizer state that whole tensors keep, else None.
+    """
+
+    prefix: str
+    buffer: str
+    dtype: torch.dtype
+    spec: StateSpec | None = None
+
+
+Parts = dict[str, tuple[Part, ...]]  # file stem -> what the files hold
+
+
+def parts_of(plan: StatePlan, average: bool | None = None) -> Parts:
+    """What is saved, from what the optimizer declares.
+
+    Args:
+        average: whether that of the weights is there (`optim.ema`); None: as `plan` says.
+    """
+    whole = lambda s: None if plan.sharded_spec else s
+    state = [Part(f"{s.name}.", s.name, s.dtype or plan.master, whole(s)) for s in plan.spec]
+    if plan.ema if average is None else average:
+        state.append(Part(*AVERAGE, plan.master))
+    return {"model": (model_part(plan),), "optimizer": tuple(state)}
+
+
+def model_part(plan: StatePlan) -> Part:
+    """The weights, in master precision."""
+    return Part("", "master", plan.master)
 
 
 # ------------------------------------------------------------------------------------------------------ who has what
 
 
-class Piece(NamedTuple):
-    """Elements of a tensor that this rank holds, one behind the other, in its shard of a unit."""
+class ShardSlice(NamedTuple):
+    """Elements of a tensor that this rank holds, one behind the other.
 
-    unit: Unit
+    Attributes:
+        data: [rows.numel], which the training changes in place.
+        rows: where they stand in the whole tensor.
+    """
+
     tensor: str
-    at: int  # in the unit's shard buffers
-    rows: Rows  # of the whole tensor
+    data: Tensor
+    rows: Rows
 
-    @property
-    def span(self) -> slice:
-        return slice(self.at, self.at + self.rows.numel)
-
-    def cut(self, most: int) -> Iterator["Piece"]:
+    def cut(self, most: int) -> Iterator["ShardSlice"]:
         """The same elements in the same order, at most `most` at a time."""
-        at = self.at
+        at = 0
         for rows in self.rows.cut(most):
-            yield self._replace(at=at, rows=rows)
+            yield ShardSlice(self.tensor, self.data[at : at + rows.numel], rows)
             at += rows.numel
 
 
-def pieces(stages: Stages, mesh: Mesh, owned_only: bool) -> Iterator[Piece]:
-    """All this rank holds, or what it alone writes: replicas share a shard's elements out between them, and of copies
-    and holders the first writes."""
+def slices_of(stages: Stages, mesh: Mesh, part: Part, owned_only: bool) -> Iterator[ShardSlice]:
+    """The elements of a part that this rank holds, or with `owned_only` those that it alone writes."""
+    if part.spec is None:
+        for unit, tensor, at, rows in shard_rows(stages, mesh, owned_only):
+            yield ShardSlice(tensor, unit.buffer(part.buffer)[at : at + rows.numel], rows)
+        return
+    replica = mesh.index(*REPLICA_AXES)
+    for t in stages.units.whole_tensors.tensors:
+        state = t.state.get(part.buffer)
+        writes = replica == 0 and stages.layouts[t.name].holder == 0
+        if state is not None and state.numel() and (writes or not owned_only):
+            yield ShardSlice(t.name, state.view(-1), Rows(0, state.numel()))
+
+
+def shard_rows(stages: Stages, mesh: Mesh, owned_only: bool) -> Iterator[tuple[Unit, str, int, Rows]]:
+    """(unit, tensor, place in the unit's shard, place in the whole tensor) of the elements this rank holds, or of those
+    that it alone writes: dp replicas divide a shard's elements between them, and of tp replicas and of the stages that
+    hold a tensor the first writes."""
     for unit in stages.units.units.values():
         start, stop = unit.layout.bounds(stages.units.index)
         first, last = start, stop
@@ -100,7 +141,7 @@ def pieces(stages: Stages, mesh: Mesh, owned_only: bool) -> Iterator[Piece]:
                 continue
             at, offset = a - start, unit.layout.offsets[tensor.name]
             for rows in rows_of(tensor, a - offset, b - offset):
-                yield Piece(unit, tensor.name, at, rows)
+                yield unit, tensor.name, at, rows
                 at += rows.numel
 
 
@@ -125,13 +166,13 @@ def rows_of(tensor: TensorLayout, start: int, stop: int) -> Iterator[Rows]:
 def plans_of(stages: Stages, cfg: Config) -> dict[str, list[PlannedFile]]:
     """The files of a checkpoint by their stem; the same on every mesh."""
     shapes = {name: stages.layouts[name].shape for name in stages.layouts.names()}
-    master, moments = DTYPES[cfg.precision.params], moments_dtype(cfg)
-    found = {}
-    for stem, parts in parts_of(cfg.optim.ema is not None).items():
-        of_part = [(prefix, moments if buffer in MOMENTS else master) for prefix, buffer in parts]
-        described = {prefix + name: (shape, dtype) for prefix, dtype in of_part for name, shape in shapes.items()}
-        found[stem] = plan_files(stem, described, cfg.checkpoint.max_file_bytes)
-    return found
+    plans = {}
+    for stem, parts in parts_of(stages.units.plan).items():
+        shape_of = lambda part, shape: part.spec.shape_of(shape) if part.spec else shape
+        described = {p.prefix + name: (shape_of(p, shape), p.dtype) for p in parts for name, shape in shapes.items()}
+        if described:
+            plans[stem] = plan_files(stem, described, cfg.checkpoint.max_file_bytes)
+    return plans
 
 
 def names(plans: dict[str, list[PlannedFile]]) -> list[str]:
@@ -143,12 +184,16 @@ def names(plans: dict[str, list[PlannedFile]]) -> list[str]:
 
 
 def read_into(
-    stages: Stages, mesh: Mesh, reader: Reader, parts, sums: Tensor | None = None, rows: dict[str, int] | None = None
+    stages: Stages,
+    mesh: Mesh,
+    reader: Reader,
+    parts: Sequence[Part],
+    sums: Tensor | None = None,
+    rows: dict[str, int] | None = None,
 ) -> None:
-    """Fills this rank's elements, converted to the precision they are held in.
+    """Fills this rank's elements of some parts, converted to the precision they are held in.
 
     Args:
-        parts: (tensor-name prefix, which buffer of a unit) to fill.
         sums, rows: where to add each tensor's checksum, int64 [n, 2], and in which row.
 
     Raises:
@@ -168,18 +213,18 @@ def read_into(
         reader.release(name, there)
 
 
-def _wanted(stages: Stages, mesh: Mesh, reader: Reader, parts) -> Iterator[tuple[str, Tensor, Rows]]:
+def _wanted(stages: Stages, mesh: Mesh, reader: Reader, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor, Rows]]:
     """(name in the files, where it goes, which elements of it), a block at a time."""
-    for prefix, buffer in parts:  # about the order of the files
-        for piece in pieces(stages, mesh, owned_only=False):
-            name, shape = prefix + piece.tensor, stages.layouts[piece.tensor].shape
+    for part in parts:  # about the order of the files
+        for held in slices_of(stages, mesh, part, owned_only=False):
+            name, shape = part.prefix + held.tensor, stages.layouts[held.tensor].shape
+            expected = part.spec.shape_of(shape) if part.spec else shape
             if name not in reader:
-                raise DamagedFile(f"tensor {name} is missing from the {prefix or 'model'} files")
-            if reader.shape(name) != shape:
-                raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {shape} here")
-            whole: Tensor = getattr(piece.unit, buffer)
-            for block in piece.cut(BLOCK // whole.element_size()):
-                yield name, whole[block.span], block.rows
+                raise DamagedFile(f"tensor {name} is missing from the {part.prefix or 'model'} files")
+            if reader.shape(name) != expected:
+                raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {expected} here")
+            for block in held.cut(BLOCK // held.data.element_size()):
+                yield name, block.data, block.rows
 
 
 # ------------------------------------------------------------------------------------------------------ all together

@@ -31,16 +31,21 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
         DamagedCheckpoint: on every rank, naming the tensor whose content is not what was written.
     """
     written = read_state(path)["checksums"]
-    wanted = any(unit.ema is not None for unit in stages.units.units.values())
+    plan = stages.units.plan
+    wanted = plan.ema
     there = any(name.startswith(AVERAGE[0]) for name in written)
-    parts = parts_of(wanted and there)
+    parts = parts_of(plan, average=wanted and there)
     sums = _read(path, stages, mesh, parts, list(written))
-    holders = {p + n: stages.layouts[n] for n in stages.layouts.names() for ps in parts.values() for p, _ in ps}
+    tensors = {
+        p.prefix + n: (p, stages.layouts[n]) for n in stages.layouts.names() for ps in parts.values() for p in ps
+    }
     for (name, words), got in zip(written.items(), sums.tolist(), strict=True):
-        if name not in holders:
+        if name not in tensors:
             continue
-        # each element was read, and summed, by each replica, copy and holder
-        readers = mesh.size(*REPLICA_AXES) * holders[name].tp_replicas * holders[name].holders
+        part, layout = tensors[name]
+        # each element was read, and summed, by each replica along dp and tp, and by each stage that holds the tensor
+        tp_replicas = 1 if part.spec else layout.tp_replicas
+        readers = mesh.size(*REPLICA_AXES) * tp_replicas * layout.holders
         if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
             raise DamagedCheckpoint(f"{path} is damaged: the content of {name} is not what was written")
     stages.units.weights_changed()

@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from ndtrain.checkpoint.elements import PARTS, CheckpointError, read_into, together
+from ndtrain.checkpoint.elements import CheckpointError, model_part, read_into, together
 from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader, Rows
 from ndtrain.config import ModelConfig
 from ndtrain.distributed.mesh import Mesh
@@ -53,7 +53,7 @@ def load_weights(folder: Path, stages: Stages, mesh: Mesh) -> None:
         CheckpointError: a tensor is missing, has another shape, or the file is damaged.
     """
     try:
-        together(mesh, lambda: read_into(stages, mesh, _open(weight_files(folder)), PARTS["model"]))
+        together(mesh, lambda: read_into(stages, mesh, _open(weight_files(folder)), [model_part(stages.units.plan)]))
     except CheckpointError as error:
         raise CheckpointError(f"init_from={folder}: {error}") from error
     stages.units.weights_changed()

@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ndtrain.checkpoint.elements import CheckpointError, State
 from ndtrain.checkpoint.safetensors_io import bytes_of
@@ -58,7 +56,8 @@ class Saver:
         self._snapshot = _Snapshot(self._writer.live) if cfg.checkpoint.async_save else None
         self._flight: Future[Saved] | None = None
         self._blocked = 0.0  # seconds that training has waited for the save under way
-        self._hook: RemovableHandle | None = None
+        self._before_update = stages.units.before_update
+        self._copying = False
 
     def save(self, state: State) -> list[Saved]:
         """Saves the weights and moments as they are now. Returns what has ended: the save before this one, if it was
@@ -75,20 +74,21 @@ class Saver:
             path, error = self._write(state, copied())
             return Saved(state.step, path, error, self._blocked, time.perf_counter() - began)
 
-        self._hook = register_optimizer_step_pre_hook(lambda *_: self.settle())
+        self._copying = True
+        self._before_update.append(self.settle)
         self._blocked = time.perf_counter() - began
         self._flight = _in_background(finish)
         return ended
 
     def settle(self) -> None:
-        """Returns once the copy is made, and weights and moments may change. The step of any PyTorch optimizer calls
-        it; who changes them otherwise must."""
-        if self._hook is not None:
+        """Returns once the copy is made, and weights and state may change. The sharded optimizer calls it before each
+        update; who changes them otherwise must."""
+        if self._copying:
             began = time.perf_counter()
             self._snapshot.made.wait()
             self._blocked += time.perf_counter() - began
-            self._hook.remove()
-            self._hook = None
+            self._before_update.remove(self.settle)
+            self._copying = False
 
     def poll(self) -> list[Saved]:
         """The background save that has ended since this was last asked, if one has. Waits for nothing."""
@@ -137,8 +137,8 @@ class _Snapshot:
         self._cuda = any(x.is_cuda for x in live)  # what is offloaded is in host memory already
         self._live, self._spans, self._host = [], [], []
         self.made = threading.Event()
-        for dtype, found in groupby(live, key=lambda x: x.dtype):
-            same = list(found)
+        for dtype, group in groupby(live, key=lambda x: x.dtype):
+            same = list(group)
             joined = _joined(same)
             # filled, so that the kernel hands the pages out now and not in the first copy
             buffer = torch.empty(sum(x.numel() for x in same), dtype=dtype, pin_memory=self._cuda).zero_()

@@ -21,9 +21,9 @@ from ndtrain.checkpoint.elements import (
     digest,
     names,
     parts_of,
-    pieces,
     plans_of,
     sha256,
+    slices_of,
     together,
 )
 from ndtrain.checkpoint.safetensors_io import PlannedFile, Rows, create, index_json, write
@@ -76,8 +76,8 @@ class Writer:
     def __init__(self, folder: Path, stages: Stages, mesh: Mesh, cfg: Config, extras: Extras):
         self.folder, self.mesh, self.cfg, self.extras = folder, mesh, cfg, extras
         self.plans = plans_of(stages, cfg)
-        found = list(_owned(stages, mesh, cfg, self.plans))
-        self.owned, self.live = [o for o, _ in found], [x for _, x in found]
+        owned = list(_owned(stages, mesh, self.plans))
+        self.owned, self.live = [o for o, _ in owned], [x for _, x in owned]
         _ = mesh.background  # made here, where every rank is, and not in a thread
 
     def write(self, state: State, values: Sequence[Tensor]) -> Path:
@@ -145,16 +145,14 @@ def _files(plans: dict[str, list[PlannedFile]]) -> list[PlannedFile]:
     return [f for files in plans.values() for f in files]
 
 
-def _owned(
-    stages: Stages, mesh: Mesh, cfg: Config, plans: dict[str, list[PlannedFile]]
-) -> Iterator[tuple[_Owned, Tensor]]:
+def _owned(stages: Stages, mesh: Mesh, plans: dict[str, list[PlannedFile]]) -> Iterator[tuple[_Owned, Tensor]]:
     """What this rank writes: where, and the elements, 1-D, which the training changes in place."""
-    for stem, parts in parts_of(cfg.optim.ema is not None).items():
-        where = {name: f for f in plans[stem] for name in f.offsets}
-        for prefix, buffer in parts:  # about the order of the file
-            for piece in pieces(stages, mesh, owned_only=True):
-                name = prefix + piece.tensor
-                yield _Owned(name, where[name], piece.rows), getattr(piece.unit, buffer)[piece.span]
+    for stem, parts in parts_of(stages.units.plan).items():
+        where = {name: f for f in plans.get(stem, ()) for name in f.offsets}
+        for part in parts:  # about the order of the file
+            for held in slices_of(stages, mesh, part, owned_only=True):
+                name = part.prefix + held.tensor
+                yield _Owned(name, where[name], held.rows), held.data
 
 
 def _create_all(temporary: Path, plans: dict[str, list[PlannedFile]]) -> None:

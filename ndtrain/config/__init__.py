@@ -7,7 +7,15 @@ exits with status 2 before any process group forms.
 import os
 
 from ndtrain.config.checks import SAVABLE_OPS, resolve
-from ndtrain.config.compose import check_overrides, conf_dir, load_config, register, to_config, to_yaml
+from ndtrain.config.composition import (
+    check_overrides,
+    compose,
+    conf_dir,
+    load_config,
+    register_schema,
+    to_config,
+    to_yaml,
+)
 from ndtrain.config.schema import (
     AXES,
     CheckpointConfig,
@@ -15,6 +23,7 @@ from ndtrain.config.schema import (
     ConfigError,
     DataConfig,
     HardwareConfig,
+    LoggerConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
@@ -30,15 +39,17 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "HardwareConfig",
+    "LoggerConfig",
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
     "RecomputeConfig",
     "TPConfig",
     "check_overrides",
+    "compose",
     "conf_dir",
     "load_config",
-    "register",
+    "register_schema",
     "resolve",
     "to_config",
     "to_yaml",

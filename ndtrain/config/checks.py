@@ -2,42 +2,14 @@
 
 import math
 import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ndtrain import schedule as schedules
-from ndtrain.config.compose import near
+from ndtrain.config import registry
+from ndtrain.config.near import near
 from ndtrain.config.schema import AXES, Config, ConfigError, DataConfig, ModelConfig
-
-_CHOICES = {
-    "precision.params": ("fp32", "fp64"),
-    "precision.compute": ("fp64", "fp32", "bf16", "fp8"),
-    "schedule.name": schedules.NAMES,
-    "recompute.name": ("none", "full", "selective", "every", "budget"),
-    "optim.name": ("adamw",),
-    "optim.schedule": ("constant", "linear", "cosine", "wsd"),
-    "data.name": ("python", "text", "jsonl", "bin", "hf", "blend"),
-    "data.dtype": ("uint16", "uint32"),
-    "logger.name": ("wandb", "jsonl"),
-    "hardware.device": ("auto", "cpu", "cuda"),
-    "hardware.attention": ("auto", "flash", "cudnn", "efficient", "math"),
-    "cp.kind": ("ring", "ulysses"),
-    "cp.balance": ("auto", "zigzag", "striped", "none"),
-    "model.model_type": ("llama", "mistral", "qwen2", "qwen3"),
-}
-_AT_LEAST = {
-    "train.steps": 1, "train.seq_len": 1, "train.global_batch": 1, "train.micro_batch": 1, "train.loss_chunk": 1,
-    "train.log_every": 1, "model.vocab_size": 1, "model.hidden_size": 1, "model.intermediate_size": 1,
-    "model.num_hidden_layers": 1, "model.num_attention_heads": 1, "model.num_key_value_heads": 1,
-    "train.eval_every": 0, "train.max_skipped": 1,
-    "checkpoint.every": 0, "checkpoint.keep_every": 0, "checkpoint.keep": 1,
-    "checkpoint.max_file_bytes": 1, "optim.warmup": 0, "data.prefetch": 1,
-    "optim.weight_decay": 0, "optim.min_lr": 0, "run.seed": 0,
-}  # fmt: skip
-
-
-def _get(cfg: Config, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(cfg, section), name)
 
 
 def _require(ok: bool, message: str) -> None:
@@ -46,21 +18,15 @@ def _require(ok: bool, message: str) -> None:
 
 
 def resolve(cfg: Config, world_size: int) -> Config:
-    """Fills in what depends on the world size (`-1` mesh sizes, the default zero stage, head_dim) and checks every
-    rule that spans fields. Changes and returns `cfg`.
+    """Fills in what depends on the world size (`-1` mesh sizes, the default zero stage, head_dim), checks every rule,
+    and freezes the configuration. Changes and returns `cfg`; a frozen one is returned as it is.
 
     Raises:
         ConfigError: with the first rule that does not hold.
     """
-    for key, choices in _CHOICES.items():
-        value = _get(cfg, key)
-        _require(
-            value in choices,
-            f"{key}={value}: no such choice; {near(str(value), list(choices))}known: {', '.join(choices)}",
-        )
-    for key, least in _AT_LEAST.items():
-        value = _get(cfg, key)
-        _require(value is None or value >= least, f"{key}={value}: must be at least {least}")
+    if cfg.frozen:
+        return cfg
+    _check_fields(cfg)
     _require(cfg.run.dir != "", "run.dir is empty: name a folder, e.g. run.dir=runs/first")
     _check_model(cfg.model)
     _resolve_mesh(cfg, world_size)
@@ -74,7 +40,26 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_precision(cfg)
     _resolve_recompute(cfg)
     _check_kernel(cfg)
+    cfg.freeze()
     return cfg
+
+
+def _check_fields(cfg: Config) -> None:
+    """The choices and bounds that the schema declares beside its fields, section by section."""
+    for section in fields(cfg):
+        value = getattr(cfg, section.name)
+        for f in fields(value) if is_dataclass(value) else ():
+            _check_field(f"{section.name}.{f.name}", getattr(value, f.name), f.metadata)
+
+
+def _check_field(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    if "choices" in metadata:
+        part = metadata["part"]
+        known = list(dict.fromkeys((*metadata["choices"], *(registry.names(part) if part else ()))))
+        _require(value in known, f"{key}={value}: no such choice; {near(str(value), known)}known: {', '.join(known)}")
+    if "least" in metadata:
+        least = metadata["least"]
+        _require(value is None or value >= least, f"{key}={value}: must be at least {least}")
 
 
 def _resolve_schedule(cfg: Config) -> None:
@@ -114,17 +99,10 @@ def _check_model(m: ModelConfig) -> None:
             f"model.num_attention_heads={m.num_attention_heads}, or set model.head_dim",
         )
         m.head_dim = m.hidden_size // m.num_attention_heads
-    # what transformers has no place for would be lost in the folders that it opens
-    _require(not (m.attention_bias and m.model_type == "mistral"), "model.attention_bias=true: mistral has no biases")
-    _require(not m.mlp_bias or m.model_type == "llama", f"model.mlp_bias=true: only llama has it, not {m.model_type}")
     _require(m.head_dim % 2 == 0, f"model.head_dim={m.head_dim} must be even (RoPE rotates pairs)")
-    windowed = ("mistral", "qwen2", "qwen3")
-    _require(
-        m.sliding_window is None or m.model_type in windowed,
-        f"model.sliding_window={m.sliding_window}: model.model_type={m.model_type} has no window: "
-        f"set it to null, or model.model_type to {' or '.join(windowed)}",
-    )
     _require(m.sliding_window is None or m.sliding_window >= 1, "model.sliding_window: must be at least 1, or null")
+    if reason := registry.get("family", m.model_type).refusal(m):
+        raise ConfigError(reason)
     cap = m.attn_logit_softcapping
     _require(cap is None or cap > 0, f"model.attn_logit_softcapping={cap}: must be positive, or null")
     if m.rope_scaling:

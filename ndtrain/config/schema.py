@@ -1,10 +1,14 @@
-"""The typed schema of a run: every key, its type and its default."""
+"""The typed schema of a run: every key with its type, default, choices and bounds."""
 
+import copy
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from omegaconf import II
+
+from ndtrain.schedule import NAMES as SCHEDULES
 
 
 class ConfigError(ValueError):
@@ -14,15 +18,65 @@ class ConfigError(ValueError):
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 
 
+def choice(default: str, *choices: str, part: str | None = None) -> Any:
+    """A field with one of some values.
+
+    Args:
+        part: the kind of registered parts whose names are choices too (`registry.KINDS`).
+    """
+    return field(default=default, metadata={"choices": choices, "part": part})
+
+
+def at_least(least: float, default: float | None) -> Any:
+    """A number that is not below `least`; None passes."""
+    return field(default=default, metadata={"least": least})
+
+
+class Section:
+    """A part of the configuration. Its fields cannot be set once it is frozen."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_frozen"):
+            raise ConfigError(f"{name}={value}: the configuration is resolved and frozen: make a changed copy of it")
+        object.__setattr__(self, name, value)
+
+    def freeze(self) -> None:
+        """From now on setting a field raises ConfigError, here and in every section below."""
+        for section in self.sections():
+            section.freeze()
+        object.__setattr__(self, "_frozen", True)
+
+    @property
+    def frozen(self) -> bool:
+        return bool(self.__dict__.get("_frozen"))
+
+    def unfrozen(self) -> "Section":
+        """A deep copy whose fields can be set."""
+        made = copy.deepcopy(self)
+        made._thaw()
+        return made
+
+    def _thaw(self) -> None:
+        self.__dict__.pop("_frozen", None)
+        for section in self.sections():
+            section._thaw()
+
+    def sections(self) -> Iterator["Section"]:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if is_dataclass(value) and isinstance(value, Section):
+                yield value
+
+
 @dataclass
-class RunConfig:
+class RunConfig(Section):
     name: str = "run"
     dir: str = "runs/${run.name}"
-    seed: int = 0
+    seed: int = at_least(0, 0)
 
 
 @dataclass
-class MeshConfig:
+class MeshConfig(Section):
     """Sizes of the mesh axes; one may be -1, which takes the ranks the others leave."""
 
     name: str = "default"
@@ -36,24 +90,24 @@ class MeshConfig:
 
 
 @dataclass
-class LayoutConfig:
+class LayoutConfig(Section):
     rules: dict[str, str | None] = field(
         default_factory=lambda: {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
     )
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Section):
     """Fields carry the names of Hugging Face's config.json."""
 
     name: str = "llama"
-    model_type: str = "llama"  # llama | mistral | qwen2 | qwen3
-    vocab_size: int = 4096
-    hidden_size: int = 256
-    intermediate_size: int = 1024
-    num_hidden_layers: int = 8
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 4
+    model_type: str = choice("llama", part="family")
+    vocab_size: int = at_least(1, 4096)
+    hidden_size: int = at_least(1, 256)
+    intermediate_size: int = at_least(1, 1024)
+    num_hidden_layers: int = at_least(1, 8)
+    num_attention_heads: int = at_least(1, 8)
+    num_key_value_heads: int = at_least(1, 4)
     head_dim: int | None = None  # null: hidden_size / num_attention_heads
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
@@ -71,17 +125,19 @@ class ModelConfig:
 
 
 @dataclass
-class TrainConfig:
-    steps: int = 1000  # the plan's length, which LR schedules refer to
+class TrainConfig(Section):
+    steps: int = at_least(1, 1000)  # the plan's length, which LR schedules refer to
     stop_at: int | None = None  # stop early after this step
-    seq_len: int = 256
-    global_batch: int = 16  # sequences per step over the whole mesh
-    micro_batch: int | None = None  # sequences per forward per rank; null: its whole share, with pp a part of it
-    loss_chunk: int = 1024  # tokens whose logits exist at one time
+    seq_len: int = at_least(1, 256)
+    global_batch: int = at_least(1, 16)  # sequences per step over the whole mesh
+    # sequences per forward per rank; null: its whole share, with pp a part of it
+    micro_batch: int | None = at_least(1, None)
+    loss_chunk: int = at_least(1, 1024)  # tokens whose logits exist at one time
     compile: bool = False
-    log_every: int = 1
-    eval_every: int = 0  # steps between losses over the whole validation split; 0: never
-    max_skipped: int = 10  # steps in a row with a non-finite loss or gradient, which change nothing, that end the run
+    log_every: int = at_least(1, 1)
+    eval_every: int = at_least(0, 0)  # steps between losses over the whole validation split; 0: never
+    # so many steps in a row with a non-finite loss or gradient, which change nothing, end the run
+    max_skipped: int = at_least(1, 10)
     trace: bool = False  # one step's timeline, measured and predicted, into the run folder
     profile: str | None = None  # a step, 10, or steps, 10-12: PyTorch's profile of them into the run folder
 
@@ -102,24 +158,24 @@ class TrainConfig:
 
 
 @dataclass
-class PrecisionConfig:
-    params: str = "fp32"  # master weights, moments and gradients: fp32 | fp64
+class PrecisionConfig(Section):
+    params: str = choice("fp32", "fp32", "fp64")  # master weights, moments and gradients
     # matmuls and activations: fp64 | fp32 | bf16 | fp8 (the blocks' weight matmuls in fp8, all else as bf16; rounding
     # makes its gradients differ from mesh to mesh by some percent, less than from those of bf16)
-    compute: str = "fp32"
+    compute: str = choice("fp32", "fp64", "fp32", "bf16", "fp8")
 
 
 @dataclass
-class ScheduleConfig:
-    name: str = "1f1b"  # gpipe | 1f1b | interleaved | zb_h1 | zb_v | dualpipe_v | csv
+class ScheduleConfig(Section):
+    name: str = choice("1f1b", *SCHEDULES)
     chunks: int | None = None  # stages a rank; null: 1, or 2 with interleaved, zb_v and dualpipe_v
     split: list[int] | None = None  # layers of each stage; null: balanced by cost
     path: str | None = None  # csv: the table, a row for each pp rank
 
 
 @dataclass
-class RecomputeConfig:
-    name: str = "none"
+class RecomputeConfig(Section):
+    name: str = choice("none", "none", "full", "selective", "every", "budget")
     every: int | str = 1  # with recompute=every: keep one boundary in this many blocks; auto: the root of their number
     # with recompute=selective: the ops whose results a block keeps (qkv_proj, core, o_proj, gate_up_proj)
     keep: list[str] = field(default_factory=lambda: ["core", "o_proj", "gate_up_proj"])
@@ -127,29 +183,30 @@ class RecomputeConfig:
 
 
 @dataclass
-class TPConfig:
+class TPConfig(Section):
     sequence_parallel: bool = True  # cut the residual stream along its tokens
     overlap: bool = False  # send in as many parts as there are ranks, beside the matmuls
 
 
 @dataclass
-class CPConfig:
-    kind: str = "ring"  # ring | ulysses
+class CPConfig(Section):
+    kind: str = choice("ring", "ring", "ulysses")
     ulysses: int | None = None  # ranks that exchange sequence for heads; null: 1 with ring, mesh.cp with ulysses
-    balance: str = "auto"  # zigzag | striped | none; auto: striped for packed documents, else zigzag
+    # auto: striped for packed documents, else zigzag
+    balance: str = choice("auto", "auto", "zigzag", "striped", "none")
 
 
 @dataclass
-class OptimConfig:
-    name: str = "adamw"
+class OptimConfig(Section):
+    name: str = choice("adamw", part="optimizer")
     lr: float = 3e-4
-    min_lr: float = 0.0
+    min_lr: float = at_least(0, 0.0)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
-    weight_decay: float = 0.1
+    weight_decay: float = at_least(0, 0.1)
     clip: float | None = 1.0
-    schedule: str = "cosine"  # constant | linear | cosine | wsd
-    warmup: int = 0  # steps
+    schedule: str = choice("cosine", part="lr_schedule")  # of the learning rate
+    warmup: int = at_least(0, 0)  # steps
     decay_steps: int | None = None  # null: train.steps
     wsd_decay: float = 0.2  # with schedule=wsd: the last fraction of decay_steps that decays
     ema: float | None = None  # decay of an average of the weights, which checkpoints then hold too
@@ -158,8 +215,8 @@ class OptimConfig:
 
 
 @dataclass
-class DataConfig:
-    name: str = "python"
+class DataConfig(Section):
+    name: str = choice("python", "python", "text", "jsonl", "bin", "hf", "blend", part="source")
     path: str | None = None  # file, folder or glob (text, jsonl), one file (bin), hub name or local data (hf)
     tokenizer: str = "bpe"  # byte | bpe | a tokenizer.json or Hugging Face folder
     vocab_size: int = II("model.vocab_size")  # what a trained bpe aims for
@@ -170,43 +227,44 @@ class DataConfig:
     streaming: bool = False  # hf: read while training, without tokenising it first
     # blend: corpora with weights, each {weight: ..., name: ..., path: ...} and any other key of data
     blend: list[dict[str, Any]] = field(default_factory=list)
-    dtype: str = "uint16"  # bin: uint16 | uint32
+    dtype: str = choice("uint16", "uint16", "uint32")  # bin: of a token
     shuffle: bool = True
     pack: bool = False  # documents that share a sequence do not attend to each other
     eos_id: int | None = None  # bin: the token that ends a document, which pack needs
     validation_path: str | None = None  # bin: the token file to validate on
     validation: float = 0.02  # fraction of files (or documents) held out
     cache: str = "${oc.env:NDTRAIN_CACHE,'~/.cache/ndtrain'}/data"
-    prefetch: int = 2  # batches kept ready
+    prefetch: int = at_least(1, 2)  # batches kept ready
 
 
 @dataclass
-class CheckpointConfig:
+class CheckpointConfig(Section):
     name: str = "default"
-    every: int = 0  # steps; 0: only at the end and on stop
-    keep: int = 2  # the newest
-    keep_every: int = 0  # and for good those of every so many steps; 0: none
+    every: int = at_least(0, 0)  # steps; 0: only at the end and on stop
+    keep: int = at_least(1, 2)  # the newest
+    keep_every: int = at_least(0, 0)  # and for good those of every so many steps; 0: none
     async_save: bool = False  # write in the background from a copy in host memory
-    max_file_bytes: int = 4 * 2**30
+    max_file_bytes: int = at_least(1, 4 * 2**30)
 
 
 @dataclass
-class LoggerConfig:
-    name: str = "wandb"  # wandb | jsonl (metrics.jsonl is written with either)
+class LoggerConfig(Section):
+    name: str = choice("wandb", "jsonl", part="logger")  # metrics.jsonl is written with any
     project: str = "ndtrain"
 
 
 @dataclass
-class HardwareConfig:
+class HardwareConfig(Section):
     name: str = "auto"
-    device: str = "auto"  # auto | cpu | cuda
+    device: str = choice("auto", "auto", "cpu", "cuda")
     peak_tflops: float | None = None  # per device; null: from the table of devices, measured for CPU
-    attention: str = "auto"  # kernel on a GPU: auto (the fastest on the run's shape) | flash | cudnn | efficient | math
+    # the kernel on a GPU; auto: the fastest on the run's shape
+    attention: str = choice("auto", "auto", "flash", "cudnn", "efficient", "math")
     timeout_s: float = 600.0  # deadline of a collective
 
 
 @dataclass
-class Config:
+class Config(Section):
     """One complete run."""
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -226,6 +284,8 @@ class Config:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     resume: str = "none"  # none | auto | a checkpoint folder, or a run folder for its newest
     init_from: str | None = None  # a Hugging Face folder
+    plugins: list[str] = field(default_factory=list)  # modules that add parts to ndtrain (`ndtrain.plugins`)
+    callbacks: dict[str, Any] = field(default_factory=dict)  # name of a plugin's callback -> its own keys
 
     @property
     def microbatches(self) -> int:

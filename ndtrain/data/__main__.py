@@ -33,7 +33,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from ndtrain.config import ConfigError, DataConfig, load_config
 from ndtrain.config.checks import check_data
-from ndtrain.config.compose import near
+from ndtrain.config.near import near
 from ndtrain.data.manifest import Manifest
 from ndtrain.data.prepare import UNIT, Tally, prepare
 from ndtrain.data.units import WorkerDied, start_forkserver

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.config.checks import check_data
-from ndtrain.config.compose import near
+from ndtrain.config.near import near
 from ndtrain.data.cache import digest
 from ndtrain.data.documents import Corpus
 from ndtrain.data.mixture_order import Turns

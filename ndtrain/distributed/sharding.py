@@ -69,14 +69,14 @@ class TensorLayout:
     partial: frozenset[str]
     shard_dim: int | None = None
     tp_replicas: int = 1
-    copy: int = 0
+    tp_replica: int = 0
     holders: int = 1
     holder: int = 0
 
     @property
     def owned(self) -> bool:
         """Whether this rank is the first of those that hold this part along tp and pp."""
-        return self.copy == 0 and self.holder == 0
+        return self.tp_replica == 0 and self.holder == 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -185,6 +185,22 @@ class Layouts:
 
     def names(self) -> list[str]:
         return list(self._by_name)
+
+    def replica_axes(self, names: Iterable[str]) -> frozenset[str]:
+        """The axes of the gradients' all-reduce: the partial axes of these tensors minus fsdp, cp, tp and pp. The
+        tensors of a rank share one buffer, so they must agree."""
+        (axes,) = {self[name].partial - {*SHARD_AXES, CUT_AXIS, "pp"} for name in names}
+        return axes
+
+    def tp_replica_counts(self, names: Iterable[str]) -> list[int]:
+        """Over how many tp replicas the gradients of some of these tensors are summed; the same list on every rank."""
+        counts = {self[n].tp_replicas for n in names if CUT_AXIS in self[n].partial}
+        return sorted(counts - {1})
+
+    def other_stage(self, names: Iterable[str]) -> int | None:
+        """The other pp coord that holds one of these tensors; None: there is none."""
+        here = self.mesh.coords(self.rank)["pp"]
+        return next((c for name in names for c in self.holders[name] if c != here), None)
 
     def _layout(self, name: str, dims: tuple[Dim, ...]) -> TensorLayout:
         n, index = self.mesh.size(CUT_AXIS), self.mesh.coords(self.rank)[CUT_AXIS]

@@ -24,34 +24,34 @@ class Instruction:
     """One pass of one layer for one microbatch.
 
     Attributes:
-        kind: F forward | B backward | I backward that puts the gradients of matrices off | W what I put off.
-        action: which action of the row it is part of.
-        segment: which of this rank's layers.
-        weights: the units it reads.
-        prefetch: the units to start gathering while it runs.
-        release: its units are not the next ones read.
-        keep_graph: (F) its backward follows without running it again.
-        drop_input: (F) nothing needs its input any more.
-        feed: (F) its output is the input of the next layer, or of the next stage, and not already there.
-        keep: (F) what its block keeps for a second run; None: it has no second run, or this is it.
-        unneeded: (F) the ops whose values that second run does not read.
-        again: (F) this is the second run.
+        kind: F forward | B backward | I backward that defers the gradients of matrices | W what I deferred.
+        action: the index of the action in the row that it is part of.
+        layer: the index of the layer on this rank.
+        weights: the units that it reads, which are unsharded before it runs.
+        prefetch: the units whose all-gather starts while it runs.
+        reshard: whether its units are resharded after it, as other units are read next.
+        keep_graph: (F) whether autograd keeps a graph, because the backward follows without a recompute.
+        drop_input: (F) whether its input is freed.
+        feed: (F) whether its output becomes the input of the next layer or stage.
+        save: (F) the ops whose results the block saves for its recompute; None: it is not recomputed, or this is it.
+        shape_only: (F) the ops of which the recompute needs only the shape.
+        recompute: (F) whether this is the recompute.
         reduce: (B, I, W) the units whose gradient of this microbatch is complete, and whether it was the step's last.
     """
 
     kind: str
     action: int
     microbatch: int
-    segment: int
+    layer: int
     weights: Units
     prefetch: tuple[str, ...] = ()
-    release: bool = False
+    reshard: bool = False
     keep_graph: bool = True
     drop_input: bool = False
     feed: bool = True
-    keep: frozenset[str] | None = None
-    unneeded: frozenset[str] = frozenset()
-    again: bool = False
+    save: frozenset[str] | None = None
+    shape_only: frozenset[str] = frozenset()
+    recompute: bool = False
     reduce: tuple[tuple[str, bool], ...] = ()
 
 
@@ -94,7 +94,7 @@ def join(
 ) -> tuple[list[Layer], list[RecomputeGroup]]:
     """Layers of a stage that follow each other as one, but for the loss and what is run again: fewer graphs, where
     nothing is to be done between them. Returns the groups with their new places too."""
-    alone = {i for g in recompute_groups for i in g.segments} | {i for i, layer in enumerate(layers) if layer.loss}
+    alone = {i for g in recompute_groups for i in g.layers} | {i for i, layer in enumerate(layers) if layer.loss}
     runs: list[list[int]] = []
     for i, layer in enumerate(layers):
         if runs and not alone & {i, runs[-1][-1]} and layers[runs[-1][-1]].stage == layer.stage:
@@ -102,7 +102,7 @@ def join(
         else:
             runs.append([i])
     place = {i: n for n, run in enumerate(runs) for i in run}
-    moved = [replace(g, segments=[place[i] for i in g.segments]) for g in recompute_groups]
+    moved = [replace(g, layers=[place[i] for i in g.layers]) for g in recompute_groups]
     return [_joined([layers[i] for i in run]) for run in runs], moved
 
 
@@ -158,15 +158,15 @@ def _evaluate(
 def _forward(
     a: Action, layers: Sequence[Layer], stage: list[int], recompute_groups: Sequence[RecomputeGroup]
 ) -> list[Instruction]:
-    group = {i: g for g in recompute_groups for i in g.segments}
+    group = {i: g for g in recompute_groups for i in g.layers}
     found = []
     for i in stage:
         if layers[i].loss:
             continue
         ins = _instruction("F", a, i, layers[i].units)
         if g := group.get(i):
-            inner = i != g.segments[0]
-            ins = replace(ins, keep_graph=False, drop_input=inner, keep=g.keep, unneeded=g.unneeded(i))
+            inner = i != g.layers[0]
+            ins = replace(ins, keep_graph=False, drop_input=inner, save=g.save, shape_only=g.shape_only(i))
         found.append(ins)
     return found
 
@@ -174,13 +174,13 @@ def _forward(
 def _backward(
     a: Action, layers: Sequence[Layer], stage: list[int], recompute_groups: Sequence[RecomputeGroup]
 ) -> list[Instruction]:
-    group_ending = {g.segments[-1]: g.segments for g in recompute_groups}
+    group_ending = {g.layers[-1]: g.layers for g in recompute_groups}
     found = []
     for i in reversed(stage):
         if layers[i].loss:
             found.append(_instruction("F", a, i, layers[i].units, feed=False))
         for j in group_ending.get(i, ()):
-            found.append(_instruction("F", a, j, layers[j].units, feed=j != i, again=True))
+            found.append(_instruction("F", a, j, layers[j].units, feed=j != i, recompute=True))
         found.append(_instruction(a.kind, a, i, layers[i].backward_units))
     return found
 
@@ -196,10 +196,10 @@ def _with_gathers(found: list[Instruction], ahead: int) -> list[Instruction]:
     out: list[Instruction] = []
     upcoming: list[Units] = []  # the units read after this instruction, nearest first, without repeats in a row
     for ins in reversed(found):
-        release = bool(ins.weights) and (not upcoming or upcoming[0] != ins.weights)
+        reshard = bool(ins.weights) and (not upcoming or upcoming[0] != ins.weights)
         others = [units for units in upcoming if units != ins.weights][:ahead]
-        out.append(replace(ins, prefetch=tuple(u for units in others for u in units), release=release))
-        if release:
+        out.append(replace(ins, prefetch=tuple(u for units in others for u in units), reshard=reshard))
+        if reshard:
             upcoming = [ins.weights, *upcoming[:ahead]]
     return out[::-1]
 
@@ -211,7 +211,7 @@ def _with_reductions(found: list[Instruction], layers: Sequence[Layer]) -> list[
     out: list[Instruction] = []
     for ins in reversed(found):
         if ins.kind != "F":
-            units = layers[ins.segment].units[::-1]
+            units = layers[ins.layer].units[::-1]
             complete = [(u, u not in in_step) for u in units if (ins.microbatch, u) not in in_microbatch]
             ins = replace(ins, reduce=tuple(complete))
             in_microbatch |= {(ins.microbatch, u) for u in units}

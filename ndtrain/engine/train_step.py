@@ -21,12 +21,13 @@ from ndtrain.distributed.sharding import DATA_AXES
 from ndtrain.engine.instructions import Instruction, Layer, expand, join, line_up
 from ndtrain.model import Context
 from ndtrain.model.loss import IGNORE
-from ndtrain.optim import Optimizer, learning_rate
+from ndtrain.optim import learning_rate
 from ndtrain.parallel.build import Stages, stream_shape
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Pipeline
 from ndtrain.parallel.recompute import RecomputeGroup, SavedOps, always_saved_ops, plan_recompute, skipped_ops
 from ndtrain.parallel.recompute_budget import choose
+from ndtrain.parallel.sharded_optimizer import ShardedOptimizer
 from ndtrain.schedule import Action, sends
 from ndtrain.schedule.table import show
 
@@ -61,7 +62,7 @@ class Executor:
         self.trains = any(a.kind != "F" for a in row)
         self._names = [show(a) for a in row]
         self.program = expand(
-            row, layers, recompute_groups, ahead=0 if units.fully_resident else 2 if units.keeps_full else 1
+            row, layers, recompute_groups, ahead=0 if units.fully_resident else 1 if units.reshard_after_forward else 2
         )
         self._passes = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._finish_weights}
         self.timings: list[ActionTiming] | None = None
@@ -123,13 +124,13 @@ class Executor:
             self.units.reduce(name, final)
 
     def _forward(self, ins: Instruction) -> None:
-        at, layer = (ins.microbatch, ins.segment), self.layers[ins.segment]
+        at, layer = (ins.microbatch, ins.layer), self.layers[ins.layer]
         x = self._inputs.pop(at) if ins.drop_input else self._inputs[at]
         if layer.loss and ins.keep_graph:
             self._open_gradients(layer)  # the loss makes gradients in its forward
         if x is not None and not ins.keep_graph:
             x = x.detach()  # or a compiled block would be another graph for inputs that could have a gradient
-        with torch.set_grad_enabled(ins.keep_graph), self._kept(ins, at):
+        with torch.set_grad_enabled(ins.keep_graph), self._saved(ins, at):
             y = layer.run(x, self._contexts[ins.microbatch])
         if ins.keep_graph:
             self._graphs[at] = get_gradient_edge(y)  # and not y, whose memory only its readers keep
@@ -140,15 +141,15 @@ class Executor:
         elif ins.feed and layer.last:
             self.pipeline.send(sends(self.row[ins.action]), y.detach())
         elif ins.feed:
-            self._inputs[ins.microbatch, ins.segment + 1] = y.detach().requires_grad_()
+            self._inputs[ins.microbatch, ins.layer + 1] = y.detach().requires_grad_()
 
-    def _kept(self, ins: Instruction, at: tuple[int, int]) -> AbstractContextManager:
-        if ins.again:
+    def _saved(self, ins: Instruction, at: tuple[int, int]) -> AbstractContextManager:
+        if ins.recompute:
             return self.saved_ops.replaying(at)
-        return nullcontext() if ins.saved_ops is None else self.saved_ops.saving(at, ins.saved_ops, ins.unneeded)
+        return nullcontext() if ins.save is None else self.saved_ops.saving(at, ins.save, ins.shape_only)
 
     def _backward(self, ins: Instruction) -> None:
-        at, layer = (ins.microbatch, ins.segment), self.layers[ins.segment]
+        at, layer = (ins.microbatch, ins.layer), self.layers[ins.layer]
         edge, x = self._graphs.pop(at), self._inputs.pop(at)
         self._open_gradients(layer)
         with self.units.deferring(self._deferred.setdefault(at, []) if ins.kind == "I" else None):
@@ -160,16 +161,16 @@ class Executor:
         if layer.first:
             self.pipeline.send(sends(self.row[ins.action]), x.grad)
         else:
-            self._gradients[ins.microbatch, ins.segment - 1] = x.grad
+            self._gradients[ins.microbatch, ins.layer - 1] = x.grad
 
     def _open_gradients(self, layer: Layer) -> None:
         for name in layer.units:
             self.units.open_gradients(name)
 
     def _finish_weights(self, ins: Instruction) -> None:
-        self._open_gradients(self.layers[ins.segment])
+        self._open_gradients(self.layers[ins.layer])
         with torch.no_grad():
-            for write in self._deferred.pop((ins.microbatch, ins.segment)):
+            for write in self._deferred.pop((ins.microbatch, ins.layer)):
                 write()
 
 
@@ -205,7 +206,7 @@ class TrainingStep:
         row = schedule.table[mesh.coords["pp"]]
         again = self._again(layers)
         self.executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, again)
-        self.optimizer = Optimizer(stages.units, cfg.optim, mesh)
+        self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
 
     def _again(self, layers: Sequence[Layer]) -> list[RecomputeGroup]:
         """The blocks that are recomputed, stage by stage. Sets `skipped_ops`: for each block the ops that its recompute

@@ -4,11 +4,11 @@ import atexit
 from pathlib import Path
 
 from ndtrain.config import Config
+from ndtrain.config.registry import get
 from ndtrain.metrics.console import Console
 from ndtrain.metrics.jsonl import JsonlWriter
 from ndtrain.metrics.memory import free_memory_bytes, keep_freed_memory, peak_memory_bytes, reset_peak_memory
 from ndtrain.metrics.peak import peak_flops
-from ndtrain.metrics.wandb_logger import WandbLogger
 
 __all__ = ["Metrics", "free_memory_bytes", "keep_freed_memory", "peak_flops", "peak_memory_bytes", "reset_peak_memory"]
 
@@ -48,9 +48,10 @@ class Metrics:
         self._disk_trouble = False
         self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step if resume else 0)
         self._console = Console(cfg.train.stop_at or cfg.train.steps, cfg.train.log_every)
-        self._wandb = WandbLogger(cfg, run_dir, self.warn) if cfg.logger.name == "wandb" else None
-        if self._wandb and self._wandb.where:
-            self.note(f"wandb: {self._wandb.where}")
+        name = cfg.logger.name
+        self._logger = get("logger", name)(cfg, run_dir, self.warn) if name != "jsonl" else None
+        if where := getattr(self._logger, "where", None):
+            self.note(f"{name}: {where}")
         self._closed = False
         # After wandb's own exit hook, hence run before it. Who gets here without close() did not end well.
         atexit.register(self.close, exit_code=1)
@@ -101,8 +102,8 @@ class Metrics:
             **extra,
         }
         self._write(row)
-        if self._wandb:
-            self._wandb.log(row)
+        if self._logger:
+            self._logger.log(row)
         self._console.update(row)
 
     def note(self, text: str) -> None:
@@ -121,8 +122,8 @@ class Metrics:
         self._closed = True
         atexit.unregister(self.close)
         self._console.close()
-        if self._wandb:
-            self._wandb.finish(exit_code)
+        if self._logger:
+            self._logger.finish(exit_code)
         self._jsonl.close()
 
     def _write(self, row: dict) -> None:

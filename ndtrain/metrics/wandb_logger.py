@@ -11,11 +11,13 @@ from urllib.parse import urlsplit
 from omegaconf import OmegaConf
 
 from ndtrain.config import Config
+from ndtrain.plugins import register_logger
 
 _INIT_TIMEOUT_S = 15.0  # a server that does not answer holds up the start for this long
 _FINISH_TIMEOUT_S = 60.0  # and the end for this long; `wandb sync` uploads what is left
 
 
+@register_logger("wandb")
 class WandbLogger:
     """Logs rows to a wandb run under `<run_dir>/wandb`, whose id in `<run_dir>/wandb_id` is kept across resumes.
 

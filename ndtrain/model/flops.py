@@ -1,36 +1,36 @@
-"""FLOPs and bytes of a model, from its description alone: what MFU, stage balance and memory prediction share.
+"""FLOPs and bytes of a model, counted from the shapes that its modules declare: what MFU, stage balance and memory
+prediction share.
 
 Every function takes a resolved `ModelConfig` (`head_dim` set). Legend of the formulas: E hidden_size,
 F intermediate_size, L num_hidden_layers, H query heads, K key/value heads, Q head_dim, V vocab_size, T seq_len.
 A multiply-add is two FLOPs; norms, RoPE, softmax and the optimizer are not counted.
 """
 
+import math
 from collections.abc import Sequence
 
 from ndtrain.config import ModelConfig
+from ndtrain.model.block import Block, dim_sizes
+from ndtrain.model.families import family_of
+from ndtrain.model.transformer import block_dims
 
 # ----------------------------------------------------------------------------------------------------- parameters
 
 
+def block_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a block: name below the block -> shape."""
+    sizes = {d: units * width for d, (units, width) in dim_sizes(m).items()}
+    return {name: tuple(sizes[d] for d in dims) for name, dims in block_dims(m).items()}
+
+
 def block_matmul_parameters(m: ModelConfig) -> int:
-    """Weights of one block that every token is multiplied by: q and o, k and v, gate, up and down."""
-    query, key_value = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
-    return 2 * m.hidden_size * (query + key_value) + 3 * m.hidden_size * m.intermediate_size
+    """Weights of one block that every token is multiplied by: its matrices."""
+    return sum(math.prod(shape) for shape in block_shapes(m).values() if len(shape) > 1)
 
 
 def block_parameters(m: ModelConfig) -> int:
-    """All parameters of one block: its matrices, two norms, and the biases and q/k norms its model_type has."""
-    query, key_value = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
-    vectors = 2 * m.hidden_size
-    if m.model_type == "qwen2" or m.attention_bias:
-        vectors += query + 2 * key_value
-    if m.model_type != "qwen2" and m.attention_bias:
-        vectors += m.hidden_size
-    if m.mlp_bias:
-        vectors += 2 * m.intermediate_size + m.hidden_size
-    if m.model_type == "qwen3":
-        vectors += 2 * m.head_dim
-    return block_matmul_parameters(m) + vectors
+    """All parameters of one block: its matrices, norms and biases."""
+    return sum(math.prod(shape) for shape in block_shapes(m).values())
 
 
 def embedding_parameters(m: ModelConfig) -> int:
@@ -55,14 +55,12 @@ def matmul_parameters(m: ModelConfig) -> int:
 def op_flops(m: ModelConfig, seq_len: int) -> dict[str, int]:
     """Forward FLOPs a token of each op of a block, in the order they run: 2 a weight, and for the attention core
     4 H Q T (scores and values over all T keys, not halved)."""
-    query, key_value = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
-    return {
-        "qkv_proj": 2 * m.hidden_size * (query + 2 * key_value),
-        "core": 4 * query * seq_len,
-        "o_proj": 2 * m.hidden_size * query,
-        "gate_up_proj": 4 * m.hidden_size * m.intermediate_size,
-        "down_proj": 2 * m.hidden_size * m.intermediate_size,
-    }
+    shapes, flops = block_shapes(m), {}
+    for op, projections in (family_of(m).block or Block).matmuls.items():
+        if op == "o_proj":
+            flops["core"] = 4 * m.num_attention_heads * m.head_dim * seq_len
+        flops[op] = 2 * sum(math.prod(shapes[f"{name}.weight"]) for name in projections)
+    return flops
 
 
 def block_flops(m: ModelConfig, seq_len: int) -> int:
@@ -70,8 +68,8 @@ def block_flops(m: ModelConfig, seq_len: int) -> int:
     return sum(op_flops(m, seq_len).values())
 
 
-def rerun_flops(m: ModelConfig, seq_len: int, skipped_ops: frozenset[str]) -> int:
-    """Forward FLOPs a token of a block's second run, in which the ops `skipped_ops` are not done."""
+def recompute_flops(m: ModelConfig, seq_len: int, skipped_ops: frozenset[str]) -> int:
+    """Forward FLOPs a token of a block's recompute, which skips the ops `skipped_ops`."""
     return sum(flops for op, flops in op_flops(m, seq_len).items() if op not in skipped_ops)
 
 
@@ -96,14 +94,14 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> int:
 
 
 def hardware_flops_per_token(m: ModelConfig, seq_len: int, skipped_ops: Sequence[frozenset[str] | None]) -> float:
-    """FLOPs a token that are really executed, which HFU counts: the model's, and what is run again for the backward.
+    """FLOPs a token that are really executed, which HFU counts: the model's, and those of the recompute.
     The head never is (its gradients are made while the logits are at hand).
 
     Args:
-        spared: for each of some blocks the ops that its second run leaves out, None where it has no second run
+        skipped_ops: for each of some blocks the ops that its recompute skips, None where it is not recomputed
             (`parallel/recompute.py` knows); the model's other blocks are taken to be like these on average.
     """
-    again = sum(rerun_flops(m, seq_len, ops) for ops in skipped_ops if ops is not None)
+    again = sum(recompute_flops(m, seq_len, ops) for ops in skipped_ops if ops is not None)
     return flops_per_token(m, seq_len) + (m.num_hidden_layers * again / len(skipped_ops) if skipped_ops else 0)
 
 
@@ -117,13 +115,13 @@ def state_bytes(
     compute_bytes: int,
     master_bytes: int = 4,
     shared: bool = False,
-    moment_bytes: int | None = None,
+    optim_bytes: int | None = None,
     offload: bool = False,
 ) -> int:
-    """Bytes a rank holds between steps in parameters, gradients, master weights and two moments.
+    """Bytes a rank holds between steps in parameters, gradients, master weights and optimizer state.
 
-    With N parameters cut over n ranks, c bytes of compute and m of master precision (gradients are kept in the
-    latter) and s = m + two moments (3 m, unless `moment_bytes` says otherwise): zero 1 holds N (c + m) + s N/n, zero 2
+    With N parameters sharded over n ranks, c bytes of compute and m of master precision (gradients are kept in the
+    latter) and s = m + `optim_bytes`: zero 1 holds N (c + m) + s N/n, zero 2
     N c + (m + s) N/n, zero 3 (m + s) N/n. The blocks that zero 3 gathers during a step, at most two, come on top. The
     flat buffer is padded to n equal shards, hence N/n is rounded up. Offloaded, s N/n lies in host memory
     (`offloaded_bytes`), and zero 3 holds c N/n in its place.
@@ -136,8 +134,8 @@ def state_bytes(
         master_bytes: bytes an element of the master precision.
         shared: compute and master are one dtype, and the rank's slice of the compute copy is its master: zero 1 and 2
             then hold m N/n less.
-        moment_bytes: bytes an element of a moment; None: as the master.
-        offload: master and moments are in host memory.
+        optim_bytes: bytes of the optimizer's state tensors per element, all together; None: two of master precision.
+        offload: master and optimizer state are in host memory.
 
     Raises:
         ValueError: no such zero stage, or `shared` between dtypes of unequal size or with an offloaded master.
@@ -149,7 +147,7 @@ def state_bytes(
         raise ValueError(f"a slice of {compute_bytes}-byte elements cannot be the {master_bytes}-byte master{where}")
     piece = -(-n_params // shard)
     whole = piece * shard
-    state = 0 if offload else offloaded_bytes(n_params, shard, master_bytes, moment_bytes)
+    state = 0 if offload else offloaded_bytes(n_params, shard, master_bytes, optim_bytes)
     if zero == 3:
         return master_bytes * piece + (compute_bytes * piece if offload else state)
     if shared:
@@ -158,8 +156,8 @@ def state_bytes(
     return compute_bytes * whole + master_bytes * gradients + state
 
 
-def offloaded_bytes(n_params: int, shard: int, master_bytes: int = 4, moment_bytes: int | None = None) -> int:
-    """Bytes of master weights and two moments of a rank's shard, as `state_bytes` names its sizes. Where they are in
-    host memory, what copies pass through there comes on top: twice the largest unit's gradient and weights."""
-    moment = master_bytes if moment_bytes is None else moment_bytes
-    return (master_bytes + 2 * moment) * -(-n_params // shard)
+def offloaded_bytes(n_params: int, shard: int, master_bytes: int = 4, optim_bytes: int | None = None) -> int:
+    """Bytes of master weights and optimizer state of a rank's shard, as `state_bytes` names its sizes. Where they are
+    in host memory, the buffers that copies pass through come on top: twice the largest unit's gradient and weights."""
+    state = 2 * master_bytes if optim_bytes is None else optim_bytes
+    return (master_bytes + state) * -(-n_params // shard)

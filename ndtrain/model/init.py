@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.config import ModelConfig
+from ndtrain.model.families import family_of
 
 _WORDS_PER_COUNT = 4  # Philox-4x64 yields four words per counter
 _BLOCK = 1 << 20  # elements drawn at one time
@@ -55,4 +56,5 @@ def fill(
 def _std(m: ModelConfig, name: str) -> float:
     """Projections that write to the residual stream are scaled down by its depth (GPT-2, Radford et al., 2019)."""
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if writes_residual else 1)
+    std = m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if writes_residual else 1)
+    return family_of(m).init_std(m, name, std)

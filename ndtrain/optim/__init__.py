@@ -1,7 +1,16 @@
-"""Optimizers on shards, the global gradient norm from layouts, and learning-rate schedules."""
+"""Optimizers and learning-rate schedules. Importing this package registers those that ndtrain ships."""
 
-from ndtrain.optim.grad_stats import GradStats
+from ndtrain.optim.adamw import AdamW
 from ndtrain.optim.lr_schedule import learning_rate
-from ndtrain.optim.optimizer import Optimizer
+from ndtrain.optim.optimizer import Optimizer, OptimTensor, PerTensorOptimizer, StateSpec, TensorSlice, Update
 
-__all__ = ["GradStats", "Optimizer", "learning_rate"]
+__all__ = [
+    "AdamW",
+    "OptimTensor",
+    "Optimizer",
+    "PerTensorOptimizer",
+    "StateSpec",
+    "TensorSlice",
+    "Update",
+    "learning_rate",
+]

@@ -3,23 +3,43 @@
 import math
 
 from ndtrain.config import OptimConfig
+from ndtrain.config.registry import get
+from ndtrain.plugins import register_lr_schedule
 
 
 def learning_rate(cfg: OptimConfig, step: int, total_steps: int) -> float:
-    """The rate of the update that makes step `step` (from 1).
-
-    Linear warmup to `lr` over `warmup` steps, then by `schedule` down to `min_lr` at `decay_steps`: constant, linear,
-    cosine, or wsd (constant, then linear over the last fraction `wsd_decay`; Hu et al., 2024, arXiv:2404.06395).
-    """
+    """The rate of the update that makes step `step` (from 1): linear warmup to `lr` over `warmup` steps, then by
+    `schedule` down to `min_lr` at `decay_steps` (null: `total_steps`)."""
     if step <= cfg.warmup:
         return cfg.lr * step / cfg.warmup
     end = total_steps if cfg.decay_steps is None else cfg.decay_steps
-    start = cfg.warmup if cfg.schedule != "wsd" else max(cfg.warmup, end - round(cfg.wsd_decay * end))
-    done = min(1.0, max(0.0, (step - start) / max(1, end - start)))
-    left = {
-        "constant": 1.0,
-        "linear": 1 - done,
-        "wsd": 1 - done,
-        "cosine": (1 + math.cos(math.pi * done)) / 2,
-    }[cfg.schedule]
-    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * get("lr_schedule", cfg.schedule)(step, cfg, end)
+
+
+def progress(step: int, start: int, end: int) -> float:
+    """How far a step lies from `start` to `end`, within 0 and 1."""
+    return min(1.0, max(0.0, (step - start) / max(1, end - start)))
+
+
+@register_lr_schedule("constant")
+def constant(step: int, cfg: OptimConfig, end: int) -> float:
+    """No decay."""
+    return 1.0
+
+
+@register_lr_schedule("linear")
+def linear(step: int, cfg: OptimConfig, end: int) -> float:
+    """A straight line from the end of warmup."""
+    return 1 - progress(step, cfg.warmup, end)
+
+
+@register_lr_schedule("cosine")
+def cosine(step: int, cfg: OptimConfig, end: int) -> float:
+    """Half a cosine from the end of warmup (Loshchilov and Hutter, 2017, arXiv:1608.03983)."""
+    return (1 + math.cos(math.pi * progress(step, cfg.warmup, end))) / 2
+
+
+@register_lr_schedule("wsd")
+def wsd(step: int, cfg: OptimConfig, end: int) -> float:
+    """Constant, then linear over the last fraction `wsd_decay` (Hu et al., 2024, arXiv:2404.06395)."""
+    return 1 - progress(step, max(cfg.warmup, end - round(cfg.wsd_decay * end)), end)

@@ -1,108 +1,137 @@
-"""AdamW on this rank's shards, and an average of the weights."""
+"""What an optimizer is: the state that it declares, and one update of some tensors.
 
-from collections.abc import Sequence
+`parallel/sharded_optimizer.py` decides which tensors those are. An optimizer that works element by element gets slices
+of the flat buffers. One that needs whole tensors (`whole_tensors`) gets each tensor on one rank, which keeps its state.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ndtrain.config import OptimConfig
-from ndtrain.distributed.mesh import Mesh
-from ndtrain.optim.adamw import Piece, RoundedAdamW
-from ndtrain.optim.grad_stats import GradStats, GradStatsReducer
-from ndtrain.optim.offload import OffloadCopier
-from ndtrain.parallel.fsdp import ShardedUnits, Unit
+from ndtrain.distributed.sharding import TensorLayout
+
+Shape = tuple[int, ...]
 
 
-class Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) over the shards of all units, and with `optim.ema` an
-    exponential average of the weights.
-
-    Each unit's shard is at most two tensors, matrices (decayed) and vectors (not): slices of the flat buffers. All are
-    updated together, or where the state is offloaded unit by unit on the host.
+@dataclass(frozen=True)
+class StateSpec:
+    """One kind of state tensor, which there is one of for each parameter. Sharding, offload, checkpoints and memory
+    formulas read this.
 
     Attributes:
-        judge: makes the verdict on a step's gradients.
-        skipped: how many steps have been, a scalar beside the state. The bias of the moments is corrected for those
-            made.
+        name: its prefix in checkpoints: `exp_avg.<parameter>`.
+        dtype: None: that of the master weights.
+        shape: parameter's shape -> its shape; None: the parameter's own, and sharded like it. Only an optimizer of
+            whole tensors may have another.
     """
 
-    def __init__(self, units: ShardedUnits, cfg: OptimConfig, mesh: Mesh):
-        self.cfg, self.reduce_stats = cfg, GradStatsReducer(units, mesh)
-        self.skipped = torch.zeros((), dtype=torch.float32, device=units.state_device)
-        every = list(units.units.values())
-        self._averaged = [(u.ema, u.master) for u in every if u.ema is not None and u.ema.numel()]
-        self._copier = OffloadCopier(units) if units.offload else None
-        if self._copier:
-            shards = [([u], [g]) for u, g in zip(every, self._copier.gradients, strict=True)]
-        else:
-            shards = [(every, [u.grad for u in every])]
-        self._shards = [_adamw(us, units.index, grads, cfg) for us, grads in shards]
+    name: str
+    dtype: torch.dtype | None = None
+    shape: Callable[[Shape], Shape] | None = None
 
-    def step(self, step: int, lr: float, stats: GradStats) -> None:
-        """Clips and makes update number `step` (from 1); where something was not finite, changes nothing. Offloaded, it
-        waits for the gradients, and so for the verdict."""
-        skip = (~stats.finite).float().to(self.skipped.device)
-        grad_scale = None  # what the gradients are divided by
-        if self.cfg.clip is not None:
-            grad_scale = ((stats.norm + 1e-6) / self.cfg.clip).clamp(min=1).to(skip.device)
-        made = step - 1 - self.skipped
-        update = lambda i: _update(self._shards[i], step, made, lr, skip, grad_scale)
-        self._copier.run(update) if self._copier else update(0)
-        self.skipped += skip
-        if self._averaged:
-            part = (1 - self.cfg.ema) * (1 - skip.to(self._averaged[0][0].dtype))
-            for average, weight in self._averaged:
-                average.lerp_(weight, part)
+    def shape_of(self, parameter: Shape) -> Shape:
+        return parameter if self.shape is None else self.shape(parameter)
 
 
-def _adamw(units: Sequence[Unit], index: int, grads: Sequence[Tensor], cfg: OptimConfig) -> torch.optim.Optimizer:
-    """Over the shards of some units, whose gradients come in `grads`."""
-    decayed, plain, state, pieces = [], [], {}, {}
-    for unit, grad in zip(units, grads, strict=True):
-        start, stop = unit.layout.bounds(index)
-        cut = unit.layout.decayed_in(start, stop)
-        for kind, span in ((decayed, slice(0, cut)), (plain, slice(cut, stop - start))):
-            weight = unit.master[span]
-            if not weight.numel():
-                continue
-            weight.grad = grad[span]
-            kind.append(weight)
-            state[weight] = {
-                "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                "exp_avg": unit.exp_avg[span],
-                "exp_avg_sq": unit.exp_avg_sq[span],
-            }
-            pieces[weight] = _pieces(unit, start + span.start, start + span.stop)
-    by_group = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    groups, common = [g for g in by_group if g["params"]], {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
-    if cfg.state_dtype == "bf16":
-        adamw = RoundedAdamW(groups, pieces, **common)
-    else:
-        adamw = torch.optim.AdamW(groups, **common, fused=True)
-    adamw.state.update(state)
-    return adamw
+class TensorSlice(NamedTuple):
+    """Elements of one tensor in a shard.
+
+    Attributes:
+        at: their place in the shard.
+        tensor: the tensor's layout.
+        start: the first one's offset in the local row-major tensor.
+    """
+
+    at: slice
+    tensor: TensorLayout
+    start: int
+
+    def chunks(self, most: int) -> Iterator["TensorSlice"]:
+        """The same elements, at most `most` at a time."""
+        for a in range(self.at.start, self.at.stop, most):
+            b = min(a + most, self.at.stop)
+            yield self._replace(at=slice(a, b), start=self.start + a - self.at.start)
 
 
-def _pieces(unit: Unit, start: int, stop: int) -> list[Piece]:
-    """The tensors of the flat buffer's elements [start, stop)."""
-    found = unit.layout.tensors_in(start, stop)
-    return [Piece(slice(a - start, b - start), t, a - unit.layout.offsets[t.name]) for t, a, b in found]
+@dataclass(frozen=True, eq=False)
+class OptimTensor:
+    """What one update works on: a slice of a flat buffer [n], or a whole tensor in its shape.
+
+    Attributes:
+        weight, grad: of one shape, in master precision; `weight` is changed in place, `grad` may be.
+        state: name -> state tensor, changed in place.
+        weight_decay: 0 for vectors.
+        slices: the tensors that the elements belong to; padding belongs to none. Empty for a whole tensor.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    weight_decay: float
+    slices: tuple[TensorSlice, ...] = ()
 
 
-def _update(
-    adamw: torch.optim.Optimizer, step: int, made: Tensor, lr: float, skip: Tensor, grad_scale: Tensor | None
-) -> None:
-    """One update of some shards, of which `made` were made before; none where `skip` is 1."""
-    adamw.found_inf = skip  # as GradScaler hands it to the fused kernel, which then does not update
-    for group in adamw.param_groups:
-        group |= {"lr": lr, "number": step}
-    weights = [w for group in adamw.param_groups for w in group["params"]]
-    if (
-        grad_scale is not None and weights[0].dtype == torch.float32
-    ):  # again as GradScaler does: one pass over them less
-        adamw.grad_scale = grad_scale.float()
-    elif grad_scale is not None:  # that kernel takes an fp32 scale only
-        torch._foreach_div_([w.grad for w in weights], [grad_scale] * len(weights))
-    steps = [adamw.state[w]["step"] for w in weights]
-    torch._foreach_copy_(steps, [made] * len(steps))  # the optimizer counts this one itself
-    adamw.step()
+class Update(NamedTuple):
+    """What is the same for all tensors of a step.
+
+    Attributes:
+        step: the number of the step, from 1.
+        made: how many updates were made before, without the skipped ones; a scalar on the state's device.
+        lr: the learning rate.
+        found_inf: 1 where loss or gradient is not finite, so that nothing may change, else 0; a scalar likewise.
+        grad_scale: what gradients are to be divided by (clipping), a scalar likewise; None: nothing.
+    """
+
+    step: int
+    made: Tensor
+    lr: float
+    found_inf: Tensor
+    grad_scale: Tensor | None
+
+
+class Optimizer(ABC):
+    """One instance updates the same tensors in every step.
+
+    Attributes:
+        whole_tensors: whether it needs each tensor whole.
+    """
+
+    whole_tensors = False
+
+    def __init__(self, cfg: OptimConfig):
+        self.cfg = cfg
+
+    @classmethod
+    @abstractmethod
+    def state_spec(cls, cfg: OptimConfig) -> tuple[StateSpec, ...]:
+        """The state of each parameter. It begins as zeros."""
+
+    @abstractmethod
+    def step(self, tensors: Sequence[OptimTensor], update: Update) -> None:
+        """One update of all tensors, or none where `update.found_inf` is 1."""
+
+
+class PerTensorOptimizer(Optimizer):
+    """An optimizer written as the update of one tensor. The host waits for `found_inf` once a step."""
+
+    def step(self, tensors: Sequence[OptimTensor], update: Update) -> None:
+        if update.found_inf.item():
+            return
+        made = int(update.made.item())
+        for tensor in tensors:
+            if update.grad_scale is not None:
+                tensor.grad.div_(update.grad_scale.to(tensor.grad.dtype))
+            self.update(tensor, update.lr, made + 1)
+
+    @abstractmethod
+    def update(self, tensor: OptimTensor, lr: float, step: int) -> None:
+        """Changes `tensor.weight` and `tensor.state` in place; the gradient is clipped already.
+
+        Args:
+            step: the number of updates made, this one included.
+        """

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ndtrain.config import Config, ConfigError
+from ndtrain.config.registry import get
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.distributed.sharding import CUT_AXIS, DATA_AXES, SHARD_AXES, Dim, FlatLayout, Layouts, TensorLayout
@@ -17,21 +18,39 @@ from ndtrain.model.transformer import fused_names, unit_of
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8
-from ndtrain.parallel.fsdp import ShardedUnits
+from ndtrain.parallel.fsdp import Reducers, ShardedUnits, StatePlan
 from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.parallel.pp import Placement, TiedReducer
 from ndtrain.parallel.recompute import SavedOps, needs_saved_ops, op_of
 from ndtrain.parallel.tp import TensorParallel, TPReplicaReducer
+from ndtrain.parallel.whole_tensors import HOLDER_AXES, WholeTensors
 
 # of weights and activations: with fp8 only matmuls are narrower
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
-def moments_dtype(cfg: Config) -> torch.dtype:
-    """That the optimizer's moments are held and saved in."""
-    return DTYPES[cfg.optim.state_dtype or cfg.precision.params]
+def state_plan(cfg: Config) -> StatePlan:
+    """What state a rank of this resolved configuration keeps, and in which precision.
+
+    Raises:
+        ConfigError: the optimizer needs whole tensors, and `optim.offload` is set.
+    """
+    optimizer = get("optimizer", cfg.optim.name)
+    if optimizer.whole_tensors and cfg.optim.offload:
+        raise ConfigError(
+            f"optim.offload=true: optim={cfg.optim.name} updates whole tensors on the device: set it to false"
+        )
+    return StatePlan(
+        zero=cfg.mesh.zero,
+        compute=DTYPES[cfg.precision.compute],
+        master=DTYPES[cfg.precision.params],
+        spec=optimizer.state_spec(cfg.optim),
+        sharded_spec=not optimizer.whole_tensors,
+        ema=cfg.optim.ema is not None,
+        offload=cfg.optim.offload,
+    )
 
 
 def layouts_of(cfg: Config, mesh: MeshSpec, rank: int, placement: Placement | None = None) -> Layouts:
@@ -97,28 +116,28 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
     """This rank's part of the model, allocated but not yet filled."""
     placement = Placement.of(cfg)
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
-    compute, in_graph = DTYPES[cfg.precision.compute], _linear_in_graph(cfg, placement)
-    gradients = GradAccumulator()
+    in_graph = _linear_in_graph(cfg, placement)
+    accumulator = GradAccumulator()
     models = _models(cfg, placement, mesh.coords["pp"])
     names = _check_declared(models.values(), layouts)
+    plan = state_plan(cfg)
     units = ShardedUnits(
         flat_layouts(layouts, names),
         group=mesh.group(*SHARD_AXES),
         index=mesh.index(*SHARD_AXES),
-        replicas=ReplicaReducer(mesh.group(*_replica_axes(layouts, names))),
-        tp_replicas=TPReplicaReducer({n: mesh.subgroup(CUT_AXIS, n) for n in _copies(layouts, names)}),
-        ties=TiedReducer(mesh, _other_holder(layouts, names, mesh.coords["pp"])),
-        gradients=gradients,
+        reducers=Reducers(
+            ReplicaReducer(mesh.group(*layouts.replica_axes(names))),
+            TPReplicaReducer({n: mesh.subgroup(CUT_AXIS, n) for n in layouts.tp_replica_counts(names)}),
+            TiedReducer(mesh, layouts.other_stage(names)),
+        ),
+        plan=plan,
+        accumulator=accumulator,
         by_autograd=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
         fused_names=fused_names(cfg.model),
-        zero=cfg.mesh.zero,
-        compute=compute,
-        master=DTYPES[cfg.precision.params],
         device=mesh.device,
-        ema=cfg.optim.ema is not None,
-        moments=moments_dtype(cfg),
-        offload=cfg.optim.offload,
     )
+    if not plan.sharded_spec:
+        units.whole_tensors = _whole_tensors(cfg, mesh, units, names, placement)
     cut, op_names = {}, {}
     for unit in units.units.values():
         for name, parameter in unit.parameters.items():
@@ -126,8 +145,8 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
             op_names[parameter] = op_of(name)
     saved_ops = SavedOps(op_names)
     fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
-    ops = _ops(cfg, mesh, cut, gradients, saved_ops, fused_weights, in_graph)
-    kernel, attention = choose_kernel(cfg, mesh, compute) if mesh.device.type == "cuda" else (None, "")
+    ops = _ops(cfg, mesh, cut, accumulator, saved_ops, fused_weights, in_graph)
+    kernel, attention = choose_kernel(cfg, mesh, plan.compute) if mesh.device.type == "cuda" else (None, "")
     for model in models.values():
         for name, _ in list(model.named_parameters()):
             _set_parameter(model, name, units.units[unit_of(name)].parameters[name])
@@ -159,7 +178,7 @@ def _ops(
     cfg: Config,
     mesh: Mesh,
     cut: dict[nn.Parameter, TensorLayout],
-    gradients: GradAccumulator,
+    accumulator: GradAccumulator,
     saved_ops: SavedOps,
     fused_weights: dict[nn.Parameter, FusedWeights],
     in_graph: bool,
@@ -170,7 +189,7 @@ def _ops(
         in_graph: whether matmuls are part of compiled graphs.
     """
     matmul, compiled = _products(cfg, mesh), cfg.train.compile
-    ops = fused_ops(gradients, saved_ops, matmul, fused_weights)
+    ops = fused_ops(accumulator, saved_ops, matmul, fused_weights)
     if compiled:
         outside = torch.compiler.disable
         core = outside(ops.core) if needs_saved_ops(cfg) else local_core
@@ -180,7 +199,7 @@ def _ops(
             ops, core=cp_core(sequence_sharding(cfg), mesh.group("cp"), mesh.index("cp"), saved_ops=saved_ops)
         )
     if cfg.mesh.tp > 1:
-        cut_ops = TensorParallel(cut, gradients, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights)
+        cut_ops = TensorParallel(cut, accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights)
         ops = cut_ops.over(ops, compiled)
     return ops
 
@@ -212,24 +231,15 @@ def initialise(stages: Stages, cfg: Config, draw: Callable = standard_normal) ->
     stages.units.start_average()
 
 
-def _replica_axes(layouts: Layouts, names: list[str]) -> frozenset[str]:
-    """The axes that whole shards of gradients are summed over, beside those that the flat buffers' reduce-scatter sums
-    and tp and pp, over which only copies are."""
-    elsewhere = {*SHARD_AXES, CUT_AXIS, "pp"}
-    (axes,) = {layouts[name].partial - elsewhere for name in names}  # a unit's gradients travel together
-    return axes
-
-
-def _copies(layouts: Layouts, names: list[str]) -> list[int]:
-    """Over how many copies some tensor's gradient is summed, the same list on every rank."""
-    return sorted(
-        {layouts[n].tp_replicas for n in names if CUT_AXIS in layouts[n].partial and layouts[n].tp_replicas > 1}
-    )
-
-
-def _other_holder(layouts: Layouts, names: list[str], pp: int) -> int | None:
-    """The pp coord that holds something this one does too."""
-    return next((c for name in names for c in layouts.holders[name] if c != pp), None)
+def _whole_tensors(
+    cfg: Config, mesh: Mesh, units: ShardedUnits, names: list[str], placement: Placement
+) -> WholeTensors:
+    """The whole tensors of this rank's stages, with every rank's layout of them."""
+    (members,) = [ranks for ranks in mesh.spec.groups(*HOLDER_AXES) if mesh.rank in ranks]
+    layouts = [flat_layouts(layouts_of(cfg, mesh.spec, rank, placement), names) for rank in members]
+    indices = [mesh.spec.index(rank, *SHARD_AXES) for rank in members]
+    shards = {name: (unit.master, unit.grad) for name, unit in units.units.items()}
+    return WholeTensors(mesh, layouts, indices, shards, units.plan.spec, units.master)
 
 
 def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:

@@ -26,10 +26,12 @@ from torch import Tensor, nn
 
 from ndtrain.distributed.collectives import Group, Pending, all_gather, reduce_scatter
 from ndtrain.distributed.sharding import FlatLayout
+from ndtrain.optim import StateSpec
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.pp import TiedReducer
 from ndtrain.parallel.tp import TPReplicaReducer
+from ndtrain.parallel.whole_tensors import WholeTensors
 
 
 @dataclass
@@ -37,12 +39,16 @@ class Unit:
     """One unit's buffers on this rank. Parameters are views of `full`, their `.grad` views of `full_grad`.
 
     Attributes:
-        stacks: those of its matrices that are also one, by their names.
-        summed: what products are added to the gradients of: stacks, and the matrices that are in none.
-        full: all local elements in compute precision; its storage is empty while a zero=3 unit is not in use.
-        master, grad, ema: this rank's elements in master precision; ema: None unless asked for.
-        exp_avg, exp_avg_sq: their moments, in the precision of moments.
-        source: this rank's elements as they are gathered: the master, or where that is offloaded a copy on the device.
+        fused_weights: those of its matrices that are also one, by their names.
+        accumulated: what matmuls accumulate gradients of: fused weights, and the matrices that are in none.
+        full: all local elements in compute precision; its storage is empty while the unit is resharded.
+        master, grad, ema: this rank's shard in master precision; ema: None unless asked for.
+        state: the optimizer's state tensors of the shard, by name.
+        gather_source: this rank's elements as they are gathered: the master, or where that is offloaded a copy on the
+            device.
+        grad_at: the buffer that `grad` is a slice of, and where.
+        ready: whether `full` holds the current weights.
+        accumulating: whether `grad` already holds earlier microbatches of this step.
     """
 
     name: str
@@ -51,22 +57,25 @@ class Unit:
     fused_weights: dict[tuple[str, ...], FusedWeights]
     full: Tensor
     master: Tensor
-    source: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    gather_source: Tensor
+    state: dict[str, Tensor]
     grad: Tensor
     full_grad: Tensor | None
-    grad_at: tuple[Tensor, int]  # the buffer that `grad` is a slice of, and where
-    ready: bool = False  # full holds the current weights
-    ema: Tensor | None = None  # the average of the weights
+    grad_at: tuple[Tensor, int]
+    ready: bool = False
+    ema: Tensor | None = None
     gather: Pending | None = None
-    reduced_before: bool = False  # grad already holds earlier microbatches of this step
-    summed: list[nn.Parameter] = field(init=False)
+    accumulating: bool = False
+    accumulated: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         fused_names = {name for names in self.fused_weights for name in names}
         alone = [p for name, p in self.parameters.items() if p.ndim > 1 and name not in fused_names]
-        self.summed = [*(s.weight for s in self.fused_weights.values()), *alone]
+        self.accumulated = [*(s.weight for s in self.fused_weights.values()), *alone]
+
+    def buffer(self, name: str) -> Tensor:
+        """This rank's shard of the master weights, the average or a state tensor, by name."""
+        return self.state[name] if name in self.state else getattr(self, name)
 
     def with_gradient(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All whose `.grad` is a view of `full_grad`, with the name of the tensor that they begin with."""
@@ -74,21 +83,53 @@ class Unit:
         yield from ((names[0], s.weight) for names, s in self.fused_weights.items())
 
 
+@dataclass(frozen=True)
+class StatePlan:
+    """In which precision, where and how much of the state a rank keeps.
+
+    Attributes:
+        zero: 1, 2 or 3, as above.
+        compute, master: dtypes.
+        spec: the optimizer's state.
+        sharded_spec: whether the state lies in the shards; else whole tensors keep theirs (`whole_tensors.py`).
+        ema: whether there is an average of the weights.
+        offload: whether master, optimizer state and average lie in host memory.
+    """
+
+    zero: int
+    compute: torch.dtype
+    master: torch.dtype
+    spec: tuple[StateSpec, ...]
+    sharded_spec: bool = True
+    ema: bool = False
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Reducers:
+    """What sums gradients over ranks that the reduce-scatter of the flat buffers does not reach: replicas along dp, tp
+    replicas, and the two stages that hold tied embeddings."""
+
+    replicas: ReplicaReducer
+    tp_replicas: TPReplicaReducer
+    ties: TiedReducer
+
+
 class ShardedUnits:
-    """All units of a stage on this rank: their state, and when it is gathered, freed and reduced.
+    """All units of a rank's stages: their state, and when it is gathered, resharded and reduced.
 
     Args:
         layouts: unit name -> flat layout, in model order.
-        group, index: the ranks that cut the flat buffers between them, and this rank's place among them.
-        replicas, copies, ties: sum what other ranks hold as well.
-        gradients: through which matrices' gradients come (`direct_ops`).
-        by_autograd: the units whose matrices' gradients autograd adds instead.
-        stacked: names of matrices that are to be one where they lie one behind the other.
-        zero: 1, 2 or 3, as above.
-        compute, master: dtypes.
-        ema: whether there is an average of the weights.
-        moments: their dtype; None: as master.
-        offload: whether master, moments and average lie in host memory.
+        group, index: the ranks that the flat buffers are sharded over, and this rank's place among them.
+        accumulator: through which matrices' gradients come.
+        by_autograd: the units whose matrices' gradients autograd accumulates instead.
+        fused_names: names of matrices that are fused where they lie one behind the other.
+
+    Attributes:
+        reshard_after_forward: whether units are unsharded for each use, and resharded after it (zero 3).
+        holds_full_grad: whether the unsharded gradient is kept over the whole step (zero 1).
+        before_update: called before an update changes weights or state.
+        whole_tensors: for an optimizer that needs them.
     """
 
     def __init__(
@@ -96,74 +137,67 @@ class ShardedUnits:
         layouts: dict[str, FlatLayout],
         group: Group,
         index: int,
-        replicas: ReplicaReducer,
-        tp_replicas: TPReplicaReducer,
-        ties: TiedReducer,
-        gradients: GradAccumulator,
+        reducers: Reducers,
+        plan: StatePlan,
+        accumulator: GradAccumulator,
         by_autograd: frozenset[str],
         fused_names: Sequence[tuple[str, ...]],
-        zero: int,
-        compute: torch.dtype,
-        master: torch.dtype,
         device: torch.device,
-        ema: bool = False,
-        moments: torch.dtype | None = None,
-        offload: bool = False,
     ):
-        self.group, self.index = group, index
-        self.replicas, self.tp_replicas, self.ties = replicas, tp_replicas, ties
-        self.gradients, self.by_autograd = gradients, by_autograd
+        self.group, self.index, self.plan, self.device = group, index, plan, device
+        self.replicas, self.tp_replicas, self.ties = reducers.replicas, reducers.tp_replicas, reducers.ties
+        self.accumulator, self.by_autograd = accumulator, by_autograd
+        self.compute, self.master, self.offload = plan.compute, plan.master, plan.offload
         parts = next(iter(layouts.values())).parts
-        self.keeps_full = zero < 3 or (parts == 1 and (compute == master or offload))
-        self.holds_full_grad = zero == 1 or parts == 1
-        self.shares_master = self.keeps_full and compute == master and not offload
-        self.compute, self.master, self.moments, self.device = compute, master, moments or master, device
-        self.offload, self.state_device = offload, torch.device("cpu") if offload else device
+        one_copy = parts == 1 and (plan.compute == plan.master or plan.offload)
+        self.reshard_after_forward = plan.zero == 3 and not one_copy
+        self.holds_full_grad = plan.zero == 1 or parts == 1
+        self.shares_master = not self.reshard_after_forward and plan.compute == plan.master and not plan.offload
+        self.state_device = torch.device("cpu") if plan.offload else device
+        self.before_update: list[Callable[[], None]] = []
+        self.whole_tensors: WholeTensors | None = None
         self._reductions: list[tuple[Unit, Tensor, Pending, bool]] = []
-        self.units = self._allocate(layouts, fused_names, ema)
+        self.units = self._allocate(layouts, fused_names)
 
     @property
     def fully_resident(self) -> bool:
-        """Whether nothing is to be gathered, freed or summed while a step runs."""
-        return self.keeps_full and self.group is None and self.replicas.alone
+        """Whether nothing is gathered, resharded or reduced while a step runs."""
+        return not self.reshard_after_forward and self.group is None and self.replicas.alone
 
     # ------------------------------------------------------------------------------------------------------- state
 
-    def _allocate(
-        self, layouts: dict[str, FlatLayout], fused_names: Sequence[tuple[str, ...]], ema: bool
-    ) -> dict[str, Unit]:
-        """One buffer of each kind for the whole stage, in model order, so that the optimizer sees few tensors and
-        neighbouring gradients can travel in one message."""
+    def _allocate(self, layouts: dict[str, FlatLayout], fused_names: Sequence[tuple[str, ...]]) -> dict[str, Unit]:
+        """One buffer of each kind for all stages, in model order, so that the optimizer sees few tensors and
+        neighbouring gradients travel in one message."""
+        plan, resident = self.plan, not self.reshard_after_forward
         local = sum(f.numel for f in layouts.values())
-        parts = next(iter(layouts.values())).parts
+        shard = local // next(iter(layouts.values())).parts
         empty = lambda n, dtype: torch.zeros(n, dtype=dtype, device=self.device)
-        state = lambda dtype: torch.zeros(local // parts, dtype=dtype, device=self.state_device)
-        full = empty(local, self.compute) if self.keeps_full else None
-        master = None if self.shares_master else state(self.master)
-        source = empty(local // parts, self.compute) if self.offload and not self.keeps_full else master
-        grad = empty(local if self.holds_full_grad else local // parts, self.master)
-        exp_avg, exp_avg_sq = state(self.moments), state(self.moments)
-        average = state(self.master) if ema else None
+        on_host = lambda dtype: torch.zeros(shard, dtype=dtype, device=self.state_device)
+        full = empty(local, plan.compute) if resident else None
+        master = None if self.shares_master else on_host(plan.master)
+        source = empty(shard, plan.compute) if plan.offload and not resident else master
+        grad = empty(local if self.holds_full_grad else shard, plan.master)
+        state = {s.name: on_host(s.dtype or plan.master) for s in plan.spec if plan.sharded_spec}
+        average = on_host(plan.master) if plan.ema else None
         units, at, shard_at = {}, 0, 0
         for name, layout in layouts.items():
             start, stop = layout.bounds(self.index)
             size = stop - start
-            unit_full = full[at : at + layout.numel] if self.keeps_full else empty(layout.numel, self.compute)
+            unit_full = full[at : at + layout.numel] if resident else empty(layout.numel, plan.compute)
             grad_start = at + start if self.holds_full_grad else shard_at
             span = slice(shard_at, shard_at + size)
-            own = unit_full.data[start:stop] if self.keeps_full else None
+            own = unit_full.data[start:stop] if resident else None
+            fused = {} if name in self.by_autograd else _fused_weights(unit_full, layout, fused_names, plan.master)
             units[name] = unit = Unit(
                 name=name,
                 layout=layout,
-                parameters=_parameters(unit_full, layout, self.master),
-                fused_weights={}
-                if name in self.by_autograd
-                else _fused_weights(unit_full, layout, fused_names, self.master),
+                parameters=_parameters(unit_full, layout, plan.master),
+                fused_weights=fused,
                 full=unit_full.data,  # a version counter of its own: a gather is no in-place change of a saved weight
                 master=own if self.shares_master else master[span],
-                source=own if self.shares_master or (self.offload and self.keeps_full) else source[span],
-                exp_avg=exp_avg[span],
-                exp_avg_sq=exp_avg_sq[span],
+                gather_source=own if self.shares_master or (plan.offload and resident) else source[span],
+                state={name: x[span] for name, x in state.items()},
                 grad=grad[grad_start : grad_start + size],
                 full_grad=grad[at : at + layout.numel] if self.holds_full_grad else None,
                 grad_at=(grad, grad_start),
@@ -171,18 +205,18 @@ class ShardedUnits:
             )
             if self.holds_full_grad and name not in self.by_autograd:
                 self._attach(unit)
-            if not self.keeps_full:
+            if self.reshard_after_forward:
                 _resize(unit.full, 0)
             at, shard_at = at + layout.numel, shard_at + size
         return units
 
     def state_bytes(self) -> int:
-        """Bytes of parameters, gradients, master weights and moments this rank holds now (shared storage once); what is
-        offloaded is not among them."""
+        """Bytes of parameters, gradients, master weights and optimizer state this rank holds now (shared storage once);
+        what is offloaded is not among them."""
         storages = {}
         for unit in self.units.values():
-            state = () if self.offload else (unit.master, unit.exp_avg, unit.exp_avg_sq, unit.ema)
-            for x in (unit.full, unit.source, unit.grad, unit.full_grad, *state):
+            state = () if self.offload else (unit.master, *unit.state.values(), unit.ema)
+            for x in (unit.full, unit.gather_source, unit.grad, unit.full_grad, *state):
                 if x is not None:
                     storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return sum(storages.values())
@@ -190,16 +224,16 @@ class ShardedUnits:
     # -------------------------------------------------------------------------------------------------- parameters
 
     def prefetch(self, name: str) -> None:
-        """Starts to gather the unit's weights, unless they are here or on their way."""
+        """Starts to gather the unit's weights, unless they are unsharded or being gathered."""
         unit = self.units[name]
         if unit.ready or unit.gather:
             return
-        if not self.keeps_full:
+        if self.reshard_after_forward:
             _resize(unit.full, unit.layout.numel)
-        unit.gather = all_gather(unit.full, unit.source, self.group)
+        unit.gather = all_gather(unit.full, unit.gather_source, self.group)
 
     def unshard(self, name: str) -> None:
-        """The unit's weights are here when this returns."""
+        """Waits until the unit's weights are unsharded on this rank."""
         unit = self.units[name]
         if unit.ready:
             return
@@ -208,9 +242,9 @@ class ShardedUnits:
         unit.gather, unit.ready = None, True
 
     def reshard(self, name: str) -> None:
-        """The unit's weights are not needed for now (zero=3 frees them)."""
+        """Frees the unsharded weights where zero is 3: the unit is not needed for now."""
         unit = self.units[name]
-        if not self.keeps_full and unit.ready:
+        if self.reshard_after_forward and unit.ready:
             _resize(unit.full, 0)
             unit.ready = False
 
@@ -219,7 +253,7 @@ class ShardedUnits:
         brought to the device already."""
         for unit in self.units.values():
             if self.offload and not published:
-                unit.source.copy_(unit.master)
+                unit.gather_source.copy_(unit.master)
             self.reshard(unit.name)
             unit.ready = False
 
@@ -234,7 +268,7 @@ class ShardedUnits:
     def begin_step(self) -> None:
         """Gradients start anew."""
         for unit in self.units.values():
-            unit.reduced_before = False
+            unit.accumulating = False
             if self.holds_full_grad:
                 self._start_gradient(unit)
 
@@ -257,7 +291,7 @@ class ShardedUnits:
 
     def deferring(self, later: list[Callable[[], None]] | None) -> AbstractContextManager:
         """Inside, gradients of matrices are put off: what makes them is appended to `later`. None: they are not."""
-        return nullcontext() if later is None else self.gradients.deferred(later)
+        return nullcontext() if later is None else self.accumulator.deferred(later)
 
     def reduce(self, name: str, final: bool) -> None:
         """The unit's gradient of this microbatch is complete on this rank; `final`: it was the step's last.
@@ -267,7 +301,7 @@ class ShardedUnits:
         if self.holds_full_grad and not final:
             return
         unit = self.units[name]
-        self.gradients.close(unit.summed)
+        self.accumulator.close(unit.accumulated)
         full, work = unit.full_grad, reduce_scatter(unit.full_grad, self.group)
         if not self.holds_full_grad:
             unit.full_grad = None  # the flight's alone: the unit's next backward opens another
@@ -292,8 +326,8 @@ class ShardedUnits:
             work.wait()
             if not self.holds_full_grad:
                 own = full[slice(*unit.layout.bounds(self.index))]
-                unit.grad.add_(own) if unit.reduced_before else unit.grad.copy_(own)
-                unit.reduced_before = True
+                unit.grad.add_(own) if unit.accumulating else unit.grad.copy_(own)
+                unit.accumulating = True
             if final:
                 buffer, start = unit.grad_at
                 self.replicas.add(buffer, start, start + unit.grad.numel())
@@ -306,7 +340,7 @@ class ShardedUnits:
             unit.full_grad.zero_()
             return
         unit.full_grad[unit.layout.decayed :].zero_()
-        self.gradients.open(unit.summed)
+        self.accumulator.open(unit.accumulated)
 
     def _attach(self, unit: Unit) -> None:
         for name, p in unit.with_gradient():

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from ndtrain.model import Ops
 from ndtrain.model.attention.core import attend
+from ndtrain.model.block import linear
 from ndtrain.model.contiguous import side_by_side
 from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss
-from ndtrain.model.transformer import linear
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.recompute import SavedOps
 

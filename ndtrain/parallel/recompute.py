@@ -1,9 +1,8 @@
-"""Activation recompute: which blocks keep their autograd graph, what is run again before a backward (Chen et al., 2016,
-arXiv:1604.06174), and what of its first run a block finds again in the second (Korthikanti et al., 2022,
-arXiv:2205.05198).
+"""Activation recompute: which blocks drop their autograd graph and run their forward again before the backward (Chen et
+al., 2016, arXiv:1604.06174), and which results they save for it (Korthikanti et al., 2022, arXiv:2205.05198).
 
-A block that runs twice runs first without a graph. The results of the ops that are worth their memory are kept then. In
-the second run, which makes the graph, they stand where an op would be computed, or its messages sent, once more.
+A recomputed block runs its forward twice. The first run keeps no graph, but saves the results of the ops that are worth
+their memory. The second run makes the graph and replays the saved results, so it computes and sends nothing for them.
 """
 
 from collections import deque
@@ -19,18 +18,18 @@ from ndtrain.config import Config, RecomputeConfig
 
 T = TypeVar("T")
 NOTHING: frozenset[str] = frozenset()
-LAST = "down_proj"  # the op that ends a block: what follows in its group can keep it
+LAST = "down_proj"  # the last op of a block: the next layer saves its result as an input anyway
 _OP_OF_LEAF = {"q_proj": "qkv_proj", "o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj"}
 
 
 def op_of(parameter: str) -> str | None:
-    """The op (as in `cost.op_flops`) whose matmuls start with the weight of this global name; None: none of a block."""
+    """The op (as in `flops.op_flops`) that begins with the weight of this global name; None: no op of a block."""
     path, _, leaf = parameter.rpartition(".")
     return _OP_OF_LEAF.get(path.rpartition(".")[2]) if leaf == "weight" else None
 
 
 class SavedOps:
-    """What a block that runs twice keeps from its first run, so that the second need not make it again.
+    """The op results that recomputed blocks save in their first run and replay in their second.
 
     Args:
         op_of: the first weight of each matmul -> the op's name.
@@ -41,48 +40,47 @@ class SavedOps:
         self._runs: dict[Hashable, dict[str, deque]] = {}  # results of each op in the order they were made
         self._run: dict[str, deque] | None = None  # that of the block that is running
         self._replaying = False
-        self._unneeded = NOTHING
+        self._shape_only = NOTHING
 
     @contextmanager
-    def saving(self, at: Hashable, names: frozenset[str], unneeded: frozenset[str] = NOTHING) -> Iterator[None]:
-        """Inside, the results of the ops `names` are kept under `at`. Those of `unneeded` will be asked for, but their
-        values not be used: only their shapes are kept."""
-        self._unneeded = unneeded
-        self._runs[at] = {name: deque() for name in names | unneeded}
+    def saving(self, at: Hashable, names: frozenset[str], shape_only: frozenset[str] = NOTHING) -> Iterator[None]:
+        """Saves the results of the ops `names` under the key `at`. Of the ops `shape_only` the recompute needs the
+        shape but no value, so only the shape is saved."""
+        self._shape_only = shape_only
+        self._runs[at] = {name: deque() for name in names | shape_only}
         with self._running(self._runs[at], replaying=False):
             yield
 
     @contextmanager
     def replaying(self, at: Hashable) -> Iterator[None]:
-        """Inside, what was kept under `at` is given back, and kept no longer.
+        """Replays the results saved under `at`, and frees them.
 
         Raises:
-            RuntimeError: at the end, something that was kept was not asked for.
+            RuntimeError: at the end, a saved result was not asked for.
         """
         run = self._runs.pop(at)
         with self._running(run, replaying=True):
             yield
         left = [name for name, results in run.items() if results]
         if left:
-            raise RuntimeError(f"the second run of {at} did not ask for the kept results of {', '.join(left)}")
+            raise RuntimeError(f"the recompute of {at} did not ask for the saved results of {', '.join(left)}")
 
     def __call__(self, name: str | None, make: Callable[[], T]) -> T:
-        """The result of op `name` (a tensor or a tuple of them): `make()`'s, or, in a second run that finds it kept,
-        what that came to in the first."""
+        """The result of op `name`, a tensor or a tuple of them: `make()`'s, or the saved one when replaying."""
         if self._run is None or name not in self._run:
             return make()
         if self._replaying:
             return self._run[name].popleft()
         made = make()
-        self._run[name].append(_stand_in(made) if name in self._unneeded else made)
+        self._run[name].append(_stand_in(made) if name in self._shape_only else made)
         return made
 
     def of(self, name: str) -> Callable | None:
-        """This for the op `name`; None where it is neither being recorded nor replayed."""
+        """This object for the op `name`; None where its result is neither being saved nor replayed."""
         return partial(self, name) if self._run is not None and name in self._run else None
 
     def drop(self, at: Hashable) -> dict[str, int]:
-        """There will be no second run. Returns what the results of each op held, in bytes."""
+        """Frees what was saved under `at`. Returns the bytes of each op's results."""
         return {name: sum(_storages(results).values()) for name, results in self._runs.pop(at).items()}
 
     @contextmanager
@@ -95,47 +93,48 @@ class SavedOps:
 
 
 def _stand_in(made: Any) -> Any:
-    """Of the same shapes and no memory."""
+    """Tensors of the same shapes that take no memory."""
     if isinstance(made, Tensor):
         return made.new_zeros(()).expand(made.shape)
     return tuple(_stand_in(x) for x in made)
 
 
 def _storages(made: Any) -> dict[int, int]:
-    """Address -> bytes of what the tensors lie in."""
+    """Address -> bytes of each storage."""
     if isinstance(made, Tensor):
         return {made.untyped_storage().data_ptr(): made.untyped_storage().nbytes()}
     return {at: size for x in made for at, size in _storages(x).items()}
 
 
-# ------------------------------------------------------------------------------------------- which blocks run again
+# --------------------------------------------------------------------------------------- which blocks are recomputed
 
 
 @dataclass(frozen=True)
 class RecomputeGroup:
-    """Consecutive blocks that are run again together, from the first one's input.
+    """Consecutive blocks that are recomputed together, from the input of the first one.
 
     Attributes:
-        segments: their places in the stage.
-        keep: the ops whose results each of them keeps. The last op of the last block is left out of the second run in
-            any case: nothing reads its result.
+        layers: their indices in the stage.
+        save: the ops whose results each of them saves. The recompute skips the last op of the last block in any case,
+            as nothing reads its result.
     """
 
-    segments: list[int]
-    keep: frozenset[str]
+    layers: list[int]
+    save: frozenset[str]
 
-    def unneeded(self, segment: int) -> frozenset[str]:
-        return frozenset({LAST}) if segment == self.segments[-1] else NOTHING
+    def shape_only(self, layer: int) -> frozenset[str]:
+        """The ops of which the recompute of this layer needs only the shape."""
+        return frozenset({LAST}) if layer == self.layers[-1] else NOTHING
 
 
 def needs_saved_ops(cfg: Config) -> bool:
-    """Whether the first run of a block hands results that it does not end with to the second."""
+    """Whether recomputed blocks save results of ops inside the block."""
     return cfg.recompute.name in ("selective", "budget")
 
 
 def always_saved_ops(cfg: Config) -> frozenset[str]:
-    """The ops whose results took messages to make. They are kept in every mode: the second run sends none but those
-    that bring its matmuls' inputs together, which the backward does not keep either."""
+    """The ops with communication. Every mode saves them, so that a recompute sends nothing twice, except the gathers of
+    matmul inputs, which no backward saves either."""
     by_tp, by_cp = {"o_proj", LAST} if cfg.mesh.tp > 1 else (), {"core"} if cfg.mesh.cp > 1 else ()
     return frozenset({*by_tp, *by_cp})
 
@@ -146,39 +145,38 @@ def plan_recompute(
     always: frozenset[str] = NOTHING,
     choice: Sequence[frozenset[str] | None] | None = None,
 ) -> list[RecomputeGroup]:
-    """Which of a stage's segments `blocks` are run again, in order; none with recompute=none.
+    """Which of a stage's layers `blocks` are recomputed, in order; none with recompute=none.
 
     Args:
-        always: what is kept in every mode (`always_saved_ops`).
-        choice: with recompute=budget, for each block what it keeps, None where it is not run again.
+        always: the ops that every mode saves (`always_saved_ops`).
+        choice: with recompute=budget, for each block the ops it saves, None where it is not recomputed.
     """
     if cfg.name == "none":
         return []
     if cfg.name == "budget":
         chosen = zip(blocks, choice, strict=True)
-        return [RecomputeGroup([block], always | keep) for block, keep in chosen if keep is not None]
-    keep = always | frozenset(cfg.keep if cfg.name == "selective" else ())
+        return [RecomputeGroup([block], always | save) for block, save in chosen if save is not None]
+    save = always | frozenset(cfg.keep if cfg.name == "selective" else ())
     each = blocks_a_group(len(blocks), cfg)
-    return [RecomputeGroup(list(blocks[i : i + each]), keep) for i in range(0, len(blocks), each)]
+    return [RecomputeGroup(list(blocks[i : i + each]), save) for i in range(0, len(blocks), each)]
 
 
 def blocks_a_group(blocks: int, cfg: RecomputeConfig) -> int:
-    """`recompute.every`, where auto is the square root of the number of blocks (Chen et al., 2016, section 4.1: the
-    inputs of all groups and the graphs of one are then least together, if a block's graph is no larger than its
-    input)."""
+    """`recompute.every`, where auto is the square root of the number of blocks (Chen et al., 2016, section 4.1: the sum
+    of all group inputs and one group's graph is then least, if a block's graph is no larger than its input)."""
     if cfg.name != "every":
         return 1
     return max(1, round(blocks**0.5)) if cfg.every == "auto" else cfg.every
 
 
 def skipped_ops(
-    blocks: Sequence[int], found: Sequence[RecomputeGroup], compiled: bool = False
+    blocks: Sequence[int], groups: Sequence[RecomputeGroup], compiled: bool = False
 ) -> list[frozenset[str] | None]:
-    """For each block the ops that its second run leaves out, None where there is none: what
-    `cost.hardware_flops_per_token` asks for.
+    """For each block the ops that its recompute skips, None where it is not recomputed: the argument of
+    `flops.hardware_flops_per_token`.
 
     Args:
-        compiled: whether blocks are compiled with their matmuls inside, where nothing is left out.
+        compiled: whether blocks are compiled with their matmuls inside the graph, where no op is skipped.
     """
-    of_block = {i: g.keep if compiled else g.keep | g.unneeded(i) for g in found for i in g.segments}
+    of_block = {i: g.save if compiled else g.save | g.shape_only(i) for g in groups for i in g.layers}
     return [of_block.get(i) for i in blocks]

@@ -22,7 +22,7 @@ from ndtrain.config import AXES, SAVABLE_OPS, Config, ConfigError
 from ndtrain.distributed.collectives import all_gather_row
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import Context, Segment
-from ndtrain.model.flops import elementwise_values, rerun_flops
+from ndtrain.model.flops import elementwise_values, recompute_flops
 from ndtrain.parallel.build import Stages, stream_shape
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.recompute import LAST, SavedOps
@@ -145,12 +145,12 @@ def _useful(options: Sequence[Choice], sizes: BlockSizes, cost: Callable[[Choice
     return found
 
 
-def rerun_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
+def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
     """The cost of a block's second run in FLOPs a token: those of its matmuls and attention, and for what lies between
     them as many as the device could do while it reads and writes the values."""
     width = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}[cfg.precision.compute]
     between = elementwise_values(cfg.model) * width * _FLOPS_A_BYTE.get(device, _FLOPS_A_BYTE["cpu"])
-    ops = lambda choice: rerun_flops(cfg.model, cfg.train.seq_len, choice | {LAST})
+    ops = lambda choice: recompute_flops(cfg.model, cfg.train.seq_len, choice | {LAST})
     return lambda choice: 0 if choice is None else ops(choice) + between
 
 
@@ -252,7 +252,7 @@ def _measure_block(block: Segment, units: ShardedUnits, saved_ops: SavedOps, ctx
         graph = made.now - _bytes(y)
         y.backward(torch.empty_like(y))
     backward, later = made.peak_bytes, []
-    with _follow(x.device) as made, units.gradients.deferred(later):
+    with _follow(x.device) as made, units.accumulator.deferred(later):
         x, y = _run(block, ctx, x)
         y.backward(torch.empty_like(y))
         del y
@@ -293,7 +293,7 @@ def sharding_bytes(units: ShardedUnits) -> int:
     two units' gradients where the ranks keep shards, and what two units receive from the other ranks."""
     large = sum(sorted(u.layout.numel for u in units.units.values())[-2:])
     parts = next(iter(units.units.values())).layout.parts
-    weights = 0 if units.keeps_full else large * units.compute.itemsize
+    weights = large * units.compute.itemsize if units.reshard_after_forward else 0
     gradients = (0 if units.holds_full_grad else large) + large * (parts - 1) // parts
     return weights + gradients * units.master.itemsize
 
@@ -320,7 +320,7 @@ def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> l
     besides += _unseen(cfg, units.compute) if mesh.device.type == "cpu" else 0
     row = schedule.table[mesh.coords["pp"]]
     loads = [load(row, stage, len(stages.placement.layers[stage])) for stage in schedule.stages_of(mesh.coords["pp"])]
-    cost = rerun_cost(cfg, mesh.device.type)
+    cost = recompute_cost(cfg, mesh.device.type)
     return plan(loads, replace(sizes, besides=besides), cfg.recompute.budget, cost, always)
 
 

@@ -1,6 +1,7 @@
 """The run folder: whether every rank writes it, how fast, whether it is one folder, and whether the checkpoints fit."""
 
 import errno
+import math
 import os
 import shutil
 import time
@@ -11,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from ndtrain.checkpoint.directory import list_checkpoints
+from ndtrain.checkpoint.elements import parts_of
 from ndtrain.config import Config
-from ndtrain.model.flops import parameter_count
-from ndtrain.parallel.build import DTYPES, moments_dtype
+from ndtrain.model import tensor_shapes
+from ndtrain.parallel.build import state_plan
 from ndtrain.preflight.rank_context import Found, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, bytes_of, per_second, slow, usual_rate
 
@@ -30,9 +32,11 @@ FULL = 0.9  # share of the free space above which there is a warning
 
 
 def checkpoint_bytes(cfg: Config) -> int:
-    """Of one checkpoint: weights and the average, if there is one, in master precision, and two moments in theirs."""
-    masters = (1 + (cfg.optim.ema is not None)) * DTYPES[cfg.precision.params].itemsize
-    return (masters + 2 * moments_dtype(cfg).itemsize) * parameter_count(cfg.model)
+    """Of one checkpoint: weights, the average of the weights if there is one, and the optimizer's state."""
+    shapes = tensor_shapes(cfg.model).values()
+    parts = [part for of_stem in parts_of(state_plan(cfg)).values() for part in of_stem]
+    numel = lambda part: sum(math.prod(part.spec.shape_of(s) if part.spec else s) for s in shapes)
+    return sum(numel(part) * part.dtype.itemsize for part in parts)
 
 
 def planned_bytes(cfg: Config, folder: Path) -> int:

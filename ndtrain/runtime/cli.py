@@ -14,7 +14,7 @@ from ndtrain.config import (
     check_overrides,
     conf_dir,
     load_config,
-    register,
+    register_schema,
     to_config,
     world_from_env,
 )
@@ -103,7 +103,7 @@ def _value(flag: str, rest: Iterator[str]) -> str:
 def _hydra_main(train: Train, args: list[str]) -> int:
     import hydra
 
-    register()
+    register_schema()
     codes: list[int] = []
 
     def task(cfg: Any) -> None:

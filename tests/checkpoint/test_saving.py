@@ -70,7 +70,7 @@ class Training:
 
 
 def buffers(stages: Stages) -> list[Tensor]:
-    found = (getattr(unit, b) for unit in stages.units.units.values() for b in BUFFERS)
+    found = (unit.buffer(b) for unit in stages.units.units.values() for b in BUFFERS)
     return [x for x in found if x is not None]
 
 

@@ -82,7 +82,7 @@ def test_runs_cover_every_element_once_per_holder(mesh, data):
         layouts = Layouts(tensors, rules, mesh, rank)
         flat = FlatLayout.of([layouts[n] for n in tensors], mesh.size("fsdp", "cp"))
         start, stop = flat.bounds(mesh.index(rank, "fsdp", "cp"))
-        mine = flat.slices(start, stop, lambda t: t.copy == 0)
+        mine = flat.slices(start, stop, lambda t: t.tp_replica == 0)
         for t, runs in flat.runs(start, stop):
             tp_replicas[t.name] = t.tp_replicas
             whole = torch.arange(t.numel).view(t.shape)
@@ -114,10 +114,12 @@ def test_gradients_are_partial_where_activations_are_cut(sequence_parallel):
     summed = {name for name in tensors if "tp" in layouts[0][name].partial}
     assert summed == {"k", "q_norm"} | ({"norm", "head"} if sequence_parallel else set())
     assert all({"dp", "fsdp", "cp"} <= layouts[0][name].partial for name in tensors)
-    assert [(ls["k"].tp_replicas, ls["k"].copy, ls["k"].cut[0]) for ls in layouts] == [
+    assert [(ls["k"].tp_replicas, ls["k"].tp_replica, ls["k"].cut[0]) for ls in layouts] == [
         (2, 0, (0, 4)), (2, 1, (0, 4)), (2, 0, (4, 4)), (2, 1, (4, 4))
     ]  # fmt: skip
-    assert [ls["norm"].copy for ls in layouts] == [0, 1, 2, 3] and [ls["q"].copy for ls in layouts] == [0] * 4
+    assert [ls["norm"].tp_replica for ls in layouts] == [0, 1, 2, 3] and [ls["q"].tp_replica for ls in layouts] == [
+        0
+    ] * 4
 
 
 def test_a_vocabulary_is_cut_unevenly_and_never_padded():

@@ -79,7 +79,7 @@ def between_steps(overrides: list[str], evaluated: bool) -> tuple[list[float], l
         if evaluated:
             found.append(evaluate(cfg, mesh, evaluation))
         losses.append(step.run(number, make_batches(cfg, mesh, number, "uneven"))().loss)
-    parts = [getattr(u, b) for u in stages.units.units.values() for b in ("master", "exp_avg", "exp_avg_sq")]
+    parts = [u.buffer(b) for u in stages.units.units.values() for b in ("master", "exp_avg", "exp_avg_sq")]
     return found, losses, b"".join(p.numpy().tobytes() for p in parts)
 
 

@@ -67,7 +67,7 @@ def steps(overrides: list[str], plan: list[tuple[int, int]], kind: str, bad: tup
 
 
 def state(stages) -> bytes:
-    parts = [getattr(u, kind) for u in stages.units.units.values() for kind in KINDS]
+    parts = [u.buffer(kind) for u in stages.units.units.values() for kind in KINDS]
     return b"".join(p.numpy().tobytes() for p in parts)
 
 

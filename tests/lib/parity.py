@@ -107,7 +107,7 @@ def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]
 def rank_state(stages) -> list[tuple]:
     """Every piece of weights and moments on this rank, as in `rank_run`."""
     kinds = (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
-    return [p for kind, part in kinds for p in owned(stages, kind, lambda u, part=part: getattr(u, part))]
+    return [p for kind, part in kinds for p in owned(stages, kind, lambda u, part=part: u.buffer(part))]
 
 
 def owned(stages, kind, part):

@@ -132,11 +132,11 @@ def test_state_bytes_in_fp64_and_shared():
 
 
 def test_state_bytes_of_narrow_moments_and_of_what_is_offloaded():
-    narrow = [flops.state_bytes(1000, 4, zero, 2, moment_bytes=2) for zero in (1, 2, 3)]
+    narrow = [flops.state_bytes(1000, 4, zero, 2, optim_bytes=4) for zero in (1, 2, 3)]
     assert narrow == [1000 * (6 + 8 / 4), 1000 * (2 + 12 / 4), 1000 * 12 / 4]
     away = [flops.state_bytes(1000, 4, zero, 2, offload=True) for zero in (1, 2, 3)]
     assert away == [1000 * 6, 1000 * (2 + 4 / 4), 1000 * 6 / 4]
-    assert flops.offloaded_bytes(1000, 4) == 1000 * 12 / 4 and flops.offloaded_bytes(1000, 4, 4, 2) == 1000 * 8 / 4
+    assert flops.offloaded_bytes(1000, 4) == 1000 * 12 / 4 and flops.offloaded_bytes(1000, 4, 4, 4) == 1000 * 8 / 4
 
 
 def test_state_bytes_pads_to_equal_shards():

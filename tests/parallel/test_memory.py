@@ -75,7 +75,7 @@ def test_bytes_a_rank(n, zero, precision):
 
 
 SAVINGS = {
-    "bf16-moments": (["optim.state_dtype=bf16"], {"moment_bytes": 2}),
+    "bf16-moments": (["optim.state_dtype=bf16"], {"optim_bytes": 4}),
     "offload": (["optim.offload=true"], {"offload": True}),
 }
 

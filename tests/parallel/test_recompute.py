@@ -14,7 +14,7 @@ from ndtrain.config import SAVABLE_OPS, ConfigError, RecomputeConfig, load_confi
 from ndtrain.model import tensor_dims
 from ndtrain.parallel import recompute_budget
 from ndtrain.parallel.recompute import LAST, RecomputeGroup, SavedOps, op_of, plan_recompute, skipped_ops
-from ndtrain.parallel.recompute_budget import BlockSizes, Load, choices, load, peak_bytes, plan, rerun_cost
+from ndtrain.parallel.recompute_budget import BlockSizes, Load, choices, load, peak_bytes, plan, recompute_cost
 from ndtrain.schedule import Action
 from tests.lib.parity import FP64, SHAPE, Run, compare, rank_run, train
 from tests.lib.ranks import run_ranks
@@ -74,41 +74,41 @@ def test_fp64(name):
 # ------------------------------------------------------------------------------------------------------------- keep
 
 
-def test_keep_gives_back_what_was_made_in_its_order():
-    keep, made = SavedOps(), iter(range(10))
+def test_saved_results_are_replayed_in_order():
+    saved, made = SavedOps(), iter(range(10))
     make = lambda: (torch.full((2,), float(next(made))),)
-    with keep.recording("a", frozenset({"x"})):
-        first = [keep("x", make), keep("y", make), keep("x", make)]
-    with keep.replaying("a"):
-        assert keep.of("y") is None
-        second = [keep("x", make), keep("y", make), keep.of("x")(make)]
+    with saved.saving("a", frozenset({"x"})):
+        first = [saved("x", make), saved("y", make), saved("x", make)]
+    with saved.replaying("a"):
+        assert saved.of("y") is None
+        second = [saved("x", make), saved("y", make), saved.of("x")(make)]
     assert second[0] is first[0] and second[2] is first[2] and second[1] is not first[1]
-    assert keep.of("x") is None and keep("x", make)[0][0] == 4
+    assert saved.of("x") is None and saved("x", make)[0][0] == 4
 
 
-def test_keep_refuses_a_second_run_that_differs():
-    keep = SavedOps()
-    with keep.recording("a", frozenset({"x"})):
-        keep("x", lambda: torch.ones(1))
+def test_a_recompute_that_differs_is_refused():
+    saved = SavedOps()
+    with saved.saving("a", frozenset({"x"})):
+        saved("x", lambda: torch.ones(1))
     with (
-        pytest.raises(RuntimeError, match="second run of a did not ask for the kept results of x"),
-        keep.replaying("a"),
+        pytest.raises(RuntimeError, match="recompute of a did not ask for the saved results of x"),
+        saved.replaying("a"),
     ):
         pass
 
 
-def test_what_is_unneeded_is_kept_as_a_shape():
-    keep = SavedOps()
-    with keep.recording("a", frozenset({"x", "y"}), unneeded=frozenset({"y"})):
-        keep("x", lambda: (torch.ones(5, 3), torch.ones(4)))
-        keep("y", lambda: (torch.ones(5, 3),))
-    with keep.replaying("a"):
-        keep("x", lambda: 1 / 0)
-        assert keep("y", lambda: 1 / 0)[0].shape == (5, 3)
-    with keep.recording("a", frozenset({"x", "y"}), unneeded=frozenset({"y"})):
-        keep("x", lambda: (torch.ones(5, 3), torch.ones(4)))
-        keep("y", lambda: (torch.ones(5, 3),))
-    assert keep.drop("a") == {"x": 4 * (15 + 4), "y": 4}
+def test_shape_only_ops_are_saved_as_a_shape():
+    saved = SavedOps()
+    with saved.saving("a", frozenset({"x", "y"}), shape_only=frozenset({"y"})):
+        saved("x", lambda: (torch.ones(5, 3), torch.ones(4)))
+        saved("y", lambda: (torch.ones(5, 3),))
+    with saved.replaying("a"):
+        saved("x", lambda: 1 / 0)
+        assert saved("y", lambda: 1 / 0)[0].shape == (5, 3)
+    with saved.saving("a", frozenset({"x", "y"}), shape_only=frozenset({"y"})):
+        saved("x", lambda: (torch.ones(5, 3), torch.ones(4)))
+        saved("y", lambda: (torch.ones(5, 3),))
+    assert saved.drop("a") == {"x": 4 * (15 + 4), "y": 4}
 
 
 def test_ops_are_named_by_their_first_weight():
@@ -132,8 +132,8 @@ def test_ops_are_named_by_their_first_weight():
 )
 def test_groups_cover_the_blocks_in_order(cfg, sizes):
     found = plan_recompute(range(2, 11), cfg)
-    assert [len(g.segments) for g in found] == sizes
-    assert [i for g in found for i in g.segments] == (list(range(2, 11)) if sizes else [])
+    assert [len(g.layers) for g in found] == sizes
+    assert [i for g in found for i in g.layers] == (list(range(2, 11)) if sizes else [])
 
 
 def test_what_groups_keep_and_spare():
@@ -361,7 +361,7 @@ def test_loads_are_the_peaks_of_each_stage():
 def test_of_equal_live_microbatches_the_last_blocks_hold_most():
     sizes = BlockSizes(10, 100, dict.fromkeys(SAVABLE_OPS, 10), 120)
     cfg = resolve(load_config([]), 1)
-    cost = rerun_cost(cfg, "cpu")
+    cost = recompute_cost(cfg, "cpu")
     found = plan([Load(8, 1)], sizes, 600, cost, frozenset())
     first_none = found.index(None)
     assert 0 < first_none < 8 and found[first_none:] == [None] * (8 - first_none)

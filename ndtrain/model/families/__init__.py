@@ -1,1 +1,17 @@
-"""What is particular to one model family, and Hugging Face's config.json."""
+"""The model families: one file each. Importing this package registers them."""
+
+from ndtrain.config import ModelConfig
+from ndtrain.config.registry import get
+from ndtrain.model.families import llama, mistral, qwen
+from ndtrain.model.families.family import Family
+
+__all__ = ["Family", "family_of", "llama", "mistral", "qwen"]
+
+
+def family_of(m: ModelConfig) -> Family:
+    """The family of a model.
+
+    Raises:
+        ConfigError: `model_type` names none.
+    """
+    return get("family", m.model_type)

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from ndtrain.config import ConfigError, ModelConfig
-from ndtrain.model.families.hf_fields import EXTRAS, FAMILIES, OWN, SAME, check_fields, family_of, is_number, refusal
+from ndtrain.config.registry import config_of
+from ndtrain.model.families import family_of
+from ndtrain.model.families.family import Family
+from ndtrain.model.families.hf_fields import EXTRAS, OWN, SAME, check_fields, is_number, read_family, refusal
 
 _SLIDES, _FULL = "sliding_attention", "full_attention"
 # kinds of RoPE -> the numbers each needs
@@ -20,23 +23,24 @@ def to_hf(m: ModelConfig) -> dict[str, Any]:
     """config.json of a resolved model: RoPE both as `rope_parameters` (transformers 5) and in the older keys."""
     scaling = dict(m.rope_scaling) if m.rope_scaling else None
     extras = {key: getattr(m, key) for key in EXTRAS if getattr(m, key)}
+    family = family_of(m)
     return {
-        "architectures": ["NdtrainForCausalLM" if extras else FAMILIES[m.model_type].causal_lm],
+        "architectures": ["NdtrainForCausalLM" if extras else family.causal_lm],
         "model_type": OWN * bool(extras) + m.model_type,
-        **{key: getattr(m, key) for key in SAME},
+        **{key: getattr(m, key) for key in (*SAME, *family.fields)},
         "hidden_act": "silu",
         "rope_theta": m.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": m.rope_theta},
-        **_window_fields(m),
+        **_window_fields(m, family),
         **extras,
         "use_cache": True,
     }
 
 
-def _window_fields(m: ModelConfig) -> dict[str, Any]:
-    """The window of every layer; Qwen's models have it only where they are told so."""
-    if m.sliding_window is None or m.model_type == "mistral":
+def _window_fields(m: ModelConfig, family: Family) -> dict[str, Any]:
+    """The window of every layer."""
+    if m.sliding_window is None or family.sliding_window == "given":
         return {"sliding_window": m.sliding_window}
     return {
         "sliding_window": m.sliding_window,
@@ -53,10 +57,10 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
         ConfigError: an architecture or a setting that ndtrain does not have, a field that is missing or of no use; it
             is named.
     """
-    kind, own = family_of(config)
-    given = FAMILIES[kind].silent | config
-    check_fields(given, kind, own)
-    known = {key: given[key] for key in (*SAME, *EXTRAS) if given.get(key) is not None}
+    family, own = read_family(config)
+    given = {**family.defaults, **config}
+    check_fields(given, family, own)
+    known = {key: given[key] for key in (*SAME, *EXTRAS, *family.fields) if given.get(key) is not None}
     heads = known["num_attention_heads"]
     known.setdefault("num_key_value_heads", heads)
     if "head_dim" not in known:
@@ -64,18 +68,24 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
             raise refusal(given, "hidden_size", f"must be a multiple of num_attention_heads={heads}, or give head_dim")
         known["head_dim"] = known["hidden_size"] // heads
     theta, scaling = _rope(given)
-    window = _window(given, kind)
-    return ModelConfig(
-        name=name, model_type=kind, rope_theta=theta, rope_scaling=scaling, sliding_window=window, **known
+    window = _window(given, family)
+    made = config_of("family", family.model_type) or ModelConfig
+    return made(
+        name=name,
+        model_type=family.model_type,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        sliding_window=window,
+        **known,
     )
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling) from either spelling; where a config.json has both they must agree."""
     spelled = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
-    found = [_scaling(config, key, rope) for key, rope in spelled.items()]
+    scalings = [_scaling(config, key, rope) for key, rope in spelled.items()]
     thetas = [r["rope_theta"] for r in (*spelled.values(), config) if r.get("rope_theta") is not None]
-    if any(f != found[0] for f in found) or any(t != thetas[0] for t in thetas):
+    if any(s != scalings[0] for s in scalings) or any(t != thetas[0] for t in thetas):
         raise ConfigError(
             "init_from: rope_parameters in config.json says otherwise than the older rope_scaling and rope_theta: "
             "take one of them out"
@@ -83,7 +93,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     theta = thetas[0] if thetas else 10000.0
     if not is_number(theta) or theta <= 0:
         raise ConfigError(f"init_from: rope_theta={theta} in config.json: must be a number above 0")
-    return float(theta), found[0] if found else None
+    return float(theta), scalings[0] if scalings else None
 
 
 def _scaling(config: dict[str, Any], key: str, rope: dict[str, Any]) -> dict[str, Any] | None:
@@ -111,23 +121,24 @@ def _scaling(config: dict[str, Any], key: str, rope: dict[str, Any]) -> dict[str
     return {"rope_type": kind, **said} if said else None
 
 
-def _window(config: dict[str, Any], kind: str) -> int | None:
+def _window(config: dict[str, Any], family: Family) -> int | None:
     """The window of all layers. Mistral has one wherever it is given; Qwen's models only with `use_sliding_window`,
     from layer `max_window_layers` on or where `layer_types` says so; Llama none."""
-    qwen, window, layers = kind.startswith("qwen"), config.get("sliding_window"), config["num_hidden_layers"]
+    used = family.sliding_window == "used"
+    window, layers = config.get("sliding_window"), config["num_hidden_layers"]
     if not config.get("use_sliding_window", True):
-        if kind == "mistral" and window is not None:
+        if family.sliding_window == "given" and window is not None:
             raise refusal(config, "use_sliding_window", f"contradicts sliding_window={window}: set that to null")
         window = None
-    if kind == "llama" and window is not None:
-        raise refusal(config, "sliding_window", "a Llama has no window: set it to null")
-    first = config["max_window_layers"] if qwen else 0
+    if family.sliding_window == "never" and window is not None:
+        raise refusal(config, "sliding_window", f"a {family.class_prefix} has no window: set it to null")
+    first = config["max_window_layers"] if used else 0
     types = config.get("layer_types") or [_SLIDES if window and i >= first else _FULL for i in range(layers)]
     if types[0] not in (_SLIDES, _FULL) or len(types) != layers or any(t != types[0] for t in types):
         key = "layer_types" if config.get("layer_types") else "max_window_layers"
         raise refusal(config, key, f"each of {layers} layers must have the same attention, {_FULL} or {_SLIDES}")
     slides = types[0] == _SLIDES
-    if slides != (window is not None) and (slides or not qwen):
+    if slides != (window is not None) and (slides or not used):
         raise refusal(config, "layer_types", f"does not fit sliding_window={window}")
     return window if slides else None
 

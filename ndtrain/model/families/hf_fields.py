@@ -5,10 +5,12 @@ computation is either read, or must have a value under which it changes nothing 
 and generation are passed over (`_PASSED`); `unknown_fields` tells those that stand in no table.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 from ndtrain.config import ConfigError, ModelConfig
+from ndtrain.config.registry import get, names
+from ndtrain.model.families.family import Family
 
 OWN = "ndtrain_"  # before the model_type of what transformers has no class for, lest it load it as something else
 EXTRAS = ("attn_logit_softcapping", "alibi")  # what makes a model such a one
@@ -17,37 +19,6 @@ _DIFFERENT = ("name", "model_type", "rope_theta", "rope_scaling", "sliding_windo
 SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _DIFFERENT)
 
 
-@dataclass(frozen=True)
-class Family:
-    """What is particular to one `model_type` of transformers.
-
-    Attributes:
-        stem: of its class names.
-        silent: what its configuration class assumes where config.json says nothing.
-        lacks: fields of ours that its class does not read.
-    """
-
-    stem: str
-    silent: dict[str, Any] = field(default_factory=dict)
-    lacks: tuple[str, ...] = ()
-
-    @property
-    def causal_lm(self) -> str:
-        return f"{self.stem}ForCausalLM"
-
-
-_SILENT = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "max_position_embeddings": 2048}
-_QWEN = _SILENT | {
-    "num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
-    "max_window_layers": 28,
-}  # fmt: skip
-_MISTRAL = _SILENT | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
-FAMILIES = {
-    "llama": Family("Llama", _SILENT),
-    "mistral": Family("Mistral", _MISTRAL, ("attention_bias", "mlp_bias")),
-    "qwen2": Family("Qwen2", _QWEN, ("mlp_bias",)),
-    "qwen3": Family("Qwen3", _QWEN | {"head_dim": 128}, ("mlp_bias",)),
-}
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 # Fields that name a computation which no model here has -> the values that change nothing, beside null, false, zero and
@@ -91,27 +62,27 @@ def refusal(config: dict[str, Any], key: str, why: str) -> ConfigError:
     return ConfigError(f"init_from: {key}={value if len(value) <= 60 else value[:57] + '...'} in config.json: {why}")
 
 
-def family_of(config: dict[str, Any]) -> tuple[str, bool]:
-    """(model_type without our prefix, whether it had one).
+def read_family(config: dict[str, Any]) -> tuple[Family, bool]:
+    """(the family of a config.json, whether its model_type had our prefix).
 
     Raises:
         ConfigError: a model_type, or a class of it, that ndtrain does not have.
     """
     said = str(config.get("model_type"))
     kind = said.removeprefix(OWN)
-    if kind not in FAMILIES:
+    if kind not in names("family"):
         raise ConfigError(
-            f"init_from: model_type={said} in config.json is not supported; known: {', '.join(FAMILIES)} (dense)"
+            f"init_from: model_type={said} in config.json is not supported; known: {', '.join(names('family'))} (dense)"
         )
-    family, own = FAMILIES[kind], said != kind
-    known = ["NdtrainForCausalLM"] if own else [family.causal_lm, f"{family.stem}Model"]
+    family, own = get("family", kind), said != kind
+    known = ["NdtrainForCausalLM"] if own else [family.causal_lm, f"{family.class_prefix}Model"]
     classes = config.get("architectures") or known
     if not isinstance(classes, list) or not any(c in known for c in classes):
         raise refusal(config, "architectures", f"with model_type={said} only {' and '.join(known)} are supported")
-    return kind, own
+    return family, own
 
 
-def check_fields(config: dict[str, Any], kind: str, own: bool) -> None:
+def check_fields(config: dict[str, Any], family: Family, own: bool) -> None:
     """That every field which is read holds what can be read, and every other that names computation changes nothing.
 
     Args:
@@ -120,12 +91,14 @@ def check_fields(config: dict[str, Any], kind: str, own: bool) -> None:
     Raises:
         ConfigError: naming the field.
     """
-    absent = (*FAMILIES[kind].lacks, *(() if own else EXTRAS))
+    absent = (*family.absent, *(() if own else EXTRAS))
     for key, fine in (_NEUTRAL | dict.fromkeys(absent, ())).items():
         value = config.get(key)
         if not _says_nothing(value) and value not in fine:
             allowed = " or ".join(str(v) for v in fine) or "null"
-            raise refusal(config, key, f"ndtrain has no model of type {kind} that computes so; supported: {allowed}")
+            raise refusal(
+                config, key, f"ndtrain has no model of type {family.model_type} that computes so; supported: {allowed}"
+            )
     for key in _SHAPE:
         if config.get(key) is None:
             raise ConfigError(f"init_from: {key} is missing from config.json")
@@ -152,7 +125,9 @@ def is_number(value: Any) -> bool:
 
 def unknown_fields(config: dict[str, Any]) -> list[str]:
     """The fields of a config.json that say something and that ndtrain neither reads nor knows to be harmless."""
-    known = _READ | _PASSED | _NEUTRAL.keys()
+    kind = str(config.get("model_type")).removeprefix(OWN)
+    own = get("family", kind).fields if kind in names("family") else ()
+    known = _READ | _PASSED | _NEUTRAL.keys() | {*own}
     return [k for k, v in config.items() if k not in known and not k.startswith("_") and not _says_nothing(v)]
 
 

@@ -1,20 +1,22 @@
-"""How a `Config` comes from `conf/`, `recipes/` and the command line."""
+"""How a `Config` comes from `conf/`, `recipes/`, plugins and the command line."""
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ndtrain.config.near import near
+from ndtrain.config.registry import KINDS, Part, load_plugins, plugin_parts
 from ndtrain.config.schema import Config, ConfigError
 
 
@@ -27,9 +29,13 @@ def conf_dir() -> Path:
     raise ConfigError(f"conf/ not found beside {here}: the installation is incomplete, reinstall ndtrain")
 
 
-def register() -> None:
-    """Makes the schema known to Hydra as the config named `schema`."""
-    ConfigStore.instance().store(name="schema", node=Config)
+def compose(*overrides: str) -> Config:
+    """The configuration of a run: `compose("recipe=llama_small", "mesh.fsdp=2")`. `Trainer` resolves it.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    return load_config(list(overrides))
 
 
 def load_config(overrides: list[str], search: list[str] | None = None) -> Config:
@@ -38,25 +44,26 @@ def load_config(overrides: list[str], search: list[str] | None = None) -> Config
     `search` lists further config folders, which may hold recipes of the user's own under `recipe/`.
 
     Raises:
-        ConfigError: an unknown key or option (the near miss is named), or a value of the wrong type.
+        ConfigError: an unknown key or option (the near miss is named), a value of the wrong type, or a plugin that
+            cannot be loaded.
     """
-    register()
     overrides = check_overrides(overrides, search)
+    register_schema()
     GlobalHydra.instance().clear()
     extra = [f"hydra.searchpath=[{','.join('file://' + str(Path(p).resolve()) for p in search)}]"] if search else []
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return to_config(compose("config", overrides=overrides + extra))
+            return to_config(hydra_compose("config", overrides=overrides + extra))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
 
 
-def to_config(cfg: Any) -> Config:
-    """A composed DictConfig as a plain typed `Config` object; re-merging refuses keys that `+key=` smuggled in."""
+def to_config(cfg: DictConfig) -> Config:
+    """A composed DictConfig as a plain typed `Config`; merging it again refuses keys that `+key=` smuggled in."""
     try:
         container = OmegaConf.to_container(cfg, resolve=False)
         container.pop("hydra", None)
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), container))
+        return OmegaConf.to_object(OmegaConf.merge(_schema(_chosen_parts(container)), container))
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from error
 
@@ -72,6 +79,46 @@ def _one_line(error: BaseException) -> str:
     return f"{key}: {text}" if key else text
 
 
+# ------------------------------------------------------------------------------------------------------------ schema
+
+
+def register_schema() -> None:
+    """Makes the schema, and the options that plugins add to groups, known to Hydra."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=_schema(plugin_parts("callback")))
+    for part in plugin_parts("optimizer", "source", "logger"):
+        store.store(group=KINDS[part.kind].section, name=part.name, node=_named(part))
+    for part in plugin_parts("family"):
+        if part.config:
+            store.store(group="model", name=part.name, node=_named(part, key="model_type"))
+
+
+def _named(part: Part, key: str = "name") -> DictConfig:
+    """The node that a group's option stands for: the fields of the part's config with their defaults."""
+    node = OmegaConf.structured(part.config or KINDS[part.kind].base)
+    node[key] = part.name
+    return node
+
+
+def _schema(parts: Iterable[Part]) -> DictConfig:
+    """The schema with the configs of these parts in their sections."""
+    schema = OmegaConf.structured(Config)
+    for part in parts:
+        if part.kind == "callback" and part.config:
+            schema.callbacks[part.name] = OmegaConf.structured(part.config)
+        elif part.config:
+            schema[KINDS[part.kind].section] = OmegaConf.structured(part.config)
+    return schema
+
+
+def _chosen_parts(container: dict[str, Any]) -> list[Part]:
+    """The plugins' parts that a composed configuration selects."""
+    selects = lambda part, key: container.get(KINDS[part.kind].section, {}).get(key) == part.name
+    named = [part for part in plugin_parts("optimizer", "source", "logger") if selects(part, "name")]
+    families = [part for part in plugin_parts("family") if selects(part, "model_type")]
+    return [*plugin_parts("callback"), *named, *families]
+
+
 def _schema_keys(cls: type = Config, prefix: str = "") -> dict[str, bool]:
     """Every dotted key of the schema -> whether anything may stand below it (free-form dicts)."""
     keys = {}
@@ -85,34 +132,60 @@ def _schema_keys(cls: type = Config, prefix: str = "") -> dict[str, bool]:
     return keys
 
 
-def near(word: str, known: list[str]) -> str:
-    """`did you mean 'x'? ` for the closest known word, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}? " if close else ""
+def _known_keys() -> dict[str, bool]:
+    """The keys of the schema, and those of every plugin's config."""
+    keys = _schema_keys() | {"callbacks": False}
+    for part in plugin_parts(*KINDS):
+        section = KINDS[part.kind].section
+        if part.kind == "callback":
+            section = f"callbacks.{part.name}"
+            keys[section] = False
+        if part.config:
+            keys |= _schema_keys(part.config, f"{section}.")
+    return keys
+
+
+# --------------------------------------------------------------------------------------------------------- overrides
 
 
 def check_overrides(overrides: list[str], search: list[str] | None = None) -> list[str]:
-    """Checks the names of keys and group options before Hydra sees them: its own messages lack the near miss, and it
-    accepts any key behind a `+`.
+    """Loads the plugins that the overrides or the recipe name. Checks the names of keys and group options before Hydra
+    sees them: its own messages lack the near miss, and it accepts any key behind a `+`.
 
     Returns:
         The overrides for Hydra: what goes into a free-form dict (rope_scaling, layout.rules) is marked as an addition.
 
     Raises:
-        ConfigError: naming the first unknown key or option and its near miss.
+        ConfigError: naming the first unknown key or option and its near miss, or a plugin that cannot be loaded.
     """
+    folders = [conf_dir(), *map(Path, search or [])]
     groups: dict[str, set[str]] = {}
-    for folder in [conf_dir(), *map(Path, search or [])]:
+    for folder in folders:
         for path in folder.glob("*/*.yaml"):
             groups.setdefault(path.parent.name, set()).add(path.stem)
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise ConfigError(f"cannot read the override: {_one_line(error)}") from error
+    load_plugins(_plugins_named(parsed, folders))
+    for part in plugin_parts("optimizer", "source", "logger", "family"):
+        groups[KINDS[part.kind].section].add(part.name)
     _check_init_from({o.key_or_group: o for o in parsed})
     return [
         _check_group(o, groups[o.key_or_group]) if o.key_or_group in groups else _check_key(o, groups) for o in parsed
     ]
+
+
+def _plugins_named(parsed: Sequence[Override], folders: Sequence[Path]) -> list[str]:
+    """The modules of the key `plugins`: the override's, else the recipe's."""
+    values = {o.key_or_group: o.value() for o in parsed if not o.is_sweep_override()}
+    if "plugins" in values:
+        return [str(module) for module in values["plugins"] or []]
+    for folder in folders:
+        recipe = folder / "recipe" / f"{values.get('recipe')}.yaml"
+        if recipe.is_file():
+            return list(OmegaConf.load(recipe).get("plugins") or [])
+    return []
 
 
 def _check_init_from(given: dict[str, Override]) -> None:
@@ -136,7 +209,7 @@ def _check_group(override: Override, known: set[str]) -> str:
 
 
 def _check_key(override: Override, groups: Iterable[str]) -> str:
-    key, keys = override.key_or_group, _schema_keys()
+    key, keys = override.key_or_group, _known_keys()
     if key.replace("/", ".").partition(".")[0] == "hydra":  # hydra.* and hydra/launcher=...: Hydra's own
         return override.input_line
     parents = [key.rsplit(".", n)[0] for n in range(key.count(".") + 1)]

@@ -77,7 +77,7 @@ class OffloadCopier:
             update(i)
             self._up.wait(i % _SLOTS)  # its memory was another unit's
             self._weights[i].copy_(unit.master)
-            self._up.copy(i % _SLOTS, unit.source, self._weights[i])
+            self._up.copy(i % _SLOTS, unit.gather_source, self._weights[i])
         self._up.end()
 
     def _bring(self, i: int) -> None:

@@ -1,0 +1,183 @@
+"""The parts that a run can be built from, by kind and name. What ndtrain ships is registered as a user's plugin is.
+
+| kind        | what is registered                            | what selects it             | base of its config |
+|-------------|-----------------------------------------------|-----------------------------|--------------------|
+| family      | a `Family`                                    | `model.model_type`          | `ModelConfig`      |
+| optimizer   | a subclass of `Optimizer`                     | `optim=name`                | `OptimConfig`      |
+| lr_schedule | a function (step, cfg, end) -> factor         | `optim.schedule=name`       | none               |
+| source      | a function (data config) -> `Corpus`          | `data=name`                 | `DataConfig`       |
+| logger      | a class with log(row) and finish(exit code)   | `logger=name`               | `LoggerConfig`     |
+| callback    | a subclass of `Callback`                      | its plugin being loaded     | any dataclass      |
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from ndtrain.config.schema import ConfigError, DataConfig, LoggerConfig, ModelConfig, OptimConfig
+
+ENTRY_POINTS = "ndtrain.plugins"  # the group of entry points that an installed package announces its plugins in
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is particular to one kind of part.
+
+    Attributes:
+        section: the section of the configuration that a part's own fields stand in.
+        base: the class that a part's config must be a subclass of; None: any dataclass.
+        shipped: the module that registers ndtrain's own parts of this kind.
+    """
+
+    section: str | None = None
+    base: type | None = None
+    shipped: str | None = None
+
+
+KINDS = {
+    "family": Kind("model", ModelConfig, "ndtrain.model.families"),
+    "optimizer": Kind("optim", OptimConfig, "ndtrain.optim"),
+    "lr_schedule": Kind(shipped="ndtrain.optim.lr_schedule"),
+    "source": Kind("data", DataConfig),
+    "logger": Kind("logger", LoggerConfig, "ndtrain.metrics.wandb_logger"),
+    "callback": Kind("callbacks"),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One registered part.
+
+    Attributes:
+        value: the class, function or object.
+        config: the dataclass of its section of the configuration; None: the section has no fields of its own.
+        module: where it was registered.
+    """
+
+    kind: str
+    name: str
+    value: Any
+    config: type | None
+    module: str
+
+
+_parts: dict[tuple[str, str], Part] = {}
+_loaded: set[str] = set()
+
+
+def register(kind: str, name: str, value: Any, config: type | None = None) -> None:
+    """Makes a part known.
+
+    Raises:
+        ConfigError: another part of the kind has the name, or `config` is not what the kind needs.
+    """
+    base = KINDS[kind].base
+    if config is not None and not (is_dataclass(config) and issubclass(config, base or object)):
+        needed = f"a dataclass that extends {base.__name__}" if base else "a dataclass"
+        raise ConfigError(f"{kind} {name}: its config {getattr(config, '__name__', config)} must be {needed}")
+    module = getattr(value, "__module__", None) or type(value).__module__
+    before = _parts.get((kind, name))
+    if before is not None and before.value is not value:
+        raise ConfigError(f"{kind} {name} is registered twice, by {before.module} and by {module}: rename one of them")
+    _parts[kind, name] = Part(kind, name, value, config, module)
+
+
+def names(kind: str) -> list[str]:
+    """Every registered name of a kind, the shipped ones first."""
+    _load_shipped(kind)
+    return [part.name for part in _parts.values() if part.kind == kind]
+
+
+def get(kind: str, name: str) -> Any:
+    """The part of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    known = names(kind)
+    if (kind, name) not in _parts:
+        raise ConfigError(f"{kind} {name}: no such {kind}; known: {', '.join(known)}")
+    return _parts[kind, name].value
+
+
+def config_of(kind: str, name: str) -> type | None:
+    """The dataclass of a part's own configuration; None where it has none."""
+    get(kind, name)
+    return _parts[kind, name].config
+
+
+def plugin_parts(*kinds: str) -> list[Part]:
+    """The parts that plugins have registered."""
+    return [part for part in _parts.values() if part.kind in kinds and not part.module.startswith("ndtrain.")]
+
+
+def _load_shipped(kind: str) -> None:
+    module = KINDS[kind].shipped
+    if module and module not in _loaded:
+        _loaded.add(module)
+        import_module(module)
+
+
+# ----------------------------------------------------------------------------------------------------------- plugins
+
+
+def load_plugins(modules: Sequence[str]) -> None:
+    """Imports the plugins of installed packages (entry points in the group `ndtrain.plugins`) and these modules. A
+    module that is loaded already is not imported again.
+
+    Raises:
+        ConfigError: a module that cannot be imported, fails while it is imported, or registers nothing.
+    """
+    for point in entry_points(group=ENTRY_POINTS):
+        _load(point.value.partition(":")[0], f"entry point {point.name}")
+    for module in modules:
+        _load(module, f"plugins=[{module}]")
+
+
+def _load(module: str, origin: str) -> None:
+    if module in _loaded:
+        return
+    before = dict(_parts)
+    try:
+        _import(module, origin)
+        if _parts.keys() == before.keys():
+            raise ConfigError(f"{origin}: {module} registers nothing: use a decorator of ndtrain.plugins in it")
+    except ConfigError:
+        _parts.clear()
+        _parts.update(before)
+        raise
+    _loaded.add(module)
+
+
+def _import(module: str, origin: str) -> None:
+    try:
+        import_module(module)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from error
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            fix = "install it, or add its folder to PYTHONPATH"
+            raise ConfigError(f"{origin}: there is no module {error.name}: {fix}") from error
+        raise ConfigError(f"{origin}: {module} cannot be imported: {_where(error)}") from error
+    except Exception as error:
+        raise ConfigError(f"{origin}: {module} cannot be imported: {_where(error)}") from error
+
+
+def _where(error: Exception) -> str:
+    """The error with its file and line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line} ({frame.filename}:{frame.lineno})"
+
+
+def decorator(kind: str, name: str, config: type | None = None) -> Callable[[Any], Any]:
+    """A decorator that registers what it is put on."""
+
+    def apply(value: Any) -> Any:
+        register(kind, name, value, config)
+        return value
+
+    return apply

@@ -1,0 +1,186 @@
+"""One transformer block, and how a module declares its parameters.
+
+Each parameter is declared once, where its module is made, with named dims: `Projection(sizes, "heads", "embed")`. The
+dim table of the whole model is collected from these declarations, and everything about sharding follows from it.
+
+Shape legend: B batch, T time, N tokens of the residual stream, E hidden_size, H query heads, K key/value heads,
+D head_dim, F intermediate_size.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndtrain.config import ModelConfig
+from ndtrain.model.attention.core import local_core
+from ndtrain.model.attention.scores import Scores
+from ndtrain.model.families.family import Family
+from ndtrain.model.loss import head_loss
+from ndtrain.model.norm import rms_norm
+from ndtrain.model.rope import rotate
+from ndtrain.model.swiglu import swiglu
+
+Dims = tuple[str, ...]
+
+# ----------------------------------------------------------------------------------------------- the replaceable ops
+
+
+def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """x @ w.T + b for each weight [out, in]: q/k/v and gate/up come together because they share x."""
+    return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+
+
+def embedding(tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
+    """The residual stream [N, E] of some tokens."""
+    return F.embedding(tokens_BT.flatten(), weight_VE)
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The calls that parallelism replaces; the defaults are what they say on one device. `parallel/tp.py` replaces
+    `linear`, `embedding` and `head_loss`, `parallel/cp.py` replaces `core`."""
+
+    linear: Callable = linear
+    embedding: Callable = embedding  # (tokens [B, T], weight [V, E]) -> [N, E]
+    core: Callable = local_core  # (q [B, T, H, D], k and v [B, T, K, D], ctx) -> [B, T, H, D]
+    head_loss: Callable = head_loss  # (x [N, E], weight [V, E], labels [B, T], scale, chunk) -> scalar
+
+
+class Context(NamedTuple):
+    """What a microbatch carries beside its activations.
+
+    Attributes:
+        tokens: [B, T] ids. labels: [B, T] ids, -100 where nothing is predicted.
+        rope: cos and sin for the tokens' positions; None where the model does not rotate.
+        loss_scale: gives what the sum of token losses is multiplied with, when the loss is reached.
+        scores: what attention scores go through beside the causal mask.
+        handle: how a compiled graph finds the scores (`attention/custom_op.py`).
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    rope: tuple[Tensor, Tensor] | None
+    loss_scale: Callable[[], Tensor]
+    scores: Scores
+    handle: Tensor
+
+
+# ------------------------------------------------------------------------------------------------ declared parameters
+
+
+def dim_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Named dim -> (units that may be sharded, elements per unit)."""
+    return {
+        "vocab": (m.vocab_size, 1),
+        "embed": (m.hidden_size, 1),
+        "mlp": (m.intermediate_size, 1),
+        "heads": (m.num_attention_heads, m.head_dim),
+        "kv_heads": (m.num_key_value_heads, m.head_dim),
+        "head_dim": (m.head_dim, 1),
+    }
+
+
+class Weights(nn.Module):
+    """Parameters `weight` and perhaps `bias`, declared by their dims, without a forward: the ops read them.
+
+    Args:
+        dims: of the weight.
+        bias: whether there is one, over the weight's first dim.
+
+    Attributes:
+        dims: parameter name -> its named dims.
+    """
+
+    def __init__(self, m: ModelConfig, *dims: str, bias: bool = False):
+        super().__init__()
+        self.dims: dict[str, Dims] = {"weight": dims} | ({"bias": dims[:1]} if bias else {})
+        sizes = {name: units * width for name, (units, width) in dim_sizes(m).items()}
+        shape = lambda named: tuple(sizes[d] for d in named)
+        self.weight = nn.Parameter(torch.empty(shape(dims)))
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", nn.Parameter(torch.empty(shape(dims[:1]))) if bias else None)
+
+
+def declared_dims(module: nn.Module) -> Iterator[tuple[str, Dims]]:
+    """(name, named dims) of every parameter below a module, in order."""
+    for path, part in module.named_modules():
+        if isinstance(part, Weights):
+            for name, dims in part.dims.items():
+                yield f"{path}.{name}", dims
+
+
+# --------------------------------------------------------------------------------------------------------- the block
+
+
+class Block(nn.Module):
+    """Pre-norm attention and SwiGLU MLP (Shazeer, 2020, arXiv:2002.05202), each added to the residual stream.
+
+    Attributes:
+        fused: groups of projections that read one input and lie one behind the other: one matmul serves each.
+        matmuls: op -> its projections, in the order they run; the attention core runs before `o_proj`.
+    """
+
+    fused: tuple[tuple[str, ...], ...] = (
+        ("self_attn.q_proj", "self_attn.k_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+    )
+    matmuls: Mapping[str, tuple[str, ...]] = {
+        "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "o_proj": ("self_attn.o_proj",),
+        "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        "down_proj": ("mlp.down_proj",),
+    }
+
+    def __init__(self, m: ModelConfig, family: Family, ops: Ops):
+        super().__init__()
+        self.m, self.ops = m, ops
+        self.input_layernorm = Weights(m, "embed")
+        self.self_attn = self.make_attention(m, family)
+        self.post_attention_layernorm = Weights(m, "embed")
+        self.mlp = self.make_mlp(m, family)
+
+    def make_attention(self, m: ModelConfig, family: Family) -> nn.Module:
+        a, bias = nn.Module(), family.qkv_bias(m)
+        a.q_proj = Weights(m, "heads", "embed", bias=bias)
+        a.k_proj = Weights(m, "kv_heads", "embed", bias=bias)
+        a.v_proj = Weights(m, "kv_heads", "embed", bias=bias)
+        a.o_proj = Weights(m, "embed", "heads", bias=family.o_bias(m))
+        a.q_norm = Weights(m, "head_dim") if family.qk_norm else None
+        a.k_norm = Weights(m, "head_dim") if family.qk_norm else None
+        return a
+
+    def make_mlp(self, m: ModelConfig, family: Family) -> nn.Module:
+        mlp, bias = nn.Module(), family.mlp_bias(m)
+        mlp.gate_proj = Weights(m, "mlp", "embed", bias=bias)
+        mlp.up_proj = Weights(m, "mlp", "embed", bias=bias)
+        mlp.down_proj = Weights(m, "embed", "mlp", bias=bias)
+        return mlp
+
+    def forward(self, x_NE: Tensor, ctx: Context) -> Tensor:
+        x_NE = x_NE + self.attention(self.norm(x_NE, self.input_layernorm), ctx)
+        return x_NE + self.feed_forward(self.norm(x_NE, self.post_attention_layernorm))
+
+    def norm(self, x: Tensor, norm: Weights) -> Tensor:
+        return rms_norm(x, norm.weight, self.m.rms_norm_eps)
+
+    def linear(self, x: Tensor, *projections: Weights) -> tuple[Tensor, ...]:
+        return self.ops.linear(x, [p.weight for p in projections], [p.bias for p in projections])
+
+    def attention(self, x_NE: Tensor, ctx: Context) -> Tensor:
+        a, (B, T) = self.self_attn, ctx.tokens.shape
+        # -1: tp leaves each rank some of the heads, and how many follows from the weights
+        q, k, v = [y.view(B, T, -1, self.m.head_dim) for y in self.linear(x_NE, a.q_proj, a.k_proj, a.v_proj)]
+        if a.q_norm is not None:
+            q, k = self.norm(q, a.q_norm), self.norm(k, a.k_norm)
+        if ctx.rope is not None:
+            q, k = rotate(q, k, ctx.rope)
+        out_BTHD = self.ops.core(q, k, v, ctx)
+        return self.linear(out_BTHD.reshape(B * T, -1), a.o_proj)[0]
+
+    def feed_forward(self, x_NE: Tensor) -> Tensor:
+        gate_NF, up_NF = self.linear(x_NE, self.mlp.gate_proj, self.mlp.up_proj)
+        return self.linear(swiglu(gate_NF, up_NF), self.mlp.down_proj)[0]

@@ -1,0 +1,64 @@
+"""What one model family declares: which biases and norms its block has, and how Hugging Face's config.json names it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ndtrain.config import ModelConfig
+
+Flag = Callable[[ModelConfig], bool]
+never: Flag = lambda m: False
+always: Flag = lambda m: True
+attention_bias: Flag = lambda m: m.attention_bias
+
+# what the configuration classes of transformers assume where config.json says nothing
+COMMON_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "max_position_embeddings": 2048}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A Llama-like decoder. A family with other modules gives `block`, a subclass of `ndtrain.model.block.Block`.
+
+    Attributes:
+        model_type: as in config.json.
+        class_prefix: of its class names in transformers: Llama in LlamaForCausalLM.
+        qkv_bias, o_bias, mlp_bias: whether these projections have biases.
+        qk_norm: whether each head's query and key are normalised before the rotation.
+        sliding_window: "never" | "given": wherever config.json has one | "used": only with `use_sliding_window`.
+        defaults: what its configuration class assumes where config.json says nothing.
+        absent: fields of ours that its configuration class does not have; they must be false or null.
+        fields: the names of its own fields in config.json, which its config dataclass declares.
+        block: the class of its blocks; None: `Block`.
+        init_std: (model, parameter name, the usual standard deviation) -> that of its initial weights.
+    """
+
+    model_type: str
+    class_prefix: str
+    qkv_bias: Flag = attention_bias
+    o_bias: Flag = attention_bias
+    mlp_bias: Flag = lambda m: m.mlp_bias
+    qk_norm: bool = False
+    sliding_window: str = "never"
+    defaults: Mapping[str, Any] = field(default_factory=lambda: COMMON_DEFAULTS)
+    absent: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    block: type | None = None
+    init_std: Callable[[ModelConfig, str, float], float] = lambda m, name, std: std
+
+    @property
+    def causal_lm(self) -> str:
+        """The class of transformers that opens its checkpoints."""
+        return f"{self.class_prefix}ForCausalLM"
+
+    def refusal(self, m: ModelConfig) -> str | None:
+        """Why a model of this family cannot be as `m` says, in one line; None: it can. transformers has no place for
+        what is refused, so that a checkpoint would lose it."""
+        for key in self.absent:
+            if getattr(m, key):
+                return f"model.{key}=true: model.model_type={self.model_type} has none: set it to false"
+        if m.sliding_window is not None and self.sliding_window == "never":
+            return (
+                f"model.sliding_window={m.sliding_window}: model.model_type={self.model_type} has no window: set it to "
+                "null, or choose a model_type that has one"
+            )
+        return None

@@ -1,0 +1,101 @@
+"""The optimizer over this rank's shards, and an average of the weights."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ndtrain.config import OptimConfig
+from ndtrain.config.registry import get
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.optim import Optimizer, OptimTensor, TensorSlice, Update
+from ndtrain.parallel.fsdp import ShardedUnits, Unit
+from ndtrain.parallel.grad_stats import GradStats, GradStatsReducer
+from ndtrain.parallel.offload import OffloadCopier
+from ndtrain.parallel.whole_tensors import WholeTensors
+
+
+class ShardedOptimizer:
+    """Updates the shards of all units, and with `optim.ema` an exponential average of the weights.
+
+    An elementwise optimizer gets each unit's shard as at most two tensors, matrices (decayed) and vectors (not), which
+    are slices of the flat buffers. All are updated together, or, where the state is offloaded, unit by unit on the
+    host. An optimizer of whole tensors gets each tensor on the rank that owns it (`WholeTensors`).
+
+    Attributes:
+        reduce_stats: makes the statistics of a step's gradients.
+        skipped: how many steps have been skipped, a scalar beside the state. The bias of moments is corrected for the
+            updates made.
+    """
+
+    def __init__(self, units: ShardedUnits, cfg: OptimConfig, mesh: Mesh):
+        self.cfg, self.units, self.reduce_stats = cfg, units, GradStatsReducer(units, mesh)
+        self.skipped = torch.zeros((), dtype=torch.float32, device=units.state_device)
+        kind: type[Optimizer] = get("optimizer", cfg.name)
+        self._averaged = [(u.ema, u.master) for u in units.units.values() if u.ema is not None and u.ema.numel()]
+        if kind.whole_tensors:
+            self._update_all = _whole_update(kind(cfg), units.whole_tensors, cfg)
+        elif units.offload:
+            self._update_all = _offloaded_update(kind, units, cfg)
+        else:
+            self._update_all = _resident_update(kind(cfg), units, cfg)
+
+    def step(self, step: int, lr: float, stats: GradStats) -> None:
+        """Clips and makes update number `step` (from 1); where something was not finite, changes nothing. Offloaded, it
+        waits for the gradients, and so for the statistics."""
+        found_inf = (~stats.finite).float().to(self.skipped.device)
+        grad_scale = None
+        if self.cfg.clip is not None:
+            grad_scale = ((stats.norm + 1e-6) / self.cfg.clip).clamp(min=1).to(found_inf.device)
+        for hook in list(self.units.before_update):
+            hook()
+        self._update_all(Update(step, step - 1 - self.skipped, lr, found_inf, grad_scale))
+        self.skipped += found_inf
+        if self._averaged:
+            part = (1 - self.cfg.ema) * (1 - found_inf.to(self._averaged[0][0].dtype))
+            for average, weight in self._averaged:
+                average.lerp_(weight, part)
+
+
+def _resident_update(optimizer: Optimizer, units: ShardedUnits, cfg: OptimConfig) -> Callable[[Update], None]:
+    tensors = [t for u in units.units.values() for t in _tensors(u, units.index, u.grad, cfg)]
+    return lambda update: optimizer.step(tensors, update)
+
+
+def _offloaded_update(kind: type[Optimizer], units: ShardedUnits, cfg: OptimConfig) -> Callable[[Update], None]:
+    copier = OffloadCopier(units)
+    shards = [
+        _tensors(unit, units.index, grad, cfg)
+        for unit, grad in zip(units.units.values(), copier.gradients, strict=True)
+    ]
+    optimizers = [kind(cfg) for _ in shards]
+    return lambda update: copier.run(lambda i: optimizers[i].step(shards[i], update) if shards[i] else None)
+
+
+def _whole_update(optimizer: Optimizer, whole: WholeTensors, cfg: OptimConfig) -> Callable[[Update], None]:
+    decay = lambda weight: cfg.weight_decay if weight.ndim > 1 else 0.0
+
+    def one(weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update) -> None:
+        optimizer.step([OptimTensor(weight, grad, state, decay(weight))], update)
+
+    return lambda update: whole.update_each(lambda weight, grad, state: one(weight, grad, state, update))
+
+
+def _tensors(unit: Unit, index: int, grad: Tensor, cfg: OptimConfig) -> Sequence[OptimTensor]:
+    """The shard of a unit, whose gradient comes in `grad`: its matrices and its vectors."""
+    start, stop = unit.layout.bounds(index)
+    cut = unit.layout.decayed_in(start, stop)
+    made = []
+    for span, decay in ((slice(0, cut), cfg.weight_decay), (slice(cut, stop - start), 0.0)):
+        weight = unit.master[span]
+        if weight.numel():
+            state = {name: x[span] for name, x in unit.state.items()}
+            slices = _slices(unit, start + span.start, start + span.stop)
+            made.append(OptimTensor(weight, grad[span], state, decay, slices))
+    return made
+
+
+def _slices(unit: Unit, start: int, stop: int) -> tuple[TensorSlice, ...]:
+    """The tensors of the flat buffer's elements [start, stop)."""
+    spans = unit.layout.tensors_in(start, stop)
+    return tuple(TensorSlice(slice(a - start, b - start), t, a - unit.layout.offsets[t.name]) for t, a, b in spans)

@@ -1,0 +1,52 @@
+"""Decorators with which a user's module adds parts to ndtrain. `plugins=[my_package.my_module]` loads the module; an
+installed package announces its own in the entry point group `ndtrain.plugins`.
+
+A part may have a configuration of its own, a dataclass that extends the section's (`OptimConfig` for an optimizer). Its
+fields are then keys of that section, with types, defaults and near-miss errors like the others.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from ndtrain.config.registry import decorator, register
+
+
+def register_family(family: Any, config: type | None = None) -> Any:
+    """Registers a `ndtrain.model.families.Family` under its `model_type`. Returns it.
+
+    Args:
+        config: a dataclass that extends `ModelConfig`; its fields are those of the family's config.json.
+    """
+    register("family", family.model_type, family, config)
+    return family
+
+
+def register_optimizer(name: str, config: type | None = None) -> Callable[[Any], Any]:
+    """Registers a subclass of `ndtrain.optim.Optimizer`; `optim=name` selects it."""
+    return decorator("optimizer", name, config)
+
+
+def register_lr_schedule(name: str) -> Callable[[Any], Any]:
+    """Registers a learning-rate schedule, which `optim.schedule=name` selects: a function (step, cfg, end) -> factor
+    in [0, 1] between `optim.min_lr` and `optim.lr`, for a step after warmup; `end` is the schedule's last step."""
+    return decorator("lr_schedule", name)
+
+
+def register_source(name: str, config: type | None = None) -> Callable[[Any], Any]:
+    """Registers a data source, which `data=name` selects: a function (data config) -> `ndtrain.data.Corpus`."""
+    return decorator("source", name, config)
+
+
+def register_logger(name: str, config: type | None = None) -> Callable[[Any], Any]:
+    """Registers a logger, which `logger=name` selects: a class made with (config, run folder, warn), with methods
+    log(row) and finish(exit code)."""
+    return decorator("logger", name, config)
+
+
+def register_callback(name: str, config: type | None = None) -> Callable[[Any], Any]:
+    """Registers a subclass of `ndtrain.engine.callbacks.Callback`. Every run that loads the plugin makes one.
+
+    Args:
+        config: a dataclass; its fields are the keys `callbacks.name.*`, and the callback is made with an instance.
+    """
+    return decorator("callback", name, config)
