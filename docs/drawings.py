@@ -143,11 +143,12 @@ def ink_on(fill: str) -> str:
 PHRASES = {
     "schedule": "pipeline schedules as tables, their checker and simulator",
     "config": "the typed schema, composition by Hydra, all checks",
-    "model": "the plain transformer, which knows no mesh",
+    "plugins": "decorators that add parts of a user's own",
+    "model": "the plain transformer and its families; no mesh",
     "distributed": "mesh, layouts and runs, collectives",
     "data": "corpora to tokens; a batch is a function of (seed, step)",
+    "optim": "optimizers, learning-rate schedules",
     "parallel": "tp cp fsdp dp pp, recompute, and how they compose",
-    "optim": "AdamW on shards, gradient norm, learning rate",
     "checkpoint": "whole tensors in safetensors, written in place",
     "profiling": "where a step's time and memory go",
     "metrics": "console, metrics.jsonl, wandb, MFU",
@@ -164,8 +165,8 @@ STEP = [
     ("parallel", "unshard and prefetch a unit's weights", "all-gather over fsdp x cp"),
     ("model", "the layer computes", "tp and cp replace its calls"),
     ("parallel", "send to the next stage", "pp: activations, and gradients back"),
-    ("parallel", "sum each gradient", "over the axes of its partial set"),
-    ("optim", "norm, clip, update of this rank's shard", "or skip, where something is not finite"),
+    ("parallel", "sum each gradient, then make its norm", "over the axes of its partial set"),
+    ("optim", "clip, and update of this rank's shard", "or skip, where something is not finite"),
     ("metrics", "loss, norm, tokens/s, MFU", "read one step later: nothing waits"),
     ("checkpoint", "every so many steps: owners write runs", "in the background if asked to"),
 ]
@@ -178,10 +179,10 @@ def architecture() -> str:
     c = Canvas("The packages of ndtrain in import order, and what a training step does in them", 1000, 660)
     c.text(20, 30, "Packages: each imports only from those above it", 15, bold=True)
     c.text(560, 30, "A training step, on every rank", 15, bold=True)
-    row, used = 39, {name for name, *_ in STEP}
+    row, used = 37, {name for name, *_ in STEP}
     c.text(
         20,
-        646,
+        651,
         "Blue: named on the right. distributed serves them all.",
         12,
         530,
@@ -189,9 +190,9 @@ def architecture() -> str:
     )
     for i, name in enumerate(ORDER):
         y = 46 + i * row
-        c.rect(20, y, 500, 33, LIGHT[SKY] if name in used else PALE)
-        c.text(30, y + 21, name, 13, 92, bold=True)
-        c.text(126, y + 21, PHRASES[name], 12, 388)
+        c.rect(20, y, 500, 31, LIGHT[SKY] if name in used else PALE)
+        c.text(30, y + 20, name, 13, 92, bold=True)
+        c.text(126, y + 20, PHRASES[name], 12, 388)
     _step_column(c)
     return c.svg()
 
@@ -325,12 +326,12 @@ def _unit_life(c: Canvas) -> None:
     here = set(slots[0].weights)
     cell(0, 0, f"unit {slots[0].weights[0]}", GREEN)
     for slot, ins in enumerate(slots, 1):
-        unit = layers[ins.segment].units[0]
+        unit = layers[ins.layer].units[0]
         cell(slot, 1, f"{'forward' if ins.kind == 'F' else 'backward'} {unit}", BLUE)
         for name in set(ins.prefetch) - here:
             cell(slot, 0, f"unit {name}", GREEN)
         here |= set(ins.prefetch)
-        here -= set(ins.weights) if ins.release else set()
+        here -= set(ins.weights) if ins.reshard else set()
         for name, _ in ins.reduce:
             cell(slot + 1, 2, f"unit {name}", VERMILION)
     notes = [
@@ -575,12 +576,12 @@ def _action_rows(c: Canvas, y: float, kind: str, instructions: Sequence[Instruct
 
 def _instruction_words(ins: Instruction, layers: Sequence[Layer]) -> tuple[str, str, str, str, str]:
     short = lambda unit: unit.removeprefix("model.")
-    unit = short(layers[ins.segment].units[0])
-    kind = "recompute" if ins.again else {"F": "forward", "B": "backward"}[ins.kind]
+    unit = short(layers[ins.layer].units[0])
+    kind = "recompute" if ins.recompute else {"F": "forward", "B": "backward"}[ins.kind]
     what = f"{kind} {unit}" + ", no graph" * (ins.kind == "F" and not ins.keep_graph)
     names = lambda units: ", ".join(map(short, units))
     reduce = ", ".join(short(u) + " (the step's last)" * final for u, final in ins.reduce)
-    return what, names(ins.weights), names(ins.prefetch), "yes" if ins.release else "", reduce
+    return what, names(ins.weights), names(ins.prefetch), "yes" if ins.reshard else "", reduce
 
 
 # ---------------------------------------------------------------------------------------------------------------- mesh
