@@ -208,15 +208,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ndtrain.engine.train_step import Executor, TrainingStep
+from ndtrain.engine.executor import Executor
+from ndtrain.engine.train_step import TrainingStep
 
 fault, victim = sys.argv[1:3]
-step_run, backward = TrainingStep.run, Executor._backward
+forward_backward, backward = TrainingStep.forward_backward, Executor._backward
 
 
 def run(self, number, *rest):
     self.executor.number = number
-    return step_run(self, number, *rest)
+    return forward_backward(self, number, *rest)
 
 
 def failing(self, instruction):
@@ -229,7 +230,7 @@ def failing(self, instruction):
     return backward(self, instruction)
 
 
-TrainingStep.run, Executor._backward = run, failing
+TrainingStep.forward_backward, Executor._backward = run, failing
 del sys.argv[1:3]
 runpy.run_module("ndtrain.train", run_name="__main__", alter_sys=True)
 """
@@ -483,7 +484,7 @@ def log_of(folder: Path) -> str:
 
 
 def test_ctrl_c_before_the_first_step(tmp_path, corpus, capsys):
-    with mock.patch("ndtrain.train.open_data", side_effect=KeyboardInterrupt):
+    with mock.patch("ndtrain.engine.setup.open_data", side_effect=KeyboardInterrupt):
         assert main(arguments(tmp_path / "run", corpus)) == 130
     (line,) = capsys.readouterr().err.splitlines()
     assert "nothing was saved" in line
