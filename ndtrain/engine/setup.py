@@ -1,4 +1,4 @@
-"""What a run does before its first step: resolve, make a run folder, open the data, meet the ranks, fill the weights."""
+"""What a run does before its first step: resolve, make a run folder, open the data, meet the ranks, fill weights."""
 
 import json
 import logging

@@ -11,7 +11,7 @@ from torch import Tensor
 from ndtrain.config import Config
 from ndtrain.distributed import collectives
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.sharding import SHARD_AXES, even_cut
+from ndtrain.distributed.sharding import SHARD_AXES, even_split
 from ndtrain.preflight.rank_context import Found, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, few, worst
 from ndtrain.runtime import rendezvous
@@ -106,7 +106,7 @@ def _all_reduce(group: dist.ProcessGroup, n: int, me: int, device: torch.device)
 
 
 def _reduce_scatter(group: dist.ProcessGroup, n: int, me: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    full, own = (_numbers(n * EACH) + _own(me)).to(device), slice(*even_cut(n * EACH, n, me))
+    full, own = (_numbers(n * EACH) + _own(me)).to(device), slice(*even_split(n * EACH, n, me))
     collectives.reduce_scatter(full, group).wait()
     return full[own], _sum(n)[own]
 

@@ -1,4 +1,4 @@
-"""Shows pipeline schedules: their bubble, what is alive, and a drawing.
+"""Shows pipeline schedules: their bubble, live activations, and a drawing.
 
 python -m ndtrain.schedule schedule=zb_v pp=4 microbatches=12 [key=value ...]
 python -m ndtrain.schedule compare pp=4 microbatches=12 [schedule=1f1b,zb_v,...] [key=value ...]
@@ -33,7 +33,8 @@ Options = dict[str, Any]
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs the command; the exit status: 2 for bad arguments or an illegal schedule (one line says why)."""
+    """Runs the command. Returns the exit status: 2 for bad arguments or an illegal schedule, after one line of
+    error."""
     if {"-h", "--help"} & set(args):
         print((__doc__ or "").format(names=", ".join(NAMES)).strip())
         return 0
@@ -48,7 +49,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def show_one(options: Options) -> None:
-    """The figures of one schedule by rank, its drawing and table."""
+    """Prints the figures of one schedule by rank, and writes its drawing and its table."""
     timeline = predict(options.get("schedule"), options)
     s = timeline.schedule
     title = _title(s)
@@ -65,7 +66,11 @@ def show_one(options: Options) -> None:
 
 
 def show_comparison(options: Options) -> None:
-    """The figures of several schedules, a row each, and their drawing on one time scale."""
+    """Prints the figures of several schedules, one row each, and writes a drawing of all on one time scale.
+
+    Raises:
+        ScheduleError: `csv` is given, or an option is wrong.
+    """
     if "csv" in options:
         raise ScheduleError("csv: not with compare, which has several tables")
     names = options.get("schedule", ",".join(n for n in NAMES if n != "csv")).split(",")
@@ -85,10 +90,10 @@ def show_comparison(options: Options) -> None:
 
 
 def predict(name: str | None, options: Options) -> Timeline:
-    """Builds and simulates a schedule by the options of the command.
+    """Builds and simulates a schedule with the options of the command.
 
     Raises:
-        ScheduleError: an option is missing, or `build` has reason to.
+        ScheduleError: an option is missing, or the schedule cannot be built.
     """
     missing = [] if name else ["schedule"]
     missing += [key for key in ("pp", "microbatches") if key not in options]
@@ -105,7 +110,7 @@ def parse(args: Sequence[str]) -> Options:
     """The options among `key=value` arguments.
 
     Raises:
-        ScheduleError: an argument that is none, an unknown key, a value that is no number where one is needed.
+        ScheduleError: an argument is not `key=value`, a key is unknown, or a value is not the number it should be.
     """
     options = {}
     for arg in args:
@@ -154,7 +159,7 @@ def _percent(share: float) -> str:
 
 
 def _print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns aligned to the right, the first of words to the left."""
+    """Prints a table. The first column is aligned to the left, the others to the right."""
     lines = [head, *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     for first, *rest in lines:
@@ -162,6 +167,7 @@ def _print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def _draw(options: Options, timelines: list[tuple[str, Timeline]]) -> None:
+    """Writes the drawing of (title, timeline) pairs to the file `out`, if that is given."""
     if "out" in options:
         picture = timeline_svg([panel(t, title) for title, t in timelines], unit="time")
         Path(options["out"]).write_text(picture)

@@ -1,4 +1,4 @@
-"""A schedule by its name."""
+"""Builds a schedule from its name."""
 
 import difflib
 from collections.abc import Sequence
@@ -12,17 +12,22 @@ NAMES = (*GENERATORS, "csv")
 
 
 def default_chunks(name: str) -> int | None:
-    """Chunks (stages) a rank where none are asked for; None with csv, whose file says."""
+    """The default number of chunks (stages) per rank; None for csv, whose file determines it."""
     return GENERATORS[name].chunks if name in GENERATORS else None
 
 
 def build(name: str, pp: int, microbatches: int, chunks: int | None = None, path: Path | None = None) -> Schedule:
-    """The schedule `name` for `pp` ranks and `microbatches` a step, generated, or with csv read from `path`, and proved
-    to run. `chunks` are stages a rank; None takes the schedule's default, or what the file holds.
+    """Generates the schedule `name`, or reads it from a file, and checks that it runs.
+
+    Args:
+        pp: number of pipeline ranks.
+        microbatches: number of microbatches per step.
+        chunks: stages per rank; None: the schedule's default, or the number in the file.
+        path: with csv, the file.
 
     Raises:
-        ScheduleError: an unknown name, sizes that the schedule cannot have, a file that is none.
-        IllegalSchedule: the file's table cannot run.
+        ScheduleError: the name is unknown, the schedule does not have such sizes, or the file is malformed.
+        IllegalSchedule: the table of the file cannot run.
     """
     _check_sizes(name, pp, microbatches, chunks, path)
     if name == "csv":
@@ -35,8 +40,8 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, path
 
 
 def forwards(schedule: Schedule) -> Schedule:
-    """The forwards alone of as many microbatches on the same stages: a rank's stages one after the other, each with all
-    microbatches, so that nothing waits for what comes later on the same rank."""
+    """The schedule of only the forwards of the same microbatches on the same stages. A rank runs its stages in
+    ascending order, each with all microbatches, so that no forward needs a later one of its rank."""
     row = lambda rank: [Action("F", m, s) for s in schedule.stages_of(rank) for m in range(schedule.microbatches)]
     table = [row(rank) for rank in range(schedule.pp)]
     return Schedule(f"{schedule.name} forwards", table, schedule.microbatches, schedule.rank_of)
@@ -56,12 +61,13 @@ def _check_sizes(name: str, pp: int, microbatches: int, chunks: int | None, path
 
 
 def unknown(what: str, word: str, known: Sequence[str]) -> ScheduleError:
-    """The error for a word that is not among the known ones, with the near miss."""
+    """The error for a word that is not known. It suggests the most similar known word."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return ScheduleError(f"{word}: no such {what}; {hint}known: {', '.join(known)}")
 
 
 def _rank_of(table: Table) -> tuple[int, ...]:
-    holder = {a.stage: rank for rank, row in enumerate(table) for a in row}
-    return tuple(holder[stage] for stage in range(len(holder)))
+    """The pp rank of each stage."""
+    rank_of = {a.stage: rank for rank, row in enumerate(table) for a in row}
+    return tuple(rank_of[stage] for stage in range(len(rank_of)))

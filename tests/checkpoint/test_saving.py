@@ -103,7 +103,7 @@ def late_copying() -> Iterator[None]:
         copy(self)
 
     def settled(self: Saver) -> None:
-        if self._hook is not None:
+        if self._copying:
             asked.set()
         settle(self)
 

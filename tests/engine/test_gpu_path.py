@@ -62,7 +62,7 @@ def steady_steps(several: list[list[str]], device: str = "cpu") -> list[float]:
         batches = [b.to(mesh.device) for b in make_batches(cfg, mesh, 3, "uneven")]
         with NoHostWait() if device == "cpu" else no_sync_on_gpu():
             report = step.run(3, batches)
-        losses.append(report().loss)
+        losses.append(report.wait().loss)
     return losses
 
 
