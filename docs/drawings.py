@@ -141,6 +141,7 @@ def ink_on(fill: str) -> str:
 # ------------------------------------------------------------------------------------------------------- architecture
 
 PHRASES = {
+    "arguments": "key=value arguments of commands, near misses",
     "schedule": "pipeline schedules as tables, their checker and simulator",
     "config": "the typed schema, composition by Hydra, all checks",
     "plugins": "decorators that add parts of a user's own",
@@ -176,13 +177,13 @@ def architecture() -> str:
     """The packages in import order, and a step's way through them."""
     if list(PHRASES) != ORDER:
         raise ValueError("architecture: PHRASES must name the packages of tests/test_package.py ORDER, in its order")
-    c = Canvas("The packages of ndtrain in import order, and what a training step does in them", 1000, 660)
+    c = Canvas("The packages of ndtrain in import order, and what a training step does in them", 1000, 697)
     c.text(20, 30, "Packages: each imports only from those above it", 15, bold=True)
     c.text(560, 30, "A training step, on every rank", 15, bold=True)
     row, used = 37, {name for name, *_ in STEP}
     c.text(
         20,
-        651,
+        688,
         "Blue: named on the right. distributed serves them all.",
         12,
         530,
