@@ -1,3 +1,23 @@
-"""N-D parallel training of transformers on PyTorch: any mesh, the same training."""
+"""N-D parallel training of transformers on PyTorch: any mesh, the same training.
+
+from ndtrain import Trainer, compose
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ndtrain.config import compose
+    from ndtrain.engine.trainer import Trainer
 
 __version__ = "0.1.0"
+__all__ = ["Trainer", "compose"]
+
+_MODULES = {"Trainer": "ndtrain.engine.trainer", "compose": "ndtrain.config"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first asked for: `python -m ndtrain.data` needs no torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -41,7 +41,7 @@ def ours(cfg: Config, mesh: Mesh) -> Step:
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step, numbers = TrainingStep(cfg, mesh, stages), count(1)
-    return lambda batches: step.run(next(numbers), batches)().loss
+    return lambda batches: step.run(next(numbers), batches).wait().loss
 
 
 def local(cfg: Config, mesh: Mesh) -> Step:

@@ -89,7 +89,7 @@ def ours(cfg: Config, mesh: Mesh) -> Side:
 
     def launch(batches: Sequence[Batch]) -> Callable[[], Outcome]:
         report = step.run(next(numbers), batches)
-        return lambda: _outcome(report())
+        return lambda: _outcome(report.wait())
 
     return Side(launch, stages.units.state_bytes(), step.skipped_ops)
 

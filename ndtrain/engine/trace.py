@@ -3,23 +3,22 @@
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.engine.train_step import ActionTiming, Executor
+from ndtrain.engine.executor import ActionTiming, Executor
 from ndtrain.schedule import Schedule, Span, Timeline, simulate
 from ndtrain.schedule.draw import panel, timeline_svg
 from ndtrain.schedule.table import sends, show
 
-T = TypeVar("T")
 ROWS = ("actions", "waiting")  # of each rank in the Chrome trace
 
 
@@ -132,21 +131,25 @@ class _Log(NamedTuple):
     took: list[ActionTiming]
 
 
-def traced(work: Callable[[], T], step: int, executor: Executor, mesh: Mesh) -> tuple[T, Trace | None]:
-    """Does `work`, which runs the executor for one step, on all ranks at once. Returns its result, and on rank 0 its
-    trace. Nothing that is computed depends on it; on a GPU the host waits for each action."""
-    if mesh.world is not None:
-        dist.barrier(mesh.world)
-    log = _Log(_clock(mesh.rank), time.perf_counter(), [])
-    executor.timings = log.took
-    try:
-        result = work()
-    finally:
-        executor.timings = None
-    logs = [log] * mesh.spec.world_size if mesh.rank == 0 else None
-    if mesh.world is not None:
-        dist.gather_object(log, logs, dst=0, group=mesh.world)
-    return result, Trace(step, mesh.spec, executor.pipeline.schedule, _aligned(logs)) if logs else None
+class Tracer:
+    """Records one step from now until `finish`, on all ranks at once: they meet first. Nothing that is computed depends
+    on it; on a GPU the host waits for each action."""
+
+    def __init__(self, executor: Executor, mesh: Mesh):
+        self._executor, self._mesh = executor, mesh
+        if mesh.world is not None:
+            dist.barrier(mesh.world)
+        self._log = _Log(_clock(mesh.rank), time.perf_counter(), [])
+        executor.timings = self._log.took
+
+    def finish(self, step: int) -> Trace | None:
+        """On rank 0 the trace of the step, else None. Every rank calls this."""
+        self._executor.timings = None
+        mesh = self._mesh
+        logs = [self._log] * mesh.spec.world_size if mesh.rank == 0 else None
+        if mesh.world is not None:
+            dist.gather_object(self._log, logs, dst=0, group=mesh.world)
+        return Trace(step, mesh.spec, self._executor.pipeline.schedule, _aligned(logs)) if logs else None
 
 
 def _clock(rank: int) -> str:

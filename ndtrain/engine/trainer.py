@@ -1,227 +1,292 @@
-"""The loop of a run: steps, what is read and said of each, evaluations, saves."""
+"""A run: its parts, and the loop over its steps.
+
+cfg = compose("recipe=llama_debug", "mesh.fsdp=2")
+Trainer(cfg).train()
+"""
 
 import logging
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from ndtrain.checkpoint import Saved, Saver, State
+from torch import Tensor
+
+from ndtrain import schedule
 from ndtrain.config import Config
-from ndtrain.data import Data, Prefetcher, Source, microbatches, rows_of
+from ndtrain.config.registry import plugin_parts
+from ndtrain.data import Batch, Prefetcher, Source, microbatches, rows_of
 from ndtrain.data.validation import ValidationSet
 from ndtrain.distributed.flight_recorder import RECORDER
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import BATCH_AXES
-from ndtrain.engine.initial_state import packed_at
-from ndtrain.engine.trace import Trace, traced
-from ndtrain.engine.train_step import Evaluation, StepReport, TrainingStep
-from ndtrain.metrics import Metrics, peak_memory_bytes, reset_peak_memory
-from ndtrain.metrics.stragglers import Stragglers
-from ndtrain.parallel.build import Stages, sequence_sharding
-from ndtrain.profiling.window import Profile, Window
-from ndtrain.runtime import stop_signals
+from ndtrain.engine.callbacks import (
+    STOP,
+    Callback,
+    CheckpointCallback,
+    EvaluationCallback,
+    LoggingCallback,
+    NonFiniteCallback,
+    ProfileCallback,
+    TraceCallback,
+    make_metrics,
+)
+from ndtrain.engine.setup import RunSetup, fill_weights, order_of, packed_at, prepare
+from ndtrain.engine.train_step import PendingReport, StepReport, TrainingStep
+from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
+from ndtrain.model import flops
+from ndtrain.parallel.build import build_stages, sequence_sharding
+from ndtrain.runtime import exit_status, stop_signals
+from ndtrain.runtime.hang_watchdog import HangWatchdog
 from ndtrain.runtime.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
-TRACED = 3  # which step of a process train.trace shows: in the first two, memory is still being laid out
-NAMED = 16  # sequences of a skipped step that its message names
 
 
-@dataclass
-class Run:
-    """Everything one rank's loop works with."""
+@dataclass(frozen=True)
+class Unread:
+    """A step whose numbers have not been read yet."""
 
-    cfg: Config
-    mesh: Mesh
-    stages: Stages
-    step: TrainingStep
-    data: Data
-    source: Source
-    saver: Saver
-    state: State
-    stop: StopRequest
-    metrics: Metrics | None  # on rank 0
-    stragglers: Stragglers
-    evaluation: Evaluation | None = None
-    saved: Path | None = None
-    failed_saves: list[str] = field(default_factory=list)
-    skipped_in_a_row: int = 0
-    stopped_by: str | None = None  # what asked some rank to stop
-    failure: str = ""  # why the run ends before its plan, other than by a request
+    report: PendingReport
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """Everything one rank's run works with. Every rank of the job makes one and calls it alike.
+
+    Args:
+        cfg: from `compose`; it is resolved and frozen here.
+        callbacks: beside those of ndtrain and of plugins.
+        setup: of `prepare`, where the caller has called that already.
+        stop: how the process is asked to stop; None: this object listens to signals and to the stop file itself.
+
+    Attributes:
+        state: step, tokens and data order; it goes into checkpoints.
+        last_step: of this run: `train.stop_at`, or `train.steps`.
+        stopping: whether the run ends after this step, before its plan is done.
+        stopped_by: the name of the signal, or "stop file"; None: nothing asked.
+        failure: why the run gave up; empty: it did not.
+        report: the last step's numbers that were read.
+
+    Raises:
+        ConfigError: the run cannot start; one line says why.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        callbacks: Sequence[Callback] = (),
+        setup: RunSetup | None = None,
+        stop: StopRequest | None = None,
+    ):
+        self._closing = ExitStack()
+        setup = setup or prepare(cfg)
+        self.cfg, self.data = setup.cfg, setup.data
+        self.stop = stop or self._listen(setup)
+        self.mesh = Mesh(MeshSpec.of(self.cfg.mesh), setup.rank, setup.device)
+        if setup.connect:
+            deadline_s = self.cfg.hardware.timeout_s
+            watchdog = HangWatchdog(setup.connect, self.mesh.spec, setup.rank, setup.run_dir, deadline_s)
+            self._closing.callback(watchdog.close)
+        self.stages = build_stages(self.cfg, self.mesh)
+        self.train_step = TrainingStep(self.cfg, self.mesh, self.stages)
+        self.resumed, self.state, notes = fill_weights(setup, self.mesh, self.stages)
+        self.train_step.optimizer.skipped.fill_(self.state.skipped)
+        self.last_step = self.cfg.train.stop_at or self.cfg.train.steps
+        self.stopping, self.stopped_by, self.failure = False, None, ""
+        self.report: StepReport | None = None
+        self._unread: Unread | None = None
+        self.metrics = make_metrics(self) if setup.rank == 0 else None
+        if self.metrics:
+            self._closing.callback(self.metrics.close, 1)  # a second close does nothing
+        self.source: Source = self.data.sequences(self.cfg, self.mesh, self.state.step, self.state.stream)
+        self.checkpoints = CheckpointCallback()
+        self.callbacks = self._make_callbacks(callbacks)
+        self._print_start()
+        for note in (*setup.notes, *notes):
+            self.warn(note)
+
+    def _listen(self, setup: RunSetup) -> StopRequest:
+        """To signals, which only the main thread may do, and to the stop file."""
+        file = setup.run_dir / stop_signals.STOP_FILE if setup.rank == 0 else None
+        stop = StopRequest(file, signals=threading.current_thread() is threading.main_thread())
+        self._closing.callback(stop.restore)
+        return stop
+
+    def _make_callbacks(self, given: Sequence[Callback]) -> list[Callback]:
+        """In the order in which they are called: what counts and logs a step before what saves it."""
+        configs = self.cfg.callbacks
+        plugins = [p.value(configs[p.name]) if p.config else p.value() for p in plugin_parts("callback")]
+        first = [ProfileCallback(), NonFiniteCallback(), EvaluationCallback(), LoggingCallback(self.metrics)]
+        callbacks = [*first, *plugins, *given, TraceCallback(), self.checkpoints]
+        for callback in callbacks:
+            callback.trainer = self
+        return callbacks
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last step whose numbers were read; None before the first."""
+        return self.report.loss if self.report else None
+
+    # -------------------------------------------------------------------------------------------------------- the loop
+
+    def train(self) -> int:
+        """Steps from where the state stands to the end of the plan or a stop; on return all is saved. Returns the exit
+        status: 0, or 1 where the last state could not be saved or the run gave up."""
+        prefetch = self.cfg.data.prefetch
+        make = lambda step: self.microbatches(self.source, step)
+        self._prefetcher = Prefetcher(make, self.state.step, self.last_step, prefetch, self.mesh.device)
+        with ExitStack() as ending:
+            ending.callback(self.source.close)
+            ending.callback(self._prefetcher.close)
+            reset_peak_memory(self.mesh.device)
+            for callback in self.callbacks:
+                callback.on_train_start()
+                ending.callback(callback.close)
+            while self.state.step < self.last_step and not self.stopping:
+                self.step()
+            for callback in self.callbacks:
+                callback.on_train_end()
+        code = self._print_end()
+        if self.metrics:
+            self.metrics.close(code)
+        return code
+
+    def step(self) -> None:
+        """One optimizer step."""
+        for callback in self.callbacks:
+            callback.before_step()
+        began = time.perf_counter()
+        batches, waited = self.get_batch()
+        loss = self.forward_backward(batches)
+        report = self.update(loss, waited)
+        self.after_step(report, began)
+
+    def get_batch(self) -> tuple[list[Batch], float]:
+        """This rank's microbatches of the next step, and the seconds that it waited for them."""
+        with RECORDER.waiting("data"):
+            return self._prefetcher.get(self.state.step)
+
+    def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
+        """This rank's share of the loss; gradients are summed over the mesh when this returns."""
+        return self.train_step.forward_backward(self.state.step + 1, batches)
+
+    def update(self, loss: Tensor, waited: float) -> PendingReport:
+        """Clips, updates the weights, and counts the step."""
+        signals = lambda: (self.stop.asked(), peak_memory_bytes(self.mesh.device), waited, RECORDER.busy())
+        report = self.train_step.update(self.state.step + 1, loss, signals)
+        self.state.step += 1
+        self.state.tokens += self.cfg.train.global_batch * self.cfg.train.seq_len
+        return report
+
+    def after_step(self, report: PendingReport, began: float) -> None:
+        """Reads the numbers of the step before (on a GPU, while this one runs), or of this one where a callback needs
+        them, and calls the callbacks."""
+        stopping = self._read()
+        metrics = {"tokens": self.state.tokens, "step_time_s": time.perf_counter() - began}
+        for callback in self.callbacks:
+            metrics |= callback.after_step()
+        self._unread = Unread(report, metrics)
+        on_cpu = self.mesh.device.type == "cpu"
+        if stopping or on_cpu or any(callback.needs_report() for callback in self.callbacks):
+            stopping |= self._read()
+        self.stopping = stopping
+        for callback in self.callbacks:
+            callback.on_step_end()
+
+    def _read(self) -> bool:
+        """Reads the numbers of the unread step. Whether the run is to stop: the same answer on every rank."""
+        if self._unread is None:
+            return False
+        unread, self._unread = self._unread, None
+        self.report = report = unread.report.wait()
+        for callback in self.callbacks:
+            callback.on_report(report, unread.metrics)
+        asked = [int(number) for number in report.signals[:, STOP] if number]
+        self.stopped_by = stop_signals.name(asked[0]) if asked else None
+        return bool(asked) or bool(self.failure)
+
+    def microbatches(self, source: Source | ValidationSet, step: int) -> list[Batch]:
+        """This rank's part of the global batch of a step, counted from 0."""
+        cfg, mesh, t = self.cfg, self.mesh, self.cfg.train
+        rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
+        eos = packed_at(cfg, self.data)
+        return microbatches(source, step, rows, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
+
+    def close(self) -> None:
+        """Ends what the run has open: the watchdog, metrics, signal handlers. Also after an error."""
+        self._closing.close()
+
+    # --------------------------------------------------------------------------------------------------------- messages
 
     def note(self, text: str) -> None:
+        """Prints a line on rank 0, and logs it on every rank."""
         log.info(text)
         if self.metrics:
             self.metrics.note(text)
 
     def warn(self, text: str) -> None:
+        """As `note`, marked as a warning."""
         log.warning(text)
         if self.metrics:
             self.metrics.warn(text)
 
+    def _print_start(self) -> None:
+        cfg, mesh = self.cfg, self.mesh
+        sizes = " ".join(f"{a}={mesh.size(a)}" for a in mesh.spec.order if mesh.size(a) > 1) or "one process"
+        origin = (
+            f"resumed {self.resumed} at step {self.state.step}"
+            if self.resumed
+            else f"init_from={cfg.init_from}"
+            if cfg.init_from
+            else f"seed {cfg.run.seed}"
+        )
+        self.note(
+            f"{cfg.run.name}: {flops.parameter_count(cfg.model):,} parameters, {self.data.describe()}, "
+            f"mesh {sizes}, {self._pipeline()}zero={cfg.mesh.zero}, {cfg.precision.compute} on {mesh.device.type}, "
+            f"{origin}; run folder {cfg.run.dir}"
+        )
+        if self.stages.attention:
+            self.note(self.stages.attention)
+        now = order_of(cfg, self.data)
+        changed = [key for key, value in now.items() if self.state.order.get(key) != value]
+        if changed:
+            text = f"{', '.join(changed)} changed since the checkpoint: from here on the data order is another one"
+            self.warn(text)
+            self.state.order = now
 
-def loop(run: Run) -> None:
-    """Steps from where the state stands to the end of the plan or a stop; on return all that was to be saved is."""
-    cfg, mesh = run.cfg, run.mesh
-    t = cfg.train
-    last = t.steps if t.stop_at is None else t.stop_at
-    make = partial(_microbatches, run, run.source)
-    prefetcher = Prefetcher(make, run.state.step, last, cfg.data.prefetch, mesh.device)
-    reset_peak_memory(mesh.device)
-    read_previous: Callable[[], bool] = lambda: False
-    to_trace = min(run.state.step + TRACED, last) if t.trace else None
-    window = Window(_to_profile(run), mesh)
-    try:
-        while run.state.step < last:
-            _show(run, window.turn(run.state.step + 1))
-            began = time.perf_counter()
-            report, trace = _launch(run, prefetcher, run.state.step + 1 == to_trace)
-            stop = read_previous()  # late: on a GPU this step is queued before the host waits for the one before
-            seconds = time.perf_counter() - began
-            step = run.state.step
-            due = step == last or _every(cfg.checkpoint.every, step) or _every(cfg.checkpoint.keep_every, step)
-            evaluated = _evaluate(run) if run.evaluation and (step == last or _every(t.eval_every, step)) else None
-            read_previous = partial(_read, run, report, run.state.tokens, seconds, evaluated)
-            if stop or due or evaluated is not None or mesh.device.type == "cpu":
-                stop |= read_previous()
-                read_previous = lambda: False
-            _show(run, trace)
-            _note_saves(run, run.saver.poll())
-            if stop or due:
-                _save(run)
-            if stop:
-                break
-        _show(run, window.turn(None))
-        _note_saves(run, run.saver.wait())
-    finally:
-        window.close()
-        prefetcher.close()
-        run.source.close()
+    def _pipeline(self) -> str:
+        """The schedule in words; nothing where there is no pipeline."""
+        if self.mesh.size("pp") == 1:
+            return ""
+        table = self.stages.placement.schedule
+        bubble = 100 * schedule.simulate(table).bubble
+        return f"{table.name}, {table.microbatches} microbatches, bubble {bubble:.0f} %, "
 
-
-def _every(n: int, step: int) -> bool:
-    return bool(n) and step % n == 0
-
-
-def _microbatches(run: Run, source: Source | ValidationSet, step: int) -> list:
-    """This rank's part of the global batch of a step."""
-    cfg, mesh, t = run.cfg, run.mesh, run.cfg.train
-    rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-    eos = packed_at(cfg, run.data)
-    return microbatches(source, step, rows, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
-
-
-def _launch(run: Run, prefetcher: Prefetcher, trace: bool) -> tuple[Callable[[], StepReport], Trace | None]:
-    """Makes the next step; what gives its report, and its trace if asked for (on rank 0)."""
-    with RECORDER.waiting("data"):
-        batches, waited = prefetcher.get(run.state.step)
-    signals = lambda: (run.stop.asked(), peak_memory_bytes(run.mesh.device), waited, RECORDER.busy())
-    number = run.state.step + 1
-    work = partial(run.step.run, number, batches, signals)
-    found = traced(work, number, run.step.executor, run.mesh) if trace else (work(), None)
-    run.state.step = number
-    run.state.tokens += run.cfg.train.global_batch * run.cfg.train.seq_len
-    return found
-
-
-def _to_profile(run: Run) -> range:
-    """The steps of train.profile that are still to come."""
-    steps, done = run.cfg.train.profiled, run.state.step
-    if steps and steps[0] <= done:
-        run.warn(f"train.profile={run.cfg.train.profile}: the run is at step {done} already")
-    return steps
-
-
-def _show(run: Run, found: Trace | Profile | None) -> None:
-    """Writes what was recorded, and says what it came to."""
-    if found is None:
-        return
-    try:
-        found.write(Path(run.cfg.run.dir) / found.folder)
-    except OSError as error:
-        run.warn(f"{found} not written: {error.strerror}")
-    run.note(found.summary())
-
-
-def _evaluate(run: Run) -> dict[str, float]:
-    """The loss over the whole validation split, as the metrics name it."""
-    began = time.perf_counter()
-    cfg, device = run.cfg, run.mesh.device
-    held = ValidationSet(run.data.validation, cfg.train.seq_len, cfg.train.global_batch)
-    passes = ([b.to(device) for b in map(held.readable, _microbatches(run, held, i))] for i in range(held.passes))
-    loss = run.evaluation.run(passes, held.labels(packed_at(cfg, run.data)))
-    return {"eval_loss": loss, "eval_time_s": time.perf_counter() - began}
-
-
-def _read(run: Run, report: Callable[[], StepReport], tokens: int, seconds: float, extra: dict | None) -> bool:
-    """Logs a step. Whether the run is to stop after it: the same answer on every rank."""
-    found = report()
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if found.skipped else 0
-    if found.skipped:
-        run.state.skipped += 1
-        run.warn(f"step {found.step} skipped: {_not_finite(found)}; {_sequences(run, found.step)}")
-    if run.skipped_in_a_row >= run.cfg.train.max_skipped:
-        run.failure = f"{run.skipped_in_a_row} steps in a row were skipped (train.max_skipped); the last one worked on "
-        run.failure += _sequences(run, found.step)
-    _log_step(run, found, tokens, seconds, extra or {})
-    if extra:
-        run.note(f"step {found.step}  eval_loss {extra['eval_loss']:.4f}  in {extra['eval_time_s']:.1f} s")
-    asked = [int(number) for number in found.signals[:, 0] if number]
-    run.stopped_by = stop_signals.name(asked[0]) if asked else None
-    return bool(asked) or bool(run.failure)
-
-
-def _not_finite(report: StepReport) -> str:
-    return f"loss {report.loss:.4g}, grad_norm {report.grad_norm:.4g}"
-
-
-def _sequences(run: Run, step: int) -> str:
-    """Which sequences a step worked on, in words, corpus by corpus."""
-    rows = range(run.cfg.train.global_batch)
-    of: dict[str, list[str]] = {}
-    for i in rows[:NAMED]:
-        sequence, _, corpus = run.source.where(step - 1, i).removeprefix("sequence ").partition(" of ")
-        of.setdefault(corpus, []).append(sequence)
-    names = "; ".join(f"sequence {', '.join(numbers)} of {corpus}" for corpus, numbers in of.items())
-    return names + f" and {len(rows) - NAMED} more" * (len(rows) > NAMED)
-
-
-def _log_step(run: Run, report: StepReport, tokens: int, seconds: float, extra: dict[str, float]) -> None:
-    if run.metrics is None:
-        return
-    _, memory, waited, _ = report.signals.max(dim=0).values.tolist()
-    for text in run.stragglers.update(report.signals[:, 3].tolist()):
-        run.warn(text)
-    run.metrics.log(
-        step=report.step,
-        loss=report.loss,
-        grad_norm=report.grad_norm,
-        lr=report.lr,
-        tokens=tokens,
-        step_tokens=report.tokens,
-        step_time_s=seconds,
-        data_wait_s=waited,
-        peak_memory_bytes=int(memory),
-        skipped_steps=run.state.skipped,
-        **extra,
-    )
-
-
-def _save(run: Run) -> None:
-    """A checkpoint of the current state; where it fails, training goes on with the older ones."""
-    run.state.stream = run.source.state(run.state.step)
-    _note_saves(run, run.saver.save(run.state))
-
-
-def _note_saves(run: Run, saves: Sequence[Saved]) -> None:
-    for saved in saves:
-        if saved.error:
-            run.failed_saves.append(saved.error)
-            run.warn(saved.error)
-        else:
-            run.saved = saved.path
-            log.info(
-                "saved %s in %.1f s, of which training waited %.2f s", saved.path, saved.seconds, saved.seconds_blocked
-            )
+    def _print_end(self) -> int:
+        """The last lines of a run and its exit.json. Returns the exit status."""
+        step, total, saved = self.state.step, self.cfg.train.steps, self.checkpoints.saved
+        at_end = saved is not None and saved.name.endswith(f"{step:08d}")
+        idle = saved is None and not self.checkpoints.failures
+        ended = "stopped" if self.stopped_by and step < self.last_step else "finished"
+        if self.mesh.rank == 0:
+            unsaved = "" if at_end or idle else f"the last state was not saved: {self.checkpoints.failures[-1]}"
+            error = self.failure or unsaved
+            facts = {"signal": self.stopped_by, "step": step, "checkpoint": saved and str(saved.absolute())}
+            why = "failed" if error else ended
+            exit_status.write(Path(self.cfg.run.dir), why, rank=0, error=error or None, **facts)
+            if self.stopped_by:
+                self.stop.answer()
+        if idle:
+            self.note(f"nothing to do: the run stands at step {step} of {total}")
+            return 0
+        stopped = f"stopped by {self.stopped_by} after" if self.stopped_by else None
+        how = stopped or ("finished" if step == total else "stopped at")
+        last = f"saved {saved}" if at_end else f"the newest checkpoint is {saved}"
+        self.note(f"{how} step {step} of {total}: {last}")
+        if self.failure and self.mesh.rank == 0:
+            print(f"error: {self.failure}", file=sys.stderr, flush=True)
+        return 0 if at_end and not self.failure else 1

@@ -85,7 +85,7 @@ class Training:
         for number in range(after.step + 1, after.step + 1 + number_of):
             batches = microbatches(sequences, number - 1, rows, t.micro_batch, cut, mesh.index("cp"))
             tokens = dict(zip(rows, map(digest, sequences.tokens(number - 1, rows)), strict=True))
-            report = step.run(number, batches)()
+            report = step.run(number, batches).wait()
             found.append(Row(number, report.loss, report.grad_norm, report.lr, tokens))
         return found
 

@@ -38,14 +38,14 @@ def rank_main(args: list[str]) -> dict[int, list[str]]:
     """`main` on one rank, in the process group that `run_ranks` made. Returns per step the digest of every sequence
     that this rank trained on."""
     seen: dict[int, list[str]] = {}
-    step_run = TrainingStep.run
+    step_run = TrainingStep.forward_backward
 
     def recorded(self, number, batches, *rest):
         sequences = [row for b in batches for row in torch.cat([b.tokens, b.labels[:, -1:]], dim=1)]
         seen[number] = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in sequences]
         return step_run(self, number, batches, *rest)
 
-    with mock.patch.object(TrainingStep, "run", recorded), given_process_group():
+    with mock.patch.object(TrainingStep, "forward_backward", recorded), given_process_group():
         assert main(args) == 0
     return seen
 

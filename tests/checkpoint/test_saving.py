@@ -53,8 +53,9 @@ class Training:
     @classmethod
     def of(cls, *overrides: str, background: bool = False) -> "Training":
         rank, _, world = world_from_env()
-        cfg = resolve(load_config([*SMALL, *overrides]), world)
+        cfg = load_config([*SMALL, *overrides])
         cfg.checkpoint.async_save = background
+        resolve(cfg, world)
         mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
         stages = build_stages(cfg, mesh)
         initialise(stages, cfg)
@@ -102,7 +103,7 @@ def late_copying() -> Iterator[None]:
         copy(self)
 
     def settled(self: Saver) -> None:
-        if self._hook is not None:
+        if self._copying:
             asked.set()
         settle(self)
 
@@ -165,7 +166,7 @@ def train_while_saving(overrides: list[str], folder: str) -> list[float]:
     for x in buffers(run.stages):
         x.abs_()  # second moments are no less than zero
     step, losses = TrainingStep(run.cfg, run.mesh, run.stages), []
-    one_more = lambda: losses.append(step.run(len(losses) + 1, make_batches(run.cfg, run.mesh, 1, "none"))().loss)
+    one_more = lambda: losses.append(step.run(len(losses) + 1, make_batches(run.cfg, run.mesh, 1, "none")).wait().loss)
     one_more()
     saver = run.saver(Path(folder) / "background")
     checkpoint.save(Path(folder) / "at once", run.stages, run.mesh, run.cfg, State(1, 0, {}))

@@ -339,9 +339,11 @@ def test_a_run_gets_packed_batches_and_says_when_packing_changed(tmp_path, monke
     for n in range(40):
         (corpus / f"{n:02}.txt").write_text(TEXT[: 10 + n])
     seen = []
-    step = TrainingStep.run
+    step = TrainingStep.forward_backward
     monkeypatch.setattr(
-        TrainingStep, "run", lambda self, n, batches, *rest: seen.extend(batches) or step(self, n, batches, *rest)
+        TrainingStep,
+        "forward_backward",
+        lambda self, n, batches, *rest: seen.extend(batches) or step(self, n, batches, *rest),
     )
     make = partial(arguments, folder, corpus, "train.steps=3", "train.seq_len=64")
     assert main([*make("train.stop_at=1"), f"data.pack={pack}".lower()]) == 0

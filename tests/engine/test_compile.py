@@ -38,7 +38,7 @@ def count_graphs(overrides: list[str]) -> tuple[list[int], list[str]]:
     step, evaluation = TrainingStep(cfg, mesh, stages), Evaluation(cfg, mesh, stages)
     graphs = []
     for number in range(1, 6):
-        step.run(number, make_batches(cfg, mesh, number, "uneven"))()
+        step.run(number, make_batches(cfg, mesh, number, "uneven")).wait()
         if number in (2, 3):
             evaluation.run([make_batches(cfg, mesh, 100 + number, "uneven")], 100)
         torch._dynamo.config.error_on_recompile = number >= 2

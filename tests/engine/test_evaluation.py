@@ -78,7 +78,7 @@ def between_steps(overrides: list[str], evaluated: bool) -> tuple[list[float], l
     for number in (1, 2):
         if evaluated:
             found.append(evaluate(cfg, mesh, evaluation))
-        losses.append(step.run(number, make_batches(cfg, mesh, number, "uneven"))().loss)
+        losses.append(step.run(number, make_batches(cfg, mesh, number, "uneven")).wait().loss)
     parts = [u.buffer(b) for u in stages.units.units.values() for b in ("master", "exp_avg", "exp_avg_sq")]
     return found, losses, b"".join(p.numpy().tobytes() for p in parts)
 

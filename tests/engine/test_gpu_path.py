@@ -58,11 +58,11 @@ def steady_steps(several: list[list[str]], device: str = "cpu") -> list[float]:
         initialise(stages, cfg)
         step = TrainingStep(cfg, mesh, stages)
         for number in (1, 2):
-            step.run(number, [b.to(mesh.device) for b in make_batches(cfg, mesh, number, "uneven")])()
+            step.run(number, [b.to(mesh.device) for b in make_batches(cfg, mesh, number, "uneven")]).wait()
         batches = [b.to(mesh.device) for b in make_batches(cfg, mesh, 3, "uneven")]
         with NoHostWait() if device == "cpu" else no_sync_on_gpu():
             report = step.run(3, batches)
-        losses.append(report().loss)
+        losses.append(report.wait().loss)
     return losses
 
 

@@ -10,7 +10,8 @@ import torch
 
 from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.engine.train_step import Executor, TrainingStep
+from ndtrain.engine.executor import Executor
+from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.train import main
@@ -61,7 +62,7 @@ def steps(overrides: list[str], plan: list[tuple[int, int]], kind: str, bad: tup
     spoil(step, kind, now, bad)
     skipped, states = [], [state(stages)]
     for now[0], batch in plan:
-        skipped.append(step.run(now[0], make_batches(cfg, mesh, batch, "uneven"))().skipped)
+        skipped.append(step.run(now[0], make_batches(cfg, mesh, batch, "uneven")).wait().skipped)
         states.append(state(stages))
     return skipped, states
 
@@ -101,7 +102,7 @@ def test_the_average_of_the_weights():
     step, units = TrainingStep(cfg, mesh, stages), list(stages.units.units.values())
     expected = [u.master.clone() for u in units]
     for number in (1, 2, 3):
-        step.run(number, make_batches(cfg, mesh, number, "none"))()
+        step.run(number, make_batches(cfg, mesh, number, "none")).wait()
         expected = [0.75 * e + 0.25 * u.master for e, u in zip(expected, units, strict=True)]
     for unit, want in zip(units, expected, strict=True):
         torch.testing.assert_close(unit.ema, want, rtol=1e-13, atol=1e-15)

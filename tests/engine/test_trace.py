@@ -12,8 +12,9 @@ import torch
 
 from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.engine.trace import Trace, _aligned, _Log, traced
-from ndtrain.engine.train_step import ActionTiming, TrainingStep
+from ndtrain.engine.executor import ActionTiming
+from ndtrain.engine.trace import Trace, Tracer, _aligned, _Log
+from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.schedule import Action, Span, build, simulate
 from ndtrain.train import main
@@ -59,11 +60,13 @@ def rank_traces(overrides: list[str], steps: int) -> list[Trace | None]:
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
-    step, found = TrainingStep(cfg, mesh, stages), []
+    step, traces = TrainingStep(cfg, mesh, stages), []
     for number in range(1, 3 + steps):
-        work = lambda number=number: step.run(number, make_batches(cfg, mesh, number, "none"))()
-        found.append(traced(work, number, step.executor, mesh)[1] if number > 2 else work())
-    return found[2:]
+        batches = make_batches(cfg, mesh, number, "none")
+        tracer = Tracer(step.executor, mesh) if number > 2 else None
+        step.run(number, batches).wait()
+        traces.append(tracer.finish(number) if tracer else None)
+    return traces[2:]
 
 
 WIDE = [

@@ -157,13 +157,13 @@ CRASH = """
 import os
 if os.environ.get("RANK") == "1":
     from ndtrain.engine import train_step
-    run, calls = step.TrainingStep.run, []
+    run, calls = step.TrainingStep.forward_backward, []
     def fails(*args):
         calls.append(args)
         if len(calls) == 3:
             raise RuntimeError("deliberate")
         return run(*args)
-    step.TrainingStep.run = fails
+    step.TrainingStep.forward_backward = fails
 """
 
 

@@ -102,7 +102,7 @@ def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]
 
     step.optimizer.step = keep_first_gradient
     for number in range(1, cfg.train.steps + 1):
-        report = step.run(number, make_batches(cfg, mesh, number, mask))()
+        report = step.run(number, make_batches(cfg, mesh, number, mask)).wait()
         run.losses.append(report.loss)
         run.norms.append(report.grad_norm)
     return run, pieces + rank_state(stages)

@@ -128,7 +128,7 @@ def losses(*overrides: str, steps: int = 50) -> tuple[list[float], TrainingStep]
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step = TrainingStep(cfg, mesh, stages)
-    return [step.run(i, make_batches(cfg, mesh, 1 + i % 3, "none"))().loss for i in range(1, steps + 1)], step
+    return [step.run(i, make_batches(cfg, mesh, 1 + i % 3, "none")).wait().loss for i in range(1, steps + 1)], step
 
 
 def test_training_with_bf16_moments_stays_near_fp32():
@@ -166,7 +166,7 @@ def save_or_resume(overrides: list[str], source: Path | None, folder: Path) -> N
         initialise(stages, cfg)
         step = TrainingStep(cfg, mesh, stages)
         for i in (1, 2):
-            step.run(i, make_batches(cfg, mesh, i, "none"))()
+            step.run(i, make_batches(cfg, mesh, i, "none")).wait()
     else:
         checkpoint.load(source, stages, mesh)
     saver = Saver(folder, stages, mesh, cfg)

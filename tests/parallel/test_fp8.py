@@ -213,7 +213,7 @@ def losses(precision: str, steps: int) -> np.ndarray:
     initialise(stages, cfg)
     step, rows = TrainingStep(cfg, mesh, stages), range(cfg.train.global_batch)
     batches = lambda i: microbatches(Chain(cfg), i, rows, cfg.train.micro_batch, sequence_sharding(cfg), 0, None)
-    return np.array([step.run(i, batches(i))().loss for i in range(1, steps + 1)])
+    return np.array([step.run(i, batches(i)).wait().loss for i in range(1, steps + 1)])
 
 
 def test_the_loss_falls_as_in_bf16():

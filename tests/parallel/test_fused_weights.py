@@ -109,7 +109,7 @@ def products_of_a_step(overrides: list[str]) -> int:
     initialise(stages, cfg)
     step, batches = TrainingStep(cfg, mesh, stages), make_batches(cfg, mesh, 1, "none")
     with MatmulCount() as matmul:
-        step.run(1, batches)()
+        step.run(1, batches).wait()
     return sum(matmul.seen.values())
 
 

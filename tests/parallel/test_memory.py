@@ -34,11 +34,11 @@ def measure(overrides: list[str]) -> dict[str, int]:
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step = TrainingStep(cfg, mesh, stages)
-    step.run(1, make_batches(cfg, mesh, 1, "none"))()
+    step.run(1, make_batches(cfg, mesh, 1, "none")).wait()
     batches = make_batches(cfg, mesh, 2, "none")
     held = stages.units.state_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        step.run(2, batches)()
+        step.run(2, batches).wait()
     return {"held": held, "height": peak_bytes(found), "numel": parameter_count(cfg.model)}
 
 

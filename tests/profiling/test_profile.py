@@ -46,7 +46,7 @@ def table_of_a_step(overrides: list[str], steps: int = 2) -> Table:
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step, batches = TrainingStep(cfg, mesh, stages), make_batches(cfg, mesh, 1, "none")
-    return record(lambda: step.run(1, batches)(), steps, CPU)
+    return record(lambda: step.run(1, batches).wait(), steps, CPU)
 
 
 # --------------------------------------------------------------------------------------------------------------- kinds

@@ -219,15 +219,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ndtrain.engine.train_step import Executor, TrainingStep
+from ndtrain.engine.executor import Executor
+from ndtrain.engine.train_step import TrainingStep
 
 fault, victim = sys.argv[1:3]
-step_run, backward = TrainingStep.run, Executor._backward
+forward_backward, backward = TrainingStep.forward_backward, Executor._backward
 
 
 def run(self, number, *rest):
     self.executor.number = number
-    return step_run(self, number, *rest)
+    return forward_backward(self, number, *rest)
 
 
 def failing(self, instruction):
@@ -240,7 +241,7 @@ def failing(self, instruction):
     return backward(self, instruction)
 
 
-TrainingStep.run, Executor._backward = run, failing
+TrainingStep.forward_backward, Executor._backward = run, failing
 del sys.argv[1:3]
 runpy.run_module("ndtrain.train", run_name="__main__", alter_sys=True)
 """
@@ -363,14 +364,14 @@ def test_disk_full_during_a_save(fails_at, disk, whole, tmp_path, corpus, capsys
 
 def at_step(number: int, action):
     """Calls `action` when step `number` begins."""
-    step_run = TrainingStep.run
+    forward_backward = TrainingStep.forward_backward
 
     def acting(self, step, *rest):
         if step == number:
             action()
-        return step_run(self, step, *rest)
+        return forward_backward(self, step, *rest)
 
-    return mock.patch.object(TrainingStep, "run", acting)
+    return mock.patch.object(TrainingStep, "forward_backward", acting)
 
 
 def test_disk_full_for_a_while(disk, whole, tmp_path, corpus, capsys):
@@ -475,7 +476,7 @@ def test_a_rank_stuck_in_destroy_process_group_reports_its_stack_and_ends(tmp_pa
             p.join(60)
         assert [p.exitcode for p in ranks] == [1, 1]
     errors = [path.read_text() for path in tmp_path.glob("stderr-*")]
-    assert len(errors) == 2 and all("Timeout" in text and "in _part" in text for text in errors)
+    assert len(errors) == 2 and all("Timeout" in text and "in _leave_process_group" in text for text in errors)
     assert newest(folder) == checkpoint_of(folder, 10), "everything was saved before"
 
 
@@ -502,7 +503,7 @@ def log_of(folder: Path) -> str:
 
 
 def test_ctrl_c_before_the_first_step(tmp_path, corpus, capsys):
-    with mock.patch("ndtrain.train.open_data", side_effect=KeyboardInterrupt):
+    with mock.patch("ndtrain.engine.setup.open_data", side_effect=KeyboardInterrupt):
         assert main(arguments(tmp_path / "run", corpus)) == 130
     (line,) = capsys.readouterr().err.splitlines()
     assert "nothing was saved" in line

@@ -136,7 +136,7 @@ from pathlib import Path
 import ndtrain.parallel.dp, ndtrain.parallel.fsdp, ndtrain.parallel.tp, ndtrain.optim
 from ndtrain.distributed.collectives import Pending
 from ndtrain.distributed.flight_recorder import RECORDER
-from ndtrain.engine.train_step import Executor
+from ndtrain.engine.executor import Executor
 
 fault, victim = sys.argv[1:3]
 mine = os.environ["RANK"] == victim

@@ -59,6 +59,6 @@ class Family:
         if m.sliding_window is not None and self.sliding_window == "never":
             return (
                 f"model.sliding_window={m.sliding_window}: model.model_type={self.model_type} has no window: set it to "
-                "null, or choose a model_type that has one"
+                "null, or choose model.model_type=mistral, qwen2 or qwen3"
             )
         return None

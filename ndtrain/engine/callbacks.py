@@ -1,0 +1,272 @@
+"""What a run does beside its steps: logging, evaluation, checkpoints, profile and trace are the Trainer's callbacks."""
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ndtrain.checkpoint import Saved, Saver
+from ndtrain.data.validation import ValidationSet
+from ndtrain.engine.setup import packed_at, write_extras
+from ndtrain.engine.trace import Trace, Tracer
+from ndtrain.engine.train_step import Evaluation, StepReport
+from ndtrain.metrics import Metrics, peak_flops
+from ndtrain.metrics.stragglers import Stragglers
+from ndtrain.model import flops
+from ndtrain.parallel.build import DTYPES
+from ndtrain.profiling.window import Profile, Window
+
+if TYPE_CHECKING:
+    from ndtrain.engine.trainer import Trainer
+
+log = logging.getLogger("ndtrain")
+TRACED = 3  # which step of a process train.trace shows: in the first two, memory is still being laid out
+NAMED = 16  # sequences of a skipped step that its message names
+
+# columns of a step report's `signals`
+STOP, MEMORY, DATA_WAIT, BUSY = range(4)
+
+
+class Callback:
+    """What runs at fixed points of every step, on every rank. A plugin registers a subclass (`register_callback`).
+
+    Attributes:
+        trainer: the run, set before `on_train_start`.
+    """
+
+    trainer: "Trainer"
+
+    def on_train_start(self) -> None:
+        """Before the first step."""
+
+    def before_step(self) -> None:
+        """Before step `trainer.state.step + 1`."""
+
+    def after_step(self) -> dict[str, float]:
+        """After step `trainer.state.step`, whose numbers may still be on the device. Returns further metrics of it."""
+        return {}
+
+    def needs_report(self) -> bool:
+        """Whether `on_report` must come before this step's `on_step_end`. On a GPU the host then waits for the step;
+        else reports come one step late."""
+        return False
+
+    def on_report(self, report: StepReport, metrics: dict[str, float]) -> None:
+        """The numbers of a step are here, step by step in order. `metrics`: what `after_step` returned, of all."""
+
+    def on_step_end(self) -> None:
+        """After the step. `trainer.stopping` says whether it was the last one."""
+
+    def on_train_end(self) -> None:
+        """After the last step."""
+
+    def close(self) -> None:
+        """On every way out, also after an error."""
+
+
+def due(every: int, step: int) -> bool:
+    """Whether a step is one of every so many; never where that is 0."""
+    return bool(every) and step % every == 0
+
+
+class ProfileCallback(Callback):
+    """Records the steps of `train.profile` with PyTorch's profiler."""
+
+    def on_train_start(self) -> None:
+        trainer = self.trainer
+        steps, done = trainer.cfg.train.profiled, trainer.state.step
+        if steps and steps[0] <= done:
+            trainer.warn(f"train.profile={trainer.cfg.train.profile}: the run is at step {done} already")
+        self._window = Window(steps, trainer.mesh)
+
+    def before_step(self) -> None:
+        write_recording(self.trainer, self._window.turn(self.trainer.state.step + 1))
+
+    def on_train_end(self) -> None:
+        write_recording(self.trainer, self._window.turn(None))
+
+    def close(self) -> None:
+        self._window.close()
+
+
+class TraceCallback(Callback):
+    """Writes one step's timeline (`train.trace`)."""
+
+    def on_train_start(self) -> None:
+        trainer = self.trainer
+        self._at = min(trainer.state.step + TRACED, trainer.last_step) if trainer.cfg.train.trace else None
+        self._tracer: Tracer | None = None
+        self._trace: Trace | None = None
+
+    def before_step(self) -> None:
+        if self.trainer.state.step + 1 == self._at:
+            self._tracer = Tracer(self.trainer.train_step.executor, self.trainer.mesh)
+
+    def after_step(self) -> dict[str, float]:
+        if self._tracer:
+            self._trace, self._tracer = self._tracer.finish(self.trainer.state.step), None
+        return {}
+
+    def on_step_end(self) -> None:
+        write_recording(self.trainer, self._trace)
+        self._trace = None
+
+
+def write_recording(trainer: "Trainer", recording: Trace | Profile | None) -> None:
+    """Writes a trace or a profile into the run folder, and prints its summary."""
+    if recording is None:
+        return
+    try:
+        recording.write(Path(trainer.cfg.run.dir) / recording.folder)
+    except OSError as error:
+        trainer.warn(f"{recording} not written: {error.strerror}")
+    trainer.note(recording.summary())
+
+
+class NonFiniteCallback(Callback):
+    """Counts the steps that were skipped because their loss or gradient was not finite, and ends the run after
+    `train.max_skipped` in a row."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def on_report(self, report: StepReport, metrics: dict[str, float]) -> None:
+        trainer = self.trainer
+        self._in_a_row = self._in_a_row + 1 if report.skipped else 0
+        if report.skipped:
+            trainer.state.skipped += 1
+            numbers = f"loss {report.loss:.4g}, grad_norm {report.grad_norm:.4g}"
+            trainer.warn(f"step {report.step} skipped: {numbers}; {self._sequences(report.step)}")
+        if self._in_a_row >= trainer.cfg.train.max_skipped:
+            trainer.failure = (
+                f"{self._in_a_row} steps in a row were skipped (train.max_skipped); the last one worked on "
+                f"{self._sequences(report.step)}"
+            )
+
+    def _sequences(self, step: int) -> str:
+        """Which sequences a step worked on, in words, corpus by corpus."""
+        rows = range(self.trainer.cfg.train.global_batch)
+        of: dict[str, list[str]] = {}
+        for i in rows[:NAMED]:
+            where = self.trainer.source.where(step - 1, i)
+            sequence, _, corpus = where.removeprefix("sequence ").partition(" of ")
+            of.setdefault(corpus, []).append(sequence)
+        names = "; ".join(f"sequence {', '.join(numbers)} of {corpus}" for corpus, numbers in of.items())
+        return names + f" and {len(rows) - NAMED} more" * (len(rows) > NAMED)
+
+
+class EvaluationCallback(Callback):
+    """The loss over the whole validation split, every `train.eval_every` steps and after the last."""
+
+    def on_train_start(self) -> None:
+        trainer = self.trainer
+        on = trainer.cfg.train.eval_every
+        self._evaluation = Evaluation(trainer.cfg, trainer.mesh, trainer.stages) if on else None
+
+    def needs_report(self) -> bool:
+        step, every = self.trainer.state.step, self.trainer.cfg.train.eval_every
+        return bool(every) and (step == self.trainer.last_step or due(every, step))
+
+    def after_step(self) -> dict[str, float]:
+        if not self.needs_report():
+            return {}
+        began = time.perf_counter()
+        trainer, device = self.trainer, self.trainer.mesh.device
+        t = trainer.cfg.train
+        held = ValidationSet(trainer.data.validation, t.seq_len, t.global_batch)
+        batches = lambda i: [b.to(device) for b in map(held.readable, trainer.microbatches(held, i))]
+        labels = held.labels(packed_at(trainer.cfg, trainer.data))
+        loss = self._evaluation.run((batches(i) for i in range(held.passes)), labels)
+        return {"eval_loss": loss, "eval_time_s": time.perf_counter() - began}
+
+
+class LoggingCallback(Callback):
+    """One row a step, on rank 0: metrics.jsonl, the logger and the console; and warnings about slow ranks."""
+
+    def __init__(self, metrics: Metrics | None):
+        self._metrics = metrics
+
+    def on_train_start(self) -> None:
+        self._stragglers = Stragglers(self.trainer.mesh.spec)
+
+    def on_report(self, report: StepReport, metrics: dict[str, float]) -> None:
+        if self._metrics is None:
+            return
+        largest = report.signals.max(dim=0).values.tolist()
+        for text in self._stragglers.update(report.signals[:, BUSY].tolist()):
+            self.trainer.warn(text)
+        self._metrics.log(
+            step=report.step,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=report.lr,
+            step_tokens=report.tokens,
+            data_wait_s=largest[DATA_WAIT],
+            peak_memory_bytes=int(largest[MEMORY]),
+            skipped_steps=self.trainer.state.skipped,
+            **metrics,
+        )
+        if "eval_loss" in metrics:
+            text = f"eval_loss {metrics['eval_loss']:.4f}  in {metrics['eval_time_s']:.1f} s"
+            self.trainer.note(f"step {report.step}  {text}")
+
+
+def make_metrics(trainer: "Trainer") -> Metrics:
+    """The metrics of a run, which rank 0 has."""
+    cfg, t, device = trainer.cfg, trainer.cfg.train, trainer.mesh.device
+    return Metrics(
+        cfg,
+        Path(cfg.run.dir),
+        start_step=trainer.state.step,
+        flops_per_token=flops.flops_per_token(cfg.model, t.seq_len),
+        hardware_flops_per_token=flops.hardware_flops_per_token(cfg.model, t.seq_len, trainer.train_step.skipped_ops),
+        peak_flops_per_device=peak_flops(cfg.hardware, device.type, DTYPES[cfg.precision.compute]),
+        world_size=trainer.mesh.spec.world_size,
+        resume=trainer.state.step > 0,
+    )
+
+
+class CheckpointCallback(Callback):
+    """Saves every `checkpoint.every` and `checkpoint.keep_every` steps, and where the run ends or is stopped. Where a
+    save fails, training goes on with the older checkpoints.
+
+    Attributes:
+        saved: the newest checkpoint of this run.
+        failures: why saves failed.
+    """
+
+    def __init__(self) -> None:
+        self.saved: Path | None = None
+        self.failures: list[str] = []
+
+    def on_train_start(self) -> None:
+        trainer = self.trainer
+        extras = partial(write_extras, trainer.data)
+        folder = Path(trainer.cfg.run.dir) / "checkpoints"
+        self._saver = Saver(folder, trainer.stages, trainer.mesh, trainer.cfg, extras)
+
+    def needs_report(self) -> bool:
+        step, c = self.trainer.state.step, self.trainer.cfg.checkpoint
+        return step == self.trainer.last_step or due(c.every, step) or due(c.keep_every, step)
+
+    def on_step_end(self) -> None:
+        self._note(self._saver.poll())
+        if self.needs_report() or self.trainer.stopping:
+            state = self.trainer.state
+            state.stream = self.trainer.source.state(state.step)
+            self._note(self._saver.save(state))
+
+    def on_train_end(self) -> None:
+        self._note(self._saver.wait())
+
+    def _note(self, saves: list[Saved]) -> None:
+        for save in saves:
+            if save.error:
+                self.failures.append(save.error)
+                self.trainer.warn(save.error)
+                continue
+            self.saved = save.path
+            log.info(
+                "saved %s in %.1f s, of which training waited %.2f s", save.path, save.seconds, save.seconds_blocked
+            )

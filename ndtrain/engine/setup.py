@@ -1,0 +1,242 @@
+"""What a run does before its first step: resolve, make a run folder, open the data, meet the ranks, fill weights."""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ndtrain import checkpoint
+from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
+from ndtrain.config import Config, ConfigError, resolve, to_yaml, world_from_env
+from ndtrain.data import Data, open_data
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.metrics import keep_freed_memory
+from ndtrain.model.families.hf_config import from_hf, read_hf_config
+from ndtrain.parallel.build import Stages, initialise
+from ndtrain.runtime import exit_status, rendezvous
+from ndtrain.runtime.failure_report import record_failure
+
+log = logging.getLogger("ndtrain")
+log.addHandler(logging.NullHandler())  # an error before there is a log file is not printed twice
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What a rank has before it computes with the others.
+
+    Attributes:
+        cfg: resolved and frozen.
+        resume: as `cfg.resume`, or auto where torchrun starts the run again.
+        path, state: on rank 0, the checkpoint to resume.
+        notes: what the user is to know.
+        connect: opens another connection to the store at which the ranks met; None: there is one rank.
+    """
+
+    cfg: Config
+    rank: int
+    world: int
+    run_dir: Path
+    resume: str
+    path: Path | None
+    state: State | None
+    notes: list[str]
+    data: Data
+    device: torch.device
+    connect: Callable[[], dist.Store] | None
+
+
+def prepare(cfg: Config) -> RunSetup:
+    """Everything up to the ranks' meeting, with every error that one rank can find alone.
+
+    Raises:
+        ConfigError: the run cannot start; one line says why.
+    """
+    rank, local_rank, world = world_from_env()
+    notes = []
+    if cfg.init_from and not cfg.frozen:
+        cfg, notes = _model_of_folder(cfg, rank)
+    cfg = resolve(cfg, world)
+    run_dir, resume, path, state = Path(cfg.run.dir), cfg.resume, None, None
+    if rank == 0:
+        resume, path, state = prepare_run_folder(cfg, run_dir)
+    _log_to(run_dir, rank)
+    with record_failure(run_dir):
+        data = open_data(cfg)
+        _check_validation(cfg, data)
+        device = _device(cfg, local_rank)
+        keep_freed_memory()
+        connect = None
+        if world > 1:
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            connect = rendezvous.join(backend, rank, world, cfg.hardware.timeout_s, device)
+    return RunSetup(cfg, rank, world, run_dir, resume, path, state, notes, data, device, connect)
+
+
+def _model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
+    """The configuration with the model of the Hugging Face folder `init_from`, whose files rank 0 checks; and what the
+    user is to know."""
+    folder = Path(cfg.init_from)
+    cfg.model = from_hf(read_hf_config(folder), name=folder.name)
+    notes = checkpoint.check_folder(folder, cfg.model) if rank == 0 else []
+    if cfg.data.tokenizer in ("byte", "bpe") and cfg.data.name != "bin" and (folder / "tokenizer.json").exists():
+        notes.append(
+            f"data.tokenizer={cfg.data.tokenizer} is not the one the weights of init_from={folder} were trained with: "
+            f"that is data.tokenizer={folder}"
+        )
+    return cfg, notes
+
+
+def _check_validation(cfg: Config, data: Data) -> None:
+    if cfg.train.eval_every and not data.validation:
+        raise ConfigError(
+            f"train.eval_every={cfg.train.eval_every}: there is nothing to validate on: raise data.validation="
+            f"{cfg.data.validation:g}, the fraction of documents held out (data=bin needs data.validation_path, "
+            "a stream data.eval_split), or set train.eval_every=0"
+        )
+
+
+def _device(cfg: Config, local_rank: int) -> torch.device:
+    kind = cfg.hardware.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        if cfg.hardware.attention != "auto":
+            raise ConfigError(
+                f"hardware.attention={cfg.hardware.attention} is a kernel of GPUs, and this run is on the CPU: "
+                "leave it at auto"
+            )
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "hardware.device=cuda: this machine has no CUDA device that torch can use; set it to cpu or auto"
+        )
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if here > gpus:
+        raise ConfigError(f"{here} ranks on this host but {gpus} GPUs: lower --nproc-per-node to {gpus}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _log_to(run_dir: Path, rank: int) -> None:
+    """Every rank keeps a log of its own in the run folder."""
+    folder = run_dir / "logs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handler: logging.Handler = logging.FileHandler(folder / f"rank-{rank}.log")
+    except OSError:
+        handler = logging.NullHandler()  # rank 0 has said that the folder cannot be written, or will see it later
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for old in log.handlers[:]:
+        log.removeHandler(old)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def prepare_run_folder(cfg: Config, run_dir: Path) -> tuple[str, Path | None, State | None]:
+    """On one rank, before any process group: the folder exists, can be written, and holds no run that this one would
+    overwrite. Returns how it resumes, and the checkpoint to resume with its state. What torchrun starts again goes on
+    where it was, as with resume=auto.
+
+    Raises:
+        ConfigError: naming `run.dir` or `resume`.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=run_dir).close()  # says what the system says, also of a read-only file system
+        resume = "auto" if cfg.resume == "none" and exit_status.is_restart(run_dir) else cfg.resume
+        held = (run_dir / "metrics.jsonl").exists() or bool(checkpoint.list_checkpoints(run_dir / "checkpoints"))
+        if resume == "none" and held:
+            raise ConfigError(
+                f"run.dir={run_dir} already holds a run: continue it with resume=auto, or give another run.dir"
+            )
+        path, state = _choose(cfg, resume, run_dir)
+        (run_dir / "config.yaml").write_text(to_yaml(cfg))
+        exit_status.begin(run_dir)
+        return resume, path, state
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}): give another run.dir") from error
+
+
+def _choose(cfg: Config, resume: str, run_dir: Path) -> tuple[Path | None, State | None]:
+    """The best checkpoint that `resume` may mean; nothing for a fresh start."""
+    options = checkpoint.candidates(resume, run_dir)
+    return _first_whole(options, cfg, resume) if options else (None, None)
+
+
+def _first_whole(options: list[Path], cfg: Config, resume: str) -> tuple[Path, State]:
+    """The first that is whole; damaged ones are named and, with resume=auto, passed over."""
+    for path in options:
+        try:
+            return path, checkpoint.inspect(path, cfg.model)
+        except DamagedCheckpoint as error:
+            _pass_over(error, resume)
+    raise CheckpointError(
+        f"resume=auto: every checkpoint in {cfg.run.dir}/checkpoints is damaged; another run.dir starts anew"
+    )
+
+
+def _pass_over(error: DamagedCheckpoint, resume: str) -> None:
+    if resume != "auto":
+        raise error
+    if world_from_env()[0] == 0:
+        print(f"warning: {error}; trying the one before it", file=sys.stderr)
+
+
+def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> tuple[Path | None, State, list[str]]:
+    """Fills the stages: from rank 0's checkpoint (or, with resume=auto, an older one if its content is damaged), from a
+    Hugging Face folder, or from the seed. Returns the checkpoint, if any, the state to go on from, and what the user is
+    to know."""
+    cfg, (path, state, resume) = setup.cfg, (setup.path, setup.state, setup.resume)
+    if mesh.world is not None:
+        chosen = [(path, state, resume)]
+        dist.broadcast_object_list(chosen, src=0)
+        path, state, resume = chosen[0]
+    while path is not None:
+        try:
+            notes = checkpoint.load(path, stages, mesh)
+            if mesh.rank == 0 and path.parent.resolve() == (Path(cfg.run.dir) / "checkpoints").resolve():
+                checkpoint.set_aside_later(path)
+            return path, state, notes
+        except DamagedCheckpoint as error:
+            _pass_over(error, resume)
+            older = [p for p in checkpoint.list_checkpoints(path.parent) if p.name < path.name]
+            path, state = _first_whole(older, cfg, resume)
+    if cfg.init_from:
+        checkpoint.load_weights(Path(cfg.init_from), stages, mesh)
+    else:
+        initialise(stages, cfg)
+    return None, State(step=0, tokens=0, order=order_of(cfg, setup.data)), []
+
+
+def write_extras(data: Data, folder: Path) -> None:
+    """What `transformers` needs beside the model to make text from a checkpoint."""
+    if data.tokenizer:
+        data.tokenizer.save(folder)
+    if data.eos_id is not None:  # else it takes the end of a text to be Llama's
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": data.eos_id}) + "\n")
+
+
+def order_of(cfg: Config, data: Data) -> dict[str, Any]:
+    """All that the tokens of a step, and which of them count, depend on."""
+    return {
+        "corpus": data.fingerprint,
+        "run.seed": cfg.run.seed,
+        "train.seq_len": cfg.train.seq_len,
+        "train.global_batch": cfg.train.global_batch,
+        "data.shuffle": cfg.data.shuffle,
+        "data.pack": packed_at(cfg, data),
+    }
+
+
+def packed_at(cfg: Config, data: Data) -> int | None:
+    """The token that the documents of a sequence are told apart by; None without packing."""
+    return data.eos_id if cfg.data.pack else None
