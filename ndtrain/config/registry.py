@@ -66,6 +66,7 @@ class Part:
 
 _parts: dict[tuple[str, str], Part] = {}
 _loaded: set[str] = set()
+_loading: list[str] = []  # the plugin that is being imported
 
 
 def register(kind: str, name: str, value: Any, config: type | None = None) -> None:
@@ -78,7 +79,7 @@ def register(kind: str, name: str, value: Any, config: type | None = None) -> No
     if config is not None and not (is_dataclass(config) and issubclass(config, base or object)):
         needed = f"a dataclass that extends {base.__name__}" if base else "a dataclass"
         raise ConfigError(f"{kind} {name}: its config {getattr(config, '__name__', config)} must be {needed}")
-    module = getattr(value, "__module__", None) or type(value).__module__
+    module = _loading[-1] if _loading else value.__module__
     before = _parts.get((kind, name))
     if before is not None and before.value is not value:
         raise ConfigError(f"{kind} {name} is registered twice, by {before.module} and by {module}: rename one of them")
@@ -140,7 +141,10 @@ def load_plugins(modules: Sequence[str]) -> None:
 def _load(module: str, origin: str) -> None:
     if module in _loaded:
         return
+    for kind in KINDS:  # before: what a plugin imports of ndtrain is not the plugin's
+        _load_shipped(kind)
     before = dict(_parts)
+    _loading.append(module)
     try:
         _import(module, origin)
         if _parts.keys() == before.keys():
@@ -149,6 +153,8 @@ def _load(module: str, origin: str) -> None:
         _parts.clear()
         _parts.update(before)
         raise
+    finally:
+        _loading.pop()
     _loaded.add(module)
 
 

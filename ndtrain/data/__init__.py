@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ndtrain.data.batches import Batch, Prefetcher, Source, microbatches, rows_of
     from ndtrain.data.dataset import Data
+    from ndtrain.data.documents import Corpus, IterableCorpus
     from ndtrain.data.open import open_data
     from ndtrain.data.order import Sequences
     from ndtrain.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "Batch",
+    "Corpus",
     "Data",
+    "IterableCorpus",
     "Prefetcher",
     "Sequences",
     "Source",
@@ -30,6 +33,7 @@ __all__ = [
 _MODULES = {
     "batches": ("Batch", "Prefetcher", "Source", "microbatches", "rows_of"),
     "dataset": ("Data",),
+    "documents": ("Corpus", "IterableCorpus"),
     "open": ("open_data",),
     "order": ("Sequences",),
     "tokenizer": ("Tokenizer", "load_tokenizer"),

@@ -14,7 +14,7 @@ from typing import BinaryIO, TextIO
 
 import numpy as np
 
-from ndtrain.config import ConfigError, DataConfig
+from ndtrain.config import ConfigError, DataConfig, registry
 from ndtrain.data.cache import digest
 from ndtrain.data.documents import Corpus, Document, text_chunks
 from ndtrain.data.hf import open_dataset_corpus
@@ -114,6 +114,8 @@ def open_corpus(data: DataConfig) -> Corpus:
     Raises:
         ConfigError: the path does not exist, no file matches, or `datasets` cannot open it.
     """
+    if data.name in registry.names("source"):
+        return registry.get("source", data.name)(data)
     if data.name == "hf":
         return open_dataset_corpus(data)
     if data.name == "python":

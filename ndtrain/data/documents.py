@@ -1,5 +1,6 @@
 """A corpus as named documents: which of them the validation split holds, and the chunks of text that are tokenised."""
 
+import io
 import os
 import re
 from abc import ABC, abstractmethod
@@ -105,6 +106,40 @@ class Corpus(ABC):
             on_read(chunk)
             if not chunk.held_out and _hash_fraction("sample", number) < share:
                 yield chunk.text
+
+
+@dataclass(frozen=True)
+class IterableCorpus(Corpus):
+    """A corpus that a function yields: what a plugin's data source returns.
+
+    Attributes:
+        texts: yields (name, text) of every document, each time in the same order; names are unique.
+        version: changes with the content; tokens of another version are not taken from the cache.
+        bytes: about how many there are, for progress and for the sample that a bpe is trained on.
+    """
+
+    setting: str
+    validation: float
+    texts: Callable[[], Iterator[tuple[str, str]]]
+    version: str
+    bytes: int
+
+    def key(self) -> str:
+        return blake2b(f"{self.setting}\0{self.validation}\0{self.version}".encode(), digest_size=16).hexdigest()
+
+    def documents(self) -> Iterator[Document]:
+        for name, text in self.texts():
+            yield Document(name, text_chunks(io.StringIO(text).read))
+
+    def size(self) -> int:
+        return self.bytes
+
+    def partition(self, size: int) -> Iterator[tuple[Corpus, int]]:
+        """One part: a function cannot be asked for documents in the middle."""
+        yield self, self.bytes
+
+    def describe(self) -> str:
+        return self.setting
 
 
 def document_chunks(texts: Iterator[str], held_out: bool = False, extra_bytes: int = 0) -> Iterator[TextChunk]:

@@ -1,16 +1,27 @@
-"""tp: every weight matrix is cut over the ranks (Shoeybi et al., 2019, arXiv:1909.08053), and with sequence parallelism
-the residual stream between them is cut along its tokens (Korthikanti et al., 2022, arXiv:2205.05198).
+"""tp: every weight matrix is sharded over the ranks (Shoeybi et al., 2019, arXiv:1909.08053). With sequence parallelism
+the residual stream between matmuls is sharded too, along its tokens (Korthikanti et al., 2022, arXiv:2205.05198).
 
-The layouts say how a weight is cut, and so what lies around its matmul: one cut along its outputs (*column*) sees all
-tokens, one cut along its inputs (*row*) gives each rank a share of every output, which are summed.
+Where tp meets the model, and what each rank does there:
 
-|                   | stream                | before a column    | after a row      |
+| weights                     | role         | on a rank                                                             |
+|-----------------------------|--------------|-----------------------------------------------------------------------|
+| q_proj, k_proj, v_proj      | column       | all tokens in, its heads out                                          |
+| the attention core          | local heads  | attention of its own heads: nothing is sent                           |
+| o_proj                      | row          | its heads in, a partial sum of every output out                       |
+| gate_proj, up_proj          | column       | all tokens in, its columns of the MLP out                             |
+| down_proj                   | row          | its columns in, a partial sum of every output out                     |
+| norms, biases of row weights| replicated   | every rank holds them; under sequence parallelism gradients are summed|
+| embed_tokens, lm_head       | vocabulary   | its rows of the table; two numbers a token cross the ranks in the loss|
+
+The layouts say which role a weight has (`TensorParallel.role_of`). What a role sends:
+
+|                   | residual stream       | before a column    | after a row      |
 |-------------------|-----------------------|--------------------|------------------|
 | sequence parallel | N / tp tokens a rank  | all-gather         | reduce-scatter   |
 | otherwise         | all tokens everywhere | nothing            | all-reduce       |
 
-and each the other way round for gradients. The stream's tokens are those of a microbatch, [B, T] flattened to N, so
-a rank's share is contiguous and nothing is copied on the way in or out.
+and each the other way round for gradients. The residual stream's tokens are those of a microbatch, [B, T] flattened to
+N, so a rank's share is contiguous and nothing is copied on the way in or out.
 
 Shape legend: B batch, T time, N tokens (B T), S tokens of one rank's share (N / tp), C tokens of a chunk,
 E hidden_size, I in, O out, V rows of the vocabulary on this rank.
@@ -18,6 +29,7 @@ E hidden_size, I in, O out, V rows of the vocabulary on this rank.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -49,14 +61,14 @@ from ndtrain.parallel.fused_grad_accumulation import (
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.recompute import SavedOps
 
-# ----------------------------------------------------------------------------------------------------- the exchanges
+# --------------------------------------------------------------------------------------- communication around a matmul
 
 
 class _Arriving(Gathered):
     """Rows gathered from all ranks, as one message each or all at once.
 
     Args:
-        flights: (rows, what brings them), in the order they arrive.
+        works: (rows, what brings them), in the order they arrive.
     """
 
     def __init__(self, x_NI: Tensor, works: Sequence[tuple[Rows, Pending]]):
@@ -75,7 +87,7 @@ class _Arriving(Gathered):
 
 
 class SequenceComm(StreamComm):
-    """Sequence parallelism: the stream's tokens are this rank's share of the matmul's.
+    """Sequence parallelism: the residual stream holds this rank's share of the matmul's tokens.
 
     Args:
         overlap: send share by share, so that a matmul runs on one while the next is on its way.
@@ -124,7 +136,7 @@ class SequenceComm(StreamComm):
 
 
 class ReplicatedComm(StreamComm):
-    """No sequence parallelism: every rank holds the whole stream.
+    """No sequence parallelism: every rank holds the whole residual stream.
 
     Args:
         overlap: sum in as many parts as there are ranks, so that a matmul runs while the part before is on its way.
@@ -158,7 +170,7 @@ class VocabParallel(Vocabulary):
 
     Args:
         held: the rows of the table on this rank.
-        exchange: what lies between the stream's tokens and the head's.
+        comm: between the residual stream's tokens and the head's.
     """
 
     def __init__(self, held: range, comm: StreamComm, group: dist.ProcessGroup):
@@ -166,7 +178,7 @@ class VocabParallel(Vocabulary):
         self._last: Callable[[], None] = lambda: None
 
     def chunks(self, x_SE: Tensor, labels_N: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        shares = len(labels_N) // len(x_SE)  # 1 where the stream is not cut
+        shares = len(labels_N) // len(x_SE)  # 1 without sequence parallelism
         labels_PS = labels_N.view(shares, -1)
         starts = range(0, len(x_SE), max(1, chunk // shares))
         rows = [slice(a, min(a + starts.step, len(x_SE))) for a in starts]
@@ -209,20 +221,28 @@ class ReplicatedVocab(Vocabulary):
 # ----------------------------------------------------------------------------------------------------------- the ops
 
 
+class Role(Enum):
+    """How a weight is sharded over tp."""
+
+    COLUMN = "along its outputs"
+    ROW = "along its inputs"
+    REPLICATED = "not at all"
+
+
 class TensorParallel:
-    """The model's ops over weights that the layouts have cut.
+    """The model's ops over weights that the layouts have sharded.
 
     Args:
-        cut: each parameter with its layout.
-        sink: where matrices' gradients go.
-        keep: has the outputs of some matmuls when their block is run again.
-        products: how the blocks' matmuls are made.
-        stacks: the first of some matrices -> these as one.
+        layouts: each parameter with its layout.
+        accumulator: through which matrices' gradients come.
+        saved_ops: has the outputs of some matmuls when their block is recomputed.
+        matmul: how the blocks' matmuls are made.
+        fused_weights: the first of some matrices -> these as one.
     """
 
     def __init__(
         self,
-        cut: Mapping[nn.Parameter, TensorLayout],
+        layouts: Mapping[nn.Parameter, TensorLayout],
         accumulator: GradAccumulator,
         group: dist.ProcessGroup,
         cfg: TPConfig,
@@ -230,7 +250,7 @@ class TensorParallel:
         matmul: MatmulImpl = PLAIN_MATMUL,
         fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
     ):
-        self.cut, self.group, self.sequence_parallel = cut, group, cfg.sequence_parallel
+        self.layouts, self.group, self.sequence_parallel = layouts, group, cfg.sequence_parallel
         self.comm = (SequenceComm if cfg.sequence_parallel else ReplicatedComm)(group, cfg.overlap)
         self.ops = WeightOps(accumulator, self.comm_of, saved_ops, matmul, fused_weights)
 
@@ -238,82 +258,94 @@ class TensorParallel:
         """`ops` with every call over weights replaced.
 
         Args:
-            compiled: whether blocks are; what moves data cannot be part of a graph, so each matmul breaks it.
+            compiled: whether blocks are; communication cannot be part of a graph, so each matmul breaks it.
         """
         linear = torch.compiler.disable(self.ops.linear) if compiled else self.ops.linear
-        return Ops(linear, self.embedding, self.core(ops.core), self.head_loss)
+        return Ops(linear, self.embedding, self.local_heads(ops.core), self.head_loss)
+
+    def role_of(self, weight: nn.Parameter) -> Role:
+        """The role of a weight [out, in], or of a table [vocabulary, E], which is sharded as a column is."""
+        match self.layouts[weight].shard_dim:
+            case None:
+                return Role.REPLICATED
+            case 0:
+                return Role.COLUMN
+            case _:
+                return Role.ROW
 
     def comm_of(self, weight: nn.Parameter) -> LinearComm:
-        """column, row, or, where no rule cuts it, a matmul on the stream's own tokens."""
-        return (LinearComm(), LinearComm(gather_input=self.comm), LinearComm(reduce_output=self.comm))[
-            self._cut_dim(weight) + 1
-        ]
+        """What surrounds a weight's matmul."""
+        match self.role_of(weight):
+            case Role.COLUMN:
+                return LinearComm(gather_input=self.comm)
+            case Role.ROW:
+                return LinearComm(reduce_output=self.comm)
+            case Role.REPLICATED:
+                return LinearComm()
 
     def embedding(self, tokens: Tensor, weight: nn.Parameter) -> Tensor:
-        if self._cut_dim(weight) == 0:
-            return self.ops.embedding(tokens, weight, LinearComm(reduce_output=self.comm), self._held(weight))
-        return self.ops.embedding(self._own_tokens(tokens), weight, LinearComm())
+        if self.role_of(weight) is Role.REPLICATED:
+            return self.ops.embedding(self._own_tokens(tokens), weight, LinearComm())
+        return self.ops.embedding(tokens, weight, LinearComm(reduce_output=self.comm), self._vocabulary(weight))
 
     def head_loss(self, x: Tensor, weight: nn.Parameter, labels: Tensor, scale: Tensor, chunk: int) -> Tensor:
-        if self._cut_dim(weight) == 0:
-            vocabulary = VocabParallel(self._held(weight), self.comm, self.group)
-        else:
+        if self.role_of(weight) is Role.REPLICATED:
             labels = self._own_tokens(labels)
             vocabulary = LOCAL if self.sequence_parallel else ReplicatedVocab(self.group.rank() == 0)
+        else:
+            vocabulary = VocabParallel(self._vocabulary(weight), self.comm, self.group)
         return self.ops.head_loss(x, weight, labels, scale, chunk, vocabulary)
 
-    def core(self, inner: Callable) -> Callable:
-        """The attention core for this rank's heads."""
+    def local_heads(self, core: Callable) -> Callable:
+        """The attention core for this rank's heads. Their number follows from q, k and v; only ALiBi's slopes, which
+        the context has for all heads, are narrowed to those of this rank."""
 
-        def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
+        def local(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
             slopes, n = ctx.scores.slopes, q_BTND.shape[2]
             if slopes and len(slopes) > n:
                 first = self.group.rank() * n
                 ctx = ctx._replace(scores=replace(ctx.scores, slopes=slopes[first : first + n]))
-            return inner(q_BTND, k_BTKD, v_BTKD, ctx)
+            return core(q_BTND, k_BTKD, v_BTKD, ctx)
 
-        return core
+        return local
 
-    def _cut_dim(self, weight: nn.Parameter) -> int:
-        dim = self.cut[weight].shard_dim
-        return -1 if dim is None else dim
-
-    def _held(self, weight: nn.Parameter) -> range:
-        start, rows = self.cut[weight].shard[0]
+    def _vocabulary(self, weight: nn.Parameter) -> range:
+        """The rows of the table on this rank."""
+        start, rows = self.layouts[weight].shard[0]
         return range(start, start + rows)
 
     def _own_tokens(self, x_BT: Tensor) -> Tensor:
-        """The stream's own tokens of this rank."""
+        """The tokens of this rank's share of the residual stream."""
         return x_BT.flatten().chunk(self.group.size())[self.group.rank()] if self.sequence_parallel else x_BT
 
 
-# ------------------------------------------------------------------------------------------- gradients of the copies
+# --------------------------------------------------------------------------------------- gradients of tp replicas
 
 
 class TPReplicaReducer:
-    """Sums the gradients of what several tp ranks hold copies of (norms on the tokens of a share, K/V heads that
-    several query heads' ranks use), once a step and in one message for each number of copies.
+    """Sums the gradients of tp replicas (norms on the tokens of a share, K/V heads that several ranks' query heads
+    read), once a step and in one message for each number of replicas.
 
     Args:
-        groups: number of copies -> the ranks that hold them.
+        groups: number of replicas -> the ranks that hold them.
     """
 
     def __init__(self, groups: Mapping[int, dist.ProcessGroup]):
         self.groups = groups
-        self._found: dict[int, list[Tensor]] = {n: [] for n in groups}
+        self._pending: dict[int, list[Tensor]] = {n: [] for n in groups}
 
     def add(self, layout: FlatLayout, start: int, grad: Tensor) -> None:
         """`grad`: the finished gradient of the flat buffer's elements from `start`."""
-        for n, found in self._found.items():
+        for n, pending in self._pending.items():
             summed = lambda t, n=n: t.tp_replicas == n and TENSOR_AXIS in t.partial
-            found += [grad[s] for s in layout.slices(start, start + grad.numel(), summed)]
+            pending += [grad[s] for s in layout.slices(start, start + grad.numel(), summed)]
 
     def finish(self) -> None:
-        """What was added holds the sum over its copies."""
-        for n, found in self._found.items():
-            if not found:
+        """Every gradient that was added holds the sum over its replicas."""
+        for n, pending in self._pending.items():
+            if not pending:
                 continue
-            message = torch.cat(found)
+            message = torch.cat(pending)
             all_reduce(message, self.groups[n]).wait()
-            torch._foreach_copy_(found, list(message.split([x.numel() for x in found])))
-            found.clear()
+            torch._foreach_copy_(pending, list(message.split([x.numel() for x in pending])))
+            pending.clear()

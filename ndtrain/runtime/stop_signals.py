@@ -17,6 +17,7 @@ class StopRequest:
 
     Args:
         file: the stop file; None: this process does not check it.
+        signals: whether signals are handled.
 
     Attributes:
         signal: the name of the signal that this process received; None: none yet.
@@ -25,8 +26,8 @@ class StopRequest:
     def __init__(self, file: Path | None = None, signals: bool = True) -> None:
         self.signal: str | None = None
         self._file, self._looked, self._number, self._at = file, float("-inf"), 0, 0.0
-        heard = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if signals else ()
-        self._before = {s: signal.signal(s, self._on) for s in heard}
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if signals else ()
+        self._before = {s: signal.signal(s, self._on) for s in handled}
 
     def _on(self, number: int, frame) -> None:
         if self.signal is not None and time.monotonic() - self._at > REPEAT_S:

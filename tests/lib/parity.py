@@ -16,6 +16,7 @@ from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
 from tests.lib.ranks import run_ranks
 
 STATE = ("gradient", "weight", "exp_avg", "exp_avg_sq")
+KINDS = (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))  # kind -> buffer of a unit
 # 3 K/V and 6 query heads, vocabulary 101, hidden 36: flat sizes that 2, 4 and 8 do not divide
 SHAPE = [
     "model.vocab_size=101", "model.hidden_size=36", "model.intermediate_size=52", "model.num_hidden_layers=3",
@@ -83,7 +84,9 @@ def make_batches(cfg: Config, mesh: Mesh, step: int, mask: str) -> list[Batch]:
     return [replace(b, labels=b.labels.masked_fill(i, IGNORE)) for b, i in zip(batches, ignored, strict=True)]
 
 
-def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]]:
+def rank_run(
+    overrides: list[str], mask: str = "none", kinds: Sequence[tuple[str, str]] = KINDS
+) -> tuple[Run, list[tuple]]:
     """Runs train.steps steps on one rank. Returns the run's losses and norms, and the runs of state that this rank
     holds as (kind, name, shape, global start, values)."""
     rank, _, world = world_from_env()
@@ -105,12 +108,11 @@ def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]
         report = step.run(number, make_batches(cfg, mesh, number, mask)).wait()
         run.losses.append(report.loss)
         run.norms.append(report.grad_norm)
-    return run, pieces + rank_state(stages)
+    return run, pieces + rank_state(stages, kinds)
 
 
-def rank_state(stages) -> list[tuple]:
+def rank_state(stages, kinds: Sequence[tuple[str, str]] = KINDS) -> list[tuple]:
     """The runs of weights and moments that this rank holds, as in `rank_run`."""
-    kinds = (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
     return [p for kind, part in kinds for p in owned(stages, kind, lambda u, part=part: u.buffer(part))]
 
 

@@ -1,0 +1,156 @@
+"""Adds parts to ndtrain: `plugins=[example_package.parts]`."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndtrain.config import DataConfig, ModelConfig, OptimConfig
+from ndtrain.data import Corpus, IterableCorpus
+from ndtrain.engine.callbacks import Callback
+from ndtrain.engine.train_step import StepReport
+from ndtrain.model.block import Block, Weights
+from ndtrain.model.families import Family
+from ndtrain.optim import OptimTensor, PerTensorOptimizer, StateSpec
+from ndtrain.plugins import (
+    register_callback,
+    register_family,
+    register_lr_schedule,
+    register_optimizer,
+    register_source,
+)
+
+# ------------------------------------------------------------------------------------------------------------ a family
+
+
+@dataclass
+class SquaredReluConfig(ModelConfig):
+    """Keys of `model` beside the usual ones, written to config.json."""
+
+    relu_power: float = 2.0
+
+
+class SquaredReluBlock(Block):
+    """An MLP without a gate, whose activation is a power of ReLU (So et al., 2021, arXiv:2109.08668)."""
+
+    fused = (("self_attn.q_proj", "self_attn.k_proj"),)
+    matmuls = {op: names for op, names in Block.matmuls.items() if op != "gate_up_proj"} | {
+        "up_proj": ("mlp.up_proj",),
+        "down_proj": ("mlp.down_proj",),
+    }
+
+    def make_mlp(self, m: ModelConfig, family: Family) -> nn.Module:
+        mlp = nn.Module()
+        mlp.up_proj = Weights(m, "mlp", "embed")
+        mlp.down_proj = Weights(m, "embed", "mlp")
+        return mlp
+
+    def feed_forward(self, x_NE: Tensor) -> Tensor:
+        (up_NF,) = self.linear(x_NE, self.mlp.up_proj)
+        return self.linear(F.relu(up_NF) ** self.m.relu_power, self.mlp.down_proj)[0]
+
+
+register_family(
+    Family("squared_relu", "SquaredRelu", block=SquaredReluBlock, fields=("relu_power",)), config=SquaredReluConfig
+)
+
+# --------------------------------------------------------------------------------------------------------- an optimizer
+
+
+@dataclass
+class FactoredConfig(OptimConfig):
+    """Keys of `optim` beside the usual ones."""
+
+    beta: float = 0.9
+
+
+@register_optimizer("factored", config=FactoredConfig)
+class Factored(PerTensorOptimizer):
+    """The second moment of a matrix as one number a row and one a column (Adafactor: Shazeer and Stern, 2018,
+    arXiv:1804.04235); of a vector, one number an element."""
+
+    whole_tensors = True
+
+    @classmethod
+    def state_spec(cls, cfg: OptimConfig) -> tuple[StateSpec, ...]:
+        return StateSpec("row", shape=lambda shape: shape[:1]), StateSpec("column", shape=lambda shape: shape[1:])
+
+    def update(self, tensor: OptimTensor, lr: float, step: int) -> None:
+        squares, beta = tensor.grad.square() + 1e-30, self.cfg.beta
+        row, column = tensor.state["row"], tensor.state["column"]
+        if tensor.weight.ndim == 1:
+            row.lerp_(squares, 1 - beta)
+            second = row
+        else:
+            row.lerp_(squares.mean(1), 1 - beta)
+            column.lerp_(squares.mean(0), 1 - beta)
+            second = row[:, None] * column / row.mean()
+        corrected = second / (1 - beta**step)
+        tensor.weight.mul_(1 - lr * tensor.weight_decay)
+        tensor.weight.sub_(lr * tensor.grad / (corrected.sqrt() + self.cfg.eps))
+
+
+@register_lr_schedule("staircase")
+def staircase(step: int, cfg: OptimConfig, end: int) -> float:
+    """Half the rate in the second half."""
+    return 1.0 if 2 * step <= end else 0.5
+
+
+# -------------------------------------------------------------------------------------------------------- a data source
+
+
+@dataclass
+class CountingConfig(DataConfig):
+    """Keys of `data` beside the usual ones."""
+
+    documents: int = 40
+
+
+@register_source("counting", config=CountingConfig)
+def counting(data: CountingConfig) -> Corpus:
+    """Documents of consecutive numbers."""
+
+    def texts() -> Iterator[tuple[str, str]]:
+        for i in range(data.documents):
+            yield f"document {i}", " ".join(str(i * j % 97) for j in range(200))
+
+    return IterableCorpus(
+        f"data=counting of {data.documents} documents", data.validation, texts, "1", 600 * data.documents
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- a callback
+
+
+@dataclass
+class LossFileConfig:
+    """Keys of `callbacks.loss_file`."""
+
+    every: int = 1
+    name: str = "losses.json"
+
+
+@register_callback("loss_file", config=LossFileConfig)
+class LossFile(Callback):
+    """Writes every so many losses into a file of the run folder."""
+
+    def __init__(self, cfg: LossFileConfig):
+        self._cfg, self._losses = cfg, {}
+
+    def on_report(self, report: StepReport, metrics: dict[str, float]) -> None:
+        if report.step % self._cfg.every == 0:
+            self._losses[report.step] = report.loss
+
+    def after_step(self) -> dict[str, float]:
+        return {"weight_norm": float(sum(torch.linalg.vector_norm(u.master) for u in self._units()))}
+
+    def on_train_end(self) -> None:
+        if self.trainer.mesh.rank == 0:
+            (Path(self.trainer.cfg.run.dir) / self._cfg.name).write_text(json.dumps(self._losses))
+
+    def _units(self):
+        return self.trainer.stages.units.units.values()

@@ -1,0 +1,209 @@
+"""A user's package adds parts to ndtrain without a change to it; what is wrong with a plugin is one clear line."""
+
+import json
+import re
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ndtrain.config import ConfigError, load_config, registry, resolve
+from tests.lib.helpers import checkpoint_of, given_process_group, refusal, rows
+from tests.lib.parity import FP64, SHAPE, Run, assemble, compare, rank_run
+from tests.lib.ranks import run_ranks
+
+HERE = Path(__file__).parent
+PLUGIN = "plugins=[example_package.parts]"
+PARTS = [PLUGIN, "optim=factored", "model=squared_relu", "data=counting", "callbacks.loss_file.every=2"]
+# names of the plugin's own keys, each with its near miss
+MISSPELT = {
+    "optim.betta=0.5": "optim.beta",
+    "model.relu_powr=3": "model.relu_power",
+    "data.document=3": "data.documents",
+    "callbacks.loss_file.evry=3": "callbacks.loss_file.every",
+    "callbacks.loss_fil.every=3": "callbacks.loss_file",
+}
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    """The packages of this folder can be imported; what plugins registered is forgotten."""
+    monkeypatch.syspath_prepend(HERE)
+    before = dict(registry._parts), set(registry._loaded)
+    yield
+    for kept, was in zip((registry._parts, registry._loaded), before, strict=True):
+        kept.clear()
+        kept.update(was)
+    for name in [n for n in sys.modules if n.split(".")[0] in ("example_package", "broken_plugin")]:
+        del sys.modules[name]
+
+
+@contextmanager
+def importable():
+    """In a rank's own process."""
+    sys.path.insert(0, str(HERE))
+    yield
+
+
+# --------------------------------------------------------------------------------------------------------- parity
+
+MODEL = [*SHAPE, *FP64, PLUGIN, "optim=factored", "model.model_type=squared_relu", "train.global_batch=8"]
+MESHES = {
+    "dp fsdp tp": ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "model.num_key_value_heads=2", "train.micro_batch=2"],
+    "pp tied": ["mesh.pp=2", "mesh.fsdp=2", "model.tie_word_embeddings=true", "train.micro_batch=2"],
+}
+STATE = ("row", "column")
+
+
+def run_of(overrides: list[str]) -> tuple[Run, list[tuple]]:
+    """On one rank: `rank_run` without the moments of AdamW, and what it owns of the factored state."""
+    from ndtrain.engine.train_step import TrainingStep
+
+    with importable():
+        made: list = []
+        init = TrainingStep.__init__
+
+        def keeping(self, cfg, mesh, stages):
+            made.append(stages)
+            init(self, cfg, mesh, stages)
+
+        TrainingStep.__init__ = keeping
+        run, pieces = rank_run(overrides, "uneven", kinds=(("weight", "master"),))
+        (stages,) = made
+    for tensor in stages.units.whole_tensors.tensors:
+        for name, state in tensor.state.items():
+            if state.numel():
+                pieces.append((name, tensor.name, tuple(state.shape), 0, state.flatten().clone()))
+    return run, pieces
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_family_and_optimizer_on_a_mesh(name):
+    """Losses, norms, gradients, weights and the factored state of three steps, against one process."""
+    mesh = MESHES[name]
+    ranks = 8 if name == "dp fsdp tp" else 4
+    same = [o for o in mesh if o.startswith("model.")]
+    got = assemble(run_ranks(run_of, ranks, [*MODEL, *mesh]))
+    want = assemble(run_ranks(run_of, 1, [*MODEL, *same, "train.micro_batch=8"]))
+    assert {*STATE, "weight", "gradient"} == got.tensors.keys()
+    compare(got, want, loss=1e-10, state=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------- the whole program
+
+
+def train(args: list[str]) -> int:
+    from ndtrain.train import main
+
+    with importable(), given_process_group():
+        return main(args)
+
+
+def arguments(folder: Path, *overrides: str) -> list[str]:
+    return [
+        "recipe=llama_debug", *PARTS, "model.num_attention_heads=4", "model.num_key_value_heads=2",
+        "model.vocab_size=300", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2",
+        "train.steps=8", "optim.warmup=2", "optim.schedule=staircase", "logger=jsonl", "data.tokenizer=byte",
+        "hardware.device=cpu", "hardware.peak_tflops=0.1", f"run.dir={folder}", *overrides,
+    ]  # fmt: skip
+
+
+def test_trains_saves_and_resumes_on_another_mesh(tmp_path):
+    one, cut = tmp_path / "one", tmp_path / "cut"
+    assert run_ranks(train, 1, arguments(one)) == [0]
+    assert run_ranks(train, 4, arguments(cut, "mesh.fsdp=2", "mesh.tp=2", "train.stop_at=4")) == [0] * 4
+    assert run_ranks(train, 2, arguments(cut, "mesh.dp=2", "resume=auto")) == [0, 0]
+    losses = [[row["loss"] for row in rows(folder)] for folder in (one, cut)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
+    assert [row["lr"] for row in rows(one)][3:5] == pytest.approx([3e-3, 1.5e-3])
+    assert json.loads((one / "losses.json").read_text()).keys() == {"2", "4", "6", "8"}
+    assert all(row["weight_norm"] > 0 for row in rows(one))
+    config = json.loads((checkpoint_of(one, 8) / "config.json").read_text())
+    assert config["model_type"] == "squared_relu" and config["relu_power"] == 2.0
+    optimizer = load_file(checkpoint_of(one, 8) / "optimizer.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert optimizer[f"row.{name}"].shape == (48,) and optimizer[f"column.{name}"].shape == (32,)
+    other = load_file(checkpoint_of(cut, 8) / "optimizer.safetensors")
+    for key, state in optimizer.items():
+        torch.testing.assert_close(other[key], state, rtol=1e-3, atol=1e-9)
+
+
+# --------------------------------------------------------------------------------------------------------------- keys
+
+
+def test_own_keys_are_typed(path):
+    cfg = load_config([*PARTS, "optim.beta=0.5", "model.relu_power=3"])
+    assert (cfg.optim.name, cfg.optim.beta, cfg.model.relu_power) == ("factored", 0.5, 3.0)
+    assert (cfg.model.model_type, cfg.data.documents, cfg.callbacks["loss_file"].every) == ("squared_relu", 40, 2)
+    with pytest.raises(ConfigError, match=r"optim\.beta"):
+        load_config([*PARTS, "optim.beta=much"])
+
+
+@pytest.mark.parametrize("override", MISSPELT)
+def test_misspelt_keys_name_the_near_miss(override):
+    with pytest.raises(ConfigError, match=f"did you mean '{MISSPELT[override]}'"):
+        load_config([*PARTS, override])
+
+
+def test_names_of_a_plugin_are_choices():
+    with pytest.raises(ConfigError, match="did you mean 'factored'"):
+        load_config([PLUGIN, "optim=factred"])
+    cfg = load_config([PLUGIN, "optim.schedule=stairs"])
+    with pytest.raises(ConfigError, match="did you mean 'staircase'"):
+        resolve(cfg, 1)
+
+
+def test_a_recipe_may_name_plugins(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /optim: factored\nplugins: [example_package.parts]\n"
+    (tmp_path / "recipe/mine.yaml").write_text(text)
+    assert load_config(["recipe=mine"], [str(tmp_path)]).optim.name == "factored"
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+BROKEN = {
+    "there is no module": ("plugins=[no_such_package.parts]", None, "there is no module no_such_package"),
+    "a mistake in it": ("plugins=[broken_plugin]", "x = 1 / 0\n", "ZeroDivisionError: division by zero (.*:1)"),
+    "it lacks a module": ("plugins=[broken_plugin]", "import no_such\n", "No module named 'no_such'"),
+    "names nothing": ("plugins=[broken_plugin]", "x = 1\n", "broken_plugin registers nothing"),
+    "a name twice": (
+        "plugins=[broken_plugin]",
+        "from ndtrain.plugins import register_lr_schedule\n@register_lr_schedule('cosine')\ndef f(*_): return 1.0\n",
+        "lr_schedule cosine is registered twice, by ndtrain.optim.lr_schedule and by broken_plugin",
+    ),
+    "a config of another kind": (
+        "plugins=[broken_plugin]",
+        "from dataclasses import dataclass\nfrom ndtrain.plugins import register_optimizer\n"
+        "@dataclass\nclass C: x: int = 1\n@register_optimizer('o', config=C)\nclass O: pass\n",
+        "optimizer o: its config C must be a dataclass that extends OptimConfig",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", BROKEN)
+def test_a_mistake_is_one_line(mistake, tmp_path, monkeypatch, capsys):
+    override, text, message = BROKEN[mistake]
+    if text:
+        (tmp_path / "broken_plugin.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+    line = refusal(capsys, ["recipe=llama_debug", override, f"run.dir={tmp_path / 'run'}"])
+    assert override in line
+    assert re.search(message.replace("(", r"\(").replace(")", r"\)"), line), line
+
+
+# ------------------------------------------------------------------------------------------------------------- frozen
+
+
+def test_a_resolved_configuration_is_frozen():
+    cfg = resolve(load_config(["recipe=llama_debug"]), 1)
+    for section, key in ((cfg, "resume"), (cfg.optim, "lr"), (cfg.mesh, "tp")):
+        with pytest.raises(ConfigError, match="resolved and frozen"):
+            setattr(section, key, 2)
+    changed = cfg.unfrozen()
+    changed.optim.lr = 2.0
+    assert cfg.optim.lr != 2.0 and resolve(cfg, 1) is cfg
