@@ -1,8 +1,10 @@
 """The plugins of the how-to pages load, are selected and train."""
 
 import csv
+import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ ROOT = Path(ndtrain.__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The modules of all pages, below `my_package`, and a few notes to train on."""
+    """The modules of all pages, below `my_package`, and a few notes to train on, as files and in a database."""
     folder = tmp_path_factory.mktemp("howto")
     (folder / "my_package").mkdir()
     for page in (ROOT / "docs" / "howto").glob("*.md"):
@@ -24,8 +26,12 @@ def folder(tmp_path_factory) -> Path:
             if named := re.match(r"# my_package/(\w+\.py)\n", body):
                 (folder / "my_package" / named[1]).write_text(body)
     (folder / "notes").mkdir()
-    for i in range(12):
-        (folder / "notes" / f"{i}.txt").write_text(f"Note {i}: {'a ring, a mesh, a table. ' * 200}\n")
+    notes = [f"Note {i}: {'a ring, a mesh, a table. ' * 200}\n" for i in range(12)]
+    for i, note in enumerate(notes):
+        (folder / "notes" / f"{i}.txt").write_text(note)
+    with sqlite3.connect(folder / "notes.db") as database:
+        database.execute("create table notes (text text)")
+        database.executemany("insert into notes values (?)", [(note,) for note in notes])
     return folder
 
 
@@ -54,3 +60,15 @@ def test_an_optimizer_a_rate_a_logger_and_a_callback_train_together(folder: Path
 def test_a_callback_ends_the_run(folder: Path):
     done = train(folder, "plugins=[my_package.loss_guard]", "callbacks.loss_guard.most=0.5", "run.dir=guarded")
     assert done.returncode == 1 and "exceeds callbacks.loss_guard.most=0.5" in done.stderr
+
+
+def test_a_source_gives_the_corpus(folder: Path):
+    done = train(folder, "plugins=[my_package.notes]", "data=notes", "data.path=notes.db", "run.dir=from_notes")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_family_with_a_block_and_fields_of_its_own(folder: Path):
+    done = train(folder, "plugins=[my_package.scaled]", "model=scaled", "model.residual_scale=0.5", "run.dir=family")
+    assert done.returncode == 0, done.stderr
+    config = json.loads(next((folder / "family" / "checkpoints").glob("step-*/config.json")).read_text())
+    assert config["model_type"] == "scaled" and config["residual_scale"] == 0.5
