@@ -24,20 +24,20 @@ MISSPELT = {
     "model.relu_powr=3": "model.relu_power",
     "data.document=3": "data.documents",
     "callbacks.loss_file.evry=3": "callbacks.loss_file.every",
-    "callbacks.loss_fil.every=3": "callbacks.loss_file",
+    "callbacks.loss_fil.every=3": "callbacks.loss_file.every",
 }
 
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch):
-    """The packages of this folder can be imported; what plugins registered is forgotten."""
+    """The packages of this folder can be imported; what they registered is forgotten."""
     monkeypatch.syspath_prepend(HERE)
-    before = dict(registry._parts), set(registry._loaded)
     yield
-    for kept, was in zip((registry._parts, registry._loaded), before, strict=True):
-        kept.clear()
-        kept.update(was)
-    for name in [n for n in sys.modules if n.split(".")[0] in ("example_package", "broken_plugin")]:
+    ours = lambda module: module.split(".")[0] in ("example_package", "broken_plugin")
+    for key in [key for key, part in registry._parts.items() if ours(part.module)]:
+        del registry._parts[key]
+    registry._loaded -= {module for module in registry._loaded if ours(module)}
+    for name in [name for name in sys.modules if ours(name)]:
         del sys.modules[name]
 
 
