@@ -15,7 +15,7 @@ from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, Reader, Rows, plan_files
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import REPLICA_AXES, TensorLayout, even_cut
+from ndtrain.distributed.sharding import REPLICA_AXES, TensorLayout, even_split
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.build import Stages
 from ndtrain.parallel.fsdp import StatePlan, Unit
@@ -121,7 +121,7 @@ def slices_of(stages: Stages, mesh: Mesh, part: Part, owned_only: bool) -> Itera
     replica = mesh.index(*REPLICA_AXES)
     for t in stages.units.whole_tensors.tensors:
         state = t.state.get(part.buffer)
-        writes = replica == 0 and stages.layouts[t.name].holder == 0
+        writes = replica == 0 and stages.layouts[t.name].pp_replica == 0
         if state is not None and state.numel() and (writes or not owned_only):
             yield ShardSlice(t.name, state.view(-1), Rows(0, state.numel()))
 
@@ -134,7 +134,7 @@ def shard_rows(stages: Stages, mesh: Mesh, owned_only: bool) -> Iterator[tuple[U
         start, stop = unit.layout.bounds(stages.units.index)
         first, last = start, stop
         if owned_only:
-            cut = even_cut(stop - start, mesh.size(*REPLICA_AXES), mesh.index(*REPLICA_AXES))
+            cut = even_split(stop - start, mesh.size(*REPLICA_AXES), mesh.index(*REPLICA_AXES))
             first, last = start + cut[0], start + cut[1]
         for tensor, a, b in unit.layout.tensors_in(first, last):
             if owned_only and not tensor.owned:

@@ -45,7 +45,7 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
         part, layout = tensors[name]
         # each element was read, and summed, by each replica along dp and tp, and by each stage that holds the tensor
         tp_replicas = 1 if part.spec else layout.tp_replicas
-        readers = mesh.size(*REPLICA_AXES) * tp_replicas * layout.holders
+        readers = mesh.size(*REPLICA_AXES) * tp_replicas * layout.pp_replicas
         if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
             raise DamagedCheckpoint(f"{path} is damaged: the content of {name} is not what was written")
     stages.units.weights_changed()

@@ -1,7 +1,7 @@
 """Text to tokens to batches: corpora, tokenizers, and the batch as a pure function of (seed, step).
 
-The names below are imported when they are first asked for: `python -m ndtrain.data` and its workers need no torch,
-whose import takes longer than a small corpus.
+The names below are imported when they are first asked for. So `python -m ndtrain.data` and its workers do not import
+torch, which takes longer than tokenising a small corpus.
 """
 
 from importlib import import_module
@@ -27,7 +27,7 @@ __all__ = [
     "rows_of",
 ]
 
-_PLACES = {
+_MODULES = {
     "batches": ("Batch", "Prefetcher", "Source", "microbatches", "rows_of"),
     "dataset": ("Data",),
     "open": ("open_data",),
@@ -37,7 +37,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    place = next((place for place, names in _PLACES.items() if name in names), None)
-    if place is None:
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{place}"), name)
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""Makes token files of a corpus, ahead of training, with all cores.
+"""Tokenises a corpus into token files before training, on all cores.
 
 python -m ndtrain.data prepare out=<folder> data=text data.path=corpus/ data.tokenizer=bpe data.vocab_size=32000
 
@@ -16,30 +16,25 @@ python -m ndtrain.data prepare out=<folder> data=text data.path=corpus/ data.tok
   workers             processes that tokenise (default: one for each core)
   unit                bytes of text that one takes at a time (default: {unit}, less of a small corpus)
 
-Interrupted or killed, the same command goes on where it stopped. A changed corpus or tokenizer starts anew.
+After an interrupt or a kill, the same command goes on where it stopped. A changed corpus or tokenizer starts anew.
 """
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from ndtrain.arguments import near
 from ndtrain.config import ConfigError, DataConfig, load_config
 from ndtrain.config.checks import check_data
 from ndtrain.data.manifest import Manifest
-from ndtrain.data.prepare import UNIT, Tally, prepare
-from ndtrain.data.units import WorkerDied, start_forkserver
+from ndtrain.data.prepare import PART_BYTES, prepare
+from ndtrain.data.progress import ProgressDisplay, TextProgress
+from ndtrain.data.workers import WorkerDied, start_forkserver
 
 VOCAB_SIZE = 4096  # where data.vocab_size is not given: there is no model to take it from
-LINE_S = 5.0  # between plain lines
 _DATA = ("path", "tokenizer", "vocab_size", "validation", "text_key", "subset", "split", "eval_split", "cache")
 KEYS = ("out", "workers", "unit", "data", *(f"data.{name}" for name in _DATA))
 _KINDS = ("python", "text", "jsonl", "hf")
@@ -47,6 +42,8 @@ _KINDS = ("python", "text", "jsonl", "hf")
 
 @dataclass(frozen=True)
 class Options:
+    """What the command is to do. `unit` is the bytes of text that a worker takes at a time; None: it depends."""
+
     out: Path
     workers: int
     unit: int | None
@@ -54,10 +51,13 @@ class Options:
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs the command; the exit status: 2 for what cannot start as given, 1 for a failure on the way, 130 after
-    Ctrl-C. One line says why."""
+    """Runs the command and returns its exit status.
+
+    The status is 2 where it cannot start as given, 1 after a failure on the way, and 130 after Ctrl-C. One line says
+    why.
+    """
     if not args or {"-h", "--help"} & set(args):
-        print((__doc__ or "").format(vocab_size=VOCAB_SIZE, validation=DataConfig.validation, unit=UNIT).strip())
+        print((__doc__ or "").format(vocab_size=VOCAB_SIZE, validation=DataConfig.validation, unit=PART_BYTES).strip())
         return 0 if args else 2
     try:
         if args[0] != "prepare":
@@ -69,10 +69,10 @@ def main(args: Sequence[str]) -> int:
 
 
 def parse(args: Sequence[str]) -> Options:
-    """The options among `key=value` arguments.
+    """Reads `key=value` arguments. Those of `data` are overrides in Hydra's grammar.
 
     Raises:
-        ConfigError: an argument that is none, an unknown key, an unusable value, `out` missing.
+        ConfigError: an argument has no `=`, a key is unknown, a value is unusable, or `out` is missing.
     """
     given, overrides = {}, [f"data.vocab_size={VOCAB_SIZE}"]
     for arg in args:
@@ -114,25 +114,25 @@ def _count(key: str, text: str) -> int:
 
 
 def run(options: Options) -> int:
-    """Prepares as asked, showing how far it is; the exit status.
+    """Prepares the corpus, shows the progress, and returns the exit status.
 
     Raises:
         ConfigError: it cannot start, or a document cannot be read.
     """
-    display = Display()
+    display = ProgressDisplay()
     again = f"{options.out} keeps what is done, the same command goes on from there"
     try:
         with closing(display):
             manifest = prepare(
-                options.data, options.out, options.workers, options.unit, note=display.note, show=display.show
+                options.data, options.out, options.workers, options.unit, note=display.note, on_progress=display.show
             )
     except KeyboardInterrupt:
-        print(f"stopped{display.place()}: {again}", file=sys.stderr)
+        print(f"stopped{display.location()}: {again}", file=sys.stderr)
         return 130
     except (OSError, WorkerDied) as error:
         print(f"error: {_reason(error)}: {again}", file=sys.stderr)
         return 1
-    display.note(summary(manifest, display.tally))
+    display.note(summary(manifest, display.progress))
     return 0
 
 
@@ -142,73 +142,16 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def summary(manifest: Manifest, tally: Tally | None) -> str:
-    """What a prepared folder holds and, where work was done, how fast it went."""
+def summary(manifest: Manifest, progress: TextProgress | None) -> str:
+    """Says what a prepared folder holds and, where work was done, how fast it went."""
     tokens, documents = manifest.tokens, manifest.documents
     words = [f"{manifest.folder}: {tokens['train']:,} training tokens of {documents['train']:,} documents"]
     if tokens["validation"]:
         words.append(f"{tokens['validation']:,} validation tokens of {documents['validation']:,} documents")
     words.append(f"{manifest.dtype}, vocabulary {manifest.vocab_size:,}")
-    if tally is not None:
-        words.append(f"{tally.seconds:.1f} s, {tally.tokens_per_s:,.0f} tokens/s")
+    if progress is not None:
+        words.append(f"{progress.seconds:.1f} s, {progress.tokens_per_s:,.0f} tokens/s")
     return "; ".join(words)
-
-
-class Display:
-    """How far a preparation is: a bar on a terminal, plain lines anywhere else."""
-
-    def __init__(self, console: Console | None = None):
-        self.tally: Tally | None = None
-        self._console = console or Console()
-        self._bar: Progress | None = None
-        self._printed = 0.0
-
-    def note(self, text: str) -> None:
-        """Prints a line."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def show(self, tally: Tally) -> None:
-        """Shows the tally; as a plain line only every `LINE_S`."""
-        if self.tally is None:
-            self._printed = time.monotonic()
-        self.tally = tally
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._draw(tally)
-        elif time.monotonic() - self._printed >= LINE_S:
-            self._printed = time.monotonic()
-            self.note(f"{_amount(tally)}  {_figures(tally)}")
-
-    def place(self) -> str:
-        """Where it stopped, for a message; nothing if it has not begun."""
-        return f" at {_amount(self.tally)}" if self.tally else ""
-
-    def close(self) -> None:
-        """Leaves the bar as it stands and gives the terminal back."""
-        if self._bar:
-            self._bar.stop()
-            self._bar = None
-
-    def _draw(self, tally: Tally) -> None:
-        if self._bar is None:
-            columns = [
-                TextColumn("{task.fields[amount]}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[figures]}"),
-            ]
-            self._bar = Progress(*columns, console=self._console, auto_refresh=False, expand=True)
-            self._task = self._bar.add_task("", total=tally.size, amount="", figures="")
-            self._bar.start()
-            self._console.show_cursor(True)  # rich hides it, and a killed process could not bring it back
-        self._bar.update(self._task, completed=tally.done, amount=_amount(tally), figures=_figures(tally), refresh=True)
-
-
-def _amount(tally: Tally) -> str:
-    return f"{tally.done / 1e6:,.1f} of {tally.size / 1e6:,.1f} MB"
-
-
-def _figures(tally: Tally) -> str:
-    left = "" if tally.left is None else f"  left {timedelta(seconds=round(tally.left))}"
-    return f"{tally.tokens:,} tokens  {tally.tokens_per_s:,.0f} tokens/s{left}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Microbatches of the sequences of a step, and a thread that makes the next ones ahead of time.
+"""Microbatches of the sequences of a step, and a thread that prefetches them.
 
 Shapes: B sequences of a microbatch (or of a rank's step), T tokens of a sequence (or of this rank's part of it).
 """
@@ -27,9 +27,9 @@ class Batch:
     Attributes:
         tokens: [B, T].
         labels: [B, T], the token that follows each in its document (`IGNORE`: not counted).
-        positions: [T] or [B, T], the place of each token in its document; None: 0 to T - 1 in every row.
-        documents: for each row the places in the whole sequence, before any cut, where a document starts, the first
-            of them 0; None: each row is one document.
+        positions: [T] or [B, T], the position of each token in its document; None: 0 to T - 1 in every row.
+        documents: for each row the positions in the whole sequence, before it is sharded, where a document starts; the
+            first is 0. None: each row is one document.
     """
 
     tokens: Tensor
@@ -38,48 +38,56 @@ class Batch:
     documents: tuple[tuple[int, ...], ...] | None = None
 
     def pin(self) -> "Batch":
-        """A copy in page-locked memory, from which copies to a GPU run beside its work."""
-        return self._each(Tensor.pin_memory)
+        """Returns a copy in page-locked memory, from which copies to a GPU overlap with its work."""
+        return self._map(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "Batch":
-        """On `device`, without waiting for the copy."""
-        return self._each(lambda x: x.to(device, non_blocking=True))
+        """Returns a copy on `device`, without waiting for it."""
+        return self._map(lambda x: x.to(device, non_blocking=True))
 
-    def read_on(self, stream: torch.cuda.Stream) -> None:
-        """The memory is kept for what is queued on `stream` now, though it was not allocated there."""
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keeps the allocator from reusing the memory before what is queued on `stream` now has run."""
         for x in (self.tokens, self.labels, self.positions):
             if x is not None:
                 x.record_stream(stream)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         positions = None if self.positions is None else change(self.positions)
         return Batch(change(self.tokens), change(self.labels), positions, self.documents)
 
 
 class Source(Protocol):
-    """Where the sequences of each step come from. Every rank has one, and all see the same sequences."""
+    """Gives the sequences of each step. Every rank has one, and all see the same sequences."""
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        """int64 [len(rows), T + 1]: the tokens of those sequences of the step's global batch. A stream is to be asked
-        for every step, in order."""
+        """Returns int64 [len(rows), T + 1]: the tokens of those sequences of the step's global batch.
+
+        A streaming dataset must be asked for every step, in order.
+        """
         ...
 
     def where(self, step: int, i: int) -> str:
-        """What sequence `i` of `step` is, in words."""
+        """Says in words which sequence of which corpus sequence `i` of `step` is."""
         ...
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """What it takes, beside the step's number, to go on with `step` in another process, as JSON; None: nothing. It
-        counts on rank 0, and for steps near those asked for last."""
+        """Returns what another process needs, beside the step's number, to resume at `step`, as JSON; None: nothing.
+
+        Rank 0's counts. It is known for steps near those asked for last.
+        """
         ...
 
     def close(self) -> None:
-        """Nothing more will be asked for."""
+        """Releases what it holds. Nothing more will be asked for."""
         ...
 
 
 def rows_of(replica: int, replicas: int, global_batch: int) -> range:
-    """The contiguous share of a global batch's rows that one of `replicas` data replicas works on."""
+    """Returns the contiguous rows of a global batch that one of `replicas` data replicas works on.
+
+    Raises:
+        ValueError: `replicas` do not divide the global batch.
+    """
     share, rest = divmod(global_batch, replicas)
     if rest:
         raise ValueError(f"global_batch {global_batch} is not a multiple of {replicas} replicas")
@@ -91,44 +99,48 @@ def microbatches(
     step: int,
     rows: Sequence[int],
     micro_batch: int,
-    cut: SequenceSharding | None = None,
+    sharding: SequenceSharding | None = None,
     part: int = 0,
     eos: int | None = None,
 ) -> list[Batch]:
-    """The rows of a step as microbatches of `micro_batch` sequences, in order.
+    """Returns the rows of a step as microbatches of `micro_batch` sequences, in order.
 
     Args:
         source: only its `tokens` are asked for.
-        cut, part: only the tokens of part `part` of `cut`, a cut of whole sequences (None: all of them).
-        eos: the token that ends a document, for rows of several documents that are not to see each other; None: each
-            row is one document, whatever its tokens.
+        sharding, part: the microbatches hold part `part` of each whole sequence; None: the whole sequence.
+        eos: the token that ends a document, where the documents of a row do not attend to each other; None: each row
+            is one document, whatever its tokens.
 
     Raises:
-        ValueError: rows that do not divide into microbatches, or a cut of sequences of another length.
+        ValueError: the rows do not divide into microbatches, or the sharding is of sequences of another length.
     """
     if len(rows) % micro_batch:
         raise ValueError(f"{len(rows)} rows do not divide into microbatches of {micro_batch}")
-    batch = _whole(source.tokens(step, rows), eos)
-    if cut is not None and cut.length != batch.tokens.shape[1]:
-        raise ValueError(f"a cut of {cut.length} tokens does not fit sequences of {batch.tokens.shape[1]}")
-    if cut is not None and cut.parts > 1:
-        batch = _local(batch, torch.from_numpy(cut.index(part)))
+    batch = _full_batch(source.tokens(step, rows), eos)
+    if sharding is not None and sharding.length != batch.tokens.shape[1]:
+        raise ValueError(f"a sharding of {sharding.length} tokens does not fit sequences of {batch.tokens.shape[1]}")
+    if sharding is not None and sharding.parts > 1:
+        batch = _sequence_shard(batch, torch.from_numpy(sharding.index(part)))
     return [_rows(batch, slice(i, i + micro_batch)) for i in range(0, len(rows), micro_batch)]
 
 
 def documents_of(tokens_T: np.ndarray, eos: int) -> tuple[int, ...]:
-    """Where the documents of a sequence start: at 0, and after each of its tokens `eos` that others follow."""
+    """Returns where the documents of a sequence start: at 0, and after each token `eos` that another one follows."""
     return (0, *(np.flatnonzero(tokens_T[:-1] == eos) + 1).tolist())
 
 
 def positions_of(documents: Sequence[int], length: int) -> np.ndarray:
-    """int64 [length]: the place of each token of a sequence in its document, from where `documents` start."""
+    """Returns int64 [length]: the position of each token of a sequence in its document.
+
+    Args:
+        documents: where the documents start.
+    """
     starts = np.asarray(documents, np.int64)
     return np.arange(length) - np.repeat(starts, np.diff(starts, append=length))
 
 
-def _whole(tokens: np.ndarray, eos: int | None) -> Batch:
-    """Sequences [B, T + 1] as one batch. The label of `eos` would be the next document's first token: ignored."""
+def _full_batch(tokens: np.ndarray, eos: int | None) -> Batch:
+    """Returns sequences [B, T + 1] as one batch. The label of `eos` is ignored: it is the next document's token."""
     tokens_BT, labels_BT = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
     if eos is None:
         return Batch(tokens_BT, labels_BT)
@@ -138,11 +150,11 @@ def _whole(tokens: np.ndarray, eos: int | None) -> Batch:
     return Batch(tokens_BT, labels_BT, torch.from_numpy(positions_BT), documents)
 
 
-def _local(batch: Batch, index_T: Tensor) -> Batch:
-    """The tokens `index_T` of each whole sequence."""
-    take = lambda x: x.index_select(-1, index_T)
-    positions = index_T if batch.positions is None else take(batch.positions)
-    return Batch(take(batch.tokens), take(batch.labels), positions, batch.documents)
+def _sequence_shard(batch: Batch, index_T: Tensor) -> Batch:
+    """Returns the tokens `index_T` of each whole sequence."""
+    select = lambda x: x.index_select(-1, index_T)
+    positions = index_T if batch.positions is None else select(batch.positions)
+    return Batch(select(batch.tokens), select(batch.labels), positions, batch.documents)
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:
@@ -161,8 +173,9 @@ def _rows(batch: Batch, rows: slice) -> Batch:
 class Prefetcher(Generic[Item]):
     """Calls `make(step)` for start <= step < stop in a background thread, at most `depth` items ahead.
 
-    With a GPU as `device`, items are lists of `Batch` and arrive on it: they are copied, from page-locked memory, on a
-    stream of the thread's own, beside the steps before. The thread is a daemon: it never keeps the process alive.
+    With a GPU as `device`, items are lists of `Batch` and arrive on it. They are copied from page-locked memory on a
+    CUDA stream of the thread's own, so the copies overlap with the steps before. The thread is a daemon: it never keeps
+    the process alive.
     """
 
     def __init__(
@@ -182,10 +195,10 @@ class Prefetcher(Generic[Item]):
         self._thread.start()
 
     def get(self, step: int) -> tuple[Item, float]:
-        """The item of `step` and the seconds waited for it. Steps are to be asked for in order.
+        """Returns the item of `step` and the seconds waited for it. Steps must be asked for in order.
 
         Raises:
-            ValueError: not the next step, or one from `stop` on.
+            ValueError: it is not the next step, or it is `stop` or later.
             RuntimeError: the prefetcher is closed.
             Exception: what `make` raised.
         """
@@ -202,11 +215,11 @@ class Prefetcher(Generic[Item]):
             self._next += 1
             self._changed.notify_all()
         if copied:
-            self._hand_over(item, copied)
+            self._wait_for_copies(item, copied)
         return item, time.perf_counter() - began
 
     def close(self) -> None:
-        """Ends the thread. An item it is in the middle of making delays this by a second at most."""
+        """Ends the thread. An item that it is making delays this by a second at most."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -216,7 +229,7 @@ class Prefetcher(Generic[Item]):
     def _run(self, start: int) -> None:
         try:
             if self._device is not None:
-                torch.cuda.set_device(self._device)  # on device 0, where a thread starts, is another process at work
+                torch.cuda.set_device(self._device)  # a thread starts on device 0, where another process works
             for step in range(start, self._stop):
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
@@ -238,9 +251,9 @@ class Prefetcher(Generic[Item]):
             self._ready.append((item, copied))
             self._changed.notify_all()
 
-    def _hand_over(self, item: Sequence[Batch], copied: torch.cuda.Event) -> None:
-        """The caller's stream waits for the copies, and their memory is not given away before it has read them."""
-        reader = torch.cuda.current_stream(self._device)
-        reader.wait_event(copied)
+    def _wait_for_copies(self, item: Sequence[Batch], copied: torch.cuda.Event) -> None:
+        """Makes the caller's CUDA stream wait for the copies, and keeps their memory until it has read them."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copied)
         for batch in item:
-            batch.read_on(reader)
+            batch.record_stream(stream)

@@ -1,4 +1,4 @@
-"""Corpora of files: which files they are, and how the documents in each are read."""
+"""Corpora of files: which files belong to one, and how the documents of each file are read."""
 
 import glob
 import io
@@ -16,21 +16,23 @@ import numpy as np
 
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.data.cache import digest
-from ndtrain.data.documents import Corpus, Document, pieces
+from ndtrain.data.documents import Corpus, Document, text_chunks
 from ndtrain.data.hf import open_dataset_corpus
 
-_VERSION = 1  # of what the code below makes of the same files: a change here outdates every cache entry
+_VERSION = 1  # of the documents that this module makes of given files: a new one outdates every cache entry
 _INSTALLED = {"site-packages", "dist-packages"}
-_BLOCK = 1 << 20  # bytes in which lines are counted
+_COUNT_BYTES = 1 << 20  # read at a time to count lines
 
 
 @dataclass(frozen=True)
 class FileCorpus(Corpus):
     """Files that hold documents.
 
-    `files` are '/'-separated paths below `root`, sorted. `read(path, name)` yields the documents of one file; where
-    documents are lines (`by_line`) it also takes `start`, `end` and `number`: only the lines that start in that range
-    of bytes, the first of them line `number`.
+    Attributes:
+        root, files: the files are '/'-separated paths below `root`, sorted.
+        read: `read(path, name)` yields the documents of one file. With `by_line` it also takes `start`, `end` (bytes)
+            and `number`: it then yields the lines that start in [start, end), the first of them line `number`.
+        by_line: whether every line is a document.
     """
 
     setting: str
@@ -41,7 +43,10 @@ class FileCorpus(Corpus):
     by_line: bool = False
 
     def key(self) -> str:
-        """Digest of the settings and of every file's name, size and time of change."""
+        """Returns a digest of the settings and of every file's name, size and time of change.
+
+        The name of the `read` function is part of it: renaming one outdates the cache entries of its corpora.
+        """
         stats = [os.stat(self.root / name) for name in self.files]
         entries = [(name, s.st_size, s.st_mtime_ns) for name, s in zip(self.files, stats, strict=True)]
         reader = (self.read.func.__name__, self.read.args) if isinstance(self.read, partial) else self.read.__name__
@@ -57,27 +62,27 @@ class FileCorpus(Corpus):
     def size(self) -> int:
         return sum(os.path.getsize(self.root / name) for name in self.files)
 
-    def cut(self, size: int) -> Iterator[tuple["FileCorpus", int]]:
-        """Small files go together; a larger one is cut between lines where documents are lines."""
+    def partition(self, size: int) -> Iterator[tuple["FileCorpus", int]]:
+        """Groups small files. Splits a larger one between lines where every line is a document."""
         group: list[str] = []
-        held = 0
+        group_bytes = 0
         for name in self.files:
             length = os.path.getsize(self.root / name)
-            if group and held + length > size:
-                yield replace(self, files=tuple(group)), held
-                group, held = [], 0
+            if group and group_bytes + length > size:
+                yield replace(self, files=tuple(group)), group_bytes
+                group, group_bytes = [], 0
             if self.by_line and length > size:
-                yield from self._cut_lines(name, length, size)
+                yield from self._partition_lines(name, length, size)
             else:
                 group.append(name)
-                held += length
+                group_bytes += length
         if group:
-            yield replace(self, files=tuple(group)), held
+            yield replace(self, files=tuple(group)), group_bytes
 
-    def _cut_lines(self, name: str, length: int, size: int) -> Iterator[tuple["FileCorpus", int]]:
-        """One file by the places where its lines start. Counts its lines first: their numbers name the documents."""
+    def _partition_lines(self, name: str, length: int, size: int) -> Iterator[tuple["FileCorpus", int]]:
+        """Partitions one file where its lines start. Counts its lines first: their numbers name the documents."""
         starts = range(0, length, size)
-        before = [max(0, start - 1) for start in starts]  # the line that holds this byte belongs to the piece before
+        before = [max(0, start - 1) for start in starts]  # the line that holds this byte belongs to the part before
         with ThreadPoolExecutor() as pool:
             lines = pool.map(partial(_count_lines, self.root / name), before, [*before[1:], length])
         number = 1
@@ -92,18 +97,19 @@ class FileCorpus(Corpus):
 
 
 def _count_lines(path: Path, start: int, end: int) -> int:
-    """How many lines end in [start, end) of the file."""
+    """Counts the lines that end in bytes [start, end) of the file."""
     count = 0
     with path.open("rb") as file:
         file.seek(start)
-        while block := file.read(min(_BLOCK, end - file.tell())):
-            count += int(np.count_nonzero(np.frombuffer(block, np.uint8) == ord("\n")))  # outside the interpreter lock
+        while block := file.read(min(_COUNT_BYTES, end - file.tell())):
+            count += int(np.count_nonzero(np.frombuffer(block, np.uint8) == ord("\n")))  # numpy releases the GIL
     return count
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    """The corpus that `data.name` (python, text, jsonl, or hf without streaming) and `data.path` name. Reads no text
-    yet, though with hf the library may download and prepare the dataset.
+    """Opens the corpus that `data.name` (python, text, jsonl, or hf without streaming) and `data.path` name.
+
+    This reads no text yet. With hf, the library may download and prepare the dataset.
 
     Raises:
         ConfigError: the path does not exist, no file matches, or `datasets` cannot open it.
@@ -126,39 +132,44 @@ def open_corpus(data: DataConfig) -> Corpus:
     raise ConfigError(f"data={data.name}: no corpus of texts: choose python, text, jsonl or hf")
 
 
-def matching_files(path: str, pattern: str, key: str = "data.path") -> tuple[Path, tuple[str, ...]]:
-    """(root, sorted '/'-separated names below it) of a file, of the files in a folder that match `pattern`, or of a
-    glob. Hidden files and folders are left out of folders and globs. `key` names the setting in errors.
+def matching_files(setting: str, pattern: str, key: str = "data.path") -> tuple[Path, tuple[str, ...]]:
+    """Returns (root, sorted '/'-separated names below it) of the files that a setting names.
+
+    Hidden files and folders are left out of folders and globs.
+
+    Args:
+        setting: a file, a folder, whose files must match `pattern`, or a glob.
+        key: the name of the setting, for errors.
 
     Raises:
-        ConfigError: nothing there.
+        ConfigError: there is no such file.
     """
-    place = Path(path).expanduser()
-    if place.is_file():
-        return place.parent.resolve(), (place.name,)
-    if place.is_dir():
-        root = place.resolve()
+    path = Path(setting).expanduser()
+    if path.is_file():
+        return path.parent.resolve(), (path.name,)
+    if path.is_dir():
+        root = path.resolve()
         files = _files_below(root, pattern)
         if not files:
-            raise ConfigError(f"{key}={path}: no file {pattern} in this folder: name another, or a glob")
+            raise ConfigError(f"{key}={setting}: no file {pattern} in this folder: name another, or a glob")
         return root, tuple(files)
-    if not glob.has_magic(path):
-        raise ConfigError(f"{key}={path}: no such file or folder: give an existing one, or a glob")
-    depth = next(i for i, part in enumerate(place.parts) if glob.has_magic(part))
-    root = Path(*place.parts[:depth]).resolve()
-    found = glob.glob(str(Path(*place.parts[depth:])), root_dir=root, recursive=True)
-    files = sorted(Path(name).as_posix() for name in found if (root / name).is_file())
+    if not glob.has_magic(setting):
+        raise ConfigError(f"{key}={setting}: no such file or folder: give an existing one, or a glob")
+    depth = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
+    root = Path(*path.parts[:depth]).resolve()
+    matches = glob.glob(str(Path(*path.parts[depth:])), root_dir=root, recursive=True)
+    files = sorted(Path(name).as_posix() for name in matches if (root / name).is_file())
     if not files:
-        raise ConfigError(f"{key}={path}: no file matches this glob: correct it")
+        raise ConfigError(f"{key}={setting}: no file matches this glob: correct it")
     return root, tuple(files)
 
 
 def _files_below(root: Path, pattern: str) -> list[str]:
-    found = (p.relative_to(root) for p in root.rglob(pattern) if p.is_file())
-    return sorted(p.as_posix() for p in found if not any(part.startswith(".") for part in p.parts))
+    names = (p.relative_to(root) for p in root.rglob(pattern) if p.is_file())
+    return sorted(p.as_posix() for p in names if not any(part.startswith(".") for part in p.parts))
 
 
-# ---------------------------------------------------------------------------------------------- readers of one file
+# ------------------------------------------------------------------------------------------- the documents of one file
 
 
 def _read_python(path: Path, name: str) -> Iterator[Document]:
@@ -166,17 +177,17 @@ def _read_python(path: Path, name: str) -> Iterator[Document]:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:  # test data in other encodings
         return
-    yield Document(name, pieces(io.StringIO(text).read))
+    yield Document(name, text_chunks(io.StringIO(text).read))
 
 
 def _read_text(path: Path, name: str) -> Iterator[Document]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        yield Document(name, _decoded_pieces(file, path))
+        yield Document(name, _decoded_chunks(file, path))
 
 
-def _decoded_pieces(file: TextIO, path: Path) -> Iterator[str]:
+def _decoded_chunks(file: TextIO, path: Path) -> Iterator[str]:
     try:
-        yield from pieces(file.read)
+        yield from text_chunks(file.read)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"data.path: {path} is not UTF-8 text: convert it, or leave it out with a glob such as "
@@ -187,42 +198,52 @@ def _decoded_pieces(file: TextIO, path: Path) -> Iterator[str]:
 def _read_jsonl(
     text_key: str, path: Path, name: str, start: int = 0, end: int | None = None, number: int = 1
 ) -> Iterator[Document]:
-    """The lines that start in [start, end) of the file; the first of them is line `number`."""
+    """Yields the lines that start in bytes [start, end) of the file; the first of them is line `number`."""
     with path.open("rb") as file:
         for line_number, line in enumerate(_lines(file, start, end), start=number):
             if line.strip():
                 text = _jsonl_text(line, text_key, f"data.path: {path}:{line_number}")
-                yield Document(f"{name}:{line_number}", pieces(io.StringIO(text).read))
+                extra_bytes = len(line) - len(text.encode())
+                yield Document(f"{name}:{line_number}", text_chunks(io.StringIO(text).read), extra_bytes=extra_bytes)
 
 
 def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[bytes]:
-    """The lines that start in [start, end)."""
-    place = start
+    """Yields the lines that start in bytes [start, end)."""
+    offset = start
     if start:
         file.seek(start - 1)
-        place += len(file.readline()) - 1
+        offset += len(file.readline()) - 1
     for line in file:
-        if end is not None and place >= end:
+        if end is not None and offset >= end:
             return
         yield line
-        place += len(line)
+        offset += len(line)
 
 
-def _jsonl_text(line: bytes, text_key: str, place: str) -> str:
+def _jsonl_text(line: bytes, text_key: str, location: str) -> str:
+    """Returns the text of a line.
+
+    Raises:
+        ConfigError: the line holds no text. The message begins with `location`.
+    """
     try:
         record = json.loads(line)
     except ValueError as error:  # broken JSON or UTF-8
-        raise ConfigError(f"{place}: not a JSON object ({error}): correct or remove the line") from error
+        raise ConfigError(f"{location}: not a JSON object ({error}): correct or remove the line") from error
     if not isinstance(record, dict):
-        raise ConfigError(f"{place}: not a JSON object but a {type(record).__name__}: correct or remove the line")
+        raise ConfigError(f"{location}: not a JSON object but a {type(record).__name__}: correct or remove the line")
     if text_key not in record:
         fields = ", ".join(record) or "none"
-        raise ConfigError(f"{place}: no field {text_key!r}: set data.text_key to one of its fields ({fields})")
+        raise ConfigError(f"{location}: no field {text_key!r}: set data.text_key to one of its fields ({fields})")
     text = record[text_key]
     if not isinstance(text, str):
-        raise ConfigError(f"{place}: field {text_key!r} is not a string: set data.text_key to the field with the text")
+        raise ConfigError(
+            f"{location}: field {text_key!r} is not a string: set data.text_key to the field with the text"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{place}: field {text_key!r} holds a lone surrogate: correct or remove the line") from error
+        raise ConfigError(
+            f"{location}: field {text_key!r} holds a lone surrogate: correct or remove the line"
+        ) from error
     return text

@@ -1,4 +1,4 @@
-"""What `open_data` gives: a corpus, a blend or a stream that is ready to be trained on."""
+"""What `open_data` returns: a corpus, a mixture or a streaming dataset that a run can train on."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -13,27 +13,30 @@ import torch.distributed as dist
 from ndtrain.config import Config, DataConfig
 from ndtrain.data.batches import Source
 from ndtrain.data.cache import digest
-from ndtrain.data.hf import stream_key
-from ndtrain.data.mixture_order import Turns
-from ndtrain.data.order import Blend, Sequences, seed_of
-from ndtrain.data.reader import Reader
-from ndtrain.data.stream import Stream
+from ndtrain.data.hf import streaming_identity
+from ndtrain.data.mixture_order import MixtureOrder
+from ndtrain.data.order import Mixture, Sequences, corpus_seed
+from ndtrain.data.streaming_source import StreamingSource
+from ndtrain.data.token_reader import TokenReader
 from ndtrain.data.tokenizer import Tokenizer
 from ndtrain.distributed.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
-_KEEP = 8  # steps behind those prefetched for which a stream can tell what they were
+_HISTORY = 8  # steps before those prefetched that a streaming source remembers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data(ABC):
     """What a run trains on.
 
-    Every id lies below `vocab_size`. `tokenizer` is None for token files that say nothing of theirs. `fingerprint`
-    changes with what is trained on: it is a digest of all ids (of a stream, of what names it), the same on every
-    machine. `eos_id` is the token that ends a document, which a packed run splits at; None where it is not known.
-    `validation` holds a flat array of ids for each corpus that has any held out.
+    Attributes:
+        tokenizer: None for token files that name none.
+        vocab_size: every id lies below it.
+        fingerprint: changes with what is trained on and is the same on every machine. It is a digest of all ids; for a
+            streaming dataset, of the settings that name it.
+        eos_id: the token that ends a document, at which a packed run separates documents; None: not known.
+        validation: a flat array of ids for each corpus that has a validation split.
     """
 
     tokenizer: Tokenizer | None
@@ -44,20 +47,29 @@ class Data(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """In words."""
+        """Says in words what is trained on."""
 
     @abstractmethod
     def sequences(self, cfg: Config, mesh: Mesh, step: int, saved: dict[str, Any] | None) -> Source:
-        """Where the sequences of each step come from, from `step` on. Every rank asks, once the process group exists.
+        """Returns the source of the sequences of each step, from `step` on.
+
+        Every rank calls this, once the process group exists.
 
         Args:
-            saved: `Source.state(step)` of the run that is resumed.
+            saved: `Source.state(step)` of the run that is resumed; None: there is none.
         """
 
 
 @dataclass(frozen=True)
 class TokenCorpus:
-    """A corpus as flat arrays of token ids (uint16 or uint32, memory-mapped, read-only). `name` is for messages."""
+    """A corpus as flat arrays of token ids.
+
+    Attributes:
+        name: for messages.
+        train, validation: read-only and memory-mapped, uint16 or uint32.
+        fingerprint: a digest of all ids.
+        eos_id: as in `Data`.
+    """
 
     name: str
     train: np.ndarray
@@ -68,10 +80,10 @@ class TokenCorpus:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedData(Data):
-    """Corpora whose tokens are all there. With `turns` they are a blend, else there is one."""
+    """Corpora all of whose tokens are at hand: one corpus or, with `mixture_order`, a mixture of several."""
 
     corpora: tuple[TokenCorpus, ...]
-    turns: Turns | None = None
+    mixture_order: MixtureOrder | None = None
 
     @cached_property
     def train(self) -> tuple[np.ndarray, ...]:
@@ -79,49 +91,55 @@ class IndexedData(Data):
         return tuple(corpus.train for corpus in self.corpora)
 
     def describe(self) -> str:
-        many = f"{len(self.corpora)} corpora, " if self.turns else ""
-        return f"{many}{sum(map(len, self.train)):,} training tokens"
+        corpora = f"{len(self.corpora)} corpora, " if self.mixture_order else ""
+        return f"{corpora}{sum(map(len, self.train)):,} training tokens"
 
     def sequences(self, cfg: Config, mesh: Mesh, step: int, saved: dict[str, Any] | None) -> Source:
         t, shuffle = cfg.train, cfg.data.shuffle
-        parts = [
-            Sequences(c.train, t.seq_len, t.global_batch, seed_of(cfg.run.seed, number), shuffle, c.name)
+        sequences = [
+            Sequences(c.train, t.seq_len, t.global_batch, corpus_seed(cfg.run.seed, number), shuffle, c.name)
             for number, c in enumerate(self.corpora)
         ]
-        return Blend(parts, self.turns, t.global_batch) if self.turns else parts[0]
+        return Mixture(sequences, self.mixture_order, t.global_batch) if self.mixture_order else sequences[0]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamedData(Data):
-    """A stream. `dataset` is a `datasets.IterableDataset` on rank 0, None elsewhere."""
+class StreamingData(Data):
+    """A streaming dataset.
+
+    Attributes:
+        dataset: a `datasets.IterableDataset` on rank 0, None on the others.
+    """
 
     data: DataConfig
     dataset: Any
 
     def describe(self) -> str:
-        return f"a stream of {self.data.path}"
+        return f"the streaming dataset {self.data.path}"
 
     def sequences(self, cfg: Config, mesh: Mesh, step: int, saved: dict[str, Any] | None) -> Source:
         world = mesh.spec.world_size
         timeout = timedelta(seconds=cfg.hardware.timeout_s)
         group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
-        return Stream(
+        return StreamingSource(
             self._reader(cfg, saved) if mesh.rank == 0 else None,
             group,
             cfg.train.seq_len,
             cfg.train.global_batch,
             step,
-            cfg.data.prefetch + _KEEP,
-            self._key(cfg),
-            f"the stream data.path={self.data.path}",
+            cfg.data.prefetch + _HISTORY,
+            self._identity(cfg),
+            f"the streaming dataset data.path={self.data.path}",
         )
 
-    def _reader(self, cfg: Config, saved: dict[str, Any] | None) -> Reader:
-        if saved is not None and saved.get("stream") != self._key(cfg):
-            log.warning("data.path=%s: not the stream of the checkpoint: begins at its beginning", self.data.path)
+    def _reader(self, cfg: Config, saved: dict[str, Any] | None) -> TokenReader:
+        if saved is not None and saved.get("stream") != self._identity(cfg):
+            log.warning(
+                "data.path=%s: not the streaming dataset of the checkpoint: begins at its beginning", self.data.path
+            )
             saved = None
-        return Reader(self.dataset, self.data, self.tokenizer, cfg.run.seed, saved)
+        return TokenReader(self.dataset, self.data, self.tokenizer, cfg.run.seed, saved)
 
-    def _key(self, cfg: Config) -> str:
-        """Of all that a place in the stream depends on."""
-        return digest(stream_key(self.data), self.data.shuffle and cfg.run.seed, self.tokenizer.digest())
+    def _identity(self, cfg: Config) -> str:
+        """Returns a digest of all that the order of the tokens depends on."""
+        return digest(streaming_identity(self.data), self.data.shuffle and cfg.run.seed, self.tokenizer.digest())

@@ -1,4 +1,4 @@
-"""A corpus as documents with names: which of them are held out, and the pieces of text that tokenising sees."""
+"""A corpus as named documents: which of them the validation split holds, and the chunks of text that are tokenised."""
 
 import os
 import re
@@ -8,32 +8,56 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, pairwise
 
-PIECE = 1 << 20  # characters of a document that are held and tokenised at a time
+from ndtrain.config import ConfigError
+
+CHUNK_CHARACTERS = 1 << 20  # of a document that are held in memory and tokenised at a time
 SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text. `name` is unique in the corpus; `pieces` are its text in order, each at most PIECE characters."""
+    """One text.
+
+    Attributes:
+        name: unique in the corpus.
+        chunks: the text in order, in strings of at most CHUNK_CHARACTERS characters.
+        held_out: whether the validation split holds it; None: its name decides.
+        extra_bytes: bytes of the corpus that belong to it beside its text, as the JSON of a line does.
+    """
 
     name: str
-    pieces: Iterator[str]
-    held_out: bool | None = None  # None: its name decides
+    chunks: Iterator[str]
+    held_out: bool | None = None
+    extra_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class Part:
-    """One piece of a document, as tokenising sees it."""
+class TextChunk:
+    """A chunk of a document's text, as the tokenizer sees it.
+
+    Attributes:
+        held_out: whether the validation split holds its document.
+        last: whether it ends its document.
+        extra_bytes: those of the document on its last chunk, else 0.
+    """
 
     text: str
-    held_out: bool  # belongs to the validation split
-    last: bool  # ends its document
+    held_out: bool
+    last: bool
+    extra_bytes: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the corpus that it stands for."""
+        return len(self.text.encode(errors="surrogatepass")) + self.extra_bytes
 
 
 class Corpus(ABC):
-    """Documents in an order of their own.
+    """Documents in a fixed order.
 
-    `setting` is the key and value an error message opens with. `validation` is the fraction of documents held out.
+    Attributes:
+        setting: the key and value that begin an error message.
+        validation: the fraction of documents held out for validation.
     """
 
     setting: str
@@ -41,66 +65,88 @@ class Corpus(ABC):
 
     @abstractmethod
     def key(self) -> str:
-        """A digest that changes with the settings and the content, cheap to compute at each start."""
+        """Returns a digest that changes with the settings and the content. It is cheap: every start computes it."""
 
     @abstractmethod
-    def documents(self) -> Iterator[Document]: ...
+    def documents(self) -> Iterator[Document]:
+        """Yields every document in order."""
 
     @abstractmethod
     def size(self) -> int:
-        """Bytes of text, roughly."""
+        """Returns about how many bytes of text there are."""
 
     @abstractmethod
-    def cut(self, size: int) -> Iterator[tuple["Corpus", int]]:
-        """Pieces of about `size` bytes, each with its bytes: their parts, one after the other, are those of the whole.
-        They can be pickled."""
+    def partition(self, size: int) -> Iterator[tuple["Corpus", int]]:
+        """Yields (part, its bytes): consecutive parts of the corpus, each of about `size` bytes.
+
+        The chunks of all parts, one after the other, are those of the whole corpus. A part can be pickled.
+        """
 
     @abstractmethod
     def describe(self) -> str:
-        """What is about to be read, in words."""
+        """Says in words what is about to be read."""
 
-    def parts(self) -> Iterator[Part]:
-        """Every document's pieces, in order. Empty documents have none."""
+    def chunks(self) -> Iterator[TextChunk]:
+        """Yields every document's chunks in order. An empty document has none."""
         for document in self.documents():
             held_out = document.held_out
             if held_out is None:
-                held_out = _fraction("split", document.name) < self.validation
-            yield from parts_of(document.pieces, held_out)
+                held_out = _hash_fraction("split", document.name) < self.validation
+            yield from document_chunks(document.chunks, held_out, document.extra_bytes)
 
-    def sample(self, limit: int) -> Iterator[str]:
-        """About `limit` bytes of the training split (all of it, if smaller), drawn evenly and always the same."""
+    def sample(self, limit: int, on_read: Callable[[TextChunk], None] = lambda chunk: None) -> Iterator[str]:
+        """Yields about `limit` bytes of the training split (all of it, if smaller), drawn evenly and always the same.
+
+        Args:
+            on_read: called with each chunk of the corpus, drawn or not.
+        """
         share = limit / max(self.size() * (1 - self.validation), 1)
-        for number, part in enumerate(self.parts()):
-            if not part.held_out and _fraction("sample", number) < share:
-                yield part.text
+        for number, chunk in enumerate(self.chunks()):
+            on_read(chunk)
+            if not chunk.held_out and _hash_fraction("sample", number) < share:
+                yield chunk.text
 
 
-def parts_of(texts: Iterator[str], held_out: bool = False) -> Iterator[Part]:
-    """The pieces of one document as parts."""
+def document_chunks(texts: Iterator[str], held_out: bool = False, extra_bytes: int = 0) -> Iterator[TextChunk]:
+    """Yields the chunks of one document, the last of them marked."""
     for text, following in pairwise(chain(texts, (None,))):
-        yield Part(text, held_out, last=following is None)
+        last = following is None
+        yield TextChunk(text, held_out, last, extra_bytes if last else 0)
 
 
-def _fraction(purpose: str, name: str | int) -> float:
-    """A number in [0, 1) that depends on the arguments alone, so that a new document moves no other."""
+def require_training_text(setting: str, train: int, validation: int) -> None:
+    """Checks how many tokens the two splits of a corpus hold.
+
+    Raises:
+        ConfigError: the training split holds none. The message begins with `setting`.
+    """
+    if train == 0:
+        cause = "every document is in the validation split" if validation else "no document has any text"
+        raise ConfigError(f"{setting}: nothing to train on, {cause}: give more data or set data.validation=0")
+
+
+def _hash_fraction(purpose: str, name: str | int) -> float:
+    """Returns a number in [0, 1) that depends on the arguments alone. So a new document moves no other one."""
     hashed = blake2b(os.fsencode(f"{purpose}:{name}"), digest_size=8).digest()
     return int.from_bytes(hashed, "little") / 2**64
 
 
-_CUT = re.compile(r"[^\W_](?=\r?\n)")
+_WORD_AT_LINE_END = re.compile(r"[^\W_](?=\r?\n)")
 
 
-def pieces(read: Callable[[int], str]) -> Iterator[str]:
-    """The text behind `read(characters)`, in pieces of at most PIECE characters.
+def text_chunks(read: Callable[[int], str]) -> Iterator[str]:
+    """Yields the text behind `read(characters)` in chunks of at most CHUNK_CHARACTERS characters.
 
-    A long text is cut between a word and a line end, where byte-level tokenizers cut anyway: its tokens stay the same.
+    A long text is split between a word and a line end. Byte-level tokenizers split there anyway, so the tokens stay
+    the same.
     """
-    held = ""
-    while chunk := read(PIECE - len(held)):
-        held += chunk
-        if len(held) == PIECE:
-            *_, cut = chain((PIECE,), (match.end() for match in _CUT.finditer(held, PIECE // 2)))
-            yield held[:cut]
-            held = held[cut:]
-    if held:
-        yield held
+    buffer = ""
+    while text := read(CHUNK_CHARACTERS - len(buffer)):
+        buffer += text
+        if len(buffer) == CHUNK_CHARACTERS:
+            word_ends = (match.end() for match in _WORD_AT_LINE_END.finditer(buffer, CHUNK_CHARACTERS // 2))
+            *_, end = chain((CHUNK_CHARACTERS,), word_ends)
+            yield buffer[:end]
+            buffer = buffer[end:]
+    if buffer:
+        yield buffer

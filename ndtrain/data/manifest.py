@@ -1,8 +1,8 @@
-"""Prepared folders, which `python -m ndtrain.data prepare` makes: their manifest, how a run opens one, how one begins.
+"""Prepared folders, which `python -m ndtrain.data prepare` makes: the manifest, and how a folder is opened or begun.
 
 A prepared folder holds `train.bin` and `validation.bin` (flat little-endian token ids), the tokenizer's files and
-`manifest.json`, which is written last and vouches for the others. Until then `plan.json` stands for it, and `parts`
-holds what is done.
+`manifest.json`. The manifest is written last and describes the others. Until then the folder holds `plan.json`, and
+`parts` with the files of the parts that are done.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ndtrain.config import ConfigError, DataConfig
-from ndtrain.data.cache import digest, publish, spot_digest
+from ndtrain.data.cache import atomic_write, digest, sampled_digest
 from ndtrain.data.documents import SPLITS
 
 FORMAT = 1
@@ -26,9 +26,12 @@ MANIFEST, PLAN, PARTS, LOCK = "manifest.json", "plan.json", "parts", ".lock"
 
 @dataclass(frozen=True)
 class Plan:
-    """What decides every byte of the parts that a preparation makes: parts of equal plans may be joined.
+    """What decides every byte of the parts that a preparation makes. Parts of equal plans may be joined.
 
-    `corpus` and `tokenizer` are digests; `unit` is the size in bytes that the corpus is cut into.
+    Attributes:
+        corpus, tokenizer: digests.
+        unit: the bytes of text of a part.
+        format: the version of the parts' files.
     """
 
     corpus: str
@@ -40,7 +43,7 @@ class Plan:
         return digest(asdict(self))
 
     def changes(self, old: "Plan") -> str:
-        """What differs from `old`, in words; empty if nothing does."""
+        """Says in words what differs from `old`; "" if nothing does."""
         words = {"format": "the format of its parts", "corpus": "the corpus", "tokenizer": "the tokenizer"}
         words["unit"] = "the size of its units"
         return " and ".join(what for name, what in words.items() if getattr(self, name) != getattr(old, name))
@@ -48,19 +51,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A prepared corpus.
+    """Describes a prepared corpus.
 
     Attributes:
-        folder: where it lies; not written.
+        folder: where it is; not written.
         dtype: of the ids, uint16 or uint32, little-endian.
         vocab_size: of the tokenizer; every id lies below it.
         eos_id: the token that ends each document.
         largest: the largest id that occurs.
-        tokenizer: digest of the tokenizer, whose files lie beside the manifest.
+        tokenizer: digest of the tokenizer, whose files are beside the manifest.
         tokens, documents: how many each split has.
         files: for each split `blake2b` of the whole file and `spot`, a digest that is cheap to check.
-        fingerprint: digest of all ids, the same that the corpus itself gives when it is trained on directly.
-        plan: what made it.
+        fingerprint: digest of all ids; training on the corpus itself gives the same.
+        plan: the plan that made it.
         source: the keys of `data` it was made with.
     """
 
@@ -81,13 +84,13 @@ class Manifest:
         return split_path(self.folder, split)
 
     def write(self) -> None:
-        """Publishes it as `manifest.json`."""
+        """Writes it as `manifest.json`."""
         record = {"format": FORMAT, **asdict(self)}
         del record["folder"]
         write_json(self.folder / MANIFEST, record)
 
-    def trouble(self) -> str:
-        """The first of its files that is not what was prepared, in words; empty if all are."""
+    def damage(self) -> str:
+        """Says in words which of its files is not what was prepared, the first of them; "" if all are."""
         for split in SPLITS:
             path = self.path(split)
             if not path.is_file():
@@ -95,24 +98,24 @@ class Manifest:
             size, needed = path.stat().st_size, self.tokens[split] * np.dtype(self.dtype).itemsize
             if size != needed:
                 return f"{path.name} has {size} bytes, not {needed}"
-            if spot_digest(path) != self.files[split]["spot"]:
+            if sampled_digest(path) != self.files[split]["spot"]:
                 return f"{path.name} is not what was prepared"
         return ""
 
 
 def split_path(folder: Path, split: str) -> Path:
-    """The token file of a split in a prepared folder."""
+    """Returns the token file of a split in a prepared folder."""
     return folder / f"{split}.bin"
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Publishes `record` as the file `path`, with a digest of itself that `read_json` checks."""
-    with publish(path) as file:
+    """Writes `record` as the file `path`, with a digest of itself that `read_json` checks."""
+    with atomic_write(path) as file:
         file.write((json.dumps({**record, "digest": digest(record)}, indent=2) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What `write_json` wrote; None if there is no such file.
+    """Returns what `write_json` wrote; None if there is no such file.
 
     Raises:
         ValueError: the file is damaged, or another program's.
@@ -127,11 +130,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def open_manifest(data: DataConfig) -> Manifest | None:
-    """The manifest of the prepared folder that `data.path` names, its files checked; None where it names another thing.
+    """Returns the manifest of the prepared folder that `data.path` names, and checks its files.
+
+    None: `data.path` names something else.
 
     Raises:
-        ConfigError: a preparation that is not finished, a manifest or a file that is damaged, or a key of `data` that
-            says something else than the manifest.
+        ConfigError: the preparation is not finished, the manifest or a file is damaged, or a key of `data` contradicts
+            the manifest.
     """
     folder = Path(data.path).expanduser()
     setting = f"data.path={data.path}"
@@ -140,34 +145,33 @@ def open_manifest(data: DataConfig) -> Manifest | None:
         if read_plan(folder, setting) is not None:
             raise ConfigError(f"{setting}: its preparation is not finished: run the same `prepare` again to finish it")
         return None
-    if trouble := manifest.trouble():
-        raise ConfigError(f"{setting}: {trouble}: the folder is damaged, prepare the corpus again")
+    if damage := manifest.damage():
+        raise ConfigError(f"{setting}: {damage}: the folder is damaged, prepare the corpus again")
     _check_agreement(data, manifest)
     return manifest
 
 
 def _check_agreement(data: DataConfig, manifest: Manifest) -> None:
-    """The manifest decides; a key that is set must not say otherwise. (A `data.dtype` of uint16 may be the default.)"""
+    """Checks that no key that is set contradicts the manifest. (A `data.dtype` of uint16 may be the default.)"""
     if data.eos_id not in (None, manifest.eos_id):
-        _contradicts(data, f"data.eos_id={data.eos_id}", f"documents of {data.path} end with {manifest.eos_id}", "null")
+        _refuse(f"data.eos_id={data.eos_id}", f"documents of {data.path} end with {manifest.eos_id}", "null")
     if data.dtype not in (DataConfig.dtype, manifest.dtype):
-        _contradicts(
-            data, f"data.dtype={data.dtype}", f"the tokens of {data.path} are {manifest.dtype}", manifest.dtype
-        )
+        _refuse(f"data.dtype={data.dtype}", f"the tokens of {data.path} are {manifest.dtype}", manifest.dtype)
     if data.validation_path is not None and manifest.tokens["validation"]:
         setting = f"data.validation_path={data.validation_path}"
-        _contradicts(data, setting, f"{data.path} has a validation split of its own", "null")
+        _refuse(setting, f"{data.path} has a validation split of its own", "null")
 
 
-def _contradicts(data: DataConfig, setting: str, fact: str, value: str) -> None:
+def _refuse(setting: str, fact: str, value: str) -> None:
     raise ConfigError(f"{setting}: {fact}, says its {MANIFEST}: set the key to {value}")
 
 
 def read_manifest(folder: Path, setting: str) -> Manifest | None:
-    """The manifest in `folder`, its files unchecked; None if there is none. `setting` opens the message of an error.
+    """Returns the manifest in `folder`; None if there is none. Does not check the files that it describes.
 
     Raises:
-        ConfigError: a file of that name which is damaged, of another version or of another program.
+        ConfigError: the manifest is damaged, of another version or of another program. The message begins with
+            `setting`.
     """
     record = _read(folder / MANIFEST, setting)
     if record is None:
@@ -177,7 +181,7 @@ def read_manifest(folder: Path, setting: str) -> Manifest | None:
 
 
 def read_plan(folder: Path, setting: str) -> Plan | None:
-    """The plan of a preparation that is not finished; None if there is none.
+    """Returns the plan of a preparation that is not finished; None if there is none.
 
     Raises:
         ConfigError: as `read_manifest`.
@@ -202,11 +206,11 @@ def _read(path: Path, setting: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def claim(out: Path) -> Iterator[None]:
-    """Within the block `out` is a folder to prepare that no other process works on.
+def lock_folder(out: Path) -> Iterator[None]:
+    """Makes the folder `out` and locks it: within the block no other process prepares it.
 
     Raises:
-        ConfigError: it cannot be made, holds something else, or another process is at work.
+        ConfigError: it cannot be made, holds something else, or another process is preparing it.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -233,33 +237,38 @@ def _refuse_others(out: Path) -> None:
         )
 
 
-def begin(out: Path, plan: Plan, note: Callable[[str], None]) -> Manifest | None:
-    """Makes the folder ready for parts of `plan` and says through `note` what becomes of what is there. Returns the
-    manifest where all is done already.
+def start_preparation(out: Path, plan: Plan, note: Callable[[str], None]) -> Manifest | None:
+    """Makes the folder ready for parts of `plan`, and removes what other plans have left.
+
+    Args:
+        note: called with a line that says what becomes of what is there.
+
+    Returns:
+        The manifest where all is done already, else None.
 
     Raises:
         ConfigError: a manifest or plan there is damaged or another program's.
     """
     done, old = read_manifest(out, f"out={out}"), read_plan(out, f"out={out}")
     if done and done.plan == plan:
-        if not (trouble := done.trouble()):
+        if not (damage := done.damage()):
             note(f"out={out}: prepared already")
             return done
-        note(f"out={out}: {trouble}: making it anew")
+        note(f"out={out}: {damage}: making it anew")
     elif earlier := old or (done and done.plan):
         changes = plan.changes(earlier)
         note(f"out={out}: {changes} changed: starting anew" if changes else f"out={out}: going on where it stopped")
     if old != plan:
         write_json(out / PLAN, asdict(plan))  # first: a folder without it and without a manifest is not ours
         shutil.rmtree(out / PARTS, ignore_errors=True)
-    (out / MANIFEST).unlink(missing_ok=True)  # before the files it vouches for
+    (out / MANIFEST).unlink(missing_ok=True)  # before the files that it describes
     for split in SPLITS:
         split_path(out, split).unlink(missing_ok=True)
     (out / PARTS).mkdir(exist_ok=True)
     return None
 
 
-def clear(out: Path) -> None:
-    """Removes what a finished folder does not need."""
+def remove_work_files(out: Path) -> None:
+    """Removes the files that only an unfinished preparation needs."""
     shutil.rmtree(out / PARTS, ignore_errors=True)
     (out / PLAN).unlink(missing_ok=True)

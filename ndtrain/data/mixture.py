@@ -1,4 +1,4 @@
-"""The corpora that `data=blend` names, each with the settings it has alone."""
+"""The mixture of corpora that `data=blend` names. Each corpus has the settings it would have alone."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from ndtrain.config import ConfigError, DataConfig
 from ndtrain.config.checks import check_data
 from ndtrain.data.cache import digest
 from ndtrain.data.documents import Corpus
-from ndtrain.data.mixture_order import Turns
-from ndtrain.data.store import SAMPLE
+from ndtrain.data.mixture_order import MixtureOrder
+from ndtrain.data.store import TOKENIZER_SAMPLE, sample_texts
 from ndtrain.data.tokenizer import Tokenizer, load_tokenizer
 
-# for each kind of corpus the keys it reads, which are those of `data` where its entry has none of its own
+# kind of corpus -> the keys it reads; where an entry does not give one, that of `data` counts
 _READS = {
     "python": ("validation",),
     "text": ("validation", "path"),
@@ -32,26 +32,32 @@ _SHARED = ("tokenizer", "vocab_size", "shuffle", "pack", "cache", "prefetch")
 
 
 @dataclass(frozen=True)
-class Member:
-    """A corpus of a blend. `label` names its entry in messages."""
+class MixtureEntry:
+    """One corpus of a mixture.
+
+    Attributes:
+        label: names its entry in messages, as `data.blend[0]`.
+        data: the settings it would have alone.
+        weight: its share of the sequences, before the weights are normalised.
+    """
 
     label: str
     data: DataConfig
     weight: float
 
 
-def members(data: DataConfig) -> list[Member]:
-    """The corpora of `data.blend`.
+def mixture_entries(data: DataConfig) -> list[MixtureEntry]:
+    """Returns the corpora of `data.blend`.
 
     Raises:
-        ConfigError: an entry with a key that is unknown, missing, of the wrong type or without effect, or a weight that
-            is not a positive number.
+        ConfigError: an entry has a key that is unknown, missing, of the wrong type or without effect, or its weight is
+            not a positive number.
     """
-    return [_member(data, entry, f"data.blend[{number}]") for number, entry in enumerate(data.blend)]
+    return [_entry(data, fields, f"data.blend[{number}]") for number, fields in enumerate(data.blend)]
 
 
 @contextmanager
-def named(label: str) -> Iterator[None]:
+def label_errors(label: str) -> Iterator[None]:
     """Puts `label` before the message of a ConfigError."""
     try:
         yield
@@ -59,74 +65,79 @@ def named(label: str) -> Iterator[None]:
         raise ConfigError(f"{label}: {error}") from error
 
 
-def turns_of(found: Sequence[Member]) -> Turns:
-    """Raises ConfigError where a weight is too small beside the others."""
+def order_entries(entries: Sequence[MixtureEntry]) -> MixtureOrder:
+    """Returns the order of the corpora's sequences.
+
+    Raises:
+        ConfigError: a weight is too small beside the others.
+    """
     try:
-        return Turns([member.weight for member in found])
+        return MixtureOrder([entry.weight for entry in entries])
     except ValueError as error:
-        member = found[error.args[1]]
+        entry = entries[error.args[1]]
         raise ConfigError(
-            f"{member.label}.weight={member.weight}: less than a millionth of all weights: raise it, or leave it out"
+            f"{entry.label}.weight={entry.weight}: less than a millionth of all weights: raise it, or leave it out"
         ) from error
 
 
-def blend_tokenizer(data: DataConfig, corpora: Sequence[Corpus], weights: Sequence[float], cache: Path) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names for all `corpora` together; a bpe is trained on a sample of them, drawn
-    in proportion to `weights`, and kept in `cache`.
+def mixture_tokenizer(data: DataConfig, corpora: Sequence[Corpus], weights: Sequence[float], cache: Path) -> Tokenizer:
+    """Returns the tokenizer that `data.tokenizer` names for all `corpora` together.
+
+    A bpe is trained on a sample of them, drawn in proportion to `weights`, and kept in `cache`.
 
     Raises:
         ConfigError: as `load_tokenizer`.
     """
     key = digest([(corpus.key(), weight) for corpus, weight in zip(corpora, weights, strict=True)])
-    trained = cache / f"bpe-{digest(key, data.vocab_size, SAMPLE)}.json"
-    return load_tokenizer(data, lambda: _samples(corpora, weights), trained)
+    trained = cache / f"bpe-{digest(key, data.vocab_size, TOKENIZER_SAMPLE)}.json"
+    return load_tokenizer(data, lambda: _mixed_sample(corpora, weights), trained)
 
 
-def _samples(corpora: Sequence[Corpus], weights: Sequence[float]) -> Iterator[str]:
+def _mixed_sample(corpora: Sequence[Corpus], weights: Sequence[float]) -> Iterator[str]:
     for corpus, weight in zip(corpora, weights, strict=True):
-        yield from corpus.sample(int(SAMPLE * weight / sum(weights)))
+        yield from sample_texts(corpus, int(TOKENIZER_SAMPLE * weight / sum(weights)))
 
 
-def _member(data: DataConfig, entry: dict[str, Any], label: str) -> Member:
-    for key in entry:
+def _entry(data: DataConfig, fields: dict[str, Any], label: str) -> MixtureEntry:
+    for key in fields:
         _check_key(key, label)
-    name = entry.get("name")
+    name = fields.get("name")
     if name == "blend":
         raise ConfigError(f"{label}.name=blend: a blend cannot hold another: list its corpora here")
     if name not in _READS:
         what = " is missing: " if name is None else f"={name}: no such choice; {near(str(name), list(_READS))}"
         raise ConfigError(f"{label}.name{what}known: {', '.join(_READS)}")
-    own = {key: _typed(key, value, label) for key, value in entry.items() if key not in ("name", "weight")}
+    own = {key: _typed(key, value, label) for key, value in fields.items() if key not in ("name", "weight")}
     for key in own:
         if key not in _READS[name]:
             raise ConfigError(f"{label}.{key}={own[key]}: data={name} does not read it: remove it")
     inherited = {key: getattr(data, key) for key in _READS[name]}
     unread = dict.fromkeys(("path", "subset", "eval_split", "eos_id", "validation_path"))
-    found = replace(data, blend=[], **(unread | inherited | own | {"name": name}))
-    with named(label):
-        check_data(found)
-    return Member(label, found, _weight(entry, label))
+    alone = replace(data, blend=[], **(unread | inherited | own | {"name": name}))
+    with label_errors(label):
+        check_data(alone)
+    return MixtureEntry(label, alone, _weight(fields, label))
 
 
 def _check_key(key: str, label: str) -> None:
     if key in _SHARED:
         raise ConfigError(f"{label}.{key}: all corpora of a blend share it: set data.{key}")
     if key in ("blend", "streaming"):
-        raise ConfigError(f"{label}.{key}: a blend takes neither blends nor streams: remove it")
+        raise ConfigError(f"{label}.{key}: a blend takes neither blends nor streaming datasets: remove it")
     if key not in _KEYS:
         raise ConfigError(f"{label}.{key}: no such key; {near(str(key), list(_KEYS))}known: {', '.join(_KEYS)}")
 
 
 def _typed(key: str, value: Any, label: str) -> Any:
-    """`value` as the schema has it."""
+    """Returns `value` converted to the type that the schema gives the key."""
     try:
         return OmegaConf.merge(OmegaConf.structured(DataConfig), {key: value})[key]
     except OmegaConfBaseException as error:
         raise ConfigError(f"{label}.{key}={value}: {str(error).splitlines()[0]}") from error
 
 
-def _weight(entry: dict[str, Any], label: str) -> float:
-    weight = entry.get("weight")
+def _weight(fields: dict[str, Any], label: str) -> float:
+    weight = fields.get("weight")
     if weight is None:
         raise ConfigError(f"{label}.weight is missing: give each corpus of a blend one, e.g. weight: 0.5")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight <= 0:

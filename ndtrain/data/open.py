@@ -1,4 +1,4 @@
-"""Opens what `cfg.data` names: tokenised into the data cache, memory-mapped or as a stream. Needs no process group."""
+"""Opens what `cfg.data` names: a corpus tokenised into the data cache, a token file, or a streaming dataset."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,37 +10,46 @@ import numpy as np
 from ndtrain.config import Config, ConfigError, DataConfig, world_from_env
 from ndtrain.data.cache import digest
 from ndtrain.data.corpora import open_corpus
-from ndtrain.data.dataset import Data, IndexedData, StreamedData, TokenCorpus
-from ndtrain.data.documents import Corpus
-from ndtrain.data.hf import StreamedCorpus, open_stream, read, stream_key, text_of
+from ndtrain.data.dataset import Data, IndexedData, StreamingData, TokenCorpus
+from ndtrain.data.documents import Corpus, require_training_text
+from ndtrain.data.hf import StreamingSample, iterate_rows, open_streaming_dataset, row_text, streaming_identity
 from ndtrain.data.manifest import Manifest, open_manifest
-from ndtrain.data.mixture import Member, blend_tokenizer, members, named, turns_of
-from ndtrain.data.store import SAMPLE, Scan, corpus_tokenizer, holds, map_tokens, open_bin, tokenise
+from ndtrain.data.mixture import MixtureEntry, label_errors, mixture_entries, mixture_tokenizer, order_entries
+from ndtrain.data.store import (
+    TOKENIZER_SAMPLE,
+    TokenFileScan,
+    contains_token,
+    corpus_tokenizer,
+    map_tokens,
+    open_token_file,
+    tokenise,
+)
 from ndtrain.data.tokenizer import Tokenizer, saved_tokenizer
 
-_VALIDATION = 64 << 20  # bytes of a stream's validation split that are read
+_VALIDATION_LIMIT = 64 << 20  # characters of a streaming dataset's validation split that are read
 
 
 def open_data(cfg: Config) -> Data:
-    """Opens `cfg.data`, tokenising it into the data cache if it is not there yet. Needs no process group.
+    """Opens `cfg.data`, and tokenises it into the data cache if it is not there yet. Needs no process group.
 
-    Processes that open the same corpus on one host at once share the work: one tokenises, the others wait.
+    Processes that open the same corpus on one host at once share the work: one tokenises and shows its progress, the
+    others wait.
 
     Raises:
-        ConfigError: a missing or empty corpus, one shorter than a sequence, a document that cannot be read, an unusable
-            tokenizer or cache, ids beyond `model.vocab_size`, a `data.eos_id` that is missing, unusable or not read, or
-            an entry of `data.blend` that is wrong.
+        ConfigError: the corpus is missing, empty or shorter than a sequence; a document cannot be read; the tokenizer
+            or the cache is unusable; ids lie beyond `model.vocab_size`; `data.eos_id` is missing, unusable or not read;
+            or an entry of `data.blend` is wrong.
     """
     cache = Path(cfg.data.cache).expanduser()
     if cfg.data.name == "blend":
-        return _open_blend(cfg, cache)
+        return _open_mixture(cfg, cache)
     if cfg.data.streaming:
-        return _open_stream(cfg, cache)
+        return _open_streaming(cfg, cache)
     if cfg.data.name == "bin":
-        found = _token_file(cfg, cfg.data, cache)
-        tokens, tokenizer, vocab_size = found.tokens, found.tokenizer, found.vocab_size
+        file = _token_file(cfg, cfg.data, cache)
+        tokens, tokenizer, vocab_size = file.tokens, file.tokenizer, file.vocab_size
     else:
-        corpus = _texts(cfg.data)
+        corpus = _text_corpus(cfg.data)
         tokenizer = corpus_tokenizer(cfg.data, corpus, cache)
         _check_vocabulary(cfg, tokenizer)
         tokens, vocab_size = _tokenised(corpus, tokenizer, cache), tokenizer.vocab_size
@@ -50,12 +59,12 @@ def open_data(cfg: Config) -> Data:
         vocab_size=vocab_size,
         fingerprint=tokens.fingerprint,
         eos_id=tokens.eos_id,
-        validation=_held_out([tokens]),
+        validation=_validation_splits([tokens]),
         corpora=(tokens,),
     )
 
 
-def _held_out(corpora: Sequence[TokenCorpus]) -> tuple[np.ndarray, ...]:
+def _validation_splits(corpora: Sequence[TokenCorpus]) -> tuple[np.ndarray, ...]:
     return tuple(corpus.validation for corpus in corpora if len(corpus.validation))
 
 
@@ -68,10 +77,10 @@ def _check_length(cfg: Config, name: str, tokens: TokenCorpus) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------------------------------- texts
+# --------------------------------------------------------------------------------------------------------- text corpora
 
 
-def _texts(data: DataConfig) -> Corpus:
+def _text_corpus(data: DataConfig) -> Corpus:
     if data.eos_id is not None:
         raise ConfigError(
             f"data.eos_id={data.eos_id}: data={data.name} takes it from data.tokenizer, only data=bin reads "
@@ -80,8 +89,8 @@ def _texts(data: DataConfig) -> Corpus:
     return open_corpus(data)
 
 
-def _fix(cfg: Config, least: int) -> str:
-    """What to do about a model with fewer tokens than `least`."""
+def _vocabulary_fix(cfg: Config, least: int) -> str:
+    """Says what to do about a model with fewer tokens than `least`."""
     if cfg.init_from:
         return f"the model is that of init_from={cfg.init_from}: use its tokenizer, data.tokenizer={cfg.init_from}"
     return f"set model.vocab_size to at least {least}"
@@ -91,16 +100,15 @@ def _check_vocabulary(cfg: Config, tokenizer: Tokenizer) -> None:
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={cfg.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"data.tokenizer={cfg.data.tokenizer}: {_fix(cfg, tokenizer.vocab_size)}"
+            f"data.tokenizer={cfg.data.tokenizer}: {_vocabulary_fix(cfg, tokenizer.vocab_size)}"
         )
 
 
 def _tokenised(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> TokenCorpus:
-    found = tokenise(corpus, tokenizer, cache)
-    if len(found.train) == 0:
-        cause = "every document is in the validation split" if len(found.validation) else "no document has any text"
-        raise ConfigError(f"{corpus.setting}: nothing to train on, {cause}: give more data or set data.validation=0")
-    return TokenCorpus(corpus.setting, found.train, found.validation, found.fingerprint, tokenizer.eos_id)
+    tokenised = tokenise(corpus, tokenizer, cache)
+    require_training_text(corpus.setting, len(tokenised.train), len(tokenised.validation))
+    train, validation, fingerprint = tokenised.train, tokenised.validation, tokenised.fingerprint
+    return TokenCorpus(corpus.setting, train, validation, fingerprint, tokenizer.eos_id)
 
 
 # --------------------------------------------------------------------------------------------------------- token files
@@ -108,8 +116,10 @@ def _tokenised(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> TokenCorpus
 
 @dataclass(frozen=True)
 class _TokenFile:
+    """A token file or a prepared folder. `tokenizer` is None where no manifest names it."""
+
     tokens: TokenCorpus
-    tokenizer: Tokenizer | None  # where a manifest names it
+    tokenizer: Tokenizer | None
     vocab_size: int
 
 
@@ -128,11 +138,11 @@ def _token_file(cfg: Config, data: DataConfig, cache: Path) -> _TokenFile:
 
 
 def _prepared(cfg: Config, data: DataConfig, manifest: Manifest, cache: Path) -> _TokenFile:
-    """What `python -m ndtrain.data prepare` has written: the manifest says it all."""
+    """Opens what `python -m ndtrain.data prepare` has written. The manifest describes it."""
     if manifest.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={cfg.model.vocab_size} is less than the {manifest.vocab_size} tokens that "
-            f"data.path={data.path} was prepared with: {_fix(cfg, manifest.vocab_size)}"
+            f"data.path={data.path} was prepared with: {_vocabulary_fix(cfg, manifest.vocab_size)}"
         )
     dtype = np.dtype(manifest.dtype).newbyteorder("<")
     train, validation = (map_tokens(manifest.path(split), dtype) for split in ("train", "validation"))
@@ -142,18 +152,18 @@ def _prepared(cfg: Config, data: DataConfig, manifest: Manifest, cache: Path) ->
     return _TokenFile(tokens, saved_tokenizer(manifest.folder, manifest.eos_id), manifest.vocab_size)
 
 
-def _scanned(cfg: Config, path: str, dtype: str, cache: Path, key: str) -> tuple[np.ndarray, Scan]:
-    tokens, scan = open_bin(path, dtype, cache, key)
+def _scanned(cfg: Config, path: str, dtype: str, cache: Path, key: str) -> tuple[np.ndarray, TokenFileScan]:
+    tokens, scan = open_token_file(path, dtype, cache, key)
     if scan.largest >= cfg.model.vocab_size:
         raise ConfigError(
             f"{key}={path}: token id {scan.largest} at offset {scan.offset} lies beyond "
-            f"model.vocab_size={cfg.model.vocab_size}: {_fix(cfg, scan.largest + 1)}"
+            f"model.vocab_size={cfg.model.vocab_size}: {_vocabulary_fix(cfg, scan.largest + 1)}"
         )
     return tokens, scan
 
 
 def _check_eos(cfg: Config, data: DataConfig, tokens: np.ndarray) -> None:
-    """Of a token file nothing but `data.eos_id` says where its documents end."""
+    """Checks `data.eos_id`: nothing else says where the documents of a token file end."""
     eos, pack = data.eos_id, data.pack
     if eos is None and pack:
         raise ConfigError(
@@ -161,52 +171,52 @@ def _check_eos(cfg: Config, data: DataConfig, tokens: np.ndarray) -> None:
         )
     if eos is not None and not 0 <= eos < cfg.model.vocab_size:
         raise ConfigError(f"data.eos_id={eos}: must lie in [0, model.vocab_size={cfg.model.vocab_size})")
-    if pack and not holds(tokens, eos):
+    if pack and not contains_token(tokens, eos):
         raise ConfigError(
             f"data.eos_id={eos}: no token of data.path={data.path} is {eos}, so nothing ends a document: give the "
             "file's end-of-text token, or set data.pack=false"
         )
 
 
-# -------------------------------------------------------------------------------------------------------------- blends
+# ------------------------------------------------------------------------------------------------------------- mixtures
 
 
-def _open_blend(cfg: Config, cache: Path) -> IndexedData:
-    found = members(cfg.data)
-    turns = turns_of(found)
+def _open_mixture(cfg: Config, cache: Path) -> IndexedData:
+    entries = mixture_entries(cfg.data)
+    order = order_entries(entries)
     files: dict[str, _TokenFile] = {}
     texts: dict[str, Corpus] = {}
-    for member in found:
-        with named(member.label):
-            if member.data.name == "bin":
-                files[member.label] = _token_file(cfg, member.data, cache)
+    for entry in entries:
+        with label_errors(entry.label):
+            if entry.data.name == "bin":
+                files[entry.label] = _token_file(cfg, entry.data, cache)
             else:
-                texts[member.label] = _texts(member.data)
-    tokenizer = _one_tokenizer(cfg, found, files, texts, cache)
+                texts[entry.label] = _text_corpus(entry.data)
+    tokenizer = _shared_tokenizer(cfg, entries, files, texts, cache)
     corpora = []
-    for member in found:
-        with named(member.label):
-            file = files.get(member.label)
-            corpora.append(file.tokens if file else _tokenised(texts[member.label], tokenizer, cache))
-            _check_length(cfg, member.data.name, corpora[-1])
+    for entry in entries:
+        with label_errors(entry.label):
+            file = files.get(entry.label)
+            corpora.append(file.tokens if file else _tokenised(texts[entry.label], tokenizer, cache))
+            _check_length(cfg, entry.data.name, corpora[-1])
     return IndexedData(
         tokenizer=tokenizer,
         vocab_size=max([f.vocab_size for f in files.values()] + ([tokenizer.vocab_size] if tokenizer else [])),
-        fingerprint=digest([(c.fingerprint, share) for c, share in zip(corpora, turns.shares, strict=True)]),
-        eos_id=_one_eos(cfg, found, corpora),
-        validation=_held_out(corpora),
+        fingerprint=digest([(c.fingerprint, share) for c, share in zip(corpora, order.shares, strict=True)]),
+        eos_id=_shared_eos(cfg, entries, corpora),
+        validation=_validation_splits(corpora),
         corpora=tuple(corpora),
-        turns=turns,
+        mixture_order=order,
     )
 
 
-def _one_tokenizer(
-    cfg: Config, found: Sequence[Member], files: dict[str, _TokenFile], texts: dict[str, Corpus], cache: Path
+def _shared_tokenizer(
+    cfg: Config, entries: Sequence[MixtureEntry], files: dict[str, _TokenFile], texts: dict[str, Corpus], cache: Path
 ) -> Tokenizer | None:
-    """The tokenizer of all corpora; None where there are token files alone, and none says which made it.
+    """Returns the tokenizer of all corpora. None: there are token files alone, and none names its tokenizer.
 
     Raises:
-        ConfigError: token files that were made with another one.
+        ConfigError: token files were made with another one.
     """
     made = {label: file.tokenizer for label, file in files.items() if file.tokenizer}
     if not texts:
@@ -217,8 +227,8 @@ def _one_tokenizer(
                 f"data.tokenizer=bpe: would be trained anew, but {next(iter(files))} holds tokens already: name the "
                 "tokenizer that made them"
             )
-        weights = [member.weight for member in found if member.label in texts]
-        tokenizer, origin = blend_tokenizer(cfg.data, list(texts.values()), weights, cache), "data.tokenizer"
+        weights = [entry.weight for entry in entries if entry.label in texts]
+        tokenizer, origin = mixture_tokenizer(cfg.data, list(texts.values()), weights, cache), "data.tokenizer"
         _check_vocabulary(cfg, tokenizer)
     for label, other in made.items():
         if other.digest() != tokenizer.digest():
@@ -234,39 +244,43 @@ def _one_tokenizer(
     return tokenizer
 
 
-def _one_eos(cfg: Config, found: Sequence[Member], corpora: Sequence[TokenCorpus]) -> int | None:
-    """The token that ends a document in all corpora; None where they differ, which a packed run cannot do with."""
+def _shared_eos(cfg: Config, entries: Sequence[MixtureEntry], corpora: Sequence[TokenCorpus]) -> int | None:
+    """Returns the token that ends a document in all corpora; None where they differ.
+
+    Raises:
+        ConfigError: they differ, and the run is packed.
+    """
     ends = [corpus.eos_id for corpus in corpora]
     other = next((n for n, eos in enumerate(ends) if eos != ends[0]), None)
     if other is None:
         return ends[0]
     if cfg.data.pack:
         raise ConfigError(
-            f"data.pack=true: documents end with token {ends[0]} in {found[0].label}, but with {ends[other]} in "
-            f"{found[other].label}: make them with one tokenizer, or set data.pack=false"
+            f"data.pack=true: documents end with token {ends[0]} in {entries[0].label}, but with {ends[other]} in "
+            f"{entries[other].label}: make them with one tokenizer, or set data.pack=false"
         )
     return None
 
 
-# ------------------------------------------------------------------------------------------------------------- streams
+# --------------------------------------------------------------------------------------------------- streaming datasets
 
 
-def _open_stream(cfg: Config, cache: Path) -> StreamedData:
+def _open_streaming(cfg: Config, cache: Path) -> StreamingData:
     data = cfg.data
     if data.eos_id is not None:
         raise ConfigError(f"data.eos_id={data.eos_id}: data=hf takes it from data.tokenizer: set it to null")
-    dataset = _checked_stream(data) if world_from_env()[0] == 0 else None
-    tokenizer = corpus_tokenizer(data, StreamedCorpus(data, "split", SAMPLE), cache)
+    dataset = _checked_streaming_dataset(data) if world_from_env()[0] == 0 else None
+    tokenizer = corpus_tokenizer(data, StreamingSample(data, "split", TOKENIZER_SAMPLE), cache)
     _check_vocabulary(cfg, tokenizer)
     validation: tuple[np.ndarray, ...] = ()
     if data.eval_split is not None:
-        held_out = StreamedCorpus(data, "eval_split", _VALIDATION, held_out=True)
-        found = tokenise(held_out, tokenizer, cache).validation
-        validation = (found,) if len(found) else ()
-    return StreamedData(
+        held_out = StreamingSample(data, "eval_split", _VALIDATION_LIMIT, held_out=True)
+        tokens = tokenise(held_out, tokenizer, cache).validation
+        validation = (tokens,) if len(tokens) else ()
+    return StreamingData(
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size,
-        fingerprint=digest("stream", stream_key(data), tokenizer.digest()),
+        fingerprint=digest("stream", streaming_identity(data), tokenizer.digest()),
         eos_id=tokenizer.eos_id,
         validation=validation,
         data=data,
@@ -274,15 +288,15 @@ def _open_stream(cfg: Config, cache: Path) -> StreamedData:
     )
 
 
-def _checked_stream(data: DataConfig) -> Any:
-    """The stream, of which the first row has been looked at.
+def _checked_streaming_dataset(data: DataConfig) -> Any:
+    """Opens the streaming dataset and checks its first row.
 
     Raises:
-        ConfigError: it cannot be read, is empty, or has no text there.
+        ConfigError: it cannot be read, is empty, or has no text column.
     """
-    dataset = open_stream(data)
-    row = next(read(dataset, f"data.path={data.path}"), None)
+    dataset = open_streaming_dataset(data)
+    row = next(iterate_rows(dataset, f"data.path={data.path}"), None)
     if row is None:
         raise ConfigError(f"data.path={data.path}: split {data.split} is empty: give another")
-    text_of(row, data, 0)
+    row_text(row, data, 0)
     return dataset

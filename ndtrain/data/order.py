@@ -3,20 +3,55 @@
 Shapes: T tokens of a sequence.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 
-from ndtrain.data.mixture_order import Turns
+from ndtrain.data.mixture_order import MixtureOrder
 
 
-class Sequences:
-    """Which tokens each sequence of each step is.
+class _EndlessRun(ABC):
+    """Sequences numbered 0, 1, 2, ... without end. Sequence `i` of step `s` is number s * global_batch + i."""
 
-    A corpus holds `count` sequences of `length` = `seq_len` + 1 tokens, of which neighbours share one. Sequence `i` of
-    step `s` (from 0) is number k = s * global_batch + i of an endless run through them: epoch k // count, position
-    k % count. With `shuffle` a permutation that depends on (seed, epoch) alone maps the position to a sequence of the
-    corpus.
+    def __init__(self, global_batch: int):
+        self._global_batch = global_batch
+
+    @abstractmethod
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns int64 [n, T + 1]: the tokens of those sequences of the run."""
+
+    @abstractmethod
+    def name(self, number: int) -> str:
+        """Says in words which sequence of which corpus a sequence of the run is."""
+
+    def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
+        """Returns int64 [len(rows), T + 1]: the tokens of those sequences of the step's global batch.
+
+        Raises:
+            IndexError: a row outside the global batch.
+        """
+        return self.read(global_numbers(step, rows, self._global_batch))
+
+    def where(self, step: int, i: int) -> str:
+        """Says in words which sequence of which corpus sequence `i` of `step` is."""
+        return self.name(int(global_numbers(step, [i], self._global_batch)[0]))
+
+    def state(self, step: int) -> None:
+        """Returns None: the number of the step is all that a resumed run needs."""
+        return None
+
+    def close(self) -> None:
+        """Does nothing: the run holds nothing to release."""
+        return None
+
+
+class Sequences(_EndlessRun):
+    """The sequences of one corpus.
+
+    The corpus holds `count` sequences of `length` = `seq_len` + 1 tokens; neighbours share one token. Number k of the
+    endless run has epoch k // count and position k % count. Without `shuffle` it is the sequence of the corpus at that
+    position. With `shuffle`, a permutation that depends on (seed, epoch) alone maps the position to a sequence.
     """
 
     def __init__(
@@ -28,35 +63,22 @@ class Sequences:
         shuffle: bool,
         name: str = "the corpus",
     ):
-        """`name` is for messages. Raises ValueError where `tokens` are fewer than one sequence."""
+        """`name` is for messages. Raises ValueError where there are fewer tokens than one sequence has."""
+        super().__init__(global_batch)
         self.count = (len(tokens) - 1) // seq_len
         if self.count < 1:
             raise ValueError(f"{len(tokens)} tokens are fewer than one sequence of {seq_len} + 1")
         self.length = seq_len + 1
-        self._tokens = np.asarray(tokens)  # without memmap's slow indexing
-        self._global_batch = global_batch
+        self._tokens = np.asarray(tokens)  # indexing a memmap is slow
         self._seed = seed
         self._shuffle = shuffle
         self._name = name
 
     def index(self, step: int, i: int) -> int:
-        """Which sequence of the corpus sequence `i` of `step` is."""
-        return int(self._indices(_numbers(step, [i], self._global_batch))[0])
-
-    def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        """int64 [len(rows), T + 1]: the tokens of those sequences of the step's global batch."""
-        return self.read(_numbers(step, rows, self._global_batch))
-
-    def where(self, step: int, i: int) -> str:
-        return self.name(int(_numbers(step, [i], self._global_batch)[0]))
-
-    def state(self, step: int) -> None:
-        """Nothing: a step says it all."""
-
-    def close(self) -> None: ...
+        """Returns which sequence of the corpus sequence `i` of `step` is."""
+        return int(self._indices(global_numbers(step, [i], self._global_batch))[0])
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
-        """int64 [n, T + 1]: the tokens of those sequences of the endless run."""
         out = np.empty((len(numbers), self.length), np.int64)
         for row, index in zip(out, self._indices(numbers), strict=True):
             start = int(index) * (self.length - 1)
@@ -64,41 +86,39 @@ class Sequences:
         return out
 
     def name(self, number: int) -> str:
-        """That sequence of the endless run, in words."""
         return f"sequence {int(self._indices(np.array([number]))[0])} of {self._name}"
 
     def _indices(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns int64 [n]: which sequences of the corpus those of the run are."""
         epoch, position = np.divmod(numbers, self.count)
         return _permute(position, epoch, self.count, self._seed) if self._shuffle else position
 
 
-class Blend:
-    """Sequences of several corpora in turns. Sequence `i` of step `s` is number k = s * global_batch + i of an endless
-    run, of which `turns` says which corpus each belongs to and which of that corpus's own endless run it is."""
+class Mixture(_EndlessRun):
+    """The sequences of several corpora. `order` says which corpus each sequence of the run belongs to."""
 
-    def __init__(self, parts: Sequence[Sequences], turns: Turns, global_batch: int):
-        self._parts, self._turns, self._global_batch = parts, turns, global_batch
+    def __init__(self, corpora: Sequence[Sequences], order: MixtureOrder, global_batch: int):
+        super().__init__(global_batch)
+        self._corpora, self._order = corpora, order
 
-    def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        """int64 [len(rows), T + 1]: the tokens of those sequences of the step's global batch."""
-        corpus, number = self._turns.of(_numbers(step, rows, self._global_batch))
-        out = np.empty((len(corpus), self._parts[0].length), np.int64)
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        corpus, own_numbers = self._order.locate(numbers)
+        out = np.empty((len(corpus), self._corpora[0].length), np.int64)
         for c in np.unique(corpus):
-            out[corpus == c] = self._parts[c].read(number[corpus == c])
+            out[corpus == c] = self._corpora[c].read(own_numbers[corpus == c])
         return out
 
-    def where(self, step: int, i: int) -> str:
-        corpus, number = self._turns.of(_numbers(step, [i], self._global_batch))
-        return self._parts[corpus[0]].name(int(number[0]))
-
-    def state(self, step: int) -> None:
-        """Nothing: a step says it all."""
-
-    def close(self) -> None: ...
+    def name(self, number: int) -> str:
+        corpus, own_number = self._order.locate(np.array([number]))
+        return self._corpora[corpus[0]].name(int(own_number[0]))
 
 
-def _numbers(step: int, rows: Sequence[int], global_batch: int) -> np.ndarray:
-    """int64 [len(rows)]: which of the endless run those sequences of a step's global batch are."""
+def global_numbers(step: int, rows: Sequence[int], global_batch: int) -> np.ndarray:
+    """Returns int64 [len(rows)]: the numbers, counted over all steps, of those sequences of a step's global batch.
+
+    Raises:
+        IndexError: a row outside the global batch.
+    """
     rows = np.asarray(rows, np.int64)
     if rows.size and not (rows.min() >= 0 and rows.max() < global_batch):
         raise IndexError(f"rows {rows.min()} to {rows.max()} of a global batch of {global_batch}")
@@ -111,13 +131,13 @@ _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def seed_of(seed: int, corpus: int) -> int:
-    """The seed of one of several corpora that share a seed; that of the first is the shared one."""
+def corpus_seed(seed: int, corpus: int) -> int:
+    """Returns the seed of one of several corpora that share `seed`. That of the first is `seed` itself."""
     return seed + corpus * 0xD1B54A32D192ED03
 
 
 def permutation(count: int, seed: int, *keys: int) -> np.ndarray:
-    """int64 [count]: a permutation of range(count) that depends on `seed` and on all of `keys`."""
+    """Returns int64 [count]: a permutation of range(count) that depends on `seed` and on all of `keys`."""
     key = np.zeros(1, np.uint64)
     for part in keys:
         key = _mix(key + _GOLDEN + np.uint64(part))
@@ -125,17 +145,17 @@ def permutation(count: int, seed: int, *keys: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 that scatters neighbours (the finaliser of SplitMix64)."""
+    """Applies a bijection of uint64 that scatters neighbours (the finaliser of SplitMix64)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _permute(position: np.ndarray, epoch: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """int64 [n]: where each position goes in its epoch's permutation of range(count). Needs no memory of size count.
+    """Returns int64 [n]: where each position goes in its epoch's permutation of range(count).
 
-    A Feistel network permutes the next power of four; a value outside the range is sent through again until it falls
-    inside, which is a permutation of the range.
+    It needs no memory of size count: a Feistel network permutes the next power of four, and a value outside the range
+    is permuted again until it falls inside. That is a permutation of the range.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     seed_key = _mix(np.full(1, seed % 2**64, np.uint64) + _GOLDEN)
@@ -147,7 +167,7 @@ def _permute(position: np.ndarray, epoch: np.ndarray, count: int, seed: int) -> 
 
 
 def _feistel(x: np.ndarray, key: np.ndarray, half: np.uint64) -> np.ndarray:
-    """A permutation of the numbers of 2 * `half` bits, one for each key."""
+    """Permutes the numbers of 2 * `half` bits, with one permutation for each key."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = x >> half, x & mask
     for _ in range(_ROUNDS):

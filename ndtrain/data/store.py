@@ -1,41 +1,49 @@
-"""Corpora as flat arrays of token ids: tokenised once into the data cache, or a memory-mapped file of the user's."""
+"""Corpora as flat arrays of token ids: tokenised once into the data cache, or a token file of the user's.
+
+The arrays are memory-mapped.
+"""
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from ndtrain.config import ConfigError, DataConfig
-from ndtrain.data.cache import digest, load_or_build, publish, spot_digest
+from ndtrain.data.cache import atomic_write, digest, load_or_build, sampled_digest
 from ndtrain.data.corpora import matching_files
-from ndtrain.data.documents import SPLITS, Corpus, Part
+from ndtrain.data.documents import SPLITS, Corpus, TextChunk
+from ndtrain.data.progress import progress_on_stderr
 from ndtrain.data.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
-SAMPLE = 32 << 20  # bytes of text that a bpe is trained on
-_BATCH = 1 << 22  # characters tokenised at a time
-_CHUNK = 1 << 24  # token ids scanned at a time
+TOKENIZER_SAMPLE = 32 << 20  # bytes of text that a bpe is trained on
+_BATCH_CHARACTERS = 1 << 22  # tokenised at a time
+_SCAN_TOKENS = 1 << 24  # scanned at a time
+
+content_hash = partial(blake2b, digest_size=16)  # the hash of `SplitStats.digest`
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """The two splits as read-only memory-mapped uint16 or uint32 arrays, and a digest of all their ids."""
+class TokenisedCorpus:
+    """The two splits as read-only memory-mapped arrays, uint16 or uint32, and a digest of all their ids."""
 
     train: np.ndarray
     validation: np.ndarray
     fingerprint: str
 
 
-def tokenise(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> Tokens:
-    """The corpus as token ids, each document followed by the end-of-text token. Kept in the folder `cache`.
+def tokenise(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> TokenisedCorpus:
+    """Returns the corpus as token ids, each document followed by the end-of-text token.
+
+    The ids are kept in the folder `cache`. The process that makes them shows its progress on stderr.
 
     Raises:
         ConfigError: a document cannot be read, or the cache cannot be written.
@@ -45,24 +53,30 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> Tokens:
 
 
 def corpus_tokenizer(data: DataConfig, corpus: Corpus, cache: Path) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names for one corpus; a bpe is trained on a sample of it and kept in `cache`.
+    """Returns the tokenizer that `data.tokenizer` names. A bpe is trained on a sample of `corpus` and kept in `cache`.
 
     Raises:
         ConfigError: as `load_tokenizer`.
     """
-    trained = cache / f"bpe-{digest(corpus.key(), data.vocab_size, SAMPLE)}.json"
-    return load_tokenizer(data, lambda: corpus.sample(SAMPLE), trained)
+    trained = cache / f"bpe-{digest(corpus.key(), data.vocab_size, TOKENIZER_SAMPLE)}.json"
+    return load_tokenizer(data, lambda: sample_texts(corpus, TOKENIZER_SAMPLE), trained)
 
 
-def _load(entry: Path) -> Tokens | None:
-    """The entry, or None where it is absent or damaged."""
+def sample_texts(corpus: Corpus, limit: int) -> Iterator[str]:
+    """Yields about `limit` bytes of the training split for a tokenizer, and shows its progress on stderr."""
+    with progress_on_stderr("training the tokenizer", corpus.size()) as advance:
+        yield from corpus.sample(limit, lambda chunk: advance(chunk.size, 0))
+
+
+def _load(entry: Path) -> TokenisedCorpus | None:
+    """Returns the entry; None where it is absent or damaged."""
     try:
         record = json.loads(entry.read_bytes())
         paths = _split_paths(entry)
-        if any(spot_digest(path) != record["files"][split] for split, path in paths.items()):
+        if any(sampled_digest(path) != record["files"][split] for split, path in paths.items()):
             return None
         train, validation = (map_tokens(paths[split], np.dtype(record["dtype"])) for split in SPLITS)
-        return Tokens(train, validation, record["fingerprint"])
+        return TokenisedCorpus(train, validation, record["fingerprint"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
@@ -74,29 +88,43 @@ def _split_paths(entry: Path) -> dict[str, Path]:
 def _build(corpus: Corpus, tokenizer: Tokenizer, entry: Path) -> None:
     log.info("tokenising %s", corpus.describe())
     paths = _split_paths(entry)
-    written = write_splits(corpus, tokenizer, paths)
+    with progress_on_stderr("tokenising", corpus.size()) as advance:
+        stats = write_splits(corpus, tokenizer, paths, lambda chunk, ids: advance(chunk.size, len(ids)))
     record = {
         "dtype": np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<").str,
-        "files": {split: spot_digest(path) for split, path in paths.items()},
-        "fingerprint": fingerprint(*(written[split].digest for split in SPLITS)),
+        "files": {split: sampled_digest(path) for split, path in paths.items()},
+        "fingerprint": corpus_fingerprint(*(stats[split].digest for split in SPLITS)),
     }
-    with publish(entry) as file:  # last: it vouches for the others
+    _write_entry(entry, record)  # last: an entry is whole once this file exists
+
+
+def _write_entry(entry: Path, record: dict[str, Any]) -> None:
+    with atomic_write(entry) as file:
         file.write(json.dumps(record).encode())
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The type that token ids are stored in: uint16 where they fit, else uint32."""
+    """Returns the type that token ids are stored in: uint16 where they fit, else uint32."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def fingerprint(train: str, validation: str) -> str:
-    """Of a corpus, from the digests of its two splits."""
+def corpus_fingerprint(train: str, validation: str) -> str:
+    """Returns the fingerprint of a corpus from the digests of its two splits."""
     return digest(train, validation)
 
 
+# ------------------------------------------------------------------------------------------------------ writing tokens
+
+
 @dataclass(frozen=True)
-class Written:
-    """What a file holds of one split: tokens, documents, the largest id (-1: none), and the blake2b of its bytes."""
+class SplitStats:
+    """What a token file of one split holds.
+
+    Attributes:
+        tokens, documents: how many.
+        largest: the largest id; -1 where there is none.
+        digest: the blake2b of the file's bytes.
+    """
 
     tokens: int
     documents: int
@@ -104,56 +132,76 @@ class Written:
     digest: str
 
 
-class _Split:
-    """One split while it is written."""
+class SplitWriter:
+    """Writes the token file of one split and counts what it writes."""
 
-    def __init__(self, file: BinaryIO, dtype: np.dtype):
-        self._file, self._dtype, self._hashed = file, dtype, blake2b(digest_size=16)
+    def __init__(self, file: BinaryIO):
+        self._file, self._hashed = file, content_hash()
         self._tokens, self._documents, self._largest = 0, 0, -1
 
-    def add(self, part: Part, ids: list[int]) -> None:
-        data = np.asarray(ids, self._dtype)
-        self._file.write(data.tobytes())
-        self._hashed.update(data)
-        self._tokens += len(data)
-        self._documents += part.last
-        self._largest = max(self._largest, int(data.max(initial=0)) if len(data) else -1)
+    def write(self, ids: bytes | np.ndarray) -> None:
+        """Appends token ids as they are stored."""
+        self._file.write(ids)
+        self._hashed.update(ids)
 
-    def written(self) -> Written:
-        return Written(self._tokens, self._documents, self._largest, self._hashed.hexdigest())
+    def count(self, tokens: int, documents: int, largest: int) -> None:
+        """Counts what was appended: tokens, ended documents, and the largest id (-1: no token)."""
+        self._tokens += tokens
+        self._documents += documents
+        self._largest = max(self._largest, largest)
+
+    def stats(self) -> SplitStats:
+        return SplitStats(self._tokens, self._documents, self._largest, self._hashed.hexdigest())
 
 
-def write_splits(corpus: Corpus, tokenizer: Tokenizer, paths: dict[str, Path]) -> dict[str, Written]:
-    """Tokenises a corpus into one file for each split, each published when all are whole; what each holds.
-    Little-endian `token_dtype`; every document ends with the end-of-text token.
+def write_splits(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    paths: dict[str, Path],
+    on_chunk: Callable[[TextChunk, np.ndarray], None] = lambda chunk, ids: None,
+) -> dict[str, SplitStats]:
+    """Tokenises a corpus into one file for each split, and returns what each file holds.
+
+    The ids are little-endian `token_dtype`. Every document ends with the end-of-text token. The files appear when all
+    of them are whole.
+
+    Args:
+        on_chunk: called with each chunk and its ids once they are written.
 
     Raises:
         ConfigError: a document cannot be read.
     """
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     with ExitStack() as stack:
-        splits = {split: _Split(stack.enter_context(publish(path)), dtype) for split, path in paths.items()}
-        for part, ids in encoded(corpus.parts(), tokenizer):
-            splits[SPLITS[part.held_out]].add(part, ids)
-    return {name: split.written() for name, split in splits.items()}
+        writers = {split: SplitWriter(stack.enter_context(atomic_write(path))) for split, path in paths.items()}
+        for chunk, token_ids in encode_chunks(corpus.chunks(), tokenizer):
+            ids = np.asarray(token_ids, dtype)
+            writer = writers[SPLITS[chunk.held_out]]
+            writer.write(ids)
+            writer.count(len(ids), chunk.last, int(ids.max()) if len(ids) else -1)
+            on_chunk(chunk, ids)
+    return {split: writer.stats() for split, writer in writers.items()}
 
 
-def encoded(
-    parts: Iterable[Part], tokenizer: Tokenizer, characters: int | None = None
-) -> Iterator[tuple[Part, list[int]]]:
-    """Each part with its token ids, those of the last part of a document with the end-of-text token. Parts of about
-    `characters` together are tokenised at a time."""
-    for batch in _batched(parts, characters or _BATCH):
-        for part, ids in zip(batch, tokenizer.encode_batch([part.text for part in batch]), strict=True):
-            yield part, [*ids, tokenizer.eos_id] if part.last else ids
+def encode_chunks(
+    chunks: Iterable[TextChunk], tokenizer: Tokenizer, batch_characters: int | None = None
+) -> Iterator[tuple[TextChunk, list[int]]]:
+    """Yields each chunk with its token ids. The last chunk of a document also has the end-of-text token.
+
+    Args:
+        batch_characters: about how many characters are tokenised at a time; None: 4 Mi.
+    """
+    for batch in _batched(chunks, batch_characters or _BATCH_CHARACTERS):
+        for chunk, ids in zip(batch, tokenizer.encode_batch([chunk.text for chunk in batch]), strict=True):
+            yield chunk, [*ids, tokenizer.eos_id] if chunk.last else ids
 
 
-def _batched(parts: Iterable[Part], characters: int) -> Iterator[list[Part]]:
-    batch: list[Part] = []
+def _batched(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[TextChunk]]:
+    batch: list[TextChunk] = []
     size = 0
-    for part in parts:
-        batch.append(part)
-        size += len(part.text)
+    for chunk in chunks:
+        batch.append(chunk)
+        size += len(chunk.text)
         if size >= characters:
             yield batch
             batch, size = [], 0
@@ -162,7 +210,7 @@ def _batched(parts: Iterable[Part], characters: int) -> Iterator[list[Part]]:
 
 
 def map_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
-    """A flat file of token ids as a read-only array; an empty file, which cannot be mapped, as an empty one."""
+    """Returns a flat file of token ids as a read-only array. An empty file cannot be mapped: it is an empty array."""
     return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
@@ -170,59 +218,66 @@ def map_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Scan:
-    """What one pass over a token file finds: the largest id, where it first stands, and a digest of the file."""
+class TokenFileScan:
+    """What one pass over a token file finds.
+
+    Attributes:
+        largest: the largest id.
+        offset: where it first stands, in tokens.
+        fingerprint: a digest of the file.
+    """
 
     largest: int
-    offset: int  # in tokens
+    offset: int
     fingerprint: str
 
 
-def open_bin(path: str, dtype: str, cache: Path, key: str = "data.path") -> tuple[np.ndarray, Scan]:
-    """The token ids of the flat little-endian file `path`, memory-mapped, and their scan (kept in `cache`). `key` is
-    the setting that gave `path`.
+def open_token_file(setting: str, dtype: str, cache: Path, key: str = "data.path") -> tuple[np.ndarray, TokenFileScan]:
+    """Returns the token ids of a flat little-endian file, memory-mapped, and their scan, which is kept in `cache`.
+
+    Args:
+        setting: the path, as the setting `key` gives it.
 
     Raises:
         ConfigError: not exactly one file, an empty one, or a size that is no multiple of `dtype`'s.
     """
-    root, names = matching_files(path, "*.bin", key)
+    root, names = matching_files(setting, "*.bin", key)
     if len(names) > 1:
-        raise ConfigError(f"{key}={path}: data=bin reads one file but {len(names)} are here: name one of them")
-    file, kind = root / names[0], np.dtype(dtype).newbyteorder("<")
+        raise ConfigError(f"{key}={setting}: data=bin reads one file but {len(names)} are here: name one of them")
+    file, stored = root / names[0], np.dtype(dtype).newbyteorder("<")
     stat = file.stat()
     if stat.st_size == 0:
-        raise ConfigError(f"{key}={path}: the file holds no tokens: give another one")
-    if stat.st_size % kind.itemsize:
+        raise ConfigError(f"{key}={setting}: the file holds no tokens: give another one")
+    if stat.st_size % stored.itemsize:
         raise ConfigError(
-            f"{key}={path}: {stat.st_size} bytes are no multiple of the {kind.itemsize} of "
+            f"{key}={setting}: {stat.st_size} bytes are no multiple of the {stored.itemsize} of "
             f"data.dtype={dtype}: the file is cut short, or data.dtype is another"
         )
-    tokens = map_tokens(file, kind)
+    tokens = map_tokens(file, stored)
     entry = cache / f"scan-{digest(str(file), stat.st_size, stat.st_mtime_ns, dtype)}.json"
     return tokens, load_or_build(entry, partial(_load_scan, entry), partial(_scan, tokens, entry))
 
 
-def holds(tokens: np.ndarray, token: int) -> bool:
-    """Whether `token` stands somewhere in `tokens`; reads up to the first place alone."""
-    return any((tokens[start : start + _CHUNK] == token).any() for start in range(0, len(tokens), _CHUNK))
+def contains_token(tokens: np.ndarray, token: int) -> bool:
+    """Returns whether `token` stands somewhere in `tokens`. It reads no further than the first place."""
+    blocks = range(0, len(tokens), _SCAN_TOKENS)
+    return any((tokens[start : start + _SCAN_TOKENS] == token).any() for start in blocks)
 
 
-def _load_scan(entry: Path) -> Scan | None:
+def _load_scan(entry: Path) -> TokenFileScan | None:
     try:
-        return Scan(**json.loads(entry.read_bytes()))
+        return TokenFileScan(**json.loads(entry.read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 
 
 def _scan(tokens: np.ndarray, entry: Path) -> None:
     largest, offset = -1, 0
-    hashed = blake2b(digest_size=16)
-    for start in range(0, len(tokens), _CHUNK):
-        chunk = tokens[start : start + _CHUNK]
-        hashed.update(chunk)
-        at = int(chunk.argmax())
-        if chunk[at] > largest:
-            largest, offset = int(chunk[at]), start + at
-    record = {"largest": largest, "offset": offset, "fingerprint": hashed.hexdigest()}
-    with publish(entry) as file:
-        file.write(json.dumps(record).encode())
+    hashed = content_hash()
+    for start in range(0, len(tokens), _SCAN_TOKENS):
+        block = tokens[start : start + _SCAN_TOKENS]
+        hashed.update(block)
+        at = int(block.argmax())
+        if block[at] > largest:
+            largest, offset = int(block[at]), start + at
+    _write_entry(entry, {"largest": largest, "offset": offset, "fingerprint": hashed.hexdigest()})

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a BPE trained on the corpus, or a given one; each saved so that `transformers` opens it."""
+"""Tokenizers: bytes, a BPE trained on the corpus, or a given one. `transformers` opens each of them once saved."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ndtrain.config import ConfigError, DataConfig
-from ndtrain.data.cache import digest, load_or_build, publish
+from ndtrain.data.cache import atomic_write, digest, load_or_build
 
 EOS = "<|endoftext|>"
 _KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>")
@@ -20,13 +20,15 @@ _TOKENIZER_FILES = (
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Turns text into token ids and back.
 
-    `eos_id` is the token that ends a document; `vocab_size` is the largest id + 1.
+    Attributes:
+        eos_id: the token that ends a document.
+        vocab_size: the largest id + 1.
     """
 
     def __init__(self, files: dict[str, bytes], eos_id: int):
-        """`files` are the contents of a Hugging Face tokenizer folder, `tokenizer.json` among them."""
+        """`files` maps file names of a Hugging Face tokenizer folder to their contents. `tokenizer.json` is one."""
         self.eos_id = eos_id
         self._files = files
         self._backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
@@ -39,34 +41,37 @@ class Tokenizer:
         return Tokenizer, (self._files, self.eos_id)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, with no special token added."""
+        """Returns the ids of each text. Adds no special token."""
         return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Writes the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs. Those of another tokenizer,
-        which it would mix with them, are removed."""
+        """Writes the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs.
+
+        Removes those of another tokenizer: `transformers` would mix them in.
+        """
         for name in set(_TOKENIZER_FILES) - set(self._files):
             (folder / name).unlink(missing_ok=True)
         for name, content in self._files.items():
             (folder / name).write_bytes(content)
 
     def digest(self) -> str:
-        """Equal for tokenizers that turn a text into the same ids."""
+        """Returns a digest that is equal for tokenizers that turn a text into the same ids."""
         return digest(self._files["tokenizer.json"].decode(), self.eos_id)
 
 
 def load_tokenizer(data: DataConfig, texts: Callable[[], Iterable[str]], cache: Path) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names.
+    """Returns the tokenizer that `data.tokenizer` names.
 
-    `texts` gives the sample a bpe is trained on. `cache` is the file a trained one is kept in; its name must change
-    with the sample and with `data.vocab_size`.
+    Args:
+        texts: returns the sample that a bpe is trained on.
+        cache: the file that keeps a trained bpe. Its name must change with the sample and with `data.vocab_size`.
 
     Raises:
-        ConfigError: no tokenizer there, a damaged one, one without an end-of-text token, or a `data.vocab_size` too
-            small for bpe.
+        ConfigError: there is no such tokenizer, it is damaged, it has no end-of-text token, or `data.vocab_size` is too
+            small for a bpe.
     """
     if data.tokenizer == "byte":
         return _own_tokenizer(_byte_level(_byte_vocab()))
@@ -82,7 +87,7 @@ def load_tokenizer(data: DataConfig, texts: Callable[[], Iterable[str]], cache: 
 
 
 def saved_tokenizer(folder: Path, eos_id: int) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote into `folder`.
+    """Returns the tokenizer that `Tokenizer.save` wrote into `folder`.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -98,7 +103,10 @@ def saved_tokenizer(folder: Path, eos_id: int) -> Tokenizer:
 
 
 def _byte_vocab() -> dict[str, int]:
-    """Byte b has id b, under the printable character that byte-level tokenizers write it as; EOS comes last."""
+    """Returns token -> id. Byte b has id b; its token is the printable character that byte-level tokenizers use for it.
+
+    EOS has the last id.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     vocab = {chr(b if b in printable else next(others)): b for b in range(256)}
@@ -106,9 +114,9 @@ def _byte_vocab() -> dict[str, int]:
 
 
 def _byte_level(vocab: dict[str, int] | None) -> tokenizers.Tokenizer:
-    """A byte-level BPE without merges. With a `vocab` it is final; without one, it is to be trained."""
+    """Returns a byte-level BPE without merges: final with a `vocab`, to be trained without one."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=vocab and []))
-    # Splitting into words serves merges alone; with none it would only cost time.
+    # Only merges need words. Without merges, splitting into words would only cost time.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=vocab is None)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([EOS])
@@ -116,6 +124,7 @@ def _byte_level(vocab: dict[str, int] | None) -> tokenizers.Tokenizer:
 
 
 def _train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-level BPE and writes it as the file `path`."""
     backend = _byte_level(None)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -124,14 +133,15 @@ def _train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    with publish(path) as file:
+    with atomic_write(path) as file:
         file.write(backend.to_str().encode())
 
 
 def _load_trained(path: Path) -> Tokenizer | None:
+    """Returns the trained tokenizer in the cache; None where it is absent or damaged."""
     try:
         return _own_tokenizer(tokenizers.Tokenizer.from_str(path.read_bytes().decode()))
-    except Exception:  # absent or damaged; the library raises bare Exception
+    except Exception:  # the library raises bare Exception
         return None
 
 
@@ -147,13 +157,13 @@ def _tokenizer_config(eos: str) -> bytes:
     return (json.dumps(fields, indent=2) + "\n").encode()
 
 
-# ------------------------------------------------------------------------------------------------------------- given
+# ---------------------------------------------------------------------------------------------------- given by the user
 
 
 def _given_tokenizer(setting: str) -> Tokenizer:
-    place = Path(setting).expanduser()
-    main = place / "tokenizer.json" if place.is_dir() else place
-    if not place.exists():
+    path = Path(setting).expanduser()
+    main = path / "tokenizer.json" if path.is_dir() else path
+    if not path.exists():
         raise ConfigError(
             f"data.tokenizer={setting}: no such file: give byte, bpe, a tokenizer.json or a Hugging Face folder"
         )
@@ -179,7 +189,10 @@ def _given_tokenizer(setting: str) -> Tokenizer:
 
 
 def _eos_id(backend: tokenizers.Tokenizer, folder: Path) -> int | None:
-    """The end-of-text token that the files beside a tokenizer.json name, else a token with a usual name for it."""
+    """Returns the end-of-text token that the files beside a tokenizer.json name, else a token with a usual name.
+
+    None where there is neither.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _read_json(folder / name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token

@@ -1,4 +1,4 @@
-"""The held-out split as a set of sequences, each of its tokens predicted once."""
+"""The validation split as a set of sequences. Each of its tokens is predicted once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,37 +10,44 @@ from ndtrain.model.loss import IGNORE
 
 
 class ValidationSet:
-    """Flat token arrays cut into sequences, in order. The last sequence of each, and the last rows of the last pass,
-    are filled up with `IGNORE`, which is no token to predict; `readable` makes it one that can be looked up.
+    """Flat token arrays divided into sequences, in order.
+
+    `IGNORE` pads the last sequence of each array and the last rows of the last pass: these labels are not predicted.
+    An embedding cannot look `IGNORE` up, so `readable` replaces it among the input tokens.
 
     Attributes:
-        count: sequences.
-        passes: of `global_batch` sequences.
+        count: how many sequences there are.
+        passes: how many passes of `global_batch` sequences.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], seq_len: int, global_batch: int):
         self._arrays, self._seq_len, self._global_batch = arrays, seq_len, global_batch
-        self._places = [(a, start) for a in arrays for start in range(0, max(0, len(a) - 1), seq_len)]
-        self.count = len(self._places)
+        self._starts = [(a, start) for a in arrays for start in range(0, max(0, len(a) - 1), seq_len)]
+        self.count = len(self._starts)
         self.passes = -(-self.count // global_batch)
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        """int64 [len(rows), T + 1]: the tokens of those rows of a pass."""
+        """Returns int64 [len(rows), T + 1]: the tokens of those rows of pass `step`, padded with `IGNORE`."""
         out = np.full((len(rows), self._seq_len + 1), IGNORE, np.int64)
         for target, row in zip(out, rows, strict=True):
             number = step * self._global_batch + row
             if number < self.count:
-                array, start = self._places[number]
-                found = array[start : start + self._seq_len + 1]
-                target[: len(found)] = found
+                array, start = self._starts[number]
+                sequence = array[start : start + self._seq_len + 1]
+                target[: len(sequence)] = sequence
         return out
 
     @staticmethod
     def readable(batch: Batch) -> Batch:
+        """Returns the batch with input tokens of 0 in place of the padding."""
         return replace(batch, tokens=batch.tokens.clamp(min=0))
 
     def labels(self, eos: int | None) -> int:
-        """How many tokens are predicted: all but the first of each array and, where `eos` tells documents apart, those
-        that follow one."""
+        """Returns how many tokens are predicted: all but the first of each array.
+
+        Args:
+            eos: the token that ends a document; a token that follows it is not predicted. None: the arrays are not
+                split into documents.
+        """
         crossing = 0 if eos is None else sum(int((a[:-1] == eos).sum()) for a in self._arrays)
         return sum(max(0, len(a) - 1) for a in self._arrays) - crossing

@@ -1,1 +1,1 @@
-"""Meshes, sharding and collectives: what knows ranks and no model."""
+"""Meshes, sharding and collectives. These modules know ranks and no model."""

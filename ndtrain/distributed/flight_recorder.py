@@ -1,6 +1,7 @@
-"""What this process did last, always on: a few hundred of its collectives, and where it is now.
+"""The flight recorder of a process: its last few hundred collectives, and its current step and action.
 
-It costs a microsecond or two a collective. When a run hangs, `runtime/hang_watchdog.py` asks every rank for it.
+It is always on and costs one or two microseconds per collective. When a run hangs, `runtime/hang_watchdog.py` collects
+the records of every rank.
 """
 
 import threading
@@ -16,15 +17,18 @@ KEPT = 512  # collectives
 
 @dataclass(slots=True, eq=False)
 class CollectiveRecord:
-    """A collective, or one message.
+    """One collective, one message, or one wait for something else.
 
     Attributes:
-        channel: what it went over: operations over one channel are numbered alike on all its members.
-        number: counted from 1, on this channel.
-        nbytes: of the whole.
-        step, action: what the rank was at when it launched this.
-        launched, waited, ended: seconds of this machine's monotonic clock; 0 where that has not come yet. On a GPU
-            `ended` is when the host went on, not when the operation was over.
+        op: the name of the operation.
+        channel: the process group or pair of ranks it went over; operations of one channel have the same numbers on
+            all its members. Empty for a wait without communication.
+        number: counted from 1 on this channel.
+        nbytes: bytes of the whole buffer.
+        step, action: the rank's step and action at the launch.
+        launched, waited, ended: the time of the launch, of the start of the wait and of its end, in seconds of this
+            machine's monotonic clock; 0 until then. On a GPU `ended` is when the host continued, not when the
+            operation completed.
     """
 
     op: str
@@ -39,13 +43,18 @@ class CollectiveRecord:
 
 
 class Recorder:
-    """One a process, like a logger.
+    """Records collectives and waits. A process has one, `RECORDER`.
+
+    Args:
+        kept: number of records to keep.
 
     Attributes:
-        step: the step being made, from 1; 0 before the first.
-        action: what of it.
+        step: the current step, from 1; 0 before the first.
+        action: the current action of the step.
         members: channel -> the global ranks on it.
-        mark: None, or what to wrap around every wait, so that a profiler sees it.
+        mark: None, or a function that returns a context manager to hold during a wait, so that a profiler shows it.
+        last: the last records, oldest first.
+        counts: channel -> number of operations launched on it.
     """
 
     def __init__(self, kept: int = KEPT):
@@ -62,36 +71,40 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------ recording
 
-    def name(self, group: Any, axis: str, ranks: Sequence[int]) -> None:
-        """Operations over the process group `group` show as over `axis`, between these global ranks."""
+    def name_group(self, group: Any, axis: str, ranks: Sequence[int]) -> None:
+        """Names the process group `group` after its mesh axis and its global ranks."""
         channel = f"{axis} {list(ranks)}"
         self._channels[group.group_name] = channel
         self.members[channel] = tuple(ranks)
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Marks the begin of a step. The calling thread is the one whose waits `busy` subtracts."""
         self.step, self.action = step, "begin"
         self._began, self._waited, self._main = time.monotonic(), 0.0, threading.get_ident()
 
     def busy(self) -> float:
-        """Seconds since the step began in which this rank did not wait for others or for data."""
+        """Seconds since the begin of the step, without the waits for other ranks and for data."""
         return time.monotonic() - self._began - self._waited
 
     def launch(
         self, op: str, group: Any, nbytes: int, to: int | None = None, source: int | None = None
     ) -> CollectiveRecord:
-        """A collective over `group` starts; or with `to` or `source`, ranks of the group, one message. With both, and
-        the same, an exchange of two."""
+        """Records the launch of an operation.
+
+        Args:
+            to, source: ranks of the group. With neither, a collective over `group`. With one of them, a message to or
+                from that rank. With both equal, an exchange with that rank.
+        """
         channel = self._channels.get(group.group_name, group.group_name)
         if (to is None) != (source is None) or (to is not None and to == source):
-            channel = self._line(channel, group, to, source)
+            channel = self._pair_channel(channel, group, to, source)
         number = self.counts[channel] = self.counts.get(channel, 0) + 1
         record = CollectiveRecord(op, channel, number, nbytes, self.step, self.action, time.monotonic())
         self.last.append(record)
         return record
 
-    def _line(self, channel: str, group: Any, to: int | None, source: int | None) -> str:
-        """The channel between two ranks: messages of one way, or exchanges."""
+    def _pair_channel(self, channel: str, group: Any, to: int | None, source: int | None) -> str:
+        """The channel between two ranks, of messages in one direction or of exchanges."""
         me = group.rank()
         one, other = sorted((me, to)) if to == source else (me, to) if source is None else (source, me)
         name = f"{channel} {one} {'with' if to == source else 'to'} {other}"
@@ -101,7 +114,7 @@ class Recorder:
         return name
 
     def enter(self, record: CollectiveRecord) -> None:
-        """This thread waits for `record` now."""
+        """Marks the begin of this thread's wait for `record`."""
         record.waited = time.monotonic()
         self._waits[id(record)] = record
         if self.mark:
@@ -109,7 +122,7 @@ class Recorder:
             mark.__enter__()
 
     def leave(self, record: CollectiveRecord) -> None:
-        """It waits no more."""
+        """Marks the end of the wait for `record`."""
         if mark := self._marks.pop(id(record), None):
             mark.__exit__(None, None, None)
         record.ended = time.monotonic()
@@ -119,7 +132,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """For what is waited for without a collective of ours: data, a step's result."""
+        """Records the block as a wait for something other than a collective: data, the result of a step."""
         record = CollectiveRecord(what, "", 0, 0, self.step, self.action, time.monotonic())
         self.enter(record)
         try:
@@ -130,8 +143,8 @@ class Recorder:
     # ---------------------------------------------------------------------------------------------------------- asking
 
     def longest_wait(self) -> tuple[CollectiveRecord | None, float]:
-        """What has been waited for longest, and since how many seconds."""
-        waits = list(self._waits.values())  # one call: other threads go on
+        """(the record that has been waited for longest, or None; for how many seconds)."""
+        waits = list(self._waits.values())  # one call, since other threads change it
         if not waits:
             return None, 0.0
         oldest = min(waits, key=lambda f: f.waited)

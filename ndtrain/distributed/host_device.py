@@ -1,7 +1,7 @@
-"""Between host and device, without the host waiting for what the device still has to do.
+"""Copies between host and device without a device synchronisation.
 
-A copy from or to ordinary memory waits until all that is queued on the device is done; one from or to page-locked
-memory is queued like everything else. On a CPU there is nothing to copy.
+A copy between pageable memory and the device waits for all work queued on the device. A copy between page-locked
+memory and the device is queued like any other work. On a CPU there is nothing to copy.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,17 @@ from ndtrain.distributed.flight_recorder import RECORDER
 
 
 def upload(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """fp64 [k] on the device."""
+    """A tensor of the numbers, fp64 [k], on the device."""
     on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
 
 
 class Readback:
-    """Tensors of one device in the host's memory, for later.
+    """An asynchronous copy of tensors of one device to host memory.
 
     Args:
-        pending: what has to be over before they hold what is wanted.
+        pending: the operation that produces them.
+        tensors: all on one device.
     """
 
     def __init__(self, pending: Pending, *tensors: Tensor):
@@ -35,10 +36,11 @@ class Readback:
             self._copied.record()
 
     def wait(self, name: str) -> tuple[Tensor, ...]:
-        """The tensors, as they were when this was made; waits for them, and for nothing that was queued after them.
+        """The tensors in host memory, with their values at construction. It waits for the copy, not for device work
+        queued later.
 
         Args:
-            name: what the recorder calls them.
+            name: the name of this wait in the flight recorder.
         """
         self._pending.wait()
         if self._copied is not None:

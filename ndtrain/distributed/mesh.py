@@ -1,7 +1,7 @@
-"""The mesh: named axes over ranks, as pure arithmetic (`MeshSpec`) and as process groups (`Mesh`).
+"""The device mesh: named axes over ranks, as arithmetic (`MeshSpec`) and as process groups (`Mesh`).
 
-An **axis** is one of pp, dp, fsdp, cp, tp; a **coord** is a position on one axis. Ranks are laid out row-major in
-`order`, outer to inner, so the last axis has neighbouring ranks.
+An **axis** is one of pp, dp, fsdp, cp, tp. A **coord** is a position on one axis. Ranks are laid out row-major in
+`order`, outer to inner, so the ranks along the last axis are neighbours.
 """
 
 import math
@@ -19,7 +19,12 @@ from ndtrain.distributed.flight_recorder import RECORDER
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Axis names outer to inner with their sizes. Needs no processes."""
+    """The axes of a mesh and their sizes. It needs no processes.
+
+    Attributes:
+        order: axis names, outer to inner.
+        sizes: the size of each.
+    """
 
     order: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -38,13 +43,13 @@ class MeshSpec:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Axis -> coord of a global rank."""
-        found = {}
+        coords = {}
         for axis, size in zip(reversed(self.order), reversed(self.sizes), strict=True):
-            rank, found[axis] = divmod(rank, size)
-        return {a: found[a] for a in self.order}
+            rank, coords[axis] = divmod(rank, size)
+        return {a: coords[a] for a in self.order}
 
     def where(self, rank: int) -> str:
-        """A global rank's coords in words, "dp=1 tp=0": of the axes with more than one rank."""
+        """A global rank's coords as text, "dp=1 tp=0". Axes of one rank are left out."""
         return " ".join(f"{axis}={at}" for axis, at in self.coords(rank).items() if self.size(axis) > 1)
 
     def rank(self, coords: dict[str, int]) -> int:
@@ -62,7 +67,7 @@ class MeshSpec:
         return position
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """All groups of ranks that differ only along `axes`; within a group, by `index`."""
+        """All groups of ranks that differ only along `axes`. The ranks of a group are ordered by `index`."""
         inner = self._ordered(axes)
         outer = [a for a in self.order if a not in inner]
         ranges = lambda names: product(*(range(self.size(a)) for a in names))
@@ -76,9 +81,9 @@ class MeshSpec:
 
 
 class Mesh:
-    """A `MeshSpec` seen from one rank, with process groups. A group of one rank is `None`: nothing to send.
+    """A `MeshSpec` seen from one rank, with process groups. A group of one rank is `None`.
 
-    Groups of several axes (fsdp x cp) are made on first use, which every rank must reach in the same order.
+    A group is created on first use. Creation is collective: every rank must ask for the same groups in the same order.
     """
 
     def __init__(self, spec: MeshSpec, rank: int, device: torch.device):
@@ -92,6 +97,7 @@ class Mesh:
         return DeviceMesh(self.device.type, ranks, mesh_dim_names=self.spec.order)
 
     def size(self, *axes: str) -> int:
+        """Number of ranks along `axes` together."""
         return self.spec.size(*axes)
 
     def index(self, *axes: str) -> int:
@@ -99,37 +105,39 @@ class Mesh:
         return self.spec.index(self.rank, *axes)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The process group of the ranks that differ from this one only along `axes`; None where that is one rank."""
+        """The process group of the ranks that differ from this one only along `axes`. None for one rank."""
         wide = tuple(a for a in self.spec.order if a in axes and self.spec.size(a) > 1)
         if wide not in self._groups:
             self._groups[wide] = self._named("+".join(wide), self._make(wide))
         return self._groups[wide]
 
     def subgroup(self, axis: str, n: int) -> dist.ProcessGroup | None:
-        """The process group of this rank's `n` neighbours along `axis`: its ranks, cut into runs of n. Every rank must
-        ask for the same in the same order."""
+        """The process group of this rank among those of `n` consecutive ranks along `axis`. None for n = 1. Every rank
+        must ask for the same groups in the same order."""
         if n == self.spec.size(axis):
             return self.group(axis)
         if n == 1:
             return None
-        runs = [ranks[i : i + n] for ranks in self.spec.groups(axis) for i in range(0, len(ranks), n)]
-        return self._named(axis, dist.new_subgroups_by_enumeration(runs)[0])
+        blocks = [ranks[i : i + n] for ranks in self.spec.groups(axis) for i in range(0, len(ranks), n)]
+        return self._named(axis, dist.new_subgroups_by_enumeration(blocks)[0])
 
-    def twin(self, axis: str) -> dist.ProcessGroup | None:
-        """Another process group of the ranks of `group(axis)`. Every rank must ask in the same order."""
+    def second_group(self, axis: str) -> dist.ProcessGroup | None:
+        """A second process group of the ranks of `group(axis)`, for example for the other direction of pp. None for one
+        rank. Every rank must ask in the same order."""
         if self.spec.size(axis) == 1:
             return None
         return self._named(axis, dist.new_subgroups_by_enumeration(self.spec.groups(axis))[0])
 
     def _named(self, axis: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """The group, after telling the flight recorder its name."""
         if group is not None:
-            RECORDER.name(group, axis, dist.get_process_group_ranks(group))
+            RECORDER.name_group(group, axis, dist.get_process_group_ranks(group))
         return group
 
     @cached_property
     def background(self) -> dist.ProcessGroup | None:
-        """A gloo group of all ranks, for tensors on the CPU: through it talks what goes on beside the training, in a
-        thread of its own. None on one rank. Made on first use, which every rank must reach in the same order."""
+        """A gloo group of all ranks, for communication from a background thread (tensors on the CPU). None for one
+        rank. Every rank must reach its first use in the same order."""
         return dist.new_group(backend="gloo") if self.spec.world_size > 1 else None
 
     def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
@@ -143,4 +151,5 @@ class Mesh:
 
     @property
     def world(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks. None for one rank."""
         return self.group(*AXES)

@@ -1,11 +1,12 @@
-"""How a sequence is sharded over the ranks of cp: plain arithmetic.
+"""How a sequence is sharded over the ranks of cp.
 
-A sequence of `length` tokens is first dealt to `ring` holders, then each holder's tokens in equal slices to `ulysses`
-ranks. How the holders' shares are chosen balances causal attention, in which a late token sees more than an early one:
+A sequence of `length` tokens is sharded over `ring` positions of the ring. The tokens of one position are then split in
+equal slices over `ulysses` ranks. In causal attention a late token attends to more keys than an early one, so the
+choice of a position's tokens balances the work:
 
-- `zigzag`: 2 * ring chunks, holder i has chunk i and the i-th from the end (Llama 3, arXiv:2407.21783, section 3.3.2);
-- `striped`: token t is with holder t % ring (Brandon et al., 2023, arXiv:2311.09431), even within short documents;
-- `none`: one chunk each.
+- `zigzag`: 2 * ring chunks; position i has the i-th and the i-th from the end (Llama 3, arXiv:2407.21783, sec. 3.3.2);
+- `striped`: token t is at position t % ring (Brandon et al., 2023, arXiv:2311.09431), also within short documents;
+- `none`: one chunk for each position.
 """
 
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ BALANCES = ("zigzag", "striped", "none")
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """A sequence of `length` tokens over ring * ulysses ranks.
+    """A sequence of `length` tokens sharded over ring * ulysses ranks.
 
     Raises:
-        ValueError: an unknown balance, or a length that does not divide.
+        ValueError: the balance is unknown, or the length is no multiple of `unit`.
     """
 
     length: int
@@ -35,12 +36,13 @@ class SequenceSharding:
             raise ValueError(f"balance {self.balance!r} is none of {', '.join(BALANCES)}")
         if self.length % self.unit:
             raise ValueError(
-                f"a sequence of {self.length} tokens cannot be cut {self.balance} over ring {self.ring} x ulysses "
+                f"a sequence of {self.length} tokens cannot be sharded {self.balance} over ring {self.ring} x ulysses "
                 f"{self.ulysses}: its length must be a multiple of {self.unit}"
             )
 
     @property
     def parts(self) -> int:
+        """Number of ranks of cp."""
         return self.ring * self.ulysses
 
     @property
@@ -50,7 +52,7 @@ class SequenceSharding:
         return self.ring * int(np.lcm(chunks_held, self.ulysses))
 
     def pieces(self, ring_index: int) -> tuple[SequenceSlice, ...]:
-        """The tokens of holder `ring_index`, in local order, which is also their order in the sequence."""
+        """The tokens of ring position `ring_index` as slices, in local order, which is their order in the sequence."""
         held = self.length // self.ring
         if self.ring == 1 or self.balance == "none":
             return (SequenceSlice(0, held, ring_index * held, 1),)
@@ -63,7 +65,7 @@ class SequenceSharding:
         )
 
     def index(self, part: int) -> np.ndarray:
-        """Global index of each local token of `part` = ring_index * ulysses + ulysses_index; int64 [length / parts]."""
+        """Global index of each local token of `part` = ring_index * ulysses + ulysses_index, int64 [length / parts]."""
         ring_index, slice_index = divmod(part, self.ulysses)
         held = np.concatenate([p.first + p.stride * np.arange(p.count) for p in self.pieces(ring_index)])
         return held.reshape(self.ulysses, -1)[slice_index]

@@ -40,7 +40,7 @@ from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
 from ndtrain.model import flops
 from ndtrain.parallel.build import build_stages, sequence_sharding
 from ndtrain.runtime import exit_status, stop_signals
-from ndtrain.runtime.hang_watchdog import Watch
+from ndtrain.runtime.hang_watchdog import HangWatchdog
 from ndtrain.runtime.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
@@ -89,8 +89,8 @@ class Trainer:
         self.mesh = Mesh(MeshSpec.of(self.cfg.mesh), setup.rank, setup.device)
         if setup.connect:
             deadline_s = self.cfg.hardware.timeout_s
-            watch = Watch(setup.connect, self.mesh.spec, setup.rank, setup.run_dir, deadline_s)
-            self._closing.callback(watch.close)
+            watchdog = HangWatchdog(setup.connect, self.mesh.spec, setup.rank, setup.run_dir, deadline_s)
+            self._closing.callback(watchdog.close)
         self.stages = build_stages(self.cfg, self.mesh)
         self.train_step = TrainingStep(self.cfg, self.mesh, self.stages)
         self.resumed, self.state, notes = fill_weights(setup, self.mesh, self.stages)

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, wandb and the console. Rank 0 alone makes a `Metrics`."""
+"""Metrics of a run: metrics.jsonl, the logger (wandb) and the console. Only rank 0 creates a `Metrics`."""
 
 import atexit
 from pathlib import Path
@@ -14,17 +14,18 @@ __all__ = ["Metrics", "free_memory_bytes", "keep_freed_memory", "peak_flops", "p
 
 
 class Metrics:
-    """Derives rates from what the loop measures and sends one row a step everywhere it belongs.
+    """Derives rates from the measurements of a step and writes one row per step to metrics.jsonl, the logger and the
+    console.
 
     Args:
-        cfg: the resolved run.
-        run_dir: folder of the run, which exists.
-        start_step: steps done before this process; rows after it are dropped from an older metrics.jsonl.
-        flops_per_token: model FLOPs a token (`cost.flops_per_token`), for MFU.
-        hardware_flops_per_token: FLOPs a token with recompute, for HFU.
+        cfg: the resolved configuration.
+        run_dir: the run folder, which exists.
+        start_step: steps completed before this process; later rows of an existing metrics.jsonl are dropped.
+        flops_per_token: model FLOPs per token (`model.flops`), for MFU.
+        hardware_flops_per_token: FLOPs per token including recompute, for HFU.
         peak_flops_per_device: FLOP/s (`peak_flops`).
-        world_size: devices of the run.
-        resume: whether metrics.jsonl is continued; if not, it starts afresh.
+        world_size: number of devices.
+        resume: whether metrics.jsonl is continued; if not, it is overwritten.
 
     Raises:
         OSError: metrics.jsonl cannot be opened.
@@ -45,7 +46,7 @@ class Metrics:
         self._hardware_flops = hardware_flops_per_token
         self._peak = peak_flops_per_device
         self._world_size = world_size
-        self._disk_trouble = False
+        self._write_failed = False
         self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step if resume else 0)
         self._console = Console(cfg.train.stop_at or cfg.train.steps, cfg.train.log_every)
         name = cfg.logger.name
@@ -53,7 +54,7 @@ class Metrics:
         if where := getattr(self._logger, "where", None):
             self.note(f"{name}: {where}")
         self._closed = False
-        # After wandb's own exit hook, hence run before it. Who gets here without close() did not end well.
+        # Registered after wandb's exit hook, so it runs before that. A run that has not called close() has failed.
         atexit.register(self.close, exit_code=1)
 
     def log(
@@ -73,15 +74,15 @@ class Metrics:
 
         Args:
             step: counted from 1.
-            loss: mean over the global batch's tokens, before the update.
+            loss: mean over the tokens of the global batch, before the update.
             grad_norm: global norm before clipping.
             lr: learning rate of the update.
-            tokens: of the run so far, this step included.
-            step_tokens: of this step over the whole mesh.
-            step_time_s: wall time of the step.
-            data_wait_s: the part of it that waited for data.
+            tokens: tokens of the run so far, including this step.
+            step_tokens: tokens of this step over the whole mesh.
+            step_time_s: wall time of the step in seconds.
+            data_wait_s: the part of it spent waiting for data.
             peak_memory_bytes: maximum over ranks.
-            extra: further numbers, written after the others to metrics.jsonl and wandb.
+            extra: further numbers; they follow the others in metrics.jsonl and the logger.
         """
         rate = step_tokens / step_time_s
         device_rate = rate / self._world_size
@@ -107,7 +108,7 @@ class Metrics:
         self._console.update(row)
 
     def note(self, text: str) -> None:
-        """Prints a line, above the progress bar where there is one."""
+        """Prints a line, above the progress bar if there is one."""
         self._console.note(text)
 
     def warn(self, text: str) -> None:
@@ -115,8 +116,11 @@ class Metrics:
         self._console.warn(text)
 
     def close(self, exit_code: int = 0) -> None:
-        """Ends the bar, the wandb run (with the status of the training) and the file. Call it on every way out: a
-        second call does nothing."""
+        """Ends the progress bar, the logger's run and metrics.jsonl. A second call does nothing.
+
+        Args:
+            exit_code: the exit status of the training, for the logger.
+        """
         if self._closed:
             return
         self._closed = True
@@ -127,11 +131,12 @@ class Metrics:
         self._jsonl.close()
 
     def _write(self, row: dict) -> None:
-        """To metrics.jsonl. A full disk is said once, and rows wait for room while the training goes on."""
+        """Writes a row to metrics.jsonl. If the disk is full, it warns once; the rows stay in memory until a later
+        write succeeds."""
         try:
             self._jsonl.write(row)
-            self._disk_trouble = False
+            self._write_failed = False
         except OSError as error:
-            if not self._disk_trouble:
+            if not self._write_failed:
                 self.warn(f"metrics.jsonl: {error}; rows are kept in memory until they can be written")
-            self._disk_trouble = True
+            self._write_failed = True

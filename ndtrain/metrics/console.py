@@ -1,4 +1,4 @@
-"""What rank 0 shows: a live progress bar on a terminal, plain lines anywhere else."""
+"""The console output of rank 0: a progress bar on a terminal, plain lines elsewhere."""
 
 import contextlib
 import os
@@ -11,19 +11,19 @@ from typing import Any, TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 
-_WINDOW = 20  # steps the shown rates are averaged over
-_REFRESH_S = 0.1
-_LEAST_BAR = 4  # characters; rich draws no shorter bar
+_WINDOW = 20  # number of steps that rates are averaged over
+_REFRESH_S = 0.1  # shortest time between two drawings of the bar
+_MIN_BAR = 4  # characters; rich draws no shorter bar
 
 
 class Console:
-    """Shows a run of `total` steps. Rates leave out the first step (it compiles, warms up and fills caches) and are
-    averages over the last `_WINDOW` steps.
+    """Shows the progress of a run. Rates are averages over the last `_WINDOW` steps. They exclude the first step of the
+    process, which compiles, warms up and fills caches.
 
     Args:
         total: the last step of this run.
-        log_every: steps between plain lines; the bar moves every step.
-        stream: where to; None: stdout. It gets the bar if it is a terminal that can move its cursor.
+        log_every: steps between plain lines; the bar is updated every step.
+        stream: the output; None: stdout. A terminal that can move its cursor gets the progress bar.
     """
 
     def __init__(self, total: int, log_every: int, stream: TextIO | None = None):
@@ -42,31 +42,32 @@ class Console:
         self._warm = True
         step = row["step"]
         if self._bar:
-            with _whoever_looks():
+            with _ignore_output_errors():
                 self._bar.update(step, [f"loss {row['loss']:.4f}", *self._rates(step, ("tok/s", "MFU", "left"))])
         elif step % self._log_every == 0 or step == self._total:
             rates = self._rates(step, ("tok/s", "MFU", "s/step", "left"))
             self._print("  ".join([f"step {step}/{self._total}", *_state(row), *rates]))
 
     def note(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
+        """Prints a line, above the bar if there is one."""
         if self._bar:
-            with _whoever_looks():
+            with _ignore_output_errors():
                 self._bar.print(text)
         else:
             self._print(text)
 
     def warn(self, text: str) -> None:
+        """Prints a line marked as a warning."""
         self.note(f"warning: {text}")
 
     def close(self) -> None:
-        """Leaves the bar as it stands and gives the terminal back."""
+        """Ends the progress bar. It stays on the terminal as it is."""
         if self._bar:
-            with _whoever_looks():
+            with _ignore_output_errors():
                 self._bar.close()
 
     def _rates(self, step: int, which: tuple[str, ...]) -> list[str]:
-        """The averages asked for, ready to show; none before the second step."""
+        """The averages named by `which` as text. None before the second step."""
         if not self._rows:
             return []
         seconds = sum(row["step_time_s"] for row in self._rows)
@@ -81,17 +82,17 @@ class Console:
         return [shown[key] for key in which]
 
     def _print(self, text: str) -> None:
-        with _whoever_looks():
+        with _ignore_output_errors():
             print(text, file=self._stream, flush=True)
 
 
-def _whoever_looks() -> AbstractContextManager:
-    """A full disk behind a redirected stdout must not end the training, nor a terminal that was closed."""
+def _ignore_output_errors() -> AbstractContextManager:
+    """Ignores OSError: a full disk behind a redirected stdout or a closed terminal must not end the training."""
     return contextlib.suppress(OSError)
 
 
 class _Bar:
-    """rich's progress bar, drawn by the training thread itself at most every `_REFRESH_S`."""
+    """rich's progress bar. The training thread draws it, at most every `_REFRESH_S` seconds."""
 
     def __init__(self, total: int, stream: TextIO):
         self._progress = Progress(
@@ -108,14 +109,14 @@ class _Bar:
         self._drawn = float("-inf")
 
     def update(self, step: int, figures: list[str]) -> None:
-        """Shows as many of `figures` as the terminal is wide enough for, the first at any width."""
-        room = self._progress.console.width - len(f"step {step}/{self._total} ") - _LEAST_BAR - 1
-        while len(figures) > 1 and len("  ".join(figures)) > room:
+        """Shows the first of `figures`, and as many of the others as fit the width of the terminal."""
+        width = self._progress.console.width - len(f"step {step}/{self._total} ") - _MIN_BAR - 1
+        while len(figures) > 1 and len("  ".join(figures)) > width:
             figures = figures[:-1]
         if not self._started:
             self._started = True
             self._progress.start()
-            self._progress.console.show_cursor(True)  # rich hides it, and a killed process could not bring it back
+            self._progress.console.show_cursor(True)  # rich hides it, and a killed process could not show it again
         self._progress.update(self._task, completed=step, stats="  ".join(figures))
         now = time.monotonic()
         if now - self._drawn >= _REFRESH_S or step == self._total:
@@ -132,6 +133,7 @@ class _Bar:
 
 
 def _state(row: dict[str, Any]) -> list[str]:
+    """Loss, gradient norm and learning rate as text."""
     shown = [f"loss {row['loss']:.4f}"]
     if row["grad_norm"] is not None:
         shown.append(f"grad_norm {row['grad_norm']:.2f}")
@@ -139,7 +141,7 @@ def _state(row: dict[str, Any]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Two units at most: 32s, 1m32s, 3h05m, 2d04h."""
+    """Seconds as text with at most two units: 32s, 1m32s, 3h05m, 2d04h."""
     minutes, s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

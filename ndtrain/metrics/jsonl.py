@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, one line a step."""
+"""metrics.jsonl: one JSON object per line, one line per step."""
 
 import errno
 import json
@@ -9,10 +9,13 @@ from typing import Any
 
 
 class JsonlWriter:
-    """Appends rows to `path`, each in the file when `write` returns.
+    """Appends rows to a file. Each row is in the file when `write` returns.
 
-    Rows of steps after `resume_step`, which the run is about to repeat, are dropped first, and so is what a kill left
-    torn; the file holds exactly one line per step. 0 starts afresh.
+    Before that, the rows of steps after `resume_step`, which the run repeats, and lines that a kill left incomplete are
+    dropped from the file. So it contains exactly one line per step.
+
+    Args:
+        resume_step: 0 drops all rows.
 
     Raises:
         OSError: the file cannot be read, rewritten or opened.
@@ -24,12 +27,12 @@ class JsonlWriter:
         self._waiting = b""
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends `row`, a flat dict of numbers, strings and None; NaN and infinities become null, which JSON has.
+        """Appends `row`, a flat dict of numbers, strings and None. NaN and infinities become null, as JSON lacks them.
 
-        A write that fails leaves no torn line: the row waits and goes out with the next one.
+        A failed write leaves no incomplete line. The row is written together with the next one.
 
         Raises:
-            OSError: the disk is full, or the file is gone.
+            OSError: the disk is full, or the file cannot be written.
         """
         self._waiting += _line(row)
         size = os.fstat(self._file.fileno()).st_size
@@ -48,7 +51,7 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A number of any library as Python's own, or None where it is not finite."""
+    """A number of any library as a Python number; None if it is not finite."""
     if value is None or isinstance(value, int | str):
         return value
     value = float(value)
@@ -56,7 +59,7 @@ def _plain(value: Any) -> Any:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Rewrites the file to its rows of steps up to `step`: a temporary file and a rename, so a kill loses nothing."""
+    """Rewrites the file without the rows of steps after `step`, by a temporary file and a rename."""
     if not path.exists():
         return
     before = path.read_bytes()
@@ -74,7 +77,7 @@ def _keep_until(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a whole line; None for a torn one."""
+    """The step of a complete line; None for an incomplete one."""
     try:
         return json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Peak memory of this process on its device."""
+"""Peak and free memory of this process on its device."""
 
 import ctypes
 import os
@@ -13,8 +13,8 @@ _PROC = Path("/proc/self")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Bytes at the highest point since the last reset: of PyTorch's allocator on CUDA, of the resident process on
-    CPU (its high-water mark, code and libraries included)."""
+    """Peak memory in bytes since the last reset. On CUDA it is the peak of PyTorch's allocator; on CPU the peak
+    resident set size of the process, including code and libraries."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -25,8 +25,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new high-water mark. Where the kernel does not allow it on CPU, the mark stays that of the process's
-    whole life."""
+    """Resets the peak. On CPU this does nothing if the kernel does not allow it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -37,13 +36,14 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated: on CUDA what the device says; on CPU what the kernel calls available, or what
-    programs leave of the container's limit where that is less. The processes of a host share it."""
+    """Bytes that can still be allocated. On CUDA it is the free memory of the device. On CPU it is the available memory
+    of the host, or what its programs leave of the container's limit, whichever is less; the processes of a host share
+    it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
         free = _number(Path("/proc/meminfo"), r"^MemAvailable:\s*(\d+) kB") * 1024
-    except (OSError, TypeError):  # no /proc: all that the machine has
+    except (OSError, TypeError):  # no /proc: the memory of the machine
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit, statistics in _CONTAINER:
         try:
@@ -55,6 +55,12 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def _number(path: Path, pattern: str) -> int:
+    """The number that the pattern's group matches in a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        TypeError: it has no match.
+    """
     return int(re.search(pattern, path.read_text(), re.MULTILINE)[1])
 
 
@@ -63,8 +69,8 @@ _CONTAINER = (("memory.max", "memory.stat"), ("memory/memory.limit_in_bytes", "m
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep what is freed for the next allocation instead of giving it back to the kernel, which would
-    hand the same pages out again one fault at a time: about 3 % of a step on CPU. Does nothing elsewhere."""
+    """Makes glibc keep freed memory for later allocations. By default it returns the memory to the kernel, and each
+    later use causes page faults: about 3 % of a step on CPU. Does nothing on other C libraries."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

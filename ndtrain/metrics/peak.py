@@ -1,4 +1,4 @@
-"""Peak FLOP/s of the device a run is on, which MFU and HFU are fractions of."""
+"""Peak FLOP/s of the device. MFU and HFU are fractions of it."""
 
 import json
 import os
@@ -12,8 +12,8 @@ import torch
 
 from ndtrain.config import HardwareConfig
 
-# Dense peaks in TFLOP/s, accumulated in fp32, from the vendors' data sheets: (bf16, tf32, fp32). The first row whose
-# words all occur in the device's name counts, so a variant stands before the plain name.
+# Dense peaks in TFLOP/s with fp32 accumulation, from the vendors' data sheets: (bf16, tf32, fp32). A device has the
+# first row whose words all occur in its name, so variants come before the plain name.
 _GPUS: list[tuple[str, float, float, float]] = [
     ("B300", 2250, 1125, 75),
     ("GB300", 2500, 1250, 80),
@@ -47,25 +47,25 @@ _GPUS: list[tuple[str, float, float, float]] = [
     ("T4", 65, 8.1, 8.1),
     ("MI300X", 1307, 654, 163),
 ]
-_OTHER_CHIPS = {"MIG", "LAPTOP", "MOBILE", "TI", "D", "MAX"}  # a slice or a variant slower than the plain name
-_BUDGET_S = 1.0  # time for one measurement
-_LEAST_SHARE = 0.9  # of the cores, for a measurement to be kept
+_OTHER_CHIPS = {"MIG", "LAPTOP", "MOBILE", "TI", "D", "MAX"}  # slices and variants slower than the plain name
+_BUDGET_S = 1.0  # duration of a measurement
+_MIN_CORE_SHARE = 0.9  # a measurement with a smaller share of the cores is not cached
 
 
 def peak_flops(hardware: HardwareConfig, device_type: str, dtype: torch.dtype) -> float:
     """Peak FLOP/s of one device for matmuls in `dtype`.
 
-    `hardware.peak_tflops` if set; a known GPU's data sheet figure (fp32 by TF32's where
-    `torch.set_float32_matmul_precision` allows it); otherwise the best matmul rate measured on this machine in about
-    a second, which lies some way below a data sheet's figure. Measurements are kept in `peak_flops.json` of the cache
-    folder ($NDTRAIN_CACHE, else ~/.cache/ndtrain), unless the cores were shared with others meanwhile: call it on one
-    rank while the others wait.
+    It is `hardware.peak_tflops` if set. For a known GPU it is the figure of the data sheet; fp32 uses TF32's figure
+    where `torch.set_float32_matmul_precision` allows TF32. Otherwise it is the best matmul rate measured on this
+    machine in about a second, which is somewhat below a data sheet's figure. Measurements are cached in
+    `peak_flops.json` of the cache folder ($NDTRAIN_CACHE, else ~/.cache/ndtrain), unless other programs used the cores
+    meanwhile. So call it on one rank while the others wait.
 
     Args:
         hardware: the run's `hardware` group.
         device_type: "cpu" or "cuda" (the current device).
-        dtype: compute precision. With precision.compute=fp8 it is bf16's, so that a gain shows as a higher MFU and
-            figures of both stay comparable (an MFU above 1 is then possible in principle).
+        dtype: compute precision. precision.compute=fp8 uses bf16's peak, so that a speed-up shows as a higher MFU and
+            the figures of both are comparable (then an MFU above 1 is possible in principle).
     """
     if hardware.peak_tflops is not None:
         return hardware.peak_tflops * 1e12
@@ -77,7 +77,7 @@ def peak_flops(hardware: HardwareConfig, device_type: str, dtype: torch.dtype) -
 
 
 def _listed(name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of the GPU called `name` from the table; None where the table does not tell."""
+    """FLOP/s of the GPU called `name`, from the table; None if it is not in the table."""
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
     if words & _OTHER_CHIPS or dtype not in (torch.bfloat16, torch.float32):
         return None
@@ -89,7 +89,8 @@ def _listed(name: str, dtype: torch.dtype) -> float | None:
 
 
 def _measure(device_type: str, dtype: torch.dtype) -> tuple[float, float]:
-    """(best FLOP/s, its share of the cores) of square matmuls, doubled in size while the next size fits the time."""
+    """(best FLOP/s, its share of the cores) over square matmuls. The size doubles while the next one fits the
+    budget."""
     best, size, start = (0.0, 0.0), 256, time.perf_counter()
     left = _BUDGET_S
     while size <= 8192:
@@ -97,14 +98,15 @@ def _measure(device_type: str, dtype: torch.dtype) -> tuple[float, float]:
         best = max(best, (rate, share))
         size *= 2
         left = _BUDGET_S - (time.perf_counter() - start)
-        if 2 * (2 * size**3 / rate) > left:  # it runs at least twice
+        if 2 * (2 * size**3 / rate) > left:  # each size runs at least twice
             break
     return best
 
 
 def _matmul_rate(device_type: str, dtype: torch.dtype, size: int, until: float) -> tuple[float, float]:
-    """Best FLOP/s of a [size, size] matmul among those that end before `until`, or of one after a warm-up; and the
-    share of the CPU time its threads asked for that they got, which is low where others compute on the same cores."""
+    """(best FLOP/s, share of the cores) of a [size, size] matmul, repeated until the time `until`, at least once after
+    a warm-up. The share is the CPU time over the wall time of all threads. It is low if other programs use the
+    cores."""
     a, b = (torch.randn(size, device=device_type).to(dtype).expand(size, size).contiguous() for _ in range(2))
     out = torch.empty_like(a)
     wait = torch.cuda.synchronize if device_type == "cuda" else lambda: None
@@ -127,7 +129,7 @@ def _matmul_rate(device_type: str, dtype: torch.dtype, size: int, until: float) 
 
 
 def _key(device_type: str, dtype: torch.dtype) -> str:
-    """What a measurement depends on."""
+    """The cache key of a measurement: everything it depends on."""
     if device_type == "cuda":
         device = f"{torch.cuda.get_device_name()}, {torch.get_float32_matmul_precision()}"
     else:
@@ -136,26 +138,28 @@ def _key(device_type: str, dtype: torch.dtype) -> str:
 
 
 def cpu_model() -> str:
+    """The name of the CPU."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        line = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:  # not Linux
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
+        line = None
+    return line[1] if line else platform.processor() or platform.machine()
 
 
 def _cached(key: str, measure: Callable[[], tuple[float, float]]) -> float:
+    """The cached rate of `key`; else the measured one, which is cached if it had enough of the cores."""
     path = Path(os.environ.get("NDTRAIN_CACHE") or "~/.cache/ndtrain").expanduser() / "peak_flops.json"
     known = _read_cache(path)
     if key in known:
         return known[key]
     rate, share = measure()
-    if share >= _LEAST_SHARE:  # a figure from a busy machine would make every later MFU look better than it is
+    if share >= _MIN_CORE_SHARE:  # a figure from a busy machine would make every later MFU too high
         _write_cache(path, known | {key: rate})
     return rate
 
 
 def _read_cache(path: Path) -> dict[str, float]:
-    """The measurements kept so far; none where the file is missing or damaged."""
+    """The cached measurements; none if the file is missing or damaged."""
     try:
         known = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -164,7 +168,7 @@ def _read_cache(path: Path) -> dict[str, float]:
 
 
 def _write_cache(path: Path, known: dict[str, float]) -> None:
-    """Best effort, since a run can measure again; by a rename, since other runs may read at this moment."""
+    """Replaces the cache by a rename, since other runs may read it. An OSError is ignored: a run can measure again."""
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

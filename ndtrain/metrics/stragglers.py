@@ -1,4 +1,4 @@
-"""Which ranks are slow: those that work longer at a step than the ranks with the same work."""
+"""Detects stragglers: ranks that are busy longer in a step than the ranks with the same work."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from statistics import median
 
 from ndtrain.distributed.mesh import MeshSpec
 
-WINDOW = 20  # steps
-FACTOR = 1.5  # times the others' seconds make a rank slow
-RECOVERED = 1.2  # and so many no longer: between them it stays what it was
-LEAST_S = 0.01  # shorter steps than this tell more of the machine's scheduler than of a rank
+WINDOW = 20  # number of steps that the medians are over
+FACTOR = 1.5  # a rank becomes slow above this ratio to its peers
+RECOVERED = 1.2  # a slow rank recovers below this ratio
+LEAST_S = 0.01  # smallest difference in seconds: below it the noise of the scheduler dominates
 
 
 class Stragglers:
-    """Watches how many seconds of each step every rank was busy, not waiting for others. (On a GPU these are the
-    host's: a slow device makes the others wait, and does not show here.)
+    """Compares the busy time of the ranks: the seconds of a step in which a rank does not wait for others. On a GPU it
+    is the host's time, so a slow device does not show here; it only makes the other ranks wait.
 
-    Compared are the ranks of one pipeline coordinate, which hold the same layers.
+    A rank is compared with the ranks of the same pp coord, which have the same layers.
     """
 
     def __init__(self, spec: MeshSpec):
@@ -26,23 +26,27 @@ class Stragglers:
         self._slow: set[int] = set()
 
     def update(self, busy_s: Sequence[float]) -> list[str]:
-        """Takes in a step (seconds, by rank) and returns what is new: a rank has become slow, or is no longer."""
+        """Adds a step. Returns a line for each rank that has become slow or has recovered.
+
+        Args:
+            busy_s: seconds, by rank.
+        """
         self._seen.append(busy_s)
         if len(self._seen) < WINDOW:
             return []
         usual = [median(step[r] for step in self._seen) for r in range(self.spec.world_size)]
-        said = []
+        changes = []
         for peers in self._peers:
             for r in peers:
                 others = median([usual[p] for p in peers if p != r] or [usual[r]])
                 factor = RECOVERED if r in self._slow else FACTOR
                 slow = usual[r] > factor * others and usual[r] - others > LEAST_S
                 if slow != (r in self._slow):
-                    said.append(self._words(r, slow, usual[r], others))
+                    changes.append(self._line(r, slow, usual[r], others))
                     self._slow ^= {r}
-        return said
+        return changes
 
-    def _words(self, rank: int, slow: bool, seconds: float, others: float) -> str:
+    def _line(self, rank: int, slow: bool, seconds: float, others: float) -> str:
         state = "is slow" if slow else "is no longer slow"
         times = f"busy {seconds:.3g} s a step, its peers {others:.3g} s"
         return f"rank {rank} ({self.spec.where(rank)}) {state}: {times} (median of {WINDOW} steps)"

@@ -1,4 +1,4 @@
-"""The wandb run of a training run. wandb is a guest: it never asks, never waits long, and never stops the training."""
+"""The wandb run of a training. wandb never prompts, never blocks for long and never stops the training."""
 
 import netrc
 import os
@@ -13,19 +13,20 @@ from omegaconf import OmegaConf
 from ndtrain.config import Config
 from ndtrain.plugins import register_logger
 
-_INIT_TIMEOUT_S = 15.0  # a server that does not answer holds up the start for this long
-_FINISH_TIMEOUT_S = 60.0  # and the end for this long; `wandb sync` uploads what is left
+_INIT_TIMEOUT_S = 15.0  # longest delay of the start by a server that does not answer
+_FINISH_TIMEOUT_S = 60.0  # longest delay of the end; `wandb sync` uploads the rest
 
 
 @register_logger("wandb")
 class WandbLogger:
-    """Logs rows to a wandb run under `<run_dir>/wandb`, whose id in `<run_dir>/wandb_id` is kept across resumes.
+    """Logs rows to a wandb run in `<run_dir>/wandb`. Its id is kept in `<run_dir>/wandb_id` across resumes.
 
-    Online if the user is logged in (an API key in the environment, in wandb's settings or in netrc) and WANDB_MODE does
-    not say otherwise, else offline. Whatever fails in wandb is one line to `warn`, after which nothing is logged.
+    It logs online if the user is logged in (an API key in the environment, in wandb's settings or in netrc) and
+    WANDB_MODE allows it, otherwise offline. An error in wandb is passed to `warn` as one line; after that nothing is
+    logged.
 
     Attributes:
-        where: the run's page, or its folder when offline; None where wandb is off.
+        where: the URL of the run, or its folder when offline; None if wandb is off.
     """
 
     def __init__(self, cfg: Config, run_dir: Path, warn: Callable[[str], None]):
@@ -49,7 +50,7 @@ class WandbLogger:
             self._warn(f"wandb failed at step {row['step']} and is off from here: {_one_line(error)}")
 
     def finish(self, exit_code: int = 0) -> None:
-        """Flushes and ends the run. Does nothing the second time, also when a signal interrupts the first."""
+        """Flushes and ends the run. A second call does nothing, even if a signal interrupted the first."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -59,8 +60,8 @@ class WandbLogger:
             self._warn(f"wandb did not finish: {_one_line(error)}")
 
     def _start(self, cfg: Config, run_dir: Path) -> Any:
-        """The wandb Run: as the user has set wandb up, or offline where that fails."""
-        import wandb  # heavy, and optional: a broken installation must not stop a run
+        """Starts the wandb run with the user's settings, or offline if that fails."""
+        import wandb  # slow to import, and optional: a broken installation must not stop a run
 
         settings = _settings(wandb)
         mode = _mode(wandb.setup(settings=settings).settings, self._warn)
@@ -80,14 +81,14 @@ class WandbLogger:
             if mode == "offline":
                 raise
             self._warn(f"wandb logs offline, to be sent with `wandb sync`: {_one_line(error)}")
-            wandb.teardown(exit_code=1)  # its service still holds the run's id
+            wandb.teardown(exit_code=1)  # its service still has the run's id
             wandb.setup(settings=settings)
             return wandb.init(mode="offline", **arguments)
 
 
 def _settings(wandb: Any) -> Any:
-    """Silent, short timeouts, and stdout left alone (the progress bar has it); settings an older wandb lacks are left
-    out."""
+    """wandb's settings: no output, short timeouts, no capture of stdout (the progress bar uses it). Settings that an
+    older wandb lacks are left out."""
     wanted = {
         "silent": True,
         "console": "off",
@@ -99,8 +100,8 @@ def _settings(wandb: Any) -> Any:
 
 
 def _mode(settings: Any, warn: Callable[[str], None]) -> str | None:
-    """`mode` for `wandb.init`: None leaves it to the user's own setting. Without credentials an online run would
-    prompt for them, so it is offline whatever the setting."""
+    """The argument `mode` of `wandb.init`; None: the user's setting. Without credentials it is offline in any case,
+    since an online run would prompt for them."""
     if settings.mode in ("offline", "dryrun", "disabled") or _logged_in(settings):
         return None
     if os.environ.get("WANDB_MODE"):
@@ -109,7 +110,7 @@ def _mode(settings: Any, warn: Callable[[str], None]) -> str | None:
 
 
 def _logged_in(settings: Any) -> bool:
-    """Whether there are credentials for the server, looked for where wandb itself looks."""
+    """Whether there are credentials for the server, in the places where wandb looks for them."""
     if settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     named = os.environ.get("NETRC")
@@ -123,12 +124,13 @@ def _logged_in(settings: Any) -> bool:
 
 
 def _run_id(path: Path) -> str:
-    """The run's id: the one kept in `path`, made at the first start."""
+    """The id of the run, stored in `path`. The first start creates it."""
     if not path.exists():
         path.write_text(secrets.token_hex(4) + "\n")
     return path.read_text().strip()
 
 
 def _one_line(error: BaseException) -> str:
+    """The first line of the error's text, or the name of its type."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""The plain single-device transformer. What runs it on many devices replaces its calls and is not known here."""
+"""The transformer on a single device. Parallelism replaces some of its calls from outside."""
 
 from ndtrain.model.block import Context, Ops, dim_sizes
 from ndtrain.model.transformer import Segment, Transformer, tensor_dims, tensor_shapes

@@ -1,4 +1,4 @@
-"""Tensors that lie side by side in one memory, as one."""
+"""Concatenation without a copy, for tensors that are adjacent in one storage."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def joined(parts: Sequence[Tensor], dim: int) -> Tensor | None:
-    """All `parts` as one tensor without a copy; None where they do not follow each other along `dim` in one memory."""
+def cat_if_contiguous(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The concatenation of `parts` along `dim` as a view. None if they are not adjacent in one storage."""
     first, memory = parts[0], parts[0].untyped_storage().data_ptr()
     start, strides = first.storage_offset(), first.stride()
     size, at = 0, start
@@ -21,7 +21,7 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor | None:
     return first.as_strided(shape, strides, start)
 
 
-def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """All `parts` as one tensor; a copy only where they are not `joined`."""
-    whole = joined(parts, dim)
+def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The concatenation of `parts` along `dim`: a view if they are adjacent in one storage, else a copy."""
+    whole = cat_if_contiguous(parts, dim)
     return torch.cat(list(parts), dim) if whole is None else whole

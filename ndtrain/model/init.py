@@ -1,7 +1,7 @@
-"""Initial weights as a pure function of (seed, parameter name, element): one model, however it is cut.
+"""Initial weights as a pure function of (seed, parameter name, element), so that they do not depend on the sharding.
 
-Element `e` of a parameter is made from the `e`-th 64-bit word of a Philox counter stream (Salmon et al., 2011) keyed
-by seed and name: any range can be drawn on its own.
+Element `e` of a parameter is computed from the `e`-th 64-bit word of a Philox counter stream (Salmon et al., 2011) with
+seed and name as its key. So any range can be drawn independently.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from torch import Tensor
 from ndtrain.config import ModelConfig
 from ndtrain.model.families import family_of
 
-_WORDS_PER_COUNT = 4  # Philox-4x64 yields four words per counter
-_BLOCK = 1 << 20  # elements drawn at one time
+_WORDS_PER_COUNT = 4  # Philox-4x64 gives four words per counter
+_BLOCK = 1 << 20  # number of elements drawn at once
 
 
 def standard_normal(seed: int, name: str, start: int, length: int) -> Tensor:
@@ -37,10 +37,11 @@ def fill(
     start: int,
     draw: Callable[[int, str, int, int], Tensor] = standard_normal,
 ) -> None:
-    """Writes elements [start, start + out.numel()) of the parameter's initial value into the 1-D `out`.
+    """Writes elements [start, start + out.numel()) of the parameter's initial value to the 1-D tensor `out`.
 
     Args:
-        draw: makes N(0, 1) elements, as `standard_normal` does.
+        name: the parameter's name. Norm weights are 1 and biases 0.
+        draw: gives N(0, 1) elements, as `standard_normal` does.
     """
     if name.endswith("norm.weight"):
         out.fill_(1)
@@ -54,7 +55,8 @@ def fill(
 
 
 def _std(m: ModelConfig, name: str) -> float:
-    """Projections that write to the residual stream are scaled down by its depth (GPT-2, Radford et al., 2019)."""
+    """The standard deviation. Projections that write to the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2,
+    Radford et al., 2019)."""
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if writes_residual else 1)
     return family_of(m).init_std(m, name, std)

@@ -1,4 +1,4 @@
-"""Output projection and cross-entropy in one, over chunks of tokens.
+"""Fused output projection and cross-entropy, over chunks of tokens.
 
 Shape legend: N tokens, C tokens of a chunk, E hidden_size, V vocabulary.
 """
@@ -14,10 +14,10 @@ IGNORE = -100  # a label that does not count, as in torch.nn.functional.cross_en
 
 
 class Vocabulary:
-    """How the head's tokens and logits lie: here all of them on this device."""
+    """How the tokens and logits of the head are sharded. In this class they are not: all are on this device."""
 
     def chunks(self, x_NE: Tensor, labels_N: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(rows of x, the hidden states of those tokens, their labels), `chunk` tokens at a time."""
+        """Yields (rows of x, hidden states of those tokens [C, E], their labels [C]), `chunk` tokens at a time."""
         for start in range(0, len(x_NE), chunk):
             rows = slice(start, start + chunk)
             yield rows, x_NE[rows], labels_N[rows]
@@ -25,19 +25,20 @@ class Vocabulary:
     def log_softmax(
         self, logits_CV: Tensor, target_C1: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probabilities of the columns here, each target's column here, whether it is here; None: all are)"""
+        """(log-probabilities of the local columns [C, V], the local column of each target [C, 1], whether the target is
+        local [C, 1]; None: all are)."""
         return logits_CV.log_softmax(dim=-1, dtype=dtype), target_C1, None
 
     def add_input_gradient(self, out_CE: Tensor, dlogits_CV: Tensor, weight_VE: Tensor, share_C1: Tensor) -> None:
-        """out = share * (dlogits @ weight), on return or by `finish`."""
+        """out = share * (dlogits @ weight). It is complete on return, or after `finish`."""
         torch.mm(dlogits_CV, weight_VE, out=out_CE)
         out_CE *= share_C1
 
     def finish(self) -> None:
-        """What was started is done."""
+        """Waits for the operations that were started."""
 
     def report(self, total: Tensor) -> Tensor:
-        """The loss that this device answers for."""
+        """This device's term of the loss. The terms of all devices are summed."""
         return total
 
 
@@ -54,13 +55,17 @@ def chunked_loss(
     add_weight_gradient: Callable[[Tensor, Tensor], None],
     vocabulary: Vocabulary = LOCAL,
 ) -> tuple[Tensor, Tensor | None]:
-    """(scale * sum of the losses over valid tokens, its gradient by x), chunk by chunk: logits of all tokens never
-    exist, and the gradients are made while a chunk's are at hand.
+    """(scale * sum of the losses over valid tokens, its gradient with respect to x or None).
+
+    It runs chunk by chunk. Only the logits of one chunk exist at a time, and the gradients are computed in the forward,
+    while those logits exist.
 
     Args:
-        scale: scalar that the sum is multiplied with.
-        chunk: tokens whose logits exist at one time.
-        add_weight_gradient: called with (a, b) for every chunk; the weight's gradient is the sum of a @ b.
+        scale: a scalar.
+        chunk: number of tokens whose logits exist at a time.
+        want_gradients: whether to compute the gradients.
+        add_weight_gradient: called with (a, b) for every chunk; the gradient of the weight is the sum of a @ b.
+        vocabulary: how tokens and logits are sharded.
     """
     total = torch.zeros((), dtype=_wide(x_NE.dtype), device=x_NE.device)
     dx_NE = torch.empty_like(x_NE) if want_gradients else None
@@ -75,7 +80,7 @@ def chunked_loss(
             dlogits_CV = logp_CV.exp_()
             dlogits_CV.scatter_add_(1, column_C1, -hit_C1)
             dlogits_CV = dlogits_CV.to(x_NE.dtype)
-            # a token's share is put on the narrow matrices: one pass less over the wide one
+            # a token's weight is applied to the narrow matrices, which saves a pass over the wide one
             share_C1 = weight_C1.to(x_NE.dtype)
             vocabulary.add_input_gradient(dx_NE[rows], dlogits_CV, weight_VE, share_C1)
             add_weight_gradient(dlogits_CV.t(), x_CE * share_C1)
@@ -84,7 +89,7 @@ def chunked_loss(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision sums over tokens are taken in: at least fp32."""
+    """The precision of sums over tokens: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -115,17 +120,18 @@ class _HeadLoss(torch.autograd.Function):
 def head_loss(
     x_NE: Tensor, weight_VE: Tensor, labels_BT: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
 ) -> Tensor:
-    """scale * sum over valid tokens of the cross-entropy of `x @ weight.T` against `labels`.
+    """scale * sum over valid tokens of the cross-entropy of `x @ weight.T` and `labels`.
 
     Args:
-        x_NE: final hidden states, of the tokens row behind row.
+        x_NE: final hidden states, the rows of the batch concatenated.
         weight_VE: output embedding.
-        labels_BT: token ids; `IGNORE` does not count.
-        scale: scalar; one over the number of valid tokens of the *global* batch makes it the training loss.
-        chunk: tokens whose logits exist at one time.
+        labels_BT: token ids; `IGNORE` marks tokens without a loss.
+        scale: a scalar. For the training loss it is one over the number of valid tokens of the *global* batch.
+        chunk: number of tokens whose logits exist at a time.
+        vocabulary: how tokens and logits are sharded.
 
     Returns:
         A scalar, fp32 or wider.
     """
-    wanted = torch.is_grad_enabled()  # asked here: inside a Function it never is
+    wanted = torch.is_grad_enabled()  # checked here, since it is always off inside a Function
     return _HeadLoss.apply(x_NE, weight_VE, labels_BT.flatten(), scale, chunk, vocabulary, wanted)

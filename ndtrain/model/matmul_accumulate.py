@@ -1,14 +1,14 @@
-"""Matrix products added to a sum that may be wider than they are."""
+"""Matmul that accumulates into a tensor of the same or a wider precision."""
 
 import torch
 from torch import Tensor
 
 
 def accumulate_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """total [m, n] += a [m, k] @ b [k, n]; if `fresh`, what it held is overwritten.
+    """total [m, n] += a [m, k] @ b [k, n]. If `fresh`, the product overwrites `total` instead.
 
-    Where `total` is wider, a GPU adds the product up in `total`'s precision; on a CPU it is rounded to that of `a`
-    first, as there is no such matmul.
+    If `total` is wider than `a`, a GPU accumulates in the precision of `total`. A CPU has no such matmul: it rounds the
+    product to the precision of `a` first.
     """
     beta = 0 if fresh else 1
     if total.dtype == a.dtype:

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The backward in seven passes over x where autograd's takes twelve; saves x and one number a row. What is small
-    next to those passes costs by the call, not by the element: so few calls, and none that changes nothing."""
+    """RMSNorm with a backward of seven passes over x, where autograd's has twelve. It saves x and one number per row.
+    The cost of the smaller operations is the call, so there are few of them."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -31,7 +31,7 @@ class _RMSNorm(torch.autograd.Function):
         unit = _wide(x) * inverse
         product = wide_grad * unit
         d_weight = product.sum(rows)
-        along = torch.matmul(product, weight_E).unsqueeze(-1)  # the part of the gradient along x does not change y
+        along = torch.matmul(product, weight_E).unsqueeze(-1)  # the component of the gradient along x
         dx = (wide_grad * weight_E).addcmul_(unit, along, value=-1 / x.shape[-1]).mul_(inverse)
         return _as(dx, x), d_weight, None
 
@@ -51,12 +51,12 @@ def _scalar_of(value: float, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
-    """A number on the device, made once."""
+    """A scalar on the device, created once."""
     return _scalar_of(value, like.dtype, like.device)
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in fp32 or wider; x's shape and dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, with x's shape and dtype, computed in fp32 or wider."""
     if torch.compiler.is_compiling():  # the compiler fuses the plain form
         return F.rms_norm(x, weight_E.shape, weight_E, eps)
     return _RMSNorm.apply(x, weight_E, eps)

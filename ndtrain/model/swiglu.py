@@ -1,29 +1,29 @@
-"""SwiGLU (Shazeer, 2020, arXiv:2002.05202): what lies between the gate and up projections and the down projection."""
+"""SwiGLU (Shazeer, 2020, arXiv:2002.05202), between the gate and up projections and the down projection."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_silu_backward = torch.ops.aten.silu_backward.grad_input  # looked up once
+_silu_backward = torch.ops.aten.silu_backward.grad_input  # the lookup is slow
 
 
 class _SwiGLU(torch.autograd.Function):
-    """One node where autograd makes two. Its backward leaves both gradients in one memory, side by side, as one matmul
-    may have made gate and up."""
+    """SwiGLU as one autograd node instead of two. Its backward puts both gradients next to each other in one storage,
+    since one matmul may have computed gate and up."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
-        opened = F.silu(gate)
-        ctx.save_for_backward(gate, up, opened)
-        return opened * up
+        activated = F.silu(gate)
+        ctx.save_for_backward(gate, up, activated)
+        return activated * up
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        gate, up, opened = ctx.saved_tensors
+        gate, up, activated = ctx.saved_tensors
         width = gate.shape[-1]
         both = grad.new_empty(*gate.shape[:-1], 2 * width)
         d_gate, d_up = both.split_with_sizes((width, width), -1)
-        torch.mul(grad, opened, out=d_up)
+        torch.mul(grad, activated, out=d_up)
         torch.mul(grad, up, out=d_gate)
         _silu_backward(d_gate, gate, grad_input=d_gate)
         return d_gate, d_up

@@ -20,11 +20,11 @@ def element_index(layout: TensorLayout, start: int, stop: int, device: torch.dev
     if layout.shard_dim is None:
         return local
     length, stride = 1, 1  # elements from one index before the cut dim to the next, here and in the whole
-    for dim, (_, n) in zip(layout.dims[layout.shard_dim :], layout.cut[layout.shard_dim :], strict=True):
+    for dim, (_, n) in zip(layout.dims[layout.shard_dim :], layout.shard[layout.shard_dim :], strict=True):
         length, stride = length * n, stride * dim.size
     if length == stride:
         return local
-    first = layout.cut[layout.shard_dim][0] * (stride // layout.dims[layout.shard_dim].size)
+    first = layout.shard[layout.shard_dim][0] * (stride // layout.dims[layout.shard_dim].size)
     row = local.div(length, rounding_mode="floor")
     return local.add_(first).add_(row, alpha=stride - length)
 

@@ -10,7 +10,7 @@ from ndtrain.config import Config, ConfigError
 from ndtrain.config.registry import get
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
-from ndtrain.distributed.sharding import CUT_AXIS, DATA_AXES, SHARD_AXES, Dim, FlatLayout, Layouts, TensorLayout
+from ndtrain.distributed.sharding import DATA_AXES, SHARD_AXES, TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.init import fill, standard_normal
@@ -127,7 +127,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         index=mesh.index(*SHARD_AXES),
         reducers=Reducers(
             ReplicaReducer(mesh.group(*layouts.replica_axes(names))),
-            TPReplicaReducer({n: mesh.subgroup(CUT_AXIS, n) for n in layouts.tp_replica_counts(names)}),
+            TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in layouts.tp_replica_counts(names)}),
             TiedReducer(mesh, layouts.other_stage(names)),
         ),
         plan=plan,

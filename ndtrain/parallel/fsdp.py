@@ -318,7 +318,7 @@ class ShardedUnits:
             self.tp_replicas.add(unit.layout, unit.layout.bounds(self.index)[0], unit.grad)
         self.tp_replicas.finish()
         for unit in self.units.values():
-            if any(t.holders > 1 for t in unit.layout.tensors):
+            if any(t.pp_replicas > 1 for t in unit.layout.tensors):
                 self.ties.add(unit.grad)
 
     def _land_reductions(self) -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ndtrain.model import Ops
 from ndtrain.model.attention.core import attend
 from ndtrain.model.block import linear
-from ndtrain.model.contiguous import side_by_side
+from ndtrain.model.contiguous import cat
 from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.recompute import SavedOps
@@ -193,7 +193,7 @@ def _as_stacked(grads: Sequence[Tensor], fused_weights: Sequence[FusedWeights]) 
     """The gradients of each stack's outputs as one."""
     found, at = [], 0
     for s in fused_weights:
-        found.append(grads[at] if len(s.rows) == 1 else side_by_side(grads[at : at + len(s.rows)], -1))
+        found.append(grads[at] if len(s.rows) == 1 else cat(grads[at : at + len(s.rows)], -1))
         at += len(s.rows)
     return found
 

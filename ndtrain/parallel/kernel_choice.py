@@ -16,7 +16,7 @@ from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.collectives import all_gather_row
 from ndtrain.distributed.host_device import upload
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import CUT_AXIS
+from ndtrain.distributed.sharding import TENSOR_AXIS
 from ndtrain.model.attention.core import attend
 from ndtrain.model.attention.kernels import GPU_KERNELS
 from ndtrain.model.attention.scores import Scores
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     def of(cls, cfg: Config, dtype: torch.dtype) -> "Shape":
         """Of a resolved configuration."""
         m, ring = cfg.model, cfg.mesh.cp // cfg.cp.ulysses
-        cut = lambda heads, rule: max(1, heads // (cfg.mesh.tp if cfg.layout.rules.get(rule) == CUT_AXIS else 1))
+        cut = lambda heads, rule: max(1, heads // (cfg.mesh.tp if cfg.layout.rules.get(rule) == TENSOR_AXIS else 1))
         share = lambda heads: max(1, heads // cfg.cp.ulysses)
         heads, kv_heads = share(cut(m.num_attention_heads, "heads")), share(cut(m.num_key_value_heads, "kv_heads"))
         in_tiles = ring > 1 or cfg.data.pack or m.sliding_window is not None

@@ -14,7 +14,7 @@ from ndtrain import schedule as schedules
 from ndtrain.config import Config, ModelConfig
 from ndtrain.distributed.collectives import Pending, receive, send, shift
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import fair_cut
+from ndtrain.distributed.sharding import balanced_split
 from ndtrain.model.flops import block_flops, head_flops
 from ndtrain.model.transformer import EMBED, HEAD, NORM, layer
 from ndtrain.schedule import Action, Message, Schedule
@@ -59,7 +59,7 @@ def split_layers(m: ModelConfig, seq_len: int, stages: int, split: Sequence[int]
         most = m.num_hidden_layers - (stages - 1)
         others = lambda n: -(-(m.num_hidden_layers - n) // max(1, stages - 1)) * block
         at_end = min(range(most, 0, -1), key=lambda n: max(others(n), n * block + head)) if stages > 1 else most
-        bounds = [fair_cut(m.num_hidden_layers - at_end, stages - 1, i) for i in range(stages - 1)]
+        bounds = [balanced_split(m.num_hidden_layers - at_end, stages - 1, i) for i in range(stages - 1)]
         split = [stop - start for start, stop in bounds] + [at_end]
     starts = [sum(split[:i]) for i in range(stages)]
     return tuple(range(start, start + n) for start, n in zip(starts, split, strict=True))
@@ -82,7 +82,7 @@ class Pipeline:
     def __init__(self, schedule: Schedule, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype):
         self.schedule, self.rank, self.device = schedule, mesh.coords["pp"], mesh.device
         self.shape, self.dtype = shape, dtype
-        self._groups = (mesh.group("pp"), mesh.twin("pp"))
+        self._groups = (mesh.group("pp"), mesh.second_group("pp"))
         self._posts = self._plan()
         self._coming: dict[Message, tuple[Tensor, Pending]] = {}
         self._here: dict[Message, Tensor] = {}  # between two stages of this rank

@@ -34,7 +34,7 @@ from ndtrain.distributed.collectives import (
     shift,
     sum_in_order,
 )
-from ndtrain.distributed.sharding import CUT_AXIS, FlatLayout, TensorLayout, fair_cut
+from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout, TensorLayout, balanced_split
 from ndtrain.model import Ops
 from ndtrain.model.loss import LOCAL, Vocabulary
 from ndtrain.parallel.fused_grad_accumulation import (
@@ -135,7 +135,7 @@ class ReplicatedComm(StreamComm):
 
     def reduce(self, produce: Callable[[Rows], Tensor], order: Sequence[Rows]) -> Callable[[], Tensor]:
         n_rows = max(rows.stop for rows in order)
-        bounds = [fair_cut(n_rows, self.parts, i) for i in range(self.parts)]
+        bounds = [balanced_split(n_rows, self.parts, i) for i in range(self.parts)]
         sums, works = [], []
         for start, stop in bounds:
             sums.append(produce(slice(start, stop)))
@@ -279,7 +279,7 @@ class TensorParallel:
         return -1 if dim is None else dim
 
     def _held(self, weight: nn.Parameter) -> range:
-        start, rows = self.cut[weight].cut[0]
+        start, rows = self.cut[weight].shard[0]
         return range(start, start + rows)
 
     def _own_tokens(self, x_BT: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ class TPReplicaReducer:
     def add(self, layout: FlatLayout, start: int, grad: Tensor) -> None:
         """`grad`: the finished gradient of the flat buffer's elements from `start`."""
         for n, found in self._found.items():
-            summed = lambda t, n=n: t.tp_replicas == n and CUT_AXIS in t.partial
+            summed = lambda t, n=n: t.tp_replicas == n and TENSOR_AXIS in t.partial
             found += [grad[s] for s in layout.slices(start, start + grad.numel(), summed)]
 
     def finish(self) -> None:

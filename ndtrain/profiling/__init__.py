@@ -1,1 +1,1 @@
-"""Where a step's time and memory go, by PyTorch's profiler."""
+"""Time and memory of a step, measured with PyTorch's profiler."""

@@ -1,10 +1,10 @@
-"""What operators and kernels are, by their names: the kinds of work in a profile."""
+"""Classifies operators and kernels into kinds of work by their names."""
 
 import re
 from functools import cache
 
 COMPUTE = ("matmul", "attention", "elementwise", "optimizer")
-HOST = ("views", "autograd", "python", "waiting", "no kernel")  # the last on a GPU: none runs
+HOST = ("views", "autograd", "python", "waiting", "no kernel")  # "no kernel": the GPU is idle
 
 _ELEMENTWISE = (
     r"mul|add|r?sub|div|neg|abs|pow|exp|log|r?sqrt|sin|cos|tanh|sigmoid|silu|gelu|relu|reciprocal|clamp\w*|addcmul|"
@@ -23,20 +23,20 @@ _VIEWS = (
     r"linear|square|movedim|broadcast_\w+|numpy_T|requires_grad|resolve_\w+|promote_types|_has_\w+"
 )
 
-# the first pattern that the whole name matches says what it is
+# kind -> pattern; a name is of the first kind whose pattern it matches in full
 OPERATORS = {
     "attention": r"aten::\w*(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)\w*",
     "optimizer": r"aten::_(fused|foreach)_\w+",
     "communication": r"(c10d|_c10d_functional|_dtensor)::.*|(gloo|nccl):.*|record_param_comms|wait for .*|"
-    r"FSDP::.*",  # PyTorch's own waits in these
+    r"FSDP::.*",  # PyTorch's FSDP waits in these
     "matmul": r"aten::(addmm|mm|bmm|baddbmm|mv|addmv|dot|vdot|_scaled_mm|_addmm_activation|mkldnn_\w+)_?|mkldnn\w*::.*",
     "copies": rf"aten::({_COPIES})_?(backward)?",
     "elementwise": rf"aten::({_ELEMENTWISE})_?(_?backward)?(_data)?|(graph_\d+_)?cpp_fused_\w+",
-    "views": rf"aten::({_VIEWS})_?",  # and what only calls another operator
-    "compiled": r"Torch-Compiled Region.*|\w*Compiled\w*|.*CompiledFxGraph.*",  # what a compiler fused, and its wrapper
-    "python": r"step|Optimizer\..*|Profiler\w+.*|## .*",  # annotations: Python between operators
-    "waiting": r"waiting for .*",  # for data, a step's result
-    "autograd": r"autograd::.*|torch::(autograd|dynamo|jit)::.*|\w+",  # the engine, its nodes, our Functions
+    "views": rf"aten::({_VIEWS})_?",  # and operators that only call another one
+    "compiled": r"Torch-Compiled Region.*|\w*Compiled\w*|.*CompiledFxGraph.*",  # compiled code and its wrapper
+    "python": r"step|Optimizer\..*|Profiler\w+.*|## .*",  # annotations, whose own time is Python's
+    "waiting": r"waiting for .*",  # for data or the result of a step
+    "autograd": r"autograd::.*|torch::(autograd|dynamo|jit)::.*|\w+",  # the engine, its nodes, ndtrain's Functions
 }
 GPU_KERNELS = {
     "no kernel": r"no kernel",
@@ -52,7 +52,7 @@ _TABLES = {"cpu": OPERATORS, "cuda": GPU_KERNELS}
 
 @cache
 def kind_of(name: str, device: str) -> str:
-    """The kind of an operator (`device`=cpu) or of a kernel on a GPU (cuda); `unnamed` where no pattern knows it."""
+    """The kind of an operator (`device`=cpu) or of a GPU kernel (cuda); `unnamed` if it matches no pattern."""
     for kind, pattern in _TABLES[device].items():
         if re.fullmatch(pattern, name, re.IGNORECASE if device == "cuda" else 0):
             return kind

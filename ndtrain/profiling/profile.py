@@ -1,9 +1,9 @@
-"""Where a step's time goes, by kind of work.
+"""The time of a step by kind of work.
 
-On CPU an instant belongs to the innermost operator that the step's thread is in, or, where one that computes calls
-others, to that one; what no operator accounts for is Python. On a GPU it belongs to the kernel that runs, to a
-collective's only while no other does, which is what of it is exposed; while none runs, the GPU waits for the host.
-Either way the kinds add up to the step.
+On CPU every instant is attributed to the innermost operator of the step's thread. An operator that computes (a matmul)
+also gets the time of the operators that it calls. Time outside of operators is Python's. On a GPU every instant is
+attributed to the running kernel. A collective gets only the time while no other kernel runs: its exposed time. While no
+kernel runs, the GPU waits for the host. In both cases the times add up to the step's.
 """
 
 import os
@@ -23,13 +23,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ndtrain.distributed.flight_recorder import RECORDER, CollectiveRecord
 from ndtrain.profiling.kinds import COMPUTE, HOST, kind_of
 
-TOP = 12  # operators shown below the kinds
-STEP = r"step( \d+)?"  # how steps are marked
+TOP = 12  # number of operators shown below the kinds
+STEP = r"step( \d+)?"  # annotation of a step
 NO_KERNEL = "no kernel"  # on a GPU: waiting for the host
 
 
-class Spent(NamedTuple):
-    """What a kind or an operator took of a step."""
+class TimeSpent(NamedTuple):
+    """Time and calls of a kind or an operator, per step."""
 
     ms: float
     calls: float
@@ -37,57 +37,58 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Where the time of a step went, as the mean of `steps` steps.
+    """The time of a step by kind and by operator, as the mean of `steps` steps.
 
     Attributes:
         device: cpu | cuda.
-        step_ms: a step with the profiler on.
-        plain_ms: a step between these without it; None where there was none.
-        kinds: in falling order; their times add up to `step_ms`.
-        operators: name -> (its kind, what it took), in falling order; likewise.
-        communication_ms: how long messages were under way, until waited for, whatever else ran meanwhile.
+        step_ms: time of a profiled step.
+        plain_ms: time of an unprofiled step in between; None: not measured.
+        kinds: kind -> time, the longest first; the times add up to `step_ms`.
+        operators: name -> (kind, time), the longest first; the times add up to `step_ms`.
+        communication_ms: time in which a message was in flight, from its launch until it was waited for, overlapped or
+            not.
     """
 
     device: str
     steps: int
     step_ms: float
     plain_ms: float | None
-    kinds: dict[str, Spent]
-    operators: dict[str, tuple[str, Spent]]
+    kinds: dict[str, TimeSpent]
+    operators: dict[str, tuple[str, TimeSpent]]
     communication_ms: float
 
     def share(self, *kinds: str) -> float:
-        """Of the profiled step, 0 to 1."""
+        """Share of these kinds in the profiled step, 0 to 1."""
         return sum(self.kinds[kind].ms for kind in kinds if kind in self.kinds) / self.step_ms
 
     @property
     def kernel_share(self) -> float:
-        """Of the profiled step: in what computes, and so not in copies."""
+        """Share of the operators that compute in the profiled step. Copies are not included."""
         return self.share(*COMPUTE)
 
     def lines(self) -> list[str]:
-        """The kinds, what the profiler itself costs, and the operators that took most."""
-        found = [f"{'':18}{'ms/step':>10} {'share':>7} {'calls':>9}"]
-        found += [self._row(kind, spent) for kind, spent in self.kinds.items()]
-        found.append(self._row("step, profiled", Spent(self.step_ms, 1)))
+        """The table as text: the kinds, the cost of the profiler, and the slowest operators."""
+        lines = [f"{'':18}{'ms/step':>10} {'share':>7} {'calls':>9}"]
+        lines += [self._row(kind, spent) for kind, spent in self.kinds.items()]
+        lines.append(self._row("step, profiled", TimeSpent(self.step_ms, 1)))
         if self.plain_ms is not None:
             cost = self.step_ms - self.plain_ms
-            found.append(self._row("step, unprofiled", Spent(self.plain_ms, 1)))
+            lines.append(self._row("step, unprofiled", TimeSpent(self.plain_ms, 1)))
             of_it = f"about {cost:.1f} ms, {cost / self.step_ms:.1%}" if cost > 0 else "less than steps differ by"
-            found.append(f"of the profiled step the profiler itself: {of_it}")
+            lines.append(f"of the profiled step the profiler itself: {of_it}")
         host = " + ".join(kind for kind in HOST if kind in self.kinds)
-        found.append(f"{' + '.join(COMPUTE)}: {self.kernel_share:.1%}; host ({host}): {self.share(*HOST):.1%}")
+        lines.append(f"{' + '.join(COMPUTE)}: {self.kernel_share:.1%}; host ({host}): {self.share(*HOST):.1%}")
         exposed = self.share("communication") * self.step_ms
         if self.communication_ms or exposed:
-            found.append(f"communication: {self.communication_ms:.2f} ms under way, {exposed:.2f} ms exposed")
+            lines.append(f"communication: {self.communication_ms:.2f} ms under way, {exposed:.2f} ms exposed")
         top = list(self.operators.items())[:TOP]
-        return [*found, *(f"{self._row(kind, spent)}  {name}" for name, (kind, spent) in top)]
+        return [*lines, *(f"{self._row(kind, spent)}  {name}" for name, (kind, spent) in top)]
 
-    def _row(self, name: str, spent: Spent) -> str:
+    def _row(self, name: str, spent: TimeSpent) -> str:
         return f"{name:18}{spent.ms:10.2f} {spent.ms / self.step_ms:7.1%} {spent.calls:9.1f}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The table as a dict for JSON."""
         kinds = {kind: spent._asdict() for kind, spent in self.kinds.items()}
         operators = {name: {"kind": kind, **spent._asdict()} for name, (kind, spent) in self.operators.items()}
         return asdict(self) | {"kinds": kinds, "operators": operators, "kernel_share": self.kernel_share}
@@ -97,24 +98,24 @@ class Table:
 
 
 def record(step: Callable[[], None], steps: int, device: torch.device) -> Table:
-    """Profiles `steps` steps, each after one that is not; one step goes before them all.
+    """Profiles `steps` steps, after a warm-up step. Each profiled step follows an unprofiled one.
 
-    Each is a recording of its own: events that pile up lie between freed tensors, so that memory kept for the next
-    step no longer fits it, and every step would fault in new pages.
+    Each profiled step is a separate recording. In one long recording the accumulating events fragment the freed memory,
+    so that every step would cause page faults.
     """
     step()
     plain, tally = 0.0, Tally(device)
     for _ in range(steps):
         plain += _seconds(step, device)
-        with recording(device) as found, marked("step", device):
+        with recording(device) as recorded, marked("step", device):
             step()
-        tally.add(found.events())
+        tally.add(recorded.events())
     return tally.table(1e3 * plain / steps)
 
 
 def name_fused_kernels() -> None:
-    """What is compiled for a CPU from now on shows in recordings kernel by kernel. Otherwise its time is that of the
-    generated code which calls it."""
+    """Makes recordings show each kernel of code that is compiled for a CPU from now on. Otherwise its time is
+    attributed to the generated code that calls it."""
     from torch._inductor import config  # takes half a second to import
 
     config.cpp.enable_kernel_profile = True
@@ -129,39 +130,41 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
 
 
 def settle(device: torch.device) -> None:
-    """Waits for all that a GPU was asked for."""
+    """Waits for all work queued on a GPU. Does nothing on CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextmanager
 def recording(device: torch.device, **options: bool) -> Iterator[profile]:
-    """PyTorch's profiler, in which the waits for collectives show too. Its events can be asked for at the end.
+    """Yields PyTorch's profiler, with the waits for collectives as annotations. Its events are available at the end of
+    the block.
 
     Args:
         options: of `torch.profiler.profile`.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it chats on stderr otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints to stderr
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     settle(device)
-    with profile(activities=activities, **options) as found:
+    with profile(activities=activities, **options) as profiler:
         RECORDER.mark = _wait
         try:
-            yield found
+            yield profiler
         finally:
             RECORDER.mark = None
             settle(device)
 
 
 def _wait(record: CollectiveRecord) -> AbstractContextManager:
+    """The annotation of a wait: for a collective, or for something else, without the number of the step."""
     if record.channel:
         return record_function(f"wait for {record.op} over {record.channel}")
-    return record_function("waiting for " + re.sub(r" \d+", "", record.op))  # not for others; one name for all steps
+    return record_function("waiting for " + re.sub(r" \d+", "", record.op))
 
 
 @contextmanager
 def marked(name: str, device: torch.device) -> Iterator[None]:
-    """A step in a recording, called `step` or `step <number>`, to the end of all that it asked a GPU for."""
+    """Annotates the block as a step (`step` or `step <number>`), including its work on a GPU."""
     with record_function(name):
         yield
         settle(device)
@@ -171,7 +174,7 @@ def marked(name: str, device: torch.device) -> Iterator[None]:
 
 
 class _Slice(NamedTuple):
-    """Something that ran, in microseconds of the profiler's clock."""
+    """An event, in microseconds of the profiler's clock."""
 
     name: str
     start: float
@@ -179,16 +182,16 @@ class _Slice(NamedTuple):
 
 
 class Tally:
-    """Adds up what recordings say of the steps marked in them."""
+    """Sums the times of the annotated steps of recordings."""
 
     def __init__(self, device: torch.device):
         self._device = device.type
-        self._steps, self._us, self._under_way = 0, 0.0, 0.0
+        self._steps, self._us, self._in_flight_us = 0, 0.0, 0.0
         self._took: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
 
     def add(self, events: Sequence[FunctionEvent]) -> None:
-        """The events of one recording."""
+        """Adds the events of one recording."""
         steps = [e for e in events if e.is_user_annotation and _on_cpu(e) and re.fullmatch(STEP, e.name)]
         self._steps += len(steps)
         self._us += sum(e.time_range.elapsed_us() for e in steps)
@@ -198,28 +201,32 @@ class Tally:
             for name, us in spent:
                 self._took[name] += us
                 self._calls[name] += 1
-            self._under_way += _union_us([_slice(e, step) for e in within if self._carries(e)])
+            self._in_flight_us += _union_us([_slice(e, step) for e in within if self._is_communication(e)])
 
-    def _carries(self, e: FunctionEvent) -> bool:
-        """A message, from its launch until it is waited for; on a GPU its kernel."""
+    def _is_communication(self, e: FunctionEvent) -> bool:
+        """Whether an event is a message: on CPU from its launch until it is waited for, on a GPU its kernel."""
         if self._device == "cpu":
             return e.is_async and e.name.startswith("gloo:")
         return _is_kernel(e) and kind_of(e.name, "cuda") == "communication"
 
     def table(self, plain_ms: float | None = None) -> Table:
-        """The mean of all steps so far."""
-        each = lambda us, calls: Spent(us / 1e3 / self._steps, calls / self._steps)
-        kinds: dict[str, Spent] = {}
-        operators: dict[str, tuple[str, Spent]] = {}
+        """The mean over all steps so far.
+
+        Args:
+            plain_ms: time of an unprofiled step; None: not measured.
+        """
+        each = lambda us, calls: TimeSpent(us / 1e3 / self._steps, calls / self._steps)
+        kinds: dict[str, TimeSpent] = {}
+        operators: dict[str, tuple[str, TimeSpent]] = {}
         for name, us in self._took.most_common():
             kind = kind_of(name, self._device)
             spent = each(us, self._calls[name])
             operators[name] = kind, spent
-            before = kinds.get(kind, Spent(0, 0))
-            kinds[kind] = Spent(before.ms + spent.ms, before.calls + spent.calls)
+            before = kinds.get(kind, TimeSpent(0, 0))
+            kinds[kind] = TimeSpent(before.ms + spent.ms, before.calls + spent.calls)
         kinds = dict(sorted(kinds.items(), key=lambda item: -item[1].ms))
-        step_ms, under_way = (us / 1e3 / self._steps for us in (self._us, self._under_way))
-        return Table(self._device, self._steps, step_ms, plain_ms, kinds, operators, under_way)
+        step_ms, in_flight_ms = (us / 1e3 / self._steps for us in (self._us, self._in_flight_us))
+        return Table(self._device, self._steps, step_ms, plain_ms, kinds, operators, in_flight_ms)
 
 
 def _on_cpu(e: FunctionEvent) -> bool:
@@ -231,49 +238,51 @@ def _is_kernel(e: FunctionEvent) -> bool:
 
 
 def _overlap(e: FunctionEvent, step: FunctionEvent) -> float:
+    """Microseconds of the event within the step; negative: it lies outside."""
     a, b = e.time_range, step.time_range
     return min(a.end, b.end) - max(a.start, b.start)
 
 
 def _slice(e: FunctionEvent, step: FunctionEvent) -> _Slice:
-    """As much of it as lies in the step."""
+    """The part of the event within the step."""
     a, b = e.time_range, step.time_range
     return _Slice(e.name, max(a.start, b.start), min(a.end, b.end))
 
 
 def _of_cpu(events: Sequence[FunctionEvent], step: FunctionEvent) -> Iterator[tuple[str, float]]:
-    """(operator, microseconds) of the step's thread, less what it called, if it does not compute. Their sum is the
-    step's time."""
-    mine = [e for e in events if _on_cpu(e) and e.thread == step.thread and not e.is_async]
-    calls = {id(e): e.cpu_parent for e in mine}
-    whole = {id(e): kind_of(e.name, "cpu") in COMPUTE for e in mine}
-    for e in mine:
+    """(operator, microseconds) for the operators of the step's thread. An operator that computes counts with the
+    operators that it calls, any other one without. The sum is the step's time."""
+    of_thread = [e for e in events if _on_cpu(e) and e.thread == step.thread and not e.is_async]
+    parent = {id(e): e.cpu_parent for e in of_thread}
+    computes = {id(e): kind_of(e.name, "cpu") in COMPUTE for e in of_thread}
+    for e in of_thread:
         above = e.cpu_parent
-        while above is not None and not whole.get(id(above)):
-            above = calls.get(id(above))
+        while above is not None and not computes.get(id(above)):
+            above = parent.get(id(above))
         if above is None:
-            yield "step" if e is step else e.name, e.cpu_time_total if whole[id(e)] else e.self_cpu_time_total
+            yield "step" if e is step else e.name, e.cpu_time_total if computes[id(e)] else e.self_cpu_time_total
 
 
 def _of_gpu(events: Sequence[FunctionEvent], step: FunctionEvent) -> Iterator[tuple[str, float]]:
-    """(kernel, microseconds), every instant given to one of those that run, and while none does to the host. Their sum
-    is the step's time."""
+    """(kernel, microseconds). Every instant is attributed to one running kernel: to the one that began first, to
+    collectives last. While none runs, it is attributed to `NO_KERNEL`. The sum is the step's time."""
     slices = [_slice(e, step) for e in events if _is_kernel(e)]
-    owned = [0.0] * len(slices)
+    attributed = [0.0] * len(slices)
     ends = [(s.start, i) for i, s in enumerate(slices)] + [(s.end, i) for i, s in enumerate(slices)]
     rank = lambda i: (kind_of(slices[i].name, "cuda") == "communication", slices[i].start)
     running: set[int] = set()
     before = step.time_range.start
     for at, i in sorted(ends):
         if running:
-            owned[min(running, key=rank)] += at - before
+            attributed[min(running, key=rank)] += at - before
         running ^= {i}
         before = at
-    yield from ((s.name, us) for s, us in zip(slices, owned, strict=True))
-    yield NO_KERNEL, step.time_range.elapsed_us() - sum(owned)
+    yield from ((s.name, us) for s, us in zip(slices, attributed, strict=True))
+    yield NO_KERNEL, step.time_range.elapsed_us() - sum(attributed)
 
 
 def _union_us(slices: Sequence[_Slice]) -> float:
+    """Microseconds in which at least one of the slices runs."""
     total, end = 0.0, float("-inf")
     for s in sorted(slices, key=lambda s: s.start):
         total += max(0.0, s.end - max(s.start, end))

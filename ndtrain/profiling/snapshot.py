@@ -1,4 +1,4 @@
-"""What lies in memory at the height of a recording."""
+"""A snapshot of the tensors in memory at the peak of a recording."""
 
 import json
 from collections import Counter
@@ -9,22 +9,24 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import profile
 
-_EVENTS = 200_000  # allocations of which a GPU's snapshot keeps the history
+_EVENTS = 200_000  # number of allocations in the history of a GPU's snapshot
 
 
 def begin(device: torch.device) -> None:
-    """Before the recording: on a GPU its allocator starts to keep a history (on CPU the profiler sees all)."""
+    """Call it before the recording. On a GPU it starts the allocator's history; on CPU the profiler records all
+    allocations."""
     if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=_EVENTS)  # PyTorch has no public name for it
+        torch.cuda.memory._record_memory_history(max_entries=_EVENTS)  # there is no public name for it
 
 
 def write(recorded: profile, folder: Path, rank: int, device: torch.device) -> Path:
-    """The snapshot of a recording made with profile_memory, and on a GPU the end of its history.
+    """Writes the snapshot of a recording with profile_memory and returns its path. On a GPU it ends the history.
 
-    On CPU memory-rank-0.json, see `peak_bytes`; on a GPU memory-rank-0.pickle for https://pytorch.org/memory_viz.
+    On CPU the file is memory-rank-0.json, see `peak_bytes`. On a GPU it is memory-rank-0.pickle, for
+    https://pytorch.org/memory_viz.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if device.type == "cpu":
         path = folder / f"memory-rank-{rank}.json"
@@ -39,7 +41,7 @@ def write(recorded: profile, folder: Path, rank: int, device: torch.device) -> P
 
 
 class _Change(NamedTuple):
-    """An allocation, or with negative bytes what was freed."""
+    """An allocation, or a deallocation (with negative `nbytes`), at a time in nanoseconds."""
 
     ns: int
     address: int
@@ -48,9 +50,13 @@ class _Change(NamedTuple):
 
 
 def peak_bytes(recorded: profile) -> dict[str, Any]:
-    """Of the tensors made in a recording on CPU: `timeline`, [ms since the first of them, bytes of them that live] at
-    every change; `peak_bytes` and `peak_ms`; and `live`, what lived at the peak, by the operators that allocated it:
-    `by`, from the outermost in, `bytes` and `tensors`. What was there before is not seen, also as it goes."""
+    """Memory of the tensors that were allocated during a recording on CPU. Older tensors are not included.
+
+    Returns:
+        `peak_bytes`; `peak_ms`, the time of the peak since the first allocation; `timeline`, [ms, live bytes] at every
+        change; `live`, the tensors at the peak grouped by the operators that allocated them: `by` (the call stack,
+        outermost first), `bytes` and `tensors` (their number).
+    """
     changes = sorted(_changes(recorded))
     total, timeline = 0, [[0.0, 0]]
     for change in changes:
@@ -62,7 +68,7 @@ def peak_bytes(recorded: profile) -> dict[str, Any]:
 
 
 def _live(changes: list[_Change]) -> list[dict[str, Any]]:
-    """What is left after these, most bytes first."""
+    """The tensors that are still allocated after these changes, by operator, the largest group first."""
     living: dict[int, _Change] = {}
     for change in changes:
         if change.nbytes > 0:
@@ -77,12 +83,12 @@ def _live(changes: list[_Change]) -> list[dict[str, Any]]:
 
 
 def _changes(recorded: profile) -> Iterator[_Change]:
-    """From the profiler's tree of events, the only place where an allocation has its address."""
-    open_ = [(event, ()) for event in recorded.profiler.kineto_results.experimental_event_tree()]
-    while open_:
-        event, above = open_.pop()
+    """All changes, from the profiler's tree of events: only there an allocation has its address."""
+    stack = [(event, ()) for event in recorded.profiler.kineto_results.experimental_event_tree()]
+    while stack:
+        event, above = stack.pop()
         if event.name == "[memory]":
             fields = event.extra_fields
             yield _Change(event.start_time_ns, fields.ptr, fields.alloc_size, " > ".join(above))
         within = (*above, event.name)
-        open_ += [(child, within) for child in event.children]
+        stack += [(child, within) for child in event.children]

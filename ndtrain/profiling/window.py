@@ -1,4 +1,4 @@
-"""A window of steps that are recorded: `train.profile`."""
+"""The window of steps that `train.profile` records."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,10 +14,13 @@ from ndtrain.profiling.profile import Table, Tally, recording, settle
 
 @dataclass(frozen=True)
 class Profile:
-    """What one rank recorded.
+    """The recording of one rank.
 
     Attributes:
-        folder: where in the run folder it is written to.
+        steps: the recorded steps.
+        recorded: PyTorch's profiler.
+        table: the time of a step.
+        folder: the folder for its files, within the run folder.
     """
 
     steps: range
@@ -32,14 +35,14 @@ class Profile:
         return f"profile of step {first}" if first == last else f"profile of steps {first} to {last}"
 
     def summary(self) -> str:
-        """The table of where their time went."""
+        """The table as text, with a title."""
         return "\n  ".join([f"{self}, a step on rank {self.rank}:", *self.table.lines()])
 
     def write(self, folder: Path) -> None:
-        """rank-0.json.gz, which Perfetto and chrome://tracing open, and the memory snapshot.
+        """Writes the trace rank-0.json.gz, for Perfetto or chrome://tracing, and the memory snapshot.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: a file cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.recorded.export_chrome_trace(str(folder / f"rank-{self.rank}.json.gz"))
@@ -47,10 +50,10 @@ class Profile:
 
 
 class Window:
-    """Records, on each rank, those of a run's steps that lie in it.
+    """Records the steps of a run that lie in the window, on each rank.
 
     Args:
-        steps: their numbers; none: nothing is recorded.
+        steps: the numbers of the steps in the window; an empty range records nothing.
     """
 
     def __init__(self, steps: range, mesh: Mesh):
@@ -60,7 +63,7 @@ class Window:
         self._seen: list[int] = []
 
     def turn(self, step: int | None) -> Profile | None:
-        """To be called before each step, and after the last with None. Returns the profile once its steps are over."""
+        """Call it before each step, and after the last step with None. Returns the profile once the window is over."""
         within = step in self.steps
         if self._recorded and not within:
             return self._finish()
@@ -84,6 +87,6 @@ class Window:
         return Profile(steps, self.mesh.rank, device, recorded, tally.table())
 
     def close(self) -> None:
-        """Ends a recording that was not finished; else does nothing."""
+        """Ends an unfinished recording. Otherwise it does nothing."""
         self._step.close()
         self._recorder.close()

@@ -1,1 +1,1 @@
-"""The process: command line, rendezvous, signals, exit status, hangs."""
+"""The life of a training process: command line, rendezvous, stop signals, hang watchdog, exit status."""

@@ -1,4 +1,4 @@
-"""The command line of a run: overrides, Hydra's own flags, and errors of the user's in one line."""
+"""The command line of a run: overrides, Hydra's own flags, and configuration errors in one line."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ log = logging.getLogger("ndtrain")
 
 Train = Callable[[Config], int]
 
-# Hydra's flags, and whether a value follows
+# Hydra's flags -> whether a value follows
 _FLAGS = {
     "--cfg": True, "-c": True, "--package": True, "-p": True, "--info": True, "-i": True, "--multirun": False,
     "-m": False, "--run": False, "-r": False, "--resolve": False, "--help": False, "-h": False, "--hydra-help": False,
@@ -33,8 +33,14 @@ _FLAGS = {
 
 
 def main(train: Train, args: list[str] | None = None) -> int:
-    """Hydra's own flags (`--cfg job`, `--multirun`, `--help`) go to Hydra; a plain run is composed here. Every error
-    of the user's is one line and status 2."""
+    """Runs `train` with the configuration that `args` describe. Returns the exit status.
+
+    With one of Hydra's own flags (`--cfg job`, `--multirun`, `--help`) Hydra runs it; otherwise the configuration is
+    composed here. A configuration error is printed as one line and gives status 2.
+
+    Args:
+        args: None: those of the process.
+    """
     args = sys.argv[1:] if args is None else args
     try:
         overrides, search, flags = _split(args)
@@ -43,7 +49,7 @@ def main(train: Train, args: list[str] | None = None) -> int:
             return _hydra_main(train, [*flags, *(f"--config-dir={s}" for s in search[:1]), *overrides])
         return train(load_config(overrides, search))
     except ConfigError as error:
-        _say_error(error)
+        _report_error(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted before the first step: nothing was saved", file=sys.stderr, flush=True)
@@ -51,10 +57,10 @@ def main(train: Train, args: list[str] | None = None) -> int:
 
 
 def plain_config(args: list[str]) -> Config:
-    """The configuration that a plain run with these arguments has.
+    """The configuration of a run with these arguments.
 
     Raises:
-        ConfigError: an argument is wrong, or one of Hydra's own flags.
+        ConfigError: an argument is wrong, or it is one of Hydra's own flags.
     """
     overrides, search, flags = _split(args)
     if flags:
@@ -62,9 +68,9 @@ def plain_config(args: list[str]) -> Config:
     return load_config(overrides, search)
 
 
-def _say_error(error: ConfigError) -> None:
-    """Once per host: its ranks mostly meet the same error, and torchrun ends all when the first one leaves. So the
-    others give local rank 0 time to say it, and speak only if they are then still there."""
+def _report_error(error: ConfigError) -> None:
+    """Prints the error, in general once per host. The ranks of a host mostly have the same error, and torchrun ends all
+    of them when the first one exits. Local rank 0 prints at once; the others wait, and print if they still run."""
     rank, local_rank, _ = world_from_env()
     log.error(str(error))
     if local_rank > 0:
@@ -73,7 +79,11 @@ def _say_error(error: ConfigError) -> None:
 
 
 def _split(args: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """(overrides, folders named by --config-dir, Hydra's other flags with their values)"""
+    """(overrides, folders named by --config-dir, Hydra's other flags with their values).
+
+    Raises:
+        ConfigError: a flag is unknown or lacks its value, or a folder does not exist.
+    """
     overrides, search, flags = [], [], []
     rest = iter(args)
     for arg in rest:
@@ -109,8 +119,8 @@ def _hydra_main(train: Train, args: list[str]) -> int:
     def task(cfg: Any) -> None:
         try:
             codes.append(train(to_config(cfg)))
-        except ConfigError as error:  # here: Hydra would print a traceback
-            _say_error(error)
+        except ConfigError as error:  # caught here, since Hydra would print a traceback
+            _report_error(error)
             codes.append(2)
 
     sys.argv[1:] = args
@@ -119,8 +129,8 @@ def _hydra_main(train: Train, args: list[str]) -> int:
 
 
 def run_and_exit(train: Train) -> NoReturn:
-    """Leaves without Python's own teardown where there were process groups: gloo's threads abort about every second
-    run in it, and after an error it waits for peers that will never answer."""
+    """Runs `main` and exits with its status. With several ranks it skips Python's teardown: gloo's threads abort in it
+    in about every second run, and after an error it waits for peers that never answer."""
     if world_from_env()[2] == 1:
         sys.exit(main(train))
     code: Any = 1

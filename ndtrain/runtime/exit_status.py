@@ -1,38 +1,38 @@
-"""`<run.dir>/exit.json`: how a run ended. Exit statuses do not cross torchrun; this file does, and launch scripts make
-their own status of it."""
+"""`<run.dir>/exit.json`: how a run ended. torchrun does not pass on the exit status of a rank, so launch scripts derive
+their own exit status from this file."""
 
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# why a run ended -> the status of a launch script
+# why a run ended -> exit status of a launch script
 CODES = {
-    "finished": 0,  # the plan's or train.stop_at's last step was reached, and saved
-    "stopped": 85,  # as a signal or the stop file asked, with everything saved: start it again to go on
-    "failed": 1,  # by an error of its own, which starting again would meet again
-    "config": 2,  # it cannot start as configured
-    "hang": 75,  # a collective passed its deadline
-    "died": 75,  # from outside: a rank was killed, a peer lost. Starting again may help
+    "finished": 0,  # train.steps or train.stop_at was reached, and the last step is saved
+    "stopped": 85,  # a signal or the stop file requested it; everything is saved, a restart continues
+    "failed": 1,  # an error of the run itself, which a restart would repeat
+    "config": 2,  # the configuration is wrong
+    "hang": 75,  # a collective exceeded its deadline
+    "died": 75,  # an outside cause: a rank was killed or a peer was lost; a restart may help
 }
 NAME = "exit.json"
-JOB = "TORCHELASTIC_RUN_ID"  # torchrun's, the same for all attempts of a job
+JOB = "TORCHELASTIC_RUN_ID"  # set by torchrun, the same for all attempts of a job
 
 
 @dataclass(frozen=True)
 class Exit:
-    """What exit.json holds.
+    """The content of exit.json.
 
     Attributes:
         why: a key of `CODES`.
-        signal: what asked for the stop: a signal's name, or "stop file".
-        step: the last step that was made.
-        checkpoint: the newest one of this run, complete.
-        requeue: whether starting the same command again goes on with the work.
-        code: the status of a launch script.
-        rank: which one an error came from.
-        error: its text.
-        job: of which torchrun job this is an attempt.
+        signal: the source of the stop request: a signal's name, or "stop file".
+        step: the last completed step.
+        checkpoint: the newest complete checkpoint of this run.
+        requeue: whether the same command would continue the run.
+        code: the exit status of a launch script.
+        rank: the rank that the error came from.
+        error: the text of the error.
+        job: the id of the torchrun job.
     """
 
     why: str
@@ -47,31 +47,35 @@ class Exit:
 
 
 def write(run_dir: Path, why: str, **facts) -> None:
-    """Replaces exit.json, in one rename. A folder that cannot be written is none of a dying run's troubles."""
+    """Replaces exit.json in one rename. An OSError is ignored, since the run is about to end anyway.
+
+    Args:
+        facts: further fields of `Exit`.
+    """
     code = CODES[why]
-    found = Exit(why, requeue=code in (75, 85), code=code, job=os.environ.get(JOB), **facts)
+    status = Exit(why, requeue=code in (75, 85), code=code, job=os.environ.get(JOB), **facts)
     part = run_dir / f"{NAME}.{os.getpid()}"
     try:
-        part.write_text(json.dumps(asdict(found), indent=2) + "\n")
+        part.write_text(json.dumps(asdict(status), indent=2) + "\n")
         part.replace(run_dir / NAME)
     except OSError:
         part.unlink(missing_ok=True)
 
 
 def begin(run_dir: Path) -> None:
-    """What holds if every process is killed before it can say more."""
+    """Writes "died" at the start of a run. It stays if every process is killed before it can write another status."""
     write(run_dir, "died")
 
 
 def write_first(run_dir: Path, why: str, **facts) -> None:
-    """As `write`, unless a rank has already said why: the first error is the cause of the later ones."""
+    """As `write`, unless a rank has already written its error: the first error is the cause of the later ones."""
     before = read(run_dir)
     if before is None or (before.why == "died" and before.error is None):
         write(run_dir, why, **facts)
 
 
 def read(run_dir: Path) -> Exit | None:
-    """None where there is none that can be read."""
+    """The content of exit.json. None where it is missing or damaged."""
     try:
         return Exit(**json.loads((run_dir / NAME).read_text()))
     except (OSError, ValueError, TypeError):
@@ -79,10 +83,10 @@ def read(run_dir: Path) -> Exit | None:
 
 
 def is_restart(run_dir: Path) -> bool:
-    """Whether torchrun starts a run again that its own earlier attempt left unfinished. (To let a host join, it stops
-    the ranks of the others as a user would.)"""
+    """Whether torchrun restarts a run that an earlier attempt of the same job left unfinished. That includes attempts
+    that were stopped: to let a host join, torchrun signals the ranks of the other hosts as a user would."""
     before, job = read(run_dir), os.environ.get(JOB, "none")
     if before is None or before.why == "finished":
         return False
-    named = job != "none" and before.job == job  # "none" is torchrun's for a job without a name
+    named = job != "none" and before.job == job  # torchrun calls a job without a name "none"
     return named or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0

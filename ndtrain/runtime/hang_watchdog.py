@@ -1,9 +1,10 @@
-"""Ends a run that hangs, and says why.
+"""The hang watchdog: it ends a run that hangs and reports the cause.
 
-A thread on every rank looks at what its rank waits for. Where that has lasted longer than the deadline, the rank calls
-the others through the store, each says where it stands (`Report`), and one of them puts the reports together: which
-ranks the others wait for, in what step, action and collective, over which axis. Then all exit, for a launcher to start
-the run again. A rank that does not answer is named; one that cannot reach the store says what it knows itself.
+A thread on every rank checks how long its rank has been waiting. Once a wait exceeds the deadline, that rank alerts the
+others through the store. Each rank publishes its state (`Report`). One rank reads the reports and prints a diagnosis:
+which ranks the others wait for, in which step, action and collective, over which axis. Then all ranks exit, and a
+launcher can restart the run. The diagnosis names ranks that do not answer. A rank that cannot reach the store prints a
+diagnosis from its own report.
 """
 
 import json
@@ -23,25 +24,26 @@ from ndtrain.distributed.flight_recorder import RECORDER, Recorder
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.runtime import exit_status
 
-PAUSE_S = 1.0  # at most, between two looks
-GATHER_S = 3.0  # how long one waits for the others' reports
-LAST_S = 6.0  # by then a rank that hangs is gone, whoever answers
-SHOWN = 8  # ranks of one kind that the diagnosis names
+PAUSE_S = 1.0  # longest interval between two checks
+GATHER_S = 3.0  # time to wait for the reports of the other ranks
+LAST_S = 6.0  # a hanging rank exits after this time, even if the store does not answer
+SHOWN = 8  # number of ranks that a list in the diagnosis names
 
 # ------------------------------------------------------------------------------------------------------------- reports
 
 
 @dataclass(frozen=True)
 class Report:
-    """Where a rank stands.
+    """The state of a rank.
 
     Attributes:
-        waits: the flight that its main work waits for; None: it does not wait.
-        seconds: since when.
-        counts: channel -> how many operations it has launched there.
-        members: channel -> ranks.
-        last: its last flights, oldest first.
-        stack: where its main thread is, innermost last.
+        step, action: its current step and action.
+        waits: the `CollectiveRecord` it has been waiting for longest, as a dict; None: it does not wait.
+        seconds: the duration of that wait.
+        counts: channel -> number of operations launched on it.
+        members: channel -> global ranks.
+        last: its last records as dicts, oldest first.
+        stack: the call stack of its main thread, innermost frame last.
     """
 
     rank: int
@@ -56,7 +58,7 @@ class Report:
 
     @classmethod
     def of(cls, recorder: Recorder, rank: int, thread: int) -> "Report":
-        """As things are now. `thread` is that of the rank's main work."""
+        """The current state. `thread` is the id of the thread that trains."""
         record, seconds = recorder.longest_wait()
         frame = sys._current_frames().get(thread)
         stack = [f"{f.filename}:{f.lineno} in {f.name}" for f in traceback.extract_stack(frame)] if frame else []
@@ -68,7 +70,7 @@ class Report:
             seconds,
             dict(recorder.counts),
             {channel: list(ranks) for channel, ranks in recorder.members.items()},
-            [asdict(f) for f in list(recorder.last)],
+            [asdict(r) for r in list(recorder.last)],
             stack,
         )
 
@@ -77,10 +79,14 @@ class Report:
 
 
 def diagnose(reports: dict[int, Report], spec: MeshSpec) -> str:
-    """Which ranks are at fault, in lines; the first says it in short.
+    """The diagnosis as lines of text, the most important first.
 
-    At fault is who launched another operation than the rest, under the same number on the same channel; else who is
-    waited for and does not wait; else, where all wait for one another, nobody in particular.
+    A rank is at fault if it launched another operation than the others under the same number on the same channel.
+    Otherwise a rank is at fault if others wait for it and it does not wait itself. If all ranks wait for one another,
+    no rank is named as the cause.
+
+    Args:
+        reports: rank -> its report; ranks that did not answer are missing.
     """
     silent = [r for r in range(spec.world_size) if r not in reports]
     lines = (
@@ -101,7 +107,8 @@ def diagnose(reports: dict[int, Report], spec: MeshSpec) -> str:
 
 
 def _late(report: Report, reports: dict[int, Report]) -> list[int]:
-    """The ranks that have not launched what this one waits for. One that does not answer has not, for all we know."""
+    """The ranks that have not launched the operation that this rank waits for. A rank without a report counts as one
+    that has not."""
     w = report.waits
     if w is None or not w["channel"]:
         return []
@@ -110,35 +117,38 @@ def _late(report: Report, reports: dict[int, Report]) -> list[int]:
 
 
 def _disagreement(reports: dict[int, Report], spec: MeshSpec) -> list[str]:
-    """The first operation of a channel that its ranks do not all know by the same name and size."""
+    """One line on the earliest operation whose ranks recorded different names or sizes; no line where all agree."""
     by_number: dict[tuple[str, int], dict[int, dict]] = {}
     for report in reports.values():
         for record in report.last:
             by_number.setdefault((record["channel"], record["number"]), {})[report.rank] = record
     for (channel, number), records in sorted(
-        by_number.items(), key=lambda x: min(f["launched"] for f in x[1].values())
+        by_number.items(), key=lambda x: min(r["launched"] for r in x[1].values())
     ):
         kinds: dict[str, list[int]] = {}
         for rank, record in records.items():
             kinds.setdefault(_kind(record), []).append(rank)
         if len(kinds) > 1:
-            said = "; ".join(f"{_ranks(ranks, spec)}: {kind}" for kind, ranks in sorted(kinds.items(), key=_rarest))
-            return [f"ranks disagree on operation {number} over {channel}, so one of them left one out: {said}"]
+            versions = "; ".join(
+                f"{_ranks(ranks, spec)}: {kind}" for kind, ranks in sorted(kinds.items(), key=_rarest_first)
+            )
+            return [f"ranks disagree on operation {number} over {channel}, so one of them left one out: {versions}"]
     return []
 
 
-def _rarest(kind: tuple[str, list[int]]) -> tuple[int, list[int]]:
+def _rarest_first(kind: tuple[str, list[int]]) -> tuple[int, list[int]]:
     return len(kind[1]), kind[1]
 
 
 def _kind(record: dict) -> str:
-    """What is the same for all that take part in an operation, in words."""
+    """A description of an operation that is the same on all its ranks."""
     op = "message" if record["op"] in ("send", "receive") else record["op"]
-    at = "" if op == "message" else f" in {record['action']}"  # its sender and its receiver are at different actions
+    at = "" if op == "message" else f" in {record['action']}"  # sender and receiver are in different actions
     return f"{op} of {record['nbytes']:,} bytes, step {record['step']}{at}"
 
 
 def _where(report: Report) -> str:
+    """The step, the action and the wait of a rank as text."""
     at = f"step {report.step}, {report.action}"
     w = report.waits
     if w is None:
@@ -150,13 +160,13 @@ def _where(report: Report) -> str:
 
 
 def _innermost(stack: list[str]) -> str:
-    """The innermost line of ours, and the innermost of all."""
-    ours = [line for line in stack if f"{os.sep}ndtrain{os.sep}" in line]
-    return " < ".join(dict.fromkeys([*stack[-1:], *ours[-1:]])) or "an unknown place"
+    """The innermost frame, and the innermost one in ndtrain."""
+    in_ndtrain = [line for line in stack if f"{os.sep}ndtrain{os.sep}" in line]
+    return " < ".join(dict.fromkeys([*stack[-1:], *in_ndtrain[-1:]])) or "an unknown place"
 
 
 def _ranks(ranks: list[int], spec: MeshSpec, coords: bool = True) -> str:
-    """Ranks by number, a single one with its coordinates."""
+    """A list of ranks as text; with `coords`, a single rank with its coordinates."""
     if len(ranks) == 1:
         at = spec.where(ranks[0])
         return f"rank {ranks[0]} ({at})" if coords and at else f"rank {ranks[0]}"
@@ -164,15 +174,16 @@ def _ranks(ranks: list[int], spec: MeshSpec, coords: bool = True) -> str:
     return f"ranks {', '.join(map(str, ranks[:SHOWN]))}{more}"
 
 
-# --------------------------------------------------------------------------------------------------------------- watch
+# ------------------------------------------------------------------------------------------------------------ watchdog
 
 
-class Watch:
-    """Looks after one rank of a run until `close`.
+class HangWatchdog:
+    """The watchdog of one rank. Its threads run until `close`.
 
     Args:
-        connect: gives a connection of one's own to the store of all ranks.
-        deadline_s: how long a wait may last.
+        connect: opens a new connection to the store of all ranks.
+        run_dir: gets `logs/hang-rank-*.json` and exit.json.
+        deadline_s: the longest wait allowed, in seconds.
     """
 
     def __init__(self, connect: Callable[[], Any], spec: MeshSpec, rank: int, run_dir: Path, deadline_s: float):
@@ -180,21 +191,23 @@ class Watch:
         self._connect, self._main = connect, threading.get_ident()
         self._closed, self._called = threading.Event(), threading.Event()
         self._pause = min(PAUSE_S, deadline_s / 10)
-        for work in (self._look, self._listen):
-            threading.Thread(target=work, name="watch", daemon=True).start()
+        for work in (self._check, self._listen):
+            threading.Thread(target=work, name="hang watchdog", daemon=True).start()
 
     def close(self) -> None:
+        """Ends the threads."""
         self._closed.set()
 
-    def _look(self) -> None:
-        """Until the deadline has passed here, or a call came. Never talks to the store, which may not answer."""
+    def _check(self) -> None:
+        """Waits until this rank exceeds the deadline or another rank has called. It never uses the store, which may not
+        answer."""
         while not self._closed.wait(self._pause):
             if self._called.is_set() or RECORDER.longest_wait()[1] > self.deadline_s:
                 self._end()
                 return
 
     def _listen(self) -> None:
-        """Until another rank calls. A store that is gone is no news: it goes when rank 0 ends."""
+        """Waits until another rank calls. A lost connection is ignored: the store ends with rank 0."""
         with suppress(Exception):
             store = self._connect()
             while not self._closed.wait(self._pause):
@@ -203,42 +216,46 @@ class Watch:
                     return
 
     def _end(self) -> None:
+        """Ends this rank, after its report is published or `LAST_S` have passed."""
         report = Report.of(RECORDER, self.rank, self._main)
         self._write(report)
-        threading.Thread(target=self._tell, args=(report,), daemon=True).start()
-        time.sleep(LAST_S)  # whatever becomes of that thread
-        self._say({self.rank: report}, " (the store of the run does not answer: this host may be the one cut off)")
+        threading.Thread(target=self._publish, args=(report,), daemon=True).start()
+        time.sleep(LAST_S)  # that thread ends the process, unless the store does not answer
+        self._diagnose({self.rank: report}, " (the store of the run does not answer: this host may be the one cut off)")
         _end_stuck_launcher()
         os._exit(1)
 
-    def _tell(self, report: Report) -> None:
-        """Puts the report where all can read it; the first to come reads them all and speaks."""
+    def _publish(self, report: Report) -> None:
+        """Puts the report in the store, alerts the other ranks, and ends this rank. The first rank here gathers all
+        reports and prints the diagnosis; the others wait for it."""
         with suppress(Exception):
             store = self._connect()
             store.set(f"hang/report/{self.rank}", json.dumps(asdict(report)))
             store.set("hang/called", "1")
-            if store.add("hang/speakers", 1) == 1:
-                self._say(self._gather(store))
-                store.set("hang/said", "1")
-                time.sleep(PAUSE_S)  # the store may go with this rank
-            store.wait(["hang/said"])
+            if store.add("hang/reporters", 1) == 1:
+                self._diagnose(self._gather(store))
+                store.set("hang/diagnosed", "1")
+                time.sleep(PAUSE_S)  # the store may end with this rank
+            store.wait(["hang/diagnosed"])
             os._exit(1)
 
     def _gather(self, store: Any) -> dict[int, Report]:
-        found, end = {}, time.monotonic() + GATHER_S
-        while len(found) < self.spec.world_size and time.monotonic() < end:
+        """The reports of all ranks that answer within `GATHER_S`."""
+        reports, end = {}, time.monotonic() + GATHER_S
+        while len(reports) < self.spec.world_size and time.monotonic() < end:
             for r in range(self.spec.world_size):
-                if r not in found and store.check([f"hang/report/{r}"]):
-                    found[r] = Report(**json.loads(store.get(f"hang/report/{r}")))
+                if r not in reports and store.check([f"hang/report/{r}"]):
+                    reports[r] = Report(**json.loads(store.get(f"hang/report/{r}")))
             time.sleep(0.05)
-        return found
+        return reports
 
-    def _say(self, reports: dict[int, Report], aside: str = "") -> None:
+    def _diagnose(self, reports: dict[int, Report], remark: str = "") -> None:
+        """Prints the diagnosis and writes it to exit.json."""
         try:
-            found = diagnose(reports, self.spec)
+            diagnosis = diagnose(reports, self.spec)
         except Exception as error:  # the run must end all the same
-            found = f"no diagnosis: {error!r}"
-        text = f"hang: nothing has moved for {self.deadline_s:g} s (hardware.timeout_s){aside}\n  {found}"
+            diagnosis = f"no diagnosis: {error!r}"
+        text = f"hang: nothing has moved for {self.deadline_s:g} s (hardware.timeout_s){remark}\n  {diagnosis}"
         last = f"the last actions of each rank: {self._folder}/hang-rank-*.json"
         print(f"error: {text}\n  {last}", file=sys.stderr, flush=True)
         exit_status.write_first(self.run_dir, "hang", rank=self.rank, error=text, step=RECORDER.step - 1)
@@ -248,6 +265,7 @@ class Watch:
         return self.run_dir / "logs"
 
     def _write(self, report: Report) -> None:
+        """Writes the report to the run folder. An OSError is ignored."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(asdict(report), indent=1)
@@ -255,8 +273,8 @@ class Watch:
 
 
 def _end_stuck_launcher() -> None:
-    """torchrun on a host that is cut off sits in a call to its store, deaf to signals, until TCP gives up after a
-    quarter of an hour. Where it has not seen two seconds from now that this rank is gone, it is ended."""
+    """Kills torchrun if it still runs two seconds after this rank has exited. On a host without network torchrun blocks
+    in a call to its store and ignores signals until TCP times out after a quarter of an hour."""
     if exit_status.JOB not in os.environ:
         return
     script = 'sleep 2; kill -0 "$1" 2>/dev/null && kill -KILL "$2"'

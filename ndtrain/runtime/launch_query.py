@@ -1,4 +1,4 @@
-"""What the scripts in `launch/` ask: where a run lives, and how it ended.
+"""Answers two questions of the scripts in `launch/`: where the run folder is, and how the run ended.
 
 python -m ndtrain.runtime.launch_query folder recipe=llama_small run.name=first      # prints run.dir
 python -m ndtrain.runtime.launch_query ended runs/first 1                            # the status of a launch script
@@ -15,7 +15,7 @@ _USAGE = "usage: python -m ndtrain.runtime.launch_query folder [OVERRIDES ...] |
 
 
 def folder(overrides: list[str]) -> Path:
-    """The run folder of a training with these overrides, absolute. No torch, no process group.
+    """The run folder for these overrides, absolute. It needs neither torch nor a process group.
 
     Raises:
         ConfigError: an override is wrong.
@@ -24,17 +24,18 @@ def folder(overrides: list[str]) -> Path:
 
 
 def ended(run_dir: Path, status: int) -> int:
-    """The status of a launch script (`exit_status.CODES`) after its launcher ended with `status`. The error of the rank
-    that failed, if one did, is the last line on the console."""
-    found = exit_status.read(run_dir)
-    if found is None:
+    """The exit status of a launch script (`exit_status.CODES`) whose launcher ended with `status`. The error of the
+    rank that failed, if any, is printed as the last lines on the console."""
+    ending = exit_status.read(run_dir)
+    if ending is None:
         return 2 if status else 0
-    if found.error:
-        print(f"rank {found.rank} ended this run:\n{found.error.rstrip()}", file=sys.stderr, flush=True)
-    return found.code
+    if ending.error:
+        print(f"rank {ending.rank} ended this run:\n{ending.error.rstrip()}", file=sys.stderr, flush=True)
+    return ending.code
 
 
 def main(args: list[str]) -> int:
+    """Runs one command. Returns the exit status: 2 for bad arguments."""
     match args:
         case ["folder", *overrides]:
             try:

@@ -1,4 +1,4 @@
-"""How the ranks of a job meet, also when torchrun starts them again."""
+"""Rendezvous: the ranks of one attempt of a job form a process group, also after torchrun restarts them."""
 
 import os
 import time
@@ -9,18 +9,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-LOOK_S = 0.05  # how often rank 0 looks for ranks that have come
-GRACE_S = 30.0  # after its deadline, before the process group itself gives an operation up: the watch speaks first
+POLL_S = 0.05  # interval at which rank 0 polls for handshakes
+GRACE_S = 30.0  # added to the process group's own timeout, so that the hang watchdog reports first
 
 
 def join(
     backend: str, rank: int, world: int, timeout_s: float, device: torch.device | None = None
 ) -> Callable[[], dist.Store]:
-    """Makes the process group of all ranks. Returns what opens another connection to their store, for a thread that
-    must not wait behind this one.
+    """Creates the process group of all ranks. Returns a function that opens another connection to their store, for a
+    thread that must not block behind the first connection.
+
+    Args:
+        timeout_s: seconds that the ranks have to join, and the deadline of a collective.
+        device: the rank's GPU; None: no GPU.
 
     Raises:
-        dist.DistError: not all ranks came within `timeout_s`.
+        dist.DistError: not all ranks joined within `timeout_s`.
     """
     timeout = timedelta(seconds=timeout_s)
     store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))
@@ -36,35 +40,39 @@ def join(
         timeout=timedelta(seconds=timeout_s + GRACE_S),
         **options,
     )
-    return lambda: dist.PrefixStore(prefix, _another())
+    return lambda: dist.PrefixStore(prefix, _connect())
 
 
 def _attempt(store: dist.Store, rank: int, world: int, timeout_s: float) -> str:
-    """A name that this attempt's ranks share and no other attempt's.
+    """The id of this attempt, the same on all its ranks and on no rank of another attempt.
 
-    torchrun keeps one store for all its attempts, with the addresses of dead ranks in it, and no number of its own that
-    is the same on every node. So each rank says hello with a name that it has just made up, and rank 0 answers each
-    such name with the attempt's. Who answers has seen the hello: it lives, in this attempt.
+    torchrun keeps one store for all its attempts. The store still holds the addresses of dead ranks, and no attempt
+    number that is the same on every node. So the ranks make a handshake: each rank publishes a random nonce, and rank 0
+    replies to each nonce with the attempt's id. A stale rank cannot join, since nobody reads the reply to its nonce.
+
+    Raises:
+        dist.DistError: not all ranks joined within `timeout_s`.
     """
-    me = uuid.uuid4().hex
+    nonce = uuid.uuid4().hex
     if rank > 0:
-        store.set(f"hello/{rank}", me)
-        attempt = store.get(f"answer/{me}").decode()  # waits for it
-        store.add(f"{attempt}/came", 1)
+        store.set(f"handshake/{rank}", nonce)
+        attempt = store.get(f"reply/{nonce}").decode()  # blocks until rank 0 has replied
+        store.add(f"{attempt}/joined", 1)
         return attempt
-    attempt, answered, end = me, set(), time.monotonic() + timeout_s
-    others = [f"hello/{r}" for r in range(1, world)]
-    while store.add(f"{attempt}/came", 0) < world - 1:
+    attempt, replied, end = nonce, set(), time.monotonic() + timeout_s
+    handshakes = [f"handshake/{r}" for r in range(1, world)]
+    while store.add(f"{attempt}/joined", 0) < world - 1:
         if time.monotonic() > end:
             raise dist.DistStoreError(f"not all of {world} ranks came within {timeout_s:g} s")
-        names = {store.get(key).decode() for key in others if store.check([key])}
-        for name in names - answered:  # an earlier attempt's too, whom nobody reads any more
-            store.set(f"answer/{name}", attempt)
-        answered |= names
-        time.sleep(LOOK_S)
+        nonces = {store.get(key).decode() for key in handshakes if store.check([key])}
+        for other in nonces - replied:  # nonces of earlier attempts too, whose replies nobody reads
+            store.set(f"reply/{other}", attempt)
+        replied |= nonces
+        time.sleep(POLL_S)
     return attempt
 
 
-def _another() -> dist.Store:
+def _connect() -> dist.Store:
+    """A new connection to the store that the environment names."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))

@@ -1,22 +1,25 @@
-"""How a run is asked to stop."""
+"""Requests to stop a run: signals and the stop file."""
 
 import os
 import signal
 import time
 from pathlib import Path
 
-REPEAT_S = 2.0  # the same Ctrl-C reaches a rank from the terminal and again from torchrun
-LOOK_S = 1.0  # how often the stop file is looked for: on shared storage that takes milliseconds
+REPEAT_S = 2.0  # one Ctrl-C reaches a rank twice within this time: from the terminal and from torchrun
+POLL_S = 1.0  # interval between checks for the stop file: on shared storage a check takes milliseconds
 STOP_FILE = "stop"  # in the run folder; `touch` it to stop the run
 _BY_FILE = -1
 
 
 class StopRequest:
-    """SIGINT, SIGTERM and SIGUSR1 ask for a stop after a step, and so does the stop file; a later second signal ends
-    the process at once.
+    """Handles SIGINT, SIGTERM and SIGUSR1 until `restore`. Each of them, or the stop file, requests a stop after the
+    current step. A second signal, later than `REPEAT_S`, ends the process at once.
+
+    Args:
+        file: the stop file; None: this process does not check it.
 
     Attributes:
-        signal: the name of the signal that this process got; None: none yet.
+        signal: the name of the signal that this process received; None: none yet.
     """
 
     def __init__(self, file: Path | None = None, signals: bool = True) -> None:
@@ -33,22 +36,23 @@ class StopRequest:
             self._number = number
 
     def asked(self) -> int:
-        """A number that says by what this process was asked to stop (`name` tells); 0: it was not."""
-        if not self._number and self._file and time.monotonic() - self._looked >= LOOK_S:
+        """A number for the source of the stop request, which `name` turns into text. 0: no request."""
+        if not self._number and self._file and time.monotonic() - self._looked >= POLL_S:
             self._looked = time.monotonic()
             self._number = _BY_FILE if self._file.exists() else 0
         return self._number
 
     def answer(self) -> None:
-        """Takes the stop file away: the request has been met."""
+        """Removes the stop file, once the request has been met."""
         if self._file:
             self._file.unlink(missing_ok=True)
 
     def restore(self) -> None:
+        """Restores the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
 def name(asked: int) -> str:
-    """What `StopRequest.asked` stands for."""
+    """The signal's name, or "stop file", for a number of `StopRequest.asked`."""
     return "stop file" if asked == _BY_FILE else signal.Signals(asked).name

@@ -1,6 +1,6 @@
-"""Pipeline schedules as plain tables: for every pp rank, the order of its actions. Nothing here knows a tensor.
+"""Pipeline schedules as tables: for every pp rank, the order of its actions. This package does not use torch.
 
-Placement of stages on ranks, when gradients leave, what is alive and how long ranks wait all follow from the table.
+The table determines the placement of stages on ranks, the messages, the live activations and the bubble.
 """
 
 from ndtrain.schedule.build import NAMES, build, default_chunks, forwards

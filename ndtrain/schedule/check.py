@@ -1,4 +1,4 @@
-"""Proves that a table runs, or names the action that cannot."""
+"""The checker: it proves that a table runs, or names the action that cannot."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -8,16 +8,16 @@ from ndtrain.schedule.table import Action, IllegalSchedule, Table, show
 
 
 def check(table: Table, microbatches: int, stages: int) -> None:
-    """Proves that a table runs, in time linear in its actions.
+    """Proves that a table runs, in time linear in the number of its actions.
 
-    Every (microbatch, stage) must have one F and either one B or one I and one W, all of a stage on one rank. F(m, s)
-    needs F(m, s-1); B(m, s) and I(m, s) need F(m, s) and the B or I of (m, s+1); W(m, s) needs I(m, s). Ranks take
-    their actions in order. Sends do not block; between two ranks messages arrive in the order sent, and a receiver that
-    needs a later one holds the earlier ones. Messages thus add no wait of their own: a table runs if and only if
-    needs and row orders together close no cycle.
+    Every (microbatch, stage) must have one F and either one B or one I and one W. All actions of a stage must be on one
+    rank. F(m, s) depends on F(m, s-1). B(m, s) and I(m, s) depend on F(m, s) and on the B or I of (m, s+1). W(m, s)
+    depends on I(m, s). Ranks run their actions in order. Sends do not block. Messages between two ranks arrive in the
+    order sent, and a receiver that needs a later one keeps the earlier ones. So messages cause no further waits: a
+    table runs if and only if the dependencies and the orders of the rows form no cycle.
 
     Raises:
-        IllegalSchedule: naming the first action that is doubled, out of place or missing, or the cycle of actions that
+        IllegalSchedule: it names the first action that is repeated, misplaced or missing, or the cycle of actions that
             wait for each other.
     """
     _check_places(table, microbatches, stages)
@@ -26,10 +26,10 @@ def check(table: Table, microbatches: int, stages: int) -> None:
 
 
 def in_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
-    """(rank, action, what it needs) of every action, in an order in which the table can run.
+    """Yields (rank, action, its dependencies) of every action, in an order in which the table can run.
 
     Raises:
-        IllegalSchedule: after the last action that runs, where others are left that wait for each other.
+        IllegalSchedule: the remaining actions wait for each other.
     """
     needs = needs_of(table)
     at = [0] * len(table)
@@ -55,7 +55,8 @@ def in_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
 
 
 def needs_of(table: Table) -> Callable[[Action], list[Action]]:
-    """The rule of what an action needs. Whether a gradient comes from a B or an I is the table's choice."""
+    """A function that gives the dependencies of an action. The table determines whether a gradient is a B's or an
+    I's."""
     gradient = {a[1:]: a for row in table for a in row if a.kind in "BI"}
 
     def needs(a: Action) -> list[Action]:
@@ -69,18 +70,23 @@ def needs_of(table: Table) -> Callable[[Action], list[Action]]:
     return needs
 
 
-_BESIDE = {"F": "", "B": "IW", "I": "B", "W": "B"}  # kind -> the kinds that cannot stand beside it
+_EXCLUDES = {"F": "", "B": "IW", "I": "B", "W": "B"}  # kind -> the kinds that its microbatch and stage cannot also have
 
 
 def _check_places(table: Table, microbatches: int, stages: int) -> None:
-    kinds: dict[tuple[int, int], str] = {}  # of each (microbatch, stage) those seen
-    holder: dict[int, int] = {}
+    """Checks that every (microbatch, stage) has its actions once, and every stage one rank.
+
+    Raises:
+        IllegalSchedule: it does not.
+    """
+    kinds: dict[tuple[int, int], str] = {}  # (microbatch, stage) -> the kinds so far
+    rank_of: dict[int, int] = {}
     for rank, row in enumerate(table):
         for index, a in enumerate(row):
             before = kinds.get(a[1:], "")
             fault = _fault(a, microbatches, stages, before)
-            if not fault and holder.setdefault(a.stage, rank) != rank:
-                fault = f"is not on rank {holder[a.stage]} like the actions before it on its stage"
+            if not fault and rank_of.setdefault(a.stage, rank) != rank:
+                fault = f"is not on rank {rank_of[a.stage]} like the actions before it on its stage"
             if fault:
                 raise IllegalSchedule(f"rank {rank}: {show(a)} {fault}", rank, index)
             kinds[a[1:]] = before + a.kind
@@ -91,28 +97,32 @@ def _check_places(table: Table, microbatches: int, stages: int) -> None:
 
 
 def _fault(a: Action, microbatches: int, stages: int, before: str) -> str | None:
-    """Why `a` cannot stand in a table that has the kinds `before` of its microbatch and stage."""
-    if a.kind not in _BESIDE or not 0 <= a.microbatch < microbatches or not 0 <= a.stage < stages:
+    """Why `a` is illegal after the kinds `before` of its microbatch and stage; None: it is legal."""
+    if a.kind not in _EXCLUDES or not 0 <= a.microbatch < microbatches or not 0 <= a.stage < stages:
         return f"has no place in a schedule of microbatches 0 to {microbatches - 1} on stages 0 to {stages - 1}"
     if a.kind in before:
         return "stands there twice"
-    other = next((kind for kind in _BESIDE[a.kind] if kind in before), None)
+    other = next((kind for kind in _EXCLUDES[a.kind] if kind in before), None)
     return other and f"stands beside its {other}: a backward is either B, or I and W"
 
 
 def _missing(kinds: str) -> list[str]:
-    """What one microbatch lacks on one stage that has `kinds`."""
+    """The kinds that one microbatch lacks on a stage, where it has `kinds`."""
     return [kind for kind in ("FIW" if "I" in kinds or "W" in kinds else "FB") if kind not in kinds]
 
 
 def _deadlock(table: Table, at: list[int], missing: dict[int, Action]) -> IllegalSchedule:
-    """Of ranks that stand at `at` and wait for `missing`: a cycle, told from its lowest rank. It is found by going from
-    a rank to the one that holds what it waits for, which waits too, until the way closes."""
-    holder = {a.stage: rank for rank, row in enumerate(table) for a in row}
-    way = [min(missing)]
-    while (rank := holder[missing[way[-1]].stage]) not in way:
-        way.append(rank)
-    cycle = way[way.index(rank) :]
+    """The error that describes a cycle of waiting ranks, beginning with its lowest rank.
+
+    Args:
+        at: for each rank, the index of its next action.
+        missing: waiting rank -> the action that it waits for.
+    """
+    rank_of = {a.stage: rank for rank, row in enumerate(table) for a in row}
+    path = [min(missing)]
+    while (rank := rank_of[missing[path[-1]].stage]) not in path:  # from a rank to the one it waits for
+        path.append(rank)
+    cycle = path[path.index(rank) :]
     start = cycle.index(min(cycle))
     cycle = cycle[start:] + cycle[: start + 1]
     text = f"rank {cycle[0]}: {show(table[cycle[0]][at[cycle[0]]])} waits for " + ", which waits for ".join(
@@ -122,5 +132,5 @@ def _deadlock(table: Table, at: list[int], missing: dict[int, Action]) -> Illega
 
 
 def _link(missing: Action, rank: int, current: Action) -> str:
-    """What a rank waits for, and which action of `rank` it stands behind."""
+    """The action that another rank waits for, and the next action of `rank`, which comes before it."""
     return f"rank {rank}: {show(missing)}" + ("" if missing == current else f" behind {show(current)}")

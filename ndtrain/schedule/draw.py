@@ -1,4 +1,4 @@
-"""Timelines as SVG: predicted or measured, several above each other."""
+"""Draws timelines as SVG, predicted or measured, one panel above the other."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -10,22 +10,22 @@ from ndtrain.schedule.table import show
 
 COLOURS = {"F": (52, 105, 170), "B": (44, 128, 88), "I": (18, 128, 140), "W": (196, 108, 26)}
 LEGEND = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-MARGIN, LABEL, WIDTH = 16, 52, 1200  # pixels: around the picture, left of the rows, of the whole picture
-ROW, CELL, HEAD, AXIS, GAP = 24, 21, 26, 26, 20  # pixels: from row to row, a cell, title, axis, between panels
+MARGIN, LABEL, WIDTH = 16, 52, 1200  # pixels: margin, width of the row labels, width of the picture
+ROW, CELL, HEAD, AXIS, GAP = 24, 21, 26, 26, 20  # heights in pixels: row, cell, title, axis, gap between panels
 STYLE = """text{font:11px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#333}
 .c text{text-anchor:middle}.t{font-size:14px;font-weight:600;fill:#111}.r{text-anchor:end}
 .x{text-anchor:middle;fill:#666}.g{stroke:#e2e5e9}.l{fill:#eceef1}.w{fill:#fff}.k{fill:#111}"""
 
 
 class Panel(NamedTuple):
-    """One timeline of a picture: its title and, per pp rank, when its actions ran."""
+    """One timeline of a picture: its title and, per pp rank, the spans of its actions."""
 
     title: str
-    lanes: Sequence[Sequence[Span]]
+    rows: Sequence[Sequence[Span]]
 
 
 def panel(timeline: Timeline, title: str) -> Panel:
-    """A panel whose title also gives the bubble and the peak of live activations."""
+    """A panel. Its title includes the bubble and the peak of live activations."""
     return Panel(
         f"{title}: bubble {100 * timeline.bubble:.1f} %, at most {max(timeline.peak_shares):.3g} microbatches alive",
         timeline.spans,
@@ -33,10 +33,12 @@ def panel(timeline: Timeline, title: str) -> Panel:
 
 
 def timeline_svg(panels: Sequence[Panel], unit: str, same_scale: bool = True) -> str:
-    """A picture of timelines, one row a rank: colours are kinds of action, lighter shades a rank's later chunks,
-    numbers microbatches. `unit` is that of the spans; each panel begins with its first action.
+    """An SVG picture of timelines with one row per rank. Colours show kinds of action, lighter shades the later chunks
+    of a rank, numbers the microbatches. Each panel begins with its first action.
 
-    With `same_scale` equal lengths are equal times in all panels, else each fills the width.
+    Args:
+        unit: the unit of the spans.
+        same_scale: all panels have the same time scale; if not, each fills the width.
     """
     extents = [_extent(p) for p in panels]
     longest = max(end - start for start, end in extents)
@@ -44,7 +46,7 @@ def timeline_svg(panels: Sequence[Panel], unit: str, same_scale: bool = True) ->
     for p, (start, end) in zip(panels, extents, strict=True):
         scale = (WIDTH - 2 * MARGIN - LABEL) / (longest if same_scale else end - start)
         parts.append(f'<g transform="translate({MARGIN} {top})">{"".join(_panel(p, start, end, scale, unit))}</g>')
-        top += HEAD + ROW * len(p.lanes) + AXIS + GAP
+        top += HEAD + ROW * len(p.rows) + AXIS + GAP
     height = top - GAP + MARGIN
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">\n'
@@ -55,14 +57,15 @@ def timeline_svg(panels: Sequence[Panel], unit: str, same_scale: bool = True) ->
 
 
 def _extent(p: Panel) -> tuple[float, float]:
-    spans = [s for lane in p.lanes for s in lane]
+    """(first start, last end) of a panel."""
+    spans = [s for row in p.rows for s in row]
     return min(s.start for s in spans), max(s.end for s in spans)
 
 
 def _panel(p: Panel, start: float, end: float, scale: float, unit: str) -> Iterator[str]:
-    bottom = HEAD + ROW * len(p.lanes)
+    bottom = HEAD + ROW * len(p.rows)
     yield f'<text class="t" y="13">{escape(p.title)}</text>\n'
-    for rank in range(len(p.lanes)):
+    for rank in range(len(p.rows)):
         y = HEAD + rank * ROW
         yield f'<text class="r" x="{LABEL - 8}" y="{y + 15}">rank {rank}</text>'
         yield f'<rect class="l" x="{LABEL}" y="{y}" width="{(end - start) * scale:.1f}" height="{CELL}"/>\n'
@@ -70,10 +73,10 @@ def _panel(p: Panel, start: float, end: float, scale: float, unit: str) -> Itera
         x = LABEL + tick * scale
         yield f'<path class="g" d="M{x:.1f} {bottom}v5"/><text class="x" x="{x:.1f}" y="{bottom + 17}">{tick:g}</text>'
     yield f'<text class="r" x="{LABEL - 8}" y="{bottom + 17}">{escape(unit)}</text>\n'
-    for rank, lane in enumerate(p.lanes):
+    for rank, row in enumerate(p.rows):
         yield f'<g class="c" transform="translate({LABEL} {HEAD + rank * ROW})">\n'
-        chunks = sorted({s.action.stage for s in lane})
-        for s in lane:
+        chunks = sorted({s.action.stage for s in row})
+        for s in row:
             yield _cell(s, chunks.index(s.action.stage), len(chunks), start, scale)
         yield "</g>\n"
 
@@ -85,20 +88,20 @@ def _cell(s: Span, chunk: int, chunks: int, start: float, scale: float) -> str:
     text = ""
     if width > 7 * len(label) + 2:
         text = f'<text class="{text_class}" x="{x + width / 2:.1f}" y="15">{label}</text>'
-    seam = 0.8 if width > 3 else 0  # neighbours of one colour stay apart
+    seam = 0.8 if width > 3 else 0  # separates neighbours of one colour
     rect = f'<rect x="{x:.1f}" width="{width - seam:.1f}" height="{CELL}" rx="1.5" fill="{fill}"/>'
     return f"<g><title>{show(s.action)}: {s.start:.4g} to {s.end:.4g}</title>{rect}{text}</g>\n"
 
 
 def _shade(kind: str, chunk: int, chunks: int) -> tuple[str, str]:
-    """Colour of a cell and class of the text on it."""
+    """(colour of a cell, CSS class of its text)."""
     white = 0.62 * chunk / max(1, chunks - 1)
     r, g, b = (round(c + (255 - c) * white) for c in COLOURS[kind])
     return f"#{r:02x}{g:02x}{b:02x}", "k" if white > 0.4 else "w"
 
 
 def _ticks(length: float) -> list[float]:
-    """Round times on an axis, about ten."""
+    """About ten round times on an axis."""
     rough = length / 10
     power = 10.0 ** floor(log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
@@ -106,10 +109,10 @@ def _ticks(length: float) -> list[float]:
 
 
 def _legend(panels: Sequence[Panel]) -> str:
-    """What the colours mean, of those kinds and shades that occur."""
-    lanes = [lane for p in panels for lane in p.lanes]
-    kinds = {s.action.kind for lane in lanes for s in lane}
-    chunks = max(len({s.action.stage for s in lane}) for lane in lanes)
+    """The legend of the colours and shades that occur."""
+    rows = [row for p in panels for row in p.rows]
+    kinds = {s.action.kind for row in rows for s in row}
+    chunks = max(len({s.action.stage for s in row}) for row in rows)
     parts, x = [], MARGIN + LABEL
     for kind, word in LEGEND.items():
         if kind not in kinds:

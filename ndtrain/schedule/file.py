@@ -1,5 +1,5 @@
-"""Tables as CSV files: one row a rank, cells `<stage><F|B|I|W><microbatch>`, the format in which PyTorch's pipeline
-schedules keep theirs."""
+"""Tables as CSV files: one row per rank, cells `<stage><F|B|I|W><microbatch>`. PyTorch's pipeline schedules use the
+same format."""
 
 import csv
 import re
@@ -12,26 +12,26 @@ Path = str | PathLike[str]
 
 
 def write(table: Table, path: Path) -> None:
-    """Writes a table that `read` returns as it was."""
+    """Writes a table to a file. `read` returns the same table."""
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([f"{a.stage}{a.kind}{a.microbatch}" for a in row] for row in table)
 
 
 def read(path: Path, pp: int, microbatches: int, chunks: int | None = None) -> Table:
-    """The table in a file, proved to run. Empty cells and rows are passed over.
+    """Reads and checks the table in a file. Empty cells and rows are skipped.
 
     Raises:
-        ScheduleError: naming file, row and column: no such file, a malformed cell, other numbers of ranks,
-            microbatches or chunks than given.
-        IllegalSchedule: likewise: an action twice, missing or out of order, a stage on two ranks.
+        ScheduleError: the file is missing, a cell is malformed, or the numbers of ranks, microbatches or chunks differ
+            from the arguments. The message names file, row and column.
+        IllegalSchedule: an action is repeated, missing or out of order, or a stage is on two ranks.
     """
     rows = _cells(path)
     if len(rows) != pp:
         raise ScheduleError(f"{path}: {len(rows)} rows of actions, but pp={pp} needs one a rank")
     table = [[action for *_, action in row] for row in rows]
-    held = 1 + max(a.microbatch for row in table for a in row)
-    if held != microbatches:
-        raise ScheduleError(f"{path}: holds {held} microbatches, but the configuration makes {microbatches}")
+    in_file = 1 + max(a.microbatch for row in table for a in row)
+    if in_file != microbatches:
+        raise ScheduleError(f"{path}: holds {in_file} microbatches, but the configuration makes {microbatches}")
     stages = 1 + max(a.stage for row in table for a in row)
     if chunks is not None and stages != pp * chunks:
         raise ScheduleError(f"{path}: holds {stages} stages, but pp={pp} and {chunks} chunks a rank make {pp * chunks}")
@@ -47,7 +47,11 @@ def read(path: Path, pp: int, microbatches: int, chunks: int | None = None) -> T
 
 
 def _cells(path: Path) -> list[list[tuple[int, int, Action]]]:
-    """(row, column, action) of the cells that are not empty, by rank; rows and columns count from 1."""
+    """For each rank, (row, column, action) of the cells that are not empty. Rows and columns count from 1.
+
+    Raises:
+        ScheduleError: the file cannot be read, or a cell is malformed.
+    """
     try:
         with open(path, newline="") as file:
             lines = list(csv.reader(file))

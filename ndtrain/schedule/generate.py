@@ -1,4 +1,4 @@
-"""Generators: a schedule is, for each rank, a few labelled phases."""
+"""Generators of schedules. A schedule is a few phases for each rank."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -8,13 +8,13 @@ from typing import NamedTuple
 from ndtrain.schedule.table import Action, Table
 
 Phases = list[tuple[int, str]]
-"""(how often, pattern) in order. A pattern is words: `F0` the next forward of the rank's chunk 0, `B1` the next
-backward of chunk 1, `I1` the same backward but only its input gradient, `W` the oldest weight gradient that is still
-owed; `F` and `B` without a chunk take chunks in turn, one group of microbatches after another."""
+"""(number of repeats, pattern) in order. A pattern is a list of words: `F0` is the next forward of the rank's chunk 0,
+`B1` the next backward of chunk 1, `I1` only the input gradient of that backward, `W` the oldest deferred weight
+gradient. `F` and `B` without a chunk go through the chunks in turn, one group of microbatches after another."""
 
 
 class Shape(NamedTuple):
-    """What the counts of a phase depend on. `microbatches` is at least what the generator asks for."""
+    """The sizes that the phases of a rank depend on. `microbatches` is at least the minimum of the generator."""
 
     pp: int
     microbatches: int
@@ -23,7 +23,7 @@ class Shape(NamedTuple):
 
     @property
     def after(self) -> int:
-        """Ranks behind this one."""
+        """Number of ranks after this one."""
         return self.pp - 1 - self.rank
 
 
@@ -34,17 +34,18 @@ def gpipe(s: Shape) -> Phases:
 
 
 def one_f_one_b(s: Shape) -> Phases:
-    """As few forwards as fill the pipeline, then one backward for each forward (PipeDream-flush, Narayanan et al.,
-    2021, arXiv:2006.09503): at most pp - rank microbatches are alive on a rank."""
+    """A warm-up of forwards that fills the pipeline, then one backward after each forward (PipeDream-flush, Narayanan
+    et al., 2021, arXiv:2006.09503). At most pp - rank microbatches are alive on a rank."""
     return [(s.after, "F0"), (s.microbatches - s.after, "F0 B0"), (s.after, "B0")]
 
 
 def interleaved(s: Shape) -> Phases:
-    """1F1B over several chunks a rank (Narayanan et al., 2021, arXiv:2104.04473): the bubble falls as 1 / chunks.
+    """1F1B over several chunks per rank (Narayanan et al., 2021, arXiv:2104.04473). The bubble falls as 1 / chunks.
 
-    The paper wants microbatches to be a multiple of pp; here any number is dealt into groups of pp or more that differ
-    by one at most, and the warm-up is long enough for the largest of them. The bubble stays at its least; groups larger
-    than pp keep more alive, up to all microbatches where there are fewer than 2 pp. With one chunk it is 1F1B."""
+    The paper requires microbatches to be a multiple of pp. Here any number is split into groups of pp or more whose
+    sizes differ by one at most, and the warm-up is long enough for the largest group. The bubble stays minimal. Groups
+    larger than pp have more live activations: up to all microbatches if there are fewer than 2 pp. With one chunk it is
+    1F1B."""
     total = s.microbatches * s.chunks
     ahead = (s.chunks - 1) * max(groups(s.microbatches, s.pp)) + min(s.chunks, 2) * s.after
     ahead = min(ahead, total)
@@ -52,15 +53,16 @@ def interleaved(s: Shape) -> Phases:
 
 
 def zb_h1(s: Shape) -> Phases:
-    """1F1B with its backward split: the gradient for the rank before leaves first, and rank r owes r weight gradients,
-    which fill its bubble at the end (Qi et al., 2023, arXiv:2401.10241). It keeps the memory of 1F1B's first rank."""
+    """1F1B with a split backward (Qi et al., 2023, arXiv:2401.10241). The input gradient is sent first. Rank r defers r
+    weight gradients, which fill its bubble at the end. Every rank has the peak memory of 1F1B's first rank."""
     steady = s.microbatches - s.pp + 1
     return [(s.after, "F0"), (s.rank, "F0 I0"), (steady, "F0 I0 W"), (s.after, "I0 W"), (s.rank, "W")]
 
 
 def zb_v(s: Shape) -> Phases:
-    """Zero bubble on a V of stages, the first and the last on rank 0 (Qi et al., 2024, arXiv:2405.15362, "V-ZB"): with
-    F, I and W equally long no rank waits between its first action and its last, in the memory of 1F1B."""
+    """Zero bubble with a V placement: the first and the last stage are on rank 0 (Qi et al., 2024, arXiv:2405.15362,
+    "V-ZB"). If F, I and W take equal times, no rank waits between its first action and its last. The peak memory is
+    that of 1F1B."""
     steady = s.microbatches - s.pp - s.after
     return [
         (2 * s.after + 1, "F0"),
@@ -75,8 +77,9 @@ def zb_v(s: Shape) -> Phases:
 
 
 def dualpipe_v(s: Shape) -> Phases:
-    """DualPipe (DeepSeek-V3, 2024, arXiv:2412.19437) cut in half: a V of stages in which the two chunks of a rank run
-    forward and backward side by side. Backwards are whole but where an early gradient fills a bubble."""
+    """DualPipe (DeepSeek-V3, 2024, arXiv:2412.19437) with a V placement: a forward of one chunk of a rank is next to a
+    backward of the other, so that they can overlap. A backward is split only where an early input gradient fills a
+    bubble."""
     whole, odd = divmod(s.rank + 1, 2)
     return [
         (2 * s.after, "F0"),
@@ -93,17 +96,25 @@ def dualpipe_v(s: Shape) -> Phases:
 
 
 def loop(pp: int, rank: int, chunks: int) -> list[int]:
-    """A rank's stages where chunk after chunk starts again on rank 0."""
+    """The stages of a rank if each chunk begins on rank 0."""
     return [chunk * pp + rank for chunk in range(chunks)]
 
 
 def vee(pp: int, rank: int, chunks: int) -> list[int]:
-    """A rank's two stages where the second half comes back from the last rank to the first."""
+    """The two stages of a rank if the second half runs from the last rank back to the first."""
     return [rank, 2 * pp - 1 - rank]
 
 
 class Generator(NamedTuple):
-    """`phases` of a rank, `least` microbatches they need, the default number of chunks and whether others will do."""
+    """A generator of schedules.
+
+    Attributes:
+        phases: gives the phases of a rank.
+        least: gives the number of microbatches that the phases need, for pp ranks.
+        chunks: the default number of chunks per rank.
+        any_chunks: whether other numbers are possible.
+        stages: gives the stages of a rank from (pp, rank, chunks), in the order of the forward.
+    """
 
     phases: Callable[[Shape], Phases]
     least: Callable[[int], int] = lambda pp: 1
@@ -123,8 +134,8 @@ GENERATORS = {
 
 
 def generate(name: str, pp: int, microbatches: int, chunks: int) -> Table:
-    """The table of a generator. Where its phases need more microbatches than there are, those that are not there are
-    left out of the longer table: what a microbatch needs is its own, so the rest still runs."""
+    """The table of a generator. If its phases need more microbatches than there are, the surplus microbatches are
+    removed from the longer table. A microbatch depends only on itself, so the remaining table runs."""
     generator = GENERATORS[name]
     count = max(microbatches, generator.least(pp))
     rows = (
@@ -135,20 +146,20 @@ def generate(name: str, pp: int, microbatches: int, chunks: int) -> Table:
 
 
 def play(phases: Phases, stages: list[int], microbatches: int, pp: int) -> Iterator[Action]:
-    """The actions that a rank's phases stand for; `stages` are its chunks in the order of the forward."""
-    numbered = {f"{kind}{c}": zip(range(microbatches), repeat(s)) for kind in "FB" for c, s in enumerate(stages)}
-    sources = {"F": dealt(stages, microbatches, pp), "B": dealt(stages[::-1], microbatches, pp), **numbered}
-    owed: deque[tuple[int, int]] = deque()
+    """Yields the actions of a rank's phases. `stages` are the rank's chunks in the order of the forward."""
+    by_chunk = {f"{kind}{c}": zip(range(microbatches), repeat(s)) for kind in "FB" for c, s in enumerate(stages)}
+    sources = {"F": in_turn(stages, microbatches, pp), "B": in_turn(stages[::-1], microbatches, pp), **by_chunk}
+    deferred: deque[tuple[int, int]] = deque()
     for times, pattern in phases:
         for word in pattern.split() * times:
-            place = owed.popleft() if word == "W" else next(sources[word.replace("I", "B")])
+            place = deferred.popleft() if word == "W" else next(sources[word.replace("I", "B")])
             if word[0] == "I":
-                owed.append(place)
+                deferred.append(place)
             yield Action(word[0], *place)
 
 
-def dealt(stages: list[int], microbatches: int, pp: int) -> Iterator[tuple[int, int]]:
-    """(microbatch, stage) with the stages in turn, each time for a whole group of microbatches."""
+def in_turn(stages: list[int], microbatches: int, pp: int) -> Iterator[tuple[int, int]]:
+    """Yields (microbatch, stage): for each group of microbatches all stages in turn, each with the whole group."""
     first = 0
     for size in groups(microbatches, pp):
         for stage in stages:
@@ -157,7 +168,7 @@ def dealt(stages: list[int], microbatches: int, pp: int) -> Iterator[tuple[int, 
 
 
 def groups(microbatches: int, pp: int) -> list[int]:
-    """Sizes of the groups, pp or more microbatches each (all in one where there are fewer), that differ by one at
-    most."""
+    """The sizes of the groups of microbatches. They are pp or more and differ by one at most. With fewer than pp
+    microbatches there is one group."""
     count = max(1, microbatches // pp)
     return [(microbatches + g) // count for g in range(count)]

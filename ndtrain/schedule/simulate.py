@@ -1,4 +1,4 @@
-"""Predicts a schedule's time, bubble and live activations from what its actions cost."""
+"""Predicts the time, bubble and live activations of a schedule from the cost of its actions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from ndtrain.schedule.check import in_order
 from ndtrain.schedule.table import Action, Schedule
 
 Cost = Mapping[str, float] | Callable[[Action], float]
-COST: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward is two matmuls for each one of the forward
+COST: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward has two matmuls for each one of the forward
 
 
 class Span(NamedTuple):
-    """When an action runs, in the unit of its cost."""
+    """The start and the end of an action, in the unit of its cost."""
 
     action: Action
     start: float
@@ -23,50 +23,55 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of a schedule runs; predicted or measured."""
+    """The spans of all actions of a schedule, predicted or measured.
+
+    Attributes:
+        spans: per pp rank, in order.
+    """
 
     schedule: Schedule
-    spans: list[list[Span]]  # per pp rank, in order
+    spans: list[list[Span]]
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         spans = [s for row in self.spans for s in row]
         return max(s.end for s in spans) - min(s.start for s in spans)
 
     @cached_property
     def busy(self) -> list[float]:
-        """Time that each rank computes."""
+        """Compute time of each rank."""
         return [sum(s.end - s.start for s in row) for row in self.spans]
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait: 1 - busy / (pp * makespan)."""
+        """The idle share of the ranks' time: 1 - busy / (pp * makespan)."""
         return 1 - sum(self.busy) / (len(self.spans) * self.makespan)
 
     @cached_property
     def peak(self) -> list[int]:
-        """The most activations alive on each rank, in activations of one microbatch on one stage: each lives from the
-        start of its F to the end of its B or W."""
+        """The peak of live activations on each rank, in units of one microbatch on one stage. An activation lives from
+        the start of its F to the end of its B or W."""
         return [_peak(row, "BW") for row in self.schedule.table]
 
     @cached_property
     def peak_input(self) -> list[int]:
-        """Likewise for what the input gradient needs and the weight gradient does not (what attention and norms keep):
-        it lives to the end of its B or I."""
+        """The same for activations that only the input gradient needs (those of attention and norms). Such an
+        activation lives until the end of its B or I."""
         return [_peak(row, "BI") for row in self.schedule.table]
 
     @property
     def peak_shares(self) -> list[float]:
-        """`peak` in activations of one microbatch on all stages of a rank: schedules with other chunks compare."""
+        """`peak` in units of one microbatch on all stages of a rank, to compare schedules with different chunks."""
         return [count / len(self.schedule.stages_of(rank)) for rank, count in enumerate(self.peak)]
 
 
 def simulate(schedule: Schedule, cost: Cost = COST, latency: float = 0.0) -> Timeline:
-    """Runs a schedule on paper: an action starts when its rank is free and what it needs is there.
+    """Simulates a schedule. An action starts when its rank is free and its dependencies have arrived.
 
-    `cost` is the time of an action, by kind or by the action itself; `latency` what a message takes between two ranks,
-    in the same unit. Messages do not wait for each other.
+    Args:
+        cost: time of an action, by its kind or as a function of the action.
+        latency: time of a message between two ranks, in the same unit. Messages do not delay each other.
     """
     price = cost if callable(cost) else lambda action: cost[action.kind]
     end: dict[Action, float] = {}
@@ -80,5 +85,5 @@ def simulate(schedule: Schedule, cost: Cost = COST, latency: float = 0.0) -> Tim
 
 
 def _peak(row: list[Action], last: str) -> int:
-    """The most activations alive at once, where actions of the kinds `last` end the life of one."""
+    """The peak of live activations. An F allocates one, an action of the kinds `last` frees one."""
     return max(accumulate((a.kind == "F") - (a.kind in last) for a in row))

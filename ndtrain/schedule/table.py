@@ -1,4 +1,4 @@
-"""What a schedule is: for every pipeline rank the order of its actions, and the messages that follow from it."""
+"""The table of a schedule: the order of actions on every pipeline rank, and the messages that follow from it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """One microbatch on one stage: F forward, B full backward, or its halves I (input gradient) and W (weight
-    gradient)."""
+    """One pass of one microbatch through one stage. Kinds: F forward, B full backward, or its halves I (input gradient)
+    and W (weight gradient)."""
 
     kind: str
     microbatch: int
@@ -15,7 +15,7 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What travels between two ranks: F an activation, B a gradient, for `stage`, the receiving one."""
+    """A message between two ranks. Kinds: F an activation, B a gradient. `stage` is the receiving one."""
 
     kind: str
     microbatch: int
@@ -26,12 +26,15 @@ Table = list[list[Action]]  # per pp rank, in order
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be made or read; one line says why."""
+    """A schedule that cannot be built or read. The message is one line."""
 
 
 class IllegalSchedule(ScheduleError):
-    """A table that cannot run; names the first offending action, which stands at `table[rank][index]` (both None
-    where it is missing)."""
+    """A table that cannot run. The message names the first offending action.
+
+    Attributes:
+        rank, index: its place, `table[rank][index]`; None if the action is missing.
+    """
 
     def __init__(self, text: str, rank: int | None = None, index: int | None = None):
         super().__init__(text)
@@ -40,12 +43,16 @@ class IllegalSchedule(ScheduleError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table that `check` has proved, with its name and who holds which stage."""
+    """A checked table.
+
+    Attributes:
+        rank_of: stage -> pp rank.
+    """
 
     name: str
     table: Table
     microbatches: int
-    rank_of: tuple[int, ...]  # stage -> pp rank
+    rank_of: tuple[int, ...]
 
     @property
     def pp(self) -> int:
@@ -56,8 +63,8 @@ class Schedule:
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, ascending."""
-        return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
+        """The stages of a rank, ascending."""
+        return [stage for stage, r in enumerate(self.rank_of) if r == rank]
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -66,8 +73,8 @@ class Schedule:
 
 
 def messages(schedule: Schedule, source: int, target: int) -> list[Message]:
-    """All that pp rank `source` sends to `target`, in order: activations after F, gradients after B or I. What stays
-    within a rank is no message."""
+    """The messages from pp rank `source` to `target`, in order: activations after F, gradients after B or I. Data that
+    stays on a rank is no message."""
     if source == target:
         return []
     sent = [sends(a) for a in schedule.table[source]]
@@ -76,13 +83,13 @@ def messages(schedule: Schedule, source: int, target: int) -> list[Message]:
 
 
 def sends(a: Action) -> Message | None:
-    """What an action's result is for: the message to the next stage (F) or the one before it (B, I), which the last
-    and the first stage have not."""
+    """The message with the result of an action: to the next stage (F) or to the previous one (B, I). None for W. The
+    caller must ignore it where there is no such stage."""
     if a.kind == "W":
         return None
     return Message("F", a.microbatch, a.stage + 1) if a.kind == "F" else Message("B", a.microbatch, a.stage - 1)
 
 
 def show(a: Action) -> str:
-    """An action as error messages name it."""
+    """An action as text, for error messages."""
     return f"{a.kind}(microbatch {a.microbatch}, stage {a.stage})"

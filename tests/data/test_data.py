@@ -35,7 +35,7 @@ from ndtrain.data import (
     store,
     tokenizer,
 )
-from ndtrain.data.documents import pieces as pieces_of
+from ndtrain.data.documents import text_chunks
 from ndtrain.distributed.sequence_sharding import BALANCES, SequenceSharding
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.model.loss import IGNORE
@@ -78,7 +78,7 @@ def builds(caplog):
 
 
 def documents(data) -> list[str]:
-    """The texts of the training split, cut at the end-of-text token."""
+    """The texts of the training split, divided at the end-of-text token."""
     ids = np.split(data.train[0], np.flatnonzero(data.train[0] == data.tokenizer.eos_id) + 1)
     assert ids.pop().size == 0  # the last document ends, too
     return [data.tokenizer.decode(doc[:-1].tolist()) for doc in ids]
@@ -179,12 +179,12 @@ def test_bin_file_without_shuffle_has_the_documented_layout(tmp_path, dtype):
             assert row.tolist() == ids[k * length : k * length + length + 1].tolist()
 
 
-# ------------------------------------------------------------------------------------------------- packing and cutting
+# ------------------------------------------------------------------------------------------------ packing and sharding
 
 EOS = 0
 
 
-CUTS = [
+SHARDINGS = [
     SequenceSharding(12, ring, ulysses, balance)
     for balance in BALANCES
     for ring, ulysses in [(1, 1), (2, 1), (3, 1), (1, 2), (1, 6), (2, 2), (2, 3), (3, 2)]
@@ -204,7 +204,7 @@ def concatenated(batches: list[Batch]) -> Batch:
 
 
 def put_together(parts: list[Batch], indices: list[np.ndarray]) -> Batch:
-    """The whole batch from those of all parts of a cut."""
+    """The whole batch from those of all parts of a sharding."""
     order = torch.from_numpy(np.argsort(np.concatenate(indices)))
     join = lambda name: torch.cat([getattr(b, name) for b in parts], dim=-1)[..., order]
     assert len({b.documents for b in parts}) == 1
@@ -270,30 +270,30 @@ def test_packing_changes_neither_tokens_nor_their_order(tokens, shuffle, step):
 
 
 @given(
-    cut=st.sampled_from(CUTS),
+    sharding=st.sampled_from(SHARDINGS),
     micro=st.sampled_from([1, 2, 4]),
     eos=st.sampled_from([None, EOS]),
     seed=st.integers(0, 99),
 )
 @settings(deadline=None)
-def test_the_parts_of_a_cut_make_up_the_batch(cut, micro, eos, seed):
+def test_the_parts_of_a_sharding_make_up_the_batch(sharding, micro, eos, seed):
     ids = np.random.default_rng(seed).integers(0, 4, 5 * 12 + 1)
     make = partial(microbatches, Sequences(ids, 12, 4, seed, True), seed, range(4), micro, eos=eos)
-    parts = range(cut.parts)
-    got = [make(cut=cut, part=p) for p in parts]
-    assert {b.tokens.shape for batches in got for b in batches} == {(micro, 12 // cut.parts)}
+    parts = range(sharding.parts)
+    got = [make(sharding=sharding, part=p) for p in parts]
+    assert {b.tokens.shape for batches in got for b in batches} == {(micro, 12 // sharding.parts)}
     assert all(x.is_contiguous() for batches in got for b in batches for x in (b.tokens, b.labels))
     whole = concatenated(make())
-    if cut.parts == 1:  # nothing is cut
+    if sharding.parts == 1:  # nothing is sharded
         assert_equal(concatenated(got[0]), whole)
         return
     if eos is None:
         whole = replace(whole, positions=torch.arange(12))
-    assert_equal(put_together([concatenated(b) for b in got], [cut.index(p) for p in parts]), whole)
+    assert_equal(put_together([concatenated(b) for b in got], [sharding.index(p) for p in parts]), whole)
 
 
-def test_a_cut_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="a cut of 8 tokens does not fit sequences of 4"):
+def test_a_sharding_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="a sharding of 8 tokens does not fit sequences of 4"):
         microbatches(sequences(seq_len=4), 0, range(2), 1, SequenceSharding(8, 2), 0)
 
 
@@ -314,14 +314,14 @@ def test_packing_splits_a_text_corpus_at_its_documents(folder, tmp_path):
     assert data.fingerprint == plain.fingerprint and np.array_equal(data.train[0], plain.train[0])
     length = len(data.train[0]) - 1
     (batch,) = microbatches(Sequences(data.train[0], length, 1, 0, False), 0, [0], 1, eos=data.eos_id)
-    pieces = np.split(batch.tokens[0].numpy(), batch.documents[0][1:])
-    texts = [data.tokenizer.decode(piece.tolist()) for piece in pieces]
+    ids_by_document = np.split(batch.tokens[0].numpy(), batch.documents[0][1:])
+    texts = [data.tokenizer.decode(ids.tolist()) for ids in ids_by_document]
     assert [t.removesuffix("<|endoftext|>") for t in texts] == documents(data)
 
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_bin_file_is_split_at_its_own_end_of_text(tmp_path, monkeypatch, pack):
-    monkeypatch.setattr(store, "_CHUNK", 7)
+    monkeypatch.setattr(store, "_SCAN_TOKENS", 7)
     path = tmp_path / "a.bin"
     np.arange(40, dtype="<u2").tofile(path)
     settings = {"name": "bin", "path": str(path), "pack": pack}
@@ -459,24 +459,24 @@ def test_jsonl_documents(tmp_path):
 
 @given(st.text(alphabet="ab1_'. \n\r狐\t", max_size=200), st.integers(4, 40))
 @settings(deadline=None)
-def test_long_documents_in_pieces_keep_their_text(text, size):
+def test_long_documents_in_chunks_keep_their_text(text, size):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ndtrain.data.documents.PIECE", size)
-        pieces = list(pieces_of(io.StringIO(text, newline="").read))
-    assert "".join(pieces) == text and all(0 < len(p) <= size for p in pieces)
+        patch.setattr("ndtrain.data.documents.CHUNK_CHARACTERS", size)
+        chunks = list(text_chunks(io.StringIO(text, newline="").read))
+    assert "".join(chunks) == text and all(0 < len(c) <= size for c in chunks)
 
 
 @pytest.mark.parametrize("size", [400, 555, 1000])
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_long_documents_in_pieces_keep_their_tokens(tmp_path, monkeypatch, kind, size):
+def test_long_documents_in_chunks_keep_their_tokens(tmp_path, monkeypatch, kind, size):
     path = tmp_path / "long.txt"
     path.write_text("".join(f"line {n} of_it ends.\r\nAnd {n}\n" + TEXT for n in range(100)), "utf-8", newline="")
     settings = {"name": "text", "path": str(path), "tokenizer": kind}
     whole = open_data(config(settings, tmp_path, vocab_size=500))
-    monkeypatch.setattr("ndtrain.data.documents.PIECE", size)
-    monkeypatch.setattr(store, "_BATCH", 3 * size)
-    cut = open_data(config({**settings, "cache": str(tmp_path / "other")}, tmp_path, vocab_size=500))
-    assert np.array_equal(cut.train[0], whole.train[0]) and cut.fingerprint == whole.fingerprint
+    monkeypatch.setattr("ndtrain.data.documents.CHUNK_CHARACTERS", size)
+    monkeypatch.setattr(store, "_BATCH_CHARACTERS", 3 * size)
+    chunked = open_data(config({**settings, "cache": str(tmp_path / "other")}, tmp_path, vocab_size=500))
+    assert np.array_equal(chunked.train[0], whole.train[0]) and chunked.fingerprint == whole.fingerprint
     assert (whole.train[0] == whole.tokenizer.eos_id).sum() == 1
 
 
@@ -595,20 +595,20 @@ def test_second_open_neither_trains_nor_tokenises(folder, tmp_path, monkeypatch,
 
 def test_each_vocabulary_size_has_its_own_bpe(folder, tmp_path):
     sizes = [280, 300]
-    opened = [
+    configs = [
         config({"name": "text", "path": str(folder), "tokenizer": "bpe", "vocab_size": n}, tmp_path) for n in sizes
     ]
-    assert [open_data(cfg).vocab_size for cfg in opened] == sizes
+    assert [open_data(cfg).vocab_size for cfg in configs] == sizes
 
 
-def test_published_file_replaces_the_old_one_only_when_whole(tmp_path):
+def test_a_written_file_replaces_the_old_one_only_when_whole(tmp_path):
     path = tmp_path / "entry"
     path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), cache.publish(path) as file:
+    with pytest.raises(KeyboardInterrupt), cache.atomic_write(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"old"]
-    with cache.publish(path) as file:
+    with cache.atomic_write(path) as file:
         file.write(b"new")
         assert path.read_bytes() == b"old"
     assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"new"]
@@ -684,20 +684,20 @@ def _open_in_process(cfg, results) -> None:
     handler.emit = records.append
     store.log.addHandler(handler)
     store.log.setLevel(logging.INFO)
-    slow = store.encoded
-    store.encoded = lambda *args: (time.sleep(0.01) or pair for pair in slow(*args))
+    slow = store.encode_chunks
+    store.encode_chunks = lambda *args: (time.sleep(0.01) or pair for pair in slow(*args))
     results.put((open_data(cfg).fingerprint, len(records)))
 
 
 def _build_and_hang(cfg, marker: Path) -> None:
-    whole = store.encoded
+    whole = store.encode_chunks
 
     def endless(*args):
         yield next(whole(*args))
         marker.touch()
         time.sleep(600)
 
-    store.encoded = endless
+    store.encode_chunks = endless
     open_data(cfg)
 
 
@@ -714,11 +714,11 @@ def test_of_four_processes_one_builds(folder, tmp_path, processes):
     workers = [processes.Process(target=_open_in_process, args=(cfg, results), daemon=True) for _ in range(4)]
     for worker in workers:
         worker.start()
-    found = [results.get(timeout=60) for _ in workers]
+    builders = [results.get(timeout=60) for _ in workers]
     for worker in workers:
         worker.join()
-    assert sorted(built for _, built in found) == [0, 0, 0, 1]
-    assert {fingerprint for fingerprint, _ in found} == {open_data(cfg).fingerprint}
+    assert sorted(built for _, built in builders) == [0, 0, 0, 1]
+    assert {fingerprint for fingerprint, _ in builders} == {open_data(cfg).fingerprint}
 
 
 def test_killed_builder_leaves_neither_lock_nor_broken_entry(folder, tmp_path, processes, builds):
@@ -900,7 +900,7 @@ def test_tokenizer_without_an_end_of_text_token(folder, tmp_path, given_tokenize
 def test_bin_scan_is_kept_and_follows_the_file(tmp_path, monkeypatch):
     path = tmp_path / "a.bin"
     np.arange(40, dtype="<u2").tofile(path)
-    monkeypatch.setattr(store, "_CHUNK", 7)
+    monkeypatch.setattr(store, "_SCAN_TOKENS", 7)
     cfg = config({"name": "bin", "path": str(path)}, tmp_path)
     first = open_data(cfg)
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Blends of corpora: their proportion at every prefix, their order on every mesh, and what a blend may not hold."""
+"""Mixtures of corpora: their proportion at every prefix, their order on every mesh, and what `data.blend` refuses."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from ndtrain.config.checks import check_data
 from ndtrain.data import microbatches, mixture, open_data, order, rows_of
 from ndtrain.data.__main__ import main as prepare
 from ndtrain.data.corpora import open_corpus
-from ndtrain.data.mixture_order import LIMIT, Turns, whole_shares
+from ndtrain.data.mixture_order import MAX_PERIOD, MixtureOrder, integer_shares
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.train import main
@@ -49,7 +49,7 @@ def letters(tmp_path):
     ]
 
 
-def blended(tmp_path, entries, **data):
+def mixture_config(tmp_path, entries, **data):
     return config({"name": "blend", "blend": entries, **data}, tmp_path)
 
 
@@ -59,12 +59,12 @@ def source_of(cfg, step=0):
 
 def corpus_of(tokens_BT: np.ndarray) -> np.ndarray:
     """Which of the corpora of `letters` each sequence is from."""
-    found = [set(row.tolist()) - {256} for row in tokens_BT]
-    assert all(len(f) == 1 for f in found)
-    return np.array([f.pop() - ord("a") for f in found])
+    letters = [set(row.tolist()) - {256} for row in tokens_BT]
+    assert all(len(one) == 1 for one in letters)
+    return np.array([one.pop() - ord("a") for one in letters])
 
 
-# ---------------------------------------------------------------------------------------------------------- the turns
+# ------------------------------------------------------------------------------------------------------- the assignment
 
 
 def lag(corpus: np.ndarray, shares: list[int]) -> Fraction:
@@ -78,55 +78,55 @@ def lag(corpus: np.ndarray, shares: list[int]) -> Fraction:
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
 @settings(deadline=None)
 def test_every_prefix_is_in_proportion_to_less_than_one(weights):
-    turns = Turns(weights)
-    corpus, ordinal = turns.of(np.arange(3 * turns.period + 5))
-    assert lag(corpus, turns.shares) < 1
-    assert np.array_equal(corpus[: turns.period], corpus[turns.period : 2 * turns.period])
+    order = MixtureOrder(weights)
+    corpus, ordinal = order.locate(np.arange(3 * order.period + 5))
+    assert lag(corpus, order.shares) < 1
+    assert np.array_equal(corpus[: order.period], corpus[order.period : 2 * order.period])
     for c in range(len(weights)):
         assert np.array_equal(ordinal[corpus == c], np.arange((corpus == c).sum()))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.lists(st.integers(0, 10**12), min_size=1))
 @settings(deadline=None)
-def test_each_turn_is_a_function_of_its_number_alone(weights, numbers):
-    turns = Turns(weights)
-    corpus, ordinal = turns.of(np.array(numbers))
+def test_each_assignment_is_a_function_of_its_number_alone(weights, numbers):
+    order = MixtureOrder(weights)
+    corpus, ordinal = order.locate(np.array(numbers))
     for k, c, j in zip(numbers, corpus, ordinal, strict=True):
-        assert [int(x[0]) for x in turns.of(np.array([k]))] == [c, j]
-        whole = sum(turns.shares)
-        assert abs(j * whole - k * turns.shares[c]) < whole
+        assert [int(x[0]) for x in order.locate(np.array([k]))] == [c, j]
+        whole = sum(order.shares)
+        assert abs(j * whole - k * order.shares[c]) < whole
 
 
 def test_weights_are_what_their_decimals_say():
-    assert whole_shares([0.7, 0.2, 0.1]) == [7, 2, 1]
-    assert whole_shares([1, 2]) == [1, 2] and whole_shares([3.5]) == [1]
-    assert whole_shares([0.3333, 0.6667]) == [3333, 6667]
-    assert whole_shares([1e-3, 1]) == [1, 1000]
+    assert integer_shares([0.7, 0.2, 0.1]) == [7, 2, 1]
+    assert integer_shares([1, 2]) == [1, 2] and integer_shares([3.5]) == [1]
+    assert integer_shares([0.3333, 0.6667]) == [3333, 6667]
+    assert integer_shares([1e-3, 1]) == [1, 1000]
 
 
 @given(st.lists(st.floats(1e-2, 1e3), min_size=2, max_size=6))
 @settings(deadline=None)
 def test_fine_weights_are_rounded_to_a_millionth(weights):
-    shares = whole_shares(weights)
-    assert sum(shares) <= LIMIT and min(shares) >= 1
+    shares = integer_shares(weights)
+    assert sum(shares) <= MAX_PERIOD and min(shares) >= 1
     for weight, share in zip(weights, shares, strict=True):
-        assert abs(share / sum(shares) - weight / sum(weights)) < 1 / LIMIT
-    corpus = Turns(weights).of(np.arange(2000))[0] if sum(shares) < 1 << 14 else None
+        assert abs(share / sum(shares) - weight / sum(weights)) < 1 / MAX_PERIOD
+    corpus = MixtureOrder(weights).locate(np.arange(2000))[0] if sum(shares) < 1 << 14 else None
     assert corpus is None or lag(corpus, shares) < 1
 
 
 def test_a_period_of_the_greatest_length():
-    turns = Turns([0.123456789, 0.2, 0.676543211])
-    assert turns.period == LIMIT or LIMIT % turns.period == 0
-    corpus, _ = turns.of(np.arange(turns.period))
-    assert lag(corpus, turns.shares) < 1
+    order = MixtureOrder([0.123456789, 0.2, 0.676543211])
+    assert order.period == MAX_PERIOD or MAX_PERIOD % order.period == 0
+    corpus, _ = order.locate(np.arange(order.period))
+    assert lag(corpus, order.shares) < 1
 
 
 # ---------------------------------------------------------------------------------------------------------- the order
 
 
 def test_three_corpora_in_proportion_over_1000_steps(tmp_path, letters):
-    cfg = blended(tmp_path, letters)
+    cfg = mixture_config(tmp_path, letters)
     cfg.train.global_batch = 4
     data = open_data(cfg)
     assert data.describe() == f"3 corpora, {sum(map(len, data.train)):,} training tokens"
@@ -138,32 +138,32 @@ def test_three_corpora_in_proportion_over_1000_steps(tmp_path, letters):
 
 def digests(cfg, spec: MeshSpec, steps) -> list[str]:
     """For each step a digest of the global batch as the data replicas and context ranks of a mesh see it together."""
-    t, found = cfg.train, []
-    cut = SequenceSharding(t.seq_len, spec.size("cp"))
+    t, hashes = cfg.train, []
+    sharding = SequenceSharding(t.seq_len, spec.size("cp"))
     sources = [source_of(cfg) for _ in range(spec.world_size)]  # none knows of another
     for step in steps:
         whole = torch.full((t.global_batch, t.seq_len, 2), -1)
         for rank, source in enumerate(sources):
             rows = rows_of(spec.index(rank, "dp", "fsdp"), spec.size("dp", "fsdp"), t.global_batch)
             part = spec.index(rank, "cp")
-            batches = microbatches(source, step, rows, t.micro_batch, cut, part)
+            batches = microbatches(source, step, rows, t.micro_batch, sharding, part)
             both = torch.cat([torch.stack([b.tokens, b.labels], dim=-1) for b in batches])
-            index = torch.from_numpy(cut.index(part)) if cut.parts > 1 else torch.arange(t.seq_len)
+            index = torch.from_numpy(sharding.index(part)) if sharding.parts > 1 else torch.arange(t.seq_len)
             mine = whole[rows.start : rows.stop][:, index]
             assert ((mine == -1) | (mine == both)).all()  # as the others of the same replica have it
             whole[rows.start : rows.stop, index] = both
         assert (whole >= 0).all()
-        found.append(hashlib.sha256(whole.numpy().tobytes()).hexdigest())
-    return found
+        hashes.append(hashlib.sha256(whole.numpy().tobytes()).hexdigest())
+    return hashes
 
 
 def test_the_order_is_the_same_on_six_meshes(tmp_path, letters):
-    cfg = blended(tmp_path, letters)
+    cfg = mixture_config(tmp_path, letters)
     cfg.train.global_batch, cfg.train.micro_batch = 8, 2
     meshes = [(1, 1, 1, 1, 1), (1, 2, 1, 1, 1), (1, 1, 4, 1, 1), (2, 2, 2, 1, 1), (1, 2, 1, 2, 2), (1, 1, 2, 4, 1)]
     steps = [0, 1, 2, 37, 501]
     orders = {sizes: digests(cfg, MeshSpec(AXES, sizes), steps) for sizes in meshes}
-    assert len({tuple(found) for found in orders.values()}) == 1
+    assert len({tuple(hashes) for hashes in orders.values()}) == 1
     one_process = [
         hashlib.sha256(np.stack([x[:, :-1], x[:, 1:]], axis=-1).tobytes()).hexdigest()
         for x in (source_of(cfg).tokens(step, range(8)) for step in steps)
@@ -173,7 +173,7 @@ def test_the_order_is_the_same_on_six_meshes(tmp_path, letters):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_run_resumed_within_an_epoch_goes_on_the_same(tmp_path, letters, shuffle):
-    cfg = blended(tmp_path, letters, shuffle=shuffle)
+    cfg = mixture_config(tmp_path, letters, shuffle=shuffle)
     cfg.train.global_batch = 3
     whole = source_of(cfg)
     expected = [whole.tokens(step, range(3)) for step in range(120)]
@@ -188,12 +188,12 @@ def test_each_corpus_is_gone_through_in_epochs_of_its_own(tmp_path):
     for c in "xy":
         np.arange(17 if c == "x" else 41, dtype="<u2").tofile(tmp_path / f"{c}.bin")
     entries = [{"name": "bin", "path": str(tmp_path / f"{c}.bin"), "weight": w} for c, w in (("x", 3), ("y", 1))]
-    cfg = blended(tmp_path, entries)
+    cfg = mixture_config(tmp_path, entries)
     cfg.train.seq_len, cfg.train.global_batch = 4, 8
     data = open_data(cfg)
-    source, turns = data.sequences(cfg, None, 0, None), data.turns
+    source, order = data.sequences(cfg, None, 0, None), data.mixture_order
     starts = np.concatenate([source.tokens(step, range(8))[:, 0] for step in range(20)])
-    corpus, _ = turns.of(np.arange(160))
+    corpus, _ = order.locate(np.arange(160))
     for c, count in enumerate((4, 10)):
         mine = starts[corpus == c]
         epochs = mine[: len(mine) // count * count].reshape(-1, count)
@@ -201,62 +201,62 @@ def test_each_corpus_is_gone_through_in_epochs_of_its_own(tmp_path):
         assert len({tuple(e) for e in epochs.tolist()}) > 1  # shuffled anew
 
 
-def test_the_only_corpus_of_a_blend_is_as_alone(tmp_path, letters):
+def test_the_only_corpus_of_a_mixture_is_as_alone(tmp_path, letters):
     entry = letters[0]
     alone = config({k: v for k, v in entry.items() if k != "weight"}, tmp_path)
-    in_blend = blended(tmp_path, [entry])
-    for cfg in (alone, in_blend):
+    in_mixture = mixture_config(tmp_path, [entry])
+    for cfg in (alone, in_mixture):
         cfg.train.global_batch = 5
     for step in (0, 1, 50, 1000):
-        one, other = (source_of(cfg).tokens(step, range(5)) for cfg in (alone, in_blend))
+        one, other = (source_of(cfg).tokens(step, range(5)) for cfg in (alone, in_mixture))
         assert np.array_equal(one, other)
 
 
-def test_the_corpora_of_a_blend_are_shuffled_differently(tmp_path):
+def test_the_corpora_of_a_mixture_are_shuffled_differently(tmp_path):
     path = tmp_path / "x.bin"
     np.arange(401, dtype="<u2").tofile(path)
     cfg = config({"name": "blend", "blend": [{"name": "bin", "path": str(path), "weight": 1}] * 2}, tmp_path, 500, 4)
     cfg.train.global_batch = 200
     starts = source_of(cfg).tokens(0, range(200))[:, 0]
-    corpus, _ = open_data(cfg).turns.of(np.arange(200))
+    corpus, _ = open_data(cfg).mixture_order.locate(np.arange(200))
     orders = [starts[corpus == c].tolist() for c in (0, 1)]
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
 
 
 def test_where_names_the_corpus_and_its_sequence(tmp_path, letters):
-    cfg = blended(tmp_path, letters, shuffle=False)
+    cfg = mixture_config(tmp_path, letters, shuffle=False)
     cfg.train.global_batch = 4
-    source, corpus = source_of(cfg), open_data(cfg).turns.of(np.arange(40))[0]
+    source, corpus = source_of(cfg), open_data(cfg).mixture_order.locate(np.arange(40))[0]
     for c, number in product(range(3), range(4)):
         step, i = divmod(int(np.flatnonzero(corpus == c)[number]), 4)
         assert source.where(step, i) == f"sequence {number % 5} of data.path={letters[c]['path']}"
     assert order.Sequences(np.arange(9), 4, 2, 0, False).where(1, 1) == "sequence 1 of the corpus"
 
 
-# ------------------------------------------------------------------------------------------------------- what it opens
+# -------------------------------------------------------------------------------------------------------------- opening
 
 
-def test_what_a_blend_opens(tmp_path, letters):
-    cfg = blended(tmp_path, letters, validation=0.3)
+def test_opening_a_mixture(tmp_path, letters):
+    cfg = mixture_config(tmp_path, letters, validation=0.3)
     data = open_data(cfg)
     assert (data.tokenizer.vocab_size, data.vocab_size, data.eos_id) == (257, 257, 256)
     assert [chr(min(ids)) for ids in data.train] == ["a", "b", "c"]
     assert [chr(min(ids)) for ids in data.validation] == ["a", "b"]
-    again = open_data(blended(tmp_path, letters, validation=0.3))
+    again = open_data(mixture_config(tmp_path, letters, validation=0.3))
     assert again.fingerprint == data.fingerprint
     other = [*letters[:2], {**letters[2], "weight": 0.2}]
-    assert open_data(blended(tmp_path, other, validation=0.3)).fingerprint != data.fingerprint
+    assert open_data(mixture_config(tmp_path, other, validation=0.3)).fingerprint != data.fingerprint
     Path(letters[2]["path"]).write_bytes(np.full(100, ord("c"), "<u2").tobytes())
-    assert open_data(blended(tmp_path, letters, validation=0.3)).fingerprint != data.fingerprint
+    assert open_data(mixture_config(tmp_path, letters, validation=0.3)).fingerprint != data.fingerprint
 
 
 def test_keys_of_data_are_the_defaults_of_its_corpora(tmp_path, letters):
     entries = [{"name": "text", "weight": 1}, {"name": "jsonl", "path": letters[1]["path"], "weight": 1}]
     base = {"path": letters[0]["path"], "text_key": "body", "validation": 0.25}
-    found = mixture.members(blended(tmp_path, entries, **base).data)
-    assert [m.data.path for m in found] == [letters[0]["path"], letters[1]["path"]]
-    assert [m.data.validation for m in found] == [0.25, 0.25] and found[1].data.text_key == "body"
-    assert [m.label for m in found] == ["data.blend[0]", "data.blend[1]"]
+    entries = mixture.mixture_entries(mixture_config(tmp_path, entries, **base).data)
+    assert [m.data.path for m in entries] == [letters[0]["path"], letters[1]["path"]]
+    assert [m.data.validation for m in entries] == [0.25, 0.25] and entries[1].data.text_key == "body"
+    assert [m.label for m in entries] == ["data.blend[0]", "data.blend[1]"]
 
 
 def test_one_bpe_is_trained_on_corpora_by_weight(tmp_path, monkeypatch):
@@ -265,10 +265,10 @@ def test_one_bpe_is_trained_on_corpora_by_weight(tmp_path, monkeypatch):
         for n in range(400):
             (tmp_path / c / f"{n}.txt").write_text(f"{c}{c}{n} " * 10)
     entries = [{"name": "text", "path": str(tmp_path / c), "weight": w} for c, w in (("p", 3), ("q", 1))]
-    cfg = blended(tmp_path, entries, tokenizer="bpe", vocab_size=290)
-    opened = [open_corpus(m.data) for m in mixture.members(cfg.data)]
-    monkeypatch.setattr(mixture, "SAMPLE", 8000)
-    texts = list(mixture._samples(opened, [3, 1]))
+    cfg = mixture_config(tmp_path, entries, tokenizer="bpe", vocab_size=290)
+    corpora = [open_corpus(m.data) for m in mixture.mixture_entries(cfg.data)]
+    monkeypatch.setattr(mixture, "TOKENIZER_SAMPLE", 8000)
+    texts = list(mixture._mixed_sample(corpora, [3, 1]))
     sizes = [sum(len(t) for t in texts if t.startswith(c)) for c in "pq"]
     assert 4500 < sizes[0] < 7500 and 1200 < sizes[1] < 2800
     data = open_data(cfg)
@@ -281,13 +281,13 @@ def test_one_bpe_is_trained_on_corpora_by_weight(tmp_path, monkeypatch):
 
 def test_documents_that_end_with_other_tokens_cannot_be_packed(tmp_path, letters):
     letters[2]["eos_id"] = ord("c")
-    assert open_data(blended(tmp_path, letters)).eos_id is None
+    assert open_data(mixture_config(tmp_path, letters)).eos_id is None
     with pytest.raises(
         ConfigError, match=r"data.pack=true: documents end with token 256 in data.blend\[0\], but with 99"
     ):
-        open_data(blended(tmp_path, letters, pack=True))
+        open_data(mixture_config(tmp_path, letters, pack=True))
     letters[2]["eos_id"] = 256
-    assert open_data(blended(tmp_path, letters, pack=True)).eos_id == 256
+    assert open_data(mixture_config(tmp_path, letters, pack=True)).eos_id == 256
 
 
 def prepared(tmp_path, entry: dict, name: str, *more: str) -> dict:
@@ -306,21 +306,21 @@ def prepared(tmp_path, entry: dict, name: str, *more: str) -> dict:
     return {"name": "bin", "path": str(out), "weight": entry["weight"]}
 
 
-def test_prepared_corpora_in_a_blend(tmp_path, letters):
+def test_prepared_corpora_in_a_mixture(tmp_path, letters):
     one, other = (prepared(tmp_path, e, n, "data.tokenizer=byte") for e, n in zip(letters[:2], "xy", strict=True))
-    data = open_data(blended(tmp_path, [one, other], pack=True, tokenizer="bpe"))  # which is not asked for
-    plain = open_data(blended(tmp_path, letters[:2], pack=True, validation=0.2))
+    data = open_data(mixture_config(tmp_path, [one, other], pack=True, tokenizer="bpe"))  # which is not asked for
+    plain = open_data(mixture_config(tmp_path, letters[:2], pack=True, validation=0.2))
     assert all(np.array_equal(*pair) for pair in zip(data.train, plain.train, strict=True))
     assert all(np.array_equal(*pair) for pair in zip(data.validation, plain.validation, strict=True))
     assert data.fingerprint == plain.fingerprint and data.tokenizer.digest() == plain.tokenizer.digest()
     assert data.eos_id == 256 and data.vocab_size == 257
-    with_text = open_data(blended(tmp_path, [one, letters[1]], pack=True))
+    with_text = open_data(mixture_config(tmp_path, [one, letters[1]], pack=True))
     assert with_text.tokenizer.digest() == plain.tokenizer.digest()
     another = prepared(tmp_path, letters[1], "z", "data.tokenizer=bpe", "data.vocab_size=260")
     with pytest.raises(ConfigError, match=r"data.blend\[1\]: was prepared with another tokenizer than data.blend\[0\]"):
-        open_data(blended(tmp_path, [one, another]))
+        open_data(mixture_config(tmp_path, [one, another]))
     with pytest.raises(ConfigError, match=r"data.blend\[1\]: was prepared with another tokenizer than data.tokenizer"):
-        open_data(blended(tmp_path, [letters[0], another]))
+        open_data(mixture_config(tmp_path, [letters[0], another]))
 
 
 # ---------------------------------------------------------------------------------------- validation of token files
@@ -375,7 +375,10 @@ ENTRIES = {
     "weight true": ([{**TEXT, "weight": True}], "weight=True: must be a positive number"),
     "endless weight": ([{**TEXT, "weight": float("inf")}], "weight=inf: must be a positive number"),
     "nested": ([{"name": "blend", "weight": 1}], r"data.blend\[0\].name=blend: a blend cannot hold another"),
-    "stream": ([{**TEXT, "streaming": True}], r"data.blend\[0\].streaming: a blend takes neither blends nor streams"),
+    "streaming": (
+        [{**TEXT, "streaming": True}],
+        r"data.blend\[0\].streaming: a blend takes neither blends nor streaming datasets",
+    ),
     "no name": ([{"path": "/corpus", "weight": 1}], r"data.blend\[0\].name is missing: known: python, text"),
     "unknown name": ([{**TEXT, "name": "jsnl"}], r"data.blend\[0\].name=jsnl: no such choice; did you mean 'jsonl'\?"),
     "shared key": (
@@ -393,7 +396,7 @@ ENTRIES = {
 def test_entries_that_are_wrong(case, tmp_path):
     entries, message = ENTRIES[case]
     with pytest.raises(ConfigError, match=message) as caught:
-        open_data(blended(tmp_path, entries))
+        open_data(mixture_config(tmp_path, entries))
     assert "\n" not in str(caught.value)
 
 
@@ -429,15 +432,15 @@ def test_corpora_that_do_not_fit(case, tmp_path, letters):
     spoil, settings, message = CORPORA[case]
     spoil(letters)
     with pytest.raises(ConfigError, match=message) as caught:
-        open_data(blended(tmp_path, letters, **settings))
+        open_data(mixture_config(tmp_path, letters, **settings))
     assert "\n" not in str(caught.value)
 
 
 SETTINGS = {
     "empty blend": ({"name": "blend"}, "data.blend is empty: data=blend needs corpora with weights"),
     "blend for another": ({"blend": [TEXT]}, "data.blend is for data=blend, but data=python: set data=blend"),
-    "a stream of a blend": ({"name": "blend", "blend": [TEXT], "streaming": True}, "data.streaming=true: only data=hf"),
-    "a stream of text": ({"name": "text", "path": "x", "streaming": True}, "only data=hf streams, data=text is"),
+    "a streaming blend": ({"name": "blend", "blend": [TEXT], "streaming": True}, "data.streaming=true: only data=hf"),
+    "streaming text": ({"name": "text", "path": "x", "streaming": True}, "only data=hf streams, data=text is"),
     "hf without a path": ({"name": "hf"}, "data.path is missing: data=hf needs it"),
     "validation file of text": (
         {"name": "text", "path": "x", "validation_path": "y"},
@@ -464,14 +467,14 @@ def spelled(entries) -> str:
     return "data.blend=[" + ", ".join("{" + ", ".join(f"{k}: {v}" for k, v in e.items()) + "}" for e in entries) + "]"
 
 
-def test_a_blend_on_the_command_line(letters):
+def test_a_mixture_on_the_command_line(letters):
     cfg = load_config(["data=blend", spelled(letters), "data.tokenizer=byte"])
-    found = mixture.members(cfg.data)
-    assert [m.weight for m in found] == WEIGHTS and [m.data.name for m in found] == ["text", "jsonl", "bin"]
+    entries = mixture.mixture_entries(cfg.data)
+    assert [m.weight for m in entries] == WEIGHTS and [m.data.name for m in entries] == ["text", "jsonl", "bin"]
     check_data(cfg.data)
 
 
-def test_a_run_on_a_blend_resumes_bit_for_bit(tmp_path, letters, capsys):
+def test_a_run_on_a_mixture_resumes_bit_for_bit(tmp_path, letters, capsys):
     make = lambda name, *more: [
         "recipe=llama_debug", "logger=jsonl", "data=blend", spelled(letters), "data.tokenizer=byte", "data.pack=true",
         "train.steps=4", "train.seq_len=16", "optim.warmup=0", "hardware.device=cpu", "hardware.peak_tflops=0.1",

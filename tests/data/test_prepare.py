@@ -30,17 +30,18 @@ from rich.console import Console
 
 from ndtrain.config import Config, ConfigError, DataConfig, to_config
 from ndtrain.data import __main__ as command
-from ndtrain.data import open_data, tokenizer
+from ndtrain.data import open_data, progress, tokenizer
 from ndtrain.data import prepare as prepare_module
 from ndtrain.data.corpora import open_corpus
 from ndtrain.data.manifest import open_manifest
-from ndtrain.data.prepare import Tally, prepare
-from ndtrain.data.units import WorkerDied
+from ndtrain.data.prepare import prepare
+from ndtrain.data.progress import ProgressDisplay, TextProgress
+from ndtrain.data.workers import WorkerDied
 from tests.lib import helpers, ranks
 from tests.lib.helpers import WORDS, flip, one_error, processes, started, wait_for
 
 FULL = pytest.mark.full
-UNIT = 3000  # bytes: a dozen units or more in each corpus here
+PART_BYTES = 3000  # a dozen parts or more in each corpus here
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +63,7 @@ def text(rng: random.Random, words: int) -> str:
 
 
 def write_files(root: Path, suffix: str, count: int = 60) -> Path:
-    """A tree of small texts, of which some are empty and one is as large as several units."""
+    """A tree of small texts, of which some are empty and one is as large as several parts."""
     rng = random.Random(suffix)
     for n in range(count):
         path = root / "abc"[n % 3] / f"{n:03}{suffix}"
@@ -72,7 +73,7 @@ def write_files(root: Path, suffix: str, count: int = 60) -> Path:
 
 
 def write_lines(root: Path) -> Path:
-    """A JSONL file of many units and two small ones. Lines are empty, blank, long, end in CRLF or not at all."""
+    """A JSONL file of many parts and two small ones. Lines are empty, blank, long, end in CRLF or not at all."""
     rng = random.Random(0)
     root.mkdir()
     lines = [json.dumps({"id": n, "body": text(rng, rng.randrange(80))}, ensure_ascii=n % 2 == 0) for n in range(150)]
@@ -114,13 +115,13 @@ def content(out: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in out.iterdir() if p.name != ".lock"}
 
 
-def opened(tmp_path: Path, out: Path, **data):
+def open_prepared(tmp_path: Path, out: Path, **data):
     return open_data(config(tmp_path, name="bin", path=str(out), **data))
 
 
 def assert_as_direct(cfg: Config, out: Path, tmp_path: Path) -> None:
     """`out` gives a training all that the corpus itself does."""
-    direct, prepared = open_data(cfg), opened(tmp_path, out)
+    direct, prepared = open_data(cfg), open_prepared(tmp_path, out)
     for ours, theirs in ((prepared.train, direct.train), (prepared.validation, direct.validation)):
         assert len(ours) == len(theirs) and all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
         assert all(a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True))
@@ -135,10 +136,12 @@ def assert_as_direct(cfg: Config, out: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 def test_a_prepared_folder_is_what_training_on_the_corpus_reads(cfg, kind, tmp_path):
     cfg.data.tokenizer = kind
-    out, tallies = tmp_path / "out", []
-    manifest = prepare(cfg.data, out, workers=2, unit=UNIT, show=lambda tally: tallies.append(replace(tally)))
+    out, states = tmp_path / "out", []
+    manifest = prepare(
+        cfg.data, out, workers=2, part_bytes=PART_BYTES, on_progress=lambda state: states.append(replace(state))
+    )
     assert_as_direct(cfg, out, tmp_path)
-    data = opened(tmp_path, out)
+    data = open_prepared(tmp_path, out)
     assert len(data.train[0]) > 5000 and len(data.validation[0]) > 500
     for split, (array,) in {"train": data.train, "validation": data.validation}.items():
         assert manifest.tokens[split] == len(array)
@@ -151,16 +154,16 @@ def test_a_prepared_folder_is_what_training_on_the_corpus_reads(cfg, kind, tmp_p
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert len(tallies) > 10 and tallies[0].done == tallies[-1].kept == 0
-    assert tallies[-1].done == tallies[-1].size == sum(size for _, size in open_corpus(cfg.data).cut(UNIT))
-    assert tallies[-1].tokens == sum(manifest.tokens.values())
+    assert len(states) > 10 and states[0].done == states[-1].reused == 0
+    assert states[-1].done == states[-1].total == sum(size for _, size in open_corpus(cfg.data).partition(PART_BYTES))
+    assert states[-1].tokens == sum(manifest.tokens.values())
 
 
-def test_the_tokens_depend_neither_on_workers_nor_on_units(texts, tmp_path):
+def test_the_tokens_depend_neither_on_workers_nor_on_parts(texts, tmp_path):
     whole = prepare(texts.data, tmp_path / "one", workers=1)
-    for workers, unit in [(1, 500), (3, UNIT)]:
-        out = tmp_path / f"{workers}-{unit}"
-        again = prepare(texts.data, out, workers, unit)
+    for workers, part_bytes in [(1, 500), (3, PART_BYTES)]:
+        out = tmp_path / f"{workers}-{part_bytes}"
+        again = prepare(texts.data, out, workers, part_bytes)
         assert again.fingerprint == whole.fingerprint and again.files == whole.files
     assert_as_direct(texts, out, tmp_path)
 
@@ -170,24 +173,24 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(texts, tmp_path):
     large = tokenizer._byte_level(vocab | {f"filler {n}": len(vocab) + n for n in range(1 << 16)})
     large.save(str(tmp_path / "tokenizer.json"))
     texts.data.tokenizer = str(tmp_path / "tokenizer.json")
-    manifest = prepare(texts.data, tmp_path / "out", workers=2, unit=UNIT)
+    manifest = prepare(texts.data, tmp_path / "out", workers=2, part_bytes=PART_BYTES)
     assert manifest.dtype == "uint32" and manifest.path("train").stat().st_size == 4 * manifest.tokens["train"]
     assert_as_direct(texts, tmp_path / "out", tmp_path)
 
 
 def test_without_held_out_documents_there_is_no_validation(texts, tmp_path):
     texts.data.validation = 0.0
-    manifest = prepare(texts.data, tmp_path / "out", workers=2, unit=UNIT)
-    assert manifest.tokens["validation"] == 0 and opened(tmp_path, tmp_path / "out").validation == ()
+    manifest = prepare(texts.data, tmp_path / "out", workers=2, part_bytes=PART_BYTES)
+    assert manifest.tokens["validation"] == 0 and open_prepared(tmp_path, tmp_path / "out").validation == ()
     assert_as_direct(texts, tmp_path / "out", tmp_path)
 
 
 def test_a_second_corpus_with_the_tokenizer_of_the_first(texts, tmp_path):
     texts.data.tokenizer = "bpe"
-    first = prepare(texts.data, tmp_path / "first", workers=2, unit=UNIT)
+    first = prepare(texts.data, tmp_path / "first", workers=2, part_bytes=PART_BYTES)
     lines = config(tmp_path, name="jsonl", path=str(write_lines(tmp_path / "lines")), text_key="body")
     lines.data.tokenizer = str(tmp_path / "first")
-    assert prepare(lines.data, tmp_path / "second", workers=2, unit=UNIT).tokenizer == first.tokenizer
+    assert prepare(lines.data, tmp_path / "second", workers=2, part_bytes=PART_BYTES).tokenizer == first.tokenizer
     assert_as_direct(lines, tmp_path / "second", tmp_path)
 
 
@@ -195,7 +198,7 @@ def test_datasets_corpus(tmp_path):
     pytest.importorskip("datasets")
     root = write_lines(tmp_path / "corpus")
     cfg = config(tmp_path, name="hf", path=str(root / "a.jsonl"), text_key="body", validation=0.0)
-    prepare(cfg.data, tmp_path / "out", workers=2, unit=100)
+    prepare(cfg.data, tmp_path / "out", workers=2, part_bytes=100)
     assert_as_direct(cfg, tmp_path / "out", tmp_path)
 
 
@@ -206,50 +209,50 @@ LINE = st.one_of(
 
 @given(st.lists(st.lists(LINE, max_size=12), min_size=1, max_size=4), st.booleans(), st.integers(1, 80))
 @settings(deadline=None, max_examples=200)
-def test_pieces_make_up_the_corpus(files, ended, size):
+def test_parts_make_up_the_corpus(files, ended, size):
     with tempfile.TemporaryDirectory() as folder:
         for n, lines in enumerate(files):
             Path(folder, f"{n}.jsonl").write_bytes(("\n".join(lines) + "\n" * ended).encode("utf-8", "surrogatepass"))
         corpus = open_corpus(DataConfig(name="jsonl", path=folder, validation=0.4))
-        pieces = list(corpus.cut(size))
-        assert sum(length for _, length in pieces) == sum(p.stat().st_size for p in Path(folder).iterdir())
-        parts = [part for piece, _ in pickle.loads(pickle.dumps(pieces)) for part in piece.parts()]
-        assert parts == list(corpus.parts())
+        partition = list(corpus.partition(size))
+        assert sum(length for _, length in partition) == sum(p.stat().st_size for p in Path(folder).iterdir())
+        chunks = [chunk for part, _ in pickle.loads(pickle.dumps(partition)) for chunk in part.chunks()]
+        assert chunks == list(corpus.chunks())
 
 
 # ----------------------------------------------------------------------------------------------- stopping and going on
 
 
-def stop_after(units: int):
-    """A `show` that stops the preparation once so many units are made."""
+def stop_after(parts: int):
+    """An `on_progress` that stops the preparation once so many parts are made."""
     calls = itertools.count()
 
-    def show(tally: Tally) -> None:
-        if next(calls) == units:
+    def on_progress(state: TextProgress) -> None:
+        if next(calls) == parts:
             raise KeyboardInterrupt
 
-    return show
+    return on_progress
 
 
-def stopped(cfg: Config, out: Path, units: int = 6) -> None:
+def stopped(cfg: Config, out: Path, parts: int = 6) -> None:
     with pytest.raises(KeyboardInterrupt):
-        prepare(cfg.data, out, workers=2, unit=UNIT, show=stop_after(units))
+        prepare(cfg.data, out, workers=2, part_bytes=PART_BYTES, on_progress=stop_after(parts))
     assert not multiprocessing.active_children()
 
 
-def finished(cfg: Config, out: Path) -> tuple[Tally, list[str]]:
-    """The last tally of a preparation that goes to its end, and what it said."""
-    tallies, notes = [], []
-    prepare(cfg.data, out, workers=2, unit=UNIT, show=tallies.append, note=notes.append)
-    return (tallies[-1] if tallies else None), notes
+def finished(cfg: Config, out: Path) -> tuple[TextProgress, list[str]]:
+    """The last progress of a preparation that goes to its end, and what it said."""
+    states, notes = [], []
+    prepare(cfg.data, out, workers=2, part_bytes=PART_BYTES, on_progress=states.append, note=notes.append)
+    return (states[-1] if states else None), notes
 
 
 def records(out: Path) -> dict[Path, int]:
-    """The records of units that are whole -> when they were written."""
+    """The records of parts that are whole -> when they were written."""
     return {p: p.stat().st_mtime_ns for p in out.glob("parts/*.json")}
 
 
-def whole_units(out: Path) -> int:
+def whole_parts(out: Path) -> int:
     """As `records`, while another process adds and removes them."""
     try:
         return sum(name.endswith(".json") for name in os.listdir(out / "parts"))
@@ -258,28 +261,28 @@ def whole_units(out: Path) -> int:
 
 
 def size_of_records(cfg: Config, out: Path, but: int | None = None) -> int:
-    """Bytes of text in the units that are whole, but one."""
-    sizes = [size for _, size in open_corpus(cfg.data).cut(UNIT)]
+    """Bytes of text in the parts that are whole, but one."""
+    sizes = [size for _, size in open_corpus(cfg.data).partition(PART_BYTES)]
     return sum(sizes[n] for n in {int(path.stem) for path in records(out)} - {but})
 
 
 def test_goes_on_where_it_stopped(cfg, tmp_path):
-    prepare(cfg.data, tmp_path / "whole", workers=2, unit=UNIT)
+    prepare(cfg.data, tmp_path / "whole", workers=2, part_bytes=PART_BYTES)
     out = tmp_path / "out"
-    for units in (2, 9):
-        stopped(cfg, out, units)
+    for parts in (2, 9):
+        stopped(cfg, out, parts)
         with pytest.raises(ConfigError, match=r"data.path=.*/out: its preparation is not finished: run the same"):
-            opened(tmp_path, out)
-    kept = size_of_records(cfg, out)
-    tally, notes = finished(cfg, out)
-    assert 0 < tally.kept == kept < tally.size and tally.tokens > 0
+            open_prepared(tmp_path, out)
+    reused = size_of_records(cfg, out)
+    state, notes = finished(cfg, out)
+    assert 0 < state.reused == reused < state.total and state.tokens > 0
     assert notes[0] == f"out={out}: going on where it stopped"
     assert content(out) == content(tmp_path / "whole")
 
 
 def test_a_finished_folder_is_left_alone(texts, tmp_path):
     out = tmp_path / "out"
-    prepare(texts.data, out, workers=2, unit=UNIT)
+    prepare(texts.data, out, workers=2, part_bytes=PART_BYTES)
     times = {p: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"}
     assert finished(texts, out) == (None, [f"out={out}: prepared already"])
     assert all(p.stat().st_mtime_ns == at for p, at in times.items())
@@ -303,10 +306,10 @@ def test_a_changed_corpus_or_tokenizer_starts_anew(change, was_finished, texts, 
     out = tmp_path / "out"
     (finished if was_finished else stopped)(texts, out)
     CHANGES[change](texts)
-    tally, notes = finished(texts, out)
-    assert notes[0] == f"out={out}: {change} changed: starting anew" and tally.kept == 0
+    state, notes = finished(texts, out)
+    assert notes[0] == f"out={out}: {change} changed: starting anew" and state.reused == 0
     assert_as_direct(texts, out, tmp_path)
-    prepare(texts.data, tmp_path / "whole", workers=2, unit=UNIT)
+    prepare(texts.data, tmp_path / "whole", workers=2, part_bytes=PART_BYTES)
     assert content(out) == content(tmp_path / "whole")
 
 
@@ -316,7 +319,7 @@ def test_a_finished_folder_is_not_opened_while_it_is_made_anew(texts, tmp_path):
     change_a_file(texts)
     stopped(texts, out)
     with pytest.raises(ConfigError, match="its preparation is not finished"):
-        opened(tmp_path, out)
+        open_prepared(tmp_path, out)
 
 
 def test_parts_of_an_earlier_plan_are_never_joined(texts, tmp_path):
@@ -325,11 +328,11 @@ def test_parts_of_an_earlier_plan_are_never_joined(texts, tmp_path):
     stopped(texts, out)
     shutil.copytree(out / "parts", tmp_path / "old")
     change_a_file(texts)
-    stopped(texts, out, units=0)
+    stopped(texts, out, parts=0)
     shutil.rmtree(out / "parts")
     (tmp_path / "old").rename(out / "parts")
-    tally, notes = finished(texts, out)
-    assert tally.kept == 0 and notes[0].endswith("going on where it stopped")
+    state, notes = finished(texts, out)
+    assert state.reused == 0 and notes[0].endswith("going on where it stopped")
     assert_as_direct(texts, out, tmp_path)
 
 
@@ -347,13 +350,13 @@ def test_another_tokenizer_leaves_no_files_of_the_first(texts, tmp_path):
 
 
 def test_a_corpus_that_changes_meanwhile_is_not_published(texts, tmp_path):
-    def show(tally: Tally) -> None:
-        if tally.done == tally.size:
+    def on_progress(state: TextProgress) -> None:
+        if state.done == state.total:
             change_a_file(texts)
 
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"data.path=.*: the corpus changed while it was read: run the same command"):
-        prepare(texts.data, out, workers=2, unit=UNIT, show=show)
+        prepare(texts.data, out, workers=2, part_bytes=PART_BYTES, on_progress=on_progress)
     assert not list(out.glob("*.bin*"))
     assert finished(texts, out)[1][0].endswith("the corpus changed: starting anew")
     assert_as_direct(texts, out, tmp_path)
@@ -369,17 +372,17 @@ def test_a_damaged_part_is_made_again(damage, file, texts, tmp_path):
     out = tmp_path / "out"
     stopped(texts, out)
     path = next(p for p in sorted((out / "parts").glob(file)) if p.stat().st_size > 20)
-    kept = size_of_records(texts, out, but=int(path.name.partition(".")[0]))
+    reused = size_of_records(texts, out, but=int(path.name.partition(".")[0]))
     damage(path)
-    assert finished(texts, out)[0].kept == kept > 0
-    prepare(texts.data, tmp_path / "whole", workers=2, unit=UNIT)
+    assert finished(texts, out)[0].reused == reused > 0
+    prepare(texts.data, tmp_path / "whole", workers=2, part_bytes=PART_BYTES)
     assert content(out) == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("file", ["train.bin", "validation.bin"])
 def test_a_damaged_folder_is_refused_and_made_again(file, texts, tmp_path):
     out = tmp_path / "out"
-    prepare(texts.data, out, workers=2, unit=UNIT)
+    prepare(texts.data, out, workers=2, part_bytes=PART_BYTES)
     sound = content(out)
     for damage, what in [
         (shorten, r"has \d+ bytes, not \d+"),
@@ -388,14 +391,14 @@ def test_a_damaged_folder_is_refused_and_made_again(file, texts, tmp_path):
     ]:
         damage(out / file)
         with pytest.raises(ConfigError, match=rf"data.path=.*/out: {file} {what}: the folder is damaged, prepare"):
-            opened(tmp_path, out)
+            open_prepared(tmp_path, out)
         assert re.search(f"{file} {what}: making it anew", finished(texts, out)[1][0])
         assert content(out) == sound
 
 
 @pytest.fixture
 def slow(tmp_path, monkeypatch) -> tuple[list[str], Path]:
-    """A command of some 150 units that each wait for the disk, and its folder."""
+    """A command of some 150 parts that each wait for the disk, and its folder."""
     monkeypatch.setattr(helpers, "MODULE", ["-m", "ndtrain.data"])
     write_files(tmp_path / "corpus", ".txt", count=150)
     out = tmp_path / "out"
@@ -420,7 +423,7 @@ def test_kill_at_random_moments(kills, slow, tmp_path):
         with started(args, tmp_path) as process:
 
             def due(last=last, before=before, process=process) -> bool:
-                reached = (out / "train.bin").exists() if last is None else whole_units(out) >= len(before) + last
+                reached = (out / "train.bin").exists() if last is None else whole_parts(out) >= len(before) + last
                 return reached or process.poll() is not None
 
             wait_for(due, "the moment to kill")
@@ -430,7 +433,7 @@ def test_kill_at_random_moments(kills, slow, tmp_path):
             process.wait()
             wait_for(lambda: not processes(tmp_path), "the end of every process")
         if last is not None:
-            assert before.items() <= records(out).items(), "a unit that was whole was made again"
+            assert before.items() <= records(out).items(), "a part that was whole was made again"
     assert in_time >= kills, "the kills came too late"
     assert command.main(args) == 0
     assert content(out) == content(undisturbed)
@@ -438,21 +441,21 @@ def test_kill_at_random_moments(kills, slow, tmp_path):
 
 def test_workers_end_with_the_process_that_started_them(slow, tmp_path):
     args, out = slow
-    for n in range(2):  # two units of many seconds
+    for n in range(2):  # two parts of many seconds
         (tmp_path / "corpus" / f"0{n}.txt").write_text("the quick brown fox\n" * 3_000_000)
     with started(args, tmp_path) as process:
         wait_for(lambda: len(list(out.glob("parts/*.train.bin.tmp"))) == 2, "both workers to begin")
         assert len(processes(tmp_path)) >= 4  # the command, the server it forks from, two workers
         os.kill(process.pid, signal.SIGKILL)
         wait_for(lambda: not processes(tmp_path), "the end of every process", timeout=3)
-    assert whole_units(out) == 0, "a unit was over before"
+    assert whole_parts(out) == 0, "a part was over before"
 
 
-@pytest.mark.parametrize("units", [0, 20])
-def test_ctrl_c(units, slow, tmp_path):
+@pytest.mark.parametrize("parts", [0, 20])
+def test_ctrl_c(parts, slow, tmp_path):
     args, out = slow
     with started(args, tmp_path) as process:
-        wait_for(lambda: (out / "parts").exists() and whole_units(out) >= units, "some units", pause=0)
+        wait_for(lambda: (out / "parts").exists() and whole_parts(out) >= parts, "some parts", pause=0)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to every process at once
         _, said = process.communicate(timeout=30)
         assert process.returncode == 130
@@ -460,7 +463,7 @@ def test_ctrl_c(units, slow, tmp_path):
             rf"stopped( at .* of .* MB)?: {out} keeps what is done, the same command goes on .*\n", said
         )
         assert not processes(tmp_path), "a process is left"
-    assert whole_units(out) >= units
+    assert whole_parts(out) >= parts
     assert command.main(args) == 0
     corpus = config(tmp_path, name="text", path=str(tmp_path / "corpus"), validation=0.1)
     assert_as_direct(corpus, out, tmp_path)
@@ -469,16 +472,16 @@ def test_ctrl_c(units, slow, tmp_path):
 @pytest.mark.parametrize("file", ["parts/000009.train.bin.tmp", "parts/000009.json.tmp", "train.bin.tmp"])
 def test_a_full_disk_stops_with_one_line_and_loses_nothing(file, texts, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    monkeypatch.setattr(command, "parse", lambda args: command.Options(out, 2, UNIT, texts.data))
+    monkeypatch.setattr(command, "parse", lambda args: command.Options(out, 2, PART_BYTES, texts.data))
     stopped(texts, out)
     (out / file).symlink_to("/dev/full")  # the kernel's own "no space left"
-    done = whole_units(out)
+    done = whole_parts(out)
     assert command.main(["prepare"]) == 1
     said = one_error(capsys.readouterr().err)
     assert said == f"No space left on device: {out} keeps what is done, the same command goes on from there"
-    assert whole_units(out) >= done and not multiprocessing.active_children()
-    assert finished(texts, out)[0].kept > 0
-    prepare(texts.data, tmp_path / "whole", workers=2, unit=UNIT)
+    assert whole_parts(out) >= done and not multiprocessing.active_children()
+    assert finished(texts, out)[0].reused > 0
+    prepare(texts.data, tmp_path / "whole", workers=2, part_bytes=PART_BYTES)
     assert content(out) == content(tmp_path / "whole")
 
 
@@ -489,31 +492,32 @@ def test_a_tokenizer_is_trained_beside_the_thread_that_gets_signals():
 
 
 def test_a_worker_that_is_killed_is_reported(texts, tmp_path):
-    def show(tally: Tally) -> None:
-        if tally.done:
+    def on_progress(state: TextProgress) -> None:
+        if state.done:
             for process in multiprocessing.active_children():
                 os.kill(process.pid, signal.SIGKILL)
 
     with pytest.raises(WorkerDied, match=r"a worker process ended by SIGKILL; if memory is short, give fewer workers"):
-        prepare(texts.data, tmp_path / "out", workers=2, unit=UNIT, show=show)
+        prepare(texts.data, tmp_path / "out", workers=2, part_bytes=PART_BYTES, on_progress=on_progress)
     assert not multiprocessing.active_children()
-    assert finished(texts, tmp_path / "out")[0].kept > 0
+    assert finished(texts, tmp_path / "out")[0].reused > 0
 
 
 # -------------------------------------------------------------------------------------------------------- the command
 
 
 def test_what_the_command_says(texts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "LINE_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
     args = [
         "prepare", f"out={tmp_path / 'out'}", "data=text", f"data.path={texts.data.path}", "data.tokenizer=bpe",
-        "data.vocab_size=300", "data.validation=0.2", f"data.cache={tmp_path / 'cache'}", "workers=2", f"unit={UNIT}",
+        "data.vocab_size=300", "data.validation=0.2", f"data.cache={tmp_path / 'cache'}", "workers=2",
+        f"unit={PART_BYTES}",
     ]  # fmt: skip
     assert command.main(args) == 0
     first, *lines, last = capsys.readouterr().out.splitlines()
-    units = len(list(open_corpus(texts.data).cut(UNIT)))
-    assert re.fullmatch(rf"data.path=.*: 60 files in .*: {units} units for 2 workers", first)
-    assert len(lines) == units + 1
+    parts = len(list(open_corpus(texts.data).partition(PART_BYTES)))
+    assert re.fullmatch(rf"data.path=.*: 60 files in .*: {parts} units for 2 workers", first)
+    assert len(lines) == parts + 1
     assert re.fullmatch(r"0\.\d of 0\.\d MB  [\d,]+ tokens  [\d,]+ tokens/s  left 0:00:0\d", lines[-1])
     manifest = open_manifest(DataConfig(name="bin", path=str(tmp_path / "out")))
     words = rf".*/out: {manifest.tokens['train']:,} training tokens of {manifest.documents['train']} documents; "
@@ -526,16 +530,16 @@ def test_what_the_command_says(texts, tmp_path, monkeypatch, capsys):
 
 def test_a_terminal_shows_a_bar():
     screen = io.StringIO()
-    display = command.Display(Console(file=screen, force_terminal=True, width=100, legacy_windows=False))
-    tally = Tally(size=2_000_000)
-    display.show(tally)
-    tally.done, tally.tokens = 1_000_000, 250_000
-    display.show(tally)
+    display = ProgressDisplay(Console(file=screen, force_terminal=True, width=100, legacy_windows=False))
+    state = TextProgress(total=2_000_000)
+    display.show(state)
+    state.done, state.tokens = 1_000_000, 250_000
+    display.show(state)
     display.note("a line [with brackets]")
     display.close()
     shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue())
     assert "1.0 of 2.0 MB ━" in shown and "250,000 tokens" in shown and "left 0:00:0" in shown
-    assert "a line [with brackets]" in shown and display.place() == " at 1.0 of 2.0 MB"
+    assert "a line [with brackets]" in shown and display.location() == " at 1.0 of 2.0 MB"
 
 
 def test_help(capsys):
@@ -611,20 +615,20 @@ def test_a_folder_that_another_process_prepares_is_refused(texts, tmp_path):
 
 def test_what_training_says_that_the_manifest_does_not(texts, tmp_path):
     out = tmp_path / "out"
-    prepare(texts.data, out, workers=2, unit=UNIT)
-    assert opened(tmp_path, out, eos_id=256, dtype="uint16").eos_id == 256
+    prepare(texts.data, out, workers=2, part_bytes=PART_BYTES)
+    assert open_prepared(tmp_path, out, eos_id=256, dtype="uint16").eos_id == 256
     for key, value, fact in [
         ("eos_id", 3, r"documents of .*/out end with 256, says its manifest.json: set the key to null"),
         ("dtype", "uint32", r"the tokens of .*/out are uint16, says its manifest.json: set the key to uint16"),
         ("validation_path", "x.bin", ".*/out has a validation split of its own, .*: set the key to null"),
     ]:
         with pytest.raises(ConfigError, match=f"data.{key}={value}: {fact}"):
-            opened(tmp_path, out, **{key: value})
+            open_prepared(tmp_path, out, **{key: value})
     flip(out / "manifest.json", 40)
     with pytest.raises(ConfigError, match=r"data.path=.*/out: manifest.json there is damaged or another program's"):
-        opened(tmp_path, out)
+        open_prepared(tmp_path, out)
 
 
 def test_the_command_and_its_workers_start_without_torch():
-    code = "import sys, ndtrain.data.__main__, ndtrain.data.units; print('torch' in sys.modules)"
+    code = "import sys, ndtrain.data.__main__, ndtrain.data.workers; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

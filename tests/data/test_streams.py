@@ -1,4 +1,4 @@
-"""Datasets of the library `datasets`: tokenised into the cache, and read as a stream while training."""
+"""Datasets of the library `datasets`: tokenised into the cache, or streamed while training."""
 
 import itertools
 import json
@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ndtrain.config import ConfigError, DataConfig
-from ndtrain.data import Prefetcher, hf, open_data, reader, rows_of, store, tokenizer
+from ndtrain.data import Prefetcher, hf, open_data, rows_of, store, token_reader, tokenizer
 from ndtrain.data.hf import open_dataset_corpus
+from ndtrain.data.token_reader import TokenReader
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.train import main
 from tests.data.test_data import config, documents
@@ -36,12 +37,15 @@ def datasets(tmp_path, monkeypatch):
     return library
 
 
-# --------------------------------------------------------------------------------------- a stream that needs no library
+# ------------------------------------------------------------------------------ a streaming dataset without the library
 
 
 class Shards:
-    """What a `Reader` asks of a `datasets.IterableDataset`. `states` is how its `state_dict` behaves: as it should; as
-    in some versions frozen where it was loaded, or ahead of what was read; not to be loaded; absent."""
+    """What a `TokenReader` asks of a `datasets.IterableDataset`.
+
+    `states` says how its `state_dict` behaves: as it should ("good"); as in some versions, "frozen" where it was loaded
+    or "ahead" of what was read; "refused" when it is loaded; "absent".
+    """
 
     def __init__(self, shards: list[list], states: str = "good"):
         self.shards, self.states, self.num_shards = shards, states, len(shards)
@@ -82,13 +86,13 @@ class Shard(Stateless):
 BYTE = tokenizer.load_tokenizer(DataConfig(tokenizer="byte"), list, Path())
 
 
-def reader_of(shards: Shards, saved: dict | None = None, seed: int = 0, shuffle: bool = False) -> reader.Reader:
+def reader_of(shards: Shards, saved: dict | None = None, seed: int = 0, shuffle: bool = False) -> TokenReader:
     data = DataConfig(name="hf", path="here", shuffle=shuffle, tokenizer="byte", vocab_size=300)
-    return reader.Reader(shards, data, BYTE, seed, saved)
+    return TokenReader(shards, data, BYTE, seed, saved)
 
 
-def taken(found: reader.Reader, count: int) -> list[int]:
-    return found.take(count)[0][:-1].tolist()
+def read_tokens(reader: TokenReader, count: int) -> list[int]:
+    return reader.read(count)[0][:-1].tolist()
 
 
 def encoded(texts) -> list[int]:
@@ -105,9 +109,9 @@ texts = st.lists(st.lists(st.text("abcd", max_size=12), max_size=6), min_size=1,
 def test_documents_follow_one_another_without_end(shards, counts):
     once = encoded(itertools.chain(*shards))
     expected = once * (sum(counts) // len(once) + 2)
-    found = reader_of(Shards(shards))
+    reader = reader_of(Shards(shards))
     for count in counts:
-        tokens, names = found.take(count)
+        tokens, names = reader.read(count)
         assert tokens.dtype == np.int32 and tokens.tolist() == expected[: count + 1]
         assert names[0][0] <= 0 and all(at <= count for at, _ in names)
         expected = expected[count:]
@@ -118,21 +122,21 @@ def assert_goes_on(make, count: int, steps: int) -> None:
     whole, expected, states = make(), [], []
     for _ in range(steps):
         states.append(json.dumps(whole.state()))
-        expected.append(whole.take(count)[0].tolist())
+        expected.append(whole.read(count)[0].tolist())
     for start, state in enumerate(states):
         again = make(json.loads(state))
         for step in range(start, min(start + 3, steps)):
             if step > start:
-                assert make(again.state()).take(count)[0].tolist() == expected[step]
-            assert again.take(count)[0].tolist() == expected[step]
+                assert make(again.state()).read(count)[0].tolist() == expected[step]
+            assert again.read(count)[0].tolist() == expected[step]
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of three rows, and documents that come in several runs of tokens."""
-    monkeypatch.setattr(reader, "BLOCK_ROWS", 3)
-    monkeypatch.setattr("ndtrain.data.documents.PIECE", 5)
-    monkeypatch.setattr(reader, "_BATCH", 7)
+    """Blocks of three rows, and documents that come in several spans of tokens."""
+    monkeypatch.setattr(token_reader, "BLOCK_ROWS", 3)
+    monkeypatch.setattr("ndtrain.data.documents.CHUNK_CHARACTERS", 5)
+    monkeypatch.setattr(token_reader, "_BATCH_CHARACTERS", 7)
 
 
 @given(shards=texts, count=st.integers(1, 40), seed=st.integers(0, 2**40), shuffle=st.booleans())
@@ -148,13 +152,13 @@ def test_a_reader_does_not_trust_the_states_of_the_library(small_blocks, states,
     assert_goes_on(partial(reader_of, Shards(shards, states), shuffle=shuffle), 23, 16)
 
 
-def epochs(found: reader.Reader, length: int, count: int) -> list[list[int]]:
+def epochs(reader: TokenReader, length: int, count: int) -> list[list[int]]:
     """The documents of each of `count` epochs, all of `length` tokens, by their first token."""
-    return [taken(found, length)[::2] for _ in range(count)]
+    return [read_tokens(reader, length)[::2] for _ in range(count)]
 
 
 def test_each_epoch_is_shuffled_anew(monkeypatch):
-    monkeypatch.setattr(reader, "BLOCK_ROWS", 6)
+    monkeypatch.setattr(token_reader, "BLOCK_ROWS", 6)
     shards = [[chr(65 + 10 * s + n) for n in range(10)] for s in range(6)]
     make = partial(reader_of, Shards(shards), shuffle=True)
     orders = epochs(make(), 120, 5)
@@ -170,27 +174,27 @@ def test_each_epoch_is_shuffled_anew(monkeypatch):
 
 
 @pytest.mark.parametrize("shards", [[], [[]], [["", ""], [None]]])
-def test_a_stream_without_text_is_an_error_not_a_loop(shards):
-    with pytest.raises(ConfigError, match=r"data.path=here: the stream held no text in a whole epoch"):
-        reader_of(Shards(shards)).take(4)
+def test_a_streaming_dataset_without_text_is_an_error_not_a_loop(shards):
+    with pytest.raises(ConfigError, match=r"data.path=here: the streaming dataset held no text in a whole epoch"):
+        reader_of(Shards(shards)).read(4)
 
 
 def test_a_block_ends_with_its_characters(monkeypatch):
-    monkeypatch.setattr(reader, "BLOCK_CHARACTERS", 10)
-    found = reader_of(Shards([["x" * 6] * 9]))
-    found.take(6 * 7)
-    assert found.state()["row"] == 6
+    monkeypatch.setattr(token_reader, "BLOCK_CHARACTERS", 10)
+    reader = reader_of(Shards([["x" * 6] * 9]))
+    reader.read(6 * 7)
+    assert reader.state()["row"] == 6
 
 
 def test_a_dataset_that_changed_goes_on_with_a_warning(caplog, monkeypatch):
-    monkeypatch.setattr(reader, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(token_reader, "BLOCK_ROWS", 2)
     first = reader_of(Shards([["aa", "bb", "cc", "dd", "ee"]]))
-    first.take(9)  # into the last of four documents of three tokens
+    first.read(9)  # into the last of four documents of three tokens
     again = reader_of(Shards([["AA", "BB", "CC", "DD", "EE"]]), first.state())
-    assert taken(again, 6) == encoded(["DD", "EE"])
-    assert "has changed since the checkpoint: the stream goes on at row 2 of shard 0" in caplog.text
+    assert read_tokens(again, 6) == encoded(["DD", "EE"])
+    assert "has changed since the checkpoint: the streaming dataset goes on at row 2 of shard 0" in caplog.text
     short = reader_of(Shards([["aa", "bb"]]), first.state())
-    assert taken(short, 6) == encoded(["aa", "bb"])
+    assert read_tokens(short, 6) == encoded(["aa", "bb"])
 
 
 @pytest.mark.parametrize(
@@ -203,7 +207,7 @@ def test_a_dataset_that_changed_goes_on_with_a_warning(caplog, monkeypatch):
 def test_a_row_without_text_is_named(row, message, monkeypatch):
     monkeypatch.setattr(Stateless, "__iter__", lambda self: iter([{"text": "x"}, row]))
     with pytest.raises(ConfigError, match=message):
-        reader_of(Shards([[]], "absent")).take(2)
+        reader_of(Shards([[]], "absent")).read(2)
 
 
 # ---------------------------------------------------------------------------------------------- local data, tokenised
@@ -211,9 +215,9 @@ def test_a_row_without_text_is_named(row, message, monkeypatch):
 TEXTS = [f"Document {n}: " + "Ünal 狐 jumps\n" * (1 + n % 4) for n in range(50)]
 
 
-def write_jsonl(path: Path, found=TEXTS, key: str = "text") -> str:
+def write_jsonl(path: Path, texts=TEXTS, key: str = "text") -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({key: text, "n": n}) + "\n" for n, text in enumerate(found)), encoding="utf-8")
+    path.write_text("".join(json.dumps({key: text, "n": n}) + "\n" for n, text in enumerate(texts)), encoding="utf-8")
     return str(path)
 
 
@@ -284,14 +288,14 @@ def test_rows_without_text_are_no_documents(datasets, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 300, 10**6])
-def test_pieces_of_a_dataset_are_the_whole(datasets, tmp_path, size):
+def test_the_parts_of_a_dataset_are_the_whole(datasets, tmp_path, size):
     for held_out in ({"eval_split": "held"}, {"validation": 0.4}):
         settings = {"name": "hf", **write_kind(datasets, tmp_path / next(iter(held_out)), "saved splits"), **held_out}
         whole = open_dataset_corpus(config(settings, tmp_path).data)
-        cut = [pickle.loads(pickle.dumps(corpus)) for corpus, _ in whole.cut(size)]
-        assert [part for corpus in cut for part in corpus.parts()] == list(whole.parts())
+        parts = [pickle.loads(pickle.dumps(part)) for part, _ in whole.partition(size)]
+        assert [chunk for part in parts for chunk in part.chunks()] == list(whole.chunks())
         splits = 1 + ("eval_split" in held_out)
-        assert len(cut) == {1: 40 + 10 * splits, 10**6: splits}.get(size, len(cut)) and len(cut) >= splits
+        assert len(parts) == {1: 40 + 10 * splits, 10**6: splits}.get(size, len(parts)) and len(parts) >= splits
 
 
 # ------------------------------------------------------------------------------------------------- errors of datasets
@@ -353,12 +357,12 @@ def test_files_that_are_not_for_datasets(datasets, tmp_path):
             open_data(config({"name": "hf", "path": str(tmp_path / "b.jsonl"), "streaming": streaming}, tmp_path))
 
 
-# -------------------------------------------------------------------------------------------------------- the streams
+# ------------------------------------------------------------------------------------------------------------ streaming
 
 BATCH, LENGTH = 4, 8
 
 
-def stream_config(tmp_path: Path, dp: int = 1, **data):
+def streaming_config(tmp_path: Path, dp: int = 1, **data):
     cfg = config({"name": "hf", "streaming": True, **data}, tmp_path, seq_len=LENGTH)
     cfg.train.global_batch, cfg.mesh.dp = BATCH, dp
     return cfg
@@ -386,16 +390,16 @@ def read(cfg, steps: range, saved: dict | None = None, data=None) -> tuple[list[
     """This rank's rows of each step, and the state before each, of a source that begins with the first of them."""
     source = source_of(cfg, steps.start, saved, data)
     rank, _ = world(cfg)
-    found, states = [], []
+    batches, states = [], []
     for step in steps:
         states.append(json.loads(json.dumps(source.state(step))))
-        found.append(source.tokens(step, rows_of(rank, cfg.mesh.dp, BATCH)))
+        batches.append(source.tokens(step, rows_of(rank, cfg.mesh.dp, BATCH)))
     source.close()
-    return found, states
+    return batches, states
 
 
 def read_from_each(cfg, states: list[dict | None], count: int) -> list:
-    """What `read` finds from each of the states on."""
+    """What `read` returns from each of the states on."""
     data = open_data(cfg)
     return [read(cfg, range(step, step + count), saved, data) for step, saved in enumerate(states)]
 
@@ -405,8 +409,10 @@ STEPS = 30  # of 32 tokens: more than two epochs
 
 @pytest.mark.full
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_stream_is_the_same_on_other_numbers_of_ranks_and_after_any_step(datasets, tmp_path, monkeypatch, shuffle):
-    make = partial(stream_config, tmp_path, path=write_shards(tmp_path / "set"), shuffle=shuffle)
+def test_a_streaming_dataset_is_the_same_on_other_numbers_of_ranks_and_after_any_step(
+    datasets, tmp_path, monkeypatch, shuffle
+):
+    make = partial(streaming_config, tmp_path, path=write_shards(tmp_path / "set"), shuffle=shuffle)
     whole, states = read(make(), range(STEPS))
     if not shuffle:
         flat = np.concatenate([row[:-1] for step in whole for row in step]).tolist()
@@ -420,37 +426,37 @@ def test_a_stream_is_the_same_on_other_numbers_of_ranks_and_after_any_step(datas
         ranks = run_ranks(read_from_each, dp, make(dp=dp), states, 3)
         for start in range(STEPS):
             for step in range(3):
-                together = np.concatenate([found[start][0][step] for found in ranks])
+                together = np.concatenate([results[start][0][step] for results in ranks])
                 if start + step < STEPS:
                     assert np.array_equal(together, whole[start + step]), (dp, start, step)
-            assert all(s is None for found in ranks[1:] for s in found[start][1])
+            assert all(s is None for results in ranks[1:] for s in results[start][1])
             again = ranks[0][start][1]
             assert again[: STEPS - start] == states[start : start + 3]
     for start in range(0, STEPS, 4):  # and back to one
-        found, again = read(make(), range(start, min(start + 6, STEPS)), states[start])
-        assert all(np.array_equal(*pair) for pair in zip(found, whole[start:], strict=False))
+        batches, again = read(make(), range(start, min(start + 6, STEPS)), states[start])
+        assert all(np.array_equal(*pair) for pair in zip(batches, whole[start:], strict=False))
         assert again == states[start : start + 6]
 
 
-def test_the_library_goes_to_a_place_at_once(datasets, tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "BLOCK_ROWS", 3)
+def test_the_library_resumes_at_a_row_at_once(datasets, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_reader, "BLOCK_ROWS", 3)
     monkeypatch.setattr(hf, "_SHARDS", 4)  # of a saved dataset
     for kind in KINDS:
-        cfg = stream_config(tmp_path, **write_kind(datasets, tmp_path / kind, kind), shuffle=False)
+        cfg = streaming_config(tmp_path, **write_kind(datasets, tmp_path / kind, kind), shuffle=False)
         whole, states = read(cfg, range(60))
         at = max(step for step in range(1, 50) if states[step]["row"] > 3)
         with monkeypatch.context() as patch:
-            tried, first = [], reader.Reader._first
-            patch.setattr(reader.Reader, "_first", lambda *args: tried.append(args[-1]) or first(*args))  # noqa: B023
-            found, again = read(cfg, range(at, 60), states[at])
+            tried, first = [], TokenReader._first_block
+            patch.setattr(TokenReader, "_first_block", lambda *args: tried.append(args[-1]) or first(*args))  # noqa: B023
+            batches, again = read(cfg, range(at, 60), states[at])
         assert tried == [states[at]["place"]] and tried != [None]
-        assert np.array_equal(found, whole[at:])
-        for state, expected in zip(again, states[at:], strict=True):  # after which some versions' places are frozen
+        assert np.array_equal(batches, whole[at:])
+        for state, expected in zip(again, states[at:], strict=True):  # after which some versions' states are frozen
             assert state | {"place": None} == expected | {"place": None}
 
 
-def test_a_prefetched_stream_knows_the_state_of_each_step_still_to_come(datasets, tmp_path):
-    cfg = stream_config(tmp_path, path=write_shards(tmp_path / "set"))
+def test_a_prefetched_streaming_dataset_knows_the_state_of_each_step_still_to_come(datasets, tmp_path):
+    cfg = streaming_config(tmp_path, path=write_shards(tmp_path / "set"))
     whole, states = read(cfg, range(12))
     source = source_of(cfg)
     ahead = Prefetcher(lambda step: source.tokens(step, range(BATCH)), 0, 12, depth=4)
@@ -463,56 +469,56 @@ def test_a_prefetched_stream_knows_the_state_of_each_step_still_to_come(datasets
         for step in range(40):
             source.tokens(step, [0])
         source.state(0)
-    with pytest.raises(ValueError, match="step 7 of a stream was asked for, but 40 is next"):
+    with pytest.raises(ValueError, match="step 7 of a streaming dataset was asked for, but 40 is next"):
         source.tokens(7, [0])
     with pytest.raises(IndexError):
         source.tokens(40, [BATCH])
 
 
-def test_a_place_in_another_stream_is_not_used(datasets, tmp_path, caplog):
-    cfg = stream_config(tmp_path, path=write_shards(tmp_path / "set"))
+def test_the_state_of_another_streaming_dataset_is_not_used(datasets, tmp_path, caplog):
+    cfg = streaming_config(tmp_path, path=write_shards(tmp_path / "set"))
     whole, states = read(cfg, range(9))
     for change in ({"shuffle": False}, {"path": write_jsonl(tmp_path / "other.jsonl")}, {"tokenizer": "bpe"}):
-        other = stream_config(tmp_path, **{"path": cfg.data.path, **change})
+        other = streaming_config(tmp_path, **{"path": cfg.data.path, **change})
         caplog.clear()
-        found, _ = read(other, range(8, 9), states[8])
-        assert np.array_equal(found[0], read(other, range(1))[0][0])
-        assert "not the stream of the checkpoint" in caplog.text
-    moved = stream_config(tmp_path, path=cfg.data.path)
+        batches, _ = read(other, range(8, 9), states[8])
+        assert np.array_equal(batches[0], read(other, range(1))[0][0])
+        assert "not the streaming dataset of the checkpoint" in caplog.text
+    moved = streaming_config(tmp_path, path=cfg.data.path)
     moved.train.global_batch = 2  # goes on at the same token
     source = source_of(moved, 16, states[8])
     assert np.array_equal(source.tokens(16, range(2)), whole[8][:2])
 
 
-def test_where_names_the_row_of_a_stream(datasets, tmp_path):
-    cfg = stream_config(tmp_path, path=write_shards(tmp_path / "set"), shuffle=False)
+def test_where_names_the_row_of_a_streaming_dataset(datasets, tmp_path):
+    cfg = streaming_config(tmp_path, path=write_shards(tmp_path / "set"), shuffle=False)
     source = source_of(cfg)
     for step in range(3):
         source.tokens(step, range(BATCH))
-    name = f"the stream data.path={cfg.data.path}"
+    name = f"the streaming dataset data.path={cfg.data.path}"
     assert source.where(0, 0) == f"sequence 0 of {name} (from row 0 of shard 0 in epoch 0 on)"
     assert source.where(2, 3) == f"sequence 11 of {name} (from row 1 of shard 1 in epoch 0 on)"
     assert source.where(9, 1) == f"sequence 37 of {name}"
 
 
-def test_what_a_stream_is_validated_on_is_bounded(datasets, tmp_path, monkeypatch):
-    monkeypatch.setattr("ndtrain.data.open._VALIDATION", len(TEXTS[0]) + 1)
+def test_what_a_streaming_dataset_is_validated_on_is_bounded(datasets, tmp_path, monkeypatch):
+    monkeypatch.setattr("ndtrain.data.open._VALIDATION_LIMIT", len(TEXTS[0]) + 1)
     settings = write_kind(datasets, tmp_path / "set", "saved splits")
-    data = open_data(stream_config(tmp_path, **settings, eval_split="held"))
+    data = open_data(streaming_config(tmp_path, **settings, eval_split="held"))
     assert data.validation[0].tolist() == encoded(TEXTS[:2])
 
 
-def test_what_a_stream_opens(datasets, tmp_path):
+def test_opening_a_streaming_dataset(datasets, tmp_path):
     held = {"validation": 0.5, "eval_split": "held"}
     settings = write_kind(datasets, tmp_path / "set", "saved splits")
-    data = open_data(stream_config(tmp_path, **settings, **held, tokenizer="bpe", vocab_size=280))
-    assert data.describe() == f"a stream of {settings['path']}"
+    data = open_data(streaming_config(tmp_path, **settings, **held, tokenizer="bpe", vocab_size=280))
+    assert data.describe() == f"the streaming dataset {settings['path']}"
     assert data.vocab_size == data.tokenizer.vocab_size == 280 and data.eos_id == data.tokenizer.eos_id
     assert [data.tokenizer.decode(data.validation[0].tolist())] == ["<|endoftext|>".join([*TEXTS[:10], ""])]
-    assert open_data(stream_config(tmp_path, **settings)).validation == ()
-    again = open_data(stream_config(tmp_path, **settings, tokenizer="bpe", vocab_size=280))
+    assert open_data(streaming_config(tmp_path, **settings)).validation == ()
+    again = open_data(streaming_config(tmp_path, **settings, tokenizer="bpe", vocab_size=280))
     assert again.fingerprint == data.fingerprint
-    assert open_data(stream_config(tmp_path, **settings, split="held")).fingerprint != data.fingerprint
+    assert open_data(streaming_config(tmp_path, **settings, split="held")).fingerprint != data.fingerprint
 
 
 def failure(cfg, steps: range) -> str:
@@ -527,17 +533,17 @@ def test_every_rank_raises_what_stops_the_reader(datasets, tmp_path):
     root = tmp_path / "set"
     write_jsonl(root / "a.jsonl", ["fine"] * 30)
     (root / "b.jsonl").write_text('{"text": "fine"}\n{"text": oh no\n')
-    cfg = stream_config(tmp_path, dp=2, path=str(root), shuffle=False)
+    cfg = streaming_config(tmp_path, dp=2, path=str(root), shuffle=False)
     one, other = run_ranks(failure, 2, cfg, range(20), timeout=60)
     assert (
         one == other
-        and one.startswith(f"the stream data.path={root} cannot be read in shard 1 of 2, epoch 0: ")
+        and one.startswith(f"the streaming dataset data.path={root} cannot be read in shard 1 of 2, epoch 0: ")
         and "\n" not in one
     )
 
 
-def test_only_rank_0_opens_a_stream(datasets, tmp_path, monkeypatch):
-    cfg = stream_config(tmp_path, path=write_shards(tmp_path / "set"))
+def test_only_rank_0_opens_a_streaming_dataset(datasets, tmp_path, monkeypatch):
+    cfg = streaming_config(tmp_path, path=write_shards(tmp_path / "set"))
     assert open_data(cfg).dataset is not None
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(datasets, "load_dataset", pytest.fail)

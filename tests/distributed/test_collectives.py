@@ -1,4 +1,4 @@
-"""Flat collectives on 1 to 4 ranks, sizes that nothing divides included, against sums made in one process."""
+"""Flat collectives on 1 to 4 ranks against sums in one process. Some sizes are not divisible by the number of ranks."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ndtrain.config import world_from_env
 from ndtrain.distributed.collectives import all_gather, all_gather_row, all_reduce, reduce_scatter
-from ndtrain.distributed.sharding import even_cut
+from ndtrain.distributed.sharding import even_split
 from tests.lib.ranks import run_ranks
 
 
@@ -15,7 +15,7 @@ def rank_case(numel: int, dtype: torch.dtype) -> dict:
     group = dist.group.WORLD if n > 1 else None
     data = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).mul(100).to(dtype) for r in range(n)]
     reduced, scattered = data[rank].clone(), data[rank].clone()
-    # two of each in flight at once, finished in the other order
+    # several operations in flight at once, waited for in reverse order
     second = (data[rank] * 2).clone()
     works = [all_reduce(reduced, group), reduce_scatter(scattered, group), all_reduce(second, group)]
     for work in reversed(works[1:]):
@@ -29,7 +29,7 @@ def rank_case(numel: int, dtype: torch.dtype) -> dict:
     all_gather(in_place, in_place[7 * rank : 7 * rank + 7], group).wait()
     rows, work = all_gather_row(part, group)
     work.wait()
-    own = scattered[slice(*even_cut(numel, n, rank))]
+    own = scattered[slice(*even_split(numel, n, rank))]
     return {"reduced": reduced, "second": second, "own": own, "gathered": gathered, "in_place": in_place, "rows": rows}
 
 
@@ -48,7 +48,7 @@ def test_against_one_process(n, numel, dtype):
         assert torch.equal(got["reduced"], results[0]["reduced"]), "ranks differ in the bits of a sum"
         assert (got["reduced"].double() - total).abs().max() <= bound
         assert (got["second"].double() - 2 * total).abs().max() <= 2 * bound
-        assert torch.equal(got["own"], in_order[slice(*even_cut(numel, n, r))]), "not summed in rank order"
+        assert torch.equal(got["own"], in_order[slice(*even_split(numel, n, r))]), "not summed in rank order"
         expected = torch.stack([d[:7] for d in data])
         assert torch.equal(got["gathered"].view(n, 7), expected)
         assert torch.equal(got["in_place"].view(n, 7), expected)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ndtrain.config import AXES, ConfigError, ModelConfig
 from ndtrain.distributed.mesh import MeshSpec
-from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, even_cut, fair_cut
+from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, balanced_split, even_split
 from ndtrain.model.init import fill, standard_normal
 
 sizes = st.integers(1, 4)
@@ -36,16 +36,16 @@ def test_groups_partition_the_ranks(mesh, axes):
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
-def test_even_cut_covers_once(size, parts):
-    cuts = [even_cut(size, parts, i) for i in range(parts)]
-    assert [i for a, b in cuts for i in range(a, b)] == list(range(size))
+def test_even_split_covers_once(size, parts):
+    bounds = [even_split(size, parts, i) for i in range(parts)]
+    assert [i for a, b in bounds for i in range(a, b)] == list(range(size))
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
-def test_fair_cut_covers_once_and_differs_by_one(size, parts):
-    cuts = [fair_cut(size, parts, i) for i in range(parts)]
-    assert [i for a, b in cuts for i in range(a, b)] == list(range(size))
-    assert max(b - a for a, b in cuts) - min(b - a for a, b in cuts) <= 1
+def test_balanced_split_covers_once_and_differs_by_one(size, parts):
+    bounds = [balanced_split(size, parts, i) for i in range(parts)]
+    assert [i for a, b in bounds for i in range(a, b)] == list(range(size))
+    assert max(b - a for a, b in bounds) - min(b - a for a, b in bounds) <= 1
 
 
 RULES = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
@@ -53,7 +53,7 @@ RULES = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
 
 @st.composite
 def tensor(draw, tp: int) -> tuple[Dim, ...]:
-    """One to three dims, at most one of them cut, of sizes that its rule allows."""
+    """One to three dims, at most one of them sharded, of sizes that its rule allows."""
     factors = [k for k in range(1, tp + 1) if tp % k == 0]
     units = {
         "heads": tp * draw(st.integers(1, 2)),
@@ -61,18 +61,18 @@ def tensor(draw, tp: int) -> tuple[Dim, ...]:
         "kv_heads": draw(st.sampled_from([*factors, 2 * tp])),
         "vocab": tp + draw(st.integers(0, 5)),
     }
-    cut = draw(st.sampled_from([None, *units]))
-    dims = [Dim(cut, units[cut], draw(st.integers(1, 3)))] if cut else []
-    others = draw(st.lists(st.sampled_from(["embed", "head_dim"]), min_size=not cut, max_size=2, unique=True))
+    sharded = draw(st.sampled_from([None, *units]))
+    dims = [Dim(sharded, units[sharded], draw(st.integers(1, 3)))] if sharded else []
+    others = draw(st.lists(st.sampled_from(["embed", "head_dim"]), min_size=not sharded, max_size=2, unique=True))
     dims += [Dim(name, draw(st.integers(1, 5))) for name in others]
     return tuple(draw(st.permutations(dims)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(meshes, st.data())
-def test_runs_cover_every_element_once_per_holder(mesh, data):
-    """All ranks' runs together hold each element as often as there are replicas and copies of it, its owners' once a
-    replica, and a local tensor is the slice of the global one that its cut says."""
+def test_runs_cover_every_element_once_per_replica(mesh, data):
+    """All ranks' runs together hold each element once for each of its replicas. The owners' runs hold it once for each
+    dp replica. A local shard is the slice of the global tensor that `shard` says."""
     shapes = data.draw(st.lists(tensor(mesh.size("tp")), min_size=1, max_size=4))
     tensors = {f"t{i}": dims for i, dims in enumerate(shapes)}
     rules = {d: a for d, a in RULES.items() if d in {d.name for t in shapes for d in t}}
@@ -86,7 +86,7 @@ def test_runs_cover_every_element_once_per_holder(mesh, data):
         for t, runs in flat.runs(start, stop):
             tp_replicas[t.name] = t.tp_replicas
             whole = torch.arange(t.numel).view(t.shape)
-            local = whole[tuple(slice(a, a + n) for a, n in t.cut)].reshape(-1)
+            local = whole[tuple(slice(a, a + n) for a, n in t.shard)].reshape(-1)
             for run in runs:
                 here = start + run.local_start - flat.offsets[t.name]
                 expected = range(run.global_start, run.global_start + run.length)
@@ -100,21 +100,22 @@ def test_runs_cover_every_element_once_per_holder(mesh, data):
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_gradients_are_partial_where_activations_are_cut(sequence_parallel):
-    """tp=4, 2 K/V heads: norms of the stream follow it, norms of heads and copied K/V heads are always summed."""
+def test_gradients_are_partial_where_activations_are_sharded(sequence_parallel):
+    """tp=4, 2 K/V heads: gradients of norms on the residual stream are summed over tp only with sequence parallelism,
+    those of norms on heads and of replicated K/V heads always."""
     mesh = MeshSpec(AXES, (1, 1, 1, 1, 4))
     tensors = {
         "q": (Dim("heads", 8, 4), Dim("embed", 8)), "k": (Dim("kv_heads", 2, 4), Dim("embed", 8)),
         "down": (Dim("embed", 8), Dim("mlp", 8)), "norm": (Dim("embed", 8),), "q_norm": (Dim("head_dim", 4),),
         "head": (Dim("vocab", 11), Dim("embed", 8)),
     }  # fmt: skip
-    stream = ("dp", "fsdp", "cp", *(["tp"] if sequence_parallel else []))
+    token_axes = ("dp", "fsdp", "cp", *(["tp"] if sequence_parallel else []))
     rules = {**RULES, "vocab": None}
-    layouts = [Layouts(tensors, rules, mesh, rank, stream) for rank in range(4)]
+    layouts = [Layouts(tensors, rules, mesh, rank, token_axes) for rank in range(4)]
     summed = {name for name in tensors if "tp" in layouts[0][name].partial}
     assert summed == {"k", "q_norm"} | ({"norm", "head"} if sequence_parallel else set())
     assert all({"dp", "fsdp", "cp"} <= layouts[0][name].partial for name in tensors)
-    assert [(ls["k"].tp_replicas, ls["k"].tp_replica, ls["k"].cut[0]) for ls in layouts] == [
+    assert [(ls["k"].tp_replicas, ls["k"].tp_replica, ls["k"].shard[0]) for ls in layouts] == [
         (2, 0, (0, 4)), (2, 1, (0, 4)), (2, 0, (4, 4)), (2, 1, (4, 4))
     ]  # fmt: skip
     assert [ls["norm"].tp_replica for ls in layouts] == [0, 1, 2, 3] and [ls["q"].tp_replica for ls in layouts] == [
@@ -122,10 +123,11 @@ def test_gradients_are_partial_where_activations_are_cut(sequence_parallel):
     ] * 4
 
 
-def test_a_vocabulary_is_cut_unevenly_and_never_padded():
+def test_a_vocabulary_is_sharded_unevenly_and_never_padded():
     mesh = MeshSpec(AXES, (1, 1, 1, 1, 4))
-    cuts = [Layouts({"e": (Dim("vocab", 11), Dim("embed", 2))}, {"vocab": "tp"}, mesh, r)["e"].cut[0] for r in range(4)]
-    assert cuts == [(0, 2), (2, 3), (5, 3), (8, 3)]
+    tensors = {"e": (Dim("vocab", 11), Dim("embed", 2))}
+    shards = [Layouts(tensors, {"vocab": "tp"}, mesh, rank)["e"].shard[0] for rank in range(4)]
+    assert shards == [(0, 2), (2, 3), (5, 3), (8, 3)]
 
 
 def test_matrices_come_first_and_padding_is_even():
@@ -142,7 +144,7 @@ def test_errors_name_the_parameter_the_dim_and_the_axis():
         Layouts({"wq": (Dim("heads", 6, 8),)}, {"heads": "tp"}, mesh, 0)
     with pytest.raises(ConfigError, match=r"layout\.rules\.experts: no parameter has such a dim; known: heads"):
         Layouts({"wq": (Dim("heads", 4, 8),)}, {"experts": "tp"}, mesh, 0)
-    with pytest.raises(ConfigError, match=r"layout\.rules\.heads=dp: only tp cuts dims"):
+    with pytest.raises(ConfigError, match=r"layout\.rules\.heads=dp: only tp shards dims"):
         Layouts({"wq": (Dim("heads", 4, 8),)}, {"heads": "dp"}, mesh, 0)
     with pytest.raises(KeyError, match="has no row"):
         Layouts({"wq": (Dim("heads", 4, 8),)}, {}, mesh, 0)["wk"]

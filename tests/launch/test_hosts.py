@@ -1,4 +1,4 @@
-"""Training across hosts: the same as on one, through killed workers, cut links and a lost host."""
+"""Training across hosts gives the result of one host, also with killed workers, broken links and a lost host."""
 
 import json
 import os
@@ -22,14 +22,14 @@ from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 FULL = pytest.mark.full
-PATIENCE_S = 240.0  # for all that has no deadline of its own: two hosts' starts on two busy cores
+PATIENCE_S = 240.0  # default timeout, long enough for the start of two hosts on two busy cores
 HOME = (2, ["mesh.fsdp=2"])
 SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 ENDLESS = ["train.steps=1000000", "checkpoint.every=0"]
 
 
 @pytest.fixture(autouse=True)
-def as_users_have_it(monkeypatch):
+def default_environment(monkeypatch):
     monkeypatch.delenv(SHARED, raising=False)
 
 
@@ -40,7 +40,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, corpus) -> Callable[..., Path]:
-    """The run folder of a run on this host that nothing happens to, made once for each (ranks, overrides)."""
+    """The run folder of an undisturbed run on this host. Each (ranks, overrides) is run once."""
     made: dict[tuple, Path] = {}
 
     def get(ranks: int, overrides: Sequence[str]) -> Path:
@@ -59,7 +59,7 @@ def undisturbed(tmp_path_factory, corpus) -> Callable[..., Path]:
 
 
 def start(nodes: Sequence[Host], args: Sequence[str], folder: Path, nproc: int = 1, **kw) -> list[subprocess.Popen]:
-    """A job, one torchrun on each host, whose console goes to a file."""
+    """Starts a job: one torchrun on each host, with its console in a file."""
     return [start_one(host, nodes, args, folder, nproc, **kw) for host in nodes]
 
 
@@ -70,24 +70,24 @@ def start_one(host: Host, nodes: Sequence[Host], args, folder: Path, nproc: int 
 
 
 def consoles(folder: Path) -> list[str]:
-    """What each host has said."""
+    """The console output of each host."""
     return [path.read_text() for path in sorted(folder.glob("*.console"))]
 
 
-def said(folder: Path) -> str:
+def console_text(folder: Path) -> str:
     return "".join(f"\n--- n{i}\n{text}" for i, text in enumerate(consoles(folder)))
 
 
 def waited(folder: Path, condition: Callable, what: str, timeout: float = PATIENCE_S, pause: float = 0.02) -> None:
-    """As `wait_for`; where it fails, what the hosts have said by then is its message."""
+    """As `wait_for`. If it fails, the message contains the consoles of all hosts."""
     try:
         wait_for(condition, what, timeout, pause)
     except AssertionError as error:
-        raise AssertionError(f"{error}:{said(folder)}") from None
+        raise AssertionError(f"{error}:{console_text(folder)}") from None
 
 
 def ended(processes: Sequence[subprocess.Popen], folder: Path, timeout: float = PATIENCE_S) -> list[int]:
-    """The exit statuses of a job's torchruns."""
+    """Waits for the end of the job. Returns the exit statuses of its torchruns."""
     left = lambda: [p for p in processes if p.poll() is None]
     waited(folder, lambda: not left(), "the end of the job", timeout)
     return [p.returncode for p in processes]
@@ -96,17 +96,17 @@ def ended(processes: Sequence[subprocess.Popen], folder: Path, timeout: float = 
 def has_made(run_dir: Path, step: int, processes: Sequence[subprocess.Popen], folder: Path) -> None:
     """Waits until a step is logged."""
 
-    def look() -> bool:
-        assert any(p.poll() is None for p in processes), said(folder)
+    def logged() -> bool:
+        assert any(p.poll() is None for p in processes), console_text(folder)
         return len(rows(run_dir)) >= step
 
-    waited(folder, look, f"step {step}")
+    waited(folder, logged, f"step {step}")
 
 
 def newest(run_dir: Path) -> int:
     """The step of the newest checkpoint; 0: there is none."""
-    found = list_checkpoints(run_dir / "checkpoints")
-    return int(found[0].name[5:]) if found else 0
+    checkpoints = list_checkpoints(run_dir / "checkpoints")
+    return int(checkpoints[0].name[5:]) if checkpoints else 0
 
 
 def exit_file(run_dir: Path) -> dict:
@@ -114,16 +114,16 @@ def exit_file(run_dir: Path) -> dict:
 
 
 def assert_same_curve(run_dir: Path, want: Path, bound: float = 1e-10) -> None:
-    found, wanted = rows(run_dir), rows(want)
-    assert [r["step"] for r in found] == [r["step"] for r in wanted]
-    for a, b in zip(found, wanted, strict=True):
+    got, expected = rows(run_dir), rows(want)
+    assert [r["step"] for r in got] == [r["step"] for r in expected]
+    for a, b in zip(got, expected, strict=True):
         assert abs(a["loss"] - b["loss"]) <= bound * max(1, abs(b["loss"])), (a["step"], a["loss"], b["loss"])
 
 
-def assert_same_weights(found: Path, want: Path, bound: float = 1e-9) -> None:
-    """Two checkpoints, weights and moments."""
+def assert_same_weights(checkpoint: Path, reference: Path, bound: float = 1e-9) -> None:
+    """Compares the weights and moments of two checkpoints."""
     for name in ("model", "optimizer"):
-        a, b = (load_file(p / f"{name}.safetensors") for p in (found, want))
+        a, b = (load_file(p / f"{name}.safetensors") for p in (checkpoint, reference))
         off = {key: distance(a[key], b[key]) for key in b}
         worst = max(off, key=off.get)
         assert a.keys() == b.keys() and off[worst] <= bound, f"{worst} is off by {off[worst]:.1e}"
@@ -153,10 +153,10 @@ print(time.monotonic() - began)
 
 
 def send(n0: Host, n1: Host, size: int, cwd: Path) -> float:
-    """Seconds that bytes take from n0 to n1.
+    """Seconds that `size` bytes take from n0 to n1.
 
     Raises:
-        OSError: they do not get there.
+        OSError: they do not arrive.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     server = n1.popen([sys.executable, "-c", SERVER], cwd, **pipes)
@@ -203,7 +203,7 @@ def test_training_across_hosts_is_that_of_one_process(nproc, mesh, tmp_path, cor
     run_dir, plan = tmp_path / "run", [*FP64, "train.global_batch=8", "train.micro_batch=1"]
     with hosts(2) as nodes:
         job = start(nodes, arguments(run_dir, corpus, *plan, *mesh), tmp_path, nproc)
-        assert ended(job, tmp_path) == [0, 0], said(tmp_path)
+        assert ended(job, tmp_path) == [0, 0], console_text(tmp_path)
     want = undisturbed(1, plan)
     assert_same_curve(run_dir, want)
     assert_same_weights(checkpoint_of(run_dir, 10), checkpoint_of(want, 10))
@@ -211,14 +211,14 @@ def test_training_across_hosts_is_that_of_one_process(nproc, mesh, tmp_path, cor
 
 # ----------------------------------------------------------------------------------------------------- killed workers
 
-EVERY = 10  # steps from one checkpoint to the next
-STEPS = 30  # that a run has for each kill, which comes within so many of a checkpoint's
+EVERY = 10  # steps between checkpoints
+STEPS = 30  # steps of a run per kill
 
 
 @FULL
 @pytest.mark.parametrize("kills", [1, 10])
 def test_torchrun_restarts_a_job_whose_worker_was_killed(kills, tmp_path, corpus, undisturbed):
-    """No kill may cost more than one of torchrun's restarts, and nothing of the training."""
+    """Each kill costs at most one of torchrun's restarts and does not change the result."""
     run_dir, draw = tmp_path / "run", random.Random(kills)
     plan = [f"train.steps={STEPS * kills}", f"checkpoint.every={EVERY}"]
     args = arguments(run_dir, corpus, *plan, *HOME[1])
@@ -227,7 +227,7 @@ def test_torchrun_restarts_a_job_whose_worker_was_killed(kills, tmp_path, corpus
         seen: set[int] = set()
         for number in range(kills):
             seen |= kill_one(nodes, run_dir, seen, draw, in_start=number % 4 == 3)
-        assert ended(job, tmp_path) == [0, 0], said(tmp_path)
+        assert ended(job, tmp_path) == [0, 0], console_text(tmp_path)
     assert [r["step"] for r in rows(run_dir)] == list(range(1, STEPS * kills + 1))
     steps = (checkpoint_of(p, STEPS * kills) for p in (run_dir, undisturbed(HOME[0], [*plan, *HOME[1]])))
     assert tensor_bytes(next(steps)) == tensor_bytes(next(steps))
@@ -236,16 +236,16 @@ def test_torchrun_restarts_a_job_whose_worker_was_killed(kills, tmp_path, corpus
 
 
 def kill_one(nodes: Sequence[Host], run_dir: Path, seen: set[int], draw: random.Random, in_start: bool) -> set[int]:
-    """SIGKILL to a random rank of the next attempt, in its start-up or after a checkpoint of its own. Returns the
-    attempt's processes.
+    """Sends SIGKILL to a random rank of the next attempt, in its start-up or after it has written a checkpoint. Returns
+    the process ids of the attempt.
 
     Args:
-        seen: the processes of earlier attempts.
+        seen: the process ids of earlier attempts.
     """
 
     def attempt() -> list[int] | None:
-        found = [set(host.ranks()) - seen for host in nodes]
-        return sorted(set.union(*found)) if all(found) else None
+        ranks_by_host = [set(host.ranks()) - seen for host in nodes]
+        return sorted(set.union(*ranks_by_host)) if all(ranks_by_host) else None
 
     ranks = wait_for(attempt, "ranks on both hosts", PATIENCE_S, 0.01)
     if not in_start:
@@ -272,14 +272,16 @@ def test_a_link_cut_for_longer_than_the_deadline_ends_both_sides(tmp_path, corpu
         began = time.monotonic()
         codes = ended(job, tmp_path, DEADLINE_S + 10)
         assert time.monotonic() - began > DEADLINE_S - 5, "before the deadline"
-        assert codes == [1, -signal.SIGKILL], said(tmp_path)  # torchrun on n1 waits for its own store, and is ended
+        assert codes == [1, -signal.SIGKILL], console_text(
+            tmp_path
+        )  # torchrun on n1 waits for its own store, and is ended
         assert not any(host.ranks() for host in nodes)
     for rank, console in enumerate(consoles(tmp_path)):
         assert f"rank {1 - rank} (fsdp={1 - rank}) does not answer" in console
         assert f"rank {rank} (fsdp={rank}) waits for rank {1 - rank}: step " in console
         assert (run_dir / "logs" / f"hang-rank-{rank}.json").exists()
-    found = exit_file(run_dir)
-    assert (found["why"], found["code"]) == ("hang", 75)
+    status = exit_file(run_dir)
+    assert (status["why"], status["code"]) == ("hang", 75)
 
 
 @pytest.mark.full
@@ -291,15 +293,15 @@ def test_a_link_cut_for_less_than_the_deadline_is_survived(seconds, tmp_path, co
         has_made(run_dir, 5, job, tmp_path)
         ranks = [host.ranks() for host in nodes]
         nodes[1].cut()
-        time.sleep(1)  # what was under way has arrived
+        time.sleep(1)  # packets in flight have arrived
         made = len(rows(run_dir))
         time.sleep(seconds - 1)
-        assert len(rows(run_dir)) == made < 100, "the cut cuts nothing"
+        assert len(rows(run_dir)) == made < 100, "the link still works"
         assert [host.ranks() for host in nodes] == ranks
         nodes[1].mend()
-        assert ended(job, tmp_path) == [0, 0], said(tmp_path)
-    found, want = (checkpoint_of(p, 100) for p in (run_dir, undisturbed(HOME[0], [*plan, *HOME[1]])))
-    assert tensor_bytes(found) == tensor_bytes(want)
+        assert ended(job, tmp_path) == [0, 0], console_text(tmp_path)
+    got, want = (checkpoint_of(p, 100) for p in (run_dir, undisturbed(HOME[0], [*plan, *HOME[1]])))
+    assert tensor_bytes(got) == tensor_bytes(want)
 
 
 # --------------------------------------------------------------------------------------------------------- lost hosts
@@ -310,7 +312,8 @@ QUICK = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=4"
 @pytest.mark.full
 @pytest.mark.parametrize(("n", "lost", "endpoint", "env"), [(2, 1, 0, {}), (3, 0, 2, {SHARED: "1"})], ids=["2", "3"])
 def test_a_job_goes_on_without_a_lost_host(n, lost, endpoint, env, tmp_path, corpus, undisturbed):
-    """Of three hosts, the one with rank 0: torchrun's own store would then be looked for on the lost host for ever."""
+    """With three hosts, the lost one has rank 0. Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE torchrun would look for its
+    store on the lost host for ever."""
     run_dir, plan = tmp_path / "run", [*FP64, "train.steps=80", f"checkpoint.every={EVERY}", "train.global_batch=12"]
     args = arguments(run_dir, corpus, *plan, "mesh.fsdp=-1")
     how = {"nnodes": f"{n - 1}:{n}", "max_restarts": 1, "rdzv_conf": QUICK, "env": env}
@@ -320,8 +323,10 @@ def test_a_job_goes_on_without_a_lost_host(n, lost, endpoint, env, tmp_path, cor
         has_made(run_dir, 2 * EVERY, job, tmp_path)
         nodes[lost].kill()
         codes = ended(job, tmp_path)
-        assert codes == [-signal.SIGKILL if i == lost else 0 for i in range(n)], said(tmp_path)
-    assert f"mesh fsdp={n}" in said(tmp_path) and ("mesh one process", "mesh fsdp=2")[n - 2] in said(tmp_path)
+        assert codes == [-signal.SIGKILL if i == lost else 0 for i in range(n)], console_text(tmp_path)
+    assert f"mesh fsdp={n}" in console_text(tmp_path) and ("mesh one process", "mesh fsdp=2")[n - 2] in console_text(
+        tmp_path
+    )
     want = undisturbed(1, plan)
     assert_same_curve(run_dir, want)
     assert_same_weights(checkpoint_of(run_dir, 80), checkpoint_of(want, 80))
@@ -329,8 +334,8 @@ def test_a_job_goes_on_without_a_lost_host(n, lost, endpoint, env, tmp_path, cor
 
 @pytest.mark.full
 def test_a_host_that_comes_back_takes_part_again(tmp_path, corpus, undisturbed):
-    """From two hosts to one and back to two, and then asked to stop by the stop file. With a store that is new for each
-    start, as launch/node.sh has it: torchrun's own lets no host come after the first start."""
+    """The run goes from two hosts to one and back to two, and is then stopped by the stop file. Each start has a new
+    store, as in launch/node.sh: torchrun's own store admits no host after the first start."""
     run_dir, plan = tmp_path / "run", [*FP64, "train.steps=1000000", f"checkpoint.every={EVERY}"]
     args = arguments(run_dir, corpus, *plan, "mesh.dp=-1")
     how = {"nnodes": "1:2", "max_restarts": 1, "rdzv_conf": QUICK, "env": {SHARED: "1"}}
@@ -342,9 +347,9 @@ def test_a_host_that_comes_back_takes_part_again(tmp_path, corpus, undisturbed):
             waited(tmp_path, lambda mesh=mesh: starts()[-1:] == [mesh], f"a start with {mesh}")
             has_made(run_dir, len(rows(run_dir)) + 2 * EVERY, job, tmp_path)
             then()
-        assert ended(job, tmp_path) == [0, -signal.SIGKILL, 0], said(tmp_path)
-    found, step = exit_file(run_dir), len(rows(run_dir))
-    assert (found["why"], found["signal"], found["step"], found["code"]) == ("stopped", "stop file", step, 85)
+        assert ended(job, tmp_path) == [0, -signal.SIGKILL, 0], console_text(tmp_path)
+    status, step = exit_file(run_dir), len(rows(run_dir))
+    assert (status["why"], status["signal"], status["step"], status["code"]) == ("stopped", "stop file", step, 85)
     want = undisturbed(1, [*plan, f"train.stop_at={step}"])
     assert_same_curve(run_dir, want)
     assert_same_weights(checkpoint_of(run_dir, step), checkpoint_of(want, step))

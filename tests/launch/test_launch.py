@@ -1,4 +1,4 @@
-"""The launch scripts: signals at any moment, exit codes, and what stands last on the console."""
+"""The launch scripts: signals at any moment, exit codes, and the last lines on the console."""
 
 import fcntl
 import json
@@ -21,19 +21,29 @@ import pytest
 from ndtrain import checkpoint
 from ndtrain.checkpoint import list_checkpoints
 from ndtrain.config import load_config, resolve
-from ndtrain.runtime.stop_signals import LOOK_S
+from ndtrain.runtime.stop_signals import POLL_S
 from tests.lib import namespaces
-from tests.lib.helpers import MARK, arguments, checkpoint_of, hear, one_error, processes, rows, wait_for, write_corpus
+from tests.lib.helpers import (
+    MARK,
+    arguments,
+    checkpoint_of,
+    one_error,
+    processes,
+    reset_signals,
+    rows,
+    wait_for,
+    write_corpus,
+)
 
 FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "launch"
-# what a script started in a shell with the virtual environment activated finds
+# the environment of a shell with the virtual environment activated
 ENV = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 LOCAL = [str(SCRIPTS / "local.sh")]
 LONG = ["mesh.fsdp=2", "train.steps=100000"]
-START_S = 240  # on a busy machine
-SLOW = "train.global_batch=400"  # a second and more a step: so often the stop file is looked for
+START_S = 240  # allowed for a start on a busy machine
+SLOW = "train.global_batch=400"  # more than a second per step, which is the interval of checks for the stop file
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +53,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory) -> Path:
-    """A corpus of which some can be held out."""
+    """A corpus of several documents, so that some can be held out."""
     folder = tmp_path_factory.mktemp("documents")
     for number in range(20):
         write_corpus(folder / f"{number}.txt", 1000 + number)
@@ -52,13 +62,13 @@ def documents(tmp_path_factory) -> Path:
 
 @contextmanager
 def script(argv: Sequence[str], cwd: Path, ranks: int = 2, **env: str) -> Iterator[subprocess.Popen]:
-    """A running launch script, of which nothing is left at the end of the block."""
+    """Starts a launch script. At the end of the block all its processes are killed."""
     given = os.environ | ENV | {"NPROC": str(ranks), MARK: str(cwd)} | env
     with (
         (cwd / "out").open("a") as out,
         (cwd / "err").open("a") as err,
         subprocess.Popen(
-            argv, cwd=cwd, env=given, stdout=out, stderr=err, start_new_session=True, preexec_fn=hear
+            argv, cwd=cwd, env=given, stdout=out, stderr=err, start_new_session=True, preexec_fn=reset_signals
         ) as process,
     ):
         try:
@@ -76,7 +86,7 @@ def ended(argv: Sequence[str], cwd: Path, ranks: int = 2, **env: str) -> tuple[i
 
 
 def reach(folder: Path, step: int = 1) -> None:
-    """Waits for a step; a start takes long on a busy machine."""
+    """Waits until `step` steps are logged."""
     wait_for(lambda: len(rows(folder)) >= step, f"step {step}", START_S)
 
 
@@ -85,17 +95,21 @@ def exit_of(folder: Path) -> dict:
 
 
 def duration(row: dict) -> float:
-    """Seconds of a step with the evaluation after it."""
+    """Seconds of a step and the evaluation after it."""
     return row["step_time_s"] + row.get("eval_time_s", 0)
 
 
 def stopped(folder: Path, args: list[str], logged: int) -> None:
-    """The run made at most the two steps after `logged` (more only within LOOK_S), and saved them completely."""
-    found, made = exit_of(folder), rows(folder)
-    step, between = len(made), sum(map(duration, made[logged + 1 : -1]))  # the step it came in and the last
-    assert logged <= step and between <= LOOK_S, f"{step - logged} steps after the signal, {between:.2f} s between"
-    assert (found["why"], found["code"], found["requeue"], found["step"]) == ("stopped", 85, True, step)
-    assert found["checkpoint"] == str(checkpoint_of(folder, step))
+    """Asserts that the run made at most two steps after `logged` (more only within POLL_S) and saved them
+    completely."""
+    status, made = exit_of(folder), rows(folder)
+    step, between = (
+        len(made),
+        sum(map(duration, made[logged + 1 : -1])),
+    )  # without the step of the signal and the last one
+    assert logged <= step and between <= POLL_S, f"{step - logged} steps after the signal, {between:.2f} s between"
+    assert (status["why"], status["code"], status["requeue"], status["step"]) == ("stopped", 85, True, step)
+    assert status["checkpoint"] == str(checkpoint_of(folder, step))
     model = resolve(load_config(args), 2).model
     assert all(checkpoint.inspect(path, model).step for path in list_checkpoints(folder / "checkpoints"))
     assert checkpoint_of(folder, step) == list_checkpoints(folder / "checkpoints")[0]
@@ -115,15 +129,15 @@ def test_shellcheck():
 
 @FULL
 def test_finished(tmp_path, corpus):
-    """What another run's end has left in the folder is none of this one's."""
+    """The stop file and exit.json of an earlier run do not affect this one."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "stop").touch()
     (folder / "exit.json").write_text('{"why": "stopped", "code": 85}')
     code, out, err = ended([*LOCAL, *arguments(folder, corpus, "mesh.fsdp=2")], tmp_path)
     assert code == 0 and "finished step 10 of 10" in out + err, err
-    found = exit_of(folder)
-    assert (found["why"], found["step"], found["code"], found["requeue"]) == ("finished", 10, 0, False)
+    status = exit_of(folder)
+    assert (status["why"], status["step"], status["code"], status["requeue"]) == ("finished", 10, 0, False)
     assert not processes(tmp_path)
 
 
@@ -134,7 +148,7 @@ def test_wrong_override(tmp_path, corpus):
 
 @FULL
 def test_wrong_mesh(tmp_path, corpus):
-    """Which only the ranks find out."""
+    """Only the ranks detect this error."""
     code, _, err = ended([*LOCAL, *arguments(tmp_path / "run", corpus, "mesh.fsdp=3")], tmp_path)
     assert code == 2 and "mesh" in one_error(err), err
 
@@ -143,26 +157,26 @@ CRASH = """
 import os
 if os.environ.get("RANK") == "1":
     from ndtrain.engine import train_step
-    run, calls = step.TrainingStep.forward_backward, []
+    run, calls = train_step.TrainingStep.forward_backward, []
     def fails(*args):
         calls.append(args)
         if len(calls) == 3:
             raise RuntimeError("deliberate")
         return run(*args)
-    step.TrainingStep.forward_backward = fails
+    train_step.TrainingStep.forward_backward = fails
 """
 
 
 @FULL
 def test_crash(tmp_path, corpus):
-    """A rank raises: its traceback is the last thing on the console, below all that torchrun and the other rank say."""
+    """A rank raises. Its traceback is the last text on the console, after the output of torchrun and the other rank."""
     (tmp_path / "sitecustomize.py").write_text(CRASH)  # Python runs it at the start of every process
     args, folder = arguments(tmp_path / "run", corpus, "mesh.fsdp=2"), tmp_path / "run"
     code, _, err = ended([*LOCAL, *args], tmp_path, PYTHONPATH=str(tmp_path))
     last = err[err.rindex("Traceback (most recent call last)") :]
     assert code == 1 and last.rstrip().endswith("RuntimeError: deliberate") and "in fails" in last, err
-    found = exit_of(folder)
-    assert (found["why"], found["rank"], found["requeue"]) == ("failed", 1, False) and len(rows(folder)) == 2
+    status = exit_of(folder)
+    assert (status["why"], status["rank"], status["requeue"]) == ("failed", 1, False) and len(rows(folder)) == 2
 
 
 @FULL
@@ -233,13 +247,13 @@ def test_other_signals(number, tmp_path, corpus):
 
 @FULL
 def test_a_second_signal_ends_it_at_once(tmp_path, corpus):
-    """In a step that takes many seconds."""
+    """Also in a step that takes many seconds."""
     folder = tmp_path / "run"
     args = arguments(folder, corpus, *LONG, "train.global_batch=20000")
     with script([*LOCAL, *args], tmp_path) as process:
         wait_for(lambda: "run folder" in (tmp_path / "out").read_text(), "the first step", START_S)
         process.terminate()
-        process.terminate()  # the same request, from a wrapper that passes signals on
+        process.terminate()  # the same request again, as from a wrapper that forwards signals
         time.sleep(3)
         assert process.poll() is None and (folder / "stop").exists(), "the step is too short for this test"
         process.terminate()
@@ -250,13 +264,13 @@ def test_a_second_signal_ends_it_at_once(tmp_path, corpus):
 
 @FULL
 def test_ctrl_c_in_a_terminal(tmp_path, corpus):
-    """It reaches every process in the terminal's foreground."""
+    """Ctrl-C reaches every process in the foreground of the terminal."""
     folder = tmp_path / "run"
     args = arguments(folder, corpus, *LONG, SLOW)
     keyboard, terminal = pty.openpty()
 
     def control() -> None:
-        hear()
+        reset_signals()
         fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
     env = os.environ | ENV | {"NPROC": "2", MARK: str(tmp_path)}
@@ -281,7 +295,7 @@ def test_ctrl_c_in_a_terminal(tmp_path, corpus):
 
 
 def _drain(keyboard: int) -> bool:
-    """Reads what is on the screen away, so that nobody waits to write there."""
+    """Reads all terminal output, so that no process blocks on writing."""
     try:
         while os.read(keyboard, 1 << 16):
             pass
@@ -353,7 +367,7 @@ def test_two_hosts_end_at_once(how, tmp_path, corpus, loopback):
 
 @FULL
 def test_one_host_fails(tmp_path, corpus, loopback):
-    """All are ended, and the failing rank's traceback is the last thing on the console."""
+    """All hosts end, and the failing rank's traceback is the last text on the console."""
     (tmp_path / "sitecustomize.py").write_text(CRASH)
     args, env = arguments(tmp_path / "run", corpus, "mesh.fsdp=2"), loopback | {"PYTHONPATH": str(tmp_path)}
     code, _, err = ended([*MULTIHOST, *args], tmp_path, ranks=1, **env)
@@ -364,7 +378,7 @@ def test_one_host_fails(tmp_path, corpus, loopback):
 @FULL
 @pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
 def test_a_host_is_lost(tmp_path, corpus):
-    """With MIN_HOSTS the run goes on on the host that is left."""
+    """With MIN_HOSTS the run continues on the remaining host."""
     folder = tmp_path / "run"
     args = arguments(folder, corpus, "mesh.fsdp=-1", "train.steps=300", "checkpoint.every=10")
     with namespaces.hosts(2) as (n0, n1):

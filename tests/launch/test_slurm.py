@@ -36,7 +36,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, cluster, corpus) -> tuple[Path, str]:
-    """The run folder of a job of two nodes and four ranks that nothing happens to, and what it printed."""
+    """The run folder and the output of an undisturbed job of two nodes and four ranks."""
     home = tmp_path_factory.mktemp("undisturbed")
     job = submit(cluster, home, corpus, *PLAN)
     shown = cluster.wait(job, "COMPLETED")
@@ -46,7 +46,7 @@ def undisturbed(tmp_path_factory, cluster, corpus) -> tuple[Path, str]:
 
 @pytest.fixture(autouse=True)
 def alone(cluster):
-    """No job of one test runs beside another's."""
+    """Ends all jobs of one test before the next."""
     yield
     cluster.call("scancel", "--user", os.environ.get("USER", "root"))
     wait_for(cluster.ready, "the nodes to be free again", 120, pause=0.2)
@@ -66,7 +66,7 @@ def exit_of(folder: Path) -> dict:
 
 
 def same_as(undisturbed: Path, folder: Path) -> None:
-    """Every step was logged once, and the last checkpoint is that of the undisturbed run bit for bit."""
+    """Asserts that every step was logged once and that the last checkpoint equals the undisturbed run's to the bit."""
     assert [r["step"] for r in rows(folder)] == list(range(1, STEPS + 1))
     assert tensor_bytes(checkpoint_of(folder, STEPS)) == tensor_bytes(checkpoint_of(undisturbed, STEPS))
     assert exit_of(folder)["why"] == "finished"
@@ -81,7 +81,7 @@ def test_two_nodes_four_ranks(undisturbed):
 
 
 def test_the_time_limit(cluster, corpus, undisturbed, tmp_path):
-    """Slurm's warning before the limit: the job saves, is queued again, and goes on."""
+    """At Slurm's warning before the time limit the job saves; it is requeued and continues."""
     job, folder = submit(cluster, tmp_path, corpus, *PLAN), tmp_path / "run"
     reach(folder, 7)
     held, logged = next(iter(cluster.ranks())), len(rows(folder))
@@ -112,7 +112,7 @@ def test_a_lost_node(cluster, corpus, undisturbed, tmp_path):
 
 
 def test_preempted(cluster, corpus, undisturbed, tmp_path):
-    """A job of a partition with a higher priority takes the nodes over, and gives them back."""
+    """A job of a partition with a higher priority takes the nodes; afterwards the first job continues."""
     job, folder = submit(cluster, tmp_path, corpus, *PLAN), tmp_path / "run"
     reach(folder, 7)
     cluster.submit(["-p", "urgent", "-N", "2", "--exclusive", "--wrap", "sleep 1"], tmp_path)
@@ -144,7 +144,7 @@ def test_an_array_without_a_sweep(cluster, corpus, tmp_path):
 
 
 def test_a_job_that_dies_again_and_again(cluster, corpus, tmp_path):
-    """It is queued again, but not for ever where no new checkpoint comes in between."""
+    """It is requeued, but not without end if it writes no new checkpoint."""
     plan = [*MESH, "train.steps=100000", "checkpoint.every=0"]
     job, folder = submit(cluster, tmp_path, corpus, *plan, MAX_RESTARTS="1"), tmp_path / "run"
     for count in (1, 2):
@@ -165,14 +165,14 @@ def test_errors_are_not_queued_again(cluster, corpus, tmp_path):
 
 
 def test_cancelled_for_good(cluster, corpus, tmp_path):
-    """scancel: saved where there is time, and not queued again."""
+    """After scancel the job saves if there is time, and is not requeued."""
     job, folder = submit(cluster, tmp_path, corpus, *MESH, "train.steps=100000"), tmp_path / "run"
     reach(folder, 3)
     cluster.call("scancel", job)
     cluster.wait(job, "CANCELLED")
     wait_for(lambda: not cluster.ranks(), "the ranks to end")
-    found = exit_of(folder)
-    assert found["why"] == "stopped" and checkpoint_of(folder, found["step"]).is_dir()
+    status = exit_of(folder)
+    assert status["why"] == "stopped" and checkpoint_of(folder, status["step"]).is_dir()
     assert cluster.show(job)["Restarts"] == "0"
 
 
@@ -185,7 +185,7 @@ def test_a_stop_file_is_meant_to_last(cluster, corpus, tmp_path):
 
 
 def test_a_second_signal_ends_a_job_at_once(cluster, corpus, tmp_path):
-    """In a step that takes many seconds."""
+    """Also in a step that takes many seconds."""
     plan = [*MESH, "train.global_batch=20000"]
     job, folder = submit(cluster, tmp_path, corpus, *plan), tmp_path / "run"
     wait_for(lambda: "run folder" in cluster.output(cluster.show(job)), "the first step", 240)

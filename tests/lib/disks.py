@@ -10,8 +10,9 @@ import pytest
 
 @contextmanager
 def tmpfs(place: Path) -> Iterator[Callable[[str], Path]]:
-    """mount(options) makes `place` a tmpfs with these mount options ("size=4096", "ro"), mount(options) again changes
-    them. It is gone at the end of the block. Where mounting is not allowed, the test is skipped."""
+    """Yields a function `mount(options)` that mounts a tmpfs at `place` with these mount options ("size=4096", "ro"). A
+    second call changes the options. It is unmounted at the end of the block. The test is skipped where mounting is not
+    allowed."""
     place.mkdir(parents=True, exist_ok=True)
 
     def mount(options: str) -> Path:

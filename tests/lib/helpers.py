@@ -1,4 +1,4 @@
-"""The program as a user runs it: its command line, its processes, and what it leaves in a run folder."""
+"""Runs the program as a user does: its command line, its processes and its run folder."""
 
 import json
 import os
@@ -34,13 +34,13 @@ WORDS = [
 
 
 def write_corpus(path: Path, words: int = 4000) -> Path:
-    """A small text, always the same, that a model can learn something from."""
+    """A small deterministic text that a model can learn from."""
     path.write_text(" ".join(WORDS[i * i % 101 % len(WORDS)] for i in range(words)) + "\n")
     return path
 
 
 def arguments(run_dir: Path, corpus: Path, *overrides: str) -> list[str]:
-    """A run of ten steps that takes a second: the debug recipe on a small corpus."""
+    """The overrides of a run of ten steps that takes a second: the debug recipe on a small corpus."""
     return [
         "recipe=llama_debug", "logger=jsonl", "data=text", f"data.path={corpus}", "data.tokenizer=byte",
         "train.steps=10", "optim.warmup=2", "hardware.device=cpu", "hardware.peak_tflops=0.1", f"run.dir={run_dir}",
@@ -57,7 +57,11 @@ def command(args: list[str], ranks: int = 1) -> list[str]:
 
 
 def run(args: list[str], cwd: Path, ranks: int = 1, timeout: float = 60) -> subprocess.CompletedProcess:
-    """The command line to its end; a hang fails the test."""
+    """Runs the command line to its end.
+
+    Raises:
+        subprocess.TimeoutExpired: it takes longer than `timeout` seconds.
+    """
     with started(args, cwd, ranks) as process:
         out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -65,11 +69,11 @@ def run(args: list[str], cwd: Path, ranks: int = 1, timeout: float = 60) -> subp
 
 @contextmanager
 def started(args: list[str], cwd: Path, ranks: int = 1) -> Iterator[subprocess.Popen]:
-    """The running program in a process group of its own, of which nothing is left at the end of the block."""
+    """Starts the program in its own process group. At the end of the block all its processes are killed."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    mark = {MARK: str(cwd)}  # torchrun gives each rank a session of its own: only their environment tells them
+    mark = {MARK: str(cwd)}  # torchrun starts each rank in its own session, so only the environment identifies them
     process = subprocess.Popen(
-        command(args, ranks), cwd=cwd, start_new_session=True, env=os.environ | mark, preexec_fn=hear, **pipes
+        command(args, ranks), cwd=cwd, start_new_session=True, env=os.environ | mark, preexec_fn=reset_signals, **pipes
     )
     try:
         yield process
@@ -82,33 +86,33 @@ def started(args: list[str], cwd: Path, ranks: int = 1) -> Iterator[subprocess.P
 MARK = "NDTRAIN_TEST"
 
 
-def hear() -> None:
-    """For `preexec_fn`: as from a terminal. A shell starts its background jobs, and so all that a job of it starts,
-    deaf to Ctrl-C."""
+def reset_signals() -> None:
+    """For `preexec_fn`: restores the default handlers of SIGINT and SIGHUP. A shell's background jobs ignore SIGINT,
+    and so do the processes that they start."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def environments() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Of each living process its folder in /proc and the environment it was started with."""
+    """(folder in /proc, environment at its start) of each living process."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:  # it has ended meanwhile
             continue
-        if pairs != [""]:  # a zombie has none any more
+        if pairs != [""]:  # a zombie has no environment
             yield folder, dict(p.partition("=")[::2] for p in pairs)
 
 
 def processes(cwd: Path) -> dict[int, str]:
-    """The living processes that `started` in `cwd` has brought forth: pid -> rank ("" where it is none)."""
-    found = ((folder, variables) for folder, variables in environments() if variables.get(MARK) == str(cwd))
-    return {int(folder.name): variables.get("RANK", "") for folder, variables in found}
+    """The living processes of `started` in `cwd`: pid -> rank ("" if it is no rank)."""
+    marked = ((folder, variables) for folder, variables in environments() if variables.get(MARK) == str(cwd))
+    return {int(folder.name): variables.get("RANK", "") for folder, variables in marked}
 
 
 @contextmanager
 def given_process_group() -> Iterator[None]:
-    """Lets `main` run in the process group that `tests.lib.ranks.run_ranks` has made."""
+    """Makes `main` use the process group that `tests.lib.ranks.run_ranks` has created."""
     with (
         mock.patch("ndtrain.runtime.rendezvous.join", return_value=None),
         mock.patch("torch.distributed.destroy_process_group"),
@@ -123,16 +127,20 @@ def rank_main(args: list[str]) -> int:
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout: float = 60, pause: float = 0.002) -> Any:
-    """What `condition` returns once that is true."""
+    """Polls `condition` until its result is true, and returns that result.
+
+    Raises:
+        AssertionError: `timeout` seconds have passed.
+    """
     end = time.monotonic() + timeout
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < end, f"waited {timeout:.0f} s for {what}"
         time.sleep(pause)
-    return found
+    return value
 
 
 def refusal(capsys, args: list[str]) -> str:
-    """The one line with which `main` refuses `args`."""
+    """The one line of error with which `main` refuses `args`."""
     capsys.readouterr()
     code = main(args)
     out, err = capsys.readouterr()
@@ -141,7 +149,7 @@ def refusal(capsys, args: list[str]) -> str:
 
 
 def one_error(stderr: str) -> str:
-    """The single `error: ...` line among what the program (and torchrun, whose own lines come last) wrote."""
+    """The single `error: ...` line in the output of the program and of torchrun, whose lines come last."""
     errors = [line for line in stderr.splitlines() if "error: " in line]
     assert len(errors) == 1 and errors[0].startswith("error: "), f"not one line of error:\n{stderr}"
     own = stderr[: stderr.index(errors[0])] + stderr[stderr.index(errors[0]) :].partition("torch/distributed")[0]
@@ -167,7 +175,7 @@ def tensor_bytes(checkpoint: Path) -> dict[str, bytes]:
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:
-    """Turns one bit of a file over; `at` may count from the end."""
+    """Flips one bit of byte `at` of a file. A negative `at` counts from the end."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1 << bit
     path.write_bytes(data)

@@ -1,9 +1,9 @@
-"""Several hosts on one machine: network namespaces on a bridge, each host with a name of its own and an /etc/hosts that
-knows all. Their files are this machine's, as on a cluster with shared storage.
+"""Several hosts on one machine: network namespaces on a bridge. Each host has its own name, and an /etc/hosts with the
+names of all. They share this machine's files, as on a cluster with shared storage.
 
 with hosts(2) as (n0, n1):
     n0.popen(["hostname"], cwd)        # prints n0
-    n1.cut()                           # as if its cable were pulled
+    n1.cut()                           # disconnects n1 from the network
 """
 
 import functools
@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.lib.helpers import environments, hear
+from tests.lib.helpers import environments, reset_signals
 
-PORT = 29400  # torchrun's own default; each host has all ports to itself
+PORT = 29400  # torchrun's default; each host has its own ports
 CARD = "eth0"
 _ENTER = 'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 _ISOLATED = ["unshare", "--uts", "--mount", "--propagation", "private", "sh", "-c", _ENTER, "sh"]
-_TRIAL = [  # all that `hosts` does to the network, in a namespace that is gone when the shell ends
+_TRIAL = [  # the network commands of `hosts`, run in a namespace that ends with its shell
     "ip link add b0 type bridge", "ip link add v0 type veth peer name v1", "ip link set v0 master b0",
     f"tc qdisc add dev v0 root tbf rate 1mbit burst {2**16} latency 50ms",
 ]  # fmt: skip
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 @functools.cache
 def missing() -> str | None:
-    """Why hosts cannot be made here; None where they can."""
+    """The reason why hosts cannot be created here; None: they can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     lacking = [tool for tool in ("ip", "tc", "nsenter", "unshare", "mount") if not shutil.which(tool)]
@@ -52,26 +52,30 @@ class Host:
     """One host.
 
     Attributes:
-        name: what it and the others call it: n0, n1, ...
-        address: IPv4, within the hosts of one `hosts()`.
+        name: the host name: n0, n1, ...
+        address: IPv4, valid within one `hosts()`.
+        namespace: its network namespace.
+        switch: the namespace of the bridge; the other end of this host's cable has the host's name there.
+        names: the file that is mounted at /etc/hosts.
+        started: the processes started on it.
     """
 
     name: str
     address: str
     namespace: str
-    switch: str  # the namespace of the bridge, where the other end of this host's cable is called as the host
-    names: Path  # /etc/hosts
+    switch: str
+    names: Path
     started: list[subprocess.Popen] = field(default_factory=list)
 
     def popen(self, argv: Sequence[str], cwd: Path, env: dict[str, str] | None = None, **kw: Any) -> subprocess.Popen:
-        """Starts a program on this host, in a session of its own; the process is the program's.
+        """Starts a program on this host, in its own session.
 
         Args:
-            env: variables on top of this process's.
-            kw: as for `subprocess.Popen`.
+            env: variables added to those of this process.
+            kw: further arguments of `subprocess.Popen`.
         """
         enter = ["nsenter", f"--net=/run/netns/{self.namespace}", *_ISOLATED, self.name, str(self.names)]
-        given = {"cwd": cwd, "env": os.environ | (env or {}), "start_new_session": True, "preexec_fn": hear}
+        given = {"cwd": cwd, "env": os.environ | (env or {}), "start_new_session": True, "preexec_fn": reset_signals}
         self.started.append(subprocess.Popen([*enter, *argv], **(given | kw)))
         return self.started[-1]
 
@@ -90,13 +94,13 @@ class Host:
         rdzv_conf: str = "",
         **kw: Any,
     ) -> subprocess.Popen:
-        """torchrun as this host's part of a job on `hosts`.
+        """Starts torchrun on this host, for a job on `hosts`.
 
         Args:
-            nproc: ranks of this host.
-            args: of `module`, the overrides.
-            nnodes: "1:2" for any number between; None: all of `hosts`.
-            endpoint: the host that keeps the rendezvous; None: the first.
+            nproc: number of ranks on this host.
+            args: the arguments of `module` (overrides).
+            nnodes: a number or a range ("1:2"); None: all of `hosts`.
+            endpoint: the host of the rendezvous store; None: the first.
             rdzv_conf: as torchrun's `--rdzv-conf`.
             kw: as for `popen`.
         """
@@ -110,20 +114,20 @@ class Host:
     # -------------------------------------------------------------------------------------------------- the processes
 
     def processes(self) -> dict[int, str]:
-        """The living processes of this host: pid -> rank ("" where it is none)."""
-        here, found = os.stat(f"/run/netns/{self.namespace}"), {}
+        """The living processes of this host: pid -> rank ("" if it is no rank)."""
+        here, ranks = os.stat(f"/run/netns/{self.namespace}"), {}
         for folder, variables in environments():
             with suppress(OSError):  # it has ended meanwhile
                 if os.path.samestat(os.stat(folder / "ns" / "net"), here):
-                    found[int(folder.name)] = variables.get("RANK", "")
-        return found
+                    ranks[int(folder.name)] = variables.get("RANK", "")
+        return ranks
 
     def ranks(self) -> dict[int, int]:
         """The living ranks of a job on this host: pid -> rank."""
         return {pid: int(rank) for pid, rank in self.processes().items() if rank}
 
     def kill(self) -> None:
-        """SIGKILL to all that runs here, as if the host lost its power."""
+        """Sends SIGKILL to all processes of this host, as in a power failure."""
         end = time.monotonic() + 20
         while pids := self.processes():
             assert time.monotonic() < end, f"{self.name}: {pids} do not die"
@@ -137,14 +141,15 @@ class Host:
     # ------------------------------------------------------------------------------------------------------ the cable
 
     def cut(self) -> None:
-        """Pulls the cable: what is sent from or to this host is lost."""
+        """Disconnects this host: packets from and to it are lost."""
         _ip("-n", self.switch, "link", "set", self.name, "down")
 
     def mend(self) -> None:
+        """Connects this host again."""
         _ip("-n", self.switch, "link", "set", self.name, "up")
 
     def limit(self, mbit: float) -> None:
-        """No more than `mbit` Mbit/s from this host, and as much to it."""
+        """Limits the bandwidth from this host and to it to `mbit` Mbit/s each."""
         shape = ["root", "tbf", "rate", f"{round(mbit * 1000)}kbit", "burst", str(2**16), "latency", "50ms"]
         for namespace, device in ((self.namespace, CARD), (self.switch, self.name)):
             _do("tc", "-n", namespace, "qdisc", "replace", "dev", device, *shape)
@@ -152,8 +157,8 @@ class Host:
 
 @contextmanager
 def hosts(n: int = 2) -> Iterator[list[Host]]:
-    """`n` hosts on a network of their own. At the end of the block all that was started on them is killed, and they are
-    gone."""
+    """Creates `n` hosts on their own network. At the end of the block their processes are killed and they are
+    deleted."""
     group = f"ndtrain-{os.getpid()}-{next(_numbers)}"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as after:
         names = Path(folder, "hosts")

@@ -1,4 +1,4 @@
-"""The parity contract: any mesh gives the one-process run's loss, gradients, norm, weights and moments."""
+"""The parity contract: every mesh gives the losses, gradients, norms, weights and moments of the one-process run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
 from tests.lib.ranks import run_ranks
 
 STATE = ("gradient", "weight", "exp_avg", "exp_avg_sq")
-# 3 K/V and 6 query heads, vocabulary 101, hidden 36: sizes that 2, 4 and 8 do not divide once flat
+# 3 K/V and 6 query heads, vocabulary 101, hidden 36: flat sizes that 2, 4 and 8 do not divide
 SHAPE = [
     "model.vocab_size=101", "model.hidden_size=36", "model.intermediate_size=52", "model.num_hidden_layers=3",
     "model.num_attention_heads=6", "model.num_key_value_heads=3", "train.seq_len=12", "train.loss_chunk=10",
@@ -27,12 +27,16 @@ FP64 = ["precision.params=fp64", "precision.compute=fp64"]
 
 @dataclass
 class Run:
-    """What a run of some steps came to, on the whole model: per step losses and norms; per tensor the last state and
-    the first step's gradient."""
+    """The result of a run on the whole model.
+
+    Attributes:
+        losses, norms: per step.
+        tensors: kind -> name -> tensor: the gradient of the first step; weights and moments of the last.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # kind -> name -> tensor
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
 def mask_none(row: int, step: int, seq_len: int) -> int:
@@ -40,20 +44,20 @@ def mask_none(row: int, step: int, seq_len: int) -> int:
 
 
 def mask_uneven(row: int, step: int, seq_len: int) -> int:
-    """Leading labels that are ignored: rows differ widely, the first four (a rank's all, with 8 ranks) have no valid
-    token at all."""
+    """Number of leading labels that are ignored. It differs widely between rows. The first four rows have no valid
+    token; with 8 ranks these are all rows of a rank."""
     return seq_len if row < 4 else int(np.random.default_rng((step, row, 1)).integers(0, seq_len))
 
 
 MASKS = {"none": mask_none, "uneven": mask_uneven}
 
 
-EOS = 7  # ends a document in packed runs
+EOS = 7  # ends a document with data.pack
 
 
 @dataclass
 class RandomRows:
-    """In place of a corpus: a row's content depends on (step, row) alone."""
+    """Replaces a corpus. The content of a row depends only on (step, row)."""
 
     cfg: Config
 
@@ -69,19 +73,19 @@ class RandomRows:
 
 
 def make_batches(cfg: Config, mesh: Mesh, step: int, mask: str) -> list[Batch]:
-    """This rank's microbatches of random tokens, cut as cp says."""
-    t, cut, part = cfg.train, sequence_sharding(cfg), mesh.index("cp")
+    """This rank's microbatches of random tokens, sharded over cp."""
+    t, sharding, part = cfg.train, sequence_sharding(cfg), mesh.index("cp")
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-    batches = microbatches(RandomRows(cfg), step, rows, t.micro_batch, cut, part, EOS if cfg.data.pack else None)
-    places = torch.from_numpy(cut.index(part))
+    batches = microbatches(RandomRows(cfg), step, rows, t.micro_batch, sharding, part, EOS if cfg.data.pack else None)
+    places = torch.from_numpy(sharding.index(part))
     leading = torch.tensor([MASKS[mask](row, step, t.seq_len) for row in rows]).split(t.micro_batch)
     ignored = [places < first[:, None] for first in leading]
     return [replace(b, labels=b.labels.masked_fill(i, IGNORE)) for b, i in zip(batches, ignored, strict=True)]
 
 
 def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]]:
-    """On one rank: train.steps steps. Returns losses and norms, and every piece of state this rank owns as
-    (kind, name, global start, values)."""
+    """Runs train.steps steps on one rank. Returns the run's losses and norms, and the runs of state that this rank
+    holds as (kind, name, shape, global start, values)."""
     rank, _, world = world_from_env()
     cfg = resolve(load_config(overrides), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
@@ -105,7 +109,7 @@ def rank_run(overrides: list[str], mask: str = "none") -> tuple[Run, list[tuple]
 
 
 def rank_state(stages) -> list[tuple]:
-    """Every piece of weights and moments on this rank, as in `rank_run`."""
+    """The runs of weights and moments that this rank holds, as in `rank_run`."""
     kinds = (("weight", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
     return [p for kind, part in kinds for p in owned(stages, kind, lambda u, part=part: u.buffer(part))]
 
@@ -119,14 +123,15 @@ def owned(stages, kind, part):
 
 
 def train(n: int, overrides: list[str], mask: str = "none") -> Run:
-    """A run on n ranks, assembled."""
+    """Runs on n ranks and assembles the result."""
     run = assemble(run_ranks(rank_run, n, overrides, mask))
     assert set(run.tensors) == set(STATE)
     return run
 
 
 def assemble(results: list[tuple[Run, list[tuple]]]) -> Run:
-    """The whole model's run from its ranks'. Asserts that ranks agree on losses and norms, and replicas to the bit."""
+    """The run of the whole model from the results of its ranks. Asserts that losses and norms are equal on all ranks,
+    and that replicas are equal to the bit."""
     run = results[0][0]
     for other, _ in results[1:]:
         assert other.losses == run.losses and other.norms == run.norms, "ranks report different losses or norms"
@@ -145,11 +150,14 @@ def assemble(results: list[tuple[Run, list[tuple]]]) -> Run:
 
 
 def compare(run: Run, reference: Run, loss: float, state: float) -> None:
-    """Asserts the contract; on failure the message names the worst tensor.
+    """Compares a run with its reference.
 
     Args:
-        loss: tolerance of losses, relative.
-        state: of norms, gradients, weights and moments, relative to each tensor's norm.
+        loss: relative tolerance of losses.
+        state: tolerance of norms, gradients, weights and moments, relative to each tensor's norm.
+
+    Raises:
+        AssertionError: a difference exceeds its tolerance; the message names the worst tensor.
     """
     for got, want in zip(run.losses, reference.losses, strict=True):
         assert abs(got - want) <= loss * max(1, abs(want)), f"loss {got!r}, reference {want!r}"

@@ -1,4 +1,4 @@
-"""Runs a function on n gloo ranks, each a fresh process forked from a server that has torch loaded already."""
+"""Runs a function on n gloo ranks. Each is a fresh process, forked from a server that has torch loaded."""
 
 import multiprocessing as mp
 import os
@@ -21,7 +21,7 @@ def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 120) -> list[An
     """[fn(*args) on rank 0, ... on rank n-1]. With n > 1 the world process group (gloo) exists inside `fn`.
 
     Raises:
-        AssertionError: a rank raised (its traceback is the message) or the time ran out.
+        AssertionError: a rank raised (its traceback is the message), or `timeout` seconds passed without a result.
     """
     with started_ranks(fn, n, *args) as (ranks, folder):
         return _collect(ranks, folder, timeout)
@@ -29,7 +29,8 @@ def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 120) -> list[An
 
 @contextmanager
 def started_ranks(fn: Callable, n: int, *args: Any) -> Iterator[tuple[list, Path]]:
-    """The n processes at work, and the folder that their results go to; none is left at the end of the block."""
+    """Yields the n running processes and the folder of their results. The processes are killed at the end of the
+    block."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_context.Process(target=_rank, args=(fn, r, n, args, folder), daemon=True) for r in range(n)]
         for p in ranks:

@@ -1,4 +1,4 @@
-"""A Slurm for tests: a controller and two nodes with two (pretended) GPUs each, all on this machine.
+"""A Slurm cluster for tests: a controller and two nodes with two simulated GPUs each, all on this machine.
 
 with cluster(folder) as slurm:
     job = slurm.submit(["-N", "2", "script.sh"], cwd)
@@ -63,8 +63,8 @@ PartitionName=urgent Nodes=n[0-1] MaxTime=INFINITE State=UP PriorityTier=10 Pree
 
 @functools.cache
 def missing() -> str | None:
-    """Why no Slurm can be started here; None where one can. Debian's packages are installed where they are lacking and
-    this machine lets it, which takes some seconds."""
+    """The reason why Slurm cannot be started here; None: it can. Missing Debian packages are installed if possible,
+    which takes some seconds."""
     lacking = [p for p in PROGRAMS if not shutil.which(p, path=PATH)]
     if lacking and (why := _install()):
         return f"no Slurm here ({', '.join(lacking)} not found; {why})"
@@ -74,7 +74,7 @@ def missing() -> str | None:
 
 
 def _install() -> str | None:
-    """Why Debian's packages cannot be installed; None where they now are."""
+    """Installs Debian's packages. Returns the reason if that is not possible, else None."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0 or not shutil.which("apt-get"):
         return "installing it needs root and apt-get"
     quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
@@ -87,7 +87,7 @@ def _install() -> str | None:
 
 @dataclass
 class Cluster:
-    """A running Slurm. The processes of its jobs are marked with its folder: `helpers.processes` finds them."""
+    """A running Slurm cluster. The processes of its jobs are marked with its folder, for `helpers.processes`."""
 
     folder: Path
     daemons: dict[str, subprocess.Popen] = field(default_factory=dict)
@@ -98,26 +98,26 @@ class Cluster:
         return os.environ | own
 
     def call(self, *argv: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-        """What a Slurm command prints.
+        """The output of a Slurm command.
 
         Raises:
-            AssertionError: it failed; its message is the text.
+            AssertionError: it failed; the message is its stderr.
         """
         done = subprocess.run(argv, cwd=cwd, env=self.env | (env or {}), capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}"
         return done.stdout
 
     def submit(self, argv: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -> str:
-        """The number of a new job. `argv`: sbatch's options, the script, its arguments."""
+        """Submits a job and returns its number. `argv`: sbatch's options, the script and its arguments."""
         return self.call("sbatch", "--parsable", *argv, cwd=cwd, env=env).strip()
 
     def show(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says, as key -> value. `job` may be a task of an array: 12_3."""
+        """The output of `scontrol show job` as key -> value. `job` may be a task of an array: 12_3."""
         words = self.call("scontrol", "-o", "show", "job", job).split()
         return dict(w.partition("=")[::2] for w in words)
 
     def wait(self, job: str, state: str, timeout: float = 300) -> dict[str, str]:
-        """Waits until the job is in a state, and returns `show` of then."""
+        """Waits until the job is in `state`. Returns its `show` at that time."""
         end = time.monotonic() + timeout
         while (now := self.show(job))["JobState"] != state:
             assert time.monotonic() < end, f"job {job} is {now['JobState']} and not {state}: {now}\n{self.output(now)}"
@@ -125,12 +125,12 @@ class Cluster:
         return now
 
     def wait_for_restart(self, job: str, count: int = 1, timeout: float = 300) -> None:
-        """Waits until the job has been queued again `count` times."""
+        """Waits until the job has been requeued `count` times."""
         restarted = lambda: int(self.show(job)["Restarts"]) >= count
         wait_for(restarted, f"job {job} to be queued again\n{self.output(self.show(job))}", timeout, pause=0.2)
 
     def output(self, shown: dict[str, str]) -> str:
-        """What a job (as `show` gives it) has printed."""
+        """The output of a job, given its `show`."""
         path = Path(shown["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -141,7 +141,7 @@ class Cluster:
     # ---------------------------------------------------------------------------------------------------- the daemons
 
     def start(self, name: str) -> None:
-        """Starts a node's daemon, or the controller's."""
+        """Starts the daemon of a node or of the controller."""
         argv = ["slurmctld", "-D"] if name == "slurmctld" else ["slurmd", "-D", "-N", name]
         log = (self.folder / f"{name}.out").open("a")
         env = self.env | {MARK: f"{self.folder}/{name}"}
@@ -149,7 +149,7 @@ class Cluster:
         log.close()
 
     def lose(self, node: str) -> None:
-        """The node is gone at once, with all that runs on it, and the controller learns of it."""
+        """Kills a node with all its processes, and tells the controller that it is down."""
         self.daemons[node].kill()
         self.daemons[node].wait()
         for folder, variables in environments():
@@ -170,7 +170,7 @@ class Cluster:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
-    """A Slurm with its files in `folder`. Nothing that it has started is left at the end of the block."""
+    """Starts a Slurm cluster with its files in `folder`. All its processes are killed at the end of the block."""
     made = Cluster(folder)
     for name in ("state", *(f"spool-{n}" for n in NODES)):
         (folder / name).mkdir()
@@ -188,13 +188,13 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         for process in made.daemons.values():
             process.kill()
             process.wait()
-        for mark in (folder, *(folder / name for name in made.daemons)):  # jobs, and what serves them
+        for mark in (folder, *(folder / name for name in made.daemons)):  # the jobs, and the daemons' children
             for pid in processes(mark):
                 os.kill(pid, signal.SIGKILL)
 
 
 def _trains(pid: int) -> bool:
-    """Whether a process is a rank itself; rank 0 has one beside it that copies what it prints."""
+    """Whether a process is a rank itself, and not the one beside rank 0 that copies its output."""
     try:
         return b"ndtrain.train" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it has ended meanwhile
@@ -202,7 +202,7 @@ def _trains(pid: int) -> bool:
 
 
 def _free_ports() -> list[int]:
-    """Three ports, the last two of them neighbours, on which nobody listens."""
+    """Three consecutive free ports."""
     for port in range(16900, 20000, 3):
         with ExitStack() as held:
             try:

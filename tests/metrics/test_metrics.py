@@ -1,4 +1,4 @@
-"""metrics.jsonl, wandb, the console, the peak and the memory of a run."""
+"""metrics.jsonl, wandb, the console, peak FLOP/s and peak memory."""
 
 import builtins
 import errno
@@ -30,7 +30,7 @@ KEYS = [
 
 
 def make(folder: Path, start: int = 0, resume: bool = False, logger: str = "jsonl", **train) -> Metrics:
-    """A run of 4 devices of 1 TFLOP/s, at 1e8 model FLOPs and 1.25e8 hardware FLOPs a token."""
+    """The metrics of a run on 4 devices of 1 TFLOP/s, with 1e8 model FLOPs and 1.25e8 hardware FLOPs per token."""
     overrides = [f"train.{key}={value}" for key, value in train.items()]
     cfg = load_config([f"run.dir={folder}", "run.name=t", f"logger={logger}", *overrides])
     return Metrics(cfg, folder, start, 1e8, 1.25e8, 1e12, 4, resume)
@@ -57,7 +57,7 @@ def rows(folder: Path) -> list[dict]:
 # ----------------------------------------------------------------------------------------------------------- rows
 
 
-def test_row_has_exactly_the_promised_keys_and_figures(tmp_path):
+def test_row_has_exactly_the_documented_keys_and_figures(tmp_path):
     metrics = make(tmp_path)
     log(metrics, 1)
     metrics.close()
@@ -88,7 +88,7 @@ def test_each_row_is_in_the_file_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_json_cannot_say_is_null(tmp_path, value, capsys):
+def test_values_that_json_lacks_are_null(tmp_path, value, capsys):
     metrics = make(tmp_path)
     log(metrics, 1, loss=value, grad_norm=value)
     metrics.close()
@@ -121,12 +121,12 @@ def test_torn_lines_are_dropped_on_resume(tmp_path):
     path.write_bytes(b'{"step": 1}\n{"ste\n{"step": 2}\n\xff\xfe\n[]\n{"step": 3, "loss": 2.')
     JsonlWriter(path, 3).close()
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
-    path.write_bytes(b'{"step": 1}\n{"step": 2}')  # whole JSON, but was the last digit written?
+    path.write_bytes(b'{"step": 1}\n{"step": 2}')  # valid JSON, but digits may be missing
     JsonlWriter(path, 3).close()
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
-def test_a_fresh_run_starts_the_file_afresh(tmp_path):
+def test_a_fresh_run_overwrites_the_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     make(tmp_path, start=3).close()
     assert rows(tmp_path) == []
@@ -138,7 +138,7 @@ def test_full_disk_tears_no_line_and_loses_no_row(tmp_path, capsys):
     whole = metrics._jsonl._file
 
     class Full:
-        """Takes ten bytes of each write, as a disk with as much room left."""
+        """Accepts ten bytes of each write, as a disk with ten free bytes."""
 
         name = "metrics.jsonl"
         fileno, truncate = whole.fileno, whole.truncate
@@ -162,7 +162,7 @@ def test_full_disk_tears_no_line_and_loses_no_row(tmp_path, capsys):
 
 @pytest.fixture
 def wandb(tmp_path, monkeypatch):
-    """wandb as on a machine where nobody is logged in."""
+    """wandb without credentials."""
     wandb = pytest.importorskip("wandb")
     for key in [k for k in os.environ if k.startswith("WANDB_") or k == "NETRC"]:
         monkeypatch.delenv(key)
@@ -174,8 +174,8 @@ def wandb(tmp_path, monkeypatch):
 
 
 def wandb_records(folder: Path, deadline_s: float = 60) -> list:
-    """The protobuf records of all wandb runs in `folder`, oldest first, each whole: wandb's own process may still write
-    the end of a file when the run is over for us."""
+    """The protobuf records of all wandb runs in `folder`, oldest first. It waits until the files are complete, since
+    wandb's process may write after the end of the run."""
     end = time.monotonic() + deadline_s
     while True:
         paths = sorted(folder.glob("wandb/*run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns)
@@ -187,16 +187,16 @@ def wandb_records(folder: Path, deadline_s: float = 60) -> list:
 
 
 def read_records(path: Path) -> list:
-    """The protobuf records of one file, a LevelDB log after a header of 7 bytes: blocks of 32 KiB, each piece headed by
-    crc (4 bytes), length (2), kind (1 whole, 2 first, 3 middle, 4 last)."""
+    """The protobuf records of one file. It is a LevelDB log after a header of 7 bytes: blocks of 32 KiB with fragments.
+    Each fragment has a header: crc (4 bytes), length (2), kind (1 whole, 2 first, 3 middle, 4 last)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found = []
+    records = []
     data, at, parts = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
-        room = 32768 - at % 32768
-        if room < 7:
-            at += room
+        left_in_block = 32768 - at % 32768
+        if left_in_block < 7:
+            at += left_in_block
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
         if at + 7 + length > len(data):
@@ -204,9 +204,9 @@ def read_records(path: Path) -> list:
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
-            found.append(Record.FromString(parts))
+            records.append(Record.FromString(parts))
             parts = b""
-    return found
+    return records
 
 
 def wandb_history(folder: Path) -> list[dict]:
@@ -236,9 +236,9 @@ def test_wandb_offline_reads_back_across_a_resume(tmp_path, wandb, capfd):
     assert config["model"]["hidden_size"] == 64 and config["data"]["vocab_size"] == 512
     assert wandb_exit_codes(tmp_path) == [0, 0]
     output = capfd.readouterr()
-    said = [line for line in output.out.splitlines() if not line.startswith("step ")]
-    assert output.err == "" and len(said) == 2
-    assert all(line.startswith(f"wandb: {tmp_path}/wandb/offline-run-") for line in said)
+    notes = [line for line in output.out.splitlines() if not line.startswith("step ")]
+    assert output.err == "" and len(notes) == 2
+    assert all(line.startswith(f"wandb: {tmp_path}/wandb/offline-run-") for line in notes)
 
 
 def test_wandb_never_asks_for_a_key(tmp_path, wandb, monkeypatch, capsys):
@@ -308,7 +308,7 @@ def test_training_goes_on_when_wandb_fails(tmp_path, where, capsys):
 
 
 def test_an_exception_ends_the_wandb_run_as_failed(tmp_path, wandb):
-    """Nobody calls close(): rows must be in the run all the same, and its status says that it failed."""
+    """Without a call of close() the wandb run contains all rows and its exit code is 1."""
     script = textwrap.dedent(
         f"""
         import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -381,7 +381,7 @@ def test_bar_on_a_terminal(monkeypatch):
     frames = [line for line in output.replace("\r", "\n").splitlines() if "step" in line]
     assert "300/300" in frames[-1] and "loss 6.1234  12,345 tok/s  MFU 41.2 %  left 0s" in frames[-1]
     assert any(line.endswith("saved [red]step-120[/red]") for line in frames)
-    assert output.count("loss") < 20  # drawn ten times a second at most, whatever the step rate
+    assert output.count("loss") < 20  # drawn at most ten times a second
 
 
 @pytest.mark.parametrize(
@@ -528,10 +528,10 @@ def test_fp32_on_a_gpu_counts_tf32_only_where_it_is_allowed(monkeypatch):
 
 
 def test_cpu_peak_memory_rises_and_is_reset():
-    """In a process of its own: in this one, pages that earlier tests freed and the allocator kept hide the rise."""
+    """It runs in a fresh process: here, pages that earlier tests freed and the allocator kept would hide the rise."""
     (resets,) = run_ranks(_check_peak_memory, 1)
     if not resets:
-        pytest.skip("this kernel does not reset the mark")
+        pytest.skip("this kernel does not reset the peak")
 
 
 def _check_peak_memory() -> bool:

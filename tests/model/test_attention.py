@@ -1,4 +1,4 @@
-"""Tiles against the brute-force mask, the local core against a brute-force masked softmax, and cuts of a sequence."""
+"""Tiles compared with a brute-force mask, the local core with a brute-force softmax, and shardings of a sequence."""
 
 from types import SimpleNamespace
 
@@ -13,11 +13,11 @@ from ndtrain.model.attention.core import local_core
 from ndtrain.model.attention.scores import Scores, alibi_slopes
 from ndtrain.model.attention.tiles import Kind, halves, tiles, work
 
-# ------------------------------------------------------------------------------------------- what all is compared with
+# ----------------------------------------------------------------------------------------------------------- reference
 
 
 def visible(length: int, documents: tuple[int, ...] = (0,), window: int | None = None) -> np.ndarray:
-    """[query, key]"""
+    """The mask of visible pairs [query, key]."""
     i, j = np.arange(length)[:, None], np.arange(length)
     document = np.searchsorted(documents, np.arange(length), side="right")
     seen = (j <= i) & (document[:, None] == document)
@@ -25,7 +25,7 @@ def visible(length: int, documents: tuple[int, ...] = (0,), window: int | None =
 
 
 def brute_force(q_BTND, k_BTKD, v_BTKD, scores: Scores):
-    """Masked softmax attention as its definition says, differentiable."""
+    """Masked softmax attention by its definition, differentiable."""
     B, T, N, D = q_BTND.shape
     k, v = (x.repeat_interleave(N // x.shape[2], 2).transpose(1, 2) for x in (k_BTKD, v_BTKD))
     s = q_BTND.transpose(1, 2) @ k.mT / D**0.5
@@ -40,14 +40,14 @@ def brute_force(q_BTND, k_BTKD, v_BTKD, scores: Scores):
 
 
 def random_documents(rows: int, length: int, seed: int, mean: int = 9) -> tuple[tuple[int, ...], ...]:
-    """Lengths between 1 and 2 * mean."""
+    """The starts of random documents in each row, with lengths between 1 and 2 * mean."""
     draw = np.random.default_rng(seed)
     starts = [np.cumsum([0, *draw.integers(1, 2 * mean + 1, length)]) for _ in range(rows)]
     return tuple(tuple(int(x) for x in s if x < length) for s in starts)
 
 
 def random_qkv(B: int, T: int, N: int, K: int, D: int, dtype=torch.float64, seed: int = 0) -> list[torch.Tensor]:
-    """q, k, v and a gradient of the output."""
+    """Random q, k, v and gradient of the output."""
     gen = torch.Generator().manual_seed(seed)
     return [torch.randn(B, T, n, D, generator=gen, dtype=torch.float64).to(dtype) for n in (N, K, K, N)]
 
@@ -59,7 +59,7 @@ def out_and_gradients(core, q, k, v, grad) -> list[torch.Tensor]:
 
 
 def assert_close(got, expected, bound_out: float, bound_grad: float) -> None:
-    """Relative to the largest element."""
+    """Asserts that the largest error is within the bounds, relative to the largest element."""
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
         bound = bound_out if name == "out" else bound_grad
         error = ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
@@ -79,29 +79,31 @@ def variant(name: str, B: int, T: int, N: int) -> Scores:
     )
 
 
-# ------------------------------------------------------------------------------------------------------ sequence cuts
+# -------------------------------------------------------------------------------------------------- sequence sharding
 
-cuts = st.builds(
+shardings = st.builds(
     lambda balance, ring, ulysses, units: SequenceSharding(2 * ring * ulysses * units, ring, ulysses, balance),
     st.sampled_from(BALANCES), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4),
 )  # fmt: skip
 
 
-@given(cuts)
+@given(shardings)
 @settings(deadline=None, max_examples=60)
-def test_every_token_is_held_once(cut):
-    indices = [cut.index(part) for part in range(cut.parts)]
-    assert {len(i) for i in indices} == {cut.length // cut.parts}
-    assert sorted(np.concatenate(indices)) == list(range(cut.length))
-    for r in range(cut.ring):
-        held = np.concatenate([indices[r * cut.ulysses + u] for u in range(cut.ulysses)])
-        local = np.concatenate([np.arange(p.start, p.start + p.count) for p in cut.pieces(r)])
+def test_every_token_is_held_once(sharding):
+    indices = [sharding.index(part) for part in range(sharding.parts)]
+    assert {len(i) for i in indices} == {sharding.length // sharding.parts}
+    assert sorted(np.concatenate(indices)) == list(range(sharding.length))
+    for r in range(sharding.ring):
+        held = np.concatenate([indices[r * sharding.ulysses + u] for u in range(sharding.ulysses)])
+        local = np.concatenate([np.arange(p.start, p.start + p.count) for p in sharding.pieces(r)])
         assert np.array_equal(local, np.arange(len(held)))
-        assert np.array_equal(held, np.concatenate([p.first + p.stride * np.arange(p.count) for p in cut.pieces(r)]))
+        assert np.array_equal(
+            held, np.concatenate([p.first + p.stride * np.arange(p.count) for p in sharding.pieces(r)])
+        )
         assert (np.diff(held) > 0).all()
 
 
-def test_a_cut_that_is_written_down():
+def test_explicit_shardings():
     assert SequenceSharding(16, 2).index(0).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
     assert SequenceSharding(16, 2, 2).index(1).tolist() == [12, 13, 14, 15]
     assert SequenceSharding(8, 2, 1, "striped").index(1).tolist() == [1, 3, 5, 7]
@@ -109,7 +111,7 @@ def test_a_cut_that_is_written_down():
 
 
 @pytest.mark.parametrize("length, ring, ulysses, balance", [(6, 2, 1, "zigzag"), (6, 1, 4, "none"), (8, 2, 1, "snake")])
-def test_a_cut_that_does_not_divide_is_refused(length, ring, ulysses, balance):
+def test_a_sharding_that_does_not_divide_is_refused(length, ring, ulysses, balance):
     with pytest.raises(ValueError, match=r"length|balance"):
         SequenceSharding(length, ring, ulysses, balance)
 
@@ -123,8 +125,8 @@ def seen_of(t) -> np.ndarray:
     return (t.low <= ahead) & (ahead <= t.high)
 
 
-def check_tile(t, cut, seen, own, other) -> None:
-    """That the tile is what its kind says, in the place that it says."""
+def check_tile(t, sharding, seen, own, other) -> None:
+    """Asserts that the tile has its kind and its position."""
     if t.kind is Kind.FULL:
         assert seen.all()
     elif t.kind is Kind.CAUSAL:
@@ -136,26 +138,29 @@ def check_tile(t, cut, seen, own, other) -> None:
 
 
 @given(
-    cut=cuts, seed=st.integers(0, 99), packed=st.booleans(), window=st.none() | st.integers(1, 30),
+    sharding=shardings, seed=st.integers(0, 99), packed=st.booleans(), window=st.none() | st.integers(1, 30),
     block=st.none() | st.tuples(st.integers(1, 7), st.integers(1, 7)), split=st.booleans(),
 )  # fmt: skip
 @settings(deadline=None, max_examples=150)
-def test_tiles_hold_each_visible_pair_once(cut, seed, packed, window, block, split):
-    documents = random_documents(2, cut.length, seed, mean=1 + seed % 20) if packed else None
-    masks = [visible(cut.length, d, window) for d in documents or ((0,), (0,))]
-    whole = [np.concatenate([p.first + p.stride * np.arange(p.count) for p in cut.pieces(r)]) for r in range(cut.ring)]
-    for a in range(cut.ring):
-        for b in range(cut.ring):
-            found = tiles(cut.pieces(a), cut.pieces(b), cut.length, documents, window, block)
+def test_tiles_hold_each_visible_pair_once(sharding, seed, packed, window, block, split):
+    documents = random_documents(2, sharding.length, seed, mean=1 + seed % 20) if packed else None
+    masks = [visible(sharding.length, d, window) for d in documents or ((0,), (0,))]
+    whole = [
+        np.concatenate([p.first + p.stride * np.arange(p.count) for p in sharding.pieces(r)])
+        for r in range(sharding.ring)
+    ]
+    for a in range(sharding.ring):
+        for b in range(sharding.ring):
+            pair_tiles = tiles(sharding.pieces(a), sharding.pieces(b), sharding.length, documents, window, block)
             expected = np.stack([m[np.ix_(whole[a], whole[b])] for m in masks])
-            assert work(found) == (expected.sum() if packed else expected[0].sum())
+            assert work(pair_tiles) == (expected.sum() if packed else expected[0].sum())
             if split:
-                first, second = halves(found)
-                found = (*first, *second)
+                first, second = halves(pair_tiles)
+                pair_tiles = (*first, *second)
             count, seen_rows = np.zeros(expected.shape, int), np.zeros(expected.shape[:2], bool)
-            for t in found:
+            for t in pair_tiles:
                 seen = seen_of(t)
-                check_tile(t, cut, seen, *((whole[a], whole[b]) if block else (None, None)))
+                check_tile(t, sharding, seen, *((whole[a], whole[b]) if block else (None, None)))
                 assert block is None or (t.shape[0] <= block[0] and t.shape[1] <= block[1])
                 count[t.rows, t.q, t.k] += seen
                 if not split:
@@ -165,8 +170,8 @@ def test_tiles_hold_each_visible_pair_once(cut, seed, packed, window, block, spl
 
 
 def test_zigzag_takes_one_tile_a_step():
-    cut = SequenceSharding(64, 4)
-    shapes = [[(t.shape, t.kind) for t in tiles(cut.pieces(1), cut.pieces(b), 64)] for b in range(4)]
+    sharding = SequenceSharding(64, 4)
+    shapes = [[(t.shape, t.kind) for t in tiles(sharding.pieces(1), sharding.pieces(b), 64)] for b in range(4)]
     assert shapes[0] == [((16, 8), Kind.FULL)]
     assert shapes[1] == [((16, 16), Kind.CAUSAL)]
     assert shapes[2] == shapes[3] == [((8, 16), Kind.FULL)]
@@ -174,8 +179,8 @@ def test_zigzag_takes_one_tile_a_step():
 
 def test_blocks_beyond_the_window_are_skipped():
     pieces = SequenceSharding(4096).pieces(0)
-    found = tiles(pieces, pieces, 4096, window=600)
-    assert sum(t.shape[0] * t.shape[1] for t in found) < 2 * work(found)
+    window_tiles = tiles(pieces, pieces, 4096, window=600)
+    assert sum(t.shape[0] * t.shape[1] for t in window_tiles) < 2 * work(window_tiles)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +188,12 @@ def test_blocks_beyond_the_window_are_skipped():
 )
 @pytest.mark.parametrize("ring", [2, 4, 8])
 def test_the_busiest_has_little_more_than_the_mean(balance, packed, bound, ring):
-    cut = SequenceSharding(2048, ring, 1, balance)
+    sharding = SequenceSharding(2048, ring, 1, balance)
     documents = random_documents(1, 2048, seed=ring, mean=150) if packed else None
-    loads = [sum(work(tiles(cut.pieces(a), cut.pieces(b), 2048, documents)) for b in range(ring)) for a in range(ring)]
+    loads = [
+        sum(work(tiles(sharding.pieces(a), sharding.pieces(b), 2048, documents)) for b in range(ring))
+        for a in range(ring)
+    ]
     assert max(loads) <= bound * np.mean(loads)
     none = SequenceSharding(2048, ring, 1, "none")
     busy = [sum(work(tiles(none.pieces(a), none.pieces(b), 2048)) for b in range(ring)) for a in range(ring)]
@@ -194,10 +202,10 @@ def test_the_busiest_has_little_more_than_the_mean(balance, packed, bound, ring)
 
 def test_halves_share_the_work():
     pieces = SequenceSharding(1024).pieces(0)
-    for found in (tiles(pieces, pieces, 1024), tiles(pieces, pieces, 1024, block=(64, 64))):
-        first, second = halves(found)
-        assert 0.4 <= work(first) / work(found) <= 0.6
-        assert work(first) + work(second) == work(found)
+    for all_tiles in (tiles(pieces, pieces, 1024), tiles(pieces, pieces, 1024, block=(64, 64))):
+        first, second = halves(all_tiles)
+        assert 0.4 <= work(first) / work(all_tiles) <= 0.6
+        assert work(first) + work(second) == work(all_tiles)
 
 
 # --------------------------------------------------------------------------------------------------------- local core

@@ -48,7 +48,7 @@ QWEN3 = QWEN2 | {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 16,
     "rope_scaling": None, "sliding_window": None,
 }  # fmt: skip
-# the fields that each was published with, in the spelling of its day; sizes are ours
+# the fields that each family was published with, in their original spelling, with small sizes
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias", "rope_theta")}
     | {"num_key_value_heads": 4, "attention_dropout": None, "torch_dtype": "float16"},
@@ -75,7 +75,7 @@ def write(folder: Path, config: dict[str, Any]) -> None:
 
 
 def from_transformers(folder: Path, name: str) -> None:
-    """A random model of a family as `transformers` saves it, but with the config.json of its day."""
+    """Writes a random model of a family as `transformers` saves it, but with the config.json it was published with."""
     config = FAMILIES[name]
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).float()
     draw = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ def from_transformers(folder: Path, name: str) -> None:
 
 
 def open_transformers(folder: Path, m: ModelConfig | None = None) -> torch.nn.Module:
-    """Theirs in fp64; with `m`, norms and rotary tables too."""
+    """The `transformers` model in fp64; with `m`, its norms and rotary tables too."""
     options = {"dtype": torch.float64, "attn_implementation": "sdpa", "output_loading_info": True}
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
@@ -98,7 +98,8 @@ def open_transformers(folder: Path, m: ModelConfig | None = None) -> torch.nn.Mo
 
 
 def train_transformers(model: torch.nn.Module, tokens: np.ndarray) -> tuple[list[float], dict, dict]:
-    """Three steps of theirs with torch's AdamW: (losses, the first step's gradients, weights after the last)."""
+    """Trains a `transformers` model for three steps with torch's AdamW. Returns (losses, gradients of the first step,
+    weights after the last)."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     parts = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -120,16 +121,17 @@ def tensors(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
     return {n: t for path in sorted(checkpoint.glob(f"{stem}*.safetensors")) for n, t in load_file(path).items()}
 
 
-def worst(found: dict, wanted: dict, difference: Callable) -> tuple[float, str]:
-    assert found.keys() == wanted.keys()
-    return max((difference(found[n], wanted[n]), n) for n in wanted)
+def worst(ours: dict, theirs: dict, difference: Callable) -> tuple[float, str]:
+    assert ours.keys() == theirs.keys()
+    return max((difference(ours[n], theirs[n]), n) for n in theirs)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(f, marks=[pytest.mark.full] if f != "llama3.1" else []) for f in FAMILIES]
 )
 def test_trained_from_a_folder(name, tmp_path):
-    """On four ranks as `transformers` on one: losses, first gradients, weights after three steps; and there again."""
+    """Training on four ranks gives the losses, first gradients and final weights of `transformers` on one process, and
+    `transformers` loads the checkpoint."""
     source = tmp_path / "source"
     from_transformers(source, name)
     assert (len(list(source.glob("*.safetensors"))) > 1) == (name in SHARDED)

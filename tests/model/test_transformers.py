@@ -46,7 +46,7 @@ def config(name: str) -> ModelConfig:
 
 
 def pair(m: ModelConfig) -> tuple[Transformer, torch.nn.Module]:
-    """Ours and theirs, in fp64, with equal weights."""
+    """(ndtrain's model, the `transformers` model), in fp64, with equal weights."""
     ours = Transformer(m, loss_chunk=100).double()
     for name, p in ours.named_parameters():
         fill(p.data.view(-1), m, 0, name, 0)
@@ -60,7 +60,7 @@ def pair(m: ModelConfig) -> tuple[Transformer, torch.nn.Module]:
 
 
 def lift(theirs: torch.nn.Module, m: ModelConfig) -> None:
-    """Takes their norms and rotary tables, which compute in fp32, to fp64."""
+    """Makes the norms and rotary tables of `transformers`, which compute in fp32, compute in fp64."""
     for module in theirs.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = lambda x, n=module: (

@@ -10,7 +10,7 @@ from ndtrain.config import load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts
 from ndtrain.engine.train_step import TrainingStep
-from ndtrain.model.contiguous import joined, side_by_side
+from ndtrain.model.contiguous import cat, cat_if_contiguous
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import rope_table, rotate
 from ndtrain.model.swiglu import swiglu
@@ -22,8 +22,8 @@ from tests.lib.parity import SHAPE, make_batches
 def test_neighbours_are_joined_without_a_copy(dim):
     whole = torch.arange(24.0).view(4, 6)
     parts = whole.split_with_sizes((1, 3) if dim == 0 else (1, 5), dim)
-    assert torch.equal(joined(parts, dim), whole)
-    assert joined(parts, dim).data_ptr() == side_by_side(parts, dim).data_ptr() == whole.data_ptr()
+    assert torch.equal(cat_if_contiguous(parts, dim), whole)
+    assert cat_if_contiguous(parts, dim).data_ptr() == cat(parts, dim).data_ptr() == whole.data_ptr()
 
 
 def test_what_does_not_follow_is_copied():
@@ -36,8 +36,8 @@ def test_what_does_not_follow_is_copied():
         "of other strides": (whole[:2, :2], whole.view(2, 12)[:, 2:4]),
     }
     for why, parts in strange.items():
-        assert joined(parts, 1) is None, why
-        assert torch.equal(side_by_side(parts, 1), torch.cat(parts, 1)), why
+        assert cat_if_contiguous(parts, 1) is None, why
+        assert torch.equal(cat(parts, 1), torch.cat(parts, 1)), why
 
 
 def test_memory_that_happens_to_follow_is_not_joined():
@@ -45,8 +45,8 @@ def test_memory_that_happens_to_follow_is_not_joined():
     pool = torch.arange(8.0)
     two = [torch.frombuffer(pool.numpy(), dtype=torch.float32, count=4, offset=16 * i).view(1, 4) for i in range(2)]
     assert two[0].data_ptr() + 16 == two[1].data_ptr()
-    assert joined(two, 0) is None
-    assert torch.equal(side_by_side(two, 0), pool.view(2, 4))
+    assert cat_if_contiguous(two, 0) is None
+    assert torch.equal(cat(two, 0), pool.view(2, 4))
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -67,9 +67,9 @@ def test_gradients_of_what_lies_between_products():
         parts = [x.detach().requires_grad_() for x in made.split(sizes, dim)]
         out = fn(*parts)
         total = out.sum() if isinstance(out, torch.Tensor) else sum((x * x.detach()).sum() for x in out)
-        assert joined(torch.autograd.grad(total, parts), dim) is not None
+        assert cat_if_contiguous(torch.autograd.grad(total, parts), dim) is not None
     q, k = (x.detach() for x in leaf(2, 3, 6, 4).split((4, 2), 2))
-    assert joined(turn(q, k), 2) is not None and joined(turn(q.clone(), k), 2) is None
+    assert cat_if_contiguous(turn(q, k), 2) is not None and cat_if_contiguous(turn(q.clone(), k), 2) is None
     for got, want in zip(turn(q.clone(), k), turn(q, k), strict=True):
         torch.testing.assert_close(got, want)
 

@@ -1,4 +1,4 @@
-"""Profiles: what kind of work a step's time went to, `train.profile`, and the memory snapshot."""
+"""Profiles: the time of a step by kind of work, `train.profile`, and the memory snapshot."""
 
 import gzip
 import json
@@ -39,7 +39,7 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def table_of_a_step(overrides: list[str], steps: int = 2) -> Table:
-    """On one rank: `record`'s of our training step."""
+    """The table of a training step on one rank."""
     rank, _, world = world_from_env()
     cfg = resolve(load_config([*SHAPE, *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, CPU)
@@ -87,7 +87,7 @@ def test_kind(name, device, kind):
 
 
 def test_every_operator_of_a_step_has_a_kind():
-    """And their times are all of the step's; the work of a step of known shape is found where it belongs."""
+    """The times add up to the step's, and the calls are those expected for the shape of the model."""
     table = table_of_a_step([])
     assert table.steps == 2 and table.plain_ms > 0
     assert sum(spent.ms for spent in table.kinds.values()) == pytest.approx(table.step_ms)
@@ -96,11 +96,11 @@ def test_every_operator_of_a_step_has_a_kind():
     assert not {name for name in large if table.operators[name][0] == "unnamed"} and table.share("unnamed") < 0.01
     layers, microbatches = 2, 2
     assert table.kinds["attention"].calls >= 2 * layers * microbatches  # forward and backward
-    products = 5 * layers + 1  # q with k, v, o, gate with up, down and the head; each has three products
-    assert 3 * products * microbatches <= table.kinds["matmul"].calls <= 4 * products * microbatches
+    linears = 5 * layers + 1  # q with k, v, o, gate with up, down and the head; each has three matmuls
+    assert 3 * linears * microbatches <= table.kinds["matmul"].calls <= 4 * linears * microbatches
     assert 0.1 < table.kernel_share < 1 - table.share("python", "autograd", "views") + 1e-9
-    said = "\n".join(table.lines())
-    assert f"{table.kernel_share:.1%}" in said and "aten::mm" in said and "step, unprofiled" in said
+    output = "\n".join(table.lines())
+    assert f"{table.kernel_share:.1%}" in output and "aten::mm" in output and "step, unprofiled" in output
     assert json.loads(json.dumps(table.as_dict()))["kinds"]["matmul"]["ms"] == table.kinds["matmul"].ms
 
 
@@ -119,15 +119,15 @@ def test_what_is_outside_operators_is_python():
             sleep("waiting", 0.02)
 
     table = record(step, 2, CPU)
-    for kind, times in slept.items():  # one step before the two pairs of which every second is profiled
+    for kind, times in slept.items():  # of five steps the third and the fifth are profiled
         assert table.kinds[kind].ms == pytest.approx((times[2] + times[4]) / 2, abs=5)
     assert table.operators["waiting for the result of step"][1].calls == 1
     assert table.operators["aten::mm"] == ("matmul", table.kinds["matmul"])
-    assert RECORDER.mark is None, "waits would be marked for ever"
+    assert RECORDER.mark is None, "waits would be annotated for ever"
 
 
 def test_gpu_time_belongs_to_one_kernel_at_a_time():
-    """Of a collective only what nothing else hides, of two kernels at once the first; and the rest to the host."""
+    """A collective gets its exposed time, the first of two concurrent kernels theirs, and the host the idle time."""
     span = lambda a, b: SimpleNamespace(start=a, end=b, elapsed_us=lambda: b - a)
     event = lambda name, a, b, gpu=True, note=False: SimpleNamespace(
         name=name, time_range=span(a, b), is_user_annotation=note, is_async=False,
@@ -137,9 +137,9 @@ def test_gpu_time_belongs_to_one_kernel_at_a_time():
     tally.add(
         [
             event("step 7", 1000, 11000, gpu=False, note=True),
-            event("step 7", 1500, 9000, note=True),  # as the profiler repeats it on the device
+            event("step 7", 1500, 9000, note=True),  # the profiler's copy of the annotation on the device
             event("aten::mm", 1000, 1100, gpu=False),
-            event("sm90_gemm", 500, 3000),  # begun before the step: 2000 of it in there
+            event("sm90_gemm", 500, 3000),  # began before the step: 2000 of it lie in the step
             event("elementwise_kernel", 2500, 4000),  # 1000 beside the gemm
             event("ncclDevKernel_AllGather", 2000, 6000),  # 2000 exposed
             event("ncclDevKernel_AllGather", 5000, 6500),  # 500 more
@@ -168,16 +168,16 @@ def test_waits_are_communication(mesh):
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def test_the_height_of_memory():
-    with recording(CPU, profile_memory=True) as found:
+def test_the_peak_of_memory():
+    with recording(CPU, profile_memory=True) as recorded:
         gone = torch.empty(300)
         kept = torch.ones(1000)
         del gone
         a = torch.empty(5000) + 1
         del a
         b = kept * 2
-    seen = snapshot.peak_bytes(found)
-    numbers = 32  # bytes: what Python's numbers become
+    seen = snapshot.peak_bytes(recorded)
+    numbers = 32  # bytes of the tensors that Python's numbers become
     assert seen["peak_bytes"] == pytest.approx(4 * (1000 + 5000 + 5000), abs=numbers)
     live = {row["by"]: (row["bytes"], row["tensors"]) for row in seen["live"] if row["bytes"] > numbers}
     assert live == {
@@ -196,7 +196,7 @@ def read_trace(folder: Path, rank: int = 0) -> list[dict]:
 
 
 def steps_in(folder: Path, rank: int = 0) -> set[str]:
-    """The steps that the trace marks, and has operators in."""
+    """The annotated steps of the trace that contain operators."""
     events = [e for e in read_trace(folder, rank) if e.get("ph") == "X"]
     of = lambda e, step: step["ts"] <= e["ts"] < step["ts"] + step["dur"]
     steps = [e for e in events if e["name"].startswith("step ")]
@@ -204,10 +204,10 @@ def steps_in(folder: Path, rank: int = 0) -> set[str]:
 
 
 def test_a_profiled_run(tmp_path, corpus, capsys):
-    """Its steps alone, in both files and the log; and no number of the training depends on it."""
+    """Both files and the log have only the steps of the window. Profiling does not change the training."""
     args = partial(arguments, corpus=corpus)
     assert main([*args(tmp_path / "run"), "train.stop_at=4", "train.profile=2-3"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert main([*args(tmp_path / "plain"), "train.stop_at=4"]) == 0
     made = tmp_path / "run" / "profile"
     assert sorted(p.name for p in made.iterdir()) == ["memory-rank-0.json", "rank-0.json.gz"]
@@ -215,7 +215,7 @@ def test_a_profiled_run(tmp_path, corpus, capsys):
     memory = json.loads((made / "memory-rank-0.json").read_text())
     assert memory["peak_bytes"] == sum(row["bytes"] for row in memory["live"]) > 0
     assert any(row["by"].startswith("step ") and "_Linear" in row["by"] for row in memory["live"])
-    assert "profile of steps 2 to 3, a step on rank 0:" in said and "step, profiled" in said
+    assert "profile of steps 2 to 3, a step on rank 0:" in output and "step, profiled" in output
     assert "step, profiled" in (tmp_path / "run/logs/rank-0.log").read_text()
     assert not (tmp_path / "plain" / "profile").exists()
     numbers = [[(r["step"], r["loss"], r["grad_norm"]) for r in rows(tmp_path / f)] for f in ("run", "plain")]
@@ -224,7 +224,8 @@ def test_a_profiled_run(tmp_path, corpus, capsys):
 
 @FULL
 def test_a_window_that_ends_early(tmp_path, corpus, capsys):
-    """A run asked to stop within it writes what it has; where its steps are over, that is said."""
+    """A run that is stopped within the window writes the recorded steps. A run that resumes after it prints a
+    warning."""
     args = arguments(tmp_path / "run", corpus, "train.profile=1-3")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "stop").touch()
@@ -232,16 +233,16 @@ def test_a_window_that_ends_early(tmp_path, corpus, capsys):
     assert "profile of step 1, a step on rank 0:" in capsys.readouterr().out
     assert steps_in(tmp_path / "run" / "profile") == {"step 1"}
     assert main([*args, "resume=auto", "train.profile=1", "train.stop_at=2"]) == 0
-    said = capsys.readouterr().out
-    assert "warning: train.profile=1: the run is at step 1 already" in said and "profile of" not in said
+    output = capsys.readouterr().out
+    assert "warning: train.profile=1: the run is at step 1 already" in output and "profile of" not in output
 
 
-def test_no_room_for_the_profile(tmp_path, corpus, capsys):
+def test_a_profile_that_cannot_be_written(tmp_path, corpus, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").write_text("in the way")
     assert main(arguments(tmp_path / "run", corpus, "train.profile=1", "train.stop_at=2")) == 0
-    said = capsys.readouterr().out
-    assert "warning: profile of step 1 not written: File exists" in said and "step, profiled" in said
+    output = capsys.readouterr().out
+    assert "warning: profile of step 1 not written: File exists" in output and "step, profiled" in output
     assert len(rows(tmp_path / "run")) == 2
 
 
@@ -273,5 +274,5 @@ def test_every_rank_is_profiled(tmp_path, corpus):
         assert steps_in(tmp_path / "run" / "profile", rank) == {"step 2"}
         names = {e["name"] for e in read_trace(tmp_path / "run" / "profile", rank)}
         assert any(name.startswith("wait for all_gather over fsdp") for name in names)
-        said = (tmp_path / f"run/logs/rank-{rank}.log").read_text()
-        assert f"profile of step 2, a step on rank {rank}:" in said and "ms exposed" in said
+        output = (tmp_path / f"run/logs/rank-{rank}.log").read_text()
+        assert f"profile of step 2, a step on rank {rank}:" in output and "ms exposed" in output

@@ -1,4 +1,4 @@
-"""Runs that are killed, damaged and starved again and again, and end as if nothing had happened."""
+"""Fault injection: runs that are killed, damaged or out of disk space end with the result of an undisturbed run."""
 
 import random
 import subprocess
@@ -25,7 +25,7 @@ AWAY = [
     HOME, (1, []), (2, ["mesh.tp=2"]), (2, ["mesh.cp=2"]), (2, ["mesh.pp=2"]), (2, ["mesh.dp=2"]),
     (4, ["mesh.fsdp=2", "mesh.tp=2"]), (4, ["mesh.pp=2", "mesh.dp=2", "schedule=zb_h1"]),
 ]  # fmt: skip
-# 20 runs of ten kills: meshes, precision, asynchronous saving or not, what is done to them
+# 20 runs of ten kills: (seed, meshes, precision, whether saves are asynchronous)
 KINDS = ("step", "save", "save", "cut", "flip", "disk")
 RUNS = [
     (seed, [HOME] if seed % 2 else AWAY, FP32 if seed % 4 < 2 else FP64, seed % 3 == 0) for seed in range(20)
@@ -39,7 +39,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, corpus):
-    """The last checkpoint of a run on the first mesh that nothing happens to, made once for each precision."""
+    """The folder of an undisturbed run on the first mesh, for a precision. Each is made once."""
     made: dict[str, Path] = {}
 
     def get(precision: list[str]) -> Path:
@@ -54,7 +54,7 @@ def undisturbed(tmp_path_factory, corpus):
 
 @pytest.fixture
 def disk(tmp_path):
-    """The run's checkpoints on a tmpfs; None where mounting is not allowed."""
+    """The run's checkpoint folder on a tmpfs; None where mounting is not allowed."""
     place = tmp_path / "run" / "checkpoints"
     place.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=256m", "none", str(place)]
@@ -64,7 +64,7 @@ def disk(tmp_path):
         subprocess.run(["umount", "-l", str(place)], capture_output=True)
 
 
-def suffer(seed, meshes, precision, asynchronous, kills, tmp_path, corpus, undisturbed, disk) -> Supervisor:
+def inject_faults(seed, meshes, precision, asynchronous, kills, tmp_path, corpus, undisturbed, disk) -> Supervisor:
     plan = [*PLAN, *precision, f"checkpoint.async_save={str(asynchronous).lower()}"]
     folder = tmp_path / "run"
     kinds = [k for k in KINDS if k != "disk" or disk]
@@ -83,9 +83,9 @@ def suffer(seed, meshes, precision, asynchronous, kills, tmp_path, corpus, undis
     return supervisor
 
 
-def compare(found: Path, want: Path, bound: float) -> None:
+def compare(checkpoint: Path, reference: Path, bound: float) -> None:
     for name in ("model", "optimizer"):
-        a, b = (load_file(p / f"{name}.safetensors") for p in (found, want))
+        a, b = (load_file(p / f"{name}.safetensors") for p in (checkpoint, reference))
         off = {key: distance(a[key], b[key]) for key in b if not key.startswith("exp_avg")}
         worst = max(off, key=off.get, default=None)
         assert a.keys() == b.keys() and (worst is None or off[worst] <= bound), f"{worst} is off by {off[worst]:.1e}"
@@ -95,12 +95,12 @@ def compare(found: Path, want: Path, bound: float) -> None:
 @pytest.mark.parametrize(("seed", "meshes", "precision", "asynchronous"), RUNS, ids=[f"seed{s[0]}" for s in RUNS])
 @pytest.mark.full
 def test_ten_kills(seed, meshes, precision, asynchronous, tmp_path, corpus, undisturbed, disk, request):
-    """With --chaos 20, two hundred kills."""
+    """--chaos 20 makes two hundred kills."""
     if seed >= request.config.getoption("--chaos"):
-        pytest.skip("pytest --full --chaos 20 makes all twenty runs suffer")
-    suffer(seed, meshes, precision, asynchronous, 10, tmp_path, corpus, undisturbed, disk)
+        pytest.skip("pytest --full --chaos 20 makes all twenty runs")
+    inject_faults(seed, meshes, precision, asynchronous, 10, tmp_path, corpus, undisturbed, disk)
 
 
 @FULL
 def test_three_kills(tmp_path, corpus, undisturbed, disk):
-    suffer(101, AWAY[:5], FP64, True, 3, tmp_path, corpus, undisturbed, disk)
+    inject_faults(101, AWAY[:5], FP64, True, 3, tmp_path, corpus, undisturbed, disk)

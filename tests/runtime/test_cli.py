@@ -1,4 +1,4 @@
-"""The command line: what it accepts, and that every bad input is refused in one line that names the key and the fix."""
+"""The command line: valid inputs, and one line of error with the key and the fix for every invalid one."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, corpus) -> Path:
-    """The folder of a run of 4 steps that kept the checkpoints of steps 3 and 4. To be copied, not changed."""
+    """The folder of a run of 4 steps with the checkpoints of steps 3 and 4. Tests copy it and do not change it."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert main(arguments(folder, corpus, "train.steps=4", "checkpoint.every=1")) == 0
     return folder
@@ -58,7 +58,7 @@ def damaged(tmp_path, finished):
 
 # ------------------------------------------------------------------------------------------------- keys and values
 
-REFUSED = {  # overrides -> what the line must say
+REFUSED = {  # overrides -> what the error must contain
     "unknown key": (["mesh.fsdq=2"], ["mesh.fsdq", "did you mean 'mesh.fsdp'"]),
     "unknown key, deeper word": (["train.globl_batch=2"], ["train.globl_batch", "'train.global_batch'"]),
     "unknown key in another group": (["trian.steps=2"], ["trian.steps", "'train.steps'"]),
@@ -127,13 +127,13 @@ REFUSED = {  # overrides -> what the line must say
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, args, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    overrides, said = REFUSED[name]
+    overrides, expected = REFUSED[name]
     line = refusal(capsys, args(*overrides))
-    assert all(word in line for word in said), line
+    assert all(word in line for word in expected), line
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "a refused run leaves a run behind"
 
 
-WORLDS = {  # (ranks started, overrides) -> what the line must say; refused before any process group
+WORLDS = {  # (ranks started, overrides) -> what the error must contain; refused before any process group
     "too few ranks": (2, ["mesh.dp=4"], ["dp=4", "needs 4 ranks but 2 started"]),
     "too many ranks": (4, ["mesh.fsdp=2"], ["fsdp=2", "needs 2 ranks but 4 started", "mesh.fsdp=-1"]),
     "no mesh": (2, [], ["needs 1 rank", "2 started", "mesh.fsdp=-1"]),
@@ -177,7 +177,7 @@ WORLDS = {  # (ranks started, overrides) -> what the line must say; refused befo
 
 
 ROW = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3"
-CSVS = {  # table -> what the line must say
+CSVS = {  # table -> what the error must contain
     "not an action": (ROW.replace("0F1", "0X1"), ["row 1", "column 2", "0X1"]),
     "twice": (f"{ROW},0F1", ["row 1", "column 9", "F(microbatch 1, stage 0)", "twice"]),
     "backward first": (
@@ -191,18 +191,18 @@ CSVS = {  # table -> what the line must say
 
 @pytest.mark.parametrize("name", CSVS)
 def test_a_bad_table_is_refused_by_row_and_column(name, args, capsys, tmp_path):
-    text, said = CSVS[name]
+    text, expected = CSVS[name]
     (tmp_path / "table.csv").write_text(text)
     line = refusal(capsys, args("schedule=csv", f"schedule.path={tmp_path / 'table.csv'}"))
-    assert all(word in line for word in said), line
+    assert all(word in line for word in expected), line
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_refused_for_this_world(name, args, capsys, monkeypatch):
-    world, overrides, said = WORLDS[name]
+    world, overrides, expected = WORLDS[name]
     monkeypatch.setenv("WORLD_SIZE", str(world))
     line = refusal(capsys, args(*overrides))
-    assert all(word in line for word in said), line
+    assert all(word in line for word in expected), line
 
 
 # ------------------------------------------------------------------------------------------------------------- data
@@ -213,7 +213,7 @@ def bin_file(path: Path, tokens: list[int]) -> list[str]:
     return ["data=bin", f"data.path={path}"]
 
 
-CORPORA = {  # a maker of the overrides -> what the line must say
+CORPORA = {  # a maker of the overrides -> what the error must contain
     "missing": (lambda d: [f"data.path={d}/nothing.txt"], ["data.path", "nothing.txt", "no such file"]),
     "no path": (lambda d: ["data.path=null"], ["data.path is missing", "data=text"]),
     "empty file": (lambda d: [f"data.path={d}/empty.txt"], ["data.path", "empty.txt", "nothing to train on"]),
@@ -244,9 +244,9 @@ def test_refused_corpus(name, args, capsys, tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"\0" * 301)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "other.jsonl").write_text('{"body": "a"}\n')
-    make, said = CORPORA[name]
+    make, expected = CORPORA[name]
     line = refusal(capsys, args("data.validation=0", *make(tmp_path)))
-    assert all(word in line for word in said), line
+    assert all(word in line for word in expected), line
 
 
 # ------------------------------------------------------------------------------------------------------- run folder
@@ -304,12 +304,12 @@ def cut(path: Path, by: int) -> None:
 
 
 def flip_in(path: Path, word: bytes, bit: int = 0) -> None:
-    """Turns over one bit of the last letter of the first `word` in a file."""
+    """Flips one bit of the last letter of the first `word` in a file."""
     flip(path, path.read_bytes().index(word) + len(word) - 1, bit)
 
 
 def flip_tensor(path: Path, name: str, element: int, bit: int) -> None:
-    """Turns over one bit of one fp32 element."""
+    """Flips one bit of one fp32 element."""
     length = int.from_bytes(path.read_bytes()[:8], "little")
     begin = json.loads(path.read_bytes()[8 : 8 + length])[name]["data_offsets"][0]
     flip(path, 8 + length + begin + 4 * element + bit // 8, bit % 8)
@@ -317,7 +317,7 @@ def flip_tensor(path: Path, name: str, element: int, bit: int) -> None:
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 NORM, GATE = "model.norm.weight", "model.layers.1.mlp.gate_proj.weight"
-DAMAGES = {  # what is done to the newest checkpoint -> the word that names it
+DAMAGES = {  # a change of the newest checkpoint -> the word of the error that names it
     "weight": (lambda p: flip_tensor(p / MODEL, GATE, 1000, bit=0), f"the content of {GATE}"),
     "first bit": (lambda p: flip_tensor(p / MODEL, NORM, 0, bit=0), f"the content of {NORM}"),
     "sign": (lambda p: flip_tensor(p / MODEL, NORM, 63, bit=31), f"the content of {NORM}"),
@@ -355,7 +355,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage, damaged, corpus, tmp_pa
     assert not (tmp_path / "other" / "metrics.jsonl").exists()
 
 
-# each kind of check once; the rest takes --full
+# each kind of check once; the others run with --full
 AUTO = ("weight", "exp_avg", "header, the format", "state, the step", "config", "optimizer cut", "state missing")
 
 
@@ -388,7 +388,7 @@ def test_auto_refuses_where_every_checkpoint_is_damaged(damage, damaged, corpus,
 @pytest.mark.full
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "config.json"])
 def test_no_flipped_bit_goes_unseen(file, damaged, corpus, tmp_path, capsys):
-    """Every 37th byte of a header or a small file, and 20 of the tensors."""
+    """Flips every 37th byte of a header or a small file, and 20 bytes of the tensors."""
     _, newest = damaged
     path = newest / file
     size = path.stat().st_size
@@ -419,19 +419,19 @@ def test_torchrun_ends_at_once_where_only_rank_0_can_know(finished, corpus, tmp_
 
 
 def test_one_process_without_torchrun(tmp_path, corpus, monkeypatch):
-    """Trains, with the default logger too, and puts everything into the run folder."""
+    """It trains, also with the default logger, and writes only to the run folder."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "run"
     done = run(arguments(folder, corpus, "logger=wandb", "mesh.fsdp=-1"), tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"finished step 10 of 10: saved {checkpoint_of(folder, 10)}" in done.stdout + done.stderr
-    found = rows(folder)
-    assert [r["step"] for r in found] == list(range(1, 11)) and found[-1]["loss"] < found[0]["loss"] - 0.5
+    steps = rows(folder)
+    assert [r["step"] for r in steps] == list(range(1, 11)) and steps[-1]["loss"] < steps[0]["loss"] - 0.5
     assert {p.name for p in folder.iterdir()} > {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "wandb"}
     assert list((folder / "wandb").glob("offline-run-*/*.wandb"))
     assert [p.name for p in tmp_path.iterdir()] == ["run"], "files outside the run folder"
     state = json.loads((checkpoint_of(folder, 10) / "state.json").read_text())
-    assert (state["step"], state["tokens"]) == (10, found[-1]["tokens"]) and state["config"]["train"]["steps"] == 10
+    assert (state["step"], state["tokens"]) == (10, steps[-1]["tokens"]) and state["config"]["train"]["steps"] == 10
 
 
 def test_one_process_refuses_on_stderr_with_status_2(tmp_path, corpus):
@@ -463,7 +463,7 @@ def test_the_rest_of_two_ranks(tmp_path, corpus):
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    """A folder with a recipe of the user's own, `tiny`."""
+    """A folder with a user's recipe `tiny`."""
     path = tmp_path / "mine" / "recipe" / "tiny.yaml"
     path.parent.mkdir(parents=True)
     path.write_text("# @package _global_\ndefaults:\n  - override /model: llama_debug\ntrain:\n  seq_len: 16\n")
@@ -480,11 +480,11 @@ def test_cfg_job_shows_the_run(recipe, tmp_path):
 
 @pytest.mark.parametrize("flags", [["--cfg", "job"], ["--multirun"]])
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [("mesh.fsdq=2", "'mesh.fsdp'"), ("+mesh.fsdq=2", "'mesh.fsdp'"), ("recipe=llama_smal", "'llama_small'")],
 )
-def test_hydras_flags_refuse_alike(flags, override, said, tmp_path, capsys):
-    assert said in refusal(capsys, [*flags, f"run.dir={tmp_path}/run", override])
+def test_hydras_flags_refuse_alike(flags, override, expected, tmp_path, capsys):
+    assert expected in refusal(capsys, [*flags, f"run.dir={tmp_path}/run", override])
 
 
 def test_multirun(tmp_path, corpus):
@@ -496,7 +496,7 @@ def test_multirun(tmp_path, corpus):
 
 
 @pytest.mark.full
-def test_multirun_says_in_a_line_each_what_stopped_its_runs(finished, corpus, tmp_path):
+def test_multirun_reports_the_error_of_each_run_in_one_line(finished, corpus, tmp_path):
     done = run(["--multirun", *arguments(finished, corpus), "run.seed=1,2"], tmp_path)
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 2 and all("already holds a run" in one_error(line) for line in lines)

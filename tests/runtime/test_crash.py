@@ -1,4 +1,4 @@
-"""Kills, full disks and Ctrl-C: a run continues from its last complete checkpoint, and nothing is left behind."""
+"""Kills, full disks and Ctrl-C: a run resumes from its last complete checkpoint and leaves no partial files."""
 
 import copy
 import errno
@@ -61,7 +61,7 @@ def newest(run_dir: Path) -> Path | None:
 
 
 def kill_one_rank(args: list[str], folder: Path, moments: random.Random, during_save: bool) -> None:
-    """Starts two ranks and kills one of them, at random, in a step or in a save some steps after the start."""
+    """Starts two ranks and kills a random one some steps later, in a step or in a save."""
     with started(args, folder.parent, ranks=2) as process:
         before = len(rows(folder)) + moments.randrange(1, 6)
         wait_for(lambda: len(rows(folder)) >= before, "some steps")
@@ -71,7 +71,7 @@ def kill_one_rank(args: list[str], folder: Path, moments: random.Random, during_
         victim = moments.choice("01")
         os.kill(next(pid for pid, rank in processes(folder.parent).items() if rank == victim), signal.SIGKILL)
         process.communicate(timeout=30)
-        assert process.returncode != 0, "the launcher does not say that a rank died"
+        assert process.returncode != 0, "the launcher does not report that a rank died"
         assert not processes(folder.parent), "a process is left"
 
 
@@ -86,8 +86,8 @@ def test_kill_one_of_two_ranks(kills, tmp_path, corpus):
     for number in range(kills):
         kill_one_rank(args, folder, moments, during_save=number % 2 == 0)
         last = int(newest(folder).name[5:])
-        assert last >= len(rows(folder)) - 1, "more than the step at work is lost"
-        assert all_complete(folder, resolve(load_config(args), 2).model), "a half-written one has a checkpoint's name"
+        assert last >= len(rows(folder)) - 1, "more than the current step is lost"
+        assert all_complete(folder, resolve(load_config(args), 2).model), "a partial checkpoint was published"
     done = run(args, tmp_path, ranks=2)
     assert done.returncode == 0 and f"at step {last}" in done.stdout + done.stderr, done.stderr
     run_ranks(rank_main, 2, arguments(undisturbed, corpus, *plan))
@@ -98,8 +98,8 @@ def test_kill_one_of_two_ranks(kills, tmp_path, corpus):
 
 
 def die_at(nth: int, folder: str, cfg: Config, writes: bool) -> int:
-    """The run in a forked process that ends, as by kill -9, before the nth change it makes to `folder` (each write
-    counts too with `writes`). Its exit status; -9 where it died."""
+    """Trains in a forked process that kills itself with SIGKILL before its nth change of `folder`. With `writes` each
+    write counts as a change. Returns the exit status; -9 if it was killed."""
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     left = nth
@@ -127,7 +127,7 @@ CHANGES = ("os.mkdir", "os.rename", "os.rmdir", "os.remove")
 
 
 def all_complete(folder: Path, model: ModelConfig) -> bool:
-    """Whether every checkpoint in the folder passes for a whole one."""
+    """Whether every checkpoint in the folder is complete."""
     try:
         return all(checkpoint.inspect(path, model) for path in list_checkpoints(folder / "checkpoints"))
     except checkpoint.DamagedCheckpoint:
@@ -136,38 +136,49 @@ def all_complete(folder: Path, model: ModelConfig) -> bool:
 
 @dataclass
 class Death:
-    code: int  # exit status of the run that was to die
-    newest: str  # checkpoint at that time
-    complete: bool  # every checkpoint there was
-    status: int  # exit status of the run that followed
-    tensors: dict[str, bytes]  # its last checkpoint
+    """A killed run and the run that resumed it.
+
+    Attributes:
+        code: exit status of the killed run.
+        newest: its newest checkpoint.
+        complete: whether all its checkpoints were complete.
+        status: exit status of the resumed run.
+        tensors: the last checkpoint of the resumed run.
+        losses: (step, loss) of both.
+        names: the content of checkpoints/ at the end.
+    """
+
+    code: int
+    newest: str
+    complete: bool
+    status: int
+    tensors: dict[str, bytes]
     losses: list[tuple[int, float]]
-    names: set[str]  # what is in checkpoints/
+    names: set[str]
 
 
 def every_death(start: Path, folder: Path, first: list[str], then: list[str], writes: bool) -> list[Death]:
-    """The run `first` dies before each of its file operations in turn, each time in a copy of `start`, and the run
-    `then` follows. The last one lives."""
-    found, configs = [], [resolve(load_config(args), 1) for args in (first, then)]
-    while not found or found[-1].code == -signal.SIGKILL:
+    """Kills the run `first` before its first, second, ... file operation, each time in a copy of the folder `start`,
+    and resumes it with the run `then`. The last of the runs `first` is not killed."""
+    deaths, configs = [], [resolve(load_config(args), 1) for args in (first, then)]
+    while not deaths or deaths[-1].code == -signal.SIGKILL:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(start, folder)
         one, two = copy.deepcopy(configs)
-        code = die_at(len(found) + 1, str(folder / "checkpoints"), one, writes)
+        code = die_at(len(deaths) + 1, str(folder / "checkpoints"), one, writes)
         last, complete = newest(folder).name, all_complete(folder, two.model)
         status = train(two)
         names = {p.name for p in (folder / "checkpoints").iterdir()}
-        found.append(Death(code, last, complete, status, tensor_bytes(newest(folder)), losses(folder), names))
-    return found
+        deaths.append(Death(code, last, complete, status, tensor_bytes(newest(folder)), losses(folder), names))
+    return deaths
 
 
 @FULL
 @pytest.mark.parametrize("writes", [False, True], ids=["", "writes"])
 @pytest.mark.parametrize("case", ["a new step", "a damaged step again", "from an older step"])
 def test_kill_before_every_file_operation(case, writes, tmp_path, corpus):
-    """A save is a row of file operations. Before any of them the process may die, and the run still comes to the same
-    end, in weights and in metrics.jsonl; also where the save replaces a damaged checkpoint, or leaves later ones
-    behind."""
+    """A save is a sequence of file operations. A kill before any of them changes neither the final weights nor
+    metrics.jsonl. That includes saves that replace a damaged checkpoint, and saves with newer checkpoints beside."""
     whole, start, folder = tmp_path / "whole", tmp_path / "start", tmp_path / "run"
     plan = ["train.steps=6", "checkpoint.keep=2"]
     resume = f"resume={checkpoint_of(folder, 3)}" if case == "from an older step" else "resume=auto"
@@ -179,14 +190,14 @@ def test_kill_before_every_file_operation(case, writes, tmp_path, corpus):
         flip(damaged / "model.safetensors", -1)
     first = arguments(folder, corpus, *plan, resume, "train.stop_at=4")
     then = arguments(folder, corpus, *plan, *OFTEN)
-    (found,) = run_ranks(every_death, 1, start, folder, first, then, writes, timeout=600)  # hundreds of short runs
-    for number, death in enumerate(found, start=1):
+    (deaths,) = run_ranks(every_death, 1, start, folder, first, then, writes, timeout=600)  # hundreds of short runs
+    for number, death in enumerate(deaths, start=1):
         assert death.status == 0 and death.tensors == tensor_bytes(newest(whole)), f"dead before operation {number}"
         assert death.losses == losses(whole), f"dead before operation {number}, newest {death.newest}"
         assert not any(name.startswith(".") for name in death.names), f"dead before operation {number}"
         assert death.complete or case == "a damaged step again", f"half-written where dead before operation {number}"
-    assert found[-1].code == 0 and len(found) > (80 if writes else 15), "operations are not seen"
-    assert found[-1].newest == "step-00000004"
+    assert deaths[-1].code == 0 and len(deaths) > (80 if writes else 15), "operations are not seen"
+    assert deaths[-1].newest == "step-00000004"
 
 
 def test_what_a_kill_left_goes_with_the_next_save(tmp_path, corpus):
@@ -225,7 +236,7 @@ def failing(self, instruction):
         Path("failed-at").write_text(str(time.time()))
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.zeros(1), async_op=True)  # like a gather under way, which no peer will enter
+        dist.all_reduce(torch.zeros(1), async_op=True)  # a collective in flight that no peer enters
         raise ValueError(f"rank {victim} fails as planned")
     return backward(self, instruction)
 
@@ -251,25 +262,27 @@ SLOW = [
     ],
 )
 def test_a_stage_fails(fault, schedule, ranks, victim, tmp_path, corpus):
-    """In a backward of the second step. The job ends within seconds, and what failed is what the console shows: the
-    culprit's traceback alone, or the launcher's word on who was killed."""
+    """A rank fails in a backward of the second step. The job ends within seconds. The console shows only the traceback
+    of the failed rank, or the launcher's report of the killed rank."""
     (tmp_path / "driver.py").write_text(DRIVER)
     plan = [f"mesh.pp={ranks}", f"schedule={schedule}", "model.num_hidden_layers=4"]
     with mock.patch.object(helpers, "MODULE", [str(tmp_path / "driver.py"), fault, str(victim)]):
         done = run(arguments(tmp_path / "run", corpus, *plan), tmp_path, ranks, timeout=120)
     assert time.time() - float((tmp_path / "failed-at").read_text()) < 20
     assert done.returncode != 0 and not processes(tmp_path) and len(rows(tmp_path / "run")) == 1
-    speakers = re.findall(r"^\[rank(\d)\]: Traceback", done.stderr, re.MULTILINE)
+    reporting = re.findall(r"^\[rank(\d)\]: Traceback", done.stderr, re.MULTILINE)
     if fault == "raise":
-        assert speakers == [str(victim)], done.stderr
+        assert reporting == [str(victim)], done.stderr
         assert f"[rank{victim}]: ValueError: rank {victim} fails as planned" in done.stderr
     else:
-        assert not speakers, done.stderr
-    found = exit_status.read(tmp_path / "run")
-    assert (found.why, found.rank) == (("failed", victim) if fault == "raise" else ("died", found.rank))
-    assert fault == "kill" or f"rank {victim} fails as planned" in found.error
+        assert not reporting, done.stderr
+    status = exit_status.read(tmp_path / "run")
+    assert (status.why, status.rank) == (("failed", victim) if fault == "raise" else ("died", status.rank))
+    assert fault == "kill" or f"rank {victim} fails as planned" in status.error
     cause = done.stderr.partition("Root Cause")[2]
-    assert fault == "kill" or f"ValueError: rank {victim} fails as planned" in cause, "the last lines do not say why"
+    assert fault == "kill" or f"ValueError: rank {victim} fails as planned" in cause, (
+        "the last lines do not name the cause"
+    )
     assert re.search(rf"rank +: {victim} .*\n +exitcode +: {-9 if fault == 'kill' else 1} ", cause), done.stderr
 
 
@@ -283,15 +296,15 @@ REAL = [ValueError("a mistake"), RuntimeError("[enforce fail at alloc_cpu.cpp:11
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("error", LOST + REAL, ids=lambda e: str(e)[-20:])
-def test_who_lost_a_peer_speaks_last(error, stopped, tmp_path, capsys):
-    """But speaks, where nobody else has by then and the launcher ends nobody: else a lost network is a silent end."""
+def test_a_rank_that_lost_a_peer_reports_last(error, stopped, tmp_path, capsys):
+    """It waits, but reports in the end: otherwise a run that loses its network would end without a message."""
     stop = mock.Mock(signal="SIGTERM" if stopped else None)
     with mock.patch("time.sleep") as sleep:
         report_failure(error, stop, tmp_path)
-    said, lost = capsys.readouterr().err, error in LOST
+    stderr, lost = capsys.readouterr().err, error in LOST
     assert sleep.called == (lost and not stopped)
-    assert (str(error) in said) == (not (lost and stopped))
-    assert said.count("\n") == 1 or not (lost and stopped)
+    assert (str(error) in stderr) == (not (lost and stopped))
+    assert stderr.count("\n") == 1 or not (lost and stopped)
     assert (exit_status.read(tmp_path) is None) == (lost and stopped)
     assert lost or exit_status.read(tmp_path).why == "failed"
 
@@ -301,7 +314,7 @@ def test_who_lost_a_peer_speaks_last(error, stopped, tmp_path, capsys):
 
 @pytest.fixture
 def disk(tmp_path):
-    """disk(bytes): <tmp>/run/checkpoints on a disk of that size; disk(bytes) again gives it another."""
+    """disk(size) mounts <tmp>/run/checkpoints on a disk of `size` bytes; a second call resizes it."""
     with tmpfs(tmp_path / "run" / "checkpoints") as mount:
         yield lambda number: mount(f"size={number}")
 
@@ -319,7 +332,8 @@ def pages(paths) -> int:
     return sum(-(-p.stat().st_size // 4096) * 4096 for p in paths)
 
 
-ROOM = {  # beside the first checkpoint and the tensors of the second: where the second fails
+# file of the second checkpoint that fails -> disk space in bytes beyond the first one and the tensors of the second
+FREE_SPACE = {
     "a tensor file": -500_000,
     "config.json": 0,
     "the tokenizer": 4096,
@@ -327,18 +341,19 @@ ROOM = {  # beside the first checkpoint and the tensors of the second: where the
 }
 
 
-@pytest.mark.parametrize("fails_at", ROOM)
+@pytest.mark.parametrize("fails_at", FREE_SPACE)
 def test_disk_full_during_a_save(fails_at, disk, whole, tmp_path, corpus, capsys):
-    """Training goes on to its end, loudly, on the old checkpoint; the run goes on from it once there is room."""
+    """Training continues to its end with warnings and keeps the old checkpoint. A resumed run starts from it once the
+    disk has free space."""
     files = list(newest(whole).iterdir())
     tensors = [p for p in files if p.suffix == ".safetensors"]
-    folder = disk(pages(files) + pages(tensors) + ROOM[fails_at])
+    folder = disk(pages(files) + pages(tensors) + FREE_SPACE[fails_at])
     args = arguments(tmp_path / "run", corpus, "checkpoint.every=2", "resume=auto")
     assert main(args) == 1, "the last state was not saved"
-    said = "".join(capsys.readouterr())
+    output = "".join(capsys.readouterr())
     for step in (4, 6, 8, 10):
-        assert f"checkpoint of step {step} not saved: No space left on device" in said
-    assert f"the newest checkpoint is {checkpoint_of(tmp_path / 'run', 2)}" in said
+        assert f"checkpoint of step {step} not saved: No space left on device" in output
+    assert f"the newest checkpoint is {checkpoint_of(tmp_path / 'run', 2)}" in output
     assert [p.name for p in folder.iterdir()] == ["step-00000002"]
     assert [r["step"] for r in rows(tmp_path / "run")] == list(range(1, 11))
     disk(20_000_000)
@@ -360,20 +375,20 @@ def at_step(number: int, action):
 
 
 def test_disk_full_for_a_while(disk, whole, tmp_path, corpus, capsys):
-    """Exit status 0 where the last save found room again."""
+    """The exit status is 0 if the last save succeeds."""
     folder = disk(5_000_000)
     args = arguments(tmp_path / "run", corpus, "checkpoint.every=2", "checkpoint.keep=1")
     fill = lambda: (folder / "filler").write_bytes(bytes(2_500_000))
     with at_step(3, fill), at_step(7, (folder / "filler").unlink):
         assert main(args) == 0
-    said = "".join(capsys.readouterr())
-    assert [s for s in range(2, 11, 2) if f"step {s} not saved" in said] == [4, 6]
+    output = "".join(capsys.readouterr())
+    assert [s for s in range(2, 11, 2) if f"step {s} not saved" in output] == [4, 6]
     assert [p.name for p in folder.iterdir()] == ["step-00000010"]
     assert tensor_bytes(newest(tmp_path / "run")) == tensor_bytes(newest(whole))
 
 
 def save_with_failure(args: list[str]) -> int:
-    """On one rank: `main`, where rank 1 cannot write its part of the second checkpoint."""
+    """`main` on one rank. Rank 1 cannot write its part of the second checkpoint."""
     create, done = saving._write_owned, []
 
     def failing(*rest):
@@ -387,7 +402,7 @@ def save_with_failure(args: list[str]) -> int:
 
 
 def test_one_rank_cannot_write(tmp_path, corpus):
-    """No rank publishes, waits or stops for it."""
+    """No rank publishes that checkpoint, waits or stops."""
     args = arguments(tmp_path / "run", corpus, "mesh.fsdp=2", "checkpoint.every=2", "checkpoint.keep=9")
     assert run_ranks(save_with_failure, 2, args) == [0, 0]
     kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
@@ -396,7 +411,8 @@ def test_one_rank_cannot_write(tmp_path, corpus):
 
 
 def test_the_whole_run_folder_is_full(disk, tmp_path, corpus):
-    """metrics.jsonl and the logs find no room either: the run still ends, says so, and shows no traceback."""
+    """metrics.jsonl and the logs cannot be written either. The run still finishes, reports it, and shows no
+    traceback."""
     folder = disk(4096 * 3)
     done = run(arguments(folder / "run", corpus, "checkpoint.every=5", "train.steps=40"), tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
@@ -428,7 +444,7 @@ def test_ctrl_c(ranks, tmp_path, corpus):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_stops_after_the_step_at_work(number, whole, tmp_path, corpus, capsys):
+def test_a_signal_stops_after_the_current_step(number, whole, tmp_path, corpus, capsys):
     folder, before = tmp_path / "run", signal.getsignal(number)
     with at_step(4, lambda: os.kill(os.getpid(), number)):
         assert main(arguments(folder, corpus)) == 0
@@ -439,10 +455,10 @@ def test_a_signal_stops_after_the_step_at_work(number, whole, tmp_path, corpus, 
     assert tensor_bytes(newest(folder)) == tensor_bytes(newest(whole))
 
 
-def stuck_in_parting(args: list[str], folder: str) -> int:
+def stuck_in_destroy_process_group(args: list[str], folder: str) -> int:
     stderr = open(Path(folder, f"stderr-{os.getpid()}"), "w")  # noqa: SIM115
     with (
-        mock.patch("ndtrain.runtime.rendezvous.join", return_value=None),  # the group is there
+        mock.patch("ndtrain.runtime.rendezvous.join", return_value=None),  # the group exists already
         mock.patch("ndtrain.train.PART_S", 1),
         mock.patch("torch.distributed.destroy_process_group", lambda: time.sleep(60)),
         mock.patch("sys.__stderr__", stderr),
@@ -450,21 +466,24 @@ def stuck_in_parting(args: list[str], folder: str) -> int:
         return main(args)
 
 
-def test_a_rank_that_cannot_part_says_where_it_hangs_and_ends(tmp_path, corpus):
+def test_a_rank_stuck_in_destroy_process_group_reports_its_stack_and_ends(tmp_path, corpus):
     folder = tmp_path / "run"
-    with started_ranks(stuck_in_parting, 2, arguments(folder, corpus, "mesh.fsdp=2"), str(tmp_path)) as (ranks, _):
+    with started_ranks(stuck_in_destroy_process_group, 2, arguments(folder, corpus, "mesh.fsdp=2"), str(tmp_path)) as (
+        ranks,
+        _,
+    ):
         for p in ranks:
             p.join(60)
         assert [p.exitcode for p in ranks] == [1, 1]
-    said = [path.read_text() for path in tmp_path.glob("stderr-*")]
-    assert len(said) == 2 and all("Timeout" in text and "in _leave_process_group" in text for text in said)
-    assert newest(folder) == checkpoint_of(folder, 10), "all was saved before"
+    errors = [path.read_text() for path in tmp_path.glob("stderr-*")]
+    assert len(errors) == 2 and all("Timeout" in text and "in _leave_process_group" in text for text in errors)
+    assert newest(folder) == checkpoint_of(folder, 10), "everything was saved before"
 
 
 @FULL
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_second_ctrl_c_ends_at_once(ranks, tmp_path, corpus):
-    """In a step that takes many seconds."""
+    """Also in a step that takes many seconds."""
     folder = tmp_path / "run"
     args = arguments(folder, corpus, "mesh.fsdp=-1", "train.global_batch=10000")
     with started(args, tmp_path, ranks) as process:

@@ -1,4 +1,4 @@
-"""A run that hangs ends by itself and names the rank at fault; and a rank that is slow is named too."""
+"""The flight recorder, the hang watchdog and the detection of stragglers."""
 
 import json
 import re
@@ -32,34 +32,31 @@ def group(name: str, rank: int, n: int) -> SimpleNamespace:
 
 def test_the_recorder_counts_by_channel_and_keeps_the_last():
     recorder = Recorder(kept=3)
-    recorder.name(group("g", 1, 2), "tp", [4, 6])
+    recorder.name_group(group("g", 1, 2), "tp", [4, 6])
     recorder.begin(7)
     recorder.action = "F"
-    flights = [recorder.launch("all_reduce", group("g", 1, 2), 8) for _ in range(4)]
-    there, back = (
-        recorder.launch("send", group("g", 1, 2), 8, to=0),
-        recorder.launch("receive", group("g", 1, 2), 8, source=0),
-    )
-    both = recorder.launch("shift", group("g", 1, 2), 8, to=0, source=0)
-    assert [f.number for f in flights] == [1, 2, 3, 4] and {f.channel for f in flights} == {"tp [4, 6]"}
-    assert (there.channel, back.channel, both.channel) == tuple(
-        f"tp [4, 6] {s}" for s in ("1 to 0", "0 to 1", "0 with 1")
-    )
-    assert recorder.members[there.channel] == (6, 4) and recorder.members[back.channel] == (4, 6)
-    assert list(recorder.last) == [there, back, both] and (there.step, there.action) == (7, "F")
+    records = [recorder.launch("all_reduce", group("g", 1, 2), 8) for _ in range(4)]
+    sent = recorder.launch("send", group("g", 1, 2), 8, to=0)
+    received = recorder.launch("receive", group("g", 1, 2), 8, source=0)
+    exchanged = recorder.launch("shift", group("g", 1, 2), 8, to=0, source=0)
+    assert [r.number for r in records] == [1, 2, 3, 4] and {r.channel for r in records} == {"tp [4, 6]"}
+    assert sent.channel == "tp [4, 6] 1 to 0" and recorder.members[sent.channel] == (6, 4)
+    assert received.channel == "tp [4, 6] 0 to 1" and recorder.members[received.channel] == (4, 6)
+    assert exchanged.channel == "tp [4, 6] 0 with 1"
+    assert list(recorder.last) == [sent, received, exchanged] and (sent.step, sent.action) == (7, "F")
 
 
 def test_the_recorder_knows_what_is_waited_for_and_how_long():
     recorder = Recorder()
     recorder.begin(1)
     assert recorder.longest_wait() == (None, 0.0)
-    flight = recorder.launch("all_reduce", group("g", 0, 2), 8)
-    recorder.enter(flight)
+    work = recorder.launch("all_reduce", group("g", 0, 2), 8)
+    recorder.enter(work)
     time.sleep(0.05)
     with recorder.waiting("data"):
-        found, seconds = recorder.longest_wait()
-    assert found is flight and seconds >= 0.05
-    recorder.leave(flight)
+        waited_for, seconds = recorder.longest_wait()
+    assert waited_for is work and seconds >= 0.05
+    recorder.leave(work)
     assert recorder.longest_wait() == (None, 0.0) and recorder.busy() < 0.04
 
 
@@ -67,7 +64,7 @@ def gather_once() -> tuple[list, int]:
     out = torch.empty(2)
     before = len(RECORDER.last)
     all_gather(out, torch.ones(1), torch.distributed.group.WORLD).wait()
-    return [(f.op, f.nbytes, f.ended >= f.waited > 0) for f in list(RECORDER.last)[before:]], len(RECORDER._waits)
+    return [(r.op, r.nbytes, r.ended >= r.waited > 0) for r in list(RECORDER.last)[before:]], len(RECORDER._waits)
 
 
 def test_collectives_are_recorded():
@@ -79,7 +76,7 @@ def test_collectives_are_recorded():
 SPEC = MeshSpec(("dp", "tp"), (2, 2))
 
 
-def flight(op: str = "all_gather", channel: str = "tp [0, 1]", number: int = 5, nbytes: int = 64, **at) -> dict:
+def record(op: str = "all_gather", channel: str = "tp [0, 1]", number: int = 5, nbytes: int = 64, **at) -> dict:
     return {
         "op": op,
         "channel": channel,
@@ -99,33 +96,35 @@ def report(rank: int, waits: dict | None = None, last: tuple = (), **counts: int
 
 
 def test_who_is_waited_for_and_waits_for_nobody_is_at_fault():
-    found = {0: report(0, flight(), tp01=5), 1: report(1, tp01=4)}
-    found |= {
-        2: report(2, flight(channel="dp [0, 2]", number=2), dp02=2, tp23=5),
-        3: report(3, flight(channel="tp [2, 3]", number=6), tp23=6),
+    reports = {0: report(0, record(), tp01=5), 1: report(1, tp01=4)}
+    reports |= {
+        2: report(2, record(channel="dp [0, 2]", number=2), dp02=2, tp23=5),
+        3: report(3, record(channel="tp [2, 3]", number=6), tp23=6),
     }
-    said = diagnose(found, SPEC).splitlines()
-    assert said[0].startswith("rank 1 (dp=0 tp=1) is waited for: step 3, F0, in no collective, at /y/lib.py:3 in sleep")
-    assert "/x/ndtrain/step.py:9 in run" in said[0]
-    assert "rank 0 (dp=0 tp=0) waits for rank 1: step 3, F0, waiting 6 s in all_gather 5 over tp [0, 1]" in said[1]
-    assert any("rank 2 (dp=1 tp=0) waits for rank 0" in line for line in said), "a chain of waits"
-    assert not any(re.match(r" *rank [023].* is waited for", line) for line in said)
+    lines = diagnose(reports, SPEC).splitlines()
+    assert lines[0].startswith(
+        "rank 1 (dp=0 tp=1) is waited for: step 3, F0, in no collective, at /y/lib.py:3 in sleep"
+    )
+    assert "/x/ndtrain/step.py:9 in run" in lines[0]
+    assert "rank 0 (dp=0 tp=0) waits for rank 1: step 3, F0, waiting 6 s in all_gather 5 over tp [0, 1]" in lines[1]
+    assert any("rank 2 (dp=1 tp=0) waits for rank 0" in line for line in lines), "a chain of waits"
+    assert not any(re.match(r" *rank [023].* is waited for", line) for line in lines)
 
 
 def test_a_skipped_collective_shows_as_a_disagreement():
-    one = [flight(number=4), flight("reduce_scatter", number=5), flight("all_gather", number=6)]
-    other = [flight(number=4), flight("all_gather", number=5)]
-    found = {0: report(0, one[-1], tuple(one), tp01=6), 1: report(1, None, tuple(other), tp01=5)}
-    said = diagnose(found, MeshSpec(("tp",), (2,))).splitlines()[0]
-    assert said.startswith("ranks disagree on operation 5 over tp [0, 1]")
-    assert "rank 0 (tp=0): reduce_scatter of 64 bytes, step 3 in F0" in said
-    assert "rank 1 (tp=1): all_gather of 64 bytes, step 3 in F0" in said
+    one = [record(number=4), record("reduce_scatter", number=5), record("all_gather", number=6)]
+    other = [record(number=4), record("all_gather", number=5)]
+    reports = {0: report(0, one[-1], tuple(one), tp01=6), 1: report(1, None, tuple(other), tp01=5)}
+    line = diagnose(reports, MeshSpec(("tp",), (2,))).splitlines()[0]
+    assert line.startswith("ranks disagree on operation 5 over tp [0, 1]")
+    assert "rank 0 (tp=0): reduce_scatter of 64 bytes, step 3 in F0" in line
+    assert "rank 1 (tp=1): all_gather of 64 bytes, step 3 in F0" in line
 
 
 def test_who_does_not_answer_is_named():
-    said = diagnose({r: report(r, flight(number=9), tp01=9) for r in (0,)}, SPEC).splitlines()
-    assert said[0] == "ranks 1, 2, 3 do not answer: dead, or cut off"
-    assert "rank 0 (dp=0 tp=0) waits for rank 1" in said[1]
+    lines = diagnose({r: report(r, record(number=9), tp01=9) for r in (0,)}, SPEC).splitlines()
+    assert lines[0] == "ranks 1, 2, 3 do not answer: dead, or cut off"
+    assert "rank 0 (dp=0 tp=0) waits for rank 1" in lines[1]
 
 
 # ----------------------------------------------------------------------------------------------------- a run that hangs
@@ -164,9 +163,9 @@ def skipping(call):
 if fault == "sleep":
     Executor._forward = sleeping
 else:
-    room, name = fault.split(".")
-    room = getattr(ndtrain.parallel, room)
-    setattr(room, name, skipping(getattr(room, name)))
+    module, name = fault.split(".")
+    module = getattr(ndtrain.parallel, module)
+    setattr(module, name, skipping(getattr(module, name)))
 del sys.argv[1:3]
 runpy.run_module("ndtrain.train", run_name="__main__", alter_sys=True)
 """
@@ -188,33 +187,32 @@ CASES = [
 
 @pytest.mark.parametrize(("fault", "mesh", "ranks", "victim", "axis"), CASES)
 def test_a_hang_is_diagnosed(fault, mesh, ranks, victim, axis, tmp_path, corpus):
-    """One rank sleeps, or leaves a collective out, in the third step."""
+    """One rank sleeps in the third step, or leaves a collective out."""
     (tmp_path / "driver.py").write_text(DRIVER)
     folder = tmp_path / "run"
     args = arguments(folder, corpus, *mesh.split(), f"hardware.timeout_s={DEADLINE_S}", "model.num_hidden_layers=2")
     with mock.patch.object(helpers, "MODULE", [str(tmp_path / "driver.py"), fault, str(victim)]):
         done = run(args, tmp_path, ranks, timeout=120)
     assert done.returncode != 0 and not processes(tmp_path) and len(rows(folder)) == 2
-    said_at = (folder / "exit.json").stat().st_mtime
-    assert said_at - float((tmp_path / "failed-at").read_text()) < DEADLINE_S + 10
+    reported_at = (folder / "exit.json").stat().st_mtime
+    assert reported_at - float((tmp_path / "failed-at").read_text()) < DEADLINE_S + 10
     assert done.stderr.count("error: hang:") == 1, done.stderr
-    said = done.stderr.partition("error: hang:")[2].partition("the last actions")[0]
-    found = exit_status.read(folder)
-    assert (found.why, found.code, found.requeue, found.step) == ("hang", 75, True, 2) and said.split("\n")[
-        1
-    ] in found.error
+    diagnosis = done.stderr.partition("error: hang:")[2].partition("the last actions")[0]
+    status = exit_status.read(folder)
+    assert (status.why, status.code, status.requeue, status.step) == ("hang", 75, True, 2)
+    assert diagnosis.split("\n")[1] in status.error
     assert {p.name for p in folder.glob("logs/hang-rank-*.json")} == {f"hang-rank-{r}.json" for r in range(ranks)}
     last = json.loads((folder / "logs" / f"hang-rank-{victim}.json").read_text())
     assert last["rank"] == victim and last["step"] == 3 and last["last"]
-    named = re.search(rf"rank {victim} \([^)]*\)", said)
-    assert named and f"over {axis} " in said and "step 3" in said, said
+    named = re.search(rf"rank {victim} \([^)]*\)", diagnosis)
+    assert named and f"over {axis} " in diagnosis and "step 3" in diagnosis, diagnosis
     if fault == "sleep":
         assert (
-            f"{named[0]} is waited for: step 3, F(microbatch 0, stage 0), in no collective" in said
+            f"{named[0]} is waited for: step 3, F(microbatch 0, stage 0), in no collective" in diagnosis
             and "in sleeping" in last["stack"][-1]
-        ), said
+        ), diagnosis
     else:
-        assert f"rank {victim}" in said.split("\n")[1], said
+        assert f"rank {victim}" in diagnosis.split("\n")[1], diagnosis
 
 
 # ---------------------------------------------------------------------------------------------------------- slow ranks
@@ -222,12 +220,14 @@ def test_a_hang_is_diagnosed(fault, mesh, ranks, victim, axis, tmp_path, corpus)
 
 def test_a_slow_rank_is_named_once_and_when_it_recovers():
     watch = Stragglers(MeshSpec(("pp", "tp"), (2, 2)))
-    usual = [0.1, 0.1, 0.4, 0.4]  # the second stage has more to do, which makes nobody slow
-    said = [watch.update(usual) for _ in range(2 * WINDOW)]
-    said += [watch.update([0.1, 0.1, 0.4, 0.7]) for _ in range(2 * WINDOW)]
-    said += [watch.update([0.1, 0.1, 0.4, 0.55 + 0.1 * (step % 2)]) for step in range(4 * WINDOW)]  # still, just
-    said += [watch.update(usual) for _ in range(2 * WINDOW)]
-    slow, over = [line for lines in said for line in lines]
+    usual = [0.1, 0.1, 0.4, 0.4]  # the second stage has more work, so its ranks are not slow
+    reports = [watch.update(usual) for _ in range(2 * WINDOW)]
+    reports += [watch.update([0.1, 0.1, 0.4, 0.7]) for _ in range(2 * WINDOW)]
+    reports += [
+        watch.update([0.1, 0.1, 0.4, 0.55 + 0.1 * (step % 2)]) for step in range(4 * WINDOW)
+    ]  # still slow, barely
+    reports += [watch.update(usual) for _ in range(2 * WINDOW)]
+    slow, over = [line for lines in reports for line in lines]
     assert slow == f"rank 3 (pp=1 tp=1) is slow: busy 0.7 s a step, its peers 0.4 s (median of {WINDOW} steps)"
     assert over.startswith("rank 3 (pp=1 tp=1) is no longer slow: ")
 

@@ -1,4 +1,4 @@
-"""Schedule tables run, cost what theory says, and the checker refuses exactly those that cannot run."""
+"""Generated schedules run and have the bubble of theory. The checker refuses exactly the tables that cannot run."""
 
 import random
 import re
@@ -37,7 +37,7 @@ RANKS = (2, 4, 8, 16)
 
 
 def idle(schedule, cost=None) -> set[float]:
-    """How long ranks wait, from the first start of any to the last end of any."""
+    """The idle times of the ranks, from the first start of any rank to the last end of any."""
     timeline = simulate(schedule, *[cost] * (cost is not None))
     waits = {timeline.makespan - busy for busy in timeline.busy}
     share = sum(timeline.makespan - busy for busy in timeline.busy) / (schedule.pp * timeline.makespan)
@@ -46,8 +46,8 @@ def idle(schedule, cost=None) -> set[float]:
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_generated_tables_are_legal_and_survive_a_file(name, tmp_path):
-    """For every size: the table runs, and its file holds the same table."""
+def test_generated_tables_are_legal_and_round_trip_through_a_file(name, tmp_path):
+    """For every size the table runs, and reading its file gives the same table."""
     for pp in range(1, 9):
         for m in range(1, 3 * pp + 2):
             for chunks in CHUNKS.get(name, (default_chunks(name),)):
@@ -106,8 +106,8 @@ def test_bubble_of_zb_h1(p):
 
 @pytest.mark.parametrize("p", RANKS)
 def test_bubble_of_zb_v(p):
-    """No rank waits between its first action and its last (arXiv:2405.15362). What remains is the p-1 forwards that the
-    last rank waits for its first input, the least that any schedule with this placement can have."""
+    """No rank waits between its first action and its last (arXiv:2405.15362). The remaining bubble is the p-1 forwards
+    before the first input of the last rank. It is the minimum for this placement."""
     for m in (2 * p - 1, 2 * p, 3 * p + 1):
         schedule = build("zb_v", p, m)
         timeline = simulate(schedule)
@@ -118,9 +118,9 @@ def test_bubble_of_zb_v(p):
 
 @pytest.mark.parametrize("p", RANKS)
 def test_bubble_of_dualpipe_v(p):
-    """(p-1)(F&B + B - 3W) where a forward and a backward side by side take F&B and both end together, as published;
-    F&B = F + B here. One after the other, as on a device that does not overlap them, the results of the first leave
-    sooner and half of that bubble is left."""
+    """(p-1)(F&B + B - 3W) as published, if an overlapped forward and backward take F&B and end together; here
+    F&B = F + B. If they run one after the other, the results of the first are sent earlier, and half of that bubble
+    remains."""
     for m in (2 * p, 3 * p + 1):
         schedule = build("dualpipe_v", p, m)
         assert idle_side_by_side(schedule) == {(p - 1) * (3 + 2 - 3)}
@@ -128,7 +128,7 @@ def test_bubble_of_dualpipe_v(p):
 
 
 def idle_side_by_side(schedule) -> set[int]:
-    """Idle time where a forward and a backward of a rank's other stage, next to each other, are one action."""
+    """The idle times if a forward and a following backward of the rank's other stage are one action."""
     rows = [grouped(row) for row in schedule.table]
     end, free = {}, [0] * schedule.pp
     busy = [sum(duration(a) for a in row) for row in schedule.table]
@@ -177,7 +177,7 @@ def test_activations_that_only_the_input_gradient_needs_live_shorter():
 
 
 def test_fewer_microbatches_than_phases_need():
-    """Schedules with fewer microbatches than fill them still gain by each one left out, and hold them all at most."""
+    """With fewer microbatches than fill a schedule, each one less still shortens it, and at most all are alive."""
     for name in GENERATED:
         for p in (2, 3, 4, 8):
             lines = [simulate(build(name, p, m)) for m in range(1, 2 * p + 1)]
@@ -197,7 +197,7 @@ def test_latency_and_cost_by_action():
 
 
 def their_table(kind, pp, m, chunks):
-    """The order that one of PyTorch's schedules would run, made by its own method without stages or processes."""
+    """The table of one of PyTorch's schedules, from its own method, without stages or processes."""
     rounds = max(1, m // pp)
     it = SimpleNamespace(
         pp_group_size=pp, n_local_stages=chunks, _num_stages=pp * chunks, num_stages=pp * chunks, _n_microbatches=m,
@@ -226,8 +226,8 @@ PEERS = {
 
 @pytest.mark.parametrize("name", PEERS)
 def test_no_worse_than_pytorch(name):
-    """Same order as PyTorch's, where PyTorch has one: it refuses, or makes no legal table of, other numbers of
-    microbatches. Bubble and peak are equal; zb_v differs in the order of its last weight gradients."""
+    """Tables equal PyTorch's for the numbers of microbatches that PyTorch supports with a legal table. Only zb_v
+    differs, in the order of its last weight gradients; its bubble and peak are equal."""
     kind, chunks, has_one = PEERS[name]
     compared = 0
     for pp in (2, 3, 4, 8):
@@ -253,18 +253,18 @@ def test_no_worse_than_pytorch(name):
 @pytest.mark.parametrize("name", GENERATED)
 def test_each_need_that_crosses_ranks_is_one_message(name):
     schedule = build(name, 3, 7)
-    wanted = {}
+    expected = {}
     for rank, row in enumerate(schedule.table):
         for a in row:
             before = a.stage + {"F": -1, "W": 0}.get(a.kind, 1)
             source = schedule.rank_of[before] if 0 <= before < schedule.stages else rank
             if source != rank:
                 message = Message("F" if a.kind == "F" else "B", a.microbatch, a.stage)
-                wanted.setdefault((source, rank), set()).add(message)
+                expected.setdefault((source, rank), set()).add(message)
     for source in range(3):
         for target in range(3):
-            found = messages(schedule, source, target)
-            assert len(found) == len(set(found)) and set(found) == wanted.get((source, target), set())
+            sent = messages(schedule, source, target)
+            assert len(sent) == len(set(sent)) and set(sent) == expected.get((source, target), set())
 
 
 def test_messages_keep_the_order_of_the_row():
@@ -328,9 +328,8 @@ def test_checker_is_linear():
 
 
 def test_mutated_tables_are_refused_exactly_when_they_cannot_run():
-    """Swapping, dropping, repeating, moving or renaming actions of legal tables, against a definition: one F and either
-    B or I and W of each (microbatch, stage), a stage on one rank, and each action comes to its turn when the table is
-    run."""
+    """Swaps, drops, repeats, moves or changes actions of legal tables, and compares the checker with the definition:
+    each (microbatch, stage) has one F and either B or I and W, each stage has one rank, and every action runs."""
     draw = random.Random(0)
     refused = {"places": 0, "order": 0}
     for _ in range(1000):
@@ -347,9 +346,10 @@ def test_mutated_tables_are_refused_exactly_when_they_cannot_run():
         with pytest.raises(IllegalSchedule) as error:
             check(table, schedule.microbatches, schedule.stages)
         if placed:
-            found = table[error.value.rank][error.value.index]
-            assert heads[error.value.rank] == found, "it names an action that a rank really stands at"
-            assert str(error.value).startswith(f"rank {error.value.rank}: {found.kind}(microbatch {found.microbatch},")
+            action = table[error.value.rank][error.value.index]
+            assert heads[error.value.rank] == action, "it names the next action of a rank"
+            named = f"rank {error.value.rank}: {action.kind}(microbatch {action.microbatch},"
+            assert str(error.value).startswith(named)
     assert refused["places"] > 150 and refused["order"] > 200 and sum(refused.values()) < 850
 
 
@@ -387,7 +387,7 @@ def well_placed(table, microbatches, stages) -> bool:
 
 
 def stuck_heads(table, stages, draw) -> dict[int, Action]:
-    """Runs the table, one random ready rank at a time; the action at which each rank stops."""
+    """Runs the table, one random ready rank at a time. Returns the action at which each rank is stuck."""
     queues, done = [list(row) for row in table], set()
     while ready := [q for q in queues if q and may_run(q[0], done, stages)]:
         done.add(draw.choice(ready).pop(0))
@@ -404,14 +404,14 @@ def may_run(a: Action, done, stages: int) -> bool:
 
 
 def needs(a: Action, done, stages: int) -> list[Action]:
-    """Those of the actions done that `a` waited for."""
+    """The completed actions that `a` depends on."""
     step = -1 if a.kind == "F" else 1
     kinds = {"F": "F", "W": ""}.get(a.kind, "BI")
-    at_home = {"F": "", "W": "I"}.get(a.kind, "F")
-    found = [Action(k, a.microbatch, a.stage + step) for k in kinds] + [
-        Action(k, a.microbatch, a.stage) for k in at_home
+    same_stage = {"F": "", "W": "I"}.get(a.kind, "F")
+    candidates = [Action(k, a.microbatch, a.stage + step) for k in kinds] + [
+        Action(k, a.microbatch, a.stage) for k in same_stage
     ]
-    return [d for d in found if d in done]
+    return [d for d in candidates if d in done]
 
 
 # names, sizes and files
@@ -528,7 +528,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def cells(picture: str) -> list[list[tuple[str, float, float]]]:
-    """Of each panel: (tooltip, x, width) of its cells."""
+    """For each panel, (tooltip, x, width) of its cells."""
     panels = ElementTree.fromstring(picture).findall(f"{SVG}g")
     return [
         [

@@ -1,1 +1,1 @@
-"""The attention core: tiles, their kernels, and the custom op that compiled graphs hold."""
+"""The attention core: tiles, their kernels, and the custom op for compiled graphs."""

@@ -1,9 +1,9 @@
-"""The attention core: what lies between the q/k/v and the output projection.
+"""The attention core: the computation between the q/k/v projections and the output projection.
 
-Plain causal attention over a whole sequence is PyTorch's own. Everything else is computed tile by tile (`tiles.py`):
-packed documents, windows, score biases, and attention over a sequence of which only a share is here. Partial results
-over different keys are merged by their log-sum-exp (Milakov and Gimelshein, 2018, arXiv:1805.02867), and the backward
-of a tile needs only the merged output and log-sum-exp (Dao et al., 2022, arXiv:2205.14135).
+Plain causal attention over a whole sequence uses PyTorch's `scaled_dot_product_attention`. All other cases are computed
+tile by tile (`tiles.py`): packed documents, windows, score biases, and sequences of which this device has only a shard.
+Partial results over different keys are merged by their log-sum-exp (Milakov and Gimelshein, 2018, arXiv:1805.02867).
+The backward of a tile needs only the merged output and log-sum-exp (Dao et al., 2022, arXiv:2205.14135).
 
 Shape legend: B batch, T time, S time of the keys, N query heads, K key/value heads, D head_dim.
 """
@@ -28,61 +28,60 @@ from ndtrain.model.attention.kernels import (
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.attention.tiles import SequenceSlice, Tile
 
-# gives (output, log-sum-exp) of an attention: calls what it is given, which computes them, or has them already
+# (function that computes (output, log-sum-exp)) -> their values: it calls the function, or returns saved values
 Recall = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
 
 
 def local_core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
-    """Softmax attention over the whole sequence on this device, as `ctx.scores` says; [B, T, N, D].
-
-    Grouped query heads share the key/value head `n * K // N` (Ainslie et al., 2023, arXiv:2305.13245).
-    """
+    """Softmax attention over the whole sequence on this device -> [B, T, N, D]. `ctx.scores` gives windows, biases and
+    documents. Query head n uses the key/value head `n * K // N` (Ainslie et al., 2023, arXiv:2305.13245)."""
     if torch.compiler.is_compiling() and not ctx.scores.plain:
         return as_custom_op(TILED, q_BTND, k_BTKD, v_BTKD, ctx.scores, ctx.handle)
     return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores)
 
 
 def attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None = None) -> Tensor:
-    """`local_core` with the scores named. With `recall`, the kernels' results go through it."""
+    """`local_core` with explicit scores. The results of the kernels are passed through `recall`, if given."""
     if recall is None and scores.plain:
         return _plain(*(x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD)), scores.kernel).transpose(1, 2)
     return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, recall)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, kernel: str | None) -> Tensor:
-    """PyTorch's own, by the kernel named or by its own choice."""
-    own = lambda k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    """PyTorch's causal attention [B, N, T, D], with the given kernel or (None) PyTorch's choice."""
+    sdpa = lambda k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     if kernel is None:
-        return own(k, v)
+        return sdpa(k, v)
     with sdpa_kernel(GPU_KERNELS[kernel].backend):
-        return own(k, v) if GPU_KERNELS[kernel].shares_heads else own(*for_each_query_head(q, k, v))
+        return sdpa(k, v) if GPU_KERNELS[kernel].shares_heads else sdpa(*for_each_query_head(q, k, v))
 
 
 class TiledAttention(AttentionOp):
     """Attention over a whole sequence, tile by tile."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        found = _whole(q, scores)
-        if len(found) == 1:  # then it has all queries and keys
-            out, lse = forward_tile(q, k, v, found[0], scores)
+        tiles = _tiles_of(q, scores)
+        if len(tiles) == 1:  # then the tile has all queries and keys
+            out, lse = forward_tile(q, k, v, tiles[0], scores)
             return out.to(q.dtype), lse
         merged = Merged(q)
-        merged.attend(k, v, found, scores)
+        merged.attend(k, v, tiles, scores)
         return merged.result()
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores):
-        found = _whole(q, scores)
-        if len(found) == 1:
-            return backward_tile(in_rows(grad), q, k, v, out, lse, found[0], scores)
+        tiles = _tiles_of(q, scores)
+        if len(tiles) == 1:
+            return backward_tile(in_rows(grad), q, k, v, out, lse, tiles[0], scores)
         dq, dk, dv = total_like(q), total_like(k), total_like(v)
-        add_gradients(grad, (q, k, v, out, lse), found, scores, dq, dk, dv)
+        add_gradients(grad, (q, k, v, out, lse), tiles, scores, dq, dk, dv)
         return dq, dk, dv
 
 
 TILED = TiledAttention()
 
 
-def _whole(q: Tensor, scores: Scores) -> tuple[Tile, ...]:
+def _tiles_of(q: Tensor, scores: Scores) -> tuple[Tile, ...]:
+    """The tiles of the whole sequence of q [B, N, T, D]."""
     length = q.shape[2]
     pieces = (SequenceSlice(0, length, 0, 1),)
     return tiles_for(scores, pieces, pieces, length, q)
@@ -102,25 +101,25 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx, grad_BTND: Tensor):
         q, *saved = ctx.saved_tensors
         dq, dk, dv = TILED.backward(grad_BTND.transpose(1, 2), q, *saved, ctx.scores)
-        home = lambda x: x.transpose(1, 2).to(q.dtype)
-        return home(dq), home(dk), home(dv), None, None
+        to_input_layout = lambda x: x.transpose(1, 2).to(q.dtype)
+        return to_input_layout(dq), to_input_layout(dk), to_input_layout(dv), None, None
 
 
 # ------------------------------------------------------------------------------------------------- over several tiles
 
 
 class Merged:
-    """Attention of the queries q [B, N, T, D] over all the keys given so far."""
+    """Attention of the queries q [B, N, T, D] over all keys passed to `attend` so far."""
 
     def __init__(self, q: Tensor):
         self._q = q
         self._out: Tensor | None = None  # [B, N, T, D] in fp32 or wider
         self._lse: Tensor | None = None  # [B, N, T] likewise
 
-    def attend(self, k: Tensor, v: Tensor, found: Sequence[Tile], scores: Scores) -> None:
-        """Over the keys k and values v [B, K, S, D] too, where the tiles say that they are seen."""
+    def attend(self, k: Tensor, v: Tensor, tiles: Sequence[Tile], scores: Scores) -> None:
+        """Adds the attention over the keys k and values v [B, K, S, D] that the tiles make visible."""
         fresh = self._out is None
-        for t in found:
+        for t in tiles:
             out, lse = forward_tile(_at(self._q, t.rows, t.q), _at(k, t.rows, t.k), _at(v, t.rows, t.k), t, scores)
             self._merge(t, out, lse, fresh and t.first)
 
@@ -129,6 +128,7 @@ class Merged:
         return self._out.to(self._q.dtype), self._lse
 
     def _merge(self, t: Tile, out: Tensor, lse: Tensor, first: bool) -> None:
+        """Merges the results of a tile. `first`: they are the first for its queries."""
         out = out.to(widened(out.dtype))
         if self._out is None:
             if out.shape == self._q.shape:
@@ -136,33 +136,33 @@ class Merged:
                 return
             self._out = total_like(self._q)
             self._lse = self._out.new_full(self._q.shape[:-1], -torch.inf)
-        mine, seen = _at(self._out, t.rows, t.q), self._lse[t.rows, :, t.q]
+        total_out, total_lse = _at(self._out, t.rows, t.q), self._lse[t.rows, :, t.q]
         if first:
-            mine.copy_(out)
-            seen.copy_(lse)
+            total_out.copy_(out)
+            total_lse.copy_(lse)
         else:
-            mine.lerp_(out, torch.sigmoid(lse - seen)[..., None])
-            torch.logaddexp(seen, lse, out=seen)
+            total_out.lerp_(out, torch.sigmoid(lse - total_lse)[..., None])
+            torch.logaddexp(total_lse, lse, out=total_lse)
 
 
 def add_gradients(
     grad: Tensor,
     saved: tuple[Tensor, ...],
-    found: Sequence[Tile],
+    tiles: Sequence[Tile],
     scores: Scores,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Adds to dq, dk and dv what the tiles contribute.
+    """Adds the gradients of the tiles to dq [B, N, T, D], dk and dv [B, K, S, D].
 
     Args:
-        grad: [B, N, T, D], of the output.
-        saved: q, k, v, output, log-sum-exp; the last two over all keys of each query, not only those of the tiles.
+        grad: gradient of the output, [B, N, T, D].
+        saved: q, k, v, output, log-sum-exp. The last two are over all keys of each query, not only those of the tiles.
     """
     q, k, v, out, lse = saved
     grad = in_rows(grad)
-    for t in found:
+    for t in tiles:
         query = lambda x, t=t: _at(x, t.rows, t.q)
         key = lambda x, t=t: _at(x, t.rows, t.k)
         parts = backward_tile(query(grad), query(q), key(k), key(v), query(out), lse[t.rows, :, t.q], t, scores)
@@ -171,15 +171,16 @@ def add_gradients(
 
 
 def in_rows(grad: Tensor) -> Tensor:
-    """As kernels want it: the gradient of a sum is one number expanded."""
+    """The gradient with contiguous rows, as kernels require. (The gradient of a sum is one expanded number.)"""
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
 def total_like(x: Tensor) -> Tensor:
-    """Zeros to sum in, fp32 or wider, for a view [B, N, T, D] of a tensor that is contiguous as [B, T, N, D]."""
+    """Zeros for sums in fp32 or wider: a view [B, N, T, D] of a tensor that is contiguous as [B, T, N, D]."""
     B, N, T, D = x.shape
     return x.new_zeros(B, T, N, D, dtype=widened(x.dtype)).transpose(1, 2)
 
 
 def _at(x: Tensor, rows: slice, tokens: slice) -> Tensor:
+    """A view of the given rows and tokens of x [B, N, T, D]."""
     return x[rows, :, tokens]

@@ -1,9 +1,8 @@
-"""Attention as one node of a compiled graph, where it is more than one call of PyTorch's: packed documents, windows,
-and attention whose keys are elsewhere. What the compiler cannot look into is opaque to it; it neither breaks the graph
-nor is traced anew when a batch has other documents.
+"""Attention as a custom op in compiled graphs: packed documents, windows, and attention over keys of other devices.
 
-What differs from batch to batch reaches the node as a *ticket*: a number in a tensor on the CPU, under which its
-`Scores` are found when the node runs. (As Python values they would be constants of the graph.)
+A custom op is opaque to the compiler. So it neither breaks the graph nor causes a recompilation when a batch has other
+documents. Scores that differ between batches are passed as a **handle**: an integer in a CPU tensor, under which the op
+looks up the `Scores` when it runs. (As Python values they would be constants of the graph.)
 
 Shape legend: B batch, T time, N query heads, K key/value heads, D head_dim.
 """
@@ -30,38 +29,39 @@ class Attention(Protocol):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v, shaped as these, no two in the same memory; in their precision or a wider."""
+        """The gradients of q, k and v, with their shapes, in separate memory, in their precision or wider."""
         ...
 
 
 _numbers = count()
-_found: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_registry: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def _register(x: Any) -> int:
+    """Registers x for as long as it is referenced elsewhere. Returns its number."""
     number = next(_numbers)
-    _found[number] = x
+    _registry[number] = x
     return number
 
 
 def handle(scores: Scores) -> Tensor:
-    """The number that a node finds these scores under while someone keeps them; an int64 scalar on the CPU."""
+    """The handle of the scores, an int64 scalar on the CPU. It is valid while the scores are referenced elsewhere."""
     return torch.tensor(_register(scores))
 
 
 def as_custom_op(
     attention: "AttentionOp", q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, handle: Tensor
 ) -> Tensor:
-    """The output [B, T, N, D] of an attention, inside a graph that is being compiled. Of `scores` the ticket's count,
-    but for the slopes."""
+    """The output [B, T, N, D] of an attention, in a graph that is being compiled. When the graph runs, the scores are
+    those of `handle`; only the slopes are taken from `scores`."""
     return _attend(q_BTND, k_BTKD, v_BTKD, handle, attention.number, scores.slopes)[0]
 
 
 class AttentionOp:
-    """An `Attention` that graphs can hold as a node.
+    """An `Attention` that compiled graphs can call.
 
     Attributes:
-        number: what the graphs call it.
+        number: its number in the registry, a constant of the graph.
     """
 
     def __init__(self) -> None:
@@ -69,10 +69,12 @@ class AttentionOp:
 
 
 def _scores(handle: Tensor, slopes: Sequence[float] | None) -> Scores:
-    return replace(_found[handle.item()], slopes=None if slopes is None else tuple(slopes))
+    """The scores of a handle, with these slopes."""
+    return replace(_registry[handle.item()], slopes=None if slopes is None else tuple(slopes))
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """Views [B, N, T, D] of tensors [B, T, N, D]."""
     return [x.transpose(1, 2) for x in tensors]
 
 
@@ -80,8 +82,8 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 def _attend(
     q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, handle: Tensor, number: int, slopes: Sequence[float] | None
 ) -> tuple[Tensor, Tensor]:
-    """(output [B, T, N, D], log-sum-exp [B, N, T]), both contiguous and nobody else's."""
-    out, lse = _found[number].forward(*_heads_first(q_BTND, k_BTKD, v_BTKD), _scores(handle, slopes))
+    """(output [B, T, N, D], log-sum-exp [B, N, T]), both contiguous and in their own memory."""
+    out, lse = _registry[number].forward(*_heads_first(q_BTND, k_BTKD, v_BTKD), _scores(handle, slopes))
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
@@ -105,7 +107,7 @@ def _attend_backward(
     slopes: Sequence[float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, *saved = _heads_first(grad_BTND, q_BTND, k_BTKD, v_BTKD, out_BTND)
-    gradients = _found[number].backward(grad, *saved, lse_BNT, _scores(handle, slopes))
+    gradients = _registry[number].backward(grad, *saved, lse_BNT, _scores(handle, slopes))
     return tuple(x.transpose(1, 2).to(q_BTND.dtype).contiguous() for x in gradients)
 
 
@@ -114,7 +116,7 @@ def _(grad_BTND, q_BTND, k_BTKD, v_BTKD, out_BTND, lse_BNT, handle, number, slop
     return tuple(x.new_empty(x.shape) for x in (q_BTND, k_BTKD, v_BTKD))
 
 
-def _keep_for_backward(ctx, inputs: tuple, output: tuple) -> None:
+def _save_for_backward(ctx, inputs: tuple, output: tuple) -> None:
     q_BTND, k_BTKD, v_BTKD, handle, ctx.number, ctx.slopes = inputs
     ctx.save_for_backward(q_BTND, k_BTKD, v_BTKD, *output, handle)
 
@@ -124,4 +126,4 @@ def _backward(ctx, grad_BTND: Tensor, _: Tensor | None):
     return *gradients, None, None, None
 
 
-_attend.register_autograd(_backward, setup_context=_keep_for_backward)
+_attend.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,8 +1,8 @@
 """The kernels that compute one tile of attention, forward and backward.
 
-Every kernel gives the log-sum-exp of the scores beside the output, and its backward takes the output and log-sum-exp
-over *all* keys. On a GPU there are several (`GPU_KERNELS`); a run takes one of them, and `math`, which is written here,
-for the tiles that it cannot do. None makes the host wait for the device.
+Every kernel returns the log-sum-exp of the scores beside the output. Its backward takes the output and log-sum-exp over
+*all* keys. A GPU has several kernels (`GPU_KERNELS`). A run uses one of them, and `math`, which is written here, for
+tiles that the other does not support. No kernel makes the host wait for the device.
 
 Shape legend: B batch, T time, S time of the keys, N query heads, K key/value heads, D head_dim.
 """
@@ -26,9 +26,9 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 
 
 def tiles_for(scores: Scores, queries: Slices, keys: Slices, length: int, like: Tensor) -> tuple[Tile, ...]:
-    """The tiles for these scores on the device and in the precision of `like`, a query tensor."""
-    held = scores.softcap is not None or scores.slopes is not None or not _named(like, scores).runs(like)
-    return tiles(queries, keys, length, scores.documents, scores.window, BLOCK if held else None)
+    """The tiles for these scores, for queries with the device, precision and head size of `like`."""
+    materialised = scores.softcap is not None or scores.slopes is not None or not _configured(like, scores).runs(like)
+    return tiles(queries, keys, length, scores.documents, scores.window, BLOCK if materialised else None)
 
 
 def forward_tile(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -39,19 +39,19 @@ def forward_tile(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> tu
 def backward_tile(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, t: Tile, scores: Scores
 ) -> Gradients:
-    """(dq, dk, dv) of the tile; `out` and `lse` are those over all keys."""
+    """(dq, dk, dv) of the tile. `out` and `lse` are over all keys."""
     return _kernel_for(q, t, scores).backward(grad, q, k, v, out, lse, t, scores)
 
 
 class Kernel(NamedTuple):
-    """How a tile is computed.
+    """A kernel for tiles.
 
     Attributes:
         forward, backward: as `forward_tile` and `backward_tile`.
-        dtypes: that it runs in.
-        masks: whether it takes tiles in which a mask says who sees whom, and biases.
-        shares_heads: whether query heads may outnumber key/value heads.
-        backend: what `torch.nn.functional.scaled_dot_product_attention` calls it; None: it has no such name.
+        dtypes: the precisions that it supports.
+        masks: whether it supports tiles with a mask, and biases.
+        shares_heads: whether it supports more query heads than key/value heads.
+        backend: its name in `torch.nn.functional.scaled_dot_product_attention`; None: it has none.
     """
 
     forward: Callable
@@ -62,20 +62,22 @@ class Kernel(NamedTuple):
     backend: SDPBackend | None = None
 
     def runs(self, q: Tensor) -> bool:
-        """Whether it runs on the queries' precision and head size at all."""
+        """Whether it supports the precision and head size of the queries."""
         return q.dtype in self.dtypes and (not q.is_cuda or q.shape[-1] % 8 == 0)
 
     def takes(self, q: Tensor, t: Tile, scores: Scores) -> bool:
+        """Whether it supports this tile with these scores."""
         bare = t.kind is not Kind.BAND and scores.slopes is None
         return self.runs(q) and scores.softcap is None and (self.masks or bare)
 
 
 def _kernel_for(q: Tensor, t: Tile, scores: Scores) -> Kernel:
-    named = _named(q, scores)
-    return named if named.takes(q, t, scores) else _MATH
+    configured = _configured(q, scores)
+    return configured if configured.takes(q, t, scores) else _MATH
 
 
-def _named(q: Tensor, scores: Scores) -> Kernel:
+def _configured(q: Tensor, scores: Scores) -> Kernel:
+    """The kernel of this run on the device of q."""
     return GPU_KERNELS[scores.kernel or "flash"] if q.is_cuda else _CPU
 
 
@@ -103,7 +105,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> 
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, t: Tile, scores: Scores
 ) -> Gradients:
-    none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # state of the dropout that there is not
+    none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of dropout, which is off
     return aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, t.kind is Kind.CAUSAL, none, none
     )
@@ -113,7 +115,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> 
     k, v = for_each_query_head(q, k, v)
     causal = t.kind is Kind.CAUSAL
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
-    return out, lse.view(q.shape[:-1])  # comes as [B, N, T, 1]
+    return out, lse.view(q.shape[:-1])  # cuDNN returns [B, N, T, 1]
 
 
 def _cudnn_backward(
@@ -128,7 +130,7 @@ def _cudnn_backward(
     return dq, *_over_query_heads(k, dk, dv)
 
 
-_LSE_ROWS = 32  # the efficient kernels keep the log-sum-exp padded to a multiple of so many queries
+_LSE_ROWS = 32  # the efficient kernels pad the log-sum-exp to a multiple of this number of queries
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -152,13 +154,13 @@ def _efficient_backward(
 
 
 def for_each_query_head(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
-    """Keys or values [B, K, S, D] -> [B, N, S, D], for kernels that know no shared heads."""
+    """Keys or values [B, K, S, D] -> [B, N, S, D], for kernels without shared heads."""
     each = q.shape[1] // kv[0].shape[1]
     return kv if each == 1 else tuple(x.repeat_interleave(each, 1) for x in kv)
 
 
 def _over_query_heads(k: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of `for_each_query_head`'s input from those of its result, summed in fp32 or wider."""
+    """The backward of `for_each_query_head`: gradients [B, N, S, D] -> [B, K, S, D], summed in fp32 or wider."""
     if gradients[0].shape[1] == k.shape[1]:
         return gradients
     return tuple(x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=widened(x.dtype)) for x in gradients)
@@ -168,7 +170,7 @@ def _over_query_heads(k: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
 
 
 def _mask_of(q: Tensor, t: Tile, scores: Scores) -> tuple[Tensor | None, bool]:
-    """(mask, whether causal besides)"""
+    """(additive mask or None, whether PyTorch's kernel masks causally)."""
     if t.kind is not Kind.BAND and scores.slopes is None:
         return None, t.kind is Kind.CAUSAL
     bias = _bias(q, t, scores)
@@ -176,7 +178,7 @@ def _mask_of(q: Tensor, t: Tile, scores: Scores) -> tuple[Tensor | None, bool]:
 
 
 def _bias(q: Tensor, t: Tile, scores: Scores) -> Tensor:
-    """What is added to the scores [.., N or 1, T, S]: the ALiBi term, and -inf where nothing is seen."""
+    """The additive bias of the scores [N or 1, T, S]: the ALiBi term, and -inf for masked pairs."""
     m, n = t.shape
     wide = widened(q.dtype)
     back_TS = torch.arange(m, device=q.device)[:, None] - torch.arange(n, device=q.device)
@@ -189,13 +191,13 @@ def _bias(q: Tensor, t: Tile, scores: Scores) -> Tensor:
     return bias
 
 
-@lru_cache(maxsize=64)  # a copy from the host's memory makes the host wait for the device
+@lru_cache(maxsize=64)  # each copy from host memory makes the host wait for the device
 def _on_device(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(slopes, dtype=dtype, device=device)
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """What sums are taken in: fp32 or wider."""
+    """The precision of sums: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -203,7 +205,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def _math_scores(q: Tensor, k: Tensor, t: Tile, scores: Scores) -> tuple[Tensor, Tensor | None]:
-    """(scores [B, N, T, S] in fp32 or wider, tanh of the capped ones or None)"""
+    """(scores [B, N, T, S] in fp32 or wider, the tanh of the softcap or None)."""
     wide = widened(q.dtype)
     s = _by_kv_head(q.to(wide), k) @ k.to(wide).mT
     s = s.view(*q.shape[:-1], -1).mul_(q.shape[-1] ** -0.5)
@@ -250,7 +252,7 @@ def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
 _HALF = (torch.bfloat16, torch.float16)
 _ANY = (*_HALF, torch.float32, torch.float64)
 _CPU = Kernel(_cpu_forward, _cpu_backward, _ANY, masks=True)
-# it does every tile, but holds the scores of one in memory: nothing is *its* precision, so that tiles are kept small
+# It supports every tile, but materialises its scores. Without dtypes, `tiles_for` makes the tiles small.
 _MATH = Kernel(_math_forward, _math_backward, (), masks=True, backend=SDPBackend.MATH)
 GPU_KERNELS = {
     "flash": Kernel(_flash_forward, _flash_backward, _HALF, masks=False, backend=SDPBackend.FLASH_ATTENTION),

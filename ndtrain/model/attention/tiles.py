@@ -1,9 +1,9 @@
-"""Which rectangles of the matrix of scores are computed: those in which some query sees some key.
+"""Tiles: the rectangles of the score matrix that have visible pairs of a query and a key. Only these are computed.
 
-A query sees the keys of its own document that are not after it and, under a window, less than `window` tokens before.
-Queries and keys come as pieces of the sequence, so the same function serves a whole sequence on one device and any two
-shares of it. In a pair of pieces with one stride, what query i sees is a band `low <= j - i <= high` of keys j, both
-counted from the start of the rectangle.
+A query sees a key of its own document if the key is not after it and, with a window, less than `window` tokens before
+it. Queries and keys are given as slices of the sequence. So the same function serves a whole sequence on one device and
+any two shards of it. For two slices with the same stride, query i sees the band of keys j with `low <= j - i <= high`,
+both counted from the start of the rectangle.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ Documents = tuple[tuple[int, ...], ...] | None
 Slices = tuple[SequenceSlice, ...]
 Rectangle = tuple[int, int, int, int]  # first query, end, first key, end
 
-BLOCK = (512, 1024)  # queries x keys of a tile whose mask or scores are held in memory
+BLOCK = (512, 1024)  # largest queries x keys of a tile whose mask or scores are materialised
 
 
 class Kind(Enum):
@@ -41,11 +41,12 @@ class Tile(NamedTuple):
     """A rectangle of scores. Every query in it sees at least one key.
 
     Attributes:
-        rows: rows of the batch. q, k: local tokens.
-        low, high: query i sees key j iff low <= j - i <= high, both from 0 in the tile.
-        distance: how many tokens the first query lies after the first key in the sequence. stride: of both.
-            Meaningful only if the tiles were asked for in blocks.
-        first: no tile before it in the list has any of its queries.
+        rows: rows of the batch.
+        q, k: local tokens of the queries and the keys.
+        low, high: query i sees key j iff low <= j - i <= high, both counted from 0 in the tile.
+        distance: position of the first query minus that of the first key in the sequence.
+        stride: stride of both. Like `distance` it is valid only for tiles made with `block`.
+        first: whether no earlier tile of the list has any of its queries.
     """
 
     rows: slice
@@ -72,52 +73,53 @@ def tiles(
     window: int | None = None,
     block: tuple[int, int] | None = None,
 ) -> tuple[Tile, ...]:
-    """The tiles that together hold each visible pair of the queries and keys exactly once.
+    """The tiles that together contain each visible pair of a query and a key exactly once.
 
     Args:
-        queries, keys: pieces of a sequence of `length` tokens, all of one stride.
-        documents: for each row of the batch where its documents start, 0 first; None: each row is one document.
-        window: keys a query sees, itself included; None: no limit.
-        block: no tile larger than this many queries and keys; None: as large as possible.
+        queries, keys: slices of a sequence of `length` tokens, all with the same stride.
+        documents: for each row of the batch, the starts of its documents, 0 first; None: each row is one document.
+        window: number of keys that a query sees, including its own; None: no limit.
+        block: largest number of queries and of keys in a tile; None: no limit.
     """
     own = queries == keys and window is None and block is None
-    found: list[Tile] = []
+    all_tiles: list[Tile] = []
     for rows, first, end in _intervals(documents, length):
         seen, held = _within(queries, first, end), _within(keys, first, end)
-        if own:  # local order is the order in the sequence, so that these tokens are causal among themselves
-            seen = held = _joined(seen)
-        pairs = [t for q in seen for k in held for t in _pair(rows, q, k, window, block)]
-        found += pairs if block or window is not None else _merged(pairs)
-    return _marked(found, queries)
+        if own:  # local order is the order in the sequence, so the local tokens are causal among themselves
+            seen = held = _concatenated(seen)
+        pairs = [t for q in seen for k in held for t in _tiles_of_pair(rows, q, k, window, block)]
+        all_tiles += pairs if block or window is not None else _merged(pairs)
+    return _with_first(all_tiles, queries)
 
 
-def work(found: Sequence[Tile]) -> int:
-    """Visible pairs of query and key in the tiles, a tile for all rows of the batch counted once."""
-    return sum(_visible(t) for t in found)
+def work(tiles: Sequence[Tile]) -> int:
+    """Number of visible pairs in the tiles. A tile for all rows of the batch counts once."""
+    return sum(_visible(t) for t in tiles)
 
 
-def halves(found: Sequence[Tile]) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
-    """The tiles in two lists of about the same work. One causal tile is split."""
-    if len(found) == 1 and found[0].kind is Kind.CAUSAL and found[0].shape[0] > 1:
-        return _split(found[0])
-    total, done = work(found), 0
-    for i, t in enumerate(found):
+def halves(tiles: Sequence[Tile]) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+    """The tiles in two lists with about equal work. A single causal tile is split."""
+    if len(tiles) == 1 and tiles[0].kind is Kind.CAUSAL and tiles[0].shape[0] > 1:
+        return _split(tiles[0])
+    total, done = work(tiles), 0
+    for i, t in enumerate(tiles):
         if 2 * done >= total:
-            return tuple(found[:i]), tuple(found[i:])
+            return tuple(tiles[:i]), tuple(tiles[i:])
         done += _visible(t)
-    return tuple(found), ()
+    return tuple(tiles), ()
 
 
 def _visible(t: Tile) -> int:
+    """Number of visible pairs in a tile."""
     queries, keys = t.shape
     i = np.arange(queries)
     return int((np.minimum(keys - 1, i + t.high) - np.maximum(0, i + t.low) + 1).sum())
 
 
 def _split(t: Tile) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
-    """A causal tile as the rectangle below its diagonal, and the two causal tiles on it."""
+    """Splits a causal tile into the rectangle below its diagonal and the two causal tiles on the diagonal."""
     n, middle = t.shape[0], t.shape[0] // 2
-    cut = lambda i0, i1, j0, j1: _tile(
+    part = lambda i0, i1, j0, j1: _tile(
         t.rows,
         SequenceSlice(t.q.start, n, t.distance, t.stride),
         SequenceSlice(t.k.start, n, 0, t.stride),
@@ -125,7 +127,7 @@ def _split(t: Tile) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
         0,
         (i0, i1, j0, j1),
     )
-    return (cut(middle, n, 0, middle),), (cut(0, middle, 0, middle), cut(middle, n, middle, n))
+    return (part(middle, n, 0, middle),), (part(0, middle, 0, middle), part(middle, n, middle, n))
 
 
 def _intervals(documents: Documents, length: int) -> Iterator[tuple[slice, int, int]]:
@@ -139,38 +141,41 @@ def _intervals(documents: Documents, length: int) -> Iterator[tuple[slice, int, 
 
 
 def _within(pieces: Slices, first: int, end: int) -> list[SequenceSlice]:
-    """The part of each piece that lies in the interval [first, end) of the sequence."""
-    found = []
+    """The part of each slice in the interval [first, end) of the sequence. Empty parts are left out."""
+    parts = []
     for p in pieces:
         start = max(0, _ceil_div(first - p.first, p.stride))
         stop = min(p.count, _ceil_div(end - p.first, p.stride))
         if start < stop:
-            found.append(SequenceSlice(p.start + start, stop - start, p.first + start * p.stride, p.stride))
-    return found
+            parts.append(SequenceSlice(p.start + start, stop - start, p.first + start * p.stride, p.stride))
+    return parts
 
 
-def _joined(pieces: list[SequenceSlice]) -> list[SequenceSlice]:
+def _concatenated(pieces: list[SequenceSlice]) -> list[SequenceSlice]:
+    """The slices as one of the same local tokens. Its positions in the sequence are not valid."""
     return [pieces[0]._replace(count=sum(p.count for p in pieces))] if pieces else []
 
 
-def _pair(
+def _tiles_of_pair(
     rows: slice, q: SequenceSlice, k: SequenceSlice, window: int | None, block: tuple[int, int] | None
 ) -> list[Tile]:
+    """The tiles of the queries of one slice and the keys of another."""
     distance = q.first - k.first
     high = distance // q.stride
-    low = 1 - q.count  # no j - i is below
+    low = 1 - q.count  # the smallest j - i
     if window is not None:
         low = max(low, 1 - _ceil_div(window - distance, q.stride))
-    if low > high:  # with a stride, nothing of k need be in the window
+    if low > high:  # no key is in the window, which can happen with a stride
         return []
     if block is None and low == 1 - q.count:
-        rectangles = _corner(q.count, k.count, high)
+        rectangles = _causal_rectangles(q.count, k.count, high)
     else:
-        rectangles = _blocks(q.count, k.count, low, high, block or (BLOCK[0], k.count))
+        rectangles = _band_rectangles(q.count, k.count, low, high, block or (BLOCK[0], k.count))
     return [_tile(rows, q, k, low, high, r) for r in rectangles]
 
 
 def _tile(rows: slice, q: SequenceSlice, k: SequenceSlice, low: int, high: int, rectangle: Rectangle) -> Tile:
+    """The tile of a rectangle, which counts tokens from the start of the slices."""
     i0, i1, j0, j1 = rectangle
     low, high = low + i0 - j0, high + i0 - j0
     unbounded = low <= i0 - i1 + 1
@@ -183,9 +188,10 @@ def _tile(rows: slice, q: SequenceSlice, k: SequenceSlice, low: int, high: int, 
     return Tile(rows, queries, keys, kind, low, high, distance, q.stride)
 
 
-def _corner(m: int, n: int, high: int) -> Iterator[Rectangle]:
-    """m queries, n keys, key j seen iff j - i <= high: one square causal tile, and what lies beside and below it."""
-    top, left = max(0, -high), max(0, high)  # queries that see nothing; keys that all queries see
+def _causal_rectangles(m: int, n: int, high: int) -> Iterator[Rectangle]:
+    """Yields rectangles for m queries and n keys with the visible pairs j - i <= high: a square causal one, and full
+    ones beside and below it."""
+    top, left = max(0, -high), max(0, high)  # number of queries that see no key; of keys that all queries see
     if high >= n - 1:
         yield 0, m, 0, n
     elif top < m:
@@ -197,9 +203,9 @@ def _corner(m: int, n: int, high: int) -> Iterator[Rectangle]:
             yield top + side, m, left, n
 
 
-def _blocks(m: int, n: int, low: int, high: int, block: tuple[int, int]) -> Iterator[Rectangle]:
-    """The band low <= j - i <= high in blocks. The keys of a row of blocks are cut where they start and cease to be
-    seen by all its queries, the last of these keys left to the diagonal block so that it is square."""
+def _band_rectangles(m: int, n: int, low: int, high: int, block: tuple[int, int]) -> Iterator[Rectangle]:
+    """Yields the band low <= j - i <= high in blocks. The keys of a row of blocks are split where they begin and end to
+    be visible to all its queries. The last of these keys belongs to the diagonal block, so that it is square."""
     for i0 in range(max(0, -high), m, block[0]):
         i1 = min(m, i0 + block[0])
         start, end = max(0, i0 + low), min(n, i1 + high)
@@ -213,9 +219,9 @@ def _blocks(m: int, n: int, low: int, high: int, block: tuple[int, int]) -> Iter
                     yield top, bottom, j0, j1
 
 
-def _merged(found: list[Tile]) -> list[Tile]:
-    """Full tiles that lie beside or below one another as one."""
-    for a, b in combinations([t for t in found if t.kind is Kind.FULL], 2):
+def _merged(tiles: list[Tile]) -> list[Tile]:
+    """Merges full tiles that are adjacent."""
+    for a, b in combinations([t for t in tiles if t.kind is Kind.FULL], 2):
         if a.q == b.q and a.k.stop == b.k.start:
             whole = a._replace(k=slice(a.k.start, b.k.stop))
         elif a.k == b.k and a.q.stop == b.q.start:
@@ -223,15 +229,15 @@ def _merged(found: list[Tile]) -> list[Tile]:
         else:
             continue
         m, n = whole.shape
-        return _merged([t for t in found if t not in (a, b)] + [whole._replace(low=1 - m, high=n - 1)])
-    return found
+        return _merged([t for t in tiles if t not in (a, b)] + [whole._replace(low=1 - m, high=n - 1)])
+    return tiles
 
 
-def _marked(found: list[Tile], queries: Slices) -> tuple[Tile, ...]:
-    """With `first` set."""
-    rows = 1 + max((t.rows.start or 0 for t in found), default=0)
+def _with_first(tiles: list[Tile], queries: Slices) -> tuple[Tile, ...]:
+    """The tiles with `first` set."""
+    rows = 1 + max((t.rows.start or 0 for t in tiles), default=0)
     seen, marked = np.zeros((rows, sum(p.count for p in queries)), bool), []
-    for t in found:
+    for t in tiles:
         row = seen[t.rows.start or 0, t.q]
         marked.append(t._replace(first=not row.any()))
         row[:] = True

@@ -1,6 +1,7 @@
-"""Units of work: a piece of a corpus becomes two token files and a record, in a worker process.
+"""Worker processes that tokenise a corpus part by part.
 
-The record is published last, with the digests of both files: a unit whose record fits its files is never made again.
+A part of the corpus becomes a token file for each split, and a record with the digests of these files. The record is
+written last: a part whose record fits its files is never made again.
 """
 
 import multiprocessing
@@ -10,8 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
-from hashlib import blake2b, file_digest
+from hashlib import file_digest
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -20,61 +20,70 @@ from pathlib import Path
 from ndtrain.config import ConfigError
 from ndtrain.data.documents import SPLITS, Corpus
 from ndtrain.data.manifest import read_json, write_json
-from ndtrain.data.store import Written, write_splits
+from ndtrain.data.store import SplitStats, content_hash, write_splits
 from ndtrain.data.tokenizer import Tokenizer
-
-content_hash = partial(blake2b, digest_size=16)  # the hash of `Written.digest`
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all units of a preparation share: the folder of parts, the digest of the plan, the tokenizer."""
+class TokeniseJob:
+    """What all parts of a preparation share.
 
-    parts: Path
+    Attributes:
+        folder: where the files of the parts are.
+        plan: the digest of the plan.
+    """
+
+    folder: Path
     plan: str
     tokenizer: Tokenizer
 
     def files(self, number: int) -> dict[str, Path]:
-        """Where the splits of a unit are."""
-        return {split: self.parts / f"{number:06}.{split}.bin" for split in SPLITS}
+        """Returns split -> the token file of a part."""
+        return {split: self.folder / f"{number:06}.{split}.bin" for split in SPLITS}
 
     def record(self, number: int) -> Path:
-        """Where it is written what they hold."""
-        return self.parts / f"{number:06}.json"
+        """Returns the file that says what a part's token files hold."""
+        return self.folder / f"{number:06}.json"
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One that is whole: its files and what they hold. `kept`: an earlier run has made it."""
+class TokenisedPart:
+    """A part whose files are whole.
+
+    Attributes:
+        number: its position in the corpus.
+        files, splits: for each split the token file, and what it holds.
+        reused: whether an earlier run made it.
+    """
 
     number: int
     files: dict[str, Path]
-    splits: dict[str, Written]
-    kept: bool
+    splits: dict[str, SplitStats]
+    reused: bool
 
 
-def make_unit(job: Job, number: int, corpus: Corpus) -> Unit:
-    """Tokenises one piece of the corpus, or finds that done.
+def tokenise_part(job: TokeniseJob, number: int, corpus: Corpus) -> TokenisedPart:
+    """Tokenises one part of the corpus, unless an earlier run has done so.
 
     Raises:
-        ConfigError: a document that cannot be read.
+        ConfigError: a document cannot be read.
         OSError: the files cannot be written.
     """
     files = job.files(number)
-    if splits := _found(job, number):
-        return Unit(number, files, splits, kept=True)
+    if splits := _finished_splits(job, number):
+        return TokenisedPart(number, files, splits, reused=True)
     splits = write_splits(corpus, job.tokenizer, files)
-    write_json(job.record(number), {"plan": job.plan, **{split: asdict(w) for split, w in splits.items()}})
-    return Unit(number, files, splits, kept=False)
+    write_json(job.record(number), {"plan": job.plan, **{split: asdict(stats) for split, stats in splits.items()}})
+    return TokenisedPart(number, files, splits, reused=False)
 
 
-def _found(job: Job, number: int) -> dict[str, Written] | None:
-    """What an earlier run has left of a unit, if it is whole and of the same plan."""
+def _finished_splits(job: TokeniseJob, number: int) -> dict[str, SplitStats] | None:
+    """Returns what the files of a part hold; None where it is not whole or was made by another plan."""
     try:
         record = read_json(job.record(number))
         if record is None or record["plan"] != job.plan:
             return None
-        splits = {split: Written(**record[split]) for split in SPLITS}
+        splits = {split: SplitStats(**record[split]) for split in SPLITS}
         for split, path in job.files(number).items():
             with path.open("rb") as file:
                 if file_digest(file, content_hash).hexdigest() != splits[split].digest:
@@ -84,24 +93,27 @@ def _found(job: Job, number: int) -> dict[str, Written] | None:
         return None
 
 
-# ---------------------------------------------------------------------------------------------------------- workers
+# ---------------------------------------------------------------------------------------------------------- processes
 
 
 class WorkerDied(RuntimeError):
     """A worker process ended by itself. The message is one line."""
 
 
-class Workers:
-    """Processes that make units, one each at a time. They end with the block, and with this process however it ends."""
+class WorkerPool:
+    """Processes that tokenise parts, each one part at a time.
 
-    def __init__(self, number: int, job: Job):
-        self._number, self._job = number, job
+    They end with the block, and with this process, however it ends.
+    """
+
+    def __init__(self, workers: int, job: TokeniseJob):
+        self._workers, self._job = workers, job
         self._processes: dict[Connection, BaseProcess] = {}
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> "WorkerPool":
         try:
             with _interrupts_held():
-                for _ in range(self._number):
+                for _ in range(self._workers):
                     self._start()
         except BaseException:
             self.__exit__()
@@ -123,31 +135,31 @@ class Workers:
         theirs.close()  # so that the end of the process is the end of the file
         self._processes[ours] = process
 
-    def results(self, pieces: Iterable[tuple[Corpus, int]]) -> Iterator[Unit]:
-        """The units of all pieces, numbered in their order, as they get whole.
+    def results(self, parts: Iterable[Corpus]) -> Iterator[TokenisedPart]:
+        """Yields every part as soon as it is tokenised. Parts are numbered in their order.
 
         Raises:
-            ConfigError, OSError: as `make_unit`.
-            WorkerDied: one is no more.
+            ConfigError, OSError: as `tokenise_part`.
+            WorkerDied: a worker has ended.
         """
-        waiting = enumerate(corpus for corpus, _ in pieces)
-        busy = [pipe for pipe in self._processes if self._give(pipe, waiting)]
+        waiting = enumerate(parts)
+        busy = [pipe for pipe in self._processes if self._send_next(pipe, waiting)]
         while busy:
             for pipe in wait(busy):
-                answer = self._take(pipe)
-                if not self._give(pipe, waiting):
+                part = self._receive(pipe)
+                if not self._send_next(pipe, waiting):
                     busy.remove(pipe)
-                yield answer
+                yield part
 
-    def _give(self, pipe: Connection, waiting: Iterator[tuple[int, Corpus]]) -> bool:
-        """Whether there was another unit to give."""
+    def _send_next(self, pipe: Connection, waiting: Iterator[tuple[int, Corpus]]) -> bool:
+        """Sends a worker the next part. Returns whether there was one."""
         item = next(waiting, None)
         if item is not None:
             with self._alive(pipe):
                 pipe.send(item)
         return item is not None
 
-    def _take(self, pipe: Connection) -> Unit:
+    def _receive(self, pipe: Connection) -> TokenisedPart:
         with self._alive(pipe):
             answer = pipe.recv()
         if isinstance(answer, Exception):
@@ -156,6 +168,7 @@ class Workers:
 
     @contextmanager
     def _alive(self, pipe: Connection) -> Iterator[None]:
+        """Raises WorkerDied where a broken pipe says that the worker has ended."""
         try:
             yield
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
@@ -166,8 +179,8 @@ class Workers:
             raise WorkerDied(f"a worker process ended {how}; if memory is short, give fewer workers") from error
 
 
-def _serve(pipe: Connection, job: Job) -> None:
-    """What a worker does: answers each (number, piece) with a `Unit`, or with what went wrong."""
+def _serve(pipe: Connection, job: TokeniseJob) -> None:
+    """Runs in a worker: answers each (number, part) with a `TokenisedPart`, or with the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")  # the workers are the parallelism
@@ -175,7 +188,7 @@ def _serve(pipe: Connection, job: Job) -> None:
         while True:
             number, corpus = pipe.recv()
             try:
-                answer = make_unit(job, number, corpus)
+                answer = tokenise_part(job, number, corpus)
             except (ConfigError, OSError) as error:
                 answer = error
             pipe.send(answer)
@@ -187,19 +200,22 @@ def _end_with_parent() -> None:
 
 
 def start_forkserver() -> None:
-    """Starts the process that workers are forked from, which goes on importing what they need when this returns.
+    """Starts the process that workers are forked from. It goes on importing what they need when this returns.
 
-    A program does so early, if nothing else in it uses the server; without this, the first `Workers` start it.
+    A program calls this early if nothing else in it uses the server. Otherwise the first `WorkerPool` starts it.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    resource_tracker.ensure_running()  # it would release the signals that are held below
+    resource_tracker.ensure_running()  # started later, it would unblock the signals that are held below
     with _interrupts_held():
         forkserver.ensure_running()
 
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """A Ctrl-C within the block comes after it. Processes that begin there never get one: the mask is inherited."""
+    """Delays a Ctrl-C within the block until its end.
+
+    Processes that begin there never get one: they inherit the signal mask.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,0 +1,154 @@
+"""How far a long piece of work on a corpus is: a bar with the time left on a terminal, plain lines anywhere else."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+LINE_S = 10.0  # between plain lines
+_REDRAW_S = 0.1  # between two drawings of the bar
+
+
+@dataclass
+class TextProgress:
+    """How much of a corpus is done.
+
+    Attributes:
+        total, done: bytes of text.
+        reused: of `done`, the bytes that an earlier run did.
+        tokens: how many this run made.
+        started: `time.monotonic()` at the start of this run.
+    """
+
+    total: int
+    done: int = 0
+    reused: int = 0
+    tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the end at the rate so far; None while there is no rate."""
+        own = self.done - self.reused
+        return self.seconds * max(0, self.total - self.done) / own if own else None
+
+    def amount(self) -> str:
+        return f"{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
+
+    def rates(self) -> str:
+        """Says how many tokens were made, how fast, and how long the rest takes, as far as that is known."""
+        words = [f"{self.tokens:,} tokens", f"{self.tokens_per_s:,.0f} tokens/s"] if self.tokens else []
+        if self.seconds_left is not None:
+            words.append(f"left {timedelta(seconds=round(self.seconds_left))}")
+        return "  ".join(words)
+
+
+class ProgressDisplay:
+    """Shows a `TextProgress`: as a bar on a terminal, as a plain line every `LINE_S` seconds anywhere else.
+
+    Args:
+        console: where to; None: stdout.
+        title: the words that begin the bar and each plain line.
+    """
+
+    def __init__(self, console: Console | None = None, title: str = ""):
+        self.progress: TextProgress | None = None  # shown last
+        self._console = console or Console()
+        self._title = title
+        self._bar: Progress | None = None
+        self._shown_at = float("-inf")  # when it was last drawn or printed
+
+    def note(self, text: str) -> None:
+        """Prints a line, above the bar where there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, progress: TextProgress) -> None:
+        """Shows the progress unless it did so a moment ago."""
+        now = time.monotonic()
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self.progress = progress
+            if now - self._shown_at >= _REDRAW_S:
+                self._shown_at = now
+                self._draw(progress)
+            return
+        if self.progress is None:
+            self._shown_at = now  # a short piece of work prints no line
+        self.progress = progress
+        if now - self._shown_at >= LINE_S:
+            self._shown_at = now
+            self.note(f"{self._prefix()}{progress.amount()}  {progress.rates()}".rstrip())
+
+    def location(self) -> str:
+        """Says where the work stands, for a message; "" before it has begun."""
+        return f" at {self.progress.amount()}" if self.progress else ""
+
+    def close(self) -> None:
+        """Leaves the bar as it stands and gives the terminal back."""
+        if self._bar:
+            self._draw(self.progress)
+            self._bar.stop()
+            self._bar = None
+
+    def _prefix(self) -> str:
+        return f"{self._title}  " if self._title else ""
+
+    def _draw(self, progress: TextProgress) -> None:
+        if self._bar is None:
+            columns = [
+                TextColumn(f"{self._prefix()}{{task.fields[amount]}}", markup=False),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[rates]}", markup=False),
+            ]
+            self._bar = Progress(*columns, console=self._console, auto_refresh=False, expand=True)
+            self._task = self._bar.add_task("", total=progress.total, amount="", rates="")
+            self._bar.start()
+            self._console.show_cursor(True)  # rich hides it, and a killed process could not bring it back
+        self._bar.update(
+            self._task,
+            total=progress.total,
+            completed=progress.done,
+            amount=progress.amount(),
+            rates=progress.rates(),
+            refresh=True,
+        )
+
+
+@contextmanager
+def progress_on_stderr(title: str, total: int) -> Iterator[Callable[[int, int], None]]:
+    """Yields `advance(size, tokens)`: it counts more bytes and tokens as done and shows the progress on stderr.
+
+    A terminal that was closed does not end the work.
+
+    Args:
+        title: the words that begin the bar and each plain line.
+        total: about how many bytes of text there are.
+    """
+    progress = TextProgress(total)
+    display = ProgressDisplay(Console(stderr=True), title)
+
+    def advance(size: int, tokens: int) -> None:
+        progress.done += size
+        progress.total = max(progress.total, progress.done)
+        progress.tokens += tokens
+        with suppress(OSError):
+            display.show(progress)
+
+    try:
+        advance(0, 0)
+        yield advance
+        progress.total = progress.done  # `total` was an estimate
+    finally:
+        with suppress(OSError):
+            display.close()

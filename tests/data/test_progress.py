@@ -1,0 +1,72 @@
+"""What a user sees while a corpus is tokenised: a bar on a terminal, plain lines anywhere else."""
+
+import io
+import re
+import time
+
+import pytest
+from rich.console import Console
+
+from ndtrain.data import open_data, progress
+from ndtrain.data.corpora import open_corpus
+from ndtrain.data.progress import TextProgress, progress_on_stderr
+from tests.data.test_data import config
+
+LINE = r"tokenising  \d+\.\d of \d+\.\d MB(  [\d,]+ tokens  [\d,]+ tokens/s)?(  left \d:\d\d:\d\d)?"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Settings of a corpus of 200 kB of non-ASCII text, in which a JSON line has more bytes than its text."""
+    lines = ['{"id": 1, "text": "Ünal \\u72d0 jumps over"}\n'] * 5000
+    (tmp_path / "a.jsonl").write_text("".join(lines), "utf-8")
+    return {"name": "jsonl", "path": str(tmp_path / "a.jsonl")}
+
+
+def test_tokenising_prints_plain_lines(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    open_data(config(corpus, tmp_path))
+    shown = capsys.readouterr()
+    lines = shown.err.splitlines()
+    assert len(lines) > 2 and all(re.fullmatch(LINE, line) for line in lines) and shown.out == ""
+    assert lines[0].startswith("tokenising  0.0 of 0.2 MB") and lines[-1].startswith("tokenising  0.2 of 0.2 MB")
+    open_data(config(corpus, tmp_path))
+    assert capsys.readouterr().err == "", "a corpus in the cache is not tokenised again"
+
+
+def test_a_short_piece_of_work_prints_nothing(corpus, tmp_path, capsys):
+    open_data(config({**corpus, "tokenizer": "bpe"}, tmp_path))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_chunks_of_a_corpus_are_its_size(corpus, tmp_path):
+    files = open_corpus(config(corpus, tmp_path).data)
+    assert sum(chunk.size for chunk in files.chunks()) == files.size() == (tmp_path / "a.jsonl").stat().st_size
+
+
+def test_tokenising_on_a_terminal_shows_a_bar(monkeypatch):
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=100, legacy_windows=False)
+    monkeypatch.setattr(progress, "Console", lambda stderr: terminal)
+    with progress_on_stderr("tokenising", 3_000_000) as advance:
+        advance(1_000_000, 250_000)
+        advance(1_000_000, 250_000)
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue())
+    assert "tokenising  0.0 of 3.0 MB" in shown
+    assert re.search(r"tokenising  2\.0 of 2\.0 MB ━+ 500,000 tokens  [\d,]+ tokens/s  left 0:00:00", shown)
+
+
+def test_a_terminal_that_was_closed_does_not_end_the_work(monkeypatch):
+    def closed(*args, **kwargs):
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(progress.ProgressDisplay, "note", closed)
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    with progress_on_stderr("tokenising", 10) as advance:
+        advance(10, 3)
+
+
+def test_the_time_left_counts_what_this_run_did():
+    state = TextProgress(total=100, done=60, reused=40, started=time.monotonic() - 10)
+    assert state.seconds_left == pytest.approx(20, rel=0.01)  # 20 bytes took 10 s, 40 are left
+    assert TextProgress(total=100, done=40, reused=40).seconds_left is None

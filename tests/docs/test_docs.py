@@ -1,0 +1,119 @@
+"""The documentation: its generated page is current, its links lead to files, and the README's program runs."""
+
+import ast
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from ndtrain.config import Config
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+README = (ROOT / "README.md").read_text()
+_spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")  # docs/ is no package
+generate = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(generate)
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def without_code(text: str) -> str:
+    """Markdown without its fenced blocks and code spans, which hold brackets that are no links."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^( *)```.*?^\1```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def targets(text: str) -> list[str]:
+    """The relative targets of a page's links and images, without their anchors."""
+    text = without_code(text)
+    found = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|href|srcset)="([^"\s]+)"', text)
+    return [t.partition("#")[0] for t in found if not re.match(r"[a-z]+:|#", t)]
+
+
+def test_the_configuration_page_is_current():
+    done = run("docs/generate.py", "--check", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_page_is_one_line_and_status_1(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(generate, "PAGE", tmp_path / "configuration.md")
+    for text in (None, "# Configuration\n"):
+        if text:
+            generate.PAGE.write_text(text)
+        assert generate.main(["--check"]) == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert generate.main([]) == 0 and generate.main(["--check"]) == 0
+
+
+def test_every_key_is_on_the_configuration_page():
+    page, keys = generate.PAGE.read_text(), []
+    for section in fields(Config):
+        inner = section.default_factory
+        keys += [f"{section.name}.{f.name}" for f in fields(inner)] if is_dataclass(inner) else [section.name]
+    assert len(keys) > 50
+    assert not [key for key in keys if f"| `{key}` |" not in page]
+
+
+@dataclass
+class Example:
+    """A section that declares keys in both ways: by metadata, and by comments."""
+
+    # a comment above
+    plain: int = 1  # and beside
+    none: str | None = None
+    declared: str = field(default="b", metadata={"choices": ("a", "b", None), "least": 0, "help": "from metadata"})
+    listed: list[str] = field(default_factory=lambda: ["x"])  # a | <b>
+
+
+def test_keys_come_from_metadata_and_comments():
+    plain, none, declared, listed = generate.section_keys(Example)
+    assert (plain.type, plain.default, plain.allowed, plain.meaning) == ("int", "1", "", "a comment above and beside")
+    assert (none.type, none.default, none.meaning) == ("str or null", "null", "")
+    assert (declared.allowed, declared.meaning) == ("`a`, `b`, `null`; at least 0", "from metadata")
+    assert (listed.default, listed.meaning) == ("[x]", "a | <b>")
+    rows = generate.table([plain, listed], "example.").splitlines()
+    assert rows[0] == "| key | type | default | meaning |"
+    assert rows[3] == "| `example.listed` | list[str] | `[x]` | a &#124; &lt;b> |"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_relative_links_lead_to_files(page):
+    missing = [t for t in targets(page.read_text()) if not (page.parent / t).exists()]
+    assert not missing, f"{page.relative_to(ROOT)} links to {missing}"
+
+
+def test_the_navigation_lists_every_page_once():
+    entries = re.findall(r"^ *- .*?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    pages = [str(p.relative_to(ROOT / "docs")) for p in PAGES if p.is_relative_to(ROOT / "docs")]
+    assert sorted(entries) == sorted(pages)
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_programs_on_the_pages_are_python():
+    for page in PAGES:
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+            ast.parse(block)
+
+
+def test_the_readme_program_trains(tmp_path):
+    (program,) = re.findall(r"<!-- python: train -->\n```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(program.splitlines()) <= 10
+    (tmp_path / "program.py").write_text(program)
+    done = run("program.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert math.isfinite(float(done.stdout.split()[-1]))
+    assert (tmp_path / "runs" / "llama_debug" / "metrics.jsonl").exists()

@@ -1,0 +1,56 @@
+"""The plugins of the how-to pages load, are selected and train."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ndtrain
+
+ROOT = Path(ndtrain.__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The modules of all pages, below `my_package`, and a few notes to train on."""
+    folder = tmp_path_factory.mktemp("howto")
+    (folder / "my_package").mkdir()
+    for page in (ROOT / "docs" / "howto").glob("*.md"):
+        for body in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            if named := re.match(r"# my_package/(\w+\.py)\n", body):
+                (folder / "my_package" / named[1]).write_text(body)
+    (folder / "notes").mkdir()
+    for i in range(12):
+        (folder / "notes" / f"{i}.txt").write_text(f"Note {i}: {'a ring, a mesh, a table. ' * 200}\n")
+    return folder
+
+
+def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
+    shared = ["recipe=llama_debug", "train.steps=8", "data=text", "data.path=notes", "data.tokenizer=byte"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "WANDB_MODE": "offline"}
+    return subprocess.run(
+        [sys.executable, "-m", "ndtrain.train", *shared, *overrides],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_an_optimizer_a_rate_a_logger_and_a_callback_train_together(folder: Path):
+    plugins = ",".join(f"my_package.{name}" for name in ("lion", "rates", "csv_logger", "loss_guard"))
+    done = train(
+        folder, f"plugins=[{plugins}]", "optim=lion", "optim.lr=1e-3", "optim.schedule=inverse_sqrt", "optim.warmup=1",
+        "logger=csv", "logger.columns=[step,loss,lr]", "run.dir=together",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.reader((folder / "together" / "metrics.csv").open()))
+    assert [row[0] for row in rows] == [str(step) for step in range(1, 9)]
+    assert float(rows[-1][1]) < float(rows[0][1])
+    assert float(rows[3][2]) == pytest.approx(1e-3 / 4**0.5)
+
+
+def test_a_callback_ends_the_run(folder: Path):
+    done = train(folder, "plugins=[my_package.loss_guard]", "callbacks.loss_guard.most=0.5", "run.dir=guarded")
+    assert done.returncode == 1 and "exceeds callbacks.loss_guard.most=0.5" in done.stderr
