@@ -282,7 +282,7 @@ def _exposed(options: Options, own_ms: dict[str, list[float]], meter: list[tuple
     return dict(zip(costs, (sums / options.world).tolist(), strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------ output
+# -------------------------------------------------------------------------------------------------------------- output
 
 
 def _show(options: Options, length: int, result: dict[str, Any]) -> None:

@@ -59,9 +59,9 @@ class Case(NamedTuple):
 class Options(CommonOptions):
     """Options of `bench peers`, beside the common ones."""
 
-    shape: Literal[
-        "compute", "comm", "hidden256", "hidden1024", "tiny", "pp_compute", "pp_small", "pp_tiny", "all"
-    ] = option("of the model; all: one where computing takes the time and one where the rest does", "all")  # fmt: skip
+    shape: Literal[(*SHAPES, "all")] = option(
+        "of the model; all: one where computing takes the time and one where the rest does", "all"
+    )
     zero: Literal[1, 2, 3] = option("with axis=fsdp: what ours and FSDP2 shard", 3)
     sequence_parallel: bool = option("with axis=tp: how ours works; of the peers there is one of either kind", True)
     overlap: bool = option("with axis=tp: whether ours overlaps", False)
@@ -197,7 +197,7 @@ def _require_equal_losses(losses: dict[str, list[float]], bound: float) -> None:
                 raise RuntimeError(f"not the same work: at step {step} the loss of {name} is {loss}, ours {expected}")
 
 
-# ------------------------------------------------------------------------------------------------------ output
+# -------------------------------------------------------------------------------------------------------------- output
 
 
 def _show(options: Options, case: Case, result: dict[str, Any]) -> None:
