@@ -166,7 +166,7 @@ def _check_rules(rules: dict[str, str | None]) -> None:
             dim in _CUT_DIMS, f"{key}: no such dim to cut; {near(dim, list(_CUT_DIMS))}known: {', '.join(_CUT_DIMS)}"
         )
         _require(axis is None or axis in AXES, f"{key}={axis}: no such axis; known: {', '.join(AXES)}, null")
-        _require(axis in (None, "tp"), f"{key}={axis}: only tp cuts dims: set it to tp or null")
+        _require(axis in (None, "tp"), f"{key}={axis}: only tp shards dims: set it to tp or null")
     _require(
         rules.get("heads") == rules.get("kv_heads"),
         f"layout.rules.kv_heads={rules.get('kv_heads')} must be as layout.rules.heads={rules.get('heads')}: "
