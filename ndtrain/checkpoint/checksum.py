@@ -25,14 +25,14 @@ def checksum(data: Tensor, rows: Rows) -> Tensor:
     """
     per = _WORD // data.element_size()
     if rows.count == 1:
-        found = list(_of_piece(data, rows.start, per))
+        pairs = list(_of_piece(data, rows.start, per))
     elif any(x % per for x in (rows.start, rows.length, rows.stride)):  # pieces begin or end in the middle of words
         pieces = enumerate(data.view(rows.count, rows.length))
-        found = [sums for i, p in pieces for sums in _of_piece(p, rows.start + i * rows.stride, per)]
+        pairs = [sums for i, p in pieces for sums in _of_piece(p, rows.start + i * rows.stride, per)]
     else:
         words = bytes_of(data).view(np.uint64).reshape(rows.count, -1)
-        found = [_of_matrix(words, rows.start // per, rows.stride // per)]
-    total = [sum(column) % 2**64 for column in zip(*found, strict=True)]
+        pairs = [_of_matrix(words, rows.start // per, rows.stride // per)]
+    total = [sum(column) % 2**64 for column in zip(*pairs, strict=True)]
     return torch.from_numpy(np.array(total, np.uint64).view(np.int64))
 
 

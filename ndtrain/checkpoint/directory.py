@@ -36,11 +36,11 @@ def candidates(resume: str, run_dir: Path) -> list[Path]:
     path = Path(resume)
     if (path / "state.json").is_file():
         return [path]
-    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    if not found:
+    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not checkpoints:
         what = "holds no checkpoint (a folder step-* with a state.json)" if path.exists() else "does not exist"
         raise CheckpointError(f"resume={resume}: {what}; give a checkpoint or a run folder, or resume=auto")
-    return found[:1]
+    return checkpoints[:1]
 
 
 def inspect(path: Path, m: ModelConfig) -> State:

@@ -95,14 +95,14 @@ def weight_files(folder: Path) -> list[Path]:
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> name of its file, as the index says."""
     try:
-        found = json.loads((folder / _INDEX).read_text())["weight_map"]
+        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFile(f"{_INDEX} does not parse: fetch the folder again") from error
-    if not isinstance(found, dict) or not found or not all(isinstance(f, str) for f in found.values()):
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise DamagedFile(f"{_INDEX} does not parse: its weight_map does not name files")
-    if strange := [f for f in found.values() if Path(f).name != f]:
+    if strange := [f for f in weight_map.values() if Path(f).name != f]:
         raise DamagedFile(f"{_INDEX} names the file {strange[0]}, which does not lie in the folder")
-    return found
+    return weight_map
 
 
 def _check_index(folder: Path, reader: Reader) -> None:

@@ -209,9 +209,9 @@ class Reader:
             self._views[name] = _view(self._maps[stored.path], stored)
         item = dtype.itemsize
         shape, strides = (rows.count, rows.length * item), (rows.stride * item, 1)
-        found = self._views[name].as_strided(shape, strides, rows.start * item)
+        view = self._views[name].as_strided(shape, strides, rows.start * item)
         aligned = stored.offset % item == 0  # another writer's header may end anywhere
-        return (found if aligned else found.clone()).view(dtype)
+        return (view if aligned else view.clone()).view(dtype)
 
     def expect(self, name: str, rows: Rows) -> None:
         """Elements that will be read soon: the kernel may fetch them meanwhile."""
@@ -265,18 +265,18 @@ def _tensors_of(path: Path, mapped: mmap.mmap) -> dict[str, _Stored]:
     base = 8 + length
     if base > len(mapped) or length > _LONGEST_HEADER:
         raise DamagedFile(f"{path} is damaged: its header does not fit into the file")
-    found, at = {}, base
+    tensors, at = {}, base
     entries = [(name, *_entry(path, name, e)) for name, e in _parse(path, mapped[8:base]).items()]
     for name, dtype, shape, first, last in sorted(entries, key=lambda e: e[3:]):
         if base + last > len(mapped):
             raise DamagedFile(f"{path} is truncated: tensor {name} ends at byte {base + last} of {len(mapped)}")
         if base + first != at:
             raise DamagedFile(f"{path} is damaged: tensor {name} overlaps the one before it, or leaves a gap")
-        found[name] = _Stored(path, dtype, shape, base + first, last - first)
+        tensors[name] = _Stored(path, dtype, shape, base + first, last - first)
         at = base + last
     if at != len(mapped):
         raise DamagedFile(f"{path} is damaged: {len(mapped) - at} bytes follow its last tensor")
-    return found
+    return tensors
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
@@ -301,15 +301,15 @@ def _natural(text: str) -> int:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in entries:
             raise ValueError(f"{name} is there twice")
         for text in (name, value):
             if isinstance(text, str):
                 text.encode()  # raises for half of a surrogate pair, which is no text
-        found[name] = value
-    return found
+        entries[name] = value
+    return entries
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
@@ -327,8 +327,8 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
     return dtype, tuple(shape), *offsets
 
 
-def _are_sizes(found: Any) -> bool:
-    return isinstance(found, list) and all(type(x) is int and x <= _MOST for x in found)
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int and x <= _MOST for x in value)
 
 
 def _elements(shape: list[int]) -> int:

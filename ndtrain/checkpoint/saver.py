@@ -175,12 +175,12 @@ class _Snapshot:
 
 def _joined(live: Sequence[Tensor]) -> list[Tensor]:
     """The same elements in fewer tensors: neighbours in memory as one."""
-    found: list[Tensor] = []
+    spans: list[Tensor] = []
     for x in live:
-        last = found[-1] if found else None
+        last = spans[-1] if spans else None
         same = last is not None and last.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         if same and last.storage_offset() + last.numel() == x.storage_offset():
-            found[-1] = last.as_strided((last.numel() + x.numel(),), (1,))
+            spans[-1] = last.as_strided((last.numel() + x.numel(),), (1,))
         else:
-            found.append(x)
-    return found
+            spans.append(x)
+    return spans

@@ -280,9 +280,9 @@ def parse_bytes(key: str, value: int | str) -> int:
     Raises:
         ConfigError: it is none of these, or less than one byte; the line names `key`.
     """
-    found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
-    unit = _UNITS.get(found[2].lower() or "b") if found and found[1].count(".") <= 1 and found[1] != "." else None
-    size = 0 if unit is None else int(float(found[1]) * unit)
+    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
+    unit = _UNITS.get(match[2].lower() or "b") if match and match[1].count(".") <= 1 and match[1] != "." else None
+    size = 0 if unit is None else int(float(match[1]) * unit)
     _require(size >= 1, f"{key}={value}: must be a number of bytes, or one with a unit: 2GiB, 500MB")
     return size
 

@@ -150,8 +150,8 @@ class TrainConfig(Section):
         """
         if self.profile is None:
             return range(0)
-        found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", self.profile)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", self.profile)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
             raise ConfigError(f"train.profile={self.profile}: must be a step from 1 on, or steps: 10, or 10-12")
         return range(first, last + 1)

@@ -80,13 +80,13 @@ class Layer(NamedTuple):
 
 def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
     """All segments of a rank, stage after stage."""
-    found = []
+    layers = []
     for stage, mine in sorted(segments.items()):
         for i, s in enumerate(mine):
             units, last = (s.unit,), i == len(mine) - 1
             again = units if s.weight_in_backward else ()
-            found.append(Layer(s.run, units, again, stage, i == 0, last, last and stage == last_stage))
-    return found
+            layers.append(Layer(s.run, units, again, stage, i == 0, last, last and stage == last_stage))
+    return layers
 
 
 def join(
@@ -133,15 +133,15 @@ def expand(
     The loss's segment runs forward inside the backward action: its value is not needed earlier, and its gradients then
     never wait in memory. A row of forwards alone keeps nothing for a backward, and ends with the loss.
     """
-    of_stage = {s: [i for i, _ in found] for s, found in groupby(enumerate(layers), key=lambda item: item[1].stage)}
-    found: list[Instruction] = []
+    of_stage = {s: [i for i, _ in members] for s, members in groupby(enumerate(layers), key=lambda item: item[1].stage)}
+    program: list[Instruction] = []
     forward = _evaluate if all(a.kind == "F" for a in row) else _forward
     for number, a in enumerate(row):
         passes = {"F": forward, "B": _backward, "I": _backward, "W": _weights}[a.kind]
         for ins in passes(a, layers, of_stage[a.stage], recompute_groups):
-            found.append(replace(ins, action=number))
-    found = _with_reductions(_with_gathers(found, ahead), layers)
-    return [list(same) for _, same in groupby(found, key=lambda ins: ins.action)]
+            program.append(replace(ins, action=number))
+    program = _with_reductions(_with_gathers(program, ahead), layers)
+    return [list(same) for _, same in groupby(program, key=lambda ins: ins.action)]
 
 
 def _instruction(kind: str, a: Action, i: int, weights: Units, **flags: Any) -> Instruction:
@@ -159,7 +159,7 @@ def _forward(
     a: Action, layers: Sequence[Layer], stage: list[int], recompute_groups: Sequence[RecomputeGroup]
 ) -> list[Instruction]:
     group = {i: g for g in recompute_groups for i in g.layers}
-    found = []
+    instructions = []
     for i in stage:
         if layers[i].loss:
             continue
@@ -167,22 +167,22 @@ def _forward(
         if g := group.get(i):
             inner = i != g.layers[0]
             ins = replace(ins, keep_graph=False, drop_input=inner, save=g.save, shape_only=g.shape_only(i))
-        found.append(ins)
-    return found
+        instructions.append(ins)
+    return instructions
 
 
 def _backward(
     a: Action, layers: Sequence[Layer], stage: list[int], recompute_groups: Sequence[RecomputeGroup]
 ) -> list[Instruction]:
     group_ending = {g.layers[-1]: g.layers for g in recompute_groups}
-    found = []
+    instructions = []
     for i in reversed(stage):
         if layers[i].loss:
-            found.append(_instruction("F", a, i, layers[i].units, feed=False))
+            instructions.append(_instruction("F", a, i, layers[i].units, feed=False))
         for j in group_ending.get(i, ()):
-            found.append(_instruction("F", a, j, layers[j].units, feed=j != i, recompute=True))
-        found.append(_instruction(a.kind, a, i, layers[i].backward_units))
-    return found
+            instructions.append(_instruction("F", a, j, layers[j].units, feed=j != i, recompute=True))
+        instructions.append(_instruction(a.kind, a, i, layers[i].backward_units))
+    return instructions
 
 
 def _weights(
@@ -191,11 +191,11 @@ def _weights(
     return [_instruction("W", a, i, ()) for i in reversed(stage)]
 
 
-def _with_gathers(found: list[Instruction], ahead: int) -> list[Instruction]:
+def _with_gathers(instructions: list[Instruction], ahead: int) -> list[Instruction]:
     """Fills in prefetch and release: the next `ahead` units that the list reads after each instruction."""
     out: list[Instruction] = []
     upcoming: list[Units] = []  # the units read after this instruction, nearest first, without repeats in a row
-    for ins in reversed(found):
+    for ins in reversed(instructions):
         reshard = bool(ins.weights) and (not upcoming or upcoming[0] != ins.weights)
         others = [units for units in upcoming if units != ins.weights][:ahead]
         out.append(replace(ins, prefetch=tuple(u for units in others for u in units), reshard=reshard))
@@ -204,12 +204,12 @@ def _with_gathers(found: list[Instruction], ahead: int) -> list[Instruction]:
     return out[::-1]
 
 
-def _with_reductions(found: list[Instruction], layers: Sequence[Layer]) -> list[Instruction]:
+def _with_reductions(instructions: list[Instruction], layers: Sequence[Layer]) -> list[Instruction]:
     """Marks what makes the last part of each unit's gradient in each microbatch, and in the step."""
     in_microbatch: set[tuple[int, str]] = set()
     in_step: set[str] = set()
     out: list[Instruction] = []
-    for ins in reversed(found):
+    for ins in reversed(instructions):
         if ins.kind != "F":
             units = layers[ins.layer].units[::-1]
             complete = [(u, u not in in_step) for u in units if (ins.microbatch, u) not in in_microbatch]

@@ -125,8 +125,8 @@ class Ring(AttentionOp):
     def send_round(self, q: Tensor, kv: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """(output, log-sum-exp) of q [B, N, T, D] over kv [2, B, T, K, D] and everyone else's."""
         merged, plan = Merged(q), self.plan(scores, q)
-        for found, held in zip(plan, _around(kv, len(plan), self.links), strict=True):
-            merged.attend(*_heads_first(held), found, scores)
+        for tiles, held in zip(plan, _around(kv, len(plan), self.links), strict=True):
+            merged.attend(*_heads_first(held), tiles, scores)
         return merged.result()
 
     def send_back(
@@ -138,8 +138,8 @@ class Ring(AttentionOp):
         dq, own = total_like(q), kv.new_zeros(kv.shape, dtype=torch.promote_types(kv.dtype, torch.float32))
         sums, coming, work = [torch.empty_like(own) for _ in plan[1:3]], torch.empty_like(own), None
 
-        def add(kv: Tensor, found: Sequence[Tile], dkv: Tensor) -> None:
-            add_gradients(grad, (q, *_heads_first(kv), out, lse), found, scores, dq, *_heads_first(dkv))
+        def add(kv: Tensor, tiles: Sequence[Tile], dkv: Tensor) -> None:
+            add_gradients(grad, (q, *_heads_first(kv), out, lse), tiles, scores, dq, *_heads_first(dkv))
 
         for step, held in enumerate(_around(kv, len(plan), links)):
             if step == 0:

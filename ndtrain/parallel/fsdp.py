@@ -356,13 +356,13 @@ def _fused_weights(
     full: Tensor, layout: FlatLayout, fused_names: Sequence[tuple[str, ...]], grad_dtype: torch.dtype
 ) -> dict[tuple[str, ...], FusedWeights]:
     shapes = {t.name: t.local_shape for t in layout.tensors}
-    found = {}
+    fused_weights = {}
     for names in fused_names:
         if names[0] in shapes and layout.can_fuse(names):
             rows = tuple(shapes[name][0] for name in names)
             whole = _parameter(full, layout.offsets[names[0]], (sum(rows), shapes[names[0]][1]), grad_dtype)
-            found[names] = FusedWeights(whole, rows)
-    return found
+            fused_weights[names] = FusedWeights(whole, rows)
+    return fused_weights
 
 
 def _parameter(full: Tensor, at: int, shape: tuple[int, ...], grad_dtype: torch.dtype) -> nn.Parameter:

@@ -180,22 +180,22 @@ def _outputs(
             comm.reduce_output.reduce(lambda rows, w=w: matmul.output(x_NI.rows(rows), w), x_NI.order) for w in factors
         ]
         made = [out() for out in outs]
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     for y, s in zip(made, fused_weights, strict=True):
-        found += (y,) if len(s.rows) == 1 else y.split_with_sizes(s.rows, -1)
-    for y, bias_O in zip(found, biases, strict=True):
+        outputs += (y,) if len(s.rows) == 1 else y.split_with_sizes(s.rows, -1)
+    for y, bias_O in zip(outputs, biases, strict=True):
         if bias_O is not None:
             y += bias_O
-    return tuple(found)
+    return tuple(outputs)
 
 
 def _as_stacked(grads: Sequence[Tensor], fused_weights: Sequence[FusedWeights]) -> list[Tensor]:
     """The gradients of each stack's outputs as one."""
-    found, at = [], 0
+    fused_grads, at = [], 0
     for s in fused_weights:
-        found.append(grads[at] if len(s.rows) == 1 else cat(grads[at : at + len(s.rows)], -1))
+        fused_grads.append(grads[at] if len(s.rows) == 1 else cat(grads[at : at + len(s.rows)], -1))
         at += len(s.rows)
-    return found
+    return fused_grads
 
 
 class _Embedding(torch.autograd.Function):
@@ -300,12 +300,12 @@ class WeightOps:
         return plan
 
     def _fuse(self, weights: Sequence[Tensor]) -> list[FusedWeights]:
-        found, at = [], 0
+        fused, at = [], 0
         while at < len(weights):
             w = weights[at]
-            found.append(self.fused_weights.get(w) or FusedWeights(w, (w.shape[0],)))
-            at += len(found[-1].rows)
-        return found
+            fused.append(self.fused_weights.get(w) or FusedWeights(w, (w.shape[0],)))
+            at += len(fused[-1].rows)
+        return fused
 
     def embedding(
         self, tokens: Tensor, weight: Tensor, comm: LinearComm | None = None, held: range | None = None

@@ -46,9 +46,9 @@ class Placement:
     def holders(self, m: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Unit -> the pp coords that hold it, the first of which owns it. Tied embeddings are at both ends."""
         first, last = self.schedule.rank_of[0], self.schedule.rank_of[-1]
-        found = {layer(i): (self.schedule.rank_of[s],) for s, layers in enumerate(self.layers) for i in layers}
+        blocks = {layer(i): (self.schedule.rank_of[s],) for s, layers in enumerate(self.layers) for i in layers}
         ends = (first, last) if m.tie_word_embeddings and first != last else (first,)
-        return found | {EMBED: ends, NORM: (last,), HEAD: (last,)}
+        return blocks | {EMBED: ends, NORM: (last,), HEAD: (last,)}
 
 
 def split_layers(m: ModelConfig, seq_len: int, stages: int, split: Sequence[int] | None) -> tuple[range, ...]:

@@ -123,10 +123,10 @@ def plan(
     for seconds, a, b, heavy in sorted(ways, key=lambda way: way[0]):
         if best and seconds > best[0]:
             break
-        found = [c for load, n in zip(loads, heavy, strict=True) for c in [a] * (load.blocks - n) + [b] * n]
-        needed = peak_bytes(loads, found, sizes)
+        assigned = [c for load, n in zip(loads, heavy, strict=True) for c in [a] * (load.blocks - n) + [b] * n]
+        needed = peak_bytes(loads, assigned, sizes)
         if needed <= budget and (best is None or needed < best[1]):
-            best = seconds, needed, found
+            best = seconds, needed, assigned
     if best is None:
         least = peak_bytes(loads, [options[0]] * blocks, sizes)
         raise ConfigError(
@@ -138,11 +138,11 @@ def plan(
 
 def _useful(options: Sequence[Choice], sizes: BlockSizes, cost: Callable[[Choice], float]) -> list[Choice]:
     """Those that no other is both smaller and faster than, smallest first."""
-    found: list[Choice] = []
+    frontier: list[Choice] = []
     for option in sorted(options, key=lambda o: (sizes.held(o), cost(o))):
-        if not found or cost(option) < cost(found[-1]):
-            found.append(option)
-    return found
+        if not frontier or cost(option) < cost(frontier[-1]):
+            frontier.append(option)
+    return frontier
 
 
 def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
@@ -313,7 +313,7 @@ def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> l
     """
     units, schedule = stages.units, stages.placement.schedule
     x = torch.zeros(stream_shape(cfg), dtype=units.compute, device=mesh.device)
-    segments = [segment for _, found in sorted(stages.segments.items()) for segment in found]
+    segments = [segment for _, of_stage in sorted(stages.segments.items()) for segment in of_stage]
     sizes = _largest(measure(segments, units, stages.saved_ops, _context(cfg, mesh, stages), x), mesh)
     besides = sizes.besides * cfg.microbatches + sharding_bytes(units)
     besides += MESSAGES * sizes.boundary if mesh.size("pp") > 1 else 0
@@ -366,6 +366,6 @@ def _largest(sizes: BlockSizes, mesh: Mesh) -> BlockSizes:
     row = torch.tensor([*(getattr(sizes, n) for n in names), *sizes.kept.values()], dtype=torch.float64)
     rows, work = all_gather_row(row.to(mesh.device), mesh.group(*(a for a in AXES if a != "pp")))
     work.wait()
-    found = [int(n) for n in rows.amax(0)]
-    kept = dict(zip(sizes.kept, found[len(names) :], strict=True))
-    return BlockSizes(**dict(zip(names, found, strict=False)), kept=kept)
+    largest = [int(n) for n in rows.amax(0)]
+    kept = dict(zip(sizes.kept, largest[len(names) :], strict=True))
+    return BlockSizes(**dict(zip(names, largest, strict=False)), kept=kept)

@@ -88,12 +88,12 @@ class WholeTensors:
         spec: Sequence[StateSpec],
     ) -> Iterator[WholeTensor]:
         """Gives the largest tensors an owner first, each time the one that owns least."""
-        found = [(t, unit) for unit, layout in layouts[0].items() for t in layout.tensors]
+        tensors = [(t, unit) for unit, layout in layouts[0].items() for t in layout.tensors]
         owned, owner = [0] * len(layouts), {}
-        for t, _ in sorted(found, key=lambda item: (-item[0].numel, item[0].name)):
+        for t, _ in sorted(tensors, key=lambda item: (-item[0].numel, item[0].name)):
             owner[t.name] = owned.index(min(owned))
             owned[owner[t.name]] += t.numel
-        for t, unit in found:
+        for t, unit in tensors:
             holdings = [_holding(layout[unit], index, t.name) for layout, index in zip(layouts, indices, strict=True)]
             mine = owner[t.name] == self.position
             make = lambda s, t=t: torch.zeros(s.shape_of(t.shape), dtype=s.dtype or self.master, device=self.device)

@@ -135,11 +135,11 @@ def test_whatever_the_header_says_what_is_read_is_what_the_library_reads(edits, 
     assert theirs.keys() == set(reader.names())
     for name, expected in theirs.items():
         try:
-            found = whole(reader, name)
+            tensor = whole(reader, name)
         except DamagedFile as error:
             assert "dtype" in str(error)
         else:
-            assert found.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == bytes(expected)
+            assert tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == bytes(expected)
 
 
 # ------------------------------------------------------------------------------------------------------ rows of files

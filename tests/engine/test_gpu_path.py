@@ -116,8 +116,8 @@ def test_no_step_waits_on_a_gpu(overrides):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_numbers_are_uploaded_without_a_wait():
     with no_sync_on_gpu():
-        found = upload([1.0, 2.5], torch.device("cuda"))
-    assert found.tolist() == [1.0, 2.5]
+        uploaded = upload([1.0, 2.5], torch.device("cuda"))
+    assert uploaded.tolist() == [1.0, 2.5]
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
@@ -161,8 +161,8 @@ def test_a_kernel_that_does_not_run_is_an_error():
 
 def test_what_is_measured_is_what_a_rank_computes():
     overrides = ["mesh.cp=4", "cp.ulysses=2", "mesh.tp=2", "train.seq_len=32", "data.pack=true"]
-    found = Shape.of(resolve(load_config([*BF16, *overrides]), 8), torch.bfloat16)
-    assert found == Shape(B=4, T=16, N=2, K=1, D=4, dtype=torch.bfloat16, in_tiles=True)
+    shape = Shape.of(resolve(load_config([*BF16, *overrides]), 8), torch.bfloat16)
+    assert shape == Shape(B=4, T=16, N=2, K=1, D=4, dtype=torch.bfloat16, in_tiles=True)
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ def test_chrome_trace(name, tmp_path):
     for rank, spans in enumerate(trace.spans):
         slices = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
         actions = [e for e in slices if e["tid"] == 0]
-        found = [Action(e["cat"], e["args"]["microbatch"], e["args"]["stage"]) for e in actions]
-        assert found == [a for a, *_ in spans]
+        recorded = [Action(e["cat"], e["args"]["microbatch"], e["args"]["stage"]) for e in actions]
+        assert recorded == [a for a, *_ in spans]
         assert [e["ts"] for e in actions] == pytest.approx([1e6 * s.start for s in spans])
         assert sum(e["dur"] for e in slices) == pytest.approx(1e6 * spans[-1].end), "work and waiting leave a gap"
 

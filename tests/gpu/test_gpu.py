@@ -79,15 +79,15 @@ def exact_matmuls():
     torch.cuda.empty_cache()
 
 
-def compare(found: Training, expected: Training, steps: int, loss: float, norm: float, weights: float) -> None:
+def compare(actual: Training, expected: Training, steps: int, loss: float, norm: float, weights: float) -> None:
     """Losses, gradient norms (relative), and weights by what training changed of them."""
     start = expected.weights()
-    for got, want in zip(found.steps(steps), expected.steps(steps), strict=True):
+    for got, want in zip(actual.steps(steps), expected.steps(steps), strict=True):
         assert not got.skipped
         assert got.loss == pytest.approx(want.loss, rel=loss)
         assert got.grad_norm == pytest.approx(want.grad_norm, rel=norm)
     moved = (expected.weights() - start).norm()
-    assert (found.weights() - expected.weights()).norm() <= weights * moved
+    assert (actual.weights() - expected.weights()).norm() <= weights * moved
     assert moved > 0
 
 
@@ -211,10 +211,10 @@ def test_training_stops_and_resumes(more, tmp_path):
     for overrides in (["train.stop_at=5"], ["resume=auto"]):
         part = run(arguments(tmp_path / "parts", corpus, *ON_GPU, *more, *overrides), tmp_path, timeout=300)
         assert part.returncode == 0, part.stderr
-    expected, found = rows(tmp_path / "once"), rows(tmp_path / "parts")
-    assert [row["step"] for row in found] == list(range(1, 9))
-    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], rel=5e-3)
-    assert all(0 < row["mfu"] < 1 and row["peak_memory_bytes"] > 0 for row in found)
+    expected, resumed = rows(tmp_path / "once"), rows(tmp_path / "parts")
+    assert [row["step"] for row in resumed] == list(range(1, 9))
+    assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in expected], rel=5e-3)
+    assert all(0 < row["mfu"] < 1 and row["peak_memory_bytes"] > 0 for row in resumed)
     assert (checkpoint_of(tmp_path / "parts", 8) / "model.safetensors").exists()
 
 

@@ -100,11 +100,11 @@ def one_process() -> Run:
 
 @pytest.mark.parametrize("mesh", [n if n == "tp2-pp1" else pytest.param(n, marks=pytest.mark.full) for n in MESHES])
 def test_any_mesh_rounds_to_the_same_bits(mesh, one_process):
-    found = assemble(run_ranks(rank_updates, 2, MESHES[mesh]))
+    sharded = assemble(run_ranks(rank_updates, 2, MESHES[mesh]))
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         dtype = torch.float32 if kind == "weight" else torch.bfloat16
         for name, expected in one_process.tensors[kind].items():
-            got = found.tensors[kind][name]
+            got = sharded.tensors[kind][name]
             assert got.dtype == dtype and torch.equal(got, expected), f"{kind} of {name}"
 
 
@@ -145,11 +145,11 @@ def test_training_with_bf16_moments_stays_near_fp32():
 @pytest.mark.parametrize("overrides", [OFFLOADED[0], *(pytest.param(o, marks=pytest.mark.full) for o in OFFLOADED[1:])])
 def test_offloaded_state_changes_no_bit(overrides):
     common = [*MODEL, "train.global_batch=8", "train.micro_batch=2", *overrides]
-    found, expected = train(2, [*common, OFFLOAD]), train(2, common)
-    assert found.losses == expected.losses and found.norms == expected.norms
+    offloaded, expected = train(2, [*common, OFFLOAD]), train(2, common)
+    assert offloaded.losses == expected.losses and offloaded.norms == expected.norms
     for kind, tensors in expected.tensors.items():
         for name, want in tensors.items():
-            assert torch.equal(found.tensors[kind][name], want), f"{kind} of {name}"
+            assert torch.equal(offloaded.tensors[kind][name], want), f"{kind} of {name}"
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints

@@ -17,14 +17,14 @@ LENGTH = 64
 
 def on_ranks(cases: list[tuple], B: int, D: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
     """This rank's out, dq, dk, dv of each case (cut, heads, name of the variant)."""
-    part, found = world_from_env()[0], []
+    part, results = world_from_env()[0], []
     for cut, heads, name in cases:
         tokens = torch.from_numpy(cut.index(part))
         shards = [x[:, tokens] for x in random_qkv(B, cut.length, *heads, D, dtype)]
         ctx = SimpleNamespace(scores=variant(name, B, cut.length, heads[0]))
         core = cp_core(cut, dist.group.WORLD, part)
-        found.append(out_and_gradients(lambda *x, core=core, ctx=ctx: core(*x, ctx), *shards))
-    return found
+        results.append(out_and_gradients(lambda *x, core=core, ctx=ctx: core(*x, ctx), *shards))
+    return results
 
 
 def check(cases: list[tuple], bound_out: float, bound_grad: float, dtype=torch.float64, B: int = 2, D: int = 16):

@@ -87,8 +87,8 @@ def products_of(matmul: MatmulImpl, device: str = "cpu") -> list[torch.Tensor]:
     return [y, dx, w.grad]
 
 
-def close(found: list[torch.Tensor], expected: list[torch.Tensor], bound: float) -> None:
-    for got, want in zip(found, expected, strict=True):
+def close(actual: list[torch.Tensor], expected: list[torch.Tensor], bound: float) -> None:
+    for got, want in zip(actual, expected, strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
         assert (got.double() - want.double()).norm() <= bound * want.double().norm()
 
@@ -133,8 +133,8 @@ def test_compiled_products_are_those_made_outside():
 def test_a_gpu_multiplies_as_the_emulation():
     if not multiplies_fp8("cuda"):
         pytest.skip("a GPU without fp8 matmuls")
-    found = [x.cpu() for x in products_of(Fp8Matmul(), "cuda")]
-    close(found, products_of(Fp8Matmul()), 2e-3)
+    on_gpu = [x.cpu() for x in products_of(Fp8Matmul(), "cuda")]
+    close(on_gpu, products_of(Fp8Matmul()), 2e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -155,9 +155,9 @@ def test_gradients_point_where_those_of_bf16_do():
 
 @pytest.mark.full
 def test_compiled_blocks_have_the_same_gradients(one_process):
-    found = train(1, [*MODEL, "train.steps=1", "precision.compute=fp8", "train.compile=true"])
+    trained = train(1, [*MODEL, "train.steps=1", "precision.compute=fp8", "train.compile=true"])
     for name, want in one_process.tensors["gradient"].items():
-        assert cosine(found.tensors["gradient"][name], want) > 0.99, name
+        assert cosine(trained.tensors["gradient"][name], want) > 0.99, name
 
 
 MESHES = {
@@ -179,9 +179,9 @@ def one_process():
 def test_gradients_over_a_mesh(mesh, one_process):
     """Where bf16 sums come out alike, so do the products in fp8; where they do not, within what fp8 rounds."""
     overrides, bound = MESHES[mesh]
-    found = train(2, [*MODEL, "train.steps=1", "precision.compute=fp8", *overrides])
+    trained = train(2, [*MODEL, "train.steps=1", "precision.compute=fp8", *overrides])
     for name, want in one_process.tensors["gradient"].items():
-        off = (found.tensors["gradient"][name] - want).norm() / want.norm()
+        off = (trained.tensors["gradient"][name] - want).norm() / want.norm()
         assert off <= bound, f"{name} is off by {off:.3f}"
 
 
@@ -194,12 +194,12 @@ class Chain:
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
         draw, vocabulary = np.random.default_rng(step), self.cfg.model.vocab_size
-        found = np.empty((len(rows), self.cfg.train.seq_len + 1), dtype=np.int64)
-        found[:, 0] = draw.integers(0, 4, len(rows))
-        found[:, 1] = draw.integers(0, vocabulary, len(rows))
-        for i in range(2, found.shape[1]):
-            found[:, i] = (5 * found[:, i - 1] + 1 + vocabulary // 4 * found[:, 0]) % vocabulary
-        return found
+        tokens = np.empty((len(rows), self.cfg.train.seq_len + 1), dtype=np.int64)
+        tokens[:, 0] = draw.integers(0, 4, len(rows))
+        tokens[:, 1] = draw.integers(0, vocabulary, len(rows))
+        for i in range(2, tokens.shape[1]):
+            tokens[:, i] = (5 * tokens[:, i - 1] + 1 + vocabulary // 4 * tokens[:, 0]) % vocabulary
+        return tokens
 
 
 LEARNING = ["train.seq_len=16", "train.global_batch=16", "train.micro_batch=16", "optim.lr=5e-3", "optim.warmup=5"]

@@ -37,14 +37,14 @@ def measure(overrides: list[str]) -> dict[str, int]:
     step.run(1, make_batches(cfg, mesh, 1, "none")).wait()
     batches = make_batches(cfg, mesh, 2, "none")
     held = stages.units.state_bytes()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step.run(2, batches).wait()
-    return {"held": held, "height": peak_bytes(found), "numel": parameter_count(cfg.model)}
+    return {"held": held, "height": peak_bytes(profiled), "numel": parameter_count(cfg.model)}
 
 
-def peak_bytes(found: profile) -> int:
+def peak_bytes(profiled: profile) -> int:
     """The highest sum of allocations and frees, from 0 at the start."""
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert len(events) > 100, "the profiler recorded no memory events"
     total = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
@@ -64,8 +64,8 @@ def activations(precision: str) -> int:
 @pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4, 8))])
 def test_bytes_a_rank(n, zero, precision):
     width = DTYPES[precision].itemsize
-    found = run_ranks(measure, n, [f"mesh.zero={zero}", "mesh.fsdp=-1", f"precision.compute={precision}"])
-    for rank in found:
+    measured = run_ranks(measure, n, [f"mesh.zero={zero}", "mesh.fsdp=-1", f"precision.compute={precision}"])
+    for rank in measured:
         expected = state_bytes(rank["numel"], n, zero, width, shared=precision == "fp32" and (zero < 3 or n == 1))
         print(f"n={n} zero={zero} {precision}: held {rank['held']} formula {expected} height {rank['height']}")
         assert abs(rank["held"] / expected - 1) < 0.03

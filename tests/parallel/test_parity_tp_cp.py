@@ -20,8 +20,8 @@ TP = ([], ["tp.overlap=true"], ["tp.sequence_parallel=false"], ["tp.sequence_par
 
 def factorisations(n: int) -> list[dict[str, int]]:
     sizes = [s for s in (1, 2, 4, 8) if n % s == 0]
-    found = [dict(zip(("dp", "fsdp", "cp", "tp"), four, strict=True)) for four in product(sizes, repeat=4)]
-    return [mesh for mesh in found if mesh["dp"] * mesh["fsdp"] * mesh["cp"] * mesh["tp"] == n]
+    meshes = [dict(zip(("dp", "fsdp", "cp", "tp"), four, strict=True)) for four in product(sizes, repeat=4)]
+    return [mesh for mesh in meshes if mesh["dp"] * mesh["fsdp"] * mesh["cp"] * mesh["tp"] == n]
 
 
 def cp_kinds(cp: int) -> list[list[str]]:

@@ -131,9 +131,9 @@ def test_ops_are_named_by_their_first_weight():
     ],
 )
 def test_groups_cover_the_blocks_in_order(cfg, sizes):
-    found = plan_recompute(range(2, 11), cfg)
-    assert [len(g.layers) for g in found] == sizes
-    assert [i for g in found for i in g.layers] == (list(range(2, 11)) if sizes else [])
+    groups = plan_recompute(range(2, 11), cfg)
+    assert [len(g.layers) for g in groups] == sizes
+    assert [i for g in groups for i in g.layers] == (list(range(2, 11)) if sizes else [])
 
 
 def test_what_groups_keep_and_spare():
@@ -221,13 +221,13 @@ def _height(overrides: list[str]) -> dict:
     planned = {}
 
     def spy(loads, sizes, limit, cost, always):
-        found = plan(loads, sizes, limit, cost, always)
-        full = [c for c in choices(always) if c is not None][:1] * len(found)
+        chosen = plan(loads, sizes, limit, cost, always)
+        full = [c for c in choices(always) if c is not None][:1] * len(chosen)
         planned.update(
-            budget=limit, found=found, cost=sum(map(cost, found)), full=sum(map(cost, full)),
-            least=peak_bytes(loads, full, sizes), most=peak_bytes(loads, [None] * len(found), sizes),
+            budget=limit, chosen=chosen, cost=sum(map(cost, chosen)), full=sum(map(cost, full)),
+            least=peak_bytes(loads, full, sizes), most=peak_bytes(loads, [None] * len(chosen), sizes),
         )  # fmt: skip
-        return found
+        return chosen
 
     with patch.object(recompute_budget, "plan", spy):
         return {"height": measure([*DEEP, *overrides])["height"], **planned}
@@ -311,7 +311,7 @@ def brute_force(loads: list[Load], sizes: BlockSizes, limit: int, cost: Callable
 )  # fmt: skip
 def test_the_plan_is_the_best_of_all(loads):
     draw, always = random.Random(5), frozenset({"core", "o_proj", "down_proj"})
-    found_some = refused = 0
+    planned = refused = 0
     for _ in range(60):
         sizes, price = random_sizes(draw), {op: draw.randint(1, 9) for op in SAVABLE_OPS}
         cost = lambda c, price=price: 0 if c is None else 2 + sum(price[op] for op in SAVABLE_OPS if op not in c)
@@ -324,11 +324,11 @@ def test_the_plan_is_the_best_of_all(loads):
             with pytest.raises(ConfigError, match=f"need {least} bytes"):
                 plan(loads, sizes, limit, cost, always)
         else:
-            found_some += 1
-            found = plan(loads, sizes, limit, cost, always)
-            assert (sum(map(cost, found)), peak_bytes(loads, found, sizes)) == best
-            assert len(set(found)) <= 2
-    assert found_some and refused
+            planned += 1
+            chosen = plan(loads, sizes, limit, cost, always)
+            assert (sum(map(cost, chosen)), peak_bytes(loads, chosen, sizes)) == best
+            assert len(set(chosen)) <= 2
+    assert planned and refused
 
 
 def simulated_height(blocks: int, microbatches: int, chosen: list, sizes: BlockSizes) -> int:
@@ -362,9 +362,9 @@ def test_of_equal_live_microbatches_the_last_blocks_hold_most():
     sizes = BlockSizes(10, 100, dict.fromkeys(SAVABLE_OPS, 10), 120)
     cfg = resolve(load_config([]), 1)
     cost = recompute_cost(cfg, "cpu")
-    found = plan([Load(8, 1)], sizes, 600, cost, frozenset())
-    first_none = found.index(None)
-    assert 0 < first_none < 8 and found[first_none:] == [None] * (8 - first_none)
+    chosen = plan([Load(8, 1)], sizes, 600, cost, frozenset())
+    first_none = chosen.index(None)
+    assert 0 < first_none < 8 and chosen[first_none:] == [None] * (8 - first_none)
     assert plan([Load(8, 1)], sizes, 10**6, cost, frozenset()) == [None] * 8
 
 
