@@ -77,7 +77,7 @@ def test_all_blocks_are_one_graph(name):
 
 
 SELECTIVE = ["recompute=selective"]
-LINEAR, CORE = "WeightOps.linear", "direct_ops.<locals>.core"
+LINEAR, CORE = "WeightOps.linear", "fused_ops.<locals>.core"
 # What a graph breaks at: the calls beside which something is sent, kept or put off, and nothing else. And the number of
 # pieces between them, each of which is two graphs at least: with gradients and without
 BREAKS = {
