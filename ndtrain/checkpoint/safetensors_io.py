@@ -1,7 +1,7 @@
-"""safetensors files written in place by many ranks and read by runs.
+"""safetensors files that many ranks write in place and read in part.
 
-The library writes whole files from whole tensors; here every rank knows the byte layout beforehand (it follows from
-names, shapes and dtype alone) and writes only its own elements. Format: 8 bytes little-endian header length, a JSON
+The safetensors library writes whole files from whole tensors. Here every rank knows the byte layout beforehand, from
+names, shapes and dtypes alone, and writes only its own elements. Format: 8 bytes little-endian header length, a JSON
 header of name -> {dtype, shape, data_offsets}, the tensors' bytes.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# dtypes of weights; the rest may be in a file, but is not read
+# dtypes of weights; tensors of other dtypes may be in a file, but are not read
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {
@@ -27,8 +27,8 @@ _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {
     "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own bound
-_MOST = 2**63 - 1  # any size
-_AROUND = 2 << 20  # bytes: with a page that is read the kernel maps neighbours too, none of them further away
+_MOST = 2**63 - 1  # the largest size
+_AROUND = 2 << 20  # bytes: with a page that is read the kernel also maps its neighbours within this distance
 
 
 class DamagedFile(ValueError):
@@ -36,7 +36,8 @@ class DamagedFile(ValueError):
 
 
 class Rows(NamedTuple):
-    """`count` pieces of `length` elements of a row-major tensor, each beginning `stride` elements behind the last."""
+    """`count` pieces of `length` elements of a row-major tensor. Each begins `stride` elements after the previous
+    one."""
 
     start: int
     length: int
@@ -52,7 +53,7 @@ class Rows(NamedTuple):
         """Elements from the first to the last, those between the pieces included."""
         return (self.count - 1) * self.stride + self.length
 
-    def cut(self, most: int) -> Iterator["Rows"]:
+    def chunks(self, most: int) -> Iterator["Rows"]:
         """The same elements in the same order, at most `most` at a time."""
         if self.length <= most:
             each = most // self.length
@@ -81,8 +82,8 @@ Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, 
 
 
 def plan_files(stem: str, tensors: Described, max_bytes: int) -> list[PlannedFile]:
-    """Splits tensors, the widest dtype first (so that all are aligned) and else in order, over `stem.safetensors` or
-    `stem-00001-of-0000N.safetensors` of at most `max_bytes` each (a larger tensor gets a file of its own)."""
+    """Splits tensors, the widest dtype first (so that all are aligned) and otherwise in order, over `stem.safetensors`
+    or `stem-00001-of-0000N.safetensors` of at most `max_bytes` each (a larger tensor gets a file of its own)."""
     groups: list[list[str]] = [[]]
     room = max_bytes
     for name, (shape, dtype) in sorted(tensors.items(), key=lambda t: -t[1][1].itemsize):
@@ -214,11 +215,12 @@ class Reader:
         return (view if aligned else view.clone()).view(dtype)
 
     def expect(self, name: str, rows: Rows) -> None:
-        """Elements that will be read soon: the kernel may fetch them meanwhile."""
+        """Tells the kernel that these elements will be read soon."""
         self._advise(mmap.MADV_WILLNEED, name, rows)
 
     def release(self, name: str, rows: Rows) -> None:
-        """Elements that are not needed any more: their pages no longer count as this process's memory."""
+        """Tells the kernel that these elements are no longer needed: their pages stop counting as this process's
+        memory."""
         self._advise(mmap.MADV_DONTNEED, name, rows, around=_AROUND)
 
     def _advise(self, advice: int, name: str, rows: Rows, around: int = 0) -> None:
@@ -249,17 +251,17 @@ def _view(mapped: mmap.mmap, stored: _Stored) -> Tensor:
 
 
 def read_header(path: Path) -> bytes:
-    """The file's first bytes, as many as its own length field says."""
+    """The file's header with its length field, as long as the length field says."""
     with open(path, "rb") as f:
         length = f.read(8)
         return length + f.read(min(int.from_bytes(length, "little"), path.stat().st_size))
 
 
 def _tensors_of(path: Path, mapped: mmap.mmap) -> dict[str, _Stored]:
-    """The tensors of a file, in the order of their bytes, which they fill from the header to the end.
+    """The tensors of a file, in the order of their bytes.
 
     Raises:
-        DamagedFile: they do not.
+        DamagedFile: they do not fill the file exactly from the header to the end.
     """
     length = int.from_bytes(mapped[:8], "little")
     base = 8 + length
@@ -280,7 +282,7 @@ def _tensors_of(path: Path, mapped: mmap.mmap) -> dict[str, _Stored]:
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    """Tensor -> its entry. As strict as the library, which this must never read more from than that does."""
+    """Tensor -> its entry. As strict as the library: it must accept no header that the library refuses."""
     try:
         if text[:1] != b"{":
             raise ValueError("it is no JSON object")
@@ -307,7 +309,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"{name} is there twice")
         for text in (name, value):
             if isinstance(text, str):
-                text.encode()  # raises for half of a surrogate pair, which is no text
+                text.encode()  # raises for half of a surrogate pair
         entries[name] = value
     return entries
 
@@ -332,7 +334,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _elements(shape: list[int]) -> int:
-    """How many; more than any file has where that overflows on the way, as it does for the library."""
+    """The number of elements. Where it would overflow, as it does in the library, a number larger than any file's."""
     number = 1
     for size in shape:
         number *= size

@@ -77,7 +77,7 @@ class RunConfig(Section):
 
 @dataclass
 class MeshConfig(Section):
-    """Sizes of the mesh axes; one may be -1, which takes the ranks the others leave."""
+    """Sizes of the mesh axes; one may be -1, which means the remaining ranks."""
 
     name: str = "default"
     pp: int = 1
@@ -184,8 +184,8 @@ class RecomputeConfig(Section):
 
 @dataclass
 class TPConfig(Section):
-    sequence_parallel: bool = True  # cut the residual stream along its tokens
-    overlap: bool = False  # send in as many parts as there are ranks, beside the matmuls
+    sequence_parallel: bool = True  # shard the residual stream along its tokens
+    overlap: bool = False  # send in as many parts as there are ranks, while the matmuls run
 
 
 @dataclass

@@ -168,7 +168,7 @@ def test_rows_written_read_and_cut(block, most, dtype, tmp_path_factory):
     create(path, plan)
     with open(path, "r+b") as f:
         at = 0
-        for part in rows.cut(most):
+        for part in rows.chunks(most):
             assert part.numel <= most
             write(f.fileno(), data[at : at + part.numel], plan.offsets["x"], part)
             at += part.numel
@@ -208,7 +208,7 @@ def test_checksums_of_parts_add_up(block, scale, dtype):
     unaligned = torch.cat([data[:1], data])[1:]
     assert modulo(checksum(unaligned, rows)) == defined(whole)
     parts, at = torch.zeros(2, dtype=torch.int64), 0
-    for part in rows.cut(max(1, rows.numel // 3)):
+    for part in rows.chunks(max(1, rows.numel // 3)):
         parts += checksum(data[at : at + part.numel], part)
         at += part.numel
     assert modulo(parts) == defined(whole)
