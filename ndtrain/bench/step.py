@@ -16,9 +16,7 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.profiling.profile import name_fused_kernels, record
 
 GIB = 2**30
-PROFILED = (
-    10  # profiled steps, each after one that is not: on a shared machine single steps vary more than the host's share
-)
+PROFILED = 10  # steps, each after one that is not profiled: on a shared machine the times of single steps vary
 
 
 @dataclass(frozen=True)

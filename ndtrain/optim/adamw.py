@@ -11,10 +11,7 @@ from ndtrain.optim.optimizer import Optimizer, OptimTensor, StateSpec, TensorSli
 from ndtrain.optim.rounding import draw, element_index, halves, round_to_bf16
 from ndtrain.plugins import register_optimizer
 
-_CHUNK = {
-    "cpu": 1 << 15,
-    "cuda": 1 << 22,
-}  # elements updated at one time: they fit the cache, or fill a GPU
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements updated at one time: they fit the cache, or fill a GPU
 _STATE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 

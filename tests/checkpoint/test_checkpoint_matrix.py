@@ -78,12 +78,12 @@ class Training:
         return cls(cfg, mesh, build_stages(cfg, mesh))
 
     def steps(self, step: TrainingStep, after: State, number_of: int) -> list[Row]:
-        """Some steps after a state, their data from what that says alone."""
-        t, cut, mesh, reported = self.cfg.train, sequence_sharding(self.cfg), self.mesh, []
+        """Some steps after a state. Only the state determines their data."""
+        t, sharding, mesh, reported = self.cfg.train, sequence_sharding(self.cfg), self.mesh, []
         sequences = Sequences(TOKENS, t.seq_len, after.order["train.global_batch"], after.order["run.seed"], True)
         rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
         for number in range(after.step + 1, after.step + 1 + number_of):
-            batches = microbatches(sequences, number - 1, rows, t.micro_batch, cut, mesh.index("cp"))
+            batches = microbatches(sequences, number - 1, rows, t.micro_batch, sharding, mesh.index("cp"))
             tokens = dict(zip(rows, map(digest, sequences.tokens(number - 1, rows)), strict=True))
             report = step.run(number, batches).wait()
             reported.append(Row(number, report.loss, report.grad_norm, report.lr, tokens))

@@ -160,7 +160,7 @@ def indices(rows: Rows) -> Tensor:
 
 @settings(max_examples=200, deadline=None)
 @given(block=blocks(), most=st.integers(1, 50), dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-def test_rows_written_read_and_cut(block, most, dtype, tmp_path_factory):
+def test_rows_written_read_and_divided(block, most, dtype, tmp_path_factory):
     n, rows = block
     data = torch.arange(1, rows.numel + 1).to(dtype)
     (plan,) = plan_files("file", {"before": ((3,), dtype), "x": ((n,), dtype)}, 10**6)
@@ -216,7 +216,7 @@ def test_checksums_of_parts_add_up(block, scale, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("distance", [1, 2, 3, 1024, 2048, 5000])
-def test_a_checksum_sees_what_changed_places(distance, dtype):
+def test_a_checksum_detects_swapped_words(distance, dtype):
     data = torch.randn(12_000, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows = Rows(0, data.numel())
     moved = data.clone()

@@ -114,7 +114,7 @@ def late_copying() -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------- in the background
 
 
-def test_a_save_in_flight_writes_the_values_of_its_step(tmp_path):
+def test_a_save_in_progress_writes_the_values_of_its_step(tmp_path):
     run, state = Training.of(EMA, background=True), State(1, 10, {"seed": 1}, 3, {"at": [1]})
     saver, before = run.saver(tmp_path), run.values()
     with held_writing() as go:
@@ -135,7 +135,7 @@ def test_a_save_in_flight_writes_the_values_of_its_step(tmp_path):
     assert equal(run.values(), before) and not equal(after, before)
 
 
-def test_the_next_save_waits_for_the_one_in_flight_and_returns_it(tmp_path):
+def test_the_next_save_waits_for_the_one_in_progress_and_returns_it(tmp_path):
     run = Training.of(background=True)
     saver = run.saver(tmp_path)
     with held_writing() as go:
@@ -233,7 +233,7 @@ def one_of_two_fails(folder: str, background: bool) -> list[tuple]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_where_one_rank_cannot_write_every_rank_hears_it(background, tmp_path):
+def test_where_one_rank_cannot_write_every_rank_reports_it(background, tmp_path):
     results = run_ranks(one_of_two_fails, 2, str(tmp_path), background)
     assert results[0] == results[1]
     assert results[0] == [

@@ -1,4 +1,5 @@
-"""The validation loss: over exactly the whole split, the same number on every mesh, and training does not notice."""
+"""The validation loss: it covers exactly the whole split, is the same on every mesh, and does not change the
+training."""
 
 import math
 from functools import cache
@@ -44,7 +45,7 @@ def ranks_of(overrides: list[str]) -> int:
 
 
 def held_out(cfg: Config) -> tuple[np.ndarray, ...]:
-    """Two splits of lengths that neither a sequence nor a pass divides."""
+    """Two splits whose lengths neither a sequence nor a pass divides."""
     draw = np.random.default_rng(5)
     arrays = [draw.integers(0, cfg.model.vocab_size, n).astype(np.uint16) for n in (37 * 16 + 6, 5 * 16 + 1)]
     for a in arrays:
@@ -65,8 +66,8 @@ def evaluate(cfg: Config, mesh: Mesh, evaluation: Evaluation) -> float:
     t, eos = cfg.train, EOS if cfg.data.pack else None
     held = ValidationSet(held_out(cfg), t.seq_len, t.global_batch)
     mine = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-    cut = lambda i: microbatches(held, i, mine, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
-    return evaluation.run(([held.readable(b) for b in cut(i)] for i in range(held.passes)), held.labels(eos))
+    batches = lambda i: microbatches(held, i, mine, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
+    return evaluation.run(([held.readable(b) for b in batches(i)] for i in range(held.passes)), held.labels(eos))
 
 
 def between_steps(overrides: list[str], evaluated: bool) -> tuple[list[float], list[float], bytes]:

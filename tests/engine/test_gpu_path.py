@@ -1,5 +1,5 @@
-"""What a GPU needs of a step: that it never makes the host wait for the device, and the attention kernel that is the
-fastest on the run's shape."""
+"""A step on a GPU never makes the host wait for the device, and uses the attention kernel that is the fastest for the
+run's shape."""
 
 from contextlib import contextmanager
 
@@ -98,7 +98,7 @@ def test_no_step_waits(name):
 
 
 def test_the_watch_for_waits_sees_them():
-    """What the tests above rely on."""
+    """The tests above rely on this."""
     x = torch.arange(4.0)
     for wait in (x.sum().item, lambda: x[x > 1], lambda: bool((x > 1).any()), lambda: x.nonzero()):
         with pytest.raises(AssertionError, match="waits for the device"), NoHostWait():
@@ -181,7 +181,7 @@ def test_kernels_that_cannot_be(overrides, words):
 @pytest.mark.parametrize("name", list(GPU_KERNELS))
 @pytest.mark.parametrize("heads", [2, 4])
 def test_kernels_fit_pytorchs_signatures(name, heads):
-    """On the meta device, which computes shapes only: the ops take what they are given here, and give what is read."""
+    """On the meta device, which computes only shapes: the ops accept our arguments and return what we read."""
     whole = (SequenceSlice(0, 48, 0, 1),)
     (causal,) = tiles(whole, whole, 48)
     q, k, v = (

@@ -1,5 +1,5 @@
-"""Steps with a non-finite loss or gradient: skipped on all ranks together, counted, and an end when there are too many.
-And the average of the weights."""
+"""Steps with a non-finite loss or gradient: all ranks skip them and count them, and too many in a row end the run.
+Also the average of the weights."""
 
 import io
 from contextlib import redirect_stderr

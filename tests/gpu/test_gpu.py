@@ -1,4 +1,4 @@
-"""On a GPU: the same training as on a CPU, whatever kernels make it, and a host that never waits for it.
+"""On a GPU: training is the same as on a CPU with every kernel, and the host never waits for the device.
 
 Every test here needs a CUDA device; elsewhere they are skipped with that reason.
 """
@@ -71,7 +71,7 @@ class Training:
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """fp32 is fp32, whatever another test or the environment chose."""
+    """Turns TF32 off, whatever another test or the environment chose."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -80,7 +80,7 @@ def exact_matmuls():
 
 
 def compare(actual: Training, expected: Training, steps: int, loss: float, norm: float, weights: float) -> None:
-    """Losses, gradient norms (relative), and weights by what training changed of them."""
+    """Compares losses and gradient norms (relative), and weights relative to their change in training."""
     start = expected.weights()
     for got, want in zip(actual.steps(steps), expected.steps(steps), strict=True):
         assert not got.skipped
@@ -124,7 +124,7 @@ def test_attention_backends_agree(backend, way):
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_offloaded_state_changes_nothing(compute):
-    """Another kernel makes the update there, of the same numbers."""
+    """Another kernel makes the update on the host, from the same numbers."""
     more = [f"precision.compute={compute}"]
     compare(Training("cuda", "optim.offload=true", *more), Training("cuda", *more), 3, 1e-3, 1e-2, 2e-2)
 
@@ -178,7 +178,7 @@ def test_the_check_for_waits_sees_one():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_profiler_sees_no_wait_in_steady_steps(compiled):
-    """Also none of a library's, which PyTorch does not know of."""
+    """Also none of a library, which PyTorch does not see."""
     case = next(c for c in SUITES["smoke"].cases if c.kind == "syncs")
     cfg = resolve(load_config([*SMALL, BF16, f"train.compile={str(compiled).lower()}"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cuda", 0))

@@ -1,4 +1,5 @@
-"""Moments in bf16 and state in host memory: unbiased, the same on every mesh, saved and loaded, near to fp32."""
+"""Moments in bf16, and state in host memory. Rounding is unbiased and the same on every mesh; checkpoints restore
+it."""
 
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def test_rounding_is_to_a_neighbour_and_unbiased():
 
 
 def test_draws_do_not_repeat():
-    """Of two steps, two tensors, two moments and neighbouring elements."""
+    """The random bits of two steps, two tensors, two moments and neighbouring elements are uncorrelated."""
     n = 1 << 16
     upper, lower = halves(draw("a", 1, torch.arange(n)))
     others = [lower, halves(draw("a", 2, torch.arange(n)))[0], halves(draw("b", 1, torch.arange(n)))[0], upper.roll(1)]
@@ -156,7 +157,7 @@ def test_offloaded_state_changes_no_bit(overrides):
 
 
 def save_or_resume(overrides: list[str], source: Path | None, folder: Path) -> None:
-    """On one rank: two steps and a checkpoint; or one taken up and saved again as it is."""
+    """On one rank: two steps and a checkpoint; or a checkpoint that is loaded and saved again unchanged."""
     rank, _, world = world_from_env()
     run = [*MODEL, "train.global_batch=8", "train.micro_batch=2", "optim.ema=0.9"]
     cfg = resolve(load_config([*run, *overrides]), world)
