@@ -1,4 +1,4 @@
-"""The house rules that a machine can check."""
+"""The rules of the package that a test can check."""
 
 import ast
 import re
@@ -44,7 +44,7 @@ def test_imports_go_one_way():
 
 
 def test_the_model_knows_no_mesh():
-    """Comments may say what replaces a call; imports and identifiers know no mesh."""
+    """Comments may say what replaces a call; imports and identifiers do not mention the mesh."""
     words = {"mesh", "rank", "ranks", "group", "groups", "tp", "cp", "fsdp", "dp", "distributed"}
     for path in (ROOT / "model").rglob("*.py"):
         tree = ast.parse(path.read_text())

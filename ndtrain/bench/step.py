@@ -1,4 +1,4 @@
-"""`bench step`: what a recipe's training step takes, under each of a list of overrides."""
+"""`bench step`: times a recipe's training step under each of a list of overrides."""
 
 import shlex
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.profiling.profile import name_fused_kernels, record
 
 GIB = 2**30
-PROFILED = 10  # steps, each after one that is not: on a shared machine single steps differ by more than the host takes
+PROFILED = 10  # steps, each after one that is not profiled: on a shared machine the times of single steps vary
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def run(options: Options) -> None:
     """Measures each case in processes of its own, prints it and writes `options.out`.
 
     Raises:
-        ConfigError: a case that cannot be trained; none has been measured then.
+        ConfigError: a case cannot be trained; then none is measured.
     """
     device = options.device_type
     if device == "cuda" and options.ranks > torch.cuda.device_count():
@@ -75,7 +75,7 @@ def config_of(options: Options, overrides: Sequence[str]) -> Config:
 
 
 def measure(rank: int, options: Options, cfg: Config, device: str) -> dict[str, Any]:
-    """In each rank's process."""
+    """Measures one case; runs in each rank's process."""
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
     if options.profile and cfg.train.compile:
         name_fused_kernels()

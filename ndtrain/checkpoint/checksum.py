@@ -17,7 +17,7 @@ def checksum(data: Tensor, rows: Rows) -> Tensor:
 
     With w_i the tensor's bytes as little-endian 64-bit words (elements that are not given count as zeros): sum w_i and
     sum w_i * (i + 1). Sums of parts add up to the sum of the whole, so owners add theirs without reading again. A
-    changed word shows in the first; words that changed places show in the second, unless their difference times their
+    changed word shows in the first; swapped words show in the second, unless their difference times their
     distance is a multiple of 2^64.
 
     Args:
@@ -25,19 +25,19 @@ def checksum(data: Tensor, rows: Rows) -> Tensor:
     """
     per = _WORD // data.element_size()
     if rows.count == 1:
-        found = list(_of_piece(data, rows.start, per))
+        pairs = list(_of_piece(data, rows.start, per))
     elif any(x % per for x in (rows.start, rows.length, rows.stride)):  # pieces begin or end in the middle of words
         pieces = enumerate(data.view(rows.count, rows.length))
-        found = [sums for i, p in pieces for sums in _of_piece(p, rows.start + i * rows.stride, per)]
+        pairs = [sums for i, p in pieces for sums in _of_piece(p, rows.start + i * rows.stride, per)]
     else:
         words = bytes_of(data).view(np.uint64).reshape(rows.count, -1)
-        found = [_of_matrix(words, rows.start // per, rows.stride // per)]
-    total = [sum(column) % 2**64 for column in zip(*found, strict=True)]
+        pairs = [_of_matrix(words, rows.start // per, rows.stride // per)]
+    total = [sum(column) % 2**64 for column in zip(*pairs, strict=True)]
     return torch.from_numpy(np.array(total, np.uint64).view(np.int64))
 
 
 def _of_piece(data: Tensor, start: int, per: int) -> Iterator[tuple[int, int]]:
-    """Both sums of consecutive elements, of which `per` make a word, in parts."""
+    """Both sums of consecutive elements, in parts. A word has `per` elements."""
     lead = start % per
     if lead or data.numel() % per:
         padded = data.new_zeros(-(-(lead + data.numel()) // per) * per)
@@ -52,8 +52,9 @@ def _of_piece(data: Tensor, start: int, per: int) -> Iterator[tuple[int, int]]:
 
 
 def _of_matrix(words: np.ndarray, first: int, stride: int) -> tuple[int, int]:
-    """Both sums of a matrix of words, of which that in row r and column c is word first + r * stride + c of the tensor.
-    The sums of rows and of columns are all the second needs: one multiplication for each of these, not for each word.
+    """Both sums of a matrix of words. The word in row r and column c is word first + r * stride + c of the tensor. The
+    second sum follows from the sums of the rows and of the columns: one multiplication for each of these, not for each
+    word.
     """
     by_row, by_column = words.sum(axis=1), words.sum(axis=0)
     of_row = np.arange(by_row.size, dtype=np.uint64) * np.uint64(stride)

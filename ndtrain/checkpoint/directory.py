@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, which may be resumed, which go."""
+"""The folder of a run's checkpoints: lists them, picks those to resume from, and removes old ones."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def _step(path: Path) -> int:
 
 
 def candidates(resume: str, run_dir: Path) -> list[Path]:
-    """The checkpoints that `resume` may mean, best first; empty for a fresh start.
+    """The checkpoints that `resume` may refer to, best first; empty for a fresh start.
 
     Raises:
         CheckpointError: `resume` is a path without a checkpoint.
@@ -36,15 +36,15 @@ def candidates(resume: str, run_dir: Path) -> list[Path]:
     path = Path(resume)
     if (path / "state.json").is_file():
         return [path]
-    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    if not found:
+    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not checkpoints:
         what = "holds no checkpoint (a folder step-* with a state.json)" if path.exists() else "does not exist"
         raise CheckpointError(f"resume={resume}: {what}; give a checkpoint or a run folder, or resume=auto")
-    return found[:1]
+    return checkpoints[:1]
 
 
 def inspect(path: Path, m: ModelConfig) -> State:
-    """Reads and verifies all of a checkpoint but its tensors' contents.
+    """Reads and verifies a checkpoint, without the contents of its tensors.
 
     Raises:
         CheckpointError: damaged (the file is named), or of another architecture (the first differing field is named).
@@ -92,8 +92,8 @@ def _check_architecture(path: Path, m: ModelConfig) -> None:
 
 
 def set_aside_later(chosen: Path) -> None:
-    """Checkpoints of later steps than the one resumed are of a line given up (or damaged): they stay, under a name
-    that nothing resumes, lest a later `resume=auto` go back to them."""
+    """Renames the checkpoints of later steps than the one resumed. They belong to an abandoned continuation, or are
+    damaged. They stay under a name that nothing resumes, so that a later `resume=auto` does not pick them."""
     for path in list_checkpoints(chosen.parent):
         if path.name > chosen.name:
             aside = path.with_name(f"superseded-{path.name}")
@@ -102,11 +102,11 @@ def set_aside_later(chosen: Path) -> None:
 
 
 def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
-    """Removes what `checkpoint.keep` leaves no place for, unless its step is a multiple of `checkpoint.keep_every`, and
-    what a kill left half written or half removed."""
+    """Removes all but the newest `keep` checkpoints, and what a killed process left half written or half removed. A
+    checkpoint whose step is a multiple of `keep_every` stays."""
     for path in list_checkpoints(folder)[keep:]:
         if not keep_every or _step(path) % keep_every:
-            with suppress(OSError):  # it stays, then: the one just saved is there
+            with suppress(OSError):  # then the old one stays: the new one is already saved
                 remove(path)
     for pattern in (".removing-*", ".writing-*"):
         for path in folder.glob(pattern):
@@ -114,8 +114,9 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
 
 
 def remove(path: Path) -> None:
-    """Takes the name away first: a kill in the middle leaves nothing that looks like a checkpoint."""
-    doomed = path.with_name(f".removing-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Removes a checkpoint. It is renamed first, so that a kill in between leaves nothing that looks like a
+    checkpoint."""
+    renamed = path.with_name(f".removing-{path.name}")
+    shutil.rmtree(renamed, ignore_errors=True)
+    os.rename(path, renamed)
+    shutil.rmtree(renamed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: its tensors' elements, which rank has which, and the words for what goes wrong."""
+"""What a checkpoint consists of: the elements of its tensors, the rank that holds each of them, and the errors."""
 
 import hashlib
 import json
@@ -22,8 +22,8 @@ from ndtrain.parallel.fsdp import StatePlan, Unit
 
 FORMAT = 2
 AVERAGE = ("ema.", "ema")
-BLOCK = 2 << 20  # bytes worked on at one time: they stay in the cache from reading to checksum to writing
-AHEAD = 16  # blocks that the disk is asked for before they are read
+BLOCK = 2 << 20  # bytes processed at one time: they stay in the cache from read to checksum to write
+AHEAD = 16  # blocks that are requested from the disk before they are read
 
 
 class CheckpointError(ConfigError):
@@ -36,13 +36,14 @@ class DamagedCheckpoint(CheckpointError):
 
 @dataclass
 class State:
-    """What a run is besides its tensors.
+    """The state of a run besides its tensors.
 
     Attributes:
-        step, tokens: done and seen so far.
+        step: steps done so far.
+        tokens: tokens seen so far.
         order: all that the data order depends on: corpus fingerprint, seed, seq_len, global_batch, shuffle.
-        skipped: steps so far that changed nothing, because something in them was not finite.
-        stream: where a data stream stands, as JSON; None: the data need no more than the step. Rank 0's is written.
+        skipped: steps so far whose update was skipped, because the loss or a gradient was not finite.
+        stream: the position in a streaming dataset, as JSON; None: the step is enough. That of rank 0 is written.
     """
 
     step: int
@@ -75,7 +76,7 @@ def parts_of(plan: StatePlan, average: bool | None = None) -> Parts:
     """What is saved, from what the optimizer declares.
 
     Args:
-        average: whether that of the weights is there (`optim.ema`); None: as `plan` says.
+        average: whether the average of the weights (`optim.ema`) is included; None: as `plan` says.
     """
     whole = lambda s: None if plan.sharded_spec else s
     state = [Part(f"{s.name}.", s.name, s.dtype or plan.master, whole(s)) for s in plan.spec]
@@ -89,31 +90,31 @@ def model_part(plan: StatePlan) -> Part:
     return Part("", "master", plan.master)
 
 
-# ------------------------------------------------------------------------------------------------------ who has what
+# ------------------------------------------------------------------------------------------------------ placement
 
 
 class ShardSlice(NamedTuple):
-    """Elements of a tensor that this rank holds, one behind the other.
+    """Elements of a tensor that this rank holds, contiguous in memory.
 
     Attributes:
-        data: [rows.numel], which the training changes in place.
-        rows: where they stand in the whole tensor.
+        data: [rows.numel]; training changes it in place.
+        rows: their positions in the whole tensor.
     """
 
     tensor: str
     data: Tensor
     rows: Rows
 
-    def cut(self, most: int) -> Iterator["ShardSlice"]:
+    def chunks(self, most: int) -> Iterator["ShardSlice"]:
         """The same elements in the same order, at most `most` at a time."""
         at = 0
-        for rows in self.rows.cut(most):
+        for rows in self.rows.chunks(most):
             yield ShardSlice(self.tensor, self.data[at : at + rows.numel], rows)
             at += rows.numel
 
 
 def slices_of(stages: Stages, mesh: Mesh, part: Part, owned_only: bool) -> Iterator[ShardSlice]:
-    """The elements of a part that this rank holds, or with `owned_only` those that it alone writes."""
+    """The elements of a part that this rank holds, or with `owned_only` those that it writes."""
     if part.spec is None:
         for unit, tensor, at, rows in shard_rows(stages, mesh, owned_only):
             yield ShardSlice(tensor, unit.buffer(part.buffer)[at : at + rows.numel], rows)
@@ -127,15 +128,17 @@ def slices_of(stages: Stages, mesh: Mesh, part: Part, owned_only: bool) -> Itera
 
 
 def shard_rows(stages: Stages, mesh: Mesh, owned_only: bool) -> Iterator[tuple[Unit, str, int, Rows]]:
-    """(unit, tensor, place in the unit's shard, place in the whole tensor) of the elements this rank holds, or of those
-    that it alone writes: dp replicas divide a shard's elements between them, and of tp replicas and of the stages that
-    hold a tensor the first writes."""
+    """(unit, tensor, offset in the unit's shard, positions in the whole tensor) of the elements that this rank holds.
+
+    With `owned_only` only those that it writes. dp replicas divide the elements of a shard between them. Of tp replicas
+    the first one writes, and so does the first of the stages that hold a tensor.
+    """
     for unit in stages.units.units.values():
         start, stop = unit.layout.bounds(stages.units.index)
         first, last = start, stop
         if owned_only:
-            cut = even_split(stop - start, mesh.size(*REPLICA_AXES), mesh.index(*REPLICA_AXES))
-            first, last = start + cut[0], start + cut[1]
+            own = even_split(stop - start, mesh.size(*REPLICA_AXES), mesh.index(*REPLICA_AXES))
+            first, last = start + own[0], start + own[1]
         for tensor, a, b in unit.layout.tensors_in(first, last):
             if owned_only and not tensor.owned:
                 continue
@@ -191,10 +194,11 @@ def read_into(
     sums: Tensor | None = None,
     rows: dict[str, int] | None = None,
 ) -> None:
-    """Fills this rank's elements of some parts, converted to the precision they are held in.
+    """Reads this rank's elements of some parts, converted to the precision of the run.
 
     Args:
-        sums, rows: where to add each tensor's checksum, int64 [n, 2], and in which row.
+        sums: where to add each tensor's checksum, int64 [n, 2].
+        rows: tensor -> its row in `sums`.
 
     Raises:
         DamagedFile: a tensor is missing or has another shape.
@@ -214,8 +218,8 @@ def read_into(
 
 
 def _wanted(stages: Stages, mesh: Mesh, reader: Reader, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor, Rows]]:
-    """(name in the files, where it goes, which elements of it), a block at a time."""
-    for part in parts:  # about the order of the files
+    """(name in the files, target, elements to read), one block at a time."""
+    for part in parts:  # roughly the order of the files
         for held in slices_of(stages, mesh, part, owned_only=False):
             name, shape = part.prefix + held.tensor, stages.layouts[held.tensor].shape
             expected = part.spec.shape_of(shape) if part.spec else shape
@@ -223,17 +227,17 @@ def _wanted(stages: Stages, mesh: Mesh, reader: Reader, parts: Sequence[Part]) -
                 raise DamagedFile(f"tensor {name} is missing from the {part.prefix or 'model'} files")
             if reader.shape(name) != expected:
                 raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {expected} here")
-            for block in held.cut(BLOCK // held.data.element_size()):
+            for block in held.chunks(BLOCK // held.data.element_size()):
                 yield name, block.data, block.rows
 
 
-# ------------------------------------------------------------------------------------------------------ all together
+# ------------------------------------------------------------------------------------------------------ on all ranks
 
 
 def together(mesh: Mesh, work: Callable[[], Any]) -> None:
-    """Runs a part of the work; where it fails on a rank, every rank raises CheckpointError with that rank's reason.
+    """Runs a part of the work on every rank. If it fails on one, all ranks raise CheckpointError with its reason.
 
-    It talks through `mesh.background`, so a thread may call it; one at a time."""
+    The ranks communicate through `mesh.background`, so a thread may call it, but only one at a time."""
     mine = None
     try:
         work()
@@ -249,7 +253,7 @@ _LONGEST = 2000  # bytes of a reason
 
 
 def _first(mesh: Mesh, mine: str | None) -> str | None:
-    """The reason of the first rank that has one, on every rank."""
+    """The reason of the first rank that has one, the same on every rank."""
     if mesh.background is None:
         return mine
     ranks = mesh.spec.world_size

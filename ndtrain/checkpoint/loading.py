@@ -1,4 +1,4 @@
-"""Reads a checkpoint: every rank its elements, on whatever mesh, each of them verified."""
+"""Reads a checkpoint on any mesh. Every rank reads its elements and verifies them."""
 
 from pathlib import Path
 
@@ -22,10 +22,10 @@ from ndtrain.parallel.build import Stages
 
 def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
     """Reads this rank's elements of weights, moments and average, and verifies every element read. Every rank calls
-    it. Host memory beyond what the elements fill stays at some megabytes.
+    it. It takes some megabytes of host memory beyond what the elements fill.
 
     Returns:
-        What the user should hear: an average that the checkpoint does not have starts as the weights.
+        Messages for the user: an average that the checkpoint does not hold starts as the weights.
 
     Raises:
         DamagedCheckpoint: on every rank, naming the tensor whose content is not what was written.
@@ -56,7 +56,7 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
 
 
 def _read(path: Path, stages: Stages, mesh: Mesh, parts, written: list[str]) -> torch.Tensor:
-    """Fills the stages. Returns the checksums of what all ranks read, int64 [len(written), 2]."""
+    """Reads the stages' tensors. Returns the checksums of what all ranks read, int64 [len(written), 2]."""
     sums = torch.zeros(len(written), 2, dtype=torch.int64)
     rows = {name: i for i, name in enumerate(written)}
 

@@ -1,5 +1,5 @@
-"""Weights from a Hugging Face folder: one safetensors file, or several with an index; under the names of the whole
-language model, or, as a base model is saved, without their leading `model.`."""
+"""Weights from a Hugging Face folder: one safetensors file, or several with an index. The tensors have the names of
+the whole language model, or those of a saved base model, which lack the leading `model.`."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def check_folder(folder: Path, m: ModelConfig) -> list[str]:
         m: as `from_hf` gives it.
 
     Returns:
-        What the user should hear.
+        Messages for the user.
 
     Raises:
         CheckpointError: one line that names the file or tensor: pickled weights, a file of the index that is missing, a
@@ -75,7 +75,8 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a Hugging Face folder, in `transformers`' order of preference.
 
     Raises:
-        DamagedFile: there are none (and what there is instead), or the index does not parse or names a missing file.
+        DamagedFile: there are none (the message says what there is instead), or the index does not parse or names a
+            missing file.
     """
     if (folder / _ONE).is_file():
         names = [_ONE]
@@ -95,14 +96,14 @@ def weight_files(folder: Path) -> list[Path]:
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> name of its file, as the index says."""
     try:
-        found = json.loads((folder / _INDEX).read_text())["weight_map"]
+        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFile(f"{_INDEX} does not parse: fetch the folder again") from error
-    if not isinstance(found, dict) or not found or not all(isinstance(f, str) for f in found.values()):
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise DamagedFile(f"{_INDEX} does not parse: its weight_map does not name files")
-    if strange := [f for f in found.values() if Path(f).name != f]:
+    if strange := [f for f in weight_map.values() if Path(f).name != f]:
         raise DamagedFile(f"{_INDEX} names the file {strange[0]}, which does not lie in the folder")
-    return found
+    return weight_map
 
 
 def _check_index(folder: Path, reader: Reader) -> None:
@@ -122,7 +123,7 @@ def _without_weights(folder: Path) -> str:
 
 
 def _check_tensors(reader: Reader, m: ModelConfig) -> None:
-    """That the files hold the model's tensors and nothing else.
+    """Checks that the files hold the model's tensors and nothing else.
 
     Raises:
         DamagedFile: naming the first tensor that is missing, has another shape, a dtype that no weight has, or no place
@@ -135,7 +136,7 @@ def _check_tensors(reader: Reader, m: ModelConfig) -> None:
             raise DamagedFile(f"tensor {name} is missing from the model files{tied}")
         if reader.shape(name) != shape:
             raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {shape} by config.json")
-        reader.read(name, Rows(0, 1))  # refuses dtypes of other things than weights
+        reader.read(name, Rows(0, 1))  # refuses a dtype that no weight has
     for name in reader.names():
         # of a tied model transformers does not read the head either
         if name not in wanted and name != _HEAD and not _LEFTOVERS.fullmatch(name):

@@ -1,7 +1,7 @@
-"""safetensors files written in place by many ranks and read by runs.
+"""safetensors files that many ranks write in place and read in part.
 
-The library writes whole files from whole tensors; here every rank knows the byte layout beforehand (it follows from
-names, shapes and dtype alone) and writes only its own elements. Format: 8 bytes little-endian header length, a JSON
+The safetensors library writes whole files from whole tensors. Here every rank knows the byte layout beforehand, from
+names, shapes and dtypes alone, and writes only its own elements. Format: 8 bytes little-endian header length, a JSON
 header of name -> {dtype, shape, data_offsets}, the tensors' bytes.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# dtypes of weights; the rest may be in a file, but is not read
+# dtypes of weights; tensors of other dtypes may be in a file, but are not read
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {
@@ -27,8 +27,8 @@ _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {
     "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own bound
-_MOST = 2**63 - 1  # any size
-_AROUND = 2 << 20  # bytes: with a page that is read the kernel maps neighbours too, none of them further away
+_MOST = 2**63 - 1  # the largest size
+_AROUND = 2 << 20  # bytes: with a page that is read the kernel also maps its neighbours within this distance
 
 
 class DamagedFile(ValueError):
@@ -36,7 +36,8 @@ class DamagedFile(ValueError):
 
 
 class Rows(NamedTuple):
-    """`count` pieces of `length` elements of a row-major tensor, each beginning `stride` elements behind the last."""
+    """`count` pieces of `length` elements of a row-major tensor. Each begins `stride` elements after the previous
+    one."""
 
     start: int
     length: int
@@ -52,7 +53,7 @@ class Rows(NamedTuple):
         """Elements from the first to the last, those between the pieces included."""
         return (self.count - 1) * self.stride + self.length
 
-    def cut(self, most: int) -> Iterator["Rows"]:
+    def chunks(self, most: int) -> Iterator["Rows"]:
         """The same elements in the same order, at most `most` at a time."""
         if self.length <= most:
             each = most // self.length
@@ -81,8 +82,8 @@ Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, 
 
 
 def plan_files(stem: str, tensors: Described, max_bytes: int) -> list[PlannedFile]:
-    """Splits tensors, the widest dtype first (so that all are aligned) and else in order, over `stem.safetensors` or
-    `stem-00001-of-0000N.safetensors` of at most `max_bytes` each (a larger tensor gets a file of its own)."""
+    """Splits tensors, the widest dtype first (so that all are aligned) and otherwise in order, over `stem.safetensors`
+    or `stem-00001-of-0000N.safetensors` of at most `max_bytes` each (a larger tensor gets a file of its own)."""
     groups: list[list[str]] = [[]]
     room = max_bytes
     for name, (shape, dtype) in sorted(tensors.items(), key=lambda t: -t[1][1].itemsize):
@@ -209,16 +210,17 @@ class Reader:
             self._views[name] = _view(self._maps[stored.path], stored)
         item = dtype.itemsize
         shape, strides = (rows.count, rows.length * item), (rows.stride * item, 1)
-        found = self._views[name].as_strided(shape, strides, rows.start * item)
+        view = self._views[name].as_strided(shape, strides, rows.start * item)
         aligned = stored.offset % item == 0  # another writer's header may end anywhere
-        return (found if aligned else found.clone()).view(dtype)
+        return (view if aligned else view.clone()).view(dtype)
 
     def expect(self, name: str, rows: Rows) -> None:
-        """Elements that will be read soon: the kernel may fetch them meanwhile."""
+        """Tells the kernel that these elements will be read soon."""
         self._advise(mmap.MADV_WILLNEED, name, rows)
 
     def release(self, name: str, rows: Rows) -> None:
-        """Elements that are not needed any more: their pages no longer count as this process's memory."""
+        """Tells the kernel that these elements are no longer needed: their pages stop counting as this process's
+        memory."""
         self._advise(mmap.MADV_DONTNEED, name, rows, around=_AROUND)
 
     def _advise(self, advice: int, name: str, rows: Rows, around: int = 0) -> None:
@@ -249,38 +251,38 @@ def _view(mapped: mmap.mmap, stored: _Stored) -> Tensor:
 
 
 def read_header(path: Path) -> bytes:
-    """The file's first bytes, as many as its own length field says."""
+    """The file's header with its length field, as long as the length field says."""
     with open(path, "rb") as f:
         length = f.read(8)
         return length + f.read(min(int.from_bytes(length, "little"), path.stat().st_size))
 
 
 def _tensors_of(path: Path, mapped: mmap.mmap) -> dict[str, _Stored]:
-    """The tensors of a file, in the order of their bytes, which they fill from the header to the end.
+    """The tensors of a file, in the order of their bytes.
 
     Raises:
-        DamagedFile: they do not.
+        DamagedFile: they do not fill the file exactly from the header to the end.
     """
     length = int.from_bytes(mapped[:8], "little")
     base = 8 + length
     if base > len(mapped) or length > _LONGEST_HEADER:
         raise DamagedFile(f"{path} is damaged: its header does not fit into the file")
-    found, at = {}, base
+    tensors, at = {}, base
     entries = [(name, *_entry(path, name, e)) for name, e in _parse(path, mapped[8:base]).items()]
     for name, dtype, shape, first, last in sorted(entries, key=lambda e: e[3:]):
         if base + last > len(mapped):
             raise DamagedFile(f"{path} is truncated: tensor {name} ends at byte {base + last} of {len(mapped)}")
         if base + first != at:
             raise DamagedFile(f"{path} is damaged: tensor {name} overlaps the one before it, or leaves a gap")
-        found[name] = _Stored(path, dtype, shape, base + first, last - first)
+        tensors[name] = _Stored(path, dtype, shape, base + first, last - first)
         at = base + last
     if at != len(mapped):
         raise DamagedFile(f"{path} is damaged: {len(mapped) - at} bytes follow its last tensor")
-    return found
+    return tensors
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    """Tensor -> its entry. As strict as the library, which this must never read more from than that does."""
+    """Tensor -> its entry. As strict as the library: it must accept no header that the library refuses."""
     try:
         if text[:1] != b"{":
             raise ValueError("it is no JSON object")
@@ -301,15 +303,15 @@ def _natural(text: str) -> int:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in entries:
             raise ValueError(f"{name} is there twice")
         for text in (name, value):
             if isinstance(text, str):
-                text.encode()  # raises for half of a surrogate pair, which is no text
-        found[name] = value
-    return found
+                text.encode()  # raises for half of a surrogate pair
+        entries[name] = value
+    return entries
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
@@ -327,12 +329,12 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
     return dtype, tuple(shape), *offsets
 
 
-def _are_sizes(found: Any) -> bool:
-    return isinstance(found, list) and all(type(x) is int and x <= _MOST for x in found)
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int and x <= _MOST for x in value)
 
 
 def _elements(shape: list[int]) -> int:
-    """How many; more than any file has where that overflows on the way, as it does for the library."""
+    """The number of elements. Where it would overflow, as it does in the library, a number larger than any file's."""
     number = 1
     for size in shape:
         number *= size

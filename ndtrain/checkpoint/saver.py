@@ -1,4 +1,4 @@
-"""Saves a run again and again: at once, or from a copy in host memory while the training goes on."""
+"""Saves the checkpoints of a run, synchronously or in the background from a copy in host memory."""
 
 import copy
 import threading
@@ -23,13 +23,14 @@ from ndtrain.parallel.build import Stages
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of a save.
+    """The result of a save.
 
     Attributes:
         path: the checkpoint, or None where there is none.
-        error: why, in one line; the same on every rank.
-        seconds_blocked: how long training waited: in `Saver.save`, also for the save before, and at its next update.
-        seconds: from the call until the checkpoint had its name, or was given up.
+        error: why the save failed, in one line that is the same on every rank; None: it did not fail.
+        seconds_blocked: how long training waited: in `Saver.save`, there also for the previous save, and at its next
+            update.
+        seconds: from the call until the checkpoint was published, or the save failed.
     """
 
     step: int
@@ -40,28 +41,31 @@ class Saved:
 
 
 class Saver:
-    """Saves a run's state as `folder/step-<step>`. Every rank makes one and calls it alike.
+    """Saves a run's state as `folder/step-<step>`. Every rank creates one and makes the same calls.
 
-    With `checkpoint.async_save` a thread copies the state into host memory, allocated here once, and writes it from
-    there while the training goes on. The forward and backward of the next step only read what is copied, so training
-    waits no sooner than at its next update, should the copy not be made by then (as in CheckFreq: Mohan et al., 2021,
-    FAST '21). One save at most is under way.
+    With `checkpoint.async_save` a thread copies the state into host memory, which is allocated once, and writes it from
+    there while training continues. The forward and backward of the next step only read what is copied. Training
+    therefore waits at its next update at the earliest, and only if the copy is not finished by then (as in CheckFreq:
+    Mohan et al., 2021, FAST '21). At most one save is in progress.
 
     Args:
-        extras: writes further small files (the tokenizer) into the folder; called on one rank, perhaps in a thread.
+        extras: writes further small files (the tokenizer) into the folder; called on one rank, possibly in a thread.
     """
 
     def __init__(self, folder: Path, stages: Stages, mesh: Mesh, cfg: Config, extras: Extras = lambda folder: None):
         self._writer = Writer(folder, stages, mesh, cfg, extras)
         self._snapshot = _Snapshot(self._writer.live) if cfg.checkpoint.async_save else None
-        self._flight: Future[Saved] | None = None
-        self._blocked = 0.0  # seconds that training has waited for the save under way
+        self._pending: Future[Saved] | None = None
+        self._blocked = 0.0  # seconds that training has waited for the save in progress
         self._before_update = stages.units.before_update
         self._copying = False
 
     def save(self, state: State) -> list[Saved]:
-        """Saves the weights and moments as they are now. Returns what has ended: the save before this one, if it was
-        still under way, and, without `async_save`, this one."""
+        """Saves the weights and the optimizer state as they are now.
+
+        Returns:
+            The saves that have ended: the previous one, if it was still in progress, and without `async_save` this one.
+        """
         began = time.perf_counter()
         ended = self.wait()
         if self._snapshot is None:
@@ -77,12 +81,12 @@ class Saver:
         self._copying = True
         self._before_update.append(self.settle)
         self._blocked = time.perf_counter() - began
-        self._flight = _in_background(finish)
+        self._pending = _in_background(finish)
         return ended
 
     def settle(self) -> None:
-        """Returns once the copy is made, and weights and state may change. The sharded optimizer calls it before each
-        update; who changes them otherwise must."""
+        """Waits until the copy is made. The sharded optimizer calls it before each update. Any other code that changes
+        weights or state must call it too."""
         if self._copying:
             began = time.perf_counter()
             self._snapshot.made.wait()
@@ -91,21 +95,21 @@ class Saver:
             self._copying = False
 
     def poll(self) -> list[Saved]:
-        """The background save that has ended since this was last asked, if one has. Waits for nothing."""
-        return self.wait() if self._flight is not None and self._flight.done() else []
+        """The background save that has ended since the last call, if one has. Does not wait."""
+        return self.wait() if self._pending is not None and self._pending.done() else []
 
     def wait(self) -> list[Saved]:
-        """The same, once it has ended.
+        """As `poll`, but waits for the save in progress.
 
         Raises:
-            Exception: what went wrong in the thread, where it was not the writing: a peer was lost.
+            Exception: an error of the thread other than a failed write: a peer was lost.
         """
-        flight, self._flight = self._flight, None
+        pending, self._pending = self._pending, None
         self.settle()
-        return [] if flight is None else [flight.result()]
+        return [] if pending is None else [pending.result()]
 
     def _write(self, state: State, values: Sequence[Tensor]) -> tuple[Path | None, str | None]:
-        """(path, error): one of them."""
+        """(path, error), one of which is None."""
         try:
             return self._writer.write(state, values), None
         except CheckpointError as error:
@@ -113,7 +117,7 @@ class Saver:
 
 
 def _in_background(work: Callable[[], Saved]) -> "Future[Saved]":
-    """In a thread that does not keep the process alive."""
+    """Runs `work` in a daemon thread."""
     future: Future[Saved] = Future()
 
     def run() -> None:
@@ -127,28 +131,28 @@ def _in_background(work: Callable[[], Saved]) -> "Future[Saved]":
 
 
 class _Snapshot:
-    """A copy of this rank's part of a checkpoint in host memory, which the next one overwrites.
+    """A copy of this rank's part of a checkpoint in host memory. The next copy overwrites it.
 
     Attributes:
-        made: set when what was copied may change.
+        made: set once training may change what was copied.
     """
 
     def __init__(self, live: Sequence[Tensor]):
-        self._cuda = any(x.is_cuda for x in live)  # what is offloaded is in host memory already
+        self._cuda = any(x.is_cuda for x in live)  # offloaded state is in host memory already
         self._live, self._spans, self._host = [], [], []
         self.made = threading.Event()
         for dtype, group in groupby(live, key=lambda x: x.dtype):
             same = list(group)
             joined = _joined(same)
-            # filled, so that the kernel hands the pages out now and not in the first copy
+            # zeroed, so that the kernel allocates the pages now and not during the first copy
             buffer = torch.empty(sum(x.numel() for x in same), dtype=dtype, pin_memory=self._cuda).zero_()
             self._live += joined
             self._spans += buffer.split([x.numel() for x in joined])
             self._host += buffer.split([x.numel() for x in same])
 
     def begin(self) -> Callable[[], Sequence[Tensor]]:
-        """Returns what makes the copy, or waits for it, and gives it: on a CPU that copies; on CUDA the copy is queued
-        here, behind the step before and ahead of the next."""
+        """Returns a function that returns the copy. On CPU that function makes the copy. On CUDA the copy is queued
+        here, between the previous step and the next, and that function waits for it."""
         self.made.clear()
         if not self._cuda:
             return self._copied
@@ -170,17 +174,17 @@ class _Snapshot:
             if self._cuda:
                 span.copy_(live, non_blocking=True)
             else:
-                np.copyto(bytes_of(span), bytes_of(live))  # memcpy: of large spans twice as fast as PyTorch's
+                np.copyto(bytes_of(span), bytes_of(live))  # memcpy: for large spans twice as fast as PyTorch's copy
 
 
 def _joined(live: Sequence[Tensor]) -> list[Tensor]:
-    """The same elements in fewer tensors: neighbours in memory as one."""
-    found: list[Tensor] = []
+    """The same elements in fewer tensors: neighbours in memory become one tensor."""
+    spans: list[Tensor] = []
     for x in live:
-        last = found[-1] if found else None
+        last = spans[-1] if spans else None
         same = last is not None and last.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         if same and last.storage_offset() + last.numel() == x.storage_offset():
-            found[-1] = last.as_strided((last.numel() + x.numel(),), (1,))
+            spans[-1] = last.as_strided((last.numel() + x.numel(),), (1,))
         else:
-            found.append(x)
-    return found
+            spans.append(x)
+    return spans

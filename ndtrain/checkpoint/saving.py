@@ -1,4 +1,4 @@
-"""Writes a checkpoint: every owner its elements, in place; published by one rename."""
+"""Writes a checkpoint. Every owner writes its elements in place, and one rename publishes the folder."""
 
 import json
 import os
@@ -43,15 +43,15 @@ def save(
     state: State,
     extras: Extras = lambda folder: None,
 ) -> Path:
-    """Writes `folder/step-<state.step>` at once; every rank calls it. Older checkpoints beyond `checkpoint.keep` go,
-    but for those of every `checkpoint.keep_every` steps.
+    """Writes `folder/step-<state.step>` synchronously; every rank calls it. Older checkpoints beyond `checkpoint.keep`
+    are removed, except those of every `checkpoint.keep_every` steps.
 
     Args:
         extras: as `Saver` takes it.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write (disk full, read-only): nothing was published and
-            the older checkpoints stand.
+        CheckpointError: on every rank, if any rank could not write (disk full, read-only). Then nothing is published
+            and the older checkpoints stay.
     """
     writer = Writer(folder, stages, mesh, cfg, extras)
     return writer.write(state, writer.live)
@@ -67,10 +67,10 @@ class _Owned:
 
 
 class Writer:
-    """All that is the same in every save of a run.
+    """Writes the checkpoints of a run. Computes once what is the same in all of them.
 
     Attributes:
-        live: what this rank writes, as the training changes it.
+        live: the tensors that this rank writes; training changes them in place.
     """
 
     def __init__(self, folder: Path, stages: Stages, mesh: Mesh, cfg: Config, extras: Extras):
@@ -78,10 +78,10 @@ class Writer:
         self.plans = plans_of(stages, cfg)
         owned = list(_owned(stages, mesh, self.plans))
         self.owned, self.live = [o for o, _ in owned], [x for _, x in owned]
-        _ = mesh.background  # made here, where every rank is, and not in a thread
+        _ = mesh.background  # created here, where all ranks call it, and not in a thread
 
     def write(self, state: State, values: Sequence[Tensor]) -> Path:
-        """Publishes a checkpoint of `values`, which are those of `live` at the time of `state`.
+        """Publishes a checkpoint of `values`: the contents of `live` at the time of `state`.
 
         Raises:
             CheckpointError: as `save`.
@@ -118,13 +118,13 @@ class Writer:
         for name in (*small, "state.json"):
             _fsync(temporary / name)
         _fsync(temporary)
-        if final.exists():  # the same step again, after a resume from an older one: the old one goes only now
+        if final.exists():  # the same step, saved before a resume from an older one: removed only now
             remove(final)
         os.rename(temporary, final)
         _fsync(final.parent)
 
     def _body(self, temporary: Path, small: list[str], sums: Tensor, state: State) -> dict:
-        """What state.json says: the run's state, and what the other files must be."""
+        """The content of state.json: the run's state, and the sizes and checksums of the other files."""
         mesh = self.mesh
         return {
             "format": FORMAT,
@@ -146,10 +146,10 @@ def _files(plans: dict[str, list[PlannedFile]]) -> list[PlannedFile]:
 
 
 def _owned(stages: Stages, mesh: Mesh, plans: dict[str, list[PlannedFile]]) -> Iterator[tuple[_Owned, Tensor]]:
-    """What this rank writes: where, and the elements, 1-D, which the training changes in place."""
+    """What this rank writes: the position in the files, and the elements (1-D), which training changes in place."""
     for stem, parts in parts_of(stages.units.plan).items():
         where = {name: f for f in plans.get(stem, ()) for name in f.offsets}
-        for part in parts:  # about the order of the file
+        for part in parts:  # roughly the order of the file
             for held in slices_of(stages, mesh, part, owned_only=True):
                 name = part.prefix + held.tensor
                 yield _Owned(name, where[name], held.rows), held.data
@@ -171,29 +171,29 @@ def _write_owned(
 ) -> None:
     """Writes this rank's elements and adds their checksums to `sums`, whose rows are the tensors in plan order."""
     row = {name: i for i, name in enumerate(names(plans))}
-    opened: dict[str, int] = {}
+    fds: dict[str, int] = {}
     try:
         for o, whole in zip(owned, values, strict=True):
-            if o.file.name not in opened:
-                opened[o.file.name] = os.open(temporary / o.file.name, os.O_WRONLY)
+            if o.file.name not in fds:
+                fds[o.file.name] = os.open(temporary / o.file.name, os.O_WRONLY)
             at = 0
-            for rows in o.rows.cut(BLOCK // whole.element_size()):
+            for rows in o.rows.chunks(BLOCK // whole.element_size()):
                 data = whole[at : at + rows.numel].cpu()
                 at += rows.numel
                 sums[row[o.name]] += checksum(data, rows)
-                _write_and_begin_to_flush(opened[o.file.name], data, o.file.offsets[o.name], rows)
-        for fd in opened.values():
+                _write_and_begin_to_flush(fds[o.file.name], data, o.file.offsets[o.name], rows)
+        for fd in fds.values():
             os.fsync(fd)
     finally:
-        for fd in opened.values():
+        for fd in fds.values():
             os.close(fd)
 
 
 def _write_and_begin_to_flush(fd: int, data: Tensor, offset: int, rows: Rows) -> None:
-    """As `write`; and a large piece, which no other rank writes parts of, the disk gets at once, not all at the end."""
+    """As `write`. A large piece, of which no other rank writes a part, is flushed at once and not only at the end."""
     write(fd, data, offset, rows)
     if rows.count == 1 and data.nbytes >= BLOCK // 2 and hasattr(os, "posix_fadvise"):
-        # Linux begins to write what is dirty there and does not wait. (What is on disk then may leave the cache.)
+        # Linux starts to write the dirty pages and does not wait. (Pages on disk may then leave the page cache.)
         os.posix_fadvise(fd, offset + rows.start * data.element_size(), data.nbytes, os.POSIX_FADV_DONTNEED)
 
 

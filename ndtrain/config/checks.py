@@ -1,4 +1,4 @@
-"""Every check of a configuration that needs no tensor and no process group."""
+"""The checks of a configuration that need no tensor and no process group."""
 
 import math
 import re
@@ -147,8 +147,8 @@ def _resolve_mesh(cfg: Config, world_size: int) -> None:
 
 
 def _resolve_micro_batch(cfg: Config) -> None:
-    """null becomes all that a rank has of the global batch: the fewer passes, the less a step takes. A pipeline needs
-    several to be full: two for each of its ranks, or some more where that does not divide the share."""
+    """null becomes a rank's whole share of the global batch, because fewer passes take less time. A pipeline needs
+    several microbatches to be full: two for each of its ranks, or more where that does not divide the share."""
     t, mesh = cfg.train, cfg.mesh
     if t.micro_batch is None:
         share = max(1, t.global_batch // (mesh.dp * mesh.fsdp))
@@ -156,14 +156,15 @@ def _resolve_micro_batch(cfg: Config) -> None:
         t.micro_batch = share // next(n for n in range(least, share + 1) if share % n == 0)
 
 
-_CUT_DIMS = ("heads", "kv_heads", "mlp", "vocab")  # the dims that tp's ops know how to cut
+_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab")  # the dims that tp's ops can shard
 
 
 def _check_rules(rules: dict[str, str | None]) -> None:
     for dim, axis in rules.items():
         key = f"layout.rules.{dim}"
         _require(
-            dim in _CUT_DIMS, f"{key}: no such dim to cut; {near(dim, list(_CUT_DIMS))}known: {', '.join(_CUT_DIMS)}"
+            dim in _TP_DIMS,
+            f"{key}: no such dim to cut; {near(dim, list(_TP_DIMS))}known: {', '.join(_TP_DIMS)}",
         )
         _require(axis is None or axis in AXES, f"{key}={axis}: no such axis; known: {', '.join(AXES)}, null")
         _require(axis in (None, "tp"), f"{key}={axis}: only tp shards dims: set it to tp or null")
@@ -218,9 +219,9 @@ def _resolve_cp(cfg: Config) -> None:
         cp.ulysses = n if cp.kind == "ulysses" else 1
     u = cp.ulysses
     _require(u >= 1 and n % u == 0, f"cp.ulysses={u} must divide mesh.cp={n}")
-    cut = cfg.mesh.tp if cfg.layout.rules.get("heads") else 1
-    heads, kv_heads = m.num_attention_heads // cut, max(1, m.num_key_value_heads // cut)
-    of = f" / mesh.tp = {heads}" if cut > 1 else ""
+    tp = cfg.mesh.tp if cfg.layout.rules.get("heads") else 1
+    heads, kv_heads = m.num_attention_heads // tp, max(1, m.num_key_value_heads // tp)
+    of = f" / mesh.tp = {heads}" if tp > 1 else ""
     _require(
         heads % u == 0,
         f"cp.ulysses={u} must divide model.num_attention_heads={m.num_attention_heads}{of}: "
@@ -280,9 +281,9 @@ def parse_bytes(key: str, value: int | str) -> int:
     Raises:
         ConfigError: it is none of these, or less than one byte; the line names `key`.
     """
-    found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
-    unit = _UNITS.get(found[2].lower() or "b") if found and found[1].count(".") <= 1 and found[1] != "." else None
-    size = 0 if unit is None else int(float(found[1]) * unit)
+    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
+    unit = _UNITS.get(match[2].lower() or "b") if match and match[1].count(".") <= 1 and match[1] != "." else None
+    size = 0 if unit is None else int(float(match[1]) * unit)
     _require(size >= 1, f"{key}={value}: must be a number of bytes, or one with a unit: 2GiB, 500MB")
     return size
 
@@ -371,7 +372,7 @@ def _check_fp8(cfg: Config) -> None:
 
 
 def check_data(data: DataConfig) -> None:
-    """What can be said of the keys of `data`, or of one corpus of a blend, without looking at any file.
+    """Checks the keys of `data`, or of one corpus of a blend, without reading any file.
 
     Raises:
         ConfigError: naming the key.

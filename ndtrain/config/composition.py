@@ -120,7 +120,7 @@ def _chosen_parts(container: dict[str, Any]) -> list[Part]:
 
 
 def _schema_keys(cls: type = Config, prefix: str = "") -> dict[str, bool]:
-    """Every dotted key of the schema -> whether anything may stand below it (free-form dicts)."""
+    """Every dotted key of the schema -> whether it may have any keys below it (free-form dicts)."""
     keys = {}
     for f in fields(cls):
         nested = f.default_factory if f.default_factory is not MISSING else None
@@ -153,7 +153,7 @@ def check_overrides(overrides: list[str], search: list[str] | None = None) -> li
     sees them: its own messages lack the near miss, and it accepts any key behind a `+`.
 
     Returns:
-        The overrides for Hydra: what goes into a free-form dict (rope_scaling, layout.rules) is marked as an addition.
+        The overrides for Hydra: a key of a free-form dict (rope_scaling, layout.rules) is marked as an addition.
 
     Raises:
         ConfigError: naming the first unknown key or option and its near miss, or a plugin that cannot be loaded.

@@ -77,7 +77,7 @@ class RunConfig(Section):
 
 @dataclass
 class MeshConfig(Section):
-    """Sizes of the mesh axes; one may be -1, which takes the ranks the others leave."""
+    """Sizes of the mesh axes; one may be -1, which means the remaining ranks."""
 
     name: str = "default"
     pp: int = 1
@@ -150,8 +150,8 @@ class TrainConfig(Section):
         """
         if self.profile is None:
             return range(0)
-        found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", self.profile)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", self.profile)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
             raise ConfigError(f"train.profile={self.profile}: must be a step from 1 on, or steps: 10, or 10-12")
         return range(first, last + 1)
@@ -184,8 +184,8 @@ class RecomputeConfig(Section):
 
 @dataclass
 class TPConfig(Section):
-    sequence_parallel: bool = True  # cut the residual stream along its tokens
-    overlap: bool = False  # send in as many parts as there are ranks, beside the matmuls
+    sequence_parallel: bool = True  # shard the residual stream along its tokens
+    overlap: bool = False  # send in as many parts as there are ranks, while the matmuls run
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Runs the instructions of a rank: one forward or backward of one layer for one microbatch after the other."""
+"""Runs the instructions of a rank in order. Each one is a forward or a backward of one layer for one microbatch."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +20,11 @@ from ndtrain.schedule.table import show
 
 
 class ActionTiming(NamedTuple):
-    """When a rank worked on an action, in seconds of this machine's monotonic clock, without the wait for its input."""
+    """When a rank computed an action, without the wait for its input.
+
+    Attributes:
+        began, ended: seconds of this machine's monotonic clock.
+    """
 
     action: Action
     began: float
@@ -57,8 +61,8 @@ class Executor:
         self._entry = {layer.stage: i for i, layer in enumerate(layers) if layer.first}
 
     def run(self, contexts: Sequence[Context]) -> Tensor:
-        """All passes of every microbatch (one context each); gradients, if the row makes any, are summed over the mesh
-        when this returns. The result is the sum of this rank's losses, fp32 or wider.
+        """Runs the row over all microbatches, with one context for each. If the row has backwards, the gradients are
+        summed over the mesh when this returns. Returns the sum of this rank's losses, in fp32 or wider.
         """
         self._contexts = contexts
         self._inputs: dict[tuple[int, int], Tensor | None] = {}
@@ -90,7 +94,7 @@ class Executor:
         return time.perf_counter()
 
     def _enter(self, a: Action) -> None:
-        """What the action takes from another stage is here."""
+        """Waits for the tensor that the action receives from another stage, if it receives one."""
         needed = self.pipeline.needed(a)
         x = self.pipeline.recv(needed) if needed else None
         if a.kind == "F":
@@ -116,11 +120,11 @@ class Executor:
         if layer.loss and ins.keep_graph:
             self._open_gradients(layer)  # the loss makes gradients in its forward
         if x is not None and not ins.keep_graph:
-            x = x.detach()  # or a compiled block would be another graph for inputs that could have a gradient
+            x = x.detach()  # otherwise a block is compiled once more, for inputs that require a gradient
         with torch.set_grad_enabled(ins.keep_graph), self._saved(ins, at):
             y = layer.run(x, self._contexts[ins.microbatch])
         if ins.keep_graph:
-            self._graphs[at] = get_gradient_edge(y)  # and not y, whose memory only its readers keep
+            self._graphs[at] = get_gradient_edge(y)  # not y itself: its memory is freed with its last reader
         if layer.loss:
             self._loss += y.detach()
             if ins.keep_graph:

@@ -1,8 +1,8 @@
-"""The instructions of a rank: its row of the schedule, laid out over its layers.
+"""The instructions of a rank: its row of the schedule, expanded over its layers.
 
-An action of the table becomes instructions, one per layer and pass. The list is the same every step, so what each
-instruction needs beside its own compute is looked up in it beforehand: which unit's weights, which to prefetch while it
-runs, which to free after it, which gradients are then complete.
+An action of the table becomes instructions, one per layer and pass. The list is the same in every step, so it also
+says beforehand what each instruction needs beside its own compute: the units whose weights it reads, the units to
+prefetch while it runs, the units to reshard after it, and the units whose gradients are then complete.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Instruction:
     """One pass of one layer for one microbatch.
 
     Attributes:
-        kind: F forward | B backward | I backward that defers the gradients of matrices | W what I deferred.
+        kind: F forward | B backward | I backward that defers the gradients of matrices | W those that I deferred.
         action: the index of the action in the row that it is part of.
         layer: the index of the layer on this rank.
         weights: the units that it reads, which are unsharded before it runs.
@@ -33,7 +33,8 @@ class Instruction:
         keep_graph: (F) whether autograd keeps a graph, because the backward follows without a recompute.
         drop_input: (F) whether its input is freed.
         feed: (F) whether its output becomes the input of the next layer or stage.
-        save: (F) the ops whose results the block saves for its recompute; None: it is not recomputed, or this is it.
+        save: (F) the ops whose results are saved for the recompute; None: the block is not recomputed, or this is the
+            recompute.
         shape_only: (F) the ops of which the recompute needs only the shape.
         recompute: (F) whether this is the recompute.
         reduce: (B, I, W) the units whose gradient of this microbatch is complete, and whether it was the step's last.
@@ -56,13 +57,14 @@ class Instruction:
 
 
 class Layer(NamedTuple):
-    """One of the pieces that a rank's stages are run in: a segment, or several with one graph.
+    """What one instruction runs: a segment of a stage, or several segments with one autograd graph.
 
     Attributes:
         run: as `Segment.run`.
-        units: whose parameters it reads; `backward_units`: those it reads again in its backward.
-        first, last: of its stage.
-        loss: its output is the loss.
+        units: the units whose parameters it reads in its forward.
+        backward_units: the units whose parameters it reads again in its backward.
+        first, last: whether it is the first or the last of its stage.
+        loss: whether its output is the loss.
     """
 
     run: Callable[[Tensor | None, Context], Tensor]
@@ -80,20 +82,24 @@ class Layer(NamedTuple):
 
 def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
     """All segments of a rank, stage after stage."""
-    found = []
+    layers = []
     for stage, mine in sorted(segments.items()):
         for i, s in enumerate(mine):
             units, last = (s.unit,), i == len(mine) - 1
-            again = units if s.weight_in_backward else ()
-            found.append(Layer(s.run, units, again, stage, i == 0, last, last and stage == last_stage))
-    return found
+            backward_units = units if s.weight_in_backward else ()
+            layers.append(Layer(s.run, units, backward_units, stage, i == 0, last, last and stage == last_stage))
+    return layers
 
 
 def join(
     layers: Sequence[Layer], recompute_groups: Sequence[RecomputeGroup]
 ) -> tuple[list[Layer], list[RecomputeGroup]]:
-    """Layers of a stage that follow each other as one, but for the loss and what is run again: fewer graphs, where
-    nothing is to be done between them. Returns the groups with their new places too."""
+    """Joins the consecutive layers of a stage into one, which makes fewer autograd graphs. It is for ranks that do
+    nothing between layers. The loss and the layers that are recomputed stay separate.
+
+    Returns:
+        The joined layers, and the recompute groups with the new layer indices.
+    """
     alone = {i for g in recompute_groups for i in g.layers} | {i for i, layer in enumerate(layers) if layer.loss}
     runs: list[list[int]] = []
     for i, layer in enumerate(layers):
@@ -101,9 +107,9 @@ def join(
             runs[-1].append(i)
         else:
             runs.append([i])
-    place = {i: n for n, run in enumerate(runs) for i in run}
-    moved = [replace(g, layers=[place[i] for i in g.layers]) for g in recompute_groups]
-    return [_joined([layers[i] for i in run]) for run in runs], moved
+    new_index = {i: n for n, run in enumerate(runs) for i in run}
+    renumbered = [replace(g, layers=[new_index[i] for i in g.layers]) for g in recompute_groups]
+    return [_joined([layers[i] for i in run]) for run in runs], renumbered
 
 
 def _joined(layers: list[Layer]) -> Layer:
@@ -127,21 +133,24 @@ def _joined(layers: list[Layer]) -> Layer:
 def expand(
     row: Sequence[Action], layers: Sequence[Layer], recompute_groups: Sequence[RecomputeGroup], ahead: int
 ) -> list[list[Instruction]]:
-    """The instructions of each action of a rank's row; `recompute_groups`: the blocks that are recomputed; `ahead`: how
-    many units to prefetch.
+    """The instructions of each action of a rank's row.
 
-    The loss's segment runs forward inside the backward action: its value is not needed earlier, and its gradients then
-    never wait in memory. A row of forwards alone keeps nothing for a backward, and ends with the loss.
+    The loss runs forward inside the backward action. Its value is not needed earlier, and its gradients are then used
+    at once. A row that has only forwards (an evaluation) saves nothing for a backward and ends with the loss.
+
+    Args:
+        recompute_groups: the blocks that are recomputed.
+        ahead: how many units to prefetch.
     """
-    of_stage = {s: [i for i, _ in found] for s, found in groupby(enumerate(layers), key=lambda item: item[1].stage)}
-    found: list[Instruction] = []
+    of_stage = {s: [i for i, _ in members] for s, members in groupby(enumerate(layers), key=lambda item: item[1].stage)}
+    program: list[Instruction] = []
     forward = _evaluate if all(a.kind == "F" for a in row) else _forward
     for number, a in enumerate(row):
         passes = {"F": forward, "B": _backward, "I": _backward, "W": _weights}[a.kind]
         for ins in passes(a, layers, of_stage[a.stage], recompute_groups):
-            found.append(replace(ins, action=number))
-    found = _with_reductions(_with_gathers(found, ahead), layers)
-    return [list(same) for _, same in groupby(found, key=lambda ins: ins.action)]
+            program.append(replace(ins, action=number))
+    program = _with_reductions(_with_gathers(program, ahead), layers)
+    return [list(same) for _, same in groupby(program, key=lambda ins: ins.action)]
 
 
 def _instruction(kind: str, a: Action, i: int, weights: Units, **flags: Any) -> Instruction:
@@ -159,7 +168,7 @@ def _forward(
     a: Action, layers: Sequence[Layer], stage: list[int], recompute_groups: Sequence[RecomputeGroup]
 ) -> list[Instruction]:
     group = {i: g for g in recompute_groups for i in g.layers}
-    found = []
+    instructions = []
     for i in stage:
         if layers[i].loss:
             continue
@@ -167,22 +176,22 @@ def _forward(
         if g := group.get(i):
             inner = i != g.layers[0]
             ins = replace(ins, keep_graph=False, drop_input=inner, save=g.save, shape_only=g.shape_only(i))
-        found.append(ins)
-    return found
+        instructions.append(ins)
+    return instructions
 
 
 def _backward(
     a: Action, layers: Sequence[Layer], stage: list[int], recompute_groups: Sequence[RecomputeGroup]
 ) -> list[Instruction]:
     group_ending = {g.layers[-1]: g.layers for g in recompute_groups}
-    found = []
+    instructions = []
     for i in reversed(stage):
         if layers[i].loss:
-            found.append(_instruction("F", a, i, layers[i].units, feed=False))
+            instructions.append(_instruction("F", a, i, layers[i].units, feed=False))
         for j in group_ending.get(i, ()):
-            found.append(_instruction("F", a, j, layers[j].units, feed=j != i, recompute=True))
-        found.append(_instruction(a.kind, a, i, layers[i].backward_units))
-    return found
+            instructions.append(_instruction("F", a, j, layers[j].units, feed=j != i, recompute=True))
+        instructions.append(_instruction(a.kind, a, i, layers[i].backward_units))
+    return instructions
 
 
 def _weights(
@@ -191,11 +200,11 @@ def _weights(
     return [_instruction("W", a, i, ()) for i in reversed(stage)]
 
 
-def _with_gathers(found: list[Instruction], ahead: int) -> list[Instruction]:
-    """Fills in prefetch and release: the next `ahead` units that the list reads after each instruction."""
+def _with_gathers(instructions: list[Instruction], ahead: int) -> list[Instruction]:
+    """Fills in `prefetch`, the next `ahead` units that are read after each instruction, and `reshard`."""
     out: list[Instruction] = []
     upcoming: list[Units] = []  # the units read after this instruction, nearest first, without repeats in a row
-    for ins in reversed(found):
+    for ins in reversed(instructions):
         reshard = bool(ins.weights) and (not upcoming or upcoming[0] != ins.weights)
         others = [units for units in upcoming if units != ins.weights][:ahead]
         out.append(replace(ins, prefetch=tuple(u for units in others for u in units), reshard=reshard))
@@ -204,12 +213,13 @@ def _with_gathers(found: list[Instruction], ahead: int) -> list[Instruction]:
     return out[::-1]
 
 
-def _with_reductions(found: list[Instruction], layers: Sequence[Layer]) -> list[Instruction]:
-    """Marks what makes the last part of each unit's gradient in each microbatch, and in the step."""
+def _with_reductions(instructions: list[Instruction], layers: Sequence[Layer]) -> list[Instruction]:
+    """Fills in `reduce`: which instruction completes each unit's gradient of a microbatch, and which that of the
+    step."""
     in_microbatch: set[tuple[int, str]] = set()
     in_step: set[str] = set()
     out: list[Instruction] = []
-    for ins in reversed(found):
+    for ins in reversed(instructions):
         if ins.kind != "F":
             units = layers[ins.layer].units[::-1]
             complete = [(u, u not in in_step) for u in units if (ins.microbatch, u) not in in_microbatch]

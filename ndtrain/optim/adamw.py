@@ -11,13 +11,13 @@ from ndtrain.optim.optimizer import Optimizer, OptimTensor, StateSpec, TensorSli
 from ndtrain.optim.rounding import draw, element_index, halves, round_to_bf16
 from ndtrain.plugins import register_optimizer
 
-_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements worked on at one time: in the cache, or enough to fill a GPU
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements updated at one time: they fit the cache, or fill a GPU
 _STATE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @register_optimizer("adamw")
 class AdamW(Optimizer):
-    """PyTorch's fused AdamW; with `optim.state_dtype=bf16` one whose moments are rounded stochastically."""
+    """PyTorch's fused AdamW; with `optim.state_dtype=bf16` an AdamW whose moments are rounded stochastically."""
 
     @classmethod
     def state_spec(cls, cfg: OptimConfig) -> tuple[StateSpec, ...]:
@@ -28,12 +28,12 @@ class AdamW(Optimizer):
         if not hasattr(self, "_adamw"):
             self._adamw = self._make(tensors)
         adamw = self._adamw
-        adamw.found_inf = update.found_inf  # as GradScaler hands it to the fused kernel, which then changes nothing
+        adamw.found_inf = update.found_inf  # as GradScaler passes it to the fused kernel, which then changes nothing
         for group in adamw.param_groups:
             group |= {"lr": update.lr, "number": update.step}
         weights = [w for group in adamw.param_groups for w in group["params"]]
         scale = update.grad_scale
-        if scale is not None and weights[0].dtype == torch.float32:  # again as GradScaler does: one pass less
+        if scale is not None and weights[0].dtype == torch.float32:  # also as GradScaler does: saves a pass
             adamw.grad_scale = scale.float()
         elif scale is not None:  # that kernel takes an fp32 scale only
             torch._foreach_div_([w.grad for w in weights], [scale] * len(weights))
@@ -61,19 +61,19 @@ class AdamW(Optimizer):
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """The update in fp32, from moments in bf16 and back to them by stochastic rounding. Used as PyTorch's fused AdamW
-    is under GradScaler, and without a wait of the host as well.
+    """AdamW with moments in bf16. It computes the update in fp32 and rounds the moments stochastically. It has the
+    interface of PyTorch's fused AdamW under GradScaler, and makes the host wait for nothing.
 
-    Only operations that round once are used, so that no element's bits depend on where its shard begins or ends.
+    It uses only operations that round once, so that the bits of an element do not depend on the bounds of its shard.
 
     Args:
         groups: as of any PyTorch optimizer.
-        slices: of which tensors each weight's elements are; those of none (padding) are left alone.
+        slices: the tensors that each weight's elements belong to. Padding belongs to none and does not change.
 
     Attributes:
-        param_groups: `number` in them is that of the step, which the draws depend on.
-        found_inf: not 0 where nothing is to change.
-        grad_scale: what to divide the gradients by, or None.
+        param_groups: `number` in them is the step's number, which the random bits depend on.
+        found_inf: if it is not 0, the step changes nothing.
+        grad_scale: the divisor of the gradients, or None.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     def _update(self, weight: Tensor, piece: TensorSlice, group: dict[str, Any], corrections: list[Tensor]) -> None:
         state, (beta1, beta2), lr = self.state[weight], group["betas"], group["lr"]
-        w, m_held, v_held = (x[piece.at] for x in (weight, state["exp_avg"], state["exp_avg_sq"]))
+        w, exp_avg, exp_avg_sq = (x[piece.at] for x in (weight, state["exp_avg"], state["exp_avg_sq"]))
         g = weight.grad[piece.at]
         if self.grad_scale is not None:
             g = g / self.grad_scale
-        m = m_held.float().mul_(beta1).add_(g * (1 - beta1))
-        v = v_held.float().mul_(beta2).add_(g.square().mul_(1 - beta2))
+        m = exp_avg.float().mul_(beta1).add_(g * (1 - beta1))
+        v = exp_avg_sq.float().mul_(beta2).add_(g.square().mul_(1 - beta2))
         width = v.sqrt().div_(corrections[1].sqrt()).add_(group["eps"])
         new = w.mul(1 - lr * group["weight_decay"]).sub_((m / width).mul_(lr / corrections[0]))
         index = element_index(piece.tensor, piece.start, piece.start + w.numel(), w.device)
         upper, lower = halves(draw(piece.tensor.name, group["number"], index))
         skip = self.found_inf.bool()
-        for held, value in ((w, new), (m_held, round_to_bf16(m, upper)), (v_held, round_to_bf16(v, lower))):
-            held.copy_(torch.where(skip, held, value))
+        for target, value in ((w, new), (exp_avg, round_to_bf16(m, upper)), (exp_avg_sq, round_to_bf16(v, lower))):
+            target.copy_(torch.where(skip, target, value))

@@ -17,7 +17,7 @@ def learning_rate(cfg: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def progress(step: int, start: int, end: int) -> float:
-    """How far a step lies from `start` to `end`, within 0 and 1."""
+    """The fraction of the way from `start` to `end` that a step has reached, between 0 and 1."""
     return min(1.0, max(0.0, (step - start) / max(1, end - start)))
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer is: the state that it declares, and one update of some tensors.
+"""The interface of an optimizer: the state that it declares, and one update of some tensors.
 
 `parallel/sharded_optimizer.py` decides which tensors those are. An optimizer that works element by element gets slices
 of the flat buffers. One that needs whole tensors (`whole_tensors`) gets each tensor on one rank, which keeps its state.
@@ -20,12 +20,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One kind of state tensor, which there is one of for each parameter. Sharding, offload, checkpoints and memory
-    formulas read this.
+    """One kind of state tensor. Each parameter has one. Sharding, offload, checkpoints and memory formulas read this.
 
     Attributes:
         name: its prefix in checkpoints: `exp_avg.<parameter>`.
-        dtype: None: that of the master weights.
+        dtype: its dtype; None: that of the master weights.
         shape: parameter's shape -> its shape; None: the parameter's own, and sharded like it. Only an optimizer of
             whole tensors may have another.
     """
@@ -42,7 +41,7 @@ class TensorSlice(NamedTuple):
     """Elements of one tensor in a shard.
 
     Attributes:
-        at: their place in the shard.
+        at: their positions in the shard.
         tensor: the tensor's layout.
         start: the first one's offset in the local row-major tensor.
     """
@@ -60,7 +59,7 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OptimTensor:
-    """What one update works on: a slice of a flat buffer [n], or a whole tensor in its shape.
+    """One tensor of an update: a slice of a flat buffer [n], or a whole tensor in its shape.
 
     Attributes:
         weight, grad: of one shape, in master precision; `weight` is changed in place, `grad` may be.
@@ -77,14 +76,15 @@ class OptimTensor:
 
 
 class Update(NamedTuple):
-    """What is the same for all tensors of a step.
+    """The arguments of an update that are the same for all tensors of a step.
 
     Attributes:
         step: the number of the step, from 1.
-        made: how many updates were made before, without the skipped ones; a scalar on the state's device.
+        made: the number of updates made before, without the skipped ones; a scalar on the state's device.
         lr: the learning rate.
-        found_inf: 1 where loss or gradient is not finite, so that nothing may change, else 0; a scalar likewise.
-        grad_scale: what gradients are to be divided by (clipping), a scalar likewise; None: nothing.
+        found_inf: 1 if the loss or a gradient is not finite, so that nothing may change, otherwise 0; such a scalar
+            too.
+        grad_scale: the divisor of the gradients (clipping), such a scalar too; None: 1.
     """
 
     step: int

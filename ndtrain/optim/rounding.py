@@ -15,11 +15,11 @@ _LOW = 0xFFFF  # the bits of an fp32 number that bf16 has no room for
 
 
 def element_index(layout: TensorLayout, start: int, stop: int, device: torch.device) -> Tensor:
-    """Where the elements [start, stop) of a local tensor stand in the whole one, int64."""
+    """The offsets of the elements [start, stop) of a local tensor in the whole tensor, int64."""
     local = torch.arange(start, stop, device=device)
     if layout.shard_dim is None:
         return local
-    length, stride = 1, 1  # elements from one index before the cut dim to the next, here and in the whole
+    length, stride = 1, 1  # from one index before the sharded dim to the next, local and whole
     for dim, (_, n) in zip(layout.dims[layout.shard_dim :], layout.shard[layout.shard_dim :], strict=True):
         length, stride = length * n, stride * dim.size
     if length == stride:
@@ -30,8 +30,8 @@ def element_index(layout: TensorLayout, start: int, stop: int, device: torch.dev
 
 
 def draw(name: str, step: int, index: Tensor) -> Tensor:
-    """32 random bits for each element of a tensor at a step, int32: Wellons' hash `lowbias32` of its index, the key
-    added before it and half-way through."""
+    """32 random bits for each element of a tensor at a step, int32: Wellons' hash `lowbias32` of its index. The key
+    is mixed in before it and half-way through."""
     digest = hashlib.blake2b(f"{name}\0{step}".encode(), digest_size=8).digest()
     keys = [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4)]
     x = index.to(torch.int32).bitwise_xor_(keys[0])  # its low 32 bits; products wrap
@@ -55,5 +55,5 @@ def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """x >> by, zeros moving in."""
+    """Logical shift: x >> by with zeros shifted in."""
     return (x >> by).bitwise_and_((1 << (32 - by)) - 1)

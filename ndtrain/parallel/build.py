@@ -1,4 +1,5 @@
-"""The one composition order: layouts from the tables, the plain model, its units flat and sharded, replicas on top."""
+"""Builds a rank's part of the model: the layouts from the tables, the plain model, its flat sharded units, and the ops
+that the mesh replaces."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.parallel.pp import Placement, TiedReducer
 from ndtrain.parallel.recompute import SavedOps, needs_saved_ops, op_of
 from ndtrain.parallel.tp import TensorParallel, TPReplicaReducer
-from ndtrain.parallel.whole_tensors import HOLDER_AXES, WholeTensors
+from ndtrain.parallel.whole_tensors import MODEL_SHARD_AXES, WholeTensors
 
 # of weights and activations: with fp8 only matmuls are narrower
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -61,14 +62,14 @@ def layouts_of(cfg: Config, mesh: MeshSpec, rank: int, placement: Placement | No
     """
     sizes = dim_sizes(cfg.model)
     tensors = {name: tuple(Dim(d, *sizes[d]) for d in dims) for name, dims in tensor_dims(cfg.model).items()}
-    stream = (*DATA_AXES, "tp") if cfg.mesh.tp > 1 and cfg.tp.sequence_parallel else DATA_AXES
-    at = (placement or Placement.of(cfg)).holders(cfg.model)
-    holders = {name: at[unit_of(name)] for name in tensors}
-    return Layouts(tensors, cfg.layout.rules, mesh, rank, stream, holders)
+    residual_axes = (*DATA_AXES, "tp") if cfg.mesh.tp > 1 and cfg.tp.sequence_parallel else DATA_AXES
+    coords_of_unit = (placement or Placement.of(cfg)).pp_coords(cfg.model)
+    pp_coords = {name: coords_of_unit[unit_of(name)] for name in tensors}
+    return Layouts(tensors, cfg.layout.rules, mesh, rank, residual_axes, pp_coords)
 
 
 def sequence_sharding(cfg: Config) -> SequenceSharding:
-    """How cp cuts the sequences of a resolved configuration."""
+    """How cp shards the sequences of a resolved configuration."""
     return SequenceSharding(cfg.train.seq_len, cfg.mesh.cp // cfg.cp.ulysses, cfg.cp.ulysses, cfg.cp.balance)
 
 
@@ -82,7 +83,7 @@ def flat_layouts(layouts: Layouts, names: list[str]) -> dict[str, FlatLayout]:
 
 
 def stream_shape(cfg: Config) -> tuple[int, ...]:
-    """Of the residual stream of one microbatch on one rank."""
+    """The shape of the residual stream of one microbatch on one rank: (tokens, hidden_size)."""
     tokens = cfg.train.micro_batch * cfg.train.seq_len // cfg.mesh.cp
     shares = cfg.mesh.tp if cfg.tp.sequence_parallel else 1
     return (tokens // shares, cfg.model.hidden_size)
@@ -93,9 +94,10 @@ class Stages:
     """What this rank computes and holds: one stage of the model, or several.
 
     Attributes:
-        models, segments: stage -> its part of the model, and that as a list.
-        keep: has what blocks that are run again keep of their first run.
-        attention: which kernel computes it, in words; empty where there is no choice.
+        models: stage -> its part of the model.
+        segments: stage -> the segments of its part, in order.
+        saved_ops: the results that recomputed blocks save in their forward.
+        attention: a line for the user that names the attention kernel and its times; empty on CPU.
     """
 
     models: dict[int, Transformer]
@@ -138,14 +140,14 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
     )
     if not plan.sharded_spec:
         units.whole_tensors = _whole_tensors(cfg, mesh, units, names, placement)
-    cut, op_names = {}, {}
+    parameter_layouts, op_names = {}, {}
     for unit in units.units.values():
         for name, parameter in unit.parameters.items():
-            cut[parameter] = layouts[name]
+            parameter_layouts[parameter] = layouts[name]
             op_names[parameter] = op_of(name)
     saved_ops = SavedOps(op_names)
     fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
-    ops = _ops(cfg, mesh, cut, accumulator, saved_ops, fused_weights, in_graph)
+    ops = _ops(cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, in_graph)
     kernel, attention = choose_kernel(cfg, mesh, plan.compute) if mesh.device.type == "cuda" else (None, "")
     for model in models.values():
         for name, _ in list(model.named_parameters()):
@@ -159,14 +161,15 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
 
 
 def _linear_in_graph(cfg: Config, placement: Placement) -> bool:
-    """Whether the blocks' matmuls are part of compiled graphs, in which nothing is done beside them: no gradient is
-    written past autograd or put off, no result handed to a second run, no message sent."""
-    beside = cfg.mesh.tp > 1, needs_saved_ops(cfg), placement.schedule.splits_backward
-    return cfg.train.compile and not any(beside)
+    """Whether the blocks' matmuls are part of compiled graphs. A compiled graph writes no gradient past autograd,
+    defers none, saves no result for a recompute and sends no message, so configurations that need one of these are
+    excluded."""
+    outside_graph = cfg.mesh.tp > 1, needs_saved_ops(cfg), placement.schedule.splits_backward
+    return cfg.train.compile and not any(outside_graph)
 
 
 def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer]:
-    """The stages of a pp coord, without memory."""
+    """The stages of a pp coord, on the meta device."""
     with torch.device("meta"):
         return {
             s: Transformer(cfg.model, placement.layers[s], s == 0, s == placement.last, cfg.train.loss_chunk)
@@ -177,18 +180,18 @@ def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer
 def _ops(
     cfg: Config,
     mesh: Mesh,
-    cut: dict[nn.Parameter, TensorLayout],
+    parameter_layouts: dict[nn.Parameter, TensorLayout],
     accumulator: GradAccumulator,
     saved_ops: SavedOps,
     fused_weights: dict[nn.Parameter, FusedWeights],
     in_graph: bool,
 ) -> Ops:
-    """The model's calls as this mesh makes them: cp replaces the core, tp those over weights.
+    """The model's ops on this mesh: cp replaces the attention core, tp the ops with weights.
 
     Args:
         in_graph: whether matmuls are part of compiled graphs.
     """
-    matmul, compiled = _products(cfg, mesh), cfg.train.compile
+    matmul, compiled = _matmul_impl(cfg, mesh), cfg.train.compile
     ops = fused_ops(accumulator, saved_ops, matmul, fused_weights)
     if compiled:
         outside = torch.compiler.disable
@@ -199,13 +202,15 @@ def _ops(
             ops, core=cp_core(sequence_sharding(cfg), mesh.group("cp"), mesh.index("cp"), saved_ops=saved_ops)
         )
     if cfg.mesh.tp > 1:
-        cut_ops = TensorParallel(cut, accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights)
-        ops = cut_ops.over(ops, compiled)
+        tensor_parallel = TensorParallel(
+            parameter_layouts, accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights
+        )
+        ops = tensor_parallel.over(ops, compiled)
     return ops
 
 
-def _products(cfg: Config, mesh: Mesh) -> MatmulImpl:
-    """How the blocks' matmuls are made."""
+def _matmul_impl(cfg: Config, mesh: Mesh) -> MatmulImpl:
+    """The implementation of the blocks' matmuls."""
     if cfg.precision.compute != "fp8":
         return PLAIN_MATMUL
     if mesh.device.type == "cuda" and not multiplies_fp8("cuda"):
@@ -235,7 +240,7 @@ def _whole_tensors(
     cfg: Config, mesh: Mesh, units: ShardedUnits, names: list[str], placement: Placement
 ) -> WholeTensors:
     """The whole tensors of this rank's stages, with every rank's layout of them."""
-    (members,) = [ranks for ranks in mesh.spec.groups(*HOLDER_AXES) if mesh.rank in ranks]
+    (members,) = [ranks for ranks in mesh.spec.groups(*MODEL_SHARD_AXES) if mesh.rank in ranks]
     layouts = [flat_layouts(layouts_of(cfg, mesh.spec, rank, placement), names) for rank in members]
     indices = [mesh.spec.index(rank, *SHARD_AXES) for rank in members]
     shards = {name: (unit.master, unit.grad) for name, unit in units.units.items()}

@@ -1,12 +1,12 @@
-"""Context parallelism: attention over a sequence of which each rank holds a share.
+"""Context parallelism: attention over a sequence that is sharded over the ranks of cp.
 
-Ring (Liu et al., 2023, arXiv:2310.01889): queries stay, keys and values travel. Each block of attention is computed
-while the keys and values of the next are on their way.
+Ring (Liu et al., 2023, arXiv:2310.01889): queries stay on their rank, keys and values are sent around the ring. Each
+step of attention is computed while the keys and values of the next step are sent.
 
 Ulysses (Jacobs et al., 2023, arXiv:2309.14509): each rank of a group gets all the group's tokens for some of the heads,
-and gives back their outputs.
+and sends the outputs back.
 
-Both at once: Ulysses inside groups of neighbours, a ring from group to group.
+Both can be combined: Ulysses inside groups of neighbouring ranks, and a ring between the groups.
 
 Shape legend: B batch, T local time, N query heads, K key/value heads, D head_dim, U ranks of a Ulysses group,
 H heads of a message.
@@ -33,16 +33,16 @@ Core = Callable[..., Tensor]
 
 
 class Links:
-    """What a rank of cp sends and receives: to and from its neighbours in the ring, and within its Ulysses group.
+    """The communication of a rank of cp: with its neighbours in the ring, and within its Ulysses group.
 
-    Whoever wants to measure or leave out the communication gives `cp_core` another of these.
+    A benchmark that measures or leaves out the communication passes a subclass to `cp_core`.
     """
 
-    def __init__(self, cut: SequenceSharding, group: dist.ProcessGroup, index: int):
-        holder, slice_index = divmod(index, cut.ulysses)
-        neighbour = lambda step: (holder + step) % cut.ring * cut.ulysses + slice_index
+    def __init__(self, sharding: SequenceSharding, group: dist.ProcessGroup, index: int):
+        ring_index, slice_index = divmod(index, sharding.ulysses)
+        neighbour = lambda step: (ring_index + step) % sharding.ring * sharding.ulysses + slice_index
         self._group, self._to, self._source = group, neighbour(1), neighbour(-1)
-        self._members = range(holder * cut.ulysses, (holder + 1) * cut.ulysses)
+        self._members = range(ring_index * sharding.ulysses, (ring_index + 1) * sharding.ulysses)
 
     def shift(self, send: Tensor, receive: Tensor) -> Pending:
         """One step around the ring; both contiguous."""
@@ -54,39 +54,41 @@ class Links:
 
 
 def cp_core(
-    cut: SequenceSharding,
+    sharding: SequenceSharding,
     group: dist.ProcessGroup,
     index: int,
     links: Links | None = None,
     saved_ops: SavedOps | None = None,
 ) -> Core:
-    """The attention core of cp coordinate `index` of `group`, for tokens cut as `cut` says: a core(q [B, T, N, D],
-    k and v [B, T, K, D], ctx) -> [B, T, N, D] that reads `ctx.scores`, whose slopes are those of the N heads here.
+    """The attention core of cp coordinate `index` of `group`, for tokens sharded as `sharding` says: a core(q [B, T, N,
+    D], k and v [B, T, K, D], ctx) -> [B, T, N, D] that reads `ctx.scores`, whose slopes are those of the N heads here.
 
-    With `saved_ops`, a second run of the core needs no ring, and of Ulysses' messages only those of its inputs.
+    With `saved_ops`, the recompute of the core runs no ring. Of the messages of Ulysses it sends only those of the
+    inputs.
 
     Raises:
-        ValueError (the core): cut.ulysses does not divide N, or neither of cut.ulysses and K divides the other.
+        ValueError (the core): sharding.ulysses does not divide N, or neither of sharding.ulysses and K divides the
+        other.
     """
-    holder, slice_index = divmod(index, cut.ulysses)
-    links, saved_ops = links or Links(cut, group, index), saved_ops or SavedOps()
-    ring = Ring(cut, holder, links, saved_ops)
+    ring_index, slice_index = divmod(index, sharding.ulysses)
+    links, saved_ops = links or Links(sharding, group, index), saved_ops or SavedOps()
+    ring = Ring(sharding, ring_index, links, saved_ops)
 
     def whole_heads(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-        if cut.ring == 1:
+        if sharding.ring == 1:
             return attend(q, k, v, scores, saved_ops.of("core"))
         return _Ring.apply(q, k, v, scores, ring, partial(saved_ops, "core"))
 
     @torch.compiler.disable  # the exchanges of heads for tokens are a break in a compiled graph
     def head_shares(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-        shares = _head_shares(q.shape[2], k.shape[2], cut.ulysses)
+        shares = _head_shares(q.shape[2], k.shape[2], sharding.ulysses)
         slopes = scores.slopes and scores.slopes[shares[slice_index][0]]
         heads = _ToHeads.apply(q, k, v, shares, links)
         out = whole_heads(*heads, replace(scores, slopes=slopes))
-        return _ToTokens.apply(out, cut.ulysses, links, partial(saved_ops, "core"))
+        return _ToTokens.apply(out, sharding.ulysses, links, partial(saved_ops, "core"))
 
     def core(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
-        if cut.ulysses > 1:
+        if sharding.ulysses > 1:
             return head_shares(q, k, v, ctx.scores)
         if torch.compiler.is_compiling():
             return as_custom_op(ring, q, k, v, ctx.scores, ctx.handle)
@@ -99,17 +101,20 @@ def cp_core(
 
 
 class Ring(AttentionOp):
-    """Attention of this rank's queries over the keys and values of all holders. Backward sends keys and values around
-    again. Their gradients start from the rank after the one that holds them, follow a step behind, and come home while
-    the second half of each rank's own block is computed.
+    """Attention of this rank's queries over the keys and values of all ranks of the ring.
+
+    The backward sends keys and values around again. The sum of their gradients starts at the rank after the one that
+    holds them and follows them one step behind. It reaches that rank while the second half of the rank's own block is
+    computed.
     """
 
-    def __init__(self, cut: SequenceSharding, holder: int, links: Links, saved_ops: SavedOps):
+    def __init__(self, sharding: SequenceSharding, ring_index: int, links: Links, saved_ops: SavedOps):
         super().__init__()
-        self.cut, self.holder, self.links, self.saved_ops = cut, holder, links, saved_ops
+        self.sharding, self.ring_index, self.links, self.saved_ops = sharding, ring_index, links, saved_ops
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """As a node of a compiled graph, which may overwrite a result once it has read it: what is kept is a copy."""
+        """As a custom op of a compiled graph. The graph may overwrite a result once it has read it, so saved results
+        are copied."""
         recall, make = self.saved_ops.of("core"), lambda: self.send_round(q, _stacked(k, v), scores)
         return make() if recall is None else tuple(x.clone() for x in recall(make))
 
@@ -118,15 +123,17 @@ class Ring(AttentionOp):
         return dq, *(x.clone() for x in _heads_first(dkv))  # two tensors, not two views of one
 
     def plan(self, scores: Scores, q: Tensor) -> list[tuple[Tile, ...]]:
-        """The tiles of each step: at step s the keys are those of the s-th holder before this one."""
-        keys = [self.cut.pieces((self.holder - step) % self.cut.ring) for step in range(self.cut.ring)]
-        return [tiles_for(scores, keys[0], k, self.cut.length, q) for k in keys]
+        """The tiles of each step: at step s the keys are those of the rank s places before this one."""
+        keys = [
+            self.sharding.pieces((self.ring_index - step) % self.sharding.ring) for step in range(self.sharding.ring)
+        ]
+        return [tiles_for(scores, keys[0], k, self.sharding.length, q) for k in keys]
 
     def send_round(self, q: Tensor, kv: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """(output, log-sum-exp) of q [B, N, T, D] over kv [2, B, T, K, D] and everyone else's."""
+        """(output, log-sum-exp) of q [B, N, T, D] over kv [2, B, T, K, D] and those of the other ranks."""
         merged, plan = Merged(q), self.plan(scores, q)
-        for found, held in zip(plan, _around(kv, len(plan), self.links), strict=True):
-            merged.attend(*_heads_first(held), found, scores)
+        for tiles, held in zip(plan, _around(kv, len(plan), self.links), strict=True):
+            merged.attend(*_heads_first(held), tiles, scores)
         return merged.result()
 
     def send_back(
@@ -138,8 +145,8 @@ class Ring(AttentionOp):
         dq, own = total_like(q), kv.new_zeros(kv.shape, dtype=torch.promote_types(kv.dtype, torch.float32))
         sums, coming, work = [torch.empty_like(own) for _ in plan[1:3]], torch.empty_like(own), None
 
-        def add(kv: Tensor, found: Sequence[Tile], dkv: Tensor) -> None:
-            add_gradients(grad, (q, *_heads_first(kv), out, lse), found, scores, dq, *_heads_first(dkv))
+        def add(kv: Tensor, tiles: Sequence[Tile], dkv: Tensor) -> None:
+            add_gradients(grad, (q, *_heads_first(kv), out, lse), tiles, scores, dq, *_heads_first(dkv))
 
         for step, held in enumerate(_around(kv, len(plan), links)):
             if step == 0:
@@ -174,8 +181,8 @@ class _Ring(torch.autograd.Function):
 
 
 def _around(kv: Tensor, steps: int, links: Links) -> Iterator[Tensor]:
-    """This rank's kv, then that of the rank before it, and so on. Each is sent on before it is yielded, and the next
-    waited for when it is asked for."""
+    """This rank's kv, then that of the rank before it, and so on. Each is sent on before it is yielded. The
+    next one is waited for when the caller asks for it."""
     spare = [torch.empty_like(kv) for _ in range(min(2, steps - 1))]
     for step in range(steps - 1):
         coming = spare[step % len(spare)]
@@ -201,7 +208,7 @@ def _heads_first(kv_2BTKD: Tensor) -> tuple[Tensor, Tensor]:
 
 def _head_shares(N: int, K: int, U: int) -> list[tuple[slice, slice]]:
     """The query heads and the key/value heads of each rank of a Ulysses group. Where it has more ranks than there are
-    key/value heads, several get the same one."""
+    key/value heads, several ranks get the same one."""
     if N % U or (K % U and U % K):
         raise ValueError(f"{N} query and {K} key/value heads cannot be dealt to a Ulysses group of {U} ranks")
     kv = max(1, K // U)
@@ -226,7 +233,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """The other way, of the outputs: some heads of all the group's tokens -> all heads of this rank's."""
+    """The inverse for the outputs: some heads of all the group's tokens -> all heads of this rank's tokens."""
 
     @staticmethod
     def forward(ctx, out: Tensor, members: int, links: Links, recall: Callable):
@@ -244,7 +251,7 @@ def _sizes(shares: list[tuple[slice, slice]]) -> list[int]:
 
 
 def _to_heads(messages: Sequence[Tensor], links: Links) -> Tensor:
-    """A message [B, T, H, D] for each rank of the group -> theirs for this one, [B, U*T, H, D]."""
+    """A message [B, T, H, D] for each rank of the group -> the messages of all ranks for this one, [B, U*T, H, D]."""
     received_UBTHD = messages[0].new_empty(len(messages), *messages[0].shape)
     links.exchange(messages, received_UBTHD.unbind()).wait()
     return received_UBTHD.transpose(0, 1).flatten(1, 2)
@@ -259,7 +266,7 @@ def _to_tokens(x: Tensor, members: int, links: Links) -> tuple[Tensor, ...]:
 
 
 def _summed(parts: Sequence[Tensor], heads: Sequence[slice], count: int) -> Tensor:
-    """Gradients of `count` heads from those of the heads that each rank had."""
+    """Gradients of `count` heads from the gradients of the heads that each rank had. Replicated heads are summed."""
     if sum(p.shape[2] for p in parts) == count:
         return torch.cat(list(parts), 2)
     B, T, _, D = parts[0].shape

@@ -1,18 +1,18 @@
-"""dp: ranks that hold the same parameter shards and see different tokens. Finished gradients are all-reduced in
-buckets while the backward goes on."""
+"""dp: the replicas hold the same parameter shards and see different tokens. Finished gradients are all-reduced in
+buckets while the backward continues."""
 
 from torch import Tensor
 
 from ndtrain.distributed.collectives import Group, Pending, all_reduce
 
-BUCKET_BYTES = 4 << 20  # smaller neighbours are sent together: below this, gloo's all_reduce costs its latency
+BUCKET_BYTES = 4 << 20  # smaller neighbours are merged: below this size, latency dominates gloo's all_reduce
 
 
 class ReplicaReducer:
     """Sums gradient slices over the replicas, in place.
 
-    Slices come in backward order, so each usually ends where the one before began: those are merged, up to
-    BUCKET_BYTES, into one message.
+    Slices are added in backward order, so a slice usually ends where the previous one begins. Such neighbours are
+    merged into one message of up to BUCKET_BYTES.
     """
 
     def __init__(self, group: Group):
@@ -23,7 +23,7 @@ class ReplicaReducer:
 
     @property
     def alone(self) -> bool:
-        """Whether there are none."""
+        """Whether there are no other replicas."""
         return self._group is None
 
     def add(self, buffer: Tensor, start: int, stop: int) -> None:
@@ -45,7 +45,7 @@ class ReplicaReducer:
         self._buffer = None
 
     def finish(self) -> None:
-        """Every slice holds the sum."""
+        """Waits until every slice holds the sum."""
         self._launch()
         for work in self._works:
             work.wait()

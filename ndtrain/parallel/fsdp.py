@@ -1,6 +1,7 @@
-"""fsdp (and cp): each unit's parameters are one flat buffer, cut evenly over the ranks that hold the same parameters.
+"""fsdp (and cp): each unit's parameters are one flat buffer, sharded evenly over the ranks that hold the
+same parameters.
 
-With N local parameters, n ranks, c bytes of compute precision and 4-byte master precision a rank holds
+With N local parameters, n ranks, c bytes of compute precision and 4 bytes of master precision, a rank holds
 
 | zero | parameters  | gradients | master + moments |
 |------|-------------|-----------|------------------|
@@ -8,8 +9,8 @@ With N local parameters, n ranks, c bytes of compute precision and 4-byte master
 | 2    | N c         | 4 N / n   | 12 N / n         |
 | 3    | one or two units while they compute | 4 N / n | 12 N / n |
 
-Where compute and master precision are one dtype and parameters stay resident (zero 1 and 2, or n = 1), the rank's own
-piece of the compute copy *is* the master: 4 N / n less. With moments in bf16 (`optim.state_dtype`) the last column is
+Where compute and master precision are one dtype and parameters stay resident (zero 1 and 2, or n = 1), the rank's
+shard of the compute copy *is* the master: 4 N / n less. With moments in bf16 (`optim.state_dtype`) the last column is
 8 N / n. With `optim.offload` it lies in host memory, and a rank's own weights stay on the device in compute precision:
 c N / n where zero is 3 and n > 1, else they are part of the parameters.
 
@@ -39,8 +40,8 @@ class Unit:
     """One unit's buffers on this rank. Parameters are views of `full`, their `.grad` views of `full_grad`.
 
     Attributes:
-        fused_weights: those of its matrices that are also one, by their names.
-        accumulated: what matmuls accumulate gradients of: fused weights, and the matrices that are in none.
+        fused_weights: names of matrices -> these matrices as one fused weight.
+        accumulated: the weights whose gradients matmuls accumulate: fused weights, and the matrices that are in none.
         full: all local elements in compute precision; its storage is empty while the unit is resharded.
         master, grad, ema: this rank's shard in master precision; ema: None unless asked for.
         state: the optimizer's state tensors of the shard, by name.
@@ -78,20 +79,22 @@ class Unit:
         return self.state[name] if name in self.state else getattr(self, name)
 
     def with_gradient(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All whose `.grad` is a view of `full_grad`, with the name of the tensor that they begin with."""
+        """The parameters and fused weights, whose `.grad` is a view of `full_grad`, with the name of their first
+        tensor."""
         yield from self.parameters.items()
         yield from ((names[0], s.weight) for names, s in self.fused_weights.items())
 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """In which precision, where and how much of the state a rank keeps.
+    """Which state a rank holds, in which precision and where.
 
     Attributes:
         zero: 1, 2 or 3, as above.
         compute, master: dtypes.
         spec: the optimizer's state.
-        sharded_spec: whether the state lies in the shards; else whole tensors keep theirs (`whole_tensors.py`).
+        sharded_spec: whether the state lies in the shards; otherwise the owners of whole tensors hold it
+            (`whole_tensors.py`).
         ema: whether there is an average of the weights.
         offload: whether master, optimizer state and average lie in host memory.
     """
@@ -107,7 +110,7 @@ class StatePlan:
 
 @dataclass(frozen=True)
 class Reducers:
-    """What sums gradients over ranks that the reduce-scatter of the flat buffers does not reach: replicas along dp, tp
+    """Sum gradients over the ranks that the reduce-scatter of the flat buffers does not reach: dp replicas, tp
     replicas, and the two stages that hold tied embeddings."""
 
     replicas: ReplicaReducer
@@ -116,20 +119,20 @@ class Reducers:
 
 
 class ShardedUnits:
-    """All units of a rank's stages: their state, and when it is gathered, resharded and reduced.
+    """All units of a rank's stages. Holds their state; gathers, reshards and reduces it.
 
     Args:
         layouts: unit name -> flat layout, in model order.
         group, index: the ranks that the flat buffers are sharded over, and this rank's place among them.
-        accumulator: through which matrices' gradients come.
-        by_autograd: the units whose matrices' gradients autograd accumulates instead.
-        fused_names: names of matrices that are fused where they lie one behind the other.
+        accumulator: accumulates the gradients of matrices.
+        by_autograd: the units whose gradients of matrices autograd accumulates instead.
+        fused_names: names of matrices that are fused where they are neighbours in the flat buffer.
 
     Attributes:
         reshard_after_forward: whether units are unsharded for each use, and resharded after it (zero 3).
         holds_full_grad: whether the unsharded gradient is kept over the whole step (zero 1).
         before_update: called before an update changes weights or state.
-        whole_tensors: for an optimizer that needs them.
+        whole_tensors: set for an optimizer that needs whole tensors, else None.
     """
 
     def __init__(
@@ -194,7 +197,7 @@ class ShardedUnits:
                 layout=layout,
                 parameters=_parameters(unit_full, layout, plan.master),
                 fused_weights=fused,
-                full=unit_full.data,  # a version counter of its own: a gather is no in-place change of a saved weight
+                full=unit_full.data,  # its own version counter hides gathers from autograd's check for in-place changes
                 master=own if self.shares_master else master[span],
                 gather_source=own if self.shares_master or (plan.offload and resident) else source[span],
                 state={name: x[span] for name, x in state.items()},
@@ -211,8 +214,8 @@ class ShardedUnits:
         return units
 
     def state_bytes(self) -> int:
-        """Bytes of parameters, gradients, master weights and optimizer state this rank holds now (shared storage once);
-        what is offloaded is not among them."""
+        """Bytes of parameters, gradients, master weights and optimizer state this rank holds now. Shared storage counts
+        once, offloaded state not at all."""
         storages = {}
         for unit in self.units.values():
             state = () if self.offload else (unit.master, *unit.state.values(), unit.ema)
@@ -249,8 +252,11 @@ class ShardedUnits:
             unit.ready = False
 
     def weights_changed(self, published: bool = False) -> None:
-        """After an optimizer step or a load: what was gathered is stale. `published`: offloaded weights have been
-        brought to the device already."""
+        """Marks the gathered weights as stale, after an optimizer step or a load.
+
+        Args:
+            published: whether the offloaded weights are already copied to the device.
+        """
         for unit in self.units.values():
             if self.offload and not published:
                 unit.gather_source.copy_(unit.master)
@@ -258,7 +264,7 @@ class ShardedUnits:
             unit.ready = False
 
     def start_average(self) -> None:
-        """The average of the weights, if there is one, starts as the weights."""
+        """Sets the average of the weights, if there is one, to the weights."""
         for unit in self.units.values():
             if unit.ema is not None:
                 unit.ema.copy_(unit.master)
@@ -266,7 +272,7 @@ class ShardedUnits:
     # --------------------------------------------------------------------------------------------------- gradients
 
     def begin_step(self) -> None:
-        """Gradients start anew."""
+        """Clears the gradients of the previous step."""
         for unit in self.units.values():
             unit.accumulating = False
             if self.holds_full_grad:
@@ -283,14 +289,15 @@ class ShardedUnits:
             self._attach(unit)
 
     def close_gradients(self, name: str) -> None:
-        """That backward is over. The compiler refuses parameters with a gradient of another precision: those that it
-        sees have one in backward only."""
+        """Ends the backward through the unit. The compiler refuses parameters that have a gradient of another
+        precision, so the parameters of compiled units have a gradient only during backward."""
         if name in self.by_autograd:
             for p in self.units[name].parameters.values():
                 p.grad = None
 
     def deferring(self, later: list[Callable[[], None]] | None) -> AbstractContextManager:
-        """Inside, gradients of matrices are put off: what makes them is appended to `later`. None: they are not."""
+        """Inside the context the gradients of matrices are deferred: their computation is appended to `later`. None:
+        they are not deferred."""
         return nullcontext() if later is None else self.accumulator.deferred(later)
 
     def reduce(self, name: str, final: bool) -> None:
@@ -304,15 +311,16 @@ class ShardedUnits:
         self.accumulator.close(unit.accumulated)
         full, work = unit.full_grad, reduce_scatter(unit.full_grad, self.group)
         if not self.holds_full_grad:
-            unit.full_grad = None  # the flight's alone: the unit's next backward opens another
+            unit.full_grad = None  # only the reduction still reads it: the unit's next backward allocates another
             for _, p in unit.with_gradient():
                 p.grad = None
-        self._land_reductions()  # the one before this, so that at most one is in flight
+        self._wait_for_reductions()  # waits for the previous reduction, so that at most one is in progress
         self._reductions.append((unit, full, work, final))
 
     def finish_step(self) -> None:
-        """Every unit's `grad` holds the sum over all microbatches, shards, replicas, copies and holders."""
-        self._land_reductions()
+        """Finishes the gradient sums: over microbatches, the shard group, dp replicas, tp replicas, and the stages that
+        hold tied embeddings."""
+        self._wait_for_reductions()
         self.replicas.finish()
         for unit in self.units.values():
             self.tp_replicas.add(unit.layout, unit.layout.bounds(self.index)[0], unit.grad)
@@ -321,7 +329,7 @@ class ShardedUnits:
             if any(t.pp_replicas > 1 for t in unit.layout.tensors):
                 self.ties.add(unit.grad)
 
-    def _land_reductions(self) -> None:
+    def _wait_for_reductions(self) -> None:
         for unit, full, work, final in self._reductions:
             work.wait()
             if not self.holds_full_grad:
@@ -334,8 +342,8 @@ class ShardedUnits:
         self._reductions.clear()
 
     def _start_gradient(self, unit: Unit) -> None:
-        """Matrices are overwritten by their first product; vectors, which autograd adds to, and the padding behind
-        them become zero."""
+        """Zeroes the gradients of vectors, which autograd adds to, and the padding behind them. Gradients of matrices
+        are overwritten by their first matmul."""
         if unit.name in self.by_autograd:
             unit.full_grad.zero_()
             return
@@ -356,13 +364,13 @@ def _fused_weights(
     full: Tensor, layout: FlatLayout, fused_names: Sequence[tuple[str, ...]], grad_dtype: torch.dtype
 ) -> dict[tuple[str, ...], FusedWeights]:
     shapes = {t.name: t.local_shape for t in layout.tensors}
-    found = {}
+    fused_weights = {}
     for names in fused_names:
         if names[0] in shapes and layout.can_fuse(names):
             rows = tuple(shapes[name][0] for name in names)
             whole = _parameter(full, layout.offsets[names[0]], (sum(rows), shapes[names[0]][1]), grad_dtype)
-            found[names] = FusedWeights(whole, rows)
-    return found
+            fused_weights[names] = FusedWeights(whole, rows)
+    return fused_weights
 
 
 def _parameter(full: Tensor, at: int, shape: tuple[int, ...], grad_dtype: torch.dtype) -> nn.Parameter:

@@ -29,7 +29,7 @@ Rows = slice
 
 
 class Gathered:
-    """Rows [N, I] that are here, or on their way and asked for by `rows`.
+    """Rows [N, I] that are gathered, or still being received. `rows` waits for those that it returns.
 
     Attributes:
         order: slices of the rows in the order they arrive.
@@ -40,7 +40,7 @@ class Gathered:
         self.order: list[Rows] = [slice(0, x_NI.shape[0])]
 
     def rows(self, wanted: Rows) -> Tensor:
-        """Those rows, waited for."""
+        """These rows. Waits until they are received."""
         return self._x_NI if wanted is self.order[0] else self._x_NI[wanted]  # a slice of a tensor costs microseconds
 
     def all(self) -> Tensor:
@@ -48,15 +48,16 @@ class Gathered:
 
 
 class StreamComm:
-    """What lies between the stream's tokens and a matmul's, where that is nothing: both are the same."""
+    """The communication between the residual stream's tokens and a matmul's tokens. This class moves nothing: both are
+    the same."""
 
     def gather(self, x: Tensor) -> Gathered:
-        """The matmul's tokens from the stream's; in backward, of gradients."""
+        """The matmul's tokens from the residual stream's tokens; in backward, of gradients."""
         return Gathered(x)
 
     def reduce(self, produce: Callable[[Rows], Tensor], order: Sequence[Rows]) -> Callable[[], Tensor]:
-        """The stream's tokens from this rank's share of the matmul's, which `produce` makes slice by slice, best in
-        `order`. Returns what waits for them."""
+        """The residual stream's tokens from this rank's share of the matmul's. `produce` computes that share slice by
+        slice, preferably in `order`. Returns a function that waits for the tokens."""
         if len(order) == 1:
             y_NO = produce(order[0])
             return lambda: y_NO
@@ -69,7 +70,8 @@ NO_COMM = StreamComm()
 
 
 class MatmulImpl:
-    """The matmuls of y = x @ w.T and of its gradients, and what becomes of their factors before: here nothing."""
+    """The matmuls of y = x @ w.T and of its gradients, and how their factors are prepared. This class leaves the
+    factors as they are."""
 
     def input(self, x: Gathered) -> Gathered:
         return x
@@ -78,7 +80,7 @@ class MatmulImpl:
         return dy
 
     def weight(self, w_OI: Tensor, backward: bool) -> Any:
-        """As `output` takes it; or, backward, `input_gradient`."""
+        """The weight as `output` takes it, or with `backward` as `input_gradient` takes it."""
         return w_OI
 
     def output(self, x_NI: Any, w_OI: Any) -> Tensor:
@@ -92,11 +94,11 @@ class MatmulImpl:
         return dx_NI
 
     def weight_gradient(self, accumulator: GradAccumulator, w: nn.Parameter, dy_NO: Any, x_NI: Any) -> None:
-        """dy.T @ x into the sink."""
+        """Accumulates dy.T @ x."""
         accumulator.accumulate_product(w, dy_NO.t(), x_NI)
 
     def in_graph(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """All of it as a compiler can look into it, with gradients by autograd."""
+        """The same ops as a compiler can trace them, with gradients by autograd."""
         return linear(x, weights, biases)
 
 
@@ -104,7 +106,7 @@ PLAIN_MATMUL = MatmulImpl()
 
 
 class LinearComm(NamedTuple):
-    """How a weight's matmul meets the stream: what is done to its input, and to its output; and how it is made."""
+    """The communication around a weight's matmul: of its input, and of its output. `matmul` computes it."""
 
     gather_input: StreamComm = NO_COMM
     reduce_output: StreamComm = NO_COMM
@@ -115,10 +117,13 @@ LOCAL_LINEAR = LinearComm()
 
 
 class _Linear(torch.autograd.Function):
-    """y_i = x @ w_i.T + b_i for several weights of one path. What enters is gathered again in backward and not kept.
-    The Parameters themselves are kept, not copies of them among the saved tensors: under fsdp their storage is empty
-    between forward and backward. `recall`, if any, gives the outputs: it calls what makes them, or has them already.
-    For autograd the weights are no inputs, as it has nothing to do for them."""
+    """y_i = x @ w_i.T + b_i for several weights with the same communication.
+
+    The gathered input is not saved: backward gathers it again. The Parameters are attributes and not saved tensors,
+    because fsdp frees their storage between forward and backward. `recall`, if not None, returns the outputs: it
+    computes them, or returns the saved ones. The weights are not inputs for autograd, which accumulates no gradient for
+    them.
+    """
 
     @staticmethod
     def forward(
@@ -141,11 +146,11 @@ class _Linear(torch.autograd.Function):
         (x_NI,) = ctx.saved_tensors
         db = [None if b is None else g.sum(0) for b, g in zip(ctx.biases, grads, strict=True)]
         gradients = _local_gradients if ctx.comm == LOCAL_LINEAR else _comm_gradients
-        return None, None, None, gradients(ctx, x_NI, _as_stacked(grads, ctx.fused_weights)), None, *db
+        return None, None, None, gradients(ctx, x_NI, _fuse_gradients(grads, ctx.fused_weights)), None, *db
 
 
 def _local_gradients(ctx, x_NI: Tensor, dys_NO: Sequence[Tensor]) -> Tensor:
-    """The weights' into the sink; returns the input's."""
+    """Accumulates the weights' gradients and returns the input's."""
     lefts_ON = [dy_NO.t() for dy_NO in dys_NO]  # now: after a large product a view costs twenty times as much
     dx_NI = PLAIN_MATMUL.input_gradient(dys_NO, [s.weight for s in ctx.fused_weights])
     for s, left_ON in zip(ctx.fused_weights, lefts_ON, strict=True):
@@ -154,7 +159,8 @@ def _local_gradients(ctx, x_NI: Tensor, dys_NO: Sequence[Tensor]) -> Tensor:
 
 
 def _comm_gradients(ctx, x: Tensor, dys: Sequence[Tensor]) -> Tensor:
-    """As `_local_gradients`. The input's are made first: they are on their way while the weights' are made."""
+    """As `_local_gradients`. The input's gradient is computed first, so that it is sent while the weights' are
+    computed."""
     comm, matmul = ctx.comm, ctx.comm.matmul
     gathered = matmul.input(comm.gather_input.gather(x))
     arriving = [matmul.gradient(comm.reduce_output.gather(dy)) for dy in dys]
@@ -170,7 +176,7 @@ def _comm_gradients(ctx, x: Tensor, dys: Sequence[Tensor]) -> Tensor:
 def _outputs(
     comm: LinearComm, x: Tensor, fused_weights: Sequence[FusedWeights], biases: Sequence[nn.Parameter | None]
 ) -> tuple[Tensor, ...]:
-    """x @ w.T + b of each, in the stream's tokens."""
+    """x @ w.T + b of each, for the residual stream's tokens."""
     if comm == LOCAL_LINEAR:
         made = [PLAIN_MATMUL.output(x, s.weight) for s in fused_weights]
     else:
@@ -180,26 +186,27 @@ def _outputs(
             comm.reduce_output.reduce(lambda rows, w=w: matmul.output(x_NI.rows(rows), w), x_NI.order) for w in factors
         ]
         made = [out() for out in outs]
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     for y, s in zip(made, fused_weights, strict=True):
-        found += (y,) if len(s.rows) == 1 else y.split_with_sizes(s.rows, -1)
-    for y, bias_O in zip(found, biases, strict=True):
+        outputs += (y,) if len(s.rows) == 1 else y.split_with_sizes(s.rows, -1)
+    for y, bias_O in zip(outputs, biases, strict=True):
         if bias_O is not None:
             y += bias_O
-    return tuple(found)
+    return tuple(outputs)
 
 
-def _as_stacked(grads: Sequence[Tensor], fused_weights: Sequence[FusedWeights]) -> list[Tensor]:
-    """The gradients of each stack's outputs as one."""
-    found, at = [], 0
+def _fuse_gradients(grads: Sequence[Tensor], fused_weights: Sequence[FusedWeights]) -> list[Tensor]:
+    """The gradients of the outputs of each fused weight as one tensor."""
+    fused_grads, at = [], 0
     for s in fused_weights:
-        found.append(grads[at] if len(s.rows) == 1 else cat(grads[at : at + len(s.rows)], -1))
+        fused_grads.append(grads[at] if len(s.rows) == 1 else cat(grads[at : at + len(s.rows)], -1))
         at += len(s.rows)
-    return found
+    return fused_grads
 
 
 class _Embedding(torch.autograd.Function):
-    """Looks up the ids that lie in `held`, the table's rows that are here; others give zero. None: all are here."""
+    """Looks up the ids in `held`, the rows of the table that this rank holds; other ids give zero. None: it holds
+    all."""
 
     @staticmethod
     def forward(
@@ -221,7 +228,7 @@ class _Embedding(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         here_N, local_N = _local(tokens.flatten(), ctx.held)
         dy_NE = ctx.comm.reduce_output.gather(grad).all()
-        if here_N is not None:  # to pick the rows that are held would make the host ask how many
+        if here_N is not None:  # selecting the held rows instead would make the host wait for their number
             dy_NE = dy_NE.where(here_N[:, None], 0)
         ctx.accumulator.add_rows(ctx.weight, local_N, dy_NE)
         return (None,) * 5
@@ -236,7 +243,7 @@ def _local(ids_N: Tensor, held: range | None) -> tuple[Tensor | None, Tensor]:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The loss comes scaled, so its own gradient is one: the weight's is complete when forward returns."""
+    """The loss is already scaled, so its own gradient is 1. The weight's gradient is complete when forward returns."""
 
     @staticmethod
     def forward(
@@ -265,11 +272,11 @@ class WeightOps:
     """The model's ops over weights. Vectors (biases, norms) stay with autograd.
 
     Args:
-        sink: where matrices' gradients go.
-        path_of: parameter -> its path.
-        keep: has the outputs of some matmuls when their block is run again.
-        products: how the blocks' matmuls are made.
-        stacks: the first of some matrices -> these as one.
+        accumulator: accumulates the gradients of matrices.
+        comm_of: parameter -> the communication around its matmul.
+        saved_ops: the saved outputs of some matmuls for the recompute of their block.
+        matmul: computes the blocks' matmuls.
+        fused_weights: the first matrix of each fused weight -> the fused weight.
     """
 
     def __init__(
@@ -300,12 +307,12 @@ class WeightOps:
         return plan
 
     def _fuse(self, weights: Sequence[Tensor]) -> list[FusedWeights]:
-        found, at = [], 0
+        fused, at = [], 0
         while at < len(weights):
             w = weights[at]
-            found.append(self.fused_weights.get(w) or FusedWeights(w, (w.shape[0],)))
-            at += len(found[-1].rows)
-        return found
+            fused.append(self.fused_weights.get(w) or FusedWeights(w, (w.shape[0],)))
+            at += len(fused[-1].rows)
+        return fused
 
     def embedding(
         self, tokens: Tensor, weight: Tensor, comm: LinearComm | None = None, held: range | None = None
@@ -325,8 +332,12 @@ def fused_ops(
     matmul: MatmulImpl = PLAIN_MATMUL,
     fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
 ) -> Ops:
-    """The model's ops on one device, with weight gradients through `gradients`, for blocks that are run again what
-    `saved_ops` has of them, and matmuls as `matmul` makes them, one for each of `fused_weights`."""
+    """The model's ops on one device.
+
+    Args:
+        gradients: accumulates the gradients of matrices.
+        saved_ops, matmul, fused_weights: as `WeightOps` takes them.
+    """
     saved_ops = saved_ops or SavedOps()
     ops = WeightOps(gradients, saved_ops=saved_ops, matmul=matmul, fused_weights=fused_weights)
 

@@ -1,7 +1,7 @@
-"""Which attention kernel a run on a GPU takes (`hardware.attention`): the one named, or the fastest on its own shape.
+"""Chooses the attention kernel of a run on a GPU (`hardware.attention`): the one named, or the fastest for its shape.
 
-Which is fastest depends on the GPU, the head size, the length and the release of cuDNN, so it is measured at start,
-forward and backward; ranks take the kernel whose times add up to the least, all the same one.
+The fastest kernel depends on the GPU, the head size, the sequence length and the release of cuDNN. It is therefore
+measured at start, forward and backward. All ranks use the same kernel: the one with the least time on average.
 
 Shape legend: B batch, T time, N query heads, K key/value heads, D head_dim.
 """
@@ -25,7 +25,7 @@ WARM_UP, TIMED = 2, 5  # runs of each kernel
 
 
 class Shape(NamedTuple):
-    """Of one call of the attention core on one rank.
+    """The shape of one call of the attention core on one rank.
 
     Attributes:
         in_tiles: whether the run computes it tile by tile (`model/attention/core.py`).
@@ -43,9 +43,9 @@ class Shape(NamedTuple):
     def of(cls, cfg: Config, dtype: torch.dtype) -> "Shape":
         """Of a resolved configuration."""
         m, ring = cfg.model, cfg.mesh.cp // cfg.cp.ulysses
-        cut = lambda heads, rule: max(1, heads // (cfg.mesh.tp if cfg.layout.rules.get(rule) == TENSOR_AXIS else 1))
+        local = lambda heads, rule: max(1, heads // (cfg.mesh.tp if cfg.layout.rules.get(rule) == TENSOR_AXIS else 1))
         share = lambda heads: max(1, heads // cfg.cp.ulysses)
-        heads, kv_heads = share(cut(m.num_attention_heads, "heads")), share(cut(m.num_key_value_heads, "kv_heads"))
+        heads, kv_heads = share(local(m.num_attention_heads, "heads")), share(local(m.num_key_value_heads, "kv_heads"))
         in_tiles = ring > 1 or cfg.data.pack or m.sliding_window is not None
         return cls(cfg.train.micro_batch, cfg.train.seq_len // ring, heads, kv_heads, m.head_dim, dtype, in_tiles)
 
@@ -54,18 +54,18 @@ Measure = Callable[[str, Shape, torch.device], float]
 
 
 def choose_kernel(cfg: Config, mesh: Mesh, dtype: torch.dtype, measure: Measure | None = None) -> tuple[str, str]:
-    """The kernel's name, and how it was found in words: the same on every rank of the mesh.
+    """Returns the kernel's name, and a line for the user with the times. Both are the same on every rank of the mesh.
 
     Args:
         dtype: of the queries.
-        measure: gives the seconds a kernel takes here; inf where it does not run.
+        measure: returns the seconds that a kernel takes on this rank; inf where it does not run.
 
     Raises:
         ConfigError: none of those asked for runs on every rank.
     """
     asked, shape = cfg.hardware.attention, Shape.of(cfg, dtype)
-    held = cfg.model.alibi or cfg.model.attn_logit_softcapping is not None  # what only `math` does to scores
-    able = [name for name, k in GPU_KERNELS.items() if name == "math" or (dtype in k.dtypes and not held)]
+    changes_scores = cfg.model.alibi or cfg.model.attn_logit_softcapping is not None  # by `math` only
+    able = [name for name, k in GPU_KERNELS.items() if name == "math" or (dtype in k.dtypes and not changes_scores)]
     names = able if asked == "auto" else [asked]
     mine = [(measure or seconds)(name, shape, mesh.device) for name in names]
     rows, work = all_gather_row(upload(mine, mesh.device), mesh.world)
@@ -82,7 +82,7 @@ def choose_kernel(cfg: Config, mesh: Mesh, dtype: torch.dtype, measure: Measure 
 
 
 def seconds(name: str, shape: Shape, device: torch.device) -> float:
-    """Of one forward and backward of the kernel; inf where it does not run, for want of memory too."""
+    """The time of one forward and backward of the kernel; inf where it does not run or runs out of memory."""
     B, T, N, K, D, dtype, in_tiles = shape
     q, k, v = (torch.randn(B, T, heads, D, dtype=dtype, device=device, requires_grad=True) for heads in (N, K, K))
     grad = torch.randn_like(q)

@@ -1,7 +1,7 @@
-"""pp: each rank holds some stages of the model, and activations and their gradients travel between ranks.
+"""pp: each rank holds some stages of the model. Ranks send activations and their gradients to one another.
 
-Which rank holds which stage, and in what order it works on which microbatch, is the schedule's table; so the order of
-the messages between two ranks is known to both beforehand, and nothing but their bytes is sent.
+The schedule's table says which rank holds which stage, and in what order it computes the microbatches. Both ranks
+therefore know the order of the messages between them, and a message needs no header.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from ndtrain.model.flops import block_flops, head_flops
 from ndtrain.model.transformer import EMBED, HEAD, NORM, layer
 from ndtrain.schedule import Action, Message, Schedule
 
-AHEAD = 1  # how many actions before it is needed a message is received at the latest
+AHEAD = 1  # a message's receive is posted at least this many actions before the one that needs it
 
 
 # ---------------------------------------------------------------------------------------------------------- placement
@@ -27,7 +27,7 @@ AHEAD = 1  # how many actions before it is needed a message is received at the l
 
 @dataclass(frozen=True)
 class Placement:
-    """Which layers each stage has, and through the schedule which rank has the stage."""
+    """Which layers each stage has. The schedule says which rank has the stage."""
 
     schedule: Schedule
     layers: tuple[range, ...]
@@ -43,17 +43,18 @@ class Placement:
     def last(self) -> int:
         return len(self.layers) - 1
 
-    def holders(self, m: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Unit -> the pp coords that hold it, the first of which owns it. Tied embeddings are at both ends."""
+    def pp_coords(self, m: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Unit -> the pp coords that hold it, the first of which owns it. Tied embeddings are on the first and the last
+        stage."""
         first, last = self.schedule.rank_of[0], self.schedule.rank_of[-1]
-        found = {layer(i): (self.schedule.rank_of[s],) for s, layers in enumerate(self.layers) for i in layers}
+        blocks = {layer(i): (self.schedule.rank_of[s],) for s, layers in enumerate(self.layers) for i in layers}
         ends = (first, last) if m.tie_word_embeddings and first != last else (first,)
-        return found | {EMBED: ends, NORM: (last,), HEAD: (last,)}
+        return blocks | {EMBED: ends, NORM: (last,), HEAD: (last,)}
 
 
 def split_layers(m: ModelConfig, seq_len: int, stages: int, split: Sequence[int] | None) -> tuple[range, ...]:
-    """The layers of each stage, at least one: those of `split`, or so many that the costliest stage costs least. Head
-    and loss count on the last stage; the embedding is a look-up and counts nothing."""
+    """The layers of each stage, at least one: those of `split`; None: the split whose costliest stage costs least. The
+    last stage also has the head and the loss. The embedding is a look-up and costs nothing."""
     if split is None:
         block, head = block_flops(m, seq_len), head_flops(m)
         most = m.num_hidden_layers - (stages - 1)
@@ -69,11 +70,11 @@ def split_layers(m: ModelConfig, seq_len: int, stages: int, split: Sequence[int]
 
 
 class Pipeline:
-    """What this rank receives from and sends to other stages, for one step after the other.
+    """The messages that this rank receives from other stages and sends to them.
 
-    Messages between two ranks are received in the order in which the sender's row of the table sends them. Each way
-    has process groups of its own, so that on NCCL, where a pair of ranks works its messages off one by one, none that
-    is sent waits behind one that is to come.
+    A rank receives the messages of another rank in the order in which the sender's row of the table sends them. NCCL
+    transfers the messages of a pair of ranks in one group one by one. Each direction therefore has its own group, so
+    that no send waits for a receive that was posted earlier.
 
     Args:
         shape, dtype: of every activation that passes between stages, and of its gradient.
@@ -85,7 +86,7 @@ class Pipeline:
         self._groups = (mesh.group("pp"), mesh.second_group("pp"))
         self._posts = self._plan()
         self._coming: dict[Message, tuple[Tensor, Pending]] = {}
-        self._here: dict[Message, Tensor] = {}  # between two stages of this rank
+        self._here: dict[Message, Tensor] = {}  # messages between two stages of this rank
         self._leaving: list[tuple[Tensor, Pending]] = []
 
     def post_recv(self, action: int) -> None:
@@ -104,7 +105,7 @@ class Pipeline:
         return x
 
     def send(self, message: Message, x: Tensor) -> None:
-        """Sends x [shape] to the rank of the stage that is to take it."""
+        """Sends x [shape] to the rank of the stage that needs it."""
         target = self.schedule.rank_of[message.stage]
         if target == self.rank:
             self._here[message] = x
@@ -113,7 +114,7 @@ class Pipeline:
         self._leaving.append((x, send(x, self._group(self.rank, target), target)))
 
     def finish(self) -> None:
-        """All that was sent has left."""
+        """Waits until every message is sent."""
         for _, work in self._leaving:
             work.wait()
         self._leaving.clear()
@@ -122,24 +123,24 @@ class Pipeline:
         return self._groups[source < target]
 
     def _plan(self) -> list[list[tuple[Message, int]]]:
-        """For each action of the row: the messages to start to receive before it, each with its source."""
+        """For each action of the row: the messages whose receive is posted before it, each with its source."""
         row, pp = self.schedule.table[self.rank], self.schedule.pp
         queues = {source: schedules.messages(self.schedule, source, self.rank) for source in range(pp)}
-        place = {m: (source, i) for source, queue in queues.items() for i, m in enumerate(queue)}
+        position = {m: (source, i) for source, queue in queues.items() for i, m in enumerate(queue)}
         posted = dict.fromkeys(queues, 0)
         plan = []
         for k in range(len(row)):
             now: list[tuple[Message, int]] = []
             for needed in (self.needed(a) for a in row[k : k + 1 + AHEAD]):
-                if needed in place:
-                    source, i = place[needed]
+                if needed in position:
+                    source, i = position[needed]
                     now += [(m, source) for m in queues[source][posted[source] : i + 1]]
                     posted[source] = max(posted[source], i + 1)
             plan.append(now)
         return plan
 
     def needed(self, a: Action) -> Message | None:
-        """What an action takes from another stage."""
+        """The message that an action needs from another stage; None: it needs none."""
         if a.kind == "F" and a.stage > 0:
             return Message("F", a.microbatch, a.stage)
         if a.kind in "BI" and a.stage < self.schedule.stages - 1:
@@ -148,17 +149,18 @@ class Pipeline:
 
 
 class TiedReducer:
-    """Sums the gradients of what the first and the last stage both hold.
+    """Sums the gradients of the tied embeddings, which the first and the last stage both hold.
 
     Args:
-        other: pp coord of the other holder; None where this rank holds nothing that another does.
+        other: the pp coord of the other stage that holds them; None where this rank shares no tensor with another
+            stage.
     """
 
     def __init__(self, mesh: Mesh, other: int | None):
         self._group, self._other = mesh.group("pp"), other
 
     def add(self, grad: Tensor) -> None:
-        """`grad`, finished on this rank, becomes the sum of both, with the same bits on each."""
+        """Adds the other stage's gradient to `grad` in place. Both stages get the same bits."""
         theirs = torch.empty_like(grad)
         shift(grad, theirs, self._group, self._other, self._other).wait()
         grad += theirs

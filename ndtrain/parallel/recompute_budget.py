@@ -1,9 +1,10 @@
 """recompute=budget: the least recompute with which a rank's activations stay under a number of bytes.
 
-The sizes are measured, on one block of the stage and on its head. What a plan comes to follows from them. A live
-microbatch holds of each block its input and what the block keeps. While a block goes backward its whole graph and the
-temporaries of its gradients are there besides, whether or not it was run again for that. Blocks go backward last one
-first, so those that hold most are the last of a stage: their graphs are gone by the time that others are made again.
+The sizes are measured on one block of the stage and on its head. The peak of a plan is computed from them. A live
+microbatch holds, for each block, the block's input and what the block saves. The backward of a block adds its whole
+autograd graph and the temporaries of its gradients, whether or not the block is recomputed. The backward runs from the
+last block to the first. The last blocks of a stage therefore save most: their graphs are freed before the other blocks
+are recomputed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,14 +29,19 @@ from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.recompute import LAST, SavedOps
 from ndtrain.schedule import Action
 
-Choice = frozenset[str] | None  # what a block that runs again keeps; None: it does not run again
-MESSAGES = 4  # that wait on a rank to be sent or used at one time
-_FLOPS_A_BYTE = {"cpu": 10, "cuda": 200}  # what a device computes while it reads or writes a byte, roughly
+Choice = frozenset[str] | None  # the ops that a recomputed block saves; None: it is not recomputed
+MESSAGES = 4  # messages that wait on a rank at one time, to be sent or to be used
+_FLOPS_A_BYTE = {"cpu": 10, "cuda": 200}  # rough FLOPs of a device in the time it reads or writes a byte
 
 
 class Load(NamedTuple):
-    """One stage's number of blocks, and the most microbatches that it holds at one time: in full, between forward and
-    backward; `waiting`, between the backward of inputs and that of weights."""
+    """The load of one stage.
+
+    Attributes:
+        blocks: its number of blocks.
+        live: the largest number of microbatches between their forward and their backward.
+        waiting: the largest number of microbatches between the backward of inputs and that of weights.
+    """
 
     blocks: int
     live: int
@@ -48,19 +54,18 @@ class BlockSizes:
 
     Attributes:
         boundary: a block's input.
-        graph: what a block that is not run again keeps for its backward besides.
-        kept: the result of each op that can be kept.
-        backward: at the height of a block's forward with a graph and its backward, besides its input.
+        graph: what a block that is not recomputed saves for its backward, without its input.
+        saved: the result of each op that can be saved.
+        backward: the peak of a block's forward with a graph and its backward, without its input.
         waiting: what a block holds for the backward of its weights, where that is an action of its own.
         tail: what the end of the last stage holds of a live microbatch: the input of the final norm and its graph.
-        head: at the height of the loss and the backward down to the blocks, besides `tail`.
-        besides: what a step holds in addition, whatever the plan (contexts, gathered weights, gradients and messages on
-            their way).
+        head: the peak of the loss and the backward down to the blocks, without `tail`.
+        besides: what a step holds with any plan: contexts, gathered weights, and gradients and messages that are sent.
     """
 
     boundary: int
     graph: int
-    kept: Mapping[str, int]
+    saved: Mapping[str, int]
     backward: int
     waiting: int = 0
     tail: int = 0
@@ -68,31 +73,33 @@ class BlockSizes:
     besides: int = 0
 
     def held(self, choice: Choice) -> int:
-        """By one block of one live microbatch."""
-        return self.boundary + (self.graph if choice is None else sum(self.kept[op] for op in choice))
+        """What one block of one live microbatch holds."""
+        return self.boundary + (self.graph if choice is None else sum(self.saved[op] for op in choice))
 
 
 # --------------------------------------------------------------------------------------------------------- the plan
 
 
 def peak_bytes(loads: Sequence[Load], plan: Sequence[Choice], sizes: BlockSizes) -> int:
-    """Bytes of activations that a rank holds at the height of its step, if block i of its stages does as plan[i] says.
-    The last of `loads` is the stage with the head, if it is here. An upper bound where there are several stages: each
-    is taken to hold its most at the same time."""
+    """The peak bytes of activations on a rank in a step, if block i of its stages does as plan[i] says.
+
+    The last of `loads` is the stage with the head, if the rank has it. With several stages this is an upper bound: it
+    assumes that all reach their peak at the same time.
+    """
     held = [sizes.held(choice) for choice in plan]
     everything, peak, at = sizes.besides, sizes.head, 0
     for number, load in enumerate(loads, 1):
-        done = sizes.tail if number == len(loads) else 0  # held of the microbatch that goes backward, as far as it got
+        done = sizes.tail if number == len(loads) else 0  # what the microbatch in backward holds up to this block
         for h in reversed(held[at : at + load.blocks]):
             done += h
             peak = max(peak, sizes.boundary + sizes.backward - done)
         everything += load.live * done + load.waiting * load.blocks * sizes.waiting
         at += load.blocks
-    return (everything + peak) * 51 // 50  # the fiftieth: what is too small to be followed
+    return (everything + peak) * 51 // 50  # 2 % for allocations too small to be followed
 
 
 def choices(always: frozenset[str]) -> list[Choice]:
-    """All that a block may do: keep its graph, or run again with `always` and any of the other ops kept."""
+    """All that a block may do: keep its graph (None), or be recomputed with `always` and any of the other ops saved."""
     always = always & frozenset(SAVABLE_OPS)
     free = [op for op in SAVABLE_OPS if op not in always]
     return [None, *(always | set(some) for n in range(len(free) + 1) for some in combinations(free, n))]
@@ -102,11 +109,11 @@ def plan(
     loads: Sequence[Load], sizes: BlockSizes, budget: int, cost: Callable[[Choice], float], always: frozenset[str]
 ) -> list[Choice]:
     """For each block of the rank's stages, in order, what it does: the fastest plan of at most two kinds of blocks that
-    stays under `budget` bytes, and among equally fast ones the lowest.
+    stays under `budget` bytes, and among equally fast plans the one with the lowest peak.
 
     Args:
-        cost: of a block's second run, in any unit; 0 for None.
-        always: the ops that are kept in any case.
+        cost: of a block's recompute, in any unit; 0 for None.
+        always: the ops that are saved in any case.
 
     Raises:
         ConfigError: no plan stays under it.
@@ -123,10 +130,10 @@ def plan(
     for seconds, a, b, heavy in sorted(ways, key=lambda way: way[0]):
         if best and seconds > best[0]:
             break
-        found = [c for load, n in zip(loads, heavy, strict=True) for c in [a] * (load.blocks - n) + [b] * n]
-        needed = peak_bytes(loads, found, sizes)
+        assigned = [c for load, n in zip(loads, heavy, strict=True) for c in [a] * (load.blocks - n) + [b] * n]
+        needed = peak_bytes(loads, assigned, sizes)
         if needed <= budget and (best is None or needed < best[1]):
-            best = seconds, needed, found
+            best = seconds, needed, assigned
     if best is None:
         least = peak_bytes(loads, [options[0]] * blocks, sizes)
         raise ConfigError(
@@ -137,17 +144,17 @@ def plan(
 
 
 def _useful(options: Sequence[Choice], sizes: BlockSizes, cost: Callable[[Choice], float]) -> list[Choice]:
-    """Those that no other is both smaller and faster than, smallest first."""
-    found: list[Choice] = []
+    """The options such that no other is both smaller and faster, smallest first."""
+    frontier: list[Choice] = []
     for option in sorted(options, key=lambda o: (sizes.held(o), cost(o))):
-        if not found or cost(option) < cost(found[-1]):
-            found.append(option)
-    return found
+        if not frontier or cost(option) < cost(frontier[-1]):
+            frontier.append(option)
+    return frontier
 
 
 def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
-    """The cost of a block's second run in FLOPs a token: those of its matmuls and attention, and for what lies between
-    them as many as the device could do while it reads and writes the values."""
+    """The cost of a block's recompute in FLOPs a token: those of its matmuls and attention. The elementwise ops between
+    them count as many FLOPs as the device computes in the time it reads and writes their values."""
     width = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}[cfg.precision.compute]
     between = elementwise_values(cfg.model) * width * _FLOPS_A_BYTE.get(device, _FLOPS_A_BYTE["cpu"])
     ops = lambda choice: recompute_flops(cfg.model, cfg.train.seq_len, choice | {LAST})
@@ -158,8 +165,8 @@ def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
 
 
 class _Allocations(TorchDispatchMode):
-    """Follows the storages that operators make while it is on: the bytes in them `now`, and at their `peak_bytes`. What
-    kernels allocate and free inside themselves is not seen."""
+    """Follows the storages that operators allocate: their bytes `now`, and their `peak_bytes`. It does not see what
+    kernels allocate and free internally."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +196,7 @@ class _Allocations(TorchDispatchMode):
 
 
 class _CudaAllocations:
-    """The same from the allocator's counters, which see everything. `peak_bytes` is set at the end."""
+    """The same from the allocator's counters, which see every allocation. `peak_bytes` is set at the end."""
 
     def __enter__(self) -> "_CudaAllocations":
         self._before = torch.cuda.memory_allocated()
@@ -206,7 +213,8 @@ class _CudaAllocations:
 
 @contextmanager
 def _follow(device: torch.device) -> Iterator[_Allocations | _CudaAllocations]:
-    """On a CPU nothing is compiled inside: the compiler gives up, for good, whatever it meets under a dispatch mode."""
+    """On a CPU nothing is compiled inside: the compiler permanently skips every function that it meets under a dispatch
+    mode."""
     if device.type == "cuda":
         with _CudaAllocations() as made:
             yield made
@@ -223,7 +231,7 @@ def measure(
 
     Args:
         segments: of all the rank's stages, in order.
-        context: makes what a microbatch carries.
+        context: makes the context of a microbatch.
         x: like a block's input.
     """
     units.begin_step()
@@ -243,8 +251,8 @@ def _measure_block(block: Segment, units: ShardedUnits, saved_ops: SavedOps, ctx
     _open(block, units)
     with torch.no_grad(), saved_ops.saving("sizes", frozenset(SAVABLE_OPS), frozenset({LAST})):
         block.run(x, ctx)
-    kept = saved_ops.drop("sizes")
-    _, y = _run(block, ctx, x)  # once beforehand: what kernels, or a compiler, allocate the first time is no activation
+    saved = saved_ops.drop("sizes")
+    _, y = _run(block, ctx, x)  # a warm-up: what kernels or a compiler allocate the first time is no activation
     y.backward(torch.empty_like(y))
     del y
     with _follow(x.device) as made:
@@ -257,7 +265,7 @@ def _measure_block(block: Segment, units: ShardedUnits, saved_ops: SavedOps, ctx
         y.backward(torch.empty_like(y))
         del y
         waiting = made.now - _bytes(x.grad)
-    return {"graph": graph, "backward": backward, "waiting": waiting, "kept": {op: kept[op] for op in SAVABLE_OPS}}
+    return {"graph": graph, "backward": backward, "waiting": waiting, "saved": {op: saved[op] for op in SAVABLE_OPS}}
 
 
 def _measure_end(norm: Segment, head: Segment, units: ShardedUnits, ctx: Context, x: Tensor) -> dict[str, Any]:
@@ -289,8 +297,8 @@ def _bytes(x: Tensor) -> int:
 
 
 def sharding_bytes(units: ShardedUnits) -> int:
-    """What gathers and reductions hold at most beside the state: two units' weights where those are freed between uses,
-    two units' gradients where the ranks keep shards, and what two units receive from the other ranks."""
+    """The most that gathers and reductions hold besides the state: two units' weights where those are resharded after
+    use, two units' gradients where the ranks hold shards, and what two units receive from the other ranks."""
     large = sum(sorted(u.layout.numel for u in units.units.values())[-2:])
     parts = next(iter(units.units.values())).layout.parts
     weights = large * units.compute.itemsize if units.reshard_after_forward else 0
@@ -298,7 +306,7 @@ def sharding_bytes(units: ShardedUnits) -> int:
     return weights + gradients * units.master.itemsize
 
 
-# ------------------------------------------------------------------------------------------------------- all of it
+# ------------------------------------------------------------------------------------------------------- the choice
 
 
 def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> list[Choice]:
@@ -306,14 +314,14 @@ def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> l
     layers, which call this together.
 
     Args:
-        always: the ops that are kept in any case.
+        always: the ops that are saved in any case.
 
     Raises:
         ConfigError: the budget is less than the least that works.
     """
     units, schedule = stages.units, stages.placement.schedule
     x = torch.zeros(stream_shape(cfg), dtype=units.compute, device=mesh.device)
-    segments = [segment for _, found in sorted(stages.segments.items()) for segment in found]
+    segments = [segment for _, of_stage in sorted(stages.segments.items()) for segment in of_stage]
     sizes = _largest(measure(segments, units, stages.saved_ops, _context(cfg, mesh, stages), x), mesh)
     besides = sizes.besides * cfg.microbatches + sharding_bytes(units)
     besides += MESSAGES * sizes.boundary if mesh.size("pp") > 1 else 0
@@ -325,7 +333,7 @@ def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> l
 
 
 def load(row: Sequence[Action], stage: int, blocks: int) -> Load:
-    """What a stage of `blocks` blocks comes to hold when its rank works its row off."""
+    """The load of a stage of `blocks` blocks when its rank runs its row."""
     live = waiting = 0
     most = Load(blocks, 0)
     for a in row:
@@ -337,7 +345,7 @@ def load(row: Sequence[Action], stage: int, blocks: int) -> Load:
 
 
 def _context(cfg: Config, mesh: Mesh, stages: Stages) -> Callable[[], Context]:
-    """Makes what a microbatch carries."""
+    """A function that makes the context of a microbatch."""
     batch, length = cfg.train.micro_batch, cfg.train.seq_len // cfg.mesh.cp
     tokens = torch.zeros(batch, length, dtype=torch.long, device=mesh.device)
     places = torch.arange(length, device=mesh.device)
@@ -349,7 +357,7 @@ def _context(cfg: Config, mesh: Mesh, stages: Stages) -> Callable[[], Context]:
 
 
 def _unseen(cfg: Config, compute: torch.dtype) -> int:
-    """What PyTorch's attention allocates inside itself on CPU, at most: for each thread two tiles of scores (up to
+    """The most that PyTorch's attention allocates internally on CPU: for each thread two tiles of scores (up to
     256 x 512) and one in lower precision, and one gradient of the queries' size, fp32 or wider."""
     t, m = cfg.train, cfg.model
     tokens = t.micro_batch * t.seq_len // cfg.mesh.cp
@@ -362,10 +370,10 @@ def _unseen(cfg: Config, compute: torch.dtype) -> int:
 
 def _largest(sizes: BlockSizes, mesh: Mesh) -> BlockSizes:
     """Of each size the largest on any rank that holds the same layers."""
-    names = [f.name for f in fields(sizes) if f.name != "kept"]
-    row = torch.tensor([*(getattr(sizes, n) for n in names), *sizes.kept.values()], dtype=torch.float64)
+    names = [f.name for f in fields(sizes) if f.name != "saved"]
+    row = torch.tensor([*(getattr(sizes, n) for n in names), *sizes.saved.values()], dtype=torch.float64)
     rows, work = all_gather_row(row.to(mesh.device), mesh.group(*(a for a in AXES if a != "pp")))
     work.wait()
-    found = [int(n) for n in rows.amax(0)]
-    kept = dict(zip(sizes.kept, found[len(names) :], strict=True))
-    return BlockSizes(**dict(zip(names, found, strict=False)), kept=kept)
+    largest = [int(n) for n in rows.amax(0)]
+    saved = dict(zip(sizes.saved, largest[len(names) :], strict=True))
+    return BlockSizes(**dict(zip(names, largest, strict=False)), saved=saved)

@@ -1,8 +1,8 @@
 """Whole tensors for optimizers that need them: each has one owner among the ranks that hold its shards.
 
-The owner receives the gradient and the master weights of every rank's elements, keeps the tensor's state, updates it,
-and sends the new weights back. Ranks along dp hold the same shards, so each dp coordinate does the same work and no
-message crosses dp.
+The owner receives the gradient and the master weights of every rank's elements. It holds the tensor's state, computes
+the update and sends the new weights back. Ranks along dp hold the same shards, so each dp coordinate does the same work
+and no message crosses dp.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import FlatLayout, Run
 from ndtrain.optim import StateSpec
 
-HOLDER_AXES = ("fsdp", "cp", "tp")  # the ranks along these hold the elements of a stage between them
+MODEL_SHARD_AXES = ("fsdp", "cp", "tp")  # each stage is sharded over the ranks along these axes
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Holding:
     """The elements of one tensor in one rank's shard of a unit.
 
     Attributes:
-        runs: where they stand; `local_start` counts in the shard.
-        counted: whether the owner takes this rank's gradient: of tp replicas it takes the first one's.
+        runs: their positions; `local_start` is an offset in the shard.
+        counted: whether this rank sends the elements to the owner. Of tp replicas only the first one does.
     """
 
     runs: tuple[Run, ...]
@@ -46,7 +46,7 @@ class WholeTensor:
         owner: the position of its owner in the group.
         holdings: by position in the group.
         shards: this rank's (master, grad) of the unit that it lies in.
-        state: on the owner name -> state tensor, else empty.
+        state: name -> state tensor on the owner; empty on other ranks.
     """
 
     name: str
@@ -76,8 +76,8 @@ class WholeTensors:
         spec: Sequence[StateSpec],
         master: torch.dtype,
     ):
-        self.group: dist.ProcessGroup | None = mesh.group(*HOLDER_AXES)
-        self.position, self.master, self.device = mesh.index(*HOLDER_AXES), master, mesh.device
+        self.group: dist.ProcessGroup | None = mesh.group(*MODEL_SHARD_AXES)
+        self.position, self.master, self.device = mesh.index(*MODEL_SHARD_AXES), master, mesh.device
         self.tensors = list(self._place(layouts, indices, shards, spec))
 
     def _place(
@@ -87,13 +87,13 @@ class WholeTensors:
         shards: Mapping[str, tuple[Tensor, Tensor]],
         spec: Sequence[StateSpec],
     ) -> Iterator[WholeTensor]:
-        """Gives the largest tensors an owner first, each time the one that owns least."""
-        found = [(t, unit) for unit, layout in layouts[0].items() for t in layout.tensors]
+        """Assigns the owners, the largest tensor first and each to the rank that owns the fewest elements so far."""
+        tensors = [(t, unit) for unit, layout in layouts[0].items() for t in layout.tensors]
         owned, owner = [0] * len(layouts), {}
-        for t, _ in sorted(found, key=lambda item: (-item[0].numel, item[0].name)):
+        for t, _ in sorted(tensors, key=lambda item: (-item[0].numel, item[0].name)):
             owner[t.name] = owned.index(min(owned))
             owned[owner[t.name]] += t.numel
-        for t, unit in found:
+        for t, unit in tensors:
             holdings = [_holding(layout[unit], index, t.name) for layout, index in zip(layouts, indices, strict=True)]
             mine = owner[t.name] == self.position
             make = lambda s, t=t: torch.zeros(s.shape_of(t.shape), dtype=s.dtype or self.master, device=self.device)
@@ -135,7 +135,7 @@ class WholeTensors:
         return whole
 
     def _scatter(self, t: WholeTensor, weight: Tensor | None) -> None:
-        """The owner's weight into every rank's shard."""
+        """Sends the owner's weight to every rank, which writes its elements into its shard."""
         mine = t.holdings[self.position]
         if self.position != t.owner:
             if mine.numel:

@@ -78,16 +78,16 @@ class Training:
         return cls(cfg, mesh, build_stages(cfg, mesh))
 
     def steps(self, step: TrainingStep, after: State, number_of: int) -> list[Row]:
-        """Some steps after a state, their data from what that says alone."""
-        t, cut, mesh, found = self.cfg.train, sequence_sharding(self.cfg), self.mesh, []
+        """Some steps after a state. Only the state determines their data."""
+        t, sharding, mesh, reported = self.cfg.train, sequence_sharding(self.cfg), self.mesh, []
         sequences = Sequences(TOKENS, t.seq_len, after.order["train.global_batch"], after.order["run.seed"], True)
         rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
         for number in range(after.step + 1, after.step + 1 + number_of):
-            batches = microbatches(sequences, number - 1, rows, t.micro_batch, cut, mesh.index("cp"))
+            batches = microbatches(sequences, number - 1, rows, t.micro_batch, sharding, mesh.index("cp"))
             tokens = dict(zip(rows, map(digest, sequences.tokens(number - 1, rows)), strict=True))
             report = step.run(number, batches).wait()
-            found.append(Row(number, report.loss, report.grad_norm, report.lr, tokens))
-        return found
+            reported.append(Row(number, report.loss, report.grad_norm, report.lr, tokens))
+        return reported
 
 
 def digest(tokens: np.ndarray) -> str:
@@ -98,10 +98,10 @@ def write(overrides: list[str], folder: str) -> list[Row]:
     """On one rank: the first steps, from the seed, and a checkpoint of the last."""
     run = Training.of(overrides)
     initialise(run.stages, run.cfg)
-    found = run.steps(TrainingStep(run.cfg, run.mesh, run.stages), State(0, 0, ORDER), SAVED)
+    reported = run.steps(TrainingStep(run.cfg, run.mesh, run.stages), State(0, 0, ORDER), SAVED)
     state = State(SAVED, 123, ORDER, 0, {"at": [1, 2]})
     checkpoint.save(Path(folder), run.stages, run.mesh, run.cfg, state)
-    return found
+    return reported
 
 
 def straight_on() -> list[Row]:
@@ -115,13 +115,13 @@ def straight_on() -> list[Row]:
 def resume(overrides: list[str], sources: dict[str, Path], out: Path) -> dict[str, tuple[State, list[Row]]]:
     """On one rank: from each source in turn, saved again at once into a folder of its name, and the next step."""
     run = Training.of(overrides)
-    step, found = TrainingStep(run.cfg, run.mesh, run.stages), {}
+    step, resumed = TrainingStep(run.cfg, run.mesh, run.stages), {}
     for name, path in sources.items():
         state = checkpoint.inspect(path, run.cfg.model)
         assert checkpoint.load(path, run.stages, run.mesh) == []
         checkpoint.save(out / name, run.stages, run.mesh, run.cfg, state)
-        found[name] = state, run.steps(step, state, 1)
-    return found
+        resumed[name] = state, run.steps(step, state, 1)
+    return resumed
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +141,14 @@ def written(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight() -> list[Row]:
-    (found,) = run_ranks(straight_on, 1)
-    return found
+    (reported,) = run_ranks(straight_on, 1)
+    return reported
 
 
-def check(found: Sequence[list[Row]], expected: list[Row]) -> None:
+def check(by_rank: Sequence[list[Row]], expected: list[Row]) -> None:
     """Each rank's rows against those of one process."""
     for step, want in enumerate(expected):
-        rows = [rank[step] for rank in found]
+        rows = [rank[step] for rank in by_rank]
         assert {i: d for row in rows for i, d in row.tokens.items()} == want.tokens, f"other data at step {want.step}"
         for row in rows:
             assert (row.step, row.lr) == (want.step, want.lr)
@@ -168,9 +168,9 @@ def cases():
 def test_any_mesh_from_any_other(mesh, sources, written, straight, tmp_path):
     """A rank's process resumes from all the sources in turn."""
     paths = {name: written(name) for name in sources}
-    found = run_ranks(resume, ranks_of(MESHES[mesh]), MESHES[mesh], paths, tmp_path, timeout=300)
+    by_rank = run_ranks(resume, ranks_of(MESHES[mesh]), MESHES[mesh], paths, tmp_path, timeout=300)
     for name, path in paths.items():
         assert tensor_bytes(tmp_path / name / path.name) == tensor_bytes(path), f"from {name}"
-        for state, _ in (rank[name] for rank in found):
+        for state, _ in (rank[name] for rank in by_rank):
             assert state == State(SAVED, 123, ORDER, 0, {"at": [1, 2]})
-        check([rank[name][1] for rank in found], straight[SAVED:])
+        check([rank[name][1] for rank in by_rank], straight[SAVED:])

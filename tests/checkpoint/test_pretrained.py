@@ -172,20 +172,20 @@ def plain_folder(folder: Path, patch: dict[str, Any] | None = None, dtype=torch.
     write(folder, config)
     draw = torch.Generator().manual_seed(0)
     shapes = tensor_shapes(from_hf(config))
-    found = {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
-    save(folder, found, shards)
-    return found
+    weights = {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
+    save(folder, weights, shards)
+    return weights
 
 
-def save(folder: Path, found: dict[str, torch.Tensor], shards: int = 1) -> None:
+def save(folder: Path, weights: dict[str, torch.Tensor], shards: int = 1) -> None:
     if shards == 1:
-        save_file(found, folder / "part", {"format": "pt"})
+        save_file(weights, folder / "part", {"format": "pt"})
         (folder / "part").rename(folder / ONE)  # what was read from the old file may still be mapped
         return
     names = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
-    where = {name: names[i % shards] for i, name in enumerate(found)}
+    where = {name: names[i % shards] for i, name in enumerate(weights)}
     for file in names:
-        save_file({n: t for n, t in found.items() if where[n] == file}, folder / file, {"format": "pt"})
+        save_file({n: t for n, t in weights.items() if where[n] == file}, folder / file, {"format": "pt"})
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
 
@@ -201,9 +201,9 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     return assemble([(Run(), list(owned(stages, "weight", lambda u: u.master)))]).tensors["weight"]
 
 
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(t, wanted[n].float()) for n, t in found.items())
+def assert_equal(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(t, wanted[n].float()) for n, t in actual.items())
 
 
 @pytest.mark.parametrize("shards", [1, 3])

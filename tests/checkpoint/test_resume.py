@@ -160,12 +160,12 @@ def test_another_folder_and_a_named_step(tmp_path, corpus):
 
 def test_moments_stand_under_their_names(tmp_path, corpus):
     assert main(arguments(tmp_path / "run", corpus, "train.steps=3")) == 0
-    found = tensors(checkpoint_of(tmp_path / "run", 3))
-    weights = {n for n in found if not n.startswith("exp_avg")}
-    assert found.keys() == weights | {f"{kind}.{n}" for n in weights for kind in ("exp_avg", "exp_avg_sq")}
+    saved = tensors(checkpoint_of(tmp_path / "run", 3))
+    weights = {n for n in saved if not n.startswith("exp_avg")}
+    assert saved.keys() == weights | {f"{kind}.{n}" for n in weights for kind in ("exp_avg", "exp_avg_sq")}
     for name in weights:
-        first, second = found[f"exp_avg.{name}"], found[f"exp_avg_sq.{name}"]
-        assert first.shape == second.shape == found[name].shape and first.dtype == torch.float32
+        first, second = saved[f"exp_avg.{name}"], saved[f"exp_avg_sq.{name}"]
+        assert first.shape == second.shape == saved[name].shape and first.dtype == torch.float32
         assert (second >= 0).all() and (first < 0).any() and (first > 0).any(), name
 
 
@@ -235,10 +235,10 @@ def test_the_average_of_the_weights_goes_on(tmp_path, corpus):
     assert main(arguments(parts, corpus, "optim.ema=0.9", "train.stop_at=5")) == 0
     assert main(arguments(parts, corpus, "optim.ema=0.9", "resume=auto")) == 0
     assert tensor_bytes(checkpoint_of(parts, 10)) == tensor_bytes(checkpoint_of(whole, 10))
-    found = tensors(checkpoint_of(whole, 10))
-    names = [n for n in found if f"ema.{n}" in found]
-    assert len(names) == len([n for n in found if n.startswith("ema.")]) > 10
-    assert not any(torch.equal(found[n], found[f"ema.{n}"]) for n in names)
+    saved = tensors(checkpoint_of(whole, 10))
+    names = [n for n in saved if f"ema.{n}" in saved]
+    assert len(names) == len([n for n in saved if n.startswith("ema.")]) > 10
+    assert not any(torch.equal(saved[n], saved[f"ema.{n}"]) for n in names)
 
 
 # ------------------------------------------------------------------------------------------------------- transformers
@@ -290,8 +290,8 @@ def test_split_files(tmp_path, corpus):
         index = json.loads((checkpoint / f"{stem}.safetensors.index.json").read_text())
         files = sorted(checkpoint.glob(f"{stem}-*.safetensors"))
         assert len(files) > 3 and sorted(set(index["weight_map"].values())) == [f.name for f in files]
-        found = {name: f.name for f in files for name in load_file(f)}
-        assert found == index["weight_map"]
+        weight_map = {name: f.name for f in files for name in load_file(f)}
+        assert weight_map == index["weight_map"]
     assert main(arguments(split, corpus, "resume=auto")) == 0
     assert tensor_bytes(checkpoint_of(split, 10)) == tensor_bytes(checkpoint_of(whole, 10))
 
@@ -315,8 +315,8 @@ def test_init_from_starts_at_these_weights(mesh, tmp_path, corpus):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
     with torch.no_grad():
         expected = cross_entropy(theirs(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten()).item()
-    found = rows(tmp_path / "two")
-    assert abs(found[0]["loss"] - expected) < 1e-5 and [r["step"] for r in found] == [1, 2, 3]
+    records = rows(tmp_path / "two")
+    assert abs(records[0]["loss"] - expected) < 1e-5 and [r["step"] for r in records] == [1, 2, 3]
     config = json.loads((checkpoint_of(tmp_path / "two", 3) / "config.json").read_text())
     assert config["hidden_size"] == 96
 
@@ -329,6 +329,6 @@ def test_init_from_a_transformers_folder_in_bf16(tmp_path, corpus):
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     args = arguments(tmp_path / "two", corpus, f"init_from={tmp_path}/hf", "train.steps=3", "optim.lr=1e-30")
     assert main(args) == 0
-    found = ours(args, checkpoint_of(tmp_path / "two", 3)).state_dict()
+    weights = ours(args, checkpoint_of(tmp_path / "two", 3)).state_dict()
     want = theirs.state_dict()
-    assert all(torch.equal(t.bfloat16(), want[n]) for n, t in found.items())
+    assert all(torch.equal(t.bfloat16(), want[n]) for n, t in weights.items())

@@ -135,11 +135,11 @@ def test_whatever_the_header_says_what_is_read_is_what_the_library_reads(edits, 
     assert theirs.keys() == set(reader.names())
     for name, expected in theirs.items():
         try:
-            found = whole(reader, name)
+            tensor = whole(reader, name)
         except DamagedFile as error:
             assert "dtype" in str(error)
         else:
-            assert found.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == bytes(expected)
+            assert tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == bytes(expected)
 
 
 # ------------------------------------------------------------------------------------------------------ rows of files
@@ -160,7 +160,7 @@ def indices(rows: Rows) -> Tensor:
 
 @settings(max_examples=200, deadline=None)
 @given(block=blocks(), most=st.integers(1, 50), dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-def test_rows_written_read_and_cut(block, most, dtype, tmp_path_factory):
+def test_rows_written_read_and_divided(block, most, dtype, tmp_path_factory):
     n, rows = block
     data = torch.arange(1, rows.numel + 1).to(dtype)
     (plan,) = plan_files("file", {"before": ((3,), dtype), "x": ((n,), dtype)}, 10**6)
@@ -168,7 +168,7 @@ def test_rows_written_read_and_cut(block, most, dtype, tmp_path_factory):
     create(path, plan)
     with open(path, "r+b") as f:
         at = 0
-        for part in rows.cut(most):
+        for part in rows.chunks(most):
             assert part.numel <= most
             write(f.fileno(), data[at : at + part.numel], plan.offsets["x"], part)
             at += part.numel
@@ -208,7 +208,7 @@ def test_checksums_of_parts_add_up(block, scale, dtype):
     unaligned = torch.cat([data[:1], data])[1:]
     assert modulo(checksum(unaligned, rows)) == defined(whole)
     parts, at = torch.zeros(2, dtype=torch.int64), 0
-    for part in rows.cut(max(1, rows.numel // 3)):
+    for part in rows.chunks(max(1, rows.numel // 3)):
         parts += checksum(data[at : at + part.numel], part)
         at += part.numel
     assert modulo(parts) == defined(whole)
@@ -216,7 +216,7 @@ def test_checksums_of_parts_add_up(block, scale, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("distance", [1, 2, 3, 1024, 2048, 5000])
-def test_a_checksum_sees_what_changed_places(distance, dtype):
+def test_a_checksum_detects_swapped_words(distance, dtype):
     data = torch.randn(12_000, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows = Rows(0, data.numel())
     moved = data.clone()

@@ -71,8 +71,8 @@ class Training:
 
 
 def buffers(stages: Stages) -> list[Tensor]:
-    found = (unit.buffer(b) for unit in stages.units.units.values() for b in BUFFERS)
-    return [x for x in found if x is not None]
+    every_buffer = (unit.buffer(b) for unit in stages.units.units.values() for b in BUFFERS)
+    return [x for x in every_buffer if x is not None]
 
 
 def equal(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -114,7 +114,7 @@ def late_copying() -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------- in the background
 
 
-def test_a_save_in_flight_writes_the_values_of_its_step(tmp_path):
+def test_a_save_in_progress_writes_the_values_of_its_step(tmp_path):
     run, state = Training.of(EMA, background=True), State(1, 10, {"seed": 1}, 3, {"at": [1]})
     saver, before = run.saver(tmp_path), run.values()
     with held_writing() as go:
@@ -135,7 +135,7 @@ def test_a_save_in_flight_writes_the_values_of_its_step(tmp_path):
     assert equal(run.values(), before) and not equal(after, before)
 
 
-def test_the_next_save_waits_for_the_one_in_flight_and_returns_it(tmp_path):
+def test_the_next_save_waits_for_the_one_in_progress_and_returns_it(tmp_path):
     run = Training.of(background=True)
     saver = run.saver(tmp_path)
     with held_writing() as go:
@@ -228,12 +228,12 @@ def one_of_two_fails(folder: str, background: bool) -> list[tuple]:
 
     with mock.patch.object(saving, "_write_owned", failing):
         saver = run.saver(Path(folder))
-        found = [s for step in (1, 2, 3) for s in saver.save(State(step, 0, {}))] + saver.wait()
-    return [(s.step, s.error) for s in found]
+        saves = [s for step in (1, 2, 3) for s in saver.save(State(step, 0, {}))] + saver.wait()
+    return [(s.step, s.error) for s in saves]
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_where_one_rank_cannot_write_every_rank_hears_it(background, tmp_path):
+def test_where_one_rank_cannot_write_every_rank_reports_it(background, tmp_path):
     results = run_ranks(one_of_two_fails, 2, str(tmp_path), background)
     assert results[0] == results[1]
     assert results[0] == [
@@ -369,21 +369,21 @@ def test_rows_are_runs(mesh):
         for tensor in map(layouts.__getitem__, layouts.names()):
             for _ in range(20):
                 start, stop = sorted(torch.randint(0, tensor.local_numel + 1, (2,), generator=draw).tolist())
-                found, at = [], 0
+                runs, at = [], 0
                 for rows in rows_of(tensor, start, stop):
                     for i in range(rows.count):
-                        found.append(Run(rows.start + i * rows.stride, at, rows.length))
+                        runs.append(Run(rows.start + i * rows.stride, at, rows.length))
                         at += rows.length
-                assert merged(found) == merged(tensor.runs(start, stop)), f"{tensor.name} [{start}, {stop})"
+                assert merged(runs) == merged(tensor.runs(start, stop)), f"{tensor.name} [{start}, {stop})"
 
 
 def merged(runs: list[Run]) -> list[Run]:
-    found: list[Run] = []
+    joined: list[Run] = []
     for run in runs:
-        if found and found[-1].global_start + found[-1].length == run.global_start:
-            run = Run(found[-1].global_start, found[-1].local_start, found.pop().length + run.length)
-        found.append(run)
-    return found
+        if joined and joined[-1].global_start + joined[-1].length == run.global_start:
+            run = Run(joined[-1].global_start, joined[-1].local_start, joined.pop().length + run.length)
+        joined.append(run)
+    return joined
 
 
 def save_large(folder: str, world: int) -> None:
@@ -422,16 +422,16 @@ def test_loading_takes_little_more_memory_than_it_fills(ranks, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("axis", ["tp", "fsdp"])
 def test_bench(axis, tmp_path, capsys):
-    args = ["megabytes=2", "rounds=2", "ranks=2", f"axis={axis}", f"folder={tmp_path}", f"out={tmp_path}/found.json"]
+    args = ["megabytes=2", "rounds=2", "ranks=2", f"axis={axis}", f"folder={tmp_path}", f"out={tmp_path}/results.json"]
     assert bench(["checkpoint", *args]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [p.name for p in tmp_path.iterdir()] == ["found.json"]
-    assert 1e6 < found["bytes"] < 4e6 and found["commit"] and found["hardware"]["cores"]
-    assert found["seconds"].keys() == {"save", "load", "raw write", "raw read", "stall", "copy"}
-    assert all(len(s) == 2 and min(s) > 0 for s in found["seconds"].values())
-    assert found["ratios"].keys() == {"raw write / save", "raw read / load", "stall / save", "copy / save"}
-    assert all(0 < r["q1"] <= r["median"] <= r["q3"] for r in found["ratios"].values())
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+    assert 1e6 < results["bytes"] < 4e6 and results["commit"] and results["hardware"]["cores"]
+    assert results["seconds"].keys() == {"save", "load", "raw write", "raw read", "stall", "copy"}
+    assert all(len(s) == 2 and min(s) > 0 for s in results["seconds"].values())
+    assert results["ratios"].keys() == {"raw write / save", "raw read / load", "stall / save", "copy / save"}
+    assert all(0 < r["q1"] <= r["median"] <= r["q3"] for r in results["ratios"].values())
     said = capsys.readouterr().out
-    assert all(name in said for name in found["ratios"])
+    assert all(name in said for name in results["ratios"])
     assert bench(["checkpoint", "folder=/no/such"]) == 2
     assert "error: folder=/no/such" in capsys.readouterr().err

@@ -37,8 +37,8 @@ def without_code(text: str) -> str:
 def targets(text: str) -> list[str]:
     """The relative targets of a page's links and images, without their anchors."""
     text = without_code(text)
-    found = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|href|srcset)="([^"\s]+)"', text)
-    return [t.partition("#")[0] for t in found if not re.match(r"[a-z]+:|#", t)]
+    targets = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|href|srcset)="([^"\s]+)"', text)
+    return [t.partition("#")[0] for t in targets if not re.match(r"[a-z]+:|#", t)]
 
 
 def test_the_configuration_page_is_current():

@@ -1,4 +1,4 @@
-"""train.compile: the same training; a block is one graph, made once for all blocks, and never again."""
+"""train.compile: the training is the same. A block is one graph, compiled once for all blocks and never again."""
 
 from functools import partialmethod
 
@@ -25,10 +25,10 @@ FP8 = [
 
 def count_graphs(overrides: list[str]) -> tuple[list[int], list[str]]:
     """(graphs compiled after each of five steps, why they broke), with an evaluation after the second and the third.
-    Anything compiled anew after the second step, the first evaluation in it, raises."""
+    Any compilation after the second step and the first evaluation raises."""
     torch._dynamo.reset()
     counters.clear()
-    # what is captured does not depend on who generates code from it, and this backend generates none
+    # the captured graphs do not depend on the backend, and this backend generates no code
     torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     rank, _, world = world_from_env()
     cfg = resolve(load_config([*SMALL, COMPILE, "train.steps=5", *overrides]), world)
@@ -61,7 +61,7 @@ ONE_GRAPH = {
     "dp": (2, ["mesh.dp=2", EVERY, "recompute.every=2", PACKED]),
     "pp": (2, ["mesh.pp=2", "model.num_hidden_layers=4", PACKED]),
     "cp": (2, ["mesh.cp=2", PACKED]),
-    "cp, run again": (2, ["mesh.cp=2", FULL]),
+    "cp, recompute": (2, ["mesh.cp=2", FULL]),
     "fsdp, cp, pp": (8, ["mesh.fsdp=2", "mesh.cp=2", "mesh.pp=2", "model.num_hidden_layers=4"]),
 }
 SAMPLED = "bf16, zero 1"
@@ -69,7 +69,7 @@ SAMPLED = "bf16, zero 1"
 
 @pytest.mark.parametrize("name", [n if n == SAMPLED else pytest.param(n, marks=pytest.mark.full) for n in ONE_GRAPH])
 def test_all_blocks_are_one_graph(name):
-    """One with gradients and one without (for evaluation, and the first run of a block that runs again)."""
+    """One graph with gradients and one without (for evaluation, and the forward of a recomputed block)."""
     ranks, overrides = ONE_GRAPH[name]
     for graphs, breaks in run_ranks(count_graphs, ranks, overrides, timeout=300):
         assert not breaks
@@ -77,16 +77,16 @@ def test_all_blocks_are_one_graph(name):
 
 
 SELECTIVE = ["recompute=selective"]
-LINEAR, CORE = "WeightOps.linear", "direct_ops.<locals>.core"
-# What a graph breaks at: the calls beside which something is sent, kept or put off, and nothing else. And the number of
-# pieces between them, each of which is two graphs at least: with gradients and without
+LINEAR, CORE = "WeightOps.linear", "fused_ops.<locals>.core"
+# Graphs break only at calls that send something, save a result or defer a gradient. The last entry is the number of
+# pieces between them, each of which is at least two graphs: with gradients and without.
 BREAKS = {
     "tp": (2, ["mesh.tp=2"], {LINEAR}, 5),
     "ulysses": (2, ["mesh.cp=2", "cp.kind=ulysses"], {"head_shares"}, 2),
     "selective": (1, SELECTIVE, {LINEAR, CORE}, 6),
     "budget": (1, ["recompute=budget", "recompute.budget=300kB"], {LINEAR, CORE}, 6),
     "selective, ring": (2, ["mesh.cp=2", *SELECTIVE], {LINEAR}, 5),
-    "gradients put off": (2, ["mesh.pp=2", "schedule=zb_h1", "model.num_hidden_layers=4"], {LINEAR}, 5),
+    "gradients deferred": (2, ["mesh.pp=2", "schedule=zb_h1", "model.num_hidden_layers=4"], {LINEAR}, 5),
 }
 
 
@@ -109,12 +109,12 @@ MESHES = {
     "pp": (2, ["mesh.pp=2"]),
     "tp": (2, ["mesh.tp=2"]),
     "cp": (2, ["mesh.cp=2", PACKED]),
-    "cp, run again": (2, ["mesh.cp=2", FULL, PACKED]),
+    "cp, recompute": (2, ["mesh.cp=2", FULL, PACKED]),
     "tp, cp": (4, ["mesh.tp=2", "mesh.cp=2", PACKED]),
     "selective": (1, [*SELECTIVE, PACKED]),
     "budget": (1, ["recompute=budget", "recompute.budget=520kB"]),  # one block keeps its graph, two keep two results
     "selective, cp": (2, ["mesh.cp=2", "recompute=selective", "recompute.keep=[core,qkv_proj]"]),
-    "gradients put off": (2, ["mesh.pp=2", "schedule=zb_h1"]),
+    "gradients deferred": (2, ["mesh.pp=2", "schedule=zb_h1"]),
 }
 
 
@@ -143,7 +143,7 @@ def test_compiled_in_fp32(name):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["zero 1", "cp"])
 def test_compiled_in_bf16_rounds_no_more(name):
-    """Gradients of the microbatches, which the graphs give in bf16, are summed in fp32."""
+    """Gradients of the microbatches, which the graphs return in bf16, are summed in fp32."""
     ranks, overrides = MESHES[name]
     same = [*SMALL, "train.micro_batch=1", "train.steps=1", *[PACKED] * (PACKED in overrides)]
     exact, eager = train(1, [*same, *FP64], "uneven"), train(1, [*same, "precision.compute=bf16"], "uneven")

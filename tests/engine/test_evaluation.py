@@ -1,4 +1,5 @@
-"""The validation loss: over exactly the whole split, the same number on every mesh, and training does not notice."""
+"""The validation loss: it covers exactly the whole split, is the same on every mesh, and does not change the
+training."""
 
 import math
 from functools import cache
@@ -44,7 +45,7 @@ def ranks_of(overrides: list[str]) -> int:
 
 
 def held_out(cfg: Config) -> tuple[np.ndarray, ...]:
-    """Two splits of lengths that neither a sequence nor a pass divides."""
+    """Two splits whose lengths neither a sequence nor a pass divides."""
     draw = np.random.default_rng(5)
     arrays = [draw.integers(0, cfg.model.vocab_size, n).astype(np.uint16) for n in (37 * 16 + 6, 5 * 16 + 1)]
     for a in arrays:
@@ -65,8 +66,8 @@ def evaluate(cfg: Config, mesh: Mesh, evaluation: Evaluation) -> float:
     t, eos = cfg.train, EOS if cfg.data.pack else None
     held = ValidationSet(held_out(cfg), t.seq_len, t.global_batch)
     mine = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-    cut = lambda i: microbatches(held, i, mine, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
-    return evaluation.run(([held.readable(b) for b in cut(i)] for i in range(held.passes)), held.labels(eos))
+    batches = lambda i: microbatches(held, i, mine, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
+    return evaluation.run(([held.readable(b) for b in batches(i)] for i in range(held.passes)), held.labels(eos))
 
 
 def between_steps(overrides: list[str], evaluated: bool) -> tuple[list[float], list[float], bytes]:
@@ -74,19 +75,19 @@ def between_steps(overrides: list[str], evaluated: bool) -> tuple[list[float], l
     and moments."""
     cfg, mesh, stages = build_all(overrides)
     step, evaluation = TrainingStep(cfg, mesh, stages), Evaluation(cfg, mesh, stages)
-    found, losses = [], []
+    evaluations, losses = [], []
     for number in (1, 2):
         if evaluated:
-            found.append(evaluate(cfg, mesh, evaluation))
+            evaluations.append(evaluate(cfg, mesh, evaluation))
         losses.append(step.run(number, make_batches(cfg, mesh, number, "uneven")).wait().loss)
     parts = [u.buffer(b) for u in stages.units.units.values() for b in ("master", "exp_avg", "exp_avg_sq")]
-    return found, losses, b"".join(p.numpy().tobytes() for p in parts)
+    return evaluations, losses, b"".join(p.numpy().tobytes() for p in parts)
 
 
 @cache
 def reference(*overrides: str) -> list[float]:
-    (found, _, _), = run_ranks(between_steps, 1, list(overrides), True)  # fmt: skip
-    return found
+    (evaluations, _, _), = run_ranks(between_steps, 1, list(overrides), True)  # fmt: skip
+    return evaluations
 
 
 def cases():
@@ -101,16 +102,16 @@ def test_every_mesh_gives_one_number_and_trains_on_as_before(name, variant):
     overrides = [*MESHES[name], *variant]
     n = ranks_of(MESHES[name])
     results = run_ranks(between_steps, n, overrides, True)
-    for found, _, _ in results:
-        assert found == results[0][0], "ranks report different losses"
-        assert found == pytest.approx(reference(*variant), rel=1e-9)
+    for evaluations, _, _ in results:
+        assert evaluations == results[0][0], "ranks report different losses"
+        assert evaluations == pytest.approx(reference(*variant), rel=1e-9)
     undisturbed = run_ranks(between_steps, n, overrides, False)
     assert [r[1:] for r in results] == [r[1:] for r in undisturbed], "an evaluation has changed the training"
 
 
 def test_the_loss_is_the_mean_over_every_token_of_the_split():
     cfg, mesh, stages = build_all([])
-    found = evaluate(cfg, mesh, Evaluation(cfg, mesh, stages))
+    loss = evaluate(cfg, mesh, Evaluation(cfg, mesh, stages))
     model = next(iter(stages.models.values()))
     assert isinstance(model, Transformer)
     total, count, length = 0.0, 0, cfg.train.seq_len
@@ -122,7 +123,7 @@ def test_the_loss_is_the_mean_over_every_token_of_the_split():
             total += cross_entropy(logits, piece[1:], reduction="sum").item()
             count += len(piece) - 1
     assert count == sum(len(a) - 1 for a in held_out(cfg))
-    assert found == pytest.approx(total / count, rel=1e-12)
+    assert loss == pytest.approx(total / count, rel=1e-12)
 
 
 def test_what_the_set_holds():
@@ -161,11 +162,11 @@ def test_a_run_logs_it(tmp_path):
         np.frombuffer(path.read_bytes(), np.uint8).astype("<u2").tofile(path.with_suffix(".bin"))
     plan += [f"data.path={corpus.with_suffix('.bin')}", f"data.validation_path={held.with_suffix('.bin')}"]
     assert main(arguments(tmp_path / "one", corpus, *plan)) == 0
-    found = {r["step"]: r["eval_loss"] for r in rows(tmp_path / "one") if "eval_loss" in r}
-    assert list(found) == [4, 6], "at every fourth step and at the end"
+    eval_losses = {r["step"]: r["eval_loss"] for r in rows(tmp_path / "one") if "eval_loss" in r}
+    assert list(eval_losses) == [4, 6], "at every fourth step and at the end"
     assert run_ranks(rank_main, 2, arguments(tmp_path / "two", corpus, *plan, "mesh.pp=2")) == [0, 0]
     other = {r["step"]: r["eval_loss"] for r in rows(tmp_path / "two") if "eval_loss" in r}
-    assert other == pytest.approx(found, rel=1e-5)
+    assert other == pytest.approx(eval_losses, rel=1e-5)
     assert main(arguments(tmp_path / "without", corpus, *plan, "train.eval_every=0")) == 0
     last = lambda name: tensor_bytes(tmp_path / name / "checkpoints" / "step-00000006")
     assert last("one") == last("without")

@@ -1,5 +1,5 @@
-"""What a GPU needs of a step: that it never makes the host wait for the device, and the attention kernel that is the
-fastest on the run's shape."""
+"""A step on a GPU never makes the host wait for the device, and uses the attention kernel that is the fastest for the
+run's shape."""
 
 from contextlib import contextmanager
 
@@ -98,7 +98,7 @@ def test_no_step_waits(name):
 
 
 def test_the_watch_for_waits_sees_them():
-    """What the tests above rely on."""
+    """The tests above rely on this."""
     x = torch.arange(4.0)
     for wait in (x.sum().item, lambda: x[x > 1], lambda: bool((x > 1).any()), lambda: x.nonzero()):
         with pytest.raises(AssertionError, match="waits for the device"), NoHostWait():
@@ -116,8 +116,8 @@ def test_no_step_waits_on_a_gpu(overrides):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_numbers_are_uploaded_without_a_wait():
     with no_sync_on_gpu():
-        found = upload([1.0, 2.5], torch.device("cuda"))
-    assert found.tolist() == [1.0, 2.5]
+        uploaded = upload([1.0, 2.5], torch.device("cuda"))
+    assert uploaded.tolist() == [1.0, 2.5]
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
@@ -161,8 +161,8 @@ def test_a_kernel_that_does_not_run_is_an_error():
 
 def test_what_is_measured_is_what_a_rank_computes():
     overrides = ["mesh.cp=4", "cp.ulysses=2", "mesh.tp=2", "train.seq_len=32", "data.pack=true"]
-    found = Shape.of(resolve(load_config([*BF16, *overrides]), 8), torch.bfloat16)
-    assert found == Shape(B=4, T=16, N=2, K=1, D=4, dtype=torch.bfloat16, in_tiles=True)
+    shape = Shape.of(resolve(load_config([*BF16, *overrides]), 8), torch.bfloat16)
+    assert shape == Shape(B=4, T=16, N=2, K=1, D=4, dtype=torch.bfloat16, in_tiles=True)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_kernels_that_cannot_be(overrides, words):
 @pytest.mark.parametrize("name", list(GPU_KERNELS))
 @pytest.mark.parametrize("heads", [2, 4])
 def test_kernels_fit_pytorchs_signatures(name, heads):
-    """On the meta device, which computes shapes only: the ops take what they are given here, and give what is read."""
+    """On the meta device, which computes only shapes: the ops accept our arguments and return what we read."""
     whole = (SequenceSlice(0, 48, 0, 1),)
     (causal,) = tiles(whole, whole, 48)
     q, k, v = (

@@ -1,5 +1,5 @@
-"""Steps with a non-finite loss or gradient: skipped on all ranks together, counted, and an end when there are too many.
-And the average of the weights."""
+"""Steps with a non-finite loss or gradient: all ranks skip them and count them, and too many in a row end the run.
+Also the average of the weights."""
 
 import io
 from contextlib import redirect_stderr
@@ -137,9 +137,9 @@ def test_a_run_goes_on_and_counts(tmp_path, capsys):
     corpus = write_corpus(tmp_path / "corpus.txt")
     with Spoiled(3, 4).patch():
         assert main(arguments(tmp_path / "run", corpus, "train.max_skipped=3")) == 0
-    found = rows(tmp_path / "run")
-    assert [r["skipped_steps"] for r in found] == [0, 0, 1, 2, *[2] * 6]
-    assert [r["loss"] is None for r in found] == [False, False, True, True, *[False] * 6]
+    records = rows(tmp_path / "run")
+    assert [r["skipped_steps"] for r in records] == [0, 0, 1, 2, *[2] * 6]
+    assert [r["loss"] is None for r in records] == [False, False, True, True, *[False] * 6]
     said = "".join(capsys.readouterr())
     assert "warning: step 3 skipped: loss nan" in said and "warning: step 4 skipped" in said
     more = arguments(tmp_path / "run", corpus, "train.steps=12", "resume=auto")

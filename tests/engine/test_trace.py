@@ -31,7 +31,7 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def made_up(name: str = "1f1b", pp: int = 2, dp: int = 1, microbatches: int = 4, **cost: float) -> Trace:
-    """The trace of a step that ran as on paper, the same on every replica."""
+    """The trace of a step that ran exactly as predicted, the same on every replica."""
     schedule = build(name, pp, microbatches)
     line = simulate(schedule, {"F": 0.01, "B": 0.02, "I": 0.01, "W": 0.01} | cost).spans
     spans = [row for row in line for _ in range(dp)]
@@ -79,8 +79,8 @@ WIDE = [
 @pytest.mark.quiet
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_measured_as_predicted(schedule):
-    """Both cores belong to the ranks. A pipeline that waits where the schedule does not shows here: a backward whose
-    gradient leaves only with the weight gradient, or a send that blocks."""
+    """Each rank has a core of its own. The test detects a pipeline that waits where the schedule does not: a backward
+    that sends its gradient only after the weight gradient, or a send that blocks."""
     traces, others = run_ranks(rank_traces, 2, [*WIDE, "mesh.pp=2", f"schedule={schedule}"], 7)
     assert others == [None] * 7
     for trace in traces:
@@ -92,7 +92,7 @@ def test_measured_as_predicted(schedule):
     assert abs(median(off)) < 0.15, f"measured over predicted, less 1: {[f'{o:.1%}' for o in off]}"
 
 
-def test_what_ran_as_on_paper_is_predicted():
+def test_a_step_that_ran_as_predicted():
     trace = made_up("zb_v", pp=4, dp=2, microbatches=9, I=0.017)
     assert trace.measured.makespan == pytest.approx(trace.predicted.makespan)
     assert trace.measured.bubble == pytest.approx(trace.predicted.bubble)
@@ -109,7 +109,8 @@ def test_a_late_rank_is_off():
 
 
 def test_clocks_are_set_at_the_barrier():
-    """Hosts' clocks begin anywhere. Ranks of one host keep its clock, however late they noticed the barrier's end."""
+    """The clocks of hosts have different origins. Ranks of one host share its clock, however late they leave the
+    barrier."""
     at = lambda began: [ActionTiming(Action("F", 0, 0), began, began + 1.0)]
     logs = [
         _Log("host a", 100.0, at(101.0)),
@@ -132,8 +133,8 @@ def test_chrome_trace(name, tmp_path):
     for rank, spans in enumerate(trace.spans):
         slices = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
         actions = [e for e in slices if e["tid"] == 0]
-        found = [Action(e["cat"], e["args"]["microbatch"], e["args"]["stage"]) for e in actions]
-        assert found == [a for a, *_ in spans]
+        recorded = [Action(e["cat"], e["args"]["microbatch"], e["args"]["stage"]) for e in actions]
+        assert recorded == [a for a, *_ in spans]
         assert [e["ts"] for e in actions] == pytest.approx([1e6 * s.start for s in spans])
         assert sum(e["dur"] for e in slices) == pytest.approx(1e6 * spans[-1].end), "work and waiting leave a gap"
 
@@ -190,7 +191,7 @@ def test_a_traced_run(schedule, tmp_path, corpus):
 
 
 def test_one_process_and_a_short_run(tmp_path, corpus, capsys):
-    """Plain bars of the last step; and of the third step after a resume."""
+    """The last step is traced, and the third step after a resume."""
     args = arguments(tmp_path / "run", corpus, "train.trace=true", "resume=auto")
     assert main([*args, "train.stop_at=2"]) == 0
     assert "traced step 2: makespan measured" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""On a GPU: the same training as on a CPU, whatever kernels make it, and a host that never waits for it.
+"""On a GPU: training is the same as on a CPU with every kernel, and the host never waits for the device.
 
 Every test here needs a CUDA device; elsewhere they are skipped with that reason.
 """
@@ -71,7 +71,7 @@ class Training:
 
 @pytest.fixture(autouse=True)
 def exact_matmuls():
-    """fp32 is fp32, whatever another test or the environment chose."""
+    """Turns TF32 off, whatever another test or the environment chose."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -79,15 +79,15 @@ def exact_matmuls():
     torch.cuda.empty_cache()
 
 
-def compare(found: Training, expected: Training, steps: int, loss: float, norm: float, weights: float) -> None:
-    """Losses, gradient norms (relative), and weights by what training changed of them."""
+def compare(actual: Training, expected: Training, steps: int, loss: float, norm: float, weights: float) -> None:
+    """Compares losses and gradient norms (relative), and weights relative to their change in training."""
     start = expected.weights()
-    for got, want in zip(found.steps(steps), expected.steps(steps), strict=True):
+    for got, want in zip(actual.steps(steps), expected.steps(steps), strict=True):
         assert not got.skipped
         assert got.loss == pytest.approx(want.loss, rel=loss)
         assert got.grad_norm == pytest.approx(want.grad_norm, rel=norm)
     moved = (expected.weights() - start).norm()
-    assert (found.weights() - expected.weights()).norm() <= weights * moved
+    assert (actual.weights() - expected.weights()).norm() <= weights * moved
     assert moved > 0
 
 
@@ -124,7 +124,7 @@ def test_attention_backends_agree(backend, way):
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_offloaded_state_changes_nothing(compute):
-    """Another kernel makes the update there, of the same numbers."""
+    """Another kernel makes the update on the host, from the same numbers."""
     more = [f"precision.compute={compute}"]
     compare(Training("cuda", "optim.offload=true", *more), Training("cuda", *more), 3, 1e-3, 1e-2, 2e-2)
 
@@ -178,7 +178,7 @@ def test_the_check_for_waits_sees_one():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_profiler_sees_no_wait_in_steady_steps(compiled):
-    """Also none of a library's, which PyTorch does not know of."""
+    """Also none of a library, which PyTorch does not see."""
     case = next(c for c in SUITES["smoke"].cases if c.kind == "syncs")
     cfg = resolve(load_config([*SMALL, BF16, f"train.compile={str(compiled).lower()}"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cuda", 0))
@@ -211,10 +211,10 @@ def test_training_stops_and_resumes(more, tmp_path):
     for overrides in (["train.stop_at=5"], ["resume=auto"]):
         part = run(arguments(tmp_path / "parts", corpus, *ON_GPU, *more, *overrides), tmp_path, timeout=300)
         assert part.returncode == 0, part.stderr
-    expected, found = rows(tmp_path / "once"), rows(tmp_path / "parts")
-    assert [row["step"] for row in found] == list(range(1, 9))
-    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], rel=5e-3)
-    assert all(0 < row["mfu"] < 1 and row["peak_memory_bytes"] > 0 for row in found)
+    expected, resumed = rows(tmp_path / "once"), rows(tmp_path / "parts")
+    assert [row["step"] for row in resumed] == list(range(1, 9))
+    assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in expected], rel=5e-3)
+    assert all(0 < row["mfu"] < 1 and row["peak_memory_bytes"] > 0 for row in resumed)
     assert (checkpoint_of(tmp_path / "parts", 8) / "model.safetensors").exists()
 
 

@@ -1,4 +1,5 @@
-"""Moments in bf16 and state in host memory: unbiased, the same on every mesh, saved and loaded, near to fp32."""
+"""Moments in bf16, and state in host memory. Rounding is unbiased and the same on every mesh; checkpoints restore
+it."""
 
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def test_rounding_is_to_a_neighbour_and_unbiased():
 
 
 def test_draws_do_not_repeat():
-    """Of two steps, two tensors, two moments and neighbouring elements."""
+    """The random bits of two steps, two tensors, two moments and neighbouring elements are uncorrelated."""
     n = 1 << 16
     upper, lower = halves(draw("a", 1, torch.arange(n)))
     others = [lower, halves(draw("a", 2, torch.arange(n)))[0], halves(draw("b", 1, torch.arange(n)))[0], upper.roll(1)]
@@ -100,11 +101,11 @@ def one_process() -> Run:
 
 @pytest.mark.parametrize("mesh", [n if n == "tp2-pp1" else pytest.param(n, marks=pytest.mark.full) for n in MESHES])
 def test_any_mesh_rounds_to_the_same_bits(mesh, one_process):
-    found = assemble(run_ranks(rank_updates, 2, MESHES[mesh]))
+    sharded = assemble(run_ranks(rank_updates, 2, MESHES[mesh]))
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         dtype = torch.float32 if kind == "weight" else torch.bfloat16
         for name, expected in one_process.tensors[kind].items():
-            got = found.tensors[kind][name]
+            got = sharded.tensors[kind][name]
             assert got.dtype == dtype and torch.equal(got, expected), f"{kind} of {name}"
 
 
@@ -145,18 +146,18 @@ def test_training_with_bf16_moments_stays_near_fp32():
 @pytest.mark.parametrize("overrides", [OFFLOADED[0], *(pytest.param(o, marks=pytest.mark.full) for o in OFFLOADED[1:])])
 def test_offloaded_state_changes_no_bit(overrides):
     common = [*MODEL, "train.global_batch=8", "train.micro_batch=2", *overrides]
-    found, expected = train(2, [*common, OFFLOAD]), train(2, common)
-    assert found.losses == expected.losses and found.norms == expected.norms
+    offloaded, expected = train(2, [*common, OFFLOAD]), train(2, common)
+    assert offloaded.losses == expected.losses and offloaded.norms == expected.norms
     for kind, tensors in expected.tensors.items():
         for name, want in tensors.items():
-            assert torch.equal(found.tensors[kind][name], want), f"{kind} of {name}"
+            assert torch.equal(offloaded.tensors[kind][name], want), f"{kind} of {name}"
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def save_or_resume(overrides: list[str], source: Path | None, folder: Path) -> None:
-    """On one rank: two steps and a checkpoint; or one taken up and saved again as it is."""
+    """On one rank: two steps and a checkpoint; or a checkpoint that is loaded and saved again unchanged."""
     rank, _, world = world_from_env()
     run = [*MODEL, "train.global_batch=8", "train.micro_batch=2", "optim.ema=0.9"]
     cfg = resolve(load_config([*run, *overrides]), world)

@@ -16,36 +16,36 @@ LENGTH = 64
 
 
 def on_ranks(cases: list[tuple], B: int, D: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """This rank's out, dq, dk, dv of each case (cut, heads, name of the variant)."""
-    part, found = world_from_env()[0], []
-    for cut, heads, name in cases:
-        tokens = torch.from_numpy(cut.index(part))
-        shards = [x[:, tokens] for x in random_qkv(B, cut.length, *heads, D, dtype)]
-        ctx = SimpleNamespace(scores=variant(name, B, cut.length, heads[0]))
-        core = cp_core(cut, dist.group.WORLD, part)
-        found.append(out_and_gradients(lambda *x, core=core, ctx=ctx: core(*x, ctx), *shards))
-    return found
+    """This rank's out, dq, dk, dv of each case (sharding, heads, name of the variant)."""
+    part, results = world_from_env()[0], []
+    for sharding, heads, name in cases:
+        tokens = torch.from_numpy(sharding.index(part))
+        shards = [x[:, tokens] for x in random_qkv(B, sharding.length, *heads, D, dtype)]
+        ctx = SimpleNamespace(scores=variant(name, B, sharding.length, heads[0]))
+        core = cp_core(sharding, dist.group.WORLD, part)
+        results.append(out_and_gradients(lambda *x, core=core, ctx=ctx: core(*x, ctx), *shards))
+    return results
 
 
 def check(cases: list[tuple], bound_out: float, bound_grad: float, dtype=torch.float64, B: int = 2, D: int = 16):
-    """All cases are of one number of ranks."""
+    """All cases have the same number of ranks."""
     by_rank = run_ranks(on_ranks, cases[0][0].parts, cases, B, D, dtype)
-    for i, (cut, heads, name) in enumerate(cases):
-        wide = [x.double() for x in random_qkv(B, cut.length, *heads, D, dtype)]
-        scores = variant(name, B, cut.length, heads[0])
+    for i, (sharding, heads, name) in enumerate(cases):
+        wide = [x.double() for x in random_qkv(B, sharding.length, *heads, D, dtype)]
+        scores = variant(name, B, sharding.length, heads[0])
         expected = out_and_gradients(lambda *x, scores=scores: brute_force(*x, scores), *wide)
         got = [torch.empty_like(x, dtype=dtype) for x in expected]
         for part, mine in enumerate(by_rank):
             for whole, x in zip(got, mine[i], strict=True):
                 assert x.dtype == dtype
-                whole[:, torch.from_numpy(cut.index(part))] = x
+                whole[:, torch.from_numpy(sharding.index(part))] = x
         try:
             assert_close(got, expected, bound_out, bound_grad)
         except AssertionError as e:
-            raise AssertionError(f"{cut}, heads {heads}, {name}: {e}") from e
+            raise AssertionError(f"{sharding}, heads {heads}, {name}: {e}") from e
 
 
-def cut(ring: int, ulysses: int = 1, balance: str = "zigzag", length: int = LENGTH) -> SequenceSharding:
+def sharding_of(ring: int, ulysses: int = 1, balance: str = "zigzag", length: int = LENGTH) -> SequenceSharding:
     return SequenceSharding(length, ring, ulysses, balance)
 
 
@@ -53,18 +53,18 @@ def cut(ring: int, ulysses: int = 1, balance: str = "zigzag", length: int = LENG
 @pytest.mark.parametrize("ring", [2, 4])
 def test_ring(ring, balance):
     names = VARIANTS if balance != "none" else ["plain", "everything"]
-    check([(cut(ring, 1, balance), (4, 2), name) for name in names], 1e-10, 1e-9)
+    check([(sharding_of(ring, 1, balance), (4, 2), name) for name in names], 1e-10, 1e-9)
 
 
 @pytest.mark.parametrize("ulysses", [2, 4])
 def test_ulysses(ulysses):
-    # 1: fewer key/value heads than ranks, so that their gradients are summed over those that have a copy
-    check([(cut(1, ulysses), heads, n) for heads in ((4, 4), (4, 1), (8, 2)) for n in VARIANTS], 1e-10, 1e-9)
+    # 1: fewer key/value heads than ranks, so their gradients are summed over the ranks that hold a replica
+    check([(sharding_of(1, ulysses), heads, n) for heads in ((4, 4), (4, 1), (8, 2)) for n in VARIANTS], 1e-10, 1e-9)
 
 
 @pytest.mark.parametrize("balance", ["zigzag", "striped"])
 def test_ring_of_ulysses_groups(balance):
-    check([(cut(2, 2, balance), heads, n) for heads in ((4, 2), (4, 1)) for n in VARIANTS], 1e-10, 1e-9)
+    check([(sharding_of(2, 2, balance), heads, n) for heads in ((4, 2), (4, 1)) for n in VARIANTS], 1e-10, 1e-9)
 
 
 @pytest.mark.full
@@ -72,33 +72,33 @@ def test_ring_of_ulysses_groups(balance):
 @pytest.mark.parametrize(
     "ring, ulysses", [(2, 1), (3, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (4, 2), (2, 4), (3, 2)]
 )
-def test_every_way_to_cut(ring, ulysses, balance):
-    c = cut(ring, ulysses, balance, 96)
+def test_every_sharding(ring, ulysses, balance):
+    c = sharding_of(ring, ulysses, balance, 96)
     check([(c, heads, n) for heads in ((8, 8), (8, 4), (8, 1)) for n in VARIANTS], 1e-10, 1e-9)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ring, ulysses", [(2, 1), (1, 2), (2, 2)])
 def test_over_several_blocks(ring, ulysses):
-    check([(cut(ring, ulysses, length=2400), (4, 2), n) for n in VARIANTS], 1e-10, 1e-9, B=1)
+    check([(sharding_of(ring, ulysses, length=2400), (4, 2), n) for n in VARIANTS], 1e-10, 1e-9, B=1)
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_in_low_precision(dtype, bound):
-    check([(cut(2), (4, 2), n) for n in VARIANTS], bound, 2 * bound, dtype)
+    check([(sharding_of(2), (4, 2), n) for n in VARIANTS], bound, 2 * bound, dtype)
 
 
 @pytest.mark.parametrize("N, K, U", [(6, 2, 4), (12, 6, 4)])
-def test_heads_that_cannot_be_dealt_are_refused(N, K, U):
+def test_head_counts_that_the_ranks_do_not_divide_are_refused(N, K, U):
     q, k, v, _ = random_qkv(1, 8, N, K, 16)
-    core = cp_core(cut(1, U), None, 0, links=SimpleNamespace())
+    core = cp_core(sharding_of(1, U), None, 0, links=SimpleNamespace())
     with pytest.raises(ValueError, match=f"{K} key/value heads"):
         core(q, k, v, SimpleNamespace(scores=variant("plain", 1, 8, N)))
 
 
 def compiled_and_not() -> tuple[torch.Tensor, torch.Tensor]:
     part = world_from_env()[0]
-    c = cut(2)
+    c = sharding_of(2)
     core, ctx = cp_core(c, dist.group.WORLD, part), SimpleNamespace(scores=variant("packed", 1, LENGTH, 4))
     q, k, v, _ = (x[:, c.index(part)] for x in random_qkv(1, LENGTH, 4, 2, 16))
     f = lambda q, k, v: core(q * 2, k, v, ctx) + 1

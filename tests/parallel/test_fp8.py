@@ -1,4 +1,4 @@
-"""precision.compute=fp8: what becomes of a number, the three matmuls, and the training against bf16."""
+"""precision.compute=fp8: the cast of a number, the three matmuls, and training against bf16."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from ndtrain.parallel.grad_accumulator import GradAccumulator
 from tests.lib.parity import train
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-STEP = {E4M3: 2**-4, E5M2: 2**-3}  # half the distance to the next number, at most, as a share of it
+STEP = {E4M3: 2**-4, E5M2: 2**-3}  # the largest relative rounding error
 MODEL = [
     "model.vocab_size=64", "model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=2",
     "model.num_attention_heads=4", "model.num_key_value_heads=2", "train.seq_len=32", "train.micro_batch=4",
@@ -50,9 +50,9 @@ def test_a_cast_uses_the_range_and_no_more(dtype, largest):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_a_part_is_cast_to_the_same_numbers(dtype):
-    """So that a rank, which sees a part of a tensor only, agrees with one that sees all of it."""
+    """A rank that holds a part of a tensor casts it as a rank that holds all of it."""
     x = drawn(64, 64)
-    x[0, 0] = 300.0  # the rest would be scaled otherwise by itself
+    x[0, 0] = 300.0  # without it the rest would get another scale
     whole, part = cast(x, dtype), cast(x[1:], dtype)
     assert whole.unit != part.unit
     near = x[1:].abs() > 300 * 2.0**-13
@@ -72,7 +72,7 @@ def test_zeros_and_what_is_not_finite():
 
 
 def products_of(matmul: MatmulImpl, device: str = "cpu") -> list[torch.Tensor]:
-    """Output, input gradient of two weights, and weight gradient (twice over, into one sink)."""
+    """Output, input gradient of two weights, and weight gradient (accumulated twice)."""
     x, dy, other = (drawn(48, n, seed=i).to(device) for i, n in enumerate((32, 64, 16)))
     w, v = (torch.nn.Parameter(drawn(n, 32, seed=n).to(device)) for n in (64, 16))
     with torch.no_grad():
@@ -87,8 +87,8 @@ def products_of(matmul: MatmulImpl, device: str = "cpu") -> list[torch.Tensor]:
     return [y, dx, w.grad]
 
 
-def close(found: list[torch.Tensor], expected: list[torch.Tensor], bound: float) -> None:
-    for got, want in zip(found, expected, strict=True):
+def close(actual: list[torch.Tensor], expected: list[torch.Tensor], bound: float) -> None:
+    for got, want in zip(actual, expected, strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
         assert (got.double() - want.double()).norm() <= bound * want.double().norm()
 
@@ -98,7 +98,7 @@ def test_products_are_near_those_of_bf16():
 
 
 def test_the_device_multiplies_as_the_emulation():
-    """PyTorch's own fp8 matmul on CPU: too slow to train with, and asked for as the GPU's is."""
+    """PyTorch's own fp8 matmul on CPU: too slow to train with, but called as the GPU's is."""
     with mock.patch.object(fp8, "multiplies_fp8", lambda device: True):
         try:
             native = products_of(Fp8Matmul())
@@ -109,12 +109,12 @@ def test_the_device_multiplies_as_the_emulation():
 
 @pytest.mark.full
 def test_compiled_products_are_those_made_outside():
-    """Bit for bit, where the compiler rounds what it fuses as it would be otherwise."""
+    """Bit for bit, if the compiler rounds fused ops as separate ones."""
     x, w, v = drawn(48, 32), drawn(64, 32, seed=1), drawn(16, 32, seed=2)
     dys = [drawn(48, n, seed=n) * scale for n, scale in ((64, 1e-4), (16, 1.0))]
 
     def run(linear, *tensors):
-        """x as something before it makes it; outputs as something after them takes them."""
+        """An op before x and one after the outputs, which the compiler may fuse."""
         x_NI, *weights = (t.clone().requires_grad_() for t in tensors)
         with torch._inductor.config.patch(emulate_precision_casts=True):
             y, z = torch.compile(lambda a, b: linear(2 * a, b, [None, None]), fullgraph=True)(x_NI, weights)
@@ -133,8 +133,8 @@ def test_compiled_products_are_those_made_outside():
 def test_a_gpu_multiplies_as_the_emulation():
     if not multiplies_fp8("cuda"):
         pytest.skip("a GPU without fp8 matmuls")
-    found = [x.cpu() for x in products_of(Fp8Matmul(), "cuda")]
-    close(found, products_of(Fp8Matmul()), 2e-3)
+    on_gpu = [x.cpu() for x in products_of(Fp8Matmul(), "cuda")]
+    close(on_gpu, products_of(Fp8Matmul()), 2e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -155,9 +155,9 @@ def test_gradients_point_where_those_of_bf16_do():
 
 @pytest.mark.full
 def test_compiled_blocks_have_the_same_gradients(one_process):
-    found = train(1, [*MODEL, "train.steps=1", "precision.compute=fp8", "train.compile=true"])
+    trained = train(1, [*MODEL, "train.steps=1", "precision.compute=fp8", "train.compile=true"])
     for name, want in one_process.tensors["gradient"].items():
-        assert cosine(found.tensors["gradient"][name], want) > 0.99, name
+        assert cosine(trained.tensors["gradient"][name], want) > 0.99, name
 
 
 MESHES = {
@@ -177,36 +177,36 @@ def one_process():
 
 @pytest.mark.parametrize("mesh", [m if m == "dp2" else pytest.param(m, marks=pytest.mark.full) for m in MESHES])
 def test_gradients_over_a_mesh(mesh, one_process):
-    """Where bf16 sums come out alike, so do the products in fp8; where they do not, within what fp8 rounds."""
+    """Where the bf16 sums are equal, the fp8 matmuls are too. Elsewhere they differ by the rounding of fp8."""
     overrides, bound = MESHES[mesh]
-    found = train(2, [*MODEL, "train.steps=1", "precision.compute=fp8", *overrides])
+    trained = train(2, [*MODEL, "train.steps=1", "precision.compute=fp8", *overrides])
     for name, want in one_process.tensors["gradient"].items():
-        off = (found.tensors["gradient"][name] - want).norm() / want.norm()
+        off = (trained.tensors["gradient"][name] - want).norm() / want.norm()
         assert off <= bound, f"{name} is off by {off:.3f}"
 
 
 @dataclass
 class Chain:
-    """In place of a corpus: a sequence's first token says which follows which in it, so that embedding and head alone,
-    without the blocks, learn little."""
+    """Replaces a corpus. The first token of a sequence determines which token follows which. Embedding and head alone,
+    without the blocks, learn little of it."""
 
     cfg: Config
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
         draw, vocabulary = np.random.default_rng(step), self.cfg.model.vocab_size
-        found = np.empty((len(rows), self.cfg.train.seq_len + 1), dtype=np.int64)
-        found[:, 0] = draw.integers(0, 4, len(rows))
-        found[:, 1] = draw.integers(0, vocabulary, len(rows))
-        for i in range(2, found.shape[1]):
-            found[:, i] = (5 * found[:, i - 1] + 1 + vocabulary // 4 * found[:, 0]) % vocabulary
-        return found
+        tokens = np.empty((len(rows), self.cfg.train.seq_len + 1), dtype=np.int64)
+        tokens[:, 0] = draw.integers(0, 4, len(rows))
+        tokens[:, 1] = draw.integers(0, vocabulary, len(rows))
+        for i in range(2, tokens.shape[1]):
+            tokens[:, i] = (5 * tokens[:, i - 1] + 1 + vocabulary // 4 * tokens[:, 0]) % vocabulary
+        return tokens
 
 
 LEARNING = ["train.seq_len=16", "train.global_batch=16", "train.micro_batch=16", "optim.lr=5e-3", "optim.warmup=5"]
 
 
 def losses(precision: str, steps: int) -> np.ndarray:
-    """Of each step of a training in one process."""
+    """The loss of each step of a training in one process."""
     cfg = resolve(load_config([*MODEL, *LEARNING, f"train.steps={steps}", f"precision.compute={precision}"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)

@@ -1,4 +1,4 @@
-"""Matrices that are one product where they stand row behind row, and gradients that lie as that product needs them."""
+"""Matrices that are neighbours in memory are fused into one matmul, and the gradients lie as that matmul needs them."""
 
 from collections import Counter
 
@@ -41,7 +41,7 @@ def test_what_does_not_follow_is_copied():
 
 
 def test_memory_that_happens_to_follow_is_not_joined():
-    """Two allocations of one pool may lie next to each other: they are still two memories."""
+    """Two allocations of one pool may be neighbours, but they stay two storages."""
     pool = torch.arange(8.0)
     two = [torch.frombuffer(pool.numpy(), dtype=torch.float32, count=4, offset=16 * i).view(1, 4) for i in range(2)]
     assert two[0].data_ptr() + 16 == two[1].data_ptr()
@@ -53,8 +53,8 @@ def leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def test_gradients_of_what_lies_between_products():
-    """And they come side by side, as they came in."""
+def test_gradients_of_the_ops_between_matmuls():
+    """The gradients come out side by side, as the inputs went in."""
     torch.autograd.gradcheck(swiglu, (leaf(3, 4), leaf(3, 4)))
     torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (leaf(3, 4), leaf(4)))
     torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (leaf(2, 3, 2, 4), leaf(4)))
@@ -74,7 +74,7 @@ def test_gradients_of_what_lies_between_products():
         torch.testing.assert_close(got, want)
 
 
-def test_which_matrices_stack():
+def test_which_matrices_are_fused():
     wide, narrow, embed = Dim("heads", 4, 2), Dim("kv_heads", 2, 2), Dim("embed", 6)
     tensors = {"q": (wide, embed), "k": (narrow, embed), "o": (embed, wide), "norm": (embed,)}
     rules = {"heads": "tp", "kv_heads": "tp"}
@@ -102,7 +102,7 @@ class MatmulCount(TorchDispatchMode):
 
 
 def products_of_a_step(overrides: list[str]) -> int:
-    """Of matrices, in one step of one microbatch."""
+    """The number of matmuls in one step of one microbatch."""
     cfg = resolve(load_config([*SHAPE, "train.global_batch=2", *overrides]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
@@ -116,7 +116,7 @@ def products_of_a_step(overrides: list[str]) -> int:
 @pytest.mark.parametrize(
     "overrides", [[], ["mesh.zero=1"], ["model.model_type=qwen2"]], ids=["llama", "zero1", "qwen2"]
 )
-def test_neighbours_are_one_product(overrides):
+def test_neighbours_are_one_matmul(overrides):
     """Forward, and for the weights' and the input's gradients: q with k, v, o, gate with up, and down, in each of three
     layers, and the head's in three chunks."""
     assert products_of_a_step(overrides) == 3 * (3 * 5 + 3)

@@ -1,6 +1,6 @@
-"""Bytes a rank holds for each zero stages, and at the height of a step: measured against the formulas of fsdp.py.
+"""Bytes that a rank holds for each zero stage, and at the peak of a step, against the formulas of fsdp.py.
 
-The height is read from the allocator's own events, so that gathers, receive buffers and temporaries all count.
+The peak is read from the allocator's own events, so gathers, receive buffers and temporaries all count.
 """
 
 from functools import cache
@@ -27,7 +27,7 @@ BLOCK = 64 * 64 * 4 + 3 * 64 * 176 + 128  # parameters
 
 
 def measure(overrides: list[str]) -> dict[str, int]:
-    """On one rank: bytes held between steps, and at the height of a step above those."""
+    """On one rank: bytes held between steps, and the peak of a step above those."""
     rank, _, world = world_from_env()
     cfg = resolve(load_config([*SHAPE, f"train.global_batch={2 * 2 * world}", *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
@@ -37,14 +37,14 @@ def measure(overrides: list[str]) -> dict[str, int]:
     step.run(1, make_batches(cfg, mesh, 1, "none")).wait()
     batches = make_batches(cfg, mesh, 2, "none")
     held = stages.units.state_bytes()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step.run(2, batches).wait()
-    return {"held": held, "height": peak_bytes(found), "numel": parameter_count(cfg.model)}
+    return {"held": held, "peak": peak_bytes(profiled), "numel": parameter_count(cfg.model)}
 
 
-def peak_bytes(found: profile) -> int:
+def peak_bytes(profiled: profile) -> int:
     """The highest sum of allocations and frees, from 0 at the start."""
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert len(events) > 100, "the profiler recorded no memory events"
     total = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
@@ -55,8 +55,8 @@ def peak_bytes(found: profile) -> int:
 
 @cache
 def activations(precision: str) -> int:
-    """Height above the state on one process, which neither gathers nor reduces (zero=1: nor casts)."""
-    return run_ranks(measure, 1, ["mesh.zero=1", f"precision.compute={precision}"])[0]["height"]
+    """Peak above the state on one process, which neither gathers nor reduces, nor casts with zero=1."""
+    return run_ranks(measure, 1, ["mesh.zero=1", f"precision.compute={precision}"])[0]["peak"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -64,14 +64,14 @@ def activations(precision: str) -> int:
 @pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4, 8))])
 def test_bytes_a_rank(n, zero, precision):
     width = DTYPES[precision].itemsize
-    found = run_ranks(measure, n, [f"mesh.zero={zero}", "mesh.fsdp=-1", f"precision.compute={precision}"])
-    for rank in found:
+    measured = run_ranks(measure, n, [f"mesh.zero={zero}", "mesh.fsdp=-1", f"precision.compute={precision}"])
+    for rank in measured:
         expected = state_bytes(rank["numel"], n, zero, width, shared=precision == "fp32" and (zero < 3 or n == 1))
-        print(f"n={n} zero={zero} {precision}: held {rank['held']} formula {expected} height {rank['height']}")
+        print(f"n={n} zero={zero} {precision}: held {rank['held']} formula {expected} peak {rank['peak']}")
         assert abs(rank["held"] / expected - 1) < 0.03
         two_blocks = 2 * BLOCK * (width + 4)
-        # 3 %: in bf16 a reduce-scatter's receive buffer is more than the room two blocks leave
-        assert rank["held"] + rank["height"] <= 1.03 * (expected + activations(precision) + two_blocks)
+        # 3 %: in bf16 the receive buffer of a reduce-scatter exceeds the allowance of two blocks
+        assert rank["held"] + rank["peak"] <= 1.03 * (expected + activations(precision) + two_blocks)
 
 
 SAVINGS = {
@@ -100,9 +100,9 @@ LONG = [
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("axis", ["cp", "tp"])
 def test_activations_fall_with_the_ranks(axis, precision):
-    """Of a long sequence, at the height of a step, with everything a step allocates beside the state."""
+    """For a long sequence, at the peak of a step, including all that a step allocates besides the state."""
     compute = f"precision.compute={precision}"
-    heights = {n: run_ranks(measure, n, [*LONG, f"mesh.{axis}={n}", compute])[0]["height"] for n in (1, 2, 4)}
-    print(f"{axis} {precision}: {heights}, {[heights[n] * n / heights[1] for n in heights]} of 1/n")
+    peaks = {n: run_ranks(measure, n, [*LONG, f"mesh.{axis}={n}", compute])[0]["peak"] for n in (1, 2, 4)}
+    print(f"{axis} {precision}: {peaks}, {[peaks[n] * n / peaks[1] for n in peaks]} of 1/n")
     for n in (2, 4):
-        assert heights[n] <= 1.15 * heights[1] / n, f"{axis}={n}: {heights[n] * n / heights[1]:.2f} times 1/n"
+        assert peaks[n] <= 1.15 * peaks[1] / n, f"{axis}={n}: {peaks[n] * n / peaks[1]:.2f} times 1/n"

@@ -1,5 +1,6 @@
 """Every schedule, and every mesh over all five axes, trains as one process does: any number of microbatches, stages of
-unequal length, tied embeddings at both ends, microbatches without a valid token, all recompute modes and zero stages.
+unequal length, tied embeddings on the first and the last stage, microbatches without a valid token, all recompute modes
+and zero stages.
 """
 
 import random
@@ -68,7 +69,7 @@ def test_schedules(pp, microbatches, extra):
 
 
 def meshes():
-    """All of 4 and 8 ranks over five axes with pp > 1, in turn with everything else there is."""
+    """All meshes of 4 and 8 ranks over five axes with pp > 1. The other settings alternate."""
     turn = count()
     for n in (4, 8):
         for sizes in product((1, 2, 4, 8), repeat=5):
@@ -98,7 +99,7 @@ def test_mesh_order_and_split():
 
 
 def shuffled(draw: random.Random) -> tuple[int, int, list[list[Action]]]:
-    """(pp, microbatches, table): a schedule's with some actions of a rank in each other's place."""
+    """(pp, microbatches, table): the table of a schedule in which some actions of a rank are swapped."""
     pp, m = draw.choice((2, 3)), draw.choice((2, 3, 4))
     table = [list(row) for row in build(draw.choice(SCHEDULES), pp, m).table]
     for _ in range(draw.randint(1, 12)):
@@ -111,7 +112,7 @@ def shuffled(draw: random.Random) -> tuple[int, int, list[list[Action]]]:
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.full) for s in range(2, 16))])
 def test_shuffled_tables_run_right_or_are_refused(seed, tmp_path):
-    """Never a hang: a case is over within the two minutes of `run_ranks`."""
+    """A case never hangs: it ends within the two minutes of `run_ranks`."""
     draw, refused = random.Random(seed), 0
     while True:
         pp, m, table = shuffled(draw)
@@ -134,7 +135,8 @@ def test_thirty_two_ranks():
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_v", marks=pytest.mark.full)])
 def test_fp32(schedule):
-    """Against the same microbatches: nine layers amplify another rounding of activations beyond the bound."""
+    """Compared with the same microbatches, because nine layers amplify other roundings of activations beyond the
+    bound."""
     same = [*DEEP, "precision.params=fp32", "precision.compute=fp32", "train.global_batch=8", "train.micro_batch=2"]
     run = train(2, [*same, f"schedule={schedule}", "mesh.pp=2"], "uneven")
     compare(run, train(1, same, "uneven"), loss=1e-6, state=1e-5)

@@ -1,5 +1,6 @@
-"""Every mesh over dp, fsdp, cp and tp trains as one process does: heads in replicated K/V groups, a vocabulary nothing
-divides, streams cut or not, attention by ring, all-to-all or both, documents packed or not."""
+"""Every mesh over dp, fsdp, cp and tp trains as one process does: heads in replicated K/V groups, a vocabulary size
+that no axis divides, with and without sequence parallelism, attention by ring, all-to-all or both, documents packed or
+not."""
 
 from functools import cache
 from itertools import product
@@ -20,8 +21,8 @@ TP = ([], ["tp.overlap=true"], ["tp.sequence_parallel=false"], ["tp.sequence_par
 
 def factorisations(n: int) -> list[dict[str, int]]:
     sizes = [s for s in (1, 2, 4, 8) if n % s == 0]
-    found = [dict(zip(("dp", "fsdp", "cp", "tp"), four, strict=True)) for four in product(sizes, repeat=4)]
-    return [mesh for mesh in found if mesh["dp"] * mesh["fsdp"] * mesh["cp"] * mesh["tp"] == n]
+    meshes = [dict(zip(("dp", "fsdp", "cp", "tp"), four, strict=True)) for four in product(sizes, repeat=4)]
+    return [mesh for mesh in meshes if mesh["dp"] * mesh["fsdp"] * mesh["cp"] * mesh["tp"] == n]
 
 
 def cp_kinds(cp: int) -> list[list[str]]:
@@ -32,8 +33,8 @@ def cp_kinds(cp: int) -> list[list[str]]:
 
 
 def sweep():
-    """For every mesh each way of tp with each of cp (8 ranks: each once), in turn with tied weights, packing, zero and
-    accumulation."""
+    """Every mesh with each mode of tp and each of cp (8 ranks: each once). Tied weights, packing, zero and accumulation
+    alternate."""
     number = 0
     for n in (2, 4, 8):
         for mesh in factorisations(n):
@@ -80,14 +81,17 @@ def mesh(**sizes: int) -> dict[str, int]:
 WHOLE_HEADS = ["layout.rules.heads=null", "layout.rules.kv_heads=null", "tp.sequence_parallel=false"]
 VARIANTS = {
     "whole vocabulary": (mesh(tp=2, cp=2), ["layout.rules.vocab=null", TIED]),
-    "whole vocabulary, whole stream": (mesh(tp=2), ["layout.rules.vocab=null", "tp.sequence_parallel=false"]),
+    "whole vocabulary, whole residual stream": (mesh(tp=2), ["layout.rules.vocab=null", "tp.sequence_parallel=false"]),
     "whole mlp": (mesh(tp=2, fsdp=2), ["layout.rules.mlp=null"]),
     "whole heads": (mesh(tp=4), WHOLE_HEADS),
     "biases": (mesh(tp=4), ["model.attention_bias=true", "model.mlp_bias=true"]),
-    "biases, whole stream": (mesh(tp=2), ["model.attention_bias=true", "model.mlp_bias=true", *WHOLE_HEADS[2:]]),
+    "biases, whole residual stream": (
+        mesh(tp=2),
+        ["model.attention_bias=true", "model.mlp_bias=true", *WHOLE_HEADS[2:]],
+    ),
     "qwen2": (mesh(tp=4), ["model.model_type=qwen2", "tp.overlap=true"]),
     "qwen3": (mesh(tp=4, cp=2), ["model.model_type=qwen3"]),
-    "qwen3, whole stream": (mesh(tp=2), ["model.model_type=qwen3", "tp.sequence_parallel=false"]),
+    "qwen3, whole residual stream": (mesh(tp=2), ["model.model_type=qwen3", "tp.sequence_parallel=false"]),
     "window": (mesh(cp=2, tp=2), ["model.model_type=mistral", "model.sliding_window=5", PACKED]),
     "window, ulysses": (mesh(cp=4), ["model.model_type=mistral", "model.sliding_window=5", "cp.kind=ulysses"]),
     "softcap": (mesh(cp=4), ["model.attn_logit_softcapping=0.5", "cp.ulysses=2"]),
@@ -98,7 +102,7 @@ VARIANTS = {
 }
 
 
-DEFAULT = ("whole vocabulary", "biases", "qwen3, whole stream", "window", "softcap", "alibi, ulysses")
+DEFAULT = ("whole vocabulary", "biases", "qwen3, whole residual stream", "window", "softcap", "alibi, ulysses")
 
 
 @pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.full) for n in VARIANTS])
@@ -124,7 +128,7 @@ def test_fp32(name):
 
 
 def error(run: Run, exact: Run) -> float:
-    """Of the first gradient as a whole."""
+    """The norm of the whole first gradient."""
     pairs = [(run.tensors["gradient"][n].double(), g.double()) for n, g in exact.tensors["gradient"].items()]
     square = sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)
     return square.sqrt().item()

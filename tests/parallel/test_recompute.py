@@ -1,4 +1,5 @@
-"""Every recompute mode trains as without it, sends nothing twice that can be kept, and holds what it says it does."""
+"""Every recompute mode trains as without it, sends nothing twice whose result can be saved, and stays under its
+peak."""
 
 import random
 from collections.abc import Callable
@@ -35,8 +36,8 @@ CASES = {
     "every 3, gpipe": (1, ["recompute=every", "recompute.every=3", "schedule=gpipe"]),
     "budget": (1, ["recompute=budget", "recompute.budget=360kB"]),
     "full, tp": (2, ["recompute=full", "mesh.tp=2", "model.attention_bias=true", "model.mlp_bias=true"]),
-    "full, whole stream": (2, ["recompute=full", "mesh.tp=2", "tp.sequence_parallel=false", "tp.overlap=true"]),
-    "every 2, tp": (2, ["recompute=every", "recompute.every=2", "mesh.tp=2"]),
+    "full, whole residual stream": (2, ["recompute=full", "mesh.tp=2", "tp.sequence_parallel=false",
+    "tp.overlap=true"]), "every 2, tp": (2, ["recompute=every", "recompute.every=2", "mesh.tp=2"]),
     "selective, tp": (2, ["recompute=selective", "mesh.tp=2", "tp.overlap=true"]),
     "full, ring": (2, ["recompute=full", "mesh.cp=2", "data.pack=true"]),
     "full, ulysses": (2, ["recompute=full", "mesh.cp=2", "cp.kind=ulysses"]),
@@ -131,12 +132,12 @@ def test_ops_are_named_by_their_first_weight():
     ],
 )
 def test_groups_cover_the_blocks_in_order(cfg, sizes):
-    found = plan_recompute(range(2, 11), cfg)
-    assert [len(g.layers) for g in found] == sizes
-    assert [i for g in found for i in g.layers] == (list(range(2, 11)) if sizes else [])
+    groups = plan_recompute(range(2, 11), cfg)
+    assert [len(g.layers) for g in groups] == sizes
+    assert [i for g in groups for i in g.layers] == (list(range(2, 11)) if sizes else [])
 
 
-def test_what_groups_keep_and_spare():
+def test_what_groups_save_and_skip():
     always = frozenset({"o_proj", "down_proj"})
     (a, b) = plan_recompute([1, 2, 3], RecomputeConfig(name="every", every=2), always)
     assert (a, b) == (RecomputeGroup([1, 2], always), RecomputeGroup([3], always))
@@ -152,7 +153,7 @@ def test_what_groups_keep_and_spare():
 
 
 def bytes_sent(ways: list[list[str]]) -> list[int]:
-    """What this rank sends in a run of each."""
+    """Bytes that this rank sends in a run of each."""
     return [_sent(overrides) for overrides in ways]
 
 
@@ -176,12 +177,12 @@ def _sent(overrides: list[str]) -> int:
 
 SHORT = ["model.num_hidden_layers=2", "train.micro_batch=4", "train.steps=1", "mesh.zero=1"]
 RUNS = 2 * 2  # microbatches x blocks
-STREAM = 4 * 12 * 36 * 8 // 2  # bytes of a rank's half of the stream of a microbatch
-HEADS = 4 * 6 * (4 + 1 + 1) * 4 * 8  # of its half of the tokens, the other's heads of q, k and v
-SENT = {  # mesh -> what the second run of a block sends: by full, every=2, selective, selective without gate_up_proj
+STREAM = 4 * 12 * 36 * 8 // 2  # bytes of a rank's half of the residual stream of a microbatch
+HEADS = 4 * 6 * (4 + 1 + 1) * 4 * 8  # bytes of q, k and v for a rank's half of the tokens and the other rank's heads
+SENT = {  # mesh -> bytes that a block's recompute sends with full, every=2, selective, selective without gate_up_proj
     "tp": (["mesh.tp=2"], (2 * STREAM, 2 * STREAM, STREAM, 2 * STREAM)),
     "tp, in parts": (["mesh.tp=2", "tp.overlap=true"], (2 * STREAM, 2 * STREAM, STREAM, 2 * STREAM)),
-    "tp, whole stream": (["mesh.tp=2", "tp.sequence_parallel=false"], (0, 0, 0, 0)),
+    "tp, whole residual stream": (["mesh.tp=2", "tp.sequence_parallel=false"], (0, 0, 0, 0)),
     "ring": (["mesh.cp=2"], (0, 0, 0, 0)),
     "ulysses": (["mesh.cp=2", "cp.kind=ulysses"], (HEADS,) * 4),
 }
@@ -194,13 +195,13 @@ WAYS = [
 @pytest.mark.parametrize(
     "name", [n if n in ("tp", "ulysses") else pytest.param(n, marks=pytest.mark.full) for n in SENT]
 )
-def test_the_second_run_sends_only_what_brings_inputs_together(name):
-    """tp's columns see all tokens and Ulysses' core all of a head's: these inputs are gathered again, as a backward
-    gathers them too. No output is summed or exchanged again, and no ring turns."""
+def test_the_recompute_sends_only_the_inputs_of_ops(name):
+    """The column-parallel linears of tp need all tokens, and the core of Ulysses all tokens of a head. These inputs are
+    gathered again, as in a backward. No output is summed or exchanged again, and no ring is sent around."""
     mesh, expected = SENT[name]
-    for none, *again in run_ranks(bytes_sent, 2, [[*mesh, *way] for way in (["recompute=none"], *WAYS)]):
+    for none, *recomputed in run_ranks(bytes_sent, 2, [[*mesh, *way] for way in (["recompute=none"], *WAYS)]):
         assert none > 0
-        assert [(sent - none) / RUNS for sent in again] == list(expected)
+        assert [(sent - none) / RUNS for sent in recomputed] == list(expected)
 
 
 # ----------------------------------------------------------------------------------------------------------- memory
@@ -212,30 +213,30 @@ DEEP = [
 MB = 1_000_000
 
 
-def heights(ways: list[list[str]]) -> list[dict]:
-    """Measured bytes above the state at the height of a step, for each; and with recompute=budget what was planned."""
-    return [_height(way) for way in ways]
+def peaks(ways: list[list[str]]) -> list[dict]:
+    """For each: the measured peak bytes of a step above the state, and with recompute=budget what was planned."""
+    return [_peak(way) for way in ways]
 
 
-def _height(overrides: list[str]) -> dict:
+def _peak(overrides: list[str]) -> dict:
     planned = {}
 
     def spy(loads, sizes, limit, cost, always):
-        found = plan(loads, sizes, limit, cost, always)
-        full = [c for c in choices(always) if c is not None][:1] * len(found)
+        chosen = plan(loads, sizes, limit, cost, always)
+        full = [c for c in choices(always) if c is not None][:1] * len(chosen)
         planned.update(
-            budget=limit, found=found, cost=sum(map(cost, found)), full=sum(map(cost, full)),
-            least=peak_bytes(loads, full, sizes), most=peak_bytes(loads, [None] * len(found), sizes),
+            budget=limit, chosen=chosen, cost=sum(map(cost, chosen)), full=sum(map(cost, full)),
+            least=peak_bytes(loads, full, sizes), most=peak_bytes(loads, [None] * len(chosen), sizes),
         )  # fmt: skip
-        return found
+        return chosen
 
     with patch.object(recompute_budget, "plan", spy):
-        return {"height": measure([*DEEP, *overrides])["height"], **planned}
+        return {"peak": measure([*DEEP, *overrides])["peak"], **planned}
 
 
 def test_activations_of_each_mode():
     ways = [["recompute=none"], ["recompute=selective"], ["recompute=every", "recompute.every=2"], ["recompute=full"]]
-    none, selective, every, full = (r["height"] for r in run_ranks(heights, 1, ways)[0])
+    none, selective, every, full = (r["peak"] for r in run_ranks(peaks, 1, ways)[0])
     print(f"none {none}, selective {selective}, every=2 {every}, full {full}")
     assert full <= 0.25 * none
     assert none - selective >= 0.5 * (none - full)
@@ -243,8 +244,8 @@ def test_activations_of_each_mode():
 
 
 def budget_ways(extra: list[str], share: list[float]) -> list[list[str]]:
-    """Budgets between the least that works on all ranks and what no recompute takes."""
-    asked = run_ranks(heights, *_ranks(extra), [[*extra, "recompute=budget", "recompute.budget=1TB"]])
+    """Budgets between the least that works on all ranks and the peak without recompute."""
+    asked = run_ranks(peaks, *_ranks(extra), [[*extra, "recompute=budget", "recompute.budget=1TB"]])
     least, most = (max(rank[0][bound] for rank in asked) for bound in ("least", "most"))
     limits = [int(least + s * (most - least)) for s in share]
     return [[*extra, "recompute=budget", f"recompute.budget={b}"] for b in limits]
@@ -265,24 +266,24 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", ["fp32", *(pytest.param(n, marks=pytest.mark.full) for n in list(SETTINGS)[1:])])
 def test_activations_stay_under_the_budget(name):
-    """The least that works, as the error says it, does work. With every byte more there is less to run again than with
-    recompute=full, and budgets are used."""
+    """The least budget that the error names works. A larger budget costs less recompute, never more than
+    recompute=full, and most of it is used."""
     extra = SETTINGS[name]
-    for by_rank in run_ranks(heights, *_ranks(extra), budget_ways(extra, [0, 0.1, 0.4, 0.8])):
+    for by_rank in run_ranks(peaks, *_ranks(extra), budget_ways(extra, [0, 0.1, 0.4, 0.8])):
         for r in by_rank:
-            print(f"{name}: height {r['height']} of {r['budget']}, cost {r['cost'] / r['full']:.2f} of full's")
-            assert r["height"] <= r["budget"]
+            print(f"{name}: peak {r['peak']} of {r['budget']}, cost {r['cost'] / r['full']:.2f} of full's")
+            assert r["peak"] <= r["budget"]
             assert r["cost"] <= r["full"]
         tight = [r for r in by_rank if r["budget"] < r["most"]]
         costs = [r["cost"] for r in tight]
         assert costs == sorted(costs, reverse=True) and len(set(costs)) == len(costs)
         if not any("mesh.pp" in e for e in extra):  # bounds of several stages together lie higher
-            assert all(r["height"] > 0.75 * r["budget"] for r in tight[1:]), "much of the budget lies idle"
+            assert all(r["peak"] > 0.75 * r["budget"] for r in tight[1:]), "much of the budget lies idle"
 
 
 def test_a_budget_that_cannot_be_names_the_least():
     with pytest.raises(AssertionError, match=r"recompute.budget=1000000: .* need \d+ bytes at least"):
-        run_ranks(heights, 1, [["recompute=budget", "recompute.budget=1MB"]])
+        run_ranks(peaks, 1, [["recompute=budget", "recompute.budget=1MB"]])
 
 
 # ------------------------------------------------------------------------------------------------------------- plans
@@ -290,13 +291,13 @@ def test_a_budget_that_cannot_be_names_the_least():
 
 def random_sizes(draw: random.Random) -> BlockSizes:
     size = lambda most: draw.randint(1, most)
-    kept = {op: size(40) for op in SAVABLE_OPS}
-    return BlockSizes(size(20), size(100), kept, size(150), size(50), size(20), size(300), size(30))
+    saved = {op: size(40) for op in SAVABLE_OPS}
+    return BlockSizes(size(20), size(100), saved, size(150), size(50), size(20), size(300), size(30))
 
 
 def brute_force(loads: list[Load], sizes: BlockSizes, limit: int, cost: Callable, always: frozenset[str]):
-    """(cost, height) of the best plan with at most two kinds of blocks, None where there is none; and the least
-    height of all plans."""
+    """(cost, peak) of the best plan with at most two kinds of blocks, None where there is none; and the least
+    peak of all plans."""
     blocks = sum(one.blocks for one in loads)
     every = [p for p in product(choices(always), repeat=blocks) if len(set(p)) <= 2]
     rated = [(sum(map(cost, p)), peak_bytes(loads, p, sizes)) for p in every]
@@ -311,7 +312,7 @@ def brute_force(loads: list[Load], sizes: BlockSizes, limit: int, cost: Callable
 )  # fmt: skip
 def test_the_plan_is_the_best_of_all(loads):
     draw, always = random.Random(5), frozenset({"core", "o_proj", "down_proj"})
-    found_some = refused = 0
+    planned = refused = 0
     for _ in range(60):
         sizes, price = random_sizes(draw), {op: draw.randint(1, 9) for op in SAVABLE_OPS}
         cost = lambda c, price=price: 0 if c is None else 2 + sum(price[op] for op in SAVABLE_OPS if op not in c)
@@ -324,15 +325,15 @@ def test_the_plan_is_the_best_of_all(loads):
             with pytest.raises(ConfigError, match=f"need {least} bytes"):
                 plan(loads, sizes, limit, cost, always)
         else:
-            found_some += 1
-            found = plan(loads, sizes, limit, cost, always)
-            assert (sum(map(cost, found)), peak_bytes(loads, found, sizes)) == best
-            assert len(set(found)) <= 2
-    assert found_some and refused
+            planned += 1
+            chosen = plan(loads, sizes, limit, cost, always)
+            assert (sum(map(cost, chosen)), peak_bytes(loads, chosen, sizes)) == best
+            assert len(set(chosen)) <= 2
+    assert planned and refused
 
 
-def simulated_height(blocks: int, microbatches: int, chosen: list, sizes: BlockSizes) -> int:
-    """All forwards, then all backwards, bytes counted as they come and go."""
+def simulated_peak(blocks: int, microbatches: int, chosen: list, sizes: BlockSizes) -> int:
+    """All forwards, then all backwards, with the bytes counted as they are allocated and freed."""
     now = sizes.besides + microbatches * (sum(sizes.held(c) for c in chosen) + sizes.tail)
     peak = now + sizes.head
     for _ in range(microbatches):
@@ -343,12 +344,12 @@ def simulated_height(blocks: int, microbatches: int, chosen: list, sizes: BlockS
     return peak * 51 // 50
 
 
-def test_the_height_is_that_of_a_step():
+def test_the_peak_is_that_of_a_step():
     draw = random.Random(6)
     for _ in range(200):
         sizes, blocks, m = random_sizes(draw), draw.randint(1, 5), draw.randint(1, 4)
         chosen = [draw.choice(choices(frozenset())) for _ in range(blocks)]
-        assert peak_bytes([Load(blocks, m)], chosen, sizes) == simulated_height(blocks, m, chosen, sizes)
+        assert peak_bytes([Load(blocks, m)], chosen, sizes) == simulated_peak(blocks, m, chosen, sizes)
 
 
 def test_loads_are_the_peaks_of_each_stage():
@@ -358,13 +359,13 @@ def test_loads_are_the_peaks_of_each_stage():
     assert [load(row, 1, 3), load(row, 2, 5)] == [Load(3, 2, 0), Load(5, 1, 2)]
 
 
-def test_of_equal_live_microbatches_the_last_blocks_hold_most():
+def test_with_equal_live_microbatches_the_last_blocks_save_most():
     sizes = BlockSizes(10, 100, dict.fromkeys(SAVABLE_OPS, 10), 120)
     cfg = resolve(load_config([]), 1)
     cost = recompute_cost(cfg, "cpu")
-    found = plan([Load(8, 1)], sizes, 600, cost, frozenset())
-    first_none = found.index(None)
-    assert 0 < first_none < 8 and found[first_none:] == [None] * (8 - first_none)
+    chosen = plan([Load(8, 1)], sizes, 600, cost, frozenset())
+    first_none = chosen.index(None)
+    assert 0 < first_none < 8 and chosen[first_none:] == [None] * (8 - first_none)
     assert plan([Load(8, 1)], sizes, 10**6, cost, frozenset()) == [None] * 8
 
 
@@ -396,6 +397,6 @@ def test_budgets_are_bytes(text, size):
     assert resolve(load_config(["recompute=budget", f"recompute.budget={text}"]), 1).recompute.budget == size
 
 
-def test_all_ops_of_a_block_but_the_last_can_be_kept():
+def test_all_ops_of_a_block_but_the_last_can_be_saved():
     matmuls = {op_of(name) for name in tensor_dims(resolve(load_config([]), 1).model)}
     assert {*SAVABLE_OPS} == {"core", *matmuls} - {LAST, None}
