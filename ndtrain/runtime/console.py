@@ -1,0 +1,40 @@
+"""The console command `ndtrain <command> ...`: the same as `python -m ndtrain.<command> ...`.
+
+usage: ndtrain COMMAND [arguments of the command]
+
+  train      trains a run:               ndtrain train recipe=llama_small
+  data       prepares token files:       ndtrain data prepare out=tokens data=text data.path=corpus/
+  schedule   shows pipeline schedules:   ndtrain schedule schedule=zb_v pp=4 microbatches=12
+  bench      measures:                   ndtrain bench peers axis=one
+  preflight  checks hosts and links:     ndtrain preflight recipe=llama_small
+
+`ndtrain COMMAND --help` lists the arguments of a command. For several ranks: torchrun ... -m ndtrain.train ...
+"""
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+import ndtrain
+from ndtrain.arguments import near
+
+COMMANDS = ("train", "data", "schedule", "bench", "preflight")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs a command in this process; the exit status is the command's, or 2 for a command that there is not."""
+    args = list(sys.argv[1:] if args is None else args)
+    if not args or args[0] in ("-h", "--help"):
+        print((__doc__ or "").partition("\n\n")[2].strip(), file=sys.stdout if args else sys.stderr)
+        return 0 if args else 2
+    if args[0] == "--version":
+        print(f"ndtrain {ndtrain.__version__}")
+        return 0
+    command, *rest = args
+    if command not in COMMANDS:
+        known = f"{near(command, COMMANDS)}known: {', '.join(COMMANDS)}"
+        print(f"error: {command}: no such command; {known}", file=sys.stderr)
+        return 2
+    sys.argv = [f"ndtrain {command}", *rest]
+    runpy.run_module(f"ndtrain.{command}", run_name="__main__", alter_sys=False)
+    return 0
