@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ndtrain.checkpoint.safetensors_io import Rows, bytes_of
+from ndtrain.checkpoint.safetensors_io import bytes_of
+from ndtrain.distributed.sharding import Rows
 
 _WORD = 8  # bytes
 _COLUMNS = 1024

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.checkpoint.checksum import checksum
-from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, Reader, Rows, plan_files
+from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, Reader, plan_files
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import REPLICA_AXES, TensorLayout, even_split
+from ndtrain.distributed.sharding import REPLICA_AXES, Rows, even_split
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.build import Stages
 from ndtrain.parallel.fsdp import StatePlan, Unit
@@ -143,27 +142,9 @@ def shard_rows(stages: Stages, mesh: Mesh, owned_only: bool) -> Iterator[tuple[U
             if owned_only and not tensor.owned:
                 continue
             at, offset = a - start, unit.layout.offsets[tensor.name]
-            for rows in rows_of(tensor, a - offset, b - offset):
+            for rows in tensor.row_map.rows(a - offset, b - offset):
                 yield unit, tensor.name, at, rows
                 at += rows.numel
-
-
-def rows_of(tensor: TensorLayout, start: int, stop: int) -> Iterator[Rows]:
-    """Where the elements [start, stop) of a local tensor stand in the whole one, as `tensor.runs` has it run by run:
-    the end of a piece between two cuts, whole pieces, the beginning of one."""
-    inner = 0 if tensor.shard_dim is None else tensor.shard_dim
-    length, stride = math.prod(tensor.local_shape[inner:]), math.prod(tensor.shape[inner:])
-    (first, _, _), *_ = tensor.runs(0, 1)
-    while start < stop:
-        row, column = divmod(start, length)
-        begin = first + row * stride + column
-        if column == 0 and stop - start >= length:
-            yield Rows(begin, length, (stop - start) // length, stride)
-            start += (stop - start) // length * length
-        else:
-            n = min(length - column, stop - start)
-            yield Rows(begin, n)
-            start += n
 
 
 def plans_of(stages: Stages, cfg: Config) -> dict[str, list[PlannedFile]]:

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 from ndtrain.checkpoint.elements import CheckpointError, model_part, read_into, together
-from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader, Rows
+from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader
 from ndtrain.config import ModelConfig
 from ndtrain.distributed.mesh import Mesh
+from ndtrain.distributed.sharding import Rows
 from ndtrain.model import tensor_shapes
 from ndtrain.model.families.hf_config import read_hf_config
 from ndtrain.model.families.hf_fields import unknown_fields

@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from ndtrain.distributed.sharding import Rows
 
 # dtypes of weights; tensors of other dtypes may be in a file, but are not read
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -33,36 +35,6 @@ _AROUND = 2 << 20  # bytes: with a page that is read the kernel also maps its ne
 
 class DamagedFile(ValueError):
     """A file that is not what it should be; the message names it."""
-
-
-class Rows(NamedTuple):
-    """`count` pieces of `length` elements of a row-major tensor. Each begins `stride` elements after the previous
-    one."""
-
-    start: int
-    length: int
-    count: int = 1
-    stride: int = 0
-
-    @property
-    def numel(self) -> int:
-        return self.count * self.length
-
-    @property
-    def span(self) -> int:
-        """Elements from the first to the last, those between the pieces included."""
-        return (self.count - 1) * self.stride + self.length
-
-    def chunks(self, most: int) -> Iterator["Rows"]:
-        """The same elements in the same order, at most `most` at a time."""
-        if self.length <= most:
-            each = most // self.length
-            for i in range(0, self.count, each):
-                yield self._replace(start=self.start + i * self.stride, count=min(each, self.count - i))
-            return
-        for begin in (self.start + i * self.stride for i in range(self.count)):
-            for i in range(0, self.length, most):
-                yield Rows(begin + i, min(most, self.length - i))
 
 
 # ------------------------------------------------------------------------------------------------------------ layout

@@ -26,9 +26,10 @@ from ndtrain.checkpoint.elements import (
     slices_of,
     together,
 )
-from ndtrain.checkpoint.safetensors_io import PlannedFile, Rows, create, index_json, write
+from ndtrain.checkpoint.safetensors_io import PlannedFile, create, index_json, write
 from ndtrain.config import Config
 from ndtrain.distributed.mesh import Mesh
+from ndtrain.distributed.sharding import Rows
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.parallel.build import DTYPES, Stages
 

@@ -11,7 +11,7 @@ replica owns the shard: it alone counts the shard in a norm and writes it to a c
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,40 +102,78 @@ class TensorLayout:
     def local_numel(self) -> int:
         return math.prod(self.local_shape)
 
+    @property
+    def row_map(self) -> "RowMap":
+        """Where local elements stand in the whole tensor. Initialising, checkpoints and rounding all read this."""
+        inner = 0 if self.shard_dim is None else self.shard_dim
+        length, stride = math.prod(self.local_shape[inner:]), math.prod(self.shape[inner:])
+        first = self.shard[inner][0] * math.prod(self.shape[inner + 1 :])
+        return RowMap(first, length, stride)
+
     def runs(self, start: int = 0, stop: int | None = None) -> list[Run]:
         """The elements [start, stop) of the local row-major shard as runs. `local_start` counts from `start`."""
-        stop = self.local_numel if stop is None else stop
-        inner = self._contiguous()
         runs: list[Run] = []
-        at = start
-        while at < stop:
-            length = min(inner - at % inner, stop - at)
-            begin = self._to_global(at)
-            if runs and runs[-1].global_start + runs[-1].length == begin:
-                runs[-1] = runs[-1]._replace(length=runs[-1].length + length)
-            else:
-                runs.append(Run(begin, at - start, length))
-            at += length
+        at = 0
+        for rows in self.row_map.rows(start, self.local_numel if stop is None else stop):
+            for i in range(rows.count):
+                runs.append(Run(rows.start + i * rows.stride, at, rows.length))
+                at += rows.length
         return runs
 
-    def _contiguous(self) -> int:
-        """Number of local elements that are always contiguous in the global tensor: the product of the dims after the
-        last sharded dim, times the local size of that dim."""
-        inner = 1
-        for dim, (_, n) in zip(reversed(self.dims), reversed(self.shard), strict=True):
-            inner *= n
-            if n != dim.size:
-                break
-        return inner
 
-    def _to_global(self, local: int) -> int:
-        """Global row-major offset of the local row-major offset `local`."""
-        offset, stride = 0, 1
-        for dim, (first, n) in zip(reversed(self.dims), reversed(self.shard), strict=True):
-            local, i = divmod(local, n)
-            offset += (first + i) * stride
-            stride *= dim.size
-        return offset
+class Rows(NamedTuple):
+    """`count` pieces of `length` elements of a row-major tensor, each beginning `stride` elements behind the last."""
+
+    start: int
+    length: int
+    count: int = 1
+    stride: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.count * self.length
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last, those between the pieces included."""
+        return (self.count - 1) * self.stride + self.length
+
+    def chunks(self, most: int) -> Iterator["Rows"]:
+        """The same elements in the same order, at most `most` at a time."""
+        if self.length <= most:
+            each = most // self.length
+            for i in range(0, self.count, each):
+                yield self._replace(start=self.start + i * self.stride, count=min(each, self.count - i))
+            return
+        for begin in (self.start + i * self.stride for i in range(self.count)):
+            for i in range(0, self.length, most):
+                yield Rows(begin + i, min(most, self.length - i))
+
+
+class RowMap(NamedTuple):
+    """The map from local to whole row-major offsets of a tensor of which one dim is sharded: local rows of `length`
+    elements stand `stride` elements apart, the first one at `first`."""
+
+    first: int
+    length: int
+    stride: int
+
+    def rows(self, start: int, stop: int) -> Iterator[Rows]:
+        """The local elements [start, stop) in the whole tensor: the end of a row, whole rows, the beginning of one."""
+        if self.length == self.stride and start < stop:
+            yield Rows(self.first + start, stop - start)
+            return
+        while start < stop:
+            row, column = divmod(start, self.length)
+            begin = self.first + row * self.stride + column
+            if column == 0 and stop - start >= self.length:
+                count = (stop - start) // self.length
+                yield Rows(begin, self.length, count, self.stride)
+                start += count * self.length
+            else:
+                n = min(self.length - column, stop - start)
+                yield Rows(begin, n)
+                start += n
 
 
 def even_split(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -16,15 +16,10 @@ _LOW = 0xFFFF  # the bits of an fp32 number that bf16 has no room for
 
 def element_index(layout: TensorLayout, start: int, stop: int, device: torch.device) -> Tensor:
     """The offsets of the elements [start, stop) of a local tensor in the whole tensor, int64."""
+    first, length, stride = layout.row_map
     local = torch.arange(start, stop, device=device)
-    if layout.shard_dim is None:
-        return local
-    length, stride = 1, 1  # from one index before the sharded dim to the next, local and whole
-    for dim, (_, n) in zip(layout.dims[layout.shard_dim :], layout.shard[layout.shard_dim :], strict=True):
-        length, stride = length * n, stride * dim.size
     if length == stride:
-        return local
-    first = layout.shard[layout.shard_dim][0] * (stride // layout.dims[layout.shard_dim].size)
+        return local.add_(first)
     row = local.div(length, rounding_mode="floor")
     return local.add_(first).add_(row, alpha=stride - length)
 

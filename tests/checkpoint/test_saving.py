@@ -21,11 +21,10 @@ from ndtrain import checkpoint
 from ndtrain.bench.__main__ import main as bench
 from ndtrain.bench.checkpoint import Options, config_of
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, Saver, State, saving
-from ndtrain.checkpoint.elements import digest, rows_of
+from ndtrain.checkpoint.elements import digest
 from ndtrain.checkpoint.saver import _Snapshot
 from ndtrain.config import Config, load_config, resolve, world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.sharding import Run
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
 from ndtrain.parallel.build import Stages, build_stages, initialise, layouts_of
@@ -360,7 +359,8 @@ def test_state(tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [[], ["mesh.tp=2"], ["mesh.tp=4", "mesh.fsdp=2"], ["layout.rules.mlp=null"]], ids=str)
-def test_rows_are_runs(mesh):
+def test_rows_and_runs_are_the_elements_of_the_shard(mesh):
+    """Against the whole tensor, sliced."""
     cfg = load_config([*SMALL, *mesh])
     cfg = resolve(cfg, cfg.mesh.tp * cfg.mesh.fsdp)
     spec, draw = MeshSpec.of(cfg.mesh), torch.Generator().manual_seed(0)
@@ -369,21 +369,21 @@ def test_rows_are_runs(mesh):
         for tensor in map(layouts.__getitem__, layouts.names()):
             for _ in range(20):
                 start, stop = sorted(torch.randint(0, tensor.local_numel + 1, (2,), generator=draw).tolist())
-                runs, at = [], 0
-                for rows in rows_of(tensor, start, stop):
-                    for i in range(rows.count):
-                        runs.append(Run(rows.start + i * rows.stride, at, rows.length))
-                        at += rows.length
-                assert merged(runs) == merged(tensor.runs(start, stop)), f"{tensor.name} [{start}, {stop})"
+                whole = torch.arange(tensor.numel).view(tensor.shape)
+                mine = whole[tuple(slice(first, first + n) for first, n in tensor.shard)].flatten()[start:stop]
+                rows = [
+                    at(r.start + i * r.stride, r.length)
+                    for r in tensor.row_map.rows(start, stop)
+                    for i in range(r.count)
+                ]
+                assert torch.equal(torch.cat([mine[:0], *rows]), mine), f"rows of {tensor.name} [{start}, {stop})"
+                runs = tensor.runs(start, stop)
+                assert torch.equal(torch.cat([mine[:0], *(at(r.global_start, r.length) for r in runs)]), mine)
+                assert [r.local_start for r in runs] == [sum(r.length for r in runs[:i]) for i in range(len(runs))]
 
 
-def merged(runs: list[Run]) -> list[Run]:
-    joined: list[Run] = []
-    for run in runs:
-        if joined and joined[-1].global_start + joined[-1].length == run.global_start:
-            run = Run(joined[-1].global_start, joined[-1].local_start, joined.pop().length + run.length)
-        joined.append(run)
-    return joined
+def at(start: int, length: int) -> torch.Tensor:
+    return torch.arange(start, start + length)
 
 
 def save_large(folder: str, world: int) -> None:
