@@ -38,7 +38,7 @@ def is_png(path: Path) -> tuple[int, int]:
 
 
 def run_bench(args: list[str], folder: Path, capsys: pytest.CaptureFixture) -> tuple[str, dict]:
-    """What is printed and what is written; the plot is looked at."""
+    """Checks the output, the files and the size of the plot."""
     files = [f"out={folder}/results.json", f"plot={folder}/results.png"]
     assert main(["collectives", *QUICK, *args, *files]) == 0
     width, height = is_png(folder / "results.png")
@@ -152,7 +152,7 @@ def idle(s: Setting) -> Case:
 
 
 def unsummed(s: Setting) -> Case:
-    """Ours of the two steps without the sum."""
+    """Our two-step implementation without the sum."""
     case = operations._two_steps(s)
     return replace(case, forms={**case.forms, "ours": Form(lambda: None, case.forms["ours"].result)})
 
@@ -161,7 +161,7 @@ MUTANTS = {"all_gather": late_piece, "broadcast": idle, TWO_STEPS: unsummed}
 
 
 def mutated(rank: int, options: Options) -> dict:
-    """On one rank: what `measure` finds with each of MUTANTS in the place of its operation."""
+    """On one rank: the results of `measure` with each of MUTANTS in the place of its operation."""
     broken = {name: replace(OPERATIONS[name], prepare=prepare) for name, prepare in MUTANTS.items()}
     with mock.patch.dict(OPERATIONS, broken):
         return collectives.measure(rank, options, "gloo")

@@ -106,9 +106,9 @@ def collectives_of_a_step(name: str, options: dict, *case: str) -> tuple[Collect
 
 
 def held(parameters: dict[str, Tensor]) -> float:
-    """The share of the DTensors among them that this rank holds."""
-    cut = [p for p in parameters.values() if isinstance(p, DTensor)]
-    return sum(p.to_local().numel() for p in cut) / sum(p.numel() for p in cut)
+    """The share of the DTensors' elements that this rank holds."""
+    sharded = [p for p in parameters.values() if isinstance(p, DTensor)]
+    return sum(p.to_local().numel() for p in sharded) / sum(p.numel() for p in sharded)
 
 
 def fsdp2_collectives(zero: int) -> tuple[int, int, float]:
@@ -168,7 +168,7 @@ def test_pipelining_has_the_same_stages_and_sends_what_it_must(schedule, message
 
 
 def clipped(most: float) -> float:
-    """On one of 2 ranks, with gradients 3 and 4: its own after clipping."""
+    """On one of 2 ranks, with gradients 3 and 4: the rank's gradient after clipping."""
     p = torch.nn.Parameter(torch.zeros(1))
     p.grad = torch.tensor([3.0 + dist.get_rank()])
     pipelining.clip([p], most, dist.group.WORLD)
@@ -203,7 +203,7 @@ def test_attention_peers(args, tmp_path, capsys):
 
 @pytest.mark.quiet
 def test_a_slow_link_is_paid_for_in_full(tmp_path):
-    """What is spent waiting for a link is what a step takes longer than one without it."""
+    """The time spent waiting for a link is the difference to a step without it."""
     slow = ["seq_len=512", "rounds=5", "link_mb_s=1", f"out={tmp_path}/results.json"]
     assert main(["peers", *CP, *slow]) == 0
     results = json.loads((tmp_path / "results.json").read_text())["shapes"]["512"]

@@ -1,4 +1,4 @@
-"""A checkpoint of any mesh on any other: the same bytes when it is saved again, the same training from there on."""
+"""A checkpoint of any mesh resumed on any other: saving it again gives the same bytes, and the training is the same."""
 
 import hashlib
 import math
@@ -55,7 +55,7 @@ def ranks_of(overrides: list[str]) -> int:
 
 
 class Row(NamedTuple):
-    """What a rank knows of a step; `tokens`: sequence of the global batch -> digest of its tokens."""
+    """A rank's report of a step. `tokens`: sequence of the global batch -> digest of its tokens."""
 
     step: int
     loss: float
@@ -113,7 +113,7 @@ def straight_on() -> list[Row]:
 
 
 def resume(overrides: list[str], sources: dict[str, Path], out: Path) -> dict[str, tuple[State, list[Row]]]:
-    """On one rank: from each source in turn, saved again at once into a folder of its name, and the next step."""
+    """On one rank: resumes from each source, saves it again into a folder of its name, and runs the next step."""
     run = Training.of(overrides)
     step, resumed = TrainingStep(run.cfg, run.mesh, run.stages), {}
     for name, path in sources.items():
@@ -146,7 +146,7 @@ def straight() -> list[Row]:
 
 
 def check(by_rank: Sequence[list[Row]], expected: list[Row]) -> None:
-    """Each rank's rows against those of one process."""
+    """Compares each rank's rows with those of one process."""
     for step, want in enumerate(expected):
         rows = [rank[step] for rank in by_rank]
         assert {i: d for row in rows for i, d in row.tokens.items()} == want.tokens, f"other data at step {want.step}"
@@ -166,7 +166,7 @@ def cases():
 
 @pytest.mark.parametrize(("mesh", "sources"), list(cases()))
 def test_any_mesh_from_any_other(mesh, sources, written, straight, tmp_path):
-    """A rank's process resumes from all the sources in turn."""
+    """The processes of the ranks resume from all the sources, one after the other."""
     paths = {name: written(name) for name in sources}
     by_rank = run_ranks(resume, ranks_of(MESHES[mesh]), MESHES[mesh], paths, tmp_path, timeout=300)
     for name, path in paths.items():

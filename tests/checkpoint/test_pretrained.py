@@ -27,7 +27,7 @@ UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj
 
 
 def refused(call: Callable) -> str:
-    """The one line with which `call` refuses."""
+    """The one line of error that `call` raises."""
     with pytest.raises(ConfigError) as caught:
         call()
     line = str(caught.value)
@@ -40,7 +40,8 @@ def refused(call: Callable) -> str:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_spellings_of_a_config(name):
-    """As published, and as transformers writes it today, it is one model; no field of either is unknown."""
+    """The published config.json and the one that transformers writes today give the same model, without unknown
+    fields."""
     today = transformers.AutoConfig.for_model(**FAMILIES[name]).to_dict()
     assert from_hf(FAMILIES[name]) == from_hf(today)
     assert unknown_fields(FAMILIES[name]) == unknown_fields(today) == []
@@ -240,7 +241,7 @@ def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
 
 
 def header(change: Callable[[dict], None]) -> Callable[[Path], None]:
-    """Rewrites the header of the one file, whose tensors stay where they are."""
+    """Rewrites the header of the one file, whose tensors do not move."""
 
     def rewrite(folder: Path) -> None:
         data = (folder / ONE).read_bytes()

@@ -1,4 +1,4 @@
-"""Resume: a run in two parts is the run in one, on any mesh; and what a checkpoint is to `transformers`."""
+"""Resume: an interrupted run equals an uninterrupted one, on any mesh; and `transformers` opens its checkpoints."""
 
 import hashlib
 import json
@@ -25,9 +25,9 @@ from tests.lib.ranks import run_ranks
 MESHES = [  # (dp, fsdp, zero)
     (1, 1, 3), (2, 1, 3), (1, 2, 1), (1, 2, 2), (1, 2, 3), (4, 1, 3), (1, 4, 1), (1, 4, 3), (2, 2, 2), (2, 2, 3),
 ]  # fmt: skip
-SAMPLE = [(1, 1, 3), (2, 2, 2)]  # the rest takes --full
+SAMPLE = [(1, 1, 3), (2, 2, 2)]  # the rest runs with --full
 FULL = pytest.mark.full
-FIRST, SECOND = (1, 2, 3), (2, 2, 2)  # meshes that the first five steps are made on
+FIRST, SECOND = (1, 2, 3), (2, 2, 2)  # meshes of the first five steps
 
 
 def on(dp: int, fsdp: int, zero: int) -> list[str]:
@@ -63,7 +63,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory, corpus) -> Callable:
-    """(folder, digests) of ten steps in one go on a mesh, made once."""
+    """(folder, digests) of ten uninterrupted steps on a mesh, made once."""
     made = {}
 
     def get(mesh):
@@ -77,7 +77,7 @@ def straight(tmp_path_factory, corpus) -> Callable:
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory, corpus) -> Callable:
-    """The folder of the first five steps on a mesh, made once. To be copied, not changed."""
+    """The folder of the first five steps on a mesh, made once. Tests copy it and do not change it."""
     made = {}
 
     def get(mesh):
@@ -94,7 +94,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Over weights and moments, relative to each tensor's largest element (at least 1)."""
+    """The largest difference of weights and moments, relative to each tensor's largest element (at least 1)."""
     a, b = tensors(one), tensors(other)
     assert a.keys() == b.keys()
     return max(((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1)).item() for n in a)
@@ -147,7 +147,7 @@ def test_accumulation_may_change_too(straight, half, corpus, tmp_path):
 
 
 def test_another_folder_and_a_named_step(tmp_path, corpus):
-    """`resume=<path>` may name a run folder or one checkpoint; what it names is left as it was."""
+    """`resume=<path>` may name a run folder or one checkpoint; that source does not change."""
     one = tmp_path / "one"
     assert main(arguments(one, corpus, "checkpoint.every=2", "checkpoint.keep=9")) == 0
     before = tensor_bytes(checkpoint_of(one, 4))
@@ -189,7 +189,7 @@ def test_resume_from_an_older_step_repeats_the_later_rows_once(tmp_path, corpus)
 
 @pytest.mark.parametrize("path", [lambda p: p, os.path.relpath], ids=["absolute", "relative"])
 def test_the_checkpoint_just_saved_stays_beside_later_ones(path, tmp_path, corpus, monkeypatch):
-    """Resuming from step 4 leaves the later steps behind: what is saved next is what resume=auto goes on from."""
+    """Resuming from step 4 abandons the later steps: resume=auto continues from what is saved next."""
     monkeypatch.chdir(tmp_path)
     folder, source = tmp_path / "run", path(checkpoint_of(tmp_path / "run", 4))
     options = ["checkpoint.every=2", "checkpoint.keep=1"]
@@ -229,7 +229,7 @@ def test_saved_in_the_background_it_is_the_same_run(mesh, straight, corpus, tmp_
 
 
 def test_the_average_of_the_weights_goes_on(tmp_path, corpus):
-    """In two parts it is what it is in one."""
+    """An interrupted run has the same average as an uninterrupted one."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(arguments(whole, corpus, "optim.ema=0.9")) == 0
     assert main(arguments(parts, corpus, "optim.ema=0.9", "train.stop_at=5")) == 0
@@ -245,7 +245,7 @@ def test_the_average_of_the_weights_goes_on(tmp_path, corpus):
 
 
 def ours(args: list[str], checkpoint: Path) -> Transformer:
-    """The model as the run is configured, not as the checkpoint says, with the checkpoint's weights."""
+    """The model of the run's configuration with the weights of the checkpoint."""
     model = Transformer(resolve(load_config(args), 1).model, loss_chunk=64)
     weights = {n: t for n, t in tensors(checkpoint).items() if not n.startswith("exp_avg")}
     model.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""Files in place: headers that lie are refused, and the checksum is a sum over parts."""
+"""safetensors files written in place: wrong headers are refused, and checksums of parts add up."""
 
 import json
 import math
@@ -87,7 +87,7 @@ def test_a_header_that_lies_is_refused_by_name(lie, tmp_path):
     with pytest.raises(DamagedFile) as refused:
         Reader([path])
     assert str(path) in str(refused.value) and said in str(refused.value)
-    with pytest.raises(safetensors.SafetensorError):  # nothing is refused here that others read
+    with pytest.raises(safetensors.SafetensorError):  # whatever is refused here, the library refuses too
         safetensors.deserialize(content)
 
 
@@ -185,7 +185,7 @@ def test_rows_written_read_and_divided(block, most, dtype, tmp_path_factory):
 
 
 def defined(data: Tensor) -> list[int]:
-    """The definition, word by word."""
+    """The checksum by its definition, word by word."""
     raw = data.view(torch.uint8).numpy().tobytes()
     raw += bytes(-len(raw) % 8)
     words = [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)]

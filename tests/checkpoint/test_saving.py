@@ -1,4 +1,4 @@
-"""Saving in the background and at once: the same bytes, of one moment, whatever happens meanwhile."""
+"""Saves in the background and synchronous saves write the same bytes, those of one step, whatever happens meanwhile."""
 
 import errno
 import json
@@ -80,7 +80,7 @@ def equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 @contextmanager
 def held_writing() -> Iterator[threading.Event]:
-    """Nothing is written until the event is set."""
+    """Delays all writes until the event is set."""
     go, write = threading.Event(), saving._write_owned
 
     def held(*args):
@@ -94,7 +94,7 @@ def held_writing() -> Iterator[threading.Event]:
 
 @contextmanager
 def late_copying() -> Iterator[None]:
-    """The copy is made no sooner than when training has to wait for it."""
+    """Delays the copy until training waits for it."""
     asked, copy, settle = threading.Event(), _Snapshot._copy, Saver.settle
 
     def late(self: _Snapshot) -> None:
@@ -160,7 +160,8 @@ MORE = {"pp2": ["mesh.pp=2", "schedule=zb_v", "model.num_hidden_layers=4"], "cp2
 
 
 def train_while_saving(overrides: list[str], folder: str) -> list[float]:
-    """On one rank: a step, saved at once and in the background, and two more steps while the latter is written."""
+    """On one rank: a step, a synchronous save, a save in the background, and two more steps while the latter is
+    written."""
     run = Training.of(EMA, *overrides, background=True)
     for x in buffers(run.stages):
         x.abs_()  # second moments are no less than zero
@@ -180,7 +181,7 @@ def train_while_saving(overrides: list[str], folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(m, marks=pytest.mark.full) for m in MORE)])
-def test_in_the_background_or_at_once_the_bytes_are_the_same(mesh, tmp_path):
+def test_background_and_synchronous_saves_write_the_same_bytes(mesh, tmp_path):
     (losses, other) = run_ranks(train_while_saving, 2, (MESHES | MORE)[mesh], str(tmp_path))
     assert losses == other and len(set(losses)) == 3, "the weights do not change"
     folders = [tmp_path / f / "step-00000001" for f in ("at once", "background")]
@@ -194,7 +195,7 @@ def test_in_the_background_or_at_once_the_bytes_are_the_same(mesh, tmp_path):
 
 @pytest.fixture
 def disk(tmp_path):
-    """disk(bytes): a disk of that size at <tmp>/disk; disk(bytes) again gives it another."""
+    """disk(bytes): mounts a disk of that size at <tmp>/disk; a second call resizes it."""
     with tmpfs(tmp_path / "disk") as mount:
         yield lambda number: mount(f"size={number}")
 
@@ -250,8 +251,8 @@ def test_a_mistake_in_the_thread_is_no_failed_save(tmp_path):
 
 
 def killed(folder: str, when: str) -> tuple[list[str], list[str]]:
-    """In a process of its own, a fork of which dies in a background save. What is in the folder then, and after the
-    next save."""
+    """Runs in a process of its own, whose fork dies in a background save. Returns the content of the folder then, and
+    after the next save."""
     folder, run = Path(folder), Training.of(background=True)
     saver = run.saver(folder)
     saver.save(State(1, 0, {}))
@@ -315,7 +316,8 @@ def test_what_cannot_be_removed_stays(tmp_path):
 
 
 def test_the_average_of_the_weights(tmp_path):
-    """Saved and loaded with the rest; begun anew where the checkpoint has none; passed over where the run has none."""
+    """It is saved and loaded. If the checkpoint has none it starts as the weights; if the run has none it is not
+    read."""
     run, plain = Training.of(EMA), Training.of()
     with_it = checkpoint.save(tmp_path / "with", run.stages, run.mesh, run.cfg, State(1, 0, {}))
     without = checkpoint.save(tmp_path / "without", plain.stages, plain.mesh, plain.cfg, State(1, 0, {}))

@@ -192,7 +192,7 @@ SHARDINGS = [
 
 
 def concatenated(batches: list[Batch]) -> Batch:
-    """One batch of the rows of all."""
+    """One batch with all rows."""
     for b in batches:
         assert b.labels.shape == b.tokens.shape
         assert b.positions is None or b.positions.shape in (b.tokens.shape, b.tokens.shape[1:])
@@ -204,7 +204,7 @@ def concatenated(batches: list[Batch]) -> Batch:
 
 
 def put_together(parts: list[Batch], indices: list[np.ndarray]) -> Batch:
-    """The whole batch from those of all parts of a sharding."""
+    """The whole batch from the batches of all parts of a sharding."""
     order = torch.from_numpy(np.argsort(np.concatenate(indices)))
     join = lambda name: torch.cat([getattr(b, name) for b in parts], dim=-1)[..., order]
     assert len({b.documents for b in parts}) == 1
@@ -540,7 +540,7 @@ def test_saved_tokenizer_opens_in_transformers(folder, tmp_path, kind, model_typ
 
 @pytest.fixture
 def given_tokenizer(folder, tmp_path):
-    """A Hugging Face folder with a byte tokenizer whose end-of-text token is `<stop>`, and padding left switched on."""
+    """A Hugging Face folder with a byte tokenizer whose end-of-text token is `<stop>`, with padding enabled."""
     root = tmp_path / "hf"
     root.mkdir()
     backend = tokenizer._byte_level(tokenizer._byte_vocab())

@@ -41,7 +41,7 @@ def datasets(tmp_path, monkeypatch):
 
 
 class Shards:
-    """What a `TokenReader` asks of a `datasets.IterableDataset`.
+    """The part of `datasets.IterableDataset` that a `TokenReader` uses.
 
     `states` says how its `state_dict` behaves: as it should ("good"); as in some versions, "frozen" where it was loaded
     or "ahead" of what was read; "refused" when it is loaded; "absent".
@@ -118,7 +118,7 @@ def test_documents_follow_one_another_without_end(shards, counts):
 
 
 def assert_goes_on(make, count: int, steps: int) -> None:
-    """A reader goes on as it would have from each of its states, and from those of the readers that went on."""
+    """A reader resumed from any of its states, or from a state of a resumed reader, continues as the original."""
     whole, expected, states = make(), [], []
     for _ in range(steps):
         states.append(json.dumps(whole.state()))

@@ -52,7 +52,8 @@ def spoil(step: TrainingStep, kind: str, number: list[int], bad: tuple[int, ...]
 
 
 def steps(overrides: list[str], plan: list[tuple[int, int]], kind: str, bad: tuple[int, ...]):
-    """On one rank: for each (number, batch) of `plan` a step. Returns which were skipped, and the state after each."""
+    """On one rank: a step for each (number, batch) of `plan`. Returns whether it was skipped, and the state after
+    it."""
     rank, _, world = world_from_env()
     cfg = resolve(load_config([*RUN, *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))

@@ -239,7 +239,7 @@ def test_preflight_passes(tmp_path):
 
 
 def test_the_suite_of_benchmarks_runs(tmp_path):
-    """Every kind of case, and the peers, with tiny shapes."""
+    """Runs every kind of case, and the peers, with tiny shapes."""
     assert bench(["gpu", "suite=smoke", "device=cuda", f"folder={tmp_path}"]) == 0
     cases = json.loads((tmp_path / "gpu-smoke.json").read_text())["cases"]
     assert {name: row.get("why", "") for name, row in cases.items() if row["status"] != "measured"} == {}

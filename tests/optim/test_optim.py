@@ -27,7 +27,7 @@ def test_learning_rates():
 
 @pytest.mark.parametrize("clip", ["0.5", "null"])
 def test_three_steps_equal_a_plain_loop(clip):
-    """Weights after three steps: autograd over the plain model, clip_grad_norm_ and AdamW with two groups."""
+    """Weights after three steps of the plain model with autograd, clip_grad_norm_ and AdamW with two groups."""
     overrides = [*SHAPE, *FP64, "train.global_batch=8", "train.micro_batch=2", f"optim.clip={clip}"]
     ours = train(2, [*overrides, "mesh.fsdp=2"], "uneven")
     cfg = resolve(load_config([*overrides, "train.micro_batch=8"]), 1)

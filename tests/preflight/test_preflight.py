@@ -44,7 +44,7 @@ class Cell(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What one rank made of a preflight."""
+    """The result of a preflight on one rank."""
 
     code: int
     out: str
@@ -101,7 +101,7 @@ def examine(folder: Path, overrides: list[str], spoil: Spoil | None, rank: int) 
 
 
 def leader(folder: Path, n: int, overrides: list[str], spoil: Spoil | None = None, code: int = 1) -> Said:
-    """What rank 0 of n says; all have the same exit status, and the others say nothing."""
+    """The output of rank 0 of n. All ranks have the same exit status, and the others print nothing."""
     said = run_ranks(examine, n, folder, overrides, spoil, 1)
     assert [s.code for s in said] == [code] * n, "\n".join(s.out + s.err for s in said)
     assert not any(s.out or s.err for s in said[1:])
@@ -178,7 +178,7 @@ def test_what_cannot_start_is_one_line(ranks, tmp_path):
 
 @contextmanager
 def changed(where: Any, name: str, change: Callable) -> Iterator[None]:
-    """`where.name` gives what `change` makes of what it gives."""
+    """Replaces the function `where.name`: `change` is applied to its result."""
     before = getattr(where, name)
     with mock.patch.object(where, name, lambda *args: change(before(*args))):
         yield
@@ -407,7 +407,7 @@ def test_a_rank_that_hangs_is_named_within_the_deadline(spoil, row, text, tmp_pa
 
 
 def cut_off(folder: Path, overrides: list[str]) -> Said | None:
-    """From the matmul on rank 1 reports no more. What rank 0 says."""
+    """Rank 1 reports nothing from the matmul check on. Returns the output of rank 0."""
 
     def report_of(self: coordinator.Coordinator, check: str, findings: dict) -> None:
         if check == "matmul":

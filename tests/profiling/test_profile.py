@@ -147,8 +147,8 @@ def test_gpu_time_belongs_to_one_kernel_at_a_time():
         ]
     )
     table = tally.table()
-    took = {kind: spent.ms for kind, spent in table.kinds.items()}
-    assert took == {
+    ms_of_kind = {kind: spent.ms for kind, spent in table.kinds.items()}
+    assert ms_of_kind == {
         "no kernel": pytest.approx(4.0), "matmul": pytest.approx(2.0), "communication": pytest.approx(2.5),
         "elementwise": pytest.approx(1.0), "copies": pytest.approx(0.5),
     }  # fmt: skip

@@ -236,7 +236,7 @@ def failing(self, instruction):
         Path("failed-at").write_text(str(time.time()))
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.zeros(1), async_op=True)  # a collective in flight that no peer enters
+        dist.all_reduce(torch.zeros(1), async_op=True)  # a collective in progress that no peer enters
         raise ValueError(f"rank {victim} fails as planned")
     return backward(self, instruction)
 
