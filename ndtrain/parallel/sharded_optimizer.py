@@ -75,10 +75,10 @@ def _offloaded_update(kind: type[Optimizer], units: ShardedUnits, cfg: OptimConf
 def _whole_update(optimizer: Optimizer, whole: WholeTensors, cfg: OptimConfig) -> Callable[[Update], None]:
     decay = lambda weight: cfg.weight_decay if weight.ndim > 1 else 0.0
 
-    def one(weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update) -> None:
-        optimizer.step([OptimTensor(weight, grad, state, decay(weight))], update)
+    def step(update: Update) -> None:
+        whole.update_each(lambda w, grad, state: optimizer.step([OptimTensor(w, grad, state, decay(w))], update))
 
-    return lambda update: whole.update_each(lambda weight, grad, state: one(weight, grad, state, update))
+    return step
 
 
 def _tensors(unit: Unit, index: int, grad: Tensor, cfg: OptimConfig) -> Sequence[OptimTensor]:

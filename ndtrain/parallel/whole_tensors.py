@@ -5,6 +5,7 @@ the update and sends the new weights back. Ranks along dp hold the same shards, 
 and no message crosses dp.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -116,10 +117,7 @@ class WholeTensors:
                 message = torch.stack([_packed(x, mine) for x in t.shards])
                 send(message, self.group, t.owner).wait()
             return None
-        numel = 1
-        for size in t.shape:
-            numel *= size
-        whole = torch.empty(2, numel, dtype=self.master, device=self.device)
+        whole = torch.empty(2, math.prod(t.shape), dtype=self.master, device=self.device)
         for position, holding in enumerate(t.holdings):
             if not holding.counted or not holding.numel:
                 continue
