@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from ndtrain.config import AXES, ModelConfig, RecomputeConfig  # noqa: E402
 from ndtrain.distributed.mesh import MeshSpec  # noqa: E402
 from ndtrain.distributed.sequence_sharding import SequenceSharding  # noqa: E402
-from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, Run, TensorLayout  # noqa: E402
+from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, Run, TensorLayout, UnitGroups  # noqa: E402
 from ndtrain.engine.instructions import Instruction, Layer, expand, line_up  # noqa: E402
 from ndtrain.model import Segment, dim_sizes, tensor_dims  # noqa: E402
 from ndtrain.model.transformer import layer, unit_of  # noqa: E402
@@ -247,9 +247,9 @@ def _runs_panel(c: Canvas, x: float, ranks: Sequence[TensorLayout], mesh: MeshSp
     role = "column: its outputs are sharded" if t.shard_dim == 0 else "row: its inputs are sharded"
     c.text(x, 62, f"{t.name}  [{t.dims[0].name}, {t.dims[1].name}] = [{rows}, {columns}]", 13, 470, bold=True)
     c.text(x, 80, f"heads = {dims['heads'].units} x head_dim {dims['heads'].width}; {role}", 12, 470, fill=GREY)
-    flats = [FlatLayout.of([layout], mesh.size("fsdp")) for layout in ranks]
+    flats = [FlatLayout.of([layout], UnitGroups(shards=mesh.size("fsdp"))) for layout in ranks]
     runs = [f.runs(*f.bounds(mesh.coords(r)["fsdp"]))[0][1] for r, f in enumerate(flats)]
-    owner = {run.global_start + k: r for r, found in enumerate(runs) for run in found for k in range(run.length)}
+    owner = {run.global_start + k: r for r, of_rank in enumerate(runs) for run in of_rank for k in range(run.length)}
     cell, top = 27, 94
     for at, rank in owner.items():
         row, column = divmod(at, columns)
@@ -257,14 +257,14 @@ def _runs_panel(c: Canvas, x: float, ranks: Sequence[TensorLayout], mesh: MeshSp
         c.box(x + column * cell, y, cell, cell, [str(at)], RANKS[rank], size=11, line=WHITE)
     c.text(x + columns * cell + 10, top + 12, "number: offset in the", 12, fill=GREY)
     c.text(x + columns * cell + 10, top + 28, "row-major tensor", 12, fill=GREY)
-    for rank, found in enumerate(runs):
-        _runs_row(c, x, 328 + rank * 36, mesh.where(rank), RANKS[rank], found)
+    for rank, of_rank in enumerate(runs):
+        _runs_row(c, x, 328 + rank * 36, mesh.where(rank), RANKS[rank], of_rank)
 
 
-def _runs_row(c: Canvas, x: float, y: float, where: str, colour: str, found: Sequence[Run]) -> None:
+def _runs_row(c: Canvas, x: float, y: float, where: str, colour: str, runs: Sequence[Run]) -> None:
     c.box(x, y, 108, 26, [where], colour, size=12)
     c.text(
-        x + 116, y + 17, " ".join(f"({r.global_start},{r.local_start},{r.length})" for r in found), 11, 370, mono=True
+        x + 116, y + 17, " ".join(f"({r.global_start},{r.local_start},{r.length})" for r in runs), 11, 370, mono=True
     )
 
 
@@ -282,7 +282,9 @@ def flat_fsdp() -> str:
     sizes, mesh = dim_sizes(m), MeshSpec(AXES, (1, 1, 4, 1, 1))
     tensors = {name: tuple(Dim(d, *sizes[d]) for d in dims) for name, dims in tensor_dims(m).items()}
     layouts = Layouts(tensors, {}, mesh, 0)
-    flat = FlatLayout.of([layouts[n] for n in tensors if unit_of(n) == layer(0)], mesh.size("fsdp"))
+    flat = FlatLayout.of(
+        [layouts[n] for n in tensors if unit_of(n) == layer(0)], layouts.groups(f"{layer(0)}.input_layernorm.weight")
+    )
     c.text(20, 30, "One unit (a block): its parameters are views of one flat buffer", 15, bold=True)
     scale, x, y = 950 / flat.numel, 25, 92
     c.text(x, 62, f"matrices: {flat.decayed} elements, with weight decay", 12, fill=GREY)
@@ -296,7 +298,7 @@ def flat_fsdp() -> str:
     c.rect(x + used * scale, y, (flat.numel - used) * scale, 40, GREY, INK, 0)
     c.line((x + flat.decayed * scale, y - 4), (x + flat.decayed * scale, 70), colour=GREY)
     c.text(x + flat.numel * scale, 62, "vectors (two norms), padding", 12, anchor="end", fill=GREY)
-    for part in range(flat.parts):
+    for part in range(flat.groups.shards):
         start, stop = flat.bounds(part)
         c.box(
             x + start * scale,

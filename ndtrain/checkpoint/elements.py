@@ -14,7 +14,7 @@ from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, Reader, plan_files
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import REPLICA_AXES, Rows, even_split
+from ndtrain.distributed.sharding import Rows, even_split
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.build import Stages
 from ndtrain.parallel.fsdp import StatePlan, Unit
@@ -112,31 +112,31 @@ class ShardSlice(NamedTuple):
             at += rows.numel
 
 
-def slices_of(stages: Stages, mesh: Mesh, part: Part, owned_only: bool) -> Iterator[ShardSlice]:
+def slices_of(stages: Stages, part: Part, owned_only: bool) -> Iterator[ShardSlice]:
     """The elements of a part that this rank holds, or with `owned_only` those that it writes."""
     if part.spec is None:
-        for unit, tensor, at, rows in shard_rows(stages, mesh, owned_only):
+        for unit, tensor, at, rows in shard_rows(stages, owned_only):
             yield ShardSlice(tensor, unit.buffer(part.buffer)[at : at + rows.numel], rows)
         return
-    replica = mesh.index(*REPLICA_AXES)
     for t in stages.units.whole_tensors.tensors:
         state = t.state.get(part.buffer)
-        writes = replica == 0 and stages.layouts[t.name].pp_replica == 0
+        writes = t.replica == 0 and stages.layouts[t.name].pp_replica == 0
         if state is not None and state.numel() and (writes or not owned_only):
             yield ShardSlice(t.name, state.view(-1), Rows(0, state.numel()))
 
 
-def shard_rows(stages: Stages, mesh: Mesh, owned_only: bool) -> Iterator[tuple[Unit, str, int, Rows]]:
+def shard_rows(stages: Stages, owned_only: bool) -> Iterator[tuple[Unit, str, int, Rows]]:
     """(unit, tensor, offset in the unit's shard, positions in the whole tensor) of the elements that this rank holds.
 
-    With `owned_only` only those that it writes. dp replicas divide the elements of a shard between them. Of tp replicas
-    the first one writes, and so does the first of the stages that hold a tensor.
+    With `owned_only` only those that it writes. Ranks that hold the same shard divide its elements between them. Of tp
+    replicas the first one writes, and so does the first of the stages that hold a tensor.
     """
     for unit in stages.units.units.values():
-        start, stop = unit.layout.bounds(stages.units.index)
+        start, stop = unit.layout.own
+        groups = unit.layout.groups
         first, last = start, stop
         if owned_only:
-            own = even_split(stop - start, mesh.size(*REPLICA_AXES), mesh.index(*REPLICA_AXES))
+            own = even_split(stop - start, groups.replicas, groups.replica)
             first, last = start + own[0], start + own[1]
         for tensor, a, b in unit.layout.tensors_in(first, last):
             if owned_only and not tensor.owned:
@@ -169,7 +169,6 @@ def names(plans: dict[str, list[PlannedFile]]) -> list[str]:
 
 def read_into(
     stages: Stages,
-    mesh: Mesh,
     reader: Reader,
     parts: Sequence[Part],
     sums: Tensor | None = None,
@@ -184,7 +183,7 @@ def read_into(
     Raises:
         DamagedFile: a tensor is missing or has another shape.
     """
-    wanted = list(_wanted(stages, mesh, reader, parts))
+    wanted = list(_wanted(stages, reader, parts))
     expected = 0
     for i, (name, target, there) in enumerate(wanted):
         while expected < min(i + AHEAD, len(wanted)):
@@ -198,10 +197,10 @@ def read_into(
         reader.release(name, there)
 
 
-def _wanted(stages: Stages, mesh: Mesh, reader: Reader, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor, Rows]]:
+def _wanted(stages: Stages, reader: Reader, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor, Rows]]:
     """(name in the files, target, elements to read), one block at a time."""
     for part in parts:  # roughly the order of the files
-        for held in slices_of(stages, mesh, part, owned_only=False):
+        for held in slices_of(stages, part, owned_only=False):
             name, shape = part.prefix + held.tensor, stages.layouts[held.tensor].shape
             expected = part.spec.shape_of(shape) if part.spec else shape
             if name not in reader:

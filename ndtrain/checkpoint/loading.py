@@ -16,7 +16,6 @@ from ndtrain.checkpoint.elements import (
 )
 from ndtrain.checkpoint.safetensors_io import Reader
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import REPLICA_AXES
 from ndtrain.parallel.build import Stages
 
 
@@ -43,9 +42,10 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
         if name not in tensors:
             continue
         part, layout = tensors[name]
-        # each element was read, and summed, by each replica along dp and tp, and by each stage that holds the tensor
+        # each element was read, and summed, by each rank that holds its shard, by each tp replica, and by each stage
+        # that holds the tensor
         tp_replicas = 1 if part.spec else layout.tp_replicas
-        readers = mesh.size(*REPLICA_AXES) * tp_replicas * layout.pp_replicas
+        readers = stages.layouts.groups(layout.name).replicas * tp_replicas * layout.pp_replicas
         if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
             raise DamagedCheckpoint(f"{path} is damaged: the content of {name} is not what was written")
     stages.units.weights_changed()
@@ -62,7 +62,7 @@ def _read(path: Path, stages: Stages, mesh: Mesh, parts, written: list[str]) -> 
 
     def read() -> None:
         for stem, of_stem in parts.items():
-            read_into(stages, mesh, Reader(sorted(path.glob(f"{stem}*.safetensors"))), of_stem, sums, rows)
+            read_into(stages, Reader(sorted(path.glob(f"{stem}*.safetensors"))), of_stem, sums, rows)
 
     try:
         together(mesh, read)

@@ -54,7 +54,7 @@ def load_weights(folder: Path, stages: Stages, mesh: Mesh) -> None:
         CheckpointError: a tensor is missing, has another shape, or the file is damaged.
     """
     try:
-        together(mesh, lambda: read_into(stages, mesh, _open(weight_files(folder)), [model_part(stages.units.plan)]))
+        together(mesh, lambda: read_into(stages, _open(weight_files(folder)), [model_part(stages.units.plan)]))
     except CheckpointError as error:
         raise CheckpointError(f"init_from={folder}: {error}") from error
     stages.units.weights_changed()

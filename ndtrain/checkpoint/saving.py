@@ -77,7 +77,7 @@ class Writer:
     def __init__(self, folder: Path, stages: Stages, mesh: Mesh, cfg: Config, extras: Extras):
         self.folder, self.mesh, self.cfg, self.extras = folder, mesh, cfg, extras
         self.plans = plans_of(stages, cfg)
-        owned = list(_owned(stages, mesh, self.plans))
+        owned = list(_owned(stages, self.plans))
         self.owned, self.live = [o for o, _ in owned], [x for _, x in owned]
         _ = mesh.background  # created here, where all ranks call it, and not in a thread
 
@@ -146,12 +146,12 @@ def _files(plans: dict[str, list[PlannedFile]]) -> list[PlannedFile]:
     return [f for files in plans.values() for f in files]
 
 
-def _owned(stages: Stages, mesh: Mesh, plans: dict[str, list[PlannedFile]]) -> Iterator[tuple[_Owned, Tensor]]:
+def _owned(stages: Stages, plans: dict[str, list[PlannedFile]]) -> Iterator[tuple[_Owned, Tensor]]:
     """What this rank writes: the position in the files, and the elements (1-D), which training changes in place."""
     for stem, parts in parts_of(stages.units.plan).items():
         where = {name: f for f in plans.get(stem, ()) for name in f.offsets}
         for part in parts:  # roughly the order of the file
-            for held in slices_of(stages, mesh, part, owned_only=True):
+            for held in slices_of(stages, part, owned_only=True):
                 name = part.prefix + held.tensor
                 yield _Owned(name, where[name], held.rows), held.data
 

@@ -76,6 +76,12 @@ class MeshSpec:
             for o in ranges(outer)
         ]
 
+    def members(self, rank: int, *axes: str) -> list[int]:
+        """The group of `groups(*axes)` that `rank` belongs to."""
+        coords, inner = self.coords(rank), self._ordered(axes)
+        places = product(*(range(self.size(a)) for a in inner))
+        return [self.rank(coords | dict(zip(inner, place, strict=True))) for place in places]
+
     def _ordered(self, axes: tuple[str, ...]) -> list[str]:
         return [a for a in self.order if a in axes]
 

@@ -2,8 +2,9 @@
 
 A **dim** is a named tensor dimension (`heads`). A rule maps a dim to a mesh axis (`tp`). A tensor's *local shard* is
 the part that tp leaves on this rank. The local shards of one unit (embedding, a block, norm, head) are concatenated in
-a **flat** buffer, which is split evenly over fsdp x cp. `runs` describes any range of a shard as contiguous runs of the
-global row-major tensor. Initialising, saving, loading and resharding only copy runs.
+a **flat** buffer. Each unit names the axes that split its buffer evenly and those along which its shards are held again
+(`UnitGroups`). `runs` describes any range of a shard as contiguous runs of the global row-major tensor. Initialising,
+saving, loading and resharding only copy runs.
 
 Neighbouring tp ranks may hold **replicas** of one shard: of a tensor that no rule shards, or of a K/V head where tp
 exceeds the number of K/V heads. Two pipeline stages may hold replicas of one tensor: of tied embeddings. The first
@@ -18,12 +19,11 @@ from typing import NamedTuple
 from ndtrain.config import ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 
-SHARD_AXES = ("fsdp", "cp")  # axes that split the flat buffers
-REPLICA_AXES = ("dp",)  # axes along which the flat shards are replicated
-DATA_AXES = (*REPLICA_AXES, *SHARD_AXES)  # axes with different tokens: every gradient is partial over them
+SHARD_AXES = ("fsdp", "cp")  # axes that split flat buffers, where the gradients are partial over them
+DATA_AXES = ("dp", "fsdp", "cp")  # axes with different tokens
 BATCH_AXES = ("dp", "fsdp")  # axes with different sequences
-MODEL_AXES = ("pp", "fsdp", "cp", "tp")  # axes with different elements of the model
 TENSOR_AXIS = "tp"  # the axis that rules may map dims to
+STAGE_AXIS = "pp"  # the axis along which stages differ
 
 UNEVEN = ("vocab",)  # dims whose shards may differ by one unit
 REPLICATED = ("kv_heads",)  # dims that may have fewer units than tp has ranks: neighbouring ranks then hold replicas
@@ -187,6 +187,37 @@ def balanced_split(size: int, parts: int, index: int) -> tuple[int, int]:
     return size * index // parts, size * (index + 1) // parts
 
 
+@dataclass(frozen=True)
+class UnitGroups:
+    """The ranks that hold the tensors of one unit, as one of them sees them.
+
+    Attributes:
+        shard_axes: the mesh axes that split its flat buffer.
+        replica_axes: the axes along which the ranks hold the same shard; gradients are summed over them.
+        shards, shard: number of parts of the flat buffer, and the part of this rank.
+        replicas, replica: number of ranks that hold that part, and the index of this rank among them.
+    """
+
+    shard_axes: tuple[str, ...] = ()
+    replica_axes: tuple[str, ...] = ()
+    shards: int = 1
+    shard: int = 0
+    replicas: int = 1
+    replica: int = 0
+
+    @classmethod
+    def of(cls, mesh: MeshSpec, rank: int, shard_axes: Iterable[str], replica_axes: Iterable[str]) -> "UnitGroups":
+        shard_axes, replica_axes = tuple(shard_axes), tuple(replica_axes)
+        return cls(
+            shard_axes,
+            replica_axes,
+            mesh.size(*shard_axes),
+            mesh.index(rank, *shard_axes),
+            mesh.size(*replica_axes),
+            mesh.index(rank, *replica_axes),
+        )
+
+
 class Layouts:
     """The layout of every tensor of a model on one rank of a mesh.
 
@@ -232,11 +263,13 @@ class Layouts:
     def names(self) -> list[str]:
         return list(self._by_name)
 
-    def replica_axes(self, names: Iterable[str]) -> frozenset[str]:
-        """The axes of the gradients' all-reduce: the partial axes of these tensors minus fsdp, cp, tp and pp. The
-        tensors of a rank share one buffer, so they must agree."""
-        (axes,) = {self[name].partial - {*SHARD_AXES, TENSOR_AXIS, "pp"} for name in names}
-        return axes
+    def groups(self, name: str) -> UnitGroups:
+        """The ranks that split a tensor's flat buffer, and those that hold the same shards. Both follow from the axes
+        over which the tensor's gradient is partial: those among SHARD_AXES split the buffer, along the others each rank
+        holds the shard again. (Replicas along tp and pp are single tensors' and belong to the layout.)"""
+        data_axes = [a for a in self.mesh.order if a in self[name].partial - {TENSOR_AXIS, STAGE_AXIS}]
+        split = [a for a in data_axes if a in SHARD_AXES]
+        return UnitGroups.of(self.mesh, self.rank, split, [a for a in data_axes if a not in split])
 
     def tp_replica_counts(self, names: Iterable[str]) -> list[int]:
         """Over how many tp replicas the gradients of some of these tensors are summed; the same list on every rank."""
@@ -245,7 +278,7 @@ class Layouts:
 
     def other_stage(self, names: Iterable[str]) -> int | None:
         """The other pp coord that holds one of these tensors; None: there is none."""
-        here = self.mesh.coords(self.rank)["pp"]
+        here = self.mesh.coords(self.rank)[STAGE_AXIS]
         return next((c for name in names for c in self.pp_coords[name] if c != here), None)
 
     def _layout(self, name: str, dims: tuple[Dim, ...]) -> TensorLayout:
@@ -258,9 +291,9 @@ class Layouts:
             tp_replicas = max(1, n // dim.units) if dim.name in REPLICATED else 1
             shard[shard_dim] = self._shard(name, dim, n // tp_replicas, index // tp_replicas)
         partial = self._partial(dims, tp_replicas, shard_dim is not None)
-        here, pp_coords = self.mesh.coords(self.rank)["pp"], self.pp_coords.get(name, (0,))
+        here, pp_coords = self.mesh.coords(self.rank)[STAGE_AXIS], self.pp_coords.get(name, (0,))
         if len(pp_coords) > 1:  # each stage has the gradient of its own use
-            partial |= {"pp"}
+            partial |= {STAGE_AXIS}
         pp_replica = pp_coords.index(here) if here in pp_coords else 0
         return TensorLayout(
             name, dims, tuple(shard), partial, shard_dim, tp_replicas, index % tp_replicas, len(pp_coords), pp_replica
@@ -291,27 +324,27 @@ class Layouts:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat buffer of one unit: the concatenation of its local shards, padded to a multiple of `parts`.
+    """The flat buffer of one unit: the concatenation of its local shards, padded to a multiple of `groups.shards`.
 
     Matrices come before vectors, so that a weight-decay group is one slice. Among each, sharded tensors come before
     replicated ones.
 
     Attributes:
         tensors: in the order of the buffer.
+        groups: the ranks that the buffer is split over.
         offsets: name -> first element in the flat buffer.
         decayed: number of elements that belong to matrices; they come first.
         numel: number of elements, padding included.
-        parts: number of ranks that the buffer is split over; part `i` is `bounds(i)`.
     """
 
     tensors: tuple[TensorLayout, ...]
+    groups: UnitGroups
     offsets: dict[str, int]
     decayed: int
     numel: int
-    parts: int
 
     @classmethod
-    def of(cls, tensors: Iterable[TensorLayout], parts: int) -> "FlatLayout":
+    def of(cls, tensors: Iterable[TensorLayout], groups: UnitGroups) -> "FlatLayout":
         # sorted() is stable: model order among equals
         ordered = tuple(sorted(tensors, key=lambda t: (len(t.dims) < 2, t.tp_replicas)))
         offsets, at = {}, 0
@@ -319,11 +352,16 @@ class FlatLayout:
             offsets[t.name] = at
             at += t.local_numel
         decayed = sum(t.local_numel for t in ordered if len(t.dims) >= 2)
-        return cls(ordered, offsets, decayed, -(-at // parts) * parts, parts)
+        return cls(ordered, groups, offsets, decayed, -(-at // groups.shards) * groups.shards)
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """[start, stop) of this rank's part of the flat buffer."""
+        return self.bounds(self.groups.shard)
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """[start, stop) of part `part` in the flat buffer."""
-        return even_split(self.numel, self.parts, part)
+        """[start, stop) of part `part` of the flat buffer."""
+        return even_split(self.numel, self.groups.shards, part)
 
     def can_fuse(self, names: Sequence[str]) -> bool:
         """Whether these matrices are adjacent in the buffer, in this order, and sharded alike: then they are the rows

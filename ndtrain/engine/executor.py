@@ -53,7 +53,7 @@ class Executor:
         self.trains = any(a.kind != "F" for a in row)
         self._names = [show(a) for a in row]
         self.program = expand(
-            row, layers, recompute_groups, ahead=0 if units.fully_resident else 1 if units.reshard_after_forward else 2
+            row, layers, recompute_groups, ahead=0 if units.fully_resident else 1 if units.reshards else 2
         )
         self._passes = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._finish_weights}
         self.timings: list[ActionTiming] | None = None

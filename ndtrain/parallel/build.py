@@ -11,22 +11,21 @@ from ndtrain.config import Config, ConfigError
 from ndtrain.config.registry import get
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
-from ndtrain.distributed.sharding import DATA_AXES, SHARD_AXES, TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
+from ndtrain.distributed.sharding import DATA_AXES, TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import fused_names, unit_of
 from ndtrain.parallel.cp import cp_core
-from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8
-from ndtrain.parallel.fsdp import Reducers, ShardedUnits, StatePlan
+from ndtrain.parallel.fsdp import ShardedUnits, StatePlan
 from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.parallel.pp import Placement, TiedReducer
 from ndtrain.parallel.recompute import SavedOps, needs_saved_ops, op_of
 from ndtrain.parallel.tp import TensorParallel, TPReplicaReducer
-from ndtrain.parallel.whole_tensors import MODEL_SHARD_AXES, WholeTensors
+from ndtrain.parallel.whole_tensors import WholeTensors
 
 # of weights and activations: with fp8 only matmuls are narrower
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -74,12 +73,34 @@ def sequence_sharding(cfg: Config) -> SequenceSharding:
 
 
 def flat_layouts(layouts: Layouts, names: list[str]) -> dict[str, FlatLayout]:
-    """Unit -> its flat buffer, for the tensors `names` of one rank's stages."""
-    by_unit: dict[str, list] = {}
+    """Unit -> its flat buffer, for the tensors `names` of one rank's stages.
+
+    Raises:
+        ValueError: the tensors of a unit are not split and replicated over the same ranks.
+    """
+    by_unit: dict[str, list[str]] = {}
     for name in names:
-        by_unit.setdefault(unit_of(name), []).append(layouts[name])
-    parts = layouts.mesh.size(*SHARD_AXES)
-    return {unit: FlatLayout.of(tensors, parts) for unit, tensors in by_unit.items()}
+        by_unit.setdefault(unit_of(name), []).append(name)
+    flat = {}
+    for unit, own in by_unit.items():
+        groups = {layouts.groups(name) for name in own}
+        if len(groups) > 1:
+            raise ValueError(f"unit {unit}: its tensors belong to different groups of ranks: make it two units")
+        flat[unit] = FlatLayout.of([layouts[name] for name in own], groups.pop())
+    return flat
+
+
+def _make_process_groups(layouts: Layouts, mesh: Mesh, whole: bool) -> None:
+    """Creates the process groups that any unit of the model names, in the same order on every rank.
+
+    Args:
+        whole: whether those of `WholeTensors` are needed too.
+    """
+    for groups in dict.fromkeys(layouts.groups(name) for name in layouts.names()):
+        mesh.group(*groups.shard_axes)
+        mesh.group(*groups.replica_axes)
+        if whole:
+            mesh.group(*groups.shard_axes, TENSOR_AXIS)
 
 
 def stream_shape(cfg: Config) -> tuple[int, ...]:
@@ -123,20 +144,16 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
     models = _models(cfg, placement, mesh.coords["pp"])
     names = _check_declared(models.values(), layouts)
     plan = state_plan(cfg)
+    _make_process_groups(layouts, mesh, whole=not plan.sharded_spec)
     units = ShardedUnits(
         flat_layouts(layouts, names),
-        group=mesh.group(*SHARD_AXES),
-        index=mesh.index(*SHARD_AXES),
-        reducers=Reducers(
-            ReplicaReducer(mesh.group(*layouts.replica_axes(names))),
-            TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in layouts.tp_replica_counts(names)}),
-            TiedReducer(mesh, layouts.other_stage(names)),
-        ),
-        plan=plan,
+        mesh,
+        plan,
+        TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in layouts.tp_replica_counts(names)}),
+        TiedReducer(mesh, layouts.other_stage(names)),
         accumulator=accumulator,
         by_autograd=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
         fused_names=fused_names(cfg.model),
-        device=mesh.device,
     )
     if not plan.sharded_spec:
         units.whole_tensors = _whole_tensors(cfg, mesh, units, names, placement)
@@ -228,7 +245,7 @@ def initialise(stages: Stages, cfg: Config, draw: Callable = standard_normal) ->
         draw: makes N(0, 1) elements, as `standard_normal` does.
     """
     for unit in stages.units.units.values():
-        for tensor, runs in unit.layout.runs(*unit.layout.bounds(stages.units.index)):
+        for tensor, runs in unit.layout.runs(*unit.layout.own):
             for run in runs:
                 piece = unit.master[run.local_start : run.local_start + run.length]
                 fill(piece, cfg.model, cfg.run.seed, tensor.name, run.global_start, draw)
@@ -240,11 +257,9 @@ def _whole_tensors(
     cfg: Config, mesh: Mesh, units: ShardedUnits, names: list[str], placement: Placement
 ) -> WholeTensors:
     """The whole tensors of this rank's stages, with every rank's layout of them."""
-    (members,) = [ranks for ranks in mesh.spec.groups(*MODEL_SHARD_AXES) if mesh.rank in ranks]
-    layouts = [flat_layouts(layouts_of(cfg, mesh.spec, rank, placement), names) for rank in members]
-    indices = [mesh.spec.index(rank, *SHARD_AXES) for rank in members]
+    of_rank = lambda rank: flat_layouts(layouts_of(cfg, mesh.spec, rank, placement), names)
     shards = {name: (unit.master, unit.grad) for name, unit in units.units.items()}
-    return WholeTensors(mesh, layouts, indices, shards, units.plan.spec, units.master)
+    return WholeTensors(mesh, of_rank, shards, units.plan.spec, units.master)
 
 
 def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:

@@ -1,7 +1,8 @@
-"""fsdp (and cp): each unit's parameters are one flat buffer, sharded evenly over the ranks that hold the
-same parameters.
+"""fsdp (and cp): each unit's parameters are one flat buffer, split evenly over the ranks that its layout names
+(`UnitGroups`).
 
-With N local parameters, n ranks, c bytes of compute precision and 4 bytes of master precision, a rank holds
+With N local parameters, n ranks that split them, c bytes of compute precision and 4 bytes of master precision, a rank
+holds
 
 | zero | parameters  | gradients | master + moments |
 |------|-------------|-----------|------------------|
@@ -18,7 +19,7 @@ The idea of sharding all state is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.0
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -26,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from ndtrain.distributed.collectives import Group, Pending, all_gather, reduce_scatter
-from ndtrain.distributed.sharding import FlatLayout
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.distributed.sharding import FlatLayout, UnitGroups
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
@@ -40,6 +42,9 @@ class Unit:
     """One unit's buffers on this rank. Parameters are views of `full`, their `.grad` views of `full_grad`.
 
     Attributes:
+        group: the ranks that the flat buffer is split over.
+        replicas: sums its gradient over the ranks that hold the same shard.
+        residency: when its weights and gradient are whole on this rank.
         fused_weights: names of matrices -> these matrices as one fused weight.
         accumulated: the weights whose gradients matmuls accumulate: fused weights, and the matrices that are in none.
         full: all local elements in compute precision; its storage is empty while the unit is resharded.
@@ -54,6 +59,9 @@ class Unit:
 
     name: str
     layout: FlatLayout
+    group: Group
+    replicas: ReplicaReducer
+    residency: "Residency"
     parameters: dict[str, nn.Parameter]
     fused_weights: dict[tuple[str, ...], FusedWeights]
     full: Tensor
@@ -86,6 +94,32 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Residency:
+    """When a unit is whole on a rank.
+
+    Attributes:
+        reshard_after_forward: whether its weights are unsharded for each use, and resharded after it (zero 3).
+        holds_full_grad: whether the unsharded gradient is kept over the whole step (zero 1).
+        shares_master: whether the rank's part of the unsharded weights is the master copy.
+    """
+
+    reshard_after_forward: bool
+    holds_full_grad: bool
+    shares_master: bool
+
+    @classmethod
+    def of(cls, plan: "StatePlan", shards: int) -> "Residency":
+        """Of a unit that is split in `shards` parts."""
+        one_copy = shards == 1 and (plan.compute == plan.master or plan.offload)
+        reshard = plan.zero == 3 and not one_copy
+        return cls(
+            reshard,
+            holds_full_grad=plan.zero == 1 or shards == 1,
+            shares_master=not reshard and plan.compute == plan.master and not plan.offload,
+        )
+
+
+@dataclass(frozen=True)
 class StatePlan:
     """Which state a rank holds, in which precision and where.
 
@@ -108,107 +142,114 @@ class StatePlan:
     offload: bool = False
 
 
-@dataclass(frozen=True)
-class Reducers:
-    """Sum gradients over the ranks that the reduce-scatter of the flat buffers does not reach: dp replicas, tp
-    replicas, and the two stages that hold tied embeddings."""
-
-    replicas: ReplicaReducer
-    tp_replicas: TPReplicaReducer
-    ties: TiedReducer
-
-
 class ShardedUnits:
     """All units of a rank's stages. Holds their state; gathers, reshards and reduces it.
 
     Args:
-        layouts: unit name -> flat layout, in model order.
-        group, index: the ranks that the flat buffers are sharded over, and this rank's place among them.
+        layouts: unit name -> flat layout, in model order. Each names the groups of its unit, which exist already.
+        tp_replicas, ties: sum gradients over the replicas that single tensors have along tp, and over the two stages
+            that hold tied embeddings.
         accumulator: accumulates the gradients of matrices.
         by_autograd: the units whose gradients of matrices autograd accumulates instead.
         fused_names: names of matrices that are fused where they are neighbours in the flat buffer.
 
     Attributes:
-        reshard_after_forward: whether units are unsharded for each use, and resharded after it (zero 3).
-        holds_full_grad: whether the unsharded gradient is kept over the whole step (zero 1).
         before_update: called before an update changes weights or state.
         whole_tensors: set for an optimizer that needs whole tensors, else None.
     """
 
     def __init__(
         self,
-        layouts: dict[str, FlatLayout],
-        group: Group,
-        index: int,
-        reducers: Reducers,
+        layouts: Mapping[str, FlatLayout],
+        mesh: Mesh,
         plan: StatePlan,
+        tp_replicas: TPReplicaReducer,
+        ties: TiedReducer,
         accumulator: GradAccumulator,
         by_autograd: frozenset[str],
         fused_names: Sequence[tuple[str, ...]],
-        device: torch.device,
     ):
-        self.group, self.index, self.plan, self.device = group, index, plan, device
-        self.replicas, self.tp_replicas, self.ties = reducers.replicas, reducers.tp_replicas, reducers.ties
+        self.plan, self.device = plan, mesh.device
+        self.tp_replicas, self.ties = tp_replicas, ties
         self.accumulator, self.by_autograd = accumulator, by_autograd
         self.compute, self.master, self.offload = plan.compute, plan.master, plan.offload
-        parts = next(iter(layouts.values())).parts
-        one_copy = parts == 1 and (plan.compute == plan.master or plan.offload)
-        self.reshard_after_forward = plan.zero == 3 and not one_copy
-        self.holds_full_grad = plan.zero == 1 or parts == 1
-        self.shares_master = not self.reshard_after_forward and plan.compute == plan.master and not plan.offload
-        self.state_device = torch.device("cpu") if plan.offload else device
+        self.state_device = torch.device("cpu") if plan.offload else mesh.device
         self.before_update: list[Callable[[], None]] = []
         self.whole_tensors: WholeTensors | None = None
         self._reductions: list[tuple[Unit, Tensor, Pending, bool]] = []
-        self.units = self._allocate(layouts, fused_names)
+        self._replicas: dict[tuple[str, ...], ReplicaReducer] = {}
+        by_name: dict[str, Unit] = {}
+        for groups in dict.fromkeys(layout.groups for layout in layouts.values()):
+            alike = {name: layout for name, layout in layouts.items() if layout.groups == groups}
+            by_name |= self._allocate(alike, groups, mesh, fused_names)
+        self.units = {name: by_name[name] for name in layouts}
 
     @property
     def fully_resident(self) -> bool:
         """Whether nothing is gathered, resharded or reduced while a step runs."""
-        return not self.reshard_after_forward and self.group is None and self.replicas.alone
+        return all(u.group is None and u.replicas.alone for u in self.units.values()) and not self.reshards
+
+    @property
+    def reshards(self) -> bool:
+        """Whether there are units whose weights are unsharded for each use."""
+        return any(u.residency.reshard_after_forward for u in self.units.values())
 
     # ------------------------------------------------------------------------------------------------------- state
 
-    def _allocate(self, layouts: dict[str, FlatLayout], fused_names: Sequence[tuple[str, ...]]) -> dict[str, Unit]:
-        """One buffer of each kind for all stages, in model order, so that the optimizer sees few tensors and
-        neighbouring gradients travel in one message."""
-        plan, resident = self.plan, not self.reshard_after_forward
+    def _allocate(
+        self,
+        layouts: Mapping[str, FlatLayout],
+        groups: UnitGroups,
+        mesh: Mesh,
+        fused_names: Sequence[tuple[str, ...]],
+    ) -> dict[str, Unit]:
+        """One buffer of each kind for all units of the same groups, in model order, so that the optimizer sees few
+        tensors and neighbouring gradients travel in one message."""
+        plan, residency = self.plan, Residency.of(self.plan, groups.shards)
+        resident, holds_full_grad = not residency.reshard_after_forward, residency.holds_full_grad
+        group = mesh.group(*groups.shard_axes)
+        if groups.replica_axes not in self._replicas:
+            self._replicas[groups.replica_axes] = ReplicaReducer(mesh.group(*groups.replica_axes))
         local = sum(f.numel for f in layouts.values())
-        shard = local // next(iter(layouts.values())).parts
+        shard = local // groups.shards
         empty = lambda n, dtype: torch.zeros(n, dtype=dtype, device=self.device)
         on_host = lambda dtype: torch.zeros(shard, dtype=dtype, device=self.state_device)
         full = empty(local, plan.compute) if resident else None
-        master = None if self.shares_master else on_host(plan.master)
+        master = None if residency.shares_master else on_host(plan.master)
         source = empty(shard, plan.compute) if plan.offload and not resident else master
-        grad = empty(local if self.holds_full_grad else shard, plan.master)
+        grad = empty(local if holds_full_grad else shard, plan.master)
         state = {s.name: on_host(s.dtype or plan.master) for s in plan.spec if plan.sharded_spec}
         average = on_host(plan.master) if plan.ema else None
         units, at, shard_at = {}, 0, 0
         for name, layout in layouts.items():
-            start, stop = layout.bounds(self.index)
+            start, stop = layout.own
             size = stop - start
             unit_full = full[at : at + layout.numel] if resident else empty(layout.numel, plan.compute)
-            grad_start = at + start if self.holds_full_grad else shard_at
+            grad_start = at + start if holds_full_grad else shard_at
             span = slice(shard_at, shard_at + size)
             own = unit_full.data[start:stop] if resident else None
+            own_is_source = residency.shares_master or (plan.offload and resident)
             fused = {} if name in self.by_autograd else _fused_weights(unit_full, layout, fused_names, plan.master)
             units[name] = unit = Unit(
                 name=name,
                 layout=layout,
+                group=group,
+                replicas=self._replicas[groups.replica_axes],
+                residency=residency,
                 parameters=_parameters(unit_full, layout, plan.master),
                 fused_weights=fused,
                 full=unit_full.data,  # its own version counter hides gathers from autograd's check for in-place changes
-                master=own if self.shares_master else master[span],
-                gather_source=own if self.shares_master or (plan.offload and resident) else source[span],
+                master=own if residency.shares_master else master[span],
+                gather_source=own if own_is_source else source[span],
                 state={name: x[span] for name, x in state.items()},
                 grad=grad[grad_start : grad_start + size],
-                full_grad=grad[at : at + layout.numel] if self.holds_full_grad else None,
+                full_grad=grad[at : at + layout.numel] if holds_full_grad else None,
                 grad_at=(grad, grad_start),
                 ema=None if average is None else average[span],
             )
-            if self.holds_full_grad and name not in self.by_autograd:
+            if holds_full_grad and name not in self.by_autograd:
                 self._attach(unit)
-            if self.reshard_after_forward:
+            if not resident:
                 _resize(unit.full, 0)
             at, shard_at = at + layout.numel, shard_at + size
         return units
@@ -231,9 +272,9 @@ class ShardedUnits:
         unit = self.units[name]
         if unit.ready or unit.gather:
             return
-        if self.reshard_after_forward:
+        if unit.residency.reshard_after_forward:
             _resize(unit.full, unit.layout.numel)
-        unit.gather = all_gather(unit.full, unit.gather_source, self.group)
+        unit.gather = all_gather(unit.full, unit.gather_source, unit.group)
 
     def unshard(self, name: str) -> None:
         """Waits until the unit's weights are unsharded on this rank."""
@@ -247,7 +288,7 @@ class ShardedUnits:
     def reshard(self, name: str) -> None:
         """Frees the unsharded weights where zero is 3: the unit is not needed for now."""
         unit = self.units[name]
-        if self.reshard_after_forward and unit.ready:
+        if unit.residency.reshard_after_forward and unit.ready:
             _resize(unit.full, 0)
             unit.ready = False
 
@@ -275,7 +316,7 @@ class ShardedUnits:
         """Clears the gradients of the previous step."""
         for unit in self.units.values():
             unit.accumulating = False
-            if self.holds_full_grad:
+            if unit.residency.holds_full_grad:
                 self._start_gradient(unit)
 
     def open_gradients(self, name: str) -> None:
@@ -305,12 +346,12 @@ class ShardedUnits:
 
         zero=1 sums over the ranks once, after the last microbatch; zero=2 and 3 after every one.
         """
-        if self.holds_full_grad and not final:
-            return
         unit = self.units[name]
+        if unit.residency.holds_full_grad and not final:
+            return
         self.accumulator.close(unit.accumulated)
-        full, work = unit.full_grad, reduce_scatter(unit.full_grad, self.group)
-        if not self.holds_full_grad:
+        full, work = unit.full_grad, reduce_scatter(unit.full_grad, unit.group)
+        if not unit.residency.holds_full_grad:
             unit.full_grad = None  # only the reduction still reads it: the unit's next backward allocates another
             for _, p in unit.with_gradient():
                 p.grad = None
@@ -318,12 +359,13 @@ class ShardedUnits:
         self._reductions.append((unit, full, work, final))
 
     def finish_step(self) -> None:
-        """Finishes the gradient sums: over microbatches, the shard group, dp replicas, tp replicas, and the stages that
-        hold tied embeddings."""
+        """Finishes the gradient sums: over microbatches, the ranks of each unit's groups, tp replicas, and the stages
+        that hold tied embeddings."""
         self._wait_for_reductions()
-        self.replicas.finish()
+        for replicas in self._replicas.values():
+            replicas.finish()
         for unit in self.units.values():
-            self.tp_replicas.add(unit.layout, unit.layout.bounds(self.index)[0], unit.grad)
+            self.tp_replicas.add(unit.layout, unit.layout.own[0], unit.grad)
         self.tp_replicas.finish()
         for unit in self.units.values():
             if any(t.pp_replicas > 1 for t in unit.layout.tensors):
@@ -332,13 +374,13 @@ class ShardedUnits:
     def _wait_for_reductions(self) -> None:
         for unit, full, work, final in self._reductions:
             work.wait()
-            if not self.holds_full_grad:
-                own = full[slice(*unit.layout.bounds(self.index))]
+            if not unit.residency.holds_full_grad:
+                own = full[slice(*unit.layout.own)]
                 unit.grad.add_(own) if unit.accumulating else unit.grad.copy_(own)
                 unit.accumulating = True
             if final:
                 buffer, start = unit.grad_at
-                self.replicas.add(buffer, start, start + unit.grad.numel())
+                unit.replicas.add(buffer, start, start + unit.grad.numel())
         self._reductions.clear()
 
     def _start_gradient(self, unit: Unit) -> None:

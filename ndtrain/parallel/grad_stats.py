@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ndtrain.distributed.collectives import all_gather_row
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import MODEL_AXES
 from ndtrain.parallel.fsdp import ShardedUnits
 
 
@@ -30,8 +29,6 @@ class GradStatsReducer:
 
     def __init__(self, units: ShardedUnits, mesh: Mesh):
         self.mesh, self.device = mesh, units.device
-        # of replicas, whose shards are the same, one is asked: every rank then adds up the same numbers
-        self._one_replica = torch.tensor(mesh.spec.groups(*MODEL_AXES)[0], device=units.device)
         self._counted = _counted(units)
 
     def __call__(self, loss_share: Tensor) -> GradStats:
@@ -41,24 +38,26 @@ class GradStatsReducer:
         mine[1] = loss_share
         rows, work = all_gather_row(mine, self.mesh.world)
         work.wait()
-        loss, norm = rows[:, 1].sum(), rows[self._one_replica, 0].sum().sqrt()
-        return GradStats(loss, norm, rows.isfinite().all())
+        return GradStats(rows[:, 1].sum(), rows[:, 0].sum().sqrt(), rows.isfinite().all())
 
 
 _ROW = 4096  # elements whose norm is taken in their own precision
 
 
 def _counted(units: ShardedUnits) -> list[Tensor]:
-    """The gradients that this rank counts in the norm, in few slices: all that it owns."""
-    spans: list[tuple[int, int]] = []
+    """The gradients that this rank counts in the norm, in few slices. Of the replicas of an element, the first one
+    counts it."""
+    spans: list[tuple[Tensor, int, int]] = []
     for unit in units.units.values():
         buffer, at = unit.grad_at
-        for s in unit.layout.slices(*unit.layout.bounds(units.index), lambda t: t.owned):
+        if unit.layout.groups.replica:
+            continue
+        for s in unit.layout.slices(*unit.layout.own, lambda t: t.owned):
             start, stop = at + s.start, at + s.stop
-            if spans and spans[-1][1] == start:
-                start = spans.pop()[0]
-            spans.append((start, stop))
-    return [buffer[start:stop] for start, stop in spans]
+            if spans and spans[-1][0] is buffer and spans[-1][2] == start:
+                start = spans.pop()[1]
+            spans.append((buffer, start, stop))
+    return [buffer[start:stop] for buffer, start, stop in spans]
 
 
 def _square_sum(x: Tensor) -> Tensor:

@@ -299,11 +299,13 @@ def _bytes(x: Tensor) -> int:
 def sharding_bytes(units: ShardedUnits) -> int:
     """The most that gathers and reductions hold besides the state: two units' weights where those are resharded after
     use, two units' gradients where the ranks hold shards, and what two units receive from the other ranks."""
-    large = sum(sorted(u.layout.numel for u in units.units.values())[-2:])
-    parts = next(iter(units.units.values())).layout.parts
-    weights = large * units.compute.itemsize if units.reshard_after_forward else 0
-    gradients = (0 if units.holds_full_grad else large) + large * (parts - 1) // parts
-    return weights + gradients * units.master.itemsize
+    held = 0
+    for unit in sorted(units.units.values(), key=lambda u: u.layout.numel)[-2:]:
+        numel, shards = unit.layout.numel, unit.layout.groups.shards
+        weights = numel if unit.residency.reshard_after_forward else 0
+        gradients = (0 if unit.residency.holds_full_grad else numel) + numel * (shards - 1) // shards
+        held += weights * units.compute.itemsize + gradients * units.master.itemsize
+    return held
 
 
 # ------------------------------------------------------------------------------------------------------- the choice

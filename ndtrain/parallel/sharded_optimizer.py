@@ -58,16 +58,13 @@ class ShardedOptimizer:
 
 
 def _resident_update(optimizer: Optimizer, units: ShardedUnits, cfg: OptimConfig) -> Callable[[Update], None]:
-    tensors = [t for u in units.units.values() for t in _tensors(u, units.index, u.grad, cfg)]
+    tensors = [t for u in units.units.values() for t in _tensors(u, u.grad, cfg)]
     return lambda update: optimizer.step(tensors, update)
 
 
 def _offloaded_update(kind: type[Optimizer], units: ShardedUnits, cfg: OptimConfig) -> Callable[[Update], None]:
     copier = OffloadCopier(units)
-    shards = [
-        _tensors(unit, units.index, grad, cfg)
-        for unit, grad in zip(units.units.values(), copier.gradients, strict=True)
-    ]
+    shards = [_tensors(u, grad, cfg) for u, grad in zip(units.units.values(), copier.gradients, strict=True)]
     optimizers = [kind(cfg) for _ in shards]
     return lambda update: copier.run(lambda i: optimizers[i].step(shards[i], update) if shards[i] else None)
 
@@ -81,9 +78,9 @@ def _whole_update(optimizer: Optimizer, whole: WholeTensors, cfg: OptimConfig) -
     return step
 
 
-def _tensors(unit: Unit, index: int, grad: Tensor, cfg: OptimConfig) -> Sequence[OptimTensor]:
+def _tensors(unit: Unit, grad: Tensor, cfg: OptimConfig) -> Sequence[OptimTensor]:
     """The shard of a unit, whose gradient comes in `grad`: its matrices and its vectors."""
-    start, stop = unit.layout.bounds(index)
+    start, stop = unit.layout.own
     cut = unit.layout.decayed_in(start, stop)
     made = []
     for span, decay in ((slice(0, cut), cfg.weight_decay), (slice(cut, stop - start), 0.0)):

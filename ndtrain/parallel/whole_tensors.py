@@ -1,13 +1,14 @@
 """Whole tensors for optimizers that need them: each has one owner among the ranks that hold its shards.
 
 The owner receives the gradient and the master weights of every rank's elements. It holds the tensor's state, computes
-the update and sends the new weights back. Ranks along dp hold the same shards, so each dp coordinate does the same work
-and no message crosses dp.
+the update and sends the new weights back. Where other ranks hold the same shards (along dp), each set of replicas does
+the same work, and no message crosses between them.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,8 @@ from torch import Tensor
 
 from ndtrain.distributed.collectives import receive, send
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import FlatLayout, Run
+from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout, Run
 from ndtrain.optim import StateSpec
-
-MODEL_SHARD_AXES = ("fsdp", "cp", "tp")  # each stage is sharded over the ranks along these axes
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,9 @@ class WholeTensor:
 
     Attributes:
         shape: of the whole tensor.
+        group: the ranks that hold its shards, along the axes that split its unit and along tp.
+        position: this rank's in the group.
+        replica: which of the sets of ranks with the same shards this rank belongs to.
         owner: the position of its owner in the group.
         holdings: by position in the group.
         shards: this rank's (master, grad) of the unit that it lies in.
@@ -52,6 +54,9 @@ class WholeTensor:
 
     name: str
     shape: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    position: int
+    replica: int
     owner: int
     holdings: Sequence[Holding]
     shards: tuple[Tensor, Tensor]
@@ -62,7 +67,7 @@ class WholeTensors:
     """All tensors of a rank's stages.
 
     Args:
-        layouts: by position in the group: unit -> flat layout.
+        layouts_of: rank -> unit -> the flat layout of the stage as that rank holds it.
         shards: unit -> this rank's (master, grad).
         spec: the optimizer's state.
         master: dtype of weights and gradients.
@@ -71,35 +76,46 @@ class WholeTensors:
     def __init__(
         self,
         mesh: Mesh,
-        layouts: Sequence[Mapping[str, FlatLayout]],
-        indices: Sequence[int],
+        layouts_of: Callable[[int], Mapping[str, FlatLayout]],
         shards: Mapping[str, tuple[Tensor, Tensor]],
         spec: Sequence[StateSpec],
         master: torch.dtype,
     ):
-        self.group: dist.ProcessGroup | None = mesh.group(*MODEL_SHARD_AXES)
-        self.position, self.master, self.device = mesh.index(*MODEL_SHARD_AXES), master, mesh.device
-        self.tensors = list(self._place(layouts, indices, shards, spec))
+        self.master, self.device = master, mesh.device
+        layouts_of = cache(layouts_of)
+        self.tensors = []
+        for axes in dict.fromkeys(layout.groups.shard_axes for layout in layouts_of(mesh.rank).values()):
+            members = mesh.spec.members(mesh.rank, *axes, TENSOR_AXIS)
+            units = [u for u, layout in layouts_of(mesh.rank).items() if layout.groups.shard_axes == axes]
+            layouts = [{u: layouts_of(rank)[u] for u in units} for rank in members]
+            group, position = mesh.group(*axes, TENSOR_AXIS), members.index(mesh.rank)
+            self.tensors += self._place(group, position, layouts, shards, spec)
 
     def _place(
         self,
+        group: dist.ProcessGroup | None,
+        position: int,
         layouts: Sequence[Mapping[str, FlatLayout]],
-        indices: Sequence[int],
         shards: Mapping[str, tuple[Tensor, Tensor]],
         spec: Sequence[StateSpec],
     ) -> Iterator[WholeTensor]:
-        """Assigns the owners, the largest tensor first and each to the rank that owns the fewest elements so far."""
+        """Assigns the owners among the ranks of a group, the largest tensor first and each to the rank that owns the
+        fewest elements so far.
+
+        Args:
+            layouts: by position in the group: unit -> flat layout.
+        """
         tensors = [(t, unit) for unit, layout in layouts[0].items() for t in layout.tensors]
         owned, owner = [0] * len(layouts), {}
         for t, _ in sorted(tensors, key=lambda item: (-item[0].numel, item[0].name)):
             owner[t.name] = owned.index(min(owned))
             owned[owner[t.name]] += t.numel
         for t, unit in tensors:
-            holdings = [_holding(layout[unit], index, t.name) for layout, index in zip(layouts, indices, strict=True)]
-            mine = owner[t.name] == self.position
+            holdings = [_holding(layout[unit], t.name) for layout in layouts]
             make = lambda s, t=t: torch.zeros(s.shape_of(t.shape), dtype=s.dtype or self.master, device=self.device)
-            state = {s.name: make(s) for s in spec} if mine else {}
-            yield WholeTensor(t.name, t.shape, owner[t.name], holdings, shards[unit], state)
+            state = {s.name: make(s) for s in spec} if owner[t.name] == position else {}
+            replica = layouts[position][unit].groups.replica
+            yield WholeTensor(t.name, t.shape, group, position, replica, owner[t.name], holdings, shards[unit], state)
 
     def update_each(self, update: Callable[[Tensor, Tensor, dict[str, Tensor]], None]) -> None:
         """Calls `update(weight, grad, state)` on the owner of each tensor. Every rank of the group calls this."""
@@ -111,21 +127,21 @@ class WholeTensors:
 
     def _gather(self, t: WholeTensor) -> Tensor | None:
         """(weight, gradient) [2, numel] on the owner, None elsewhere."""
-        mine = t.holdings[self.position]
-        if self.position != t.owner:
+        mine = t.holdings[t.position]
+        if t.position != t.owner:
             if mine.counted and mine.numel:
                 message = torch.stack([_packed(x, mine) for x in t.shards])
-                send(message, self.group, t.owner).wait()
+                send(message, t.group, t.owner).wait()
             return None
         whole = torch.empty(2, math.prod(t.shape), dtype=self.master, device=self.device)
         for position, holding in enumerate(t.holdings):
             if not holding.counted or not holding.numel:
                 continue
-            if position == self.position:
+            if position == t.position:
                 message = torch.stack([_packed(x, holding) for x in t.shards])
             else:
                 message = whole.new_empty(2, holding.numel)
-                receive(message, self.group, position).wait()
+                receive(message, t.group, position).wait()
             at = 0
             for run in holding.runs:
                 whole[:, run.global_start : run.global_start + run.length] = message[:, at : at + run.length]
@@ -134,11 +150,11 @@ class WholeTensors:
 
     def _scatter(self, t: WholeTensor, weight: Tensor | None) -> None:
         """Sends the owner's weight to every rank, which writes its elements into its shard."""
-        mine = t.holdings[self.position]
-        if self.position != t.owner:
+        mine = t.holdings[t.position]
+        if t.position != t.owner:
             if mine.numel:
                 message = torch.empty(mine.numel, dtype=self.master, device=self.device)
-                receive(message, self.group, t.owner).wait()
+                receive(message, t.group, t.owner).wait()
                 _unpack(message, t.shards[0], mine)
             return
         for position, holding in enumerate(t.holdings):
@@ -146,14 +162,14 @@ class WholeTensors:
                 continue
             spans = [weight[run.global_start : run.global_start + run.length] for run in holding.runs]
             message = torch.cat(spans)
-            if position == self.position:
+            if position == t.position:
                 _unpack(message, t.shards[0], holding)
             else:
-                send(message, self.group, position).wait()
+                send(message, t.group, position).wait()
 
 
-def _holding(layout: FlatLayout, index: int, name: str) -> Holding:
-    for tensor, runs in layout.runs(*layout.bounds(index)):
+def _holding(layout: FlatLayout, name: str) -> Holding:
+    for tensor, runs in layout.runs(*layout.own):
         if tensor.name == name:
             return Holding(tuple(runs), counted=tensor.tp_replica == 0)
     return Holding((), counted=False)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ndtrain.config import AXES, ConfigError, ModelConfig
 from ndtrain.distributed.mesh import MeshSpec
-from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, balanced_split, even_split
+from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, UnitGroups, balanced_split, even_split
 from ndtrain.model.init import fill, standard_normal
 
 sizes = st.integers(1, 4)
@@ -31,6 +31,7 @@ def test_groups_partition_the_ranks(mesh, axes):
     for group in groups:
         assert len(group) == mesh.size(*axes)
         assert [mesh.index(r, *axes) for r in group] == list(range(len(group)))
+        assert all(mesh.members(r, *axes) == group for r in group)
         fixed = [{a: c for a, c in mesh.coords(r).items() if a not in axes} for r in group]
         assert all(f == fixed[0] for f in fixed)
 
@@ -80,8 +81,10 @@ def test_runs_cover_every_element_once_per_replica(mesh, data):
     tp_replicas = {}
     for rank in range(mesh.world_size):
         layouts = Layouts(tensors, rules, mesh, rank)
-        flat = FlatLayout.of([layouts[n] for n in tensors], mesh.size("fsdp", "cp"))
-        start, stop = flat.bounds(mesh.index(rank, "fsdp", "cp"))
+        (groups,) = {layouts.groups(n) for n in tensors}
+        flat = FlatLayout.of([layouts[n] for n in tensors], groups)
+        start, stop = flat.own
+        assert (start, stop) == flat.bounds(mesh.index(rank, "fsdp", "cp"))
         mine = flat.slices(start, stop, lambda t: t.tp_replica == 0)
         for t, runs in flat.runs(start, stop):
             tp_replicas[t.name] = t.tp_replicas
@@ -123,6 +126,16 @@ def test_gradients_are_partial_where_activations_are_sharded(sequence_parallel):
     ] * 4
 
 
+def test_the_groups_of_a_tensor_follow_from_its_partial_gradient():
+    """A tensor whose gradient is partial over fewer axes is split and replicated over fewer ranks."""
+    mesh = MeshSpec(AXES, (1, 2, 2, 3, 1))
+    rank = mesh.rank({"pp": 0, "dp": 1, "fsdp": 0, "cp": 2, "tp": 0})
+    of = lambda token_axes: Layouts({"w": (Dim("embed", 4),)}, {}, mesh, rank, token_axes).groups("w")
+    assert of(("dp", "fsdp", "cp", "tp")) == UnitGroups(("fsdp", "cp"), ("dp",), 6, 2, 2, 1)
+    assert of(("dp", "cp")) == UnitGroups(("cp",), ("dp",), 3, 2, 2, 1)
+    assert of(("fsdp",)) == UnitGroups(("fsdp",), (), 2, 0, 1, 0)
+
+
 def test_a_vocabulary_is_sharded_unevenly_and_never_padded():
     mesh = MeshSpec(AXES, (1, 1, 1, 1, 4))
     tensors = {"e": (Dim("vocab", 11), Dim("embed", 2))}
@@ -133,7 +146,7 @@ def test_a_vocabulary_is_sharded_unevenly_and_never_padded():
 def test_matrices_come_first_and_padding_is_even():
     mesh = MeshSpec(AXES, (1, 1, 4, 1, 1))
     layouts = Layouts({"norm": (Dim("embed", 5),), "w": (Dim("mlp", 3), Dim("embed", 5))}, {}, mesh, 0)
-    flat = FlatLayout.of([layouts["norm"], layouts["w"]], 4)
+    flat = FlatLayout.of([layouts["norm"], layouts["w"]], UnitGroups(shards=4))
     assert flat.offsets == {"w": 0, "norm": 15} and flat.decayed == 15 and flat.numel == 20
     assert [flat.decayed_in(*flat.bounds(i)) for i in range(4)] == [5, 5, 5, 0]
 

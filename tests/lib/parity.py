@@ -118,7 +118,7 @@ def rank_state(stages, kinds: Sequence[tuple[str, str]] = KINDS) -> list[tuple]:
 
 def owned(stages, kind, part):
     for unit in stages.units.units.values():
-        for tensor, runs in unit.layout.runs(*unit.layout.bounds(stages.units.index)):
+        for tensor, runs in unit.layout.runs(*unit.layout.own):
             for run in runs:
                 values = part(unit)[run.local_start : run.local_start + run.length].clone()
                 yield kind, tensor.name, tensor.shape, run.global_start, values

@@ -78,7 +78,7 @@ def rank_updates(overrides: list[str]) -> tuple[Run, list[tuple]]:
     optimizer = TrainingStep(cfg, mesh, stages).optimizer
     for step in (1, 2, 3):
         for unit in stages.units.units.values():
-            for t, runs in unit.layout.runs(*unit.layout.bounds(stages.units.index)):
+            for t, runs in unit.layout.runs(*unit.layout.own):
                 for r in runs:
                     drawn = standard_normal(step, t.name, r.global_start, r.length)
                     unit.grad[r.local_start : r.local_start + r.length] = drawn

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtrain.config import load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts
+from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, UnitGroups
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.model.contiguous import cat, cat_if_contiguous
 from ndtrain.model.norm import rms_norm
@@ -82,7 +82,7 @@ def test_which_matrices_are_fused():
     def can_fuse(tp: int, *names: str) -> bool:
         mesh = MeshSpec(("pp", "dp", "fsdp", "cp", "tp"), (1, 1, 1, 1, tp))
         layouts = Layouts(tensors, rules, mesh, rank=0)
-        return FlatLayout.of([layouts[name] for name in tensors], parts=1).can_fuse(names)
+        return FlatLayout.of([layouts[name] for name in tensors], UnitGroups()).can_fuse(names)
 
     assert can_fuse(1, "q", "k") and can_fuse(2, "q", "k")
     assert not can_fuse(4, "q", "k"), "each k is held by two ranks, and so stands behind those that are not"

@@ -14,6 +14,7 @@ from ndtrain.config import ConfigError, load_config, registry, resolve
 from tests.lib.helpers import checkpoint_of, given_process_group, refusal, rows
 from tests.lib.parity import FP64, SHAPE, Run, assemble, compare, rank_run
 from tests.lib.ranks import run_ranks
+from tests.parallel.test_unit_groups import mixed
 
 HERE = Path(__file__).parent
 PLUGIN = "plugins=[example_package.parts]"
@@ -89,6 +90,15 @@ def test_family_and_optimizer_on_a_mesh(name):
     got = assemble(run_ranks(run_of, ranks, [*MODEL, *mesh]))
     want = assemble(run_ranks(run_of, 1, [*MODEL, *same, "train.micro_batch=8"]))
     assert {*STATE, "weight", "gradient"} == got.tensors.keys()
+    compare(got, want, loss=1e-10, state=1e-9)
+
+
+@pytest.mark.full
+def test_whole_tensors_of_units_that_are_split_over_other_ranks():
+    """Each tensor's owner is among the ranks of its unit's own groups."""
+    mesh = ["mesh.fsdp=2", "mesh.cp=2", "mesh.tp=2", "model.num_key_value_heads=2", "train.micro_batch=2"]
+    got = assemble(run_ranks(mixed, 8, run_of, [*MODEL, *mesh]))
+    want = assemble(run_ranks(run_of, 1, [*MODEL, "model.num_key_value_heads=2", "train.micro_batch=8"]))
     compare(got, want, loss=1e-10, state=1e-9)
 
 
