@@ -91,7 +91,7 @@ def ours(cfg: Config, mesh: Mesh) -> Implementation:
         report = step.run(next(numbers), batches)
         return lambda: Outcome(*attrgetter("loss", "grad_norm")(report.wait()))
 
-    return Implementation(launch, stages.units.state_bytes(), step.skipped_ops)
+    return Implementation(launch, stages.units.state_bytes(), stages.recompute.skipped_ops)
 
 
 class QueuedSteps:

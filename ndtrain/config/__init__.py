@@ -16,6 +16,7 @@ from ndtrain.config.composition import (
     to_config,
     to_yaml,
 )
+from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.schema import (
     AXES,
     CheckpointConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "HardwareConfig",
+    "LocalShapes",
     "LoggerConfig",
     "MeshConfig",
     "ModelConfig",

@@ -9,6 +9,7 @@ from typing import Any
 from ndtrain import schedule as schedules
 from ndtrain.arguments import near
 from ndtrain.config import registry
+from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.schema import AXES, Config, ConfigError, DataConfig, ModelConfig
 
 
@@ -200,7 +201,7 @@ def _check_tp(cfg: Config) -> None:
             m.vocab_size >= tp, f"mesh.tp={tp} exceeds model.vocab_size={m.vocab_size}: set layout.rules.vocab=null"
         )
     if cfg.tp.sequence_parallel:
-        tokens = cfg.train.micro_batch * cfg.train.seq_len // cfg.mesh.cp
+        tokens = LocalShapes.of(cfg).tokens
         _require(
             tokens % tp == 0,
             f"mesh.tp={tp} must divide the {tokens} tokens of a microbatch (train.micro_batch x train.seq_len / "
@@ -219,9 +220,9 @@ def _resolve_cp(cfg: Config) -> None:
         cp.ulysses = n if cp.kind == "ulysses" else 1
     u = cp.ulysses
     _require(u >= 1 and n % u == 0, f"cp.ulysses={u} must divide mesh.cp={n}")
-    tp = cfg.mesh.tp if cfg.layout.rules.get("heads") else 1
-    heads, kv_heads = m.num_attention_heads // tp, max(1, m.num_key_value_heads // tp)
-    of = f" / mesh.tp = {heads}" if tp > 1 else ""
+    shapes = LocalShapes.of(cfg)
+    heads, kv_heads = shapes.heads, shapes.kv_heads
+    of = f" / mesh.tp = {heads}" if heads < m.num_attention_heads else ""
     _require(
         heads % u == 0,
         f"cp.ulysses={u} must divide model.num_attention_heads={m.num_attention_heads}{of}: "
@@ -353,15 +354,13 @@ _FP8_MULTIPLE = 16  # of every size of a matmul in fp8
 
 
 def _check_fp8(cfg: Config) -> None:
-    m, mesh, rules = cfg.model, cfg.mesh, cfg.layout.rules
-    tp = lambda dim: mesh.tp if rules.get(dim) else 1
-    heads, kv_heads = m.num_attention_heads // tp("heads"), max(1, m.num_key_value_heads // tp("kv_heads"))
+    m, shapes = cfg.model, LocalShapes.of(cfg)
     sizes = {
         "model.hidden_size": m.hidden_size,
-        "model.intermediate_size / mesh.tp": m.intermediate_size // tp("mlp"),
-        "model.num_attention_heads x head_dim / mesh.tp": heads * m.head_dim,
-        "model.num_key_value_heads x head_dim / mesh.tp": kv_heads * m.head_dim,
-        "train.micro_batch x train.seq_len / mesh.cp": cfg.train.micro_batch * cfg.train.seq_len // mesh.cp,
+        "model.intermediate_size / mesh.tp": shapes.intermediate_size,
+        "model.num_attention_heads x head_dim / mesh.tp": shapes.heads * m.head_dim,
+        "model.num_key_value_heads x head_dim / mesh.tp": shapes.kv_heads * m.head_dim,
+        "train.micro_batch x train.seq_len / mesh.cp": shapes.tokens,
     }
     for key, size in sizes.items():
         _require(

@@ -215,12 +215,13 @@ class LoggingCallback(Callback):
 def make_metrics(trainer: "Trainer") -> Metrics:
     """The metrics of a run, which rank 0 has."""
     cfg, t, device = trainer.cfg, trainer.cfg.train, trainer.mesh.device
+    recomputed = trainer.stages.recompute.skipped_ops
     return Metrics(
         cfg,
         Path(cfg.run.dir),
         start_step=trainer.state.step,
         flops_per_token=flops.flops_per_token(cfg.model, t.seq_len),
-        hardware_flops_per_token=flops.hardware_flops_per_token(cfg.model, t.seq_len, trainer.train_step.skipped_ops),
+        hardware_flops_per_token=flops.hardware_flops_per_token(cfg.model, t.seq_len, recomputed),
         peak_flops_per_device=peak_flops(cfg.hardware, device.type, DTYPES[cfg.precision.compute]),
         world_size=trainer.mesh.spec.world_size,
         resume=trainer.state.step > 0,

@@ -75,10 +75,6 @@ class Layer(NamedTuple):
     last: bool
     loss: bool
 
-    @property
-    def is_block(self) -> bool:
-        return ".layers." in self.units[0]
-
 
 def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
     """All segments of a rank, stage after stage."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ndtrain import schedule as schedules
-from ndtrain.config import Config
+from ndtrain.config import Config, LocalShapes
 from ndtrain.data import Batch
 from ndtrain.distributed.collectives import all_gather_row
 from ndtrain.distributed.flight_recorder import RECORDER
@@ -16,14 +16,12 @@ from ndtrain.distributed.host_device import Readback, upload
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import DATA_AXES
 from ndtrain.engine.executor import Executor
-from ndtrain.engine.instructions import Layer, line_up
+from ndtrain.engine.instructions import line_up
 from ndtrain.model import Context
 from ndtrain.model.loss import IGNORE
 from ndtrain.optim import learning_rate
-from ndtrain.parallel.build import Stages, stream_shape
+from ndtrain.parallel.build import Stages
 from ndtrain.parallel.pp import Pipeline
-from ndtrain.parallel.recompute import RecomputeGroup, always_saved_ops, plan_recompute, skipped_ops
-from ndtrain.parallel.recompute_budget import choose
 from ndtrain.parallel.sharded_optimizer import ShardedOptimizer
 
 Signals = Callable[[], Sequence[float]]
@@ -67,34 +65,16 @@ class PendingReport:
 
 
 class TrainingStep:
-    """Forward, backward, gradient sums, clip and update of one global batch, by the schedule that `cfg` names.
-
-    Attributes:
-        skipped_ops: for each block the ops that its recompute skips, None where it is not recomputed.
-    """
+    """Forward, backward, gradient sums, clip and update of one global batch, by the schedule that `cfg` names."""
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages):
         self.cfg, self.mesh, self.stages = cfg, mesh, stages
         schedule = stages.placement.schedule
         layers = line_up(stages.segments, stages.placement.last)
-        pipeline = Pipeline(schedule, mesh, stream_shape(cfg), stages.units.compute)
-        recompute = self._plan_recompute(layers)
+        pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         row = schedule.table[mesh.coords["pp"]]
-        self.executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, recompute)
+        self.executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, stages.recompute.groups)
         self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
-
-    def _plan_recompute(self, layers: Sequence[Layer]) -> list[RecomputeGroup]:
-        """The blocks that are recomputed, stage by stage. Sets `skipped_ops`."""
-        cfg, always = self.cfg, always_saved_ops(self.cfg)
-        blocks = {s: [i for i, x in enumerate(layers) if x.stage == s and x.is_block] for s in self.stages.segments}
-        choice = choose(cfg, self.mesh, self.stages, always) if cfg.recompute.name == "budget" else []
-        groups, at = [], 0
-        for of_stage in blocks.values():
-            groups += plan_recompute(of_stage, cfg.recompute, always, choice[at : at + len(of_stage)])
-            at += len(of_stage)
-        in_graphs = bool(self.stages.units.by_autograd)
-        self.skipped_ops = skipped_ops([i for of_stage in blocks.values() for i in of_stage], groups, in_graphs)
-        return groups
 
     def run(self, step: int, batches: Sequence[Batch], signals: Signals = lambda: (0.0,)) -> PendingReport:
         """Makes update number `step` (from 1) from this rank's microbatches."""
@@ -138,7 +118,7 @@ class Evaluation:
         self.mesh, self.stages = mesh, stages
         schedule = schedules.forwards(stages.placement.schedule)
         layers = line_up(stages.segments, stages.placement.last)
-        pipeline = Pipeline(schedule, mesh, stream_shape(cfg), stages.units.compute)
+        pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         row = schedule.table[mesh.coords["pp"]]
         self.executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, [])
 

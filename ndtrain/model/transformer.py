@@ -89,6 +89,10 @@ class Segment:
     run: Callable[[Tensor | None, Context], Tensor]
     weight_in_backward: bool = True
 
+    @property
+    def is_block(self) -> bool:
+        return ".layers." in self.unit
+
 
 class Transformer(nn.Module):
     """One stage: the blocks `layers`, with the embedding if `first`, with final norm and head if `last`.

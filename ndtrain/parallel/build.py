@@ -2,7 +2,7 @@
 that the mesh replaces."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from ndtrain.config.registry import get
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.distributed.sharding import DATA_AXES, TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
-from ndtrain.model import Context, Ops, Segment, Transformer, dim_sizes, tensor_dims
+from ndtrain.model import Ops, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import fused_names, unit_of
@@ -23,7 +23,17 @@ from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, f
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.parallel.pp import Placement, TiedReducer
-from ndtrain.parallel.recompute import SavedOps, needs_saved_ops, op_of
+from ndtrain.parallel.recompute import (
+    RecomputePlan,
+    SavedOps,
+    always_saved_ops,
+    needs_saved_ops,
+    op_of,
+    plan_recompute,
+    skipped_ops,
+)
+from ndtrain.parallel.recompute_budget import choose
+from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.tp import TensorParallel, TPReplicaReducer
 from ndtrain.parallel.whole_tensors import WholeTensors
 
@@ -103,40 +113,12 @@ def _make_process_groups(layouts: Layouts, mesh: Mesh, whole: bool) -> None:
             mesh.group(*groups.shard_axes, TENSOR_AXIS)
 
 
-def stream_shape(cfg: Config) -> tuple[int, ...]:
-    """The shape of the residual stream of one microbatch on one rank: (tokens, hidden_size)."""
-    tokens = cfg.train.micro_batch * cfg.train.seq_len // cfg.mesh.cp
-    shares = cfg.mesh.tp if cfg.tp.sequence_parallel else 1
-    return (tokens // shares, cfg.model.hidden_size)
-
-
-@dataclass
-class Stages:
-    """What this rank computes and holds: one stage of the model, or several.
-
-    Attributes:
-        models: stage -> its part of the model.
-        segments: stage -> the segments of its part, in order.
-        saved_ops: the results that recomputed blocks save in their forward.
-        attention: a line for the user that names the attention kernel and its times; empty on CPU.
-    """
-
-    models: dict[int, Transformer]
-    segments: dict[int, list[Segment]]
-    units: ShardedUnits
-    layouts: Layouts
-    placement: Placement
-    saved_ops: SavedOps
-    attention: str = ""
-
-    @property
-    def context(self) -> Callable[..., Context]:
-        """`Transformer.context`: the same for every stage."""
-        return next(iter(self.models.values())).context
-
-
 def build_stages(cfg: Config, mesh: Mesh) -> Stages:
-    """This rank's part of the model, allocated but not yet filled."""
+    """This rank's part of the model, allocated but not yet filled. Every rank calls this.
+
+    Raises:
+        ConfigError: the device cannot compute what the configuration asks for, or `recompute.budget` is too small.
+    """
     placement = Placement.of(cfg)
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
     in_graph = _linear_in_graph(cfg, placement)
@@ -174,7 +156,23 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
         if cfg.train.compile:
             for block in model.model.layers.values():
                 block.compile()
-    return Stages(models, {s: m.segments() for s, m in models.items()}, units, layouts, placement, saved_ops, attention)
+    segments = {s: m.segments() for s, m in models.items()}
+    stages = Stages(models, segments, units, layouts, placement, saved_ops, attention)
+    stages.recompute = _plan_recompute(cfg, mesh, stages)
+    return stages
+
+
+def _plan_recompute(cfg: Config, mesh: Mesh, stages: Stages) -> RecomputePlan:
+    """Which blocks of the rank's stages are recomputed. With recompute=budget all ranks call this together."""
+    always = always_saved_ops(cfg)
+    choice = choose(cfg, mesh, stages, always) if cfg.recompute.name == "budget" else []
+    groups, blocks, at = [], [], 0
+    for stage in sorted(stages.segments):
+        of_stage = [i for i, (s, segment) in enumerate(stages.in_order) if s == stage and segment.is_block]
+        groups += plan_recompute(of_stage, cfg.recompute, always, choice[at : at + len(of_stage)])
+        blocks += of_stage
+        at += len(of_stage)
+    return RecomputePlan(groups, skipped_ops(blocks, groups, compiled=bool(stages.units.by_autograd)))
 
 
 def _linear_in_graph(cfg: Config, placement: Placement) -> bool:

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from ndtrain.config import Config, ConfigError
+from ndtrain.config import Config, ConfigError, LocalShapes
 from ndtrain.distributed.collectives import all_gather_row
 from ndtrain.distributed.host_device import upload
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import TENSOR_AXIS
 from ndtrain.model.attention.core import attend
 from ndtrain.model.attention.kernels import GPU_KERNELS
 from ndtrain.model.attention.scores import Scores
@@ -42,12 +41,9 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, cfg: Config, dtype: torch.dtype) -> "Shape":
         """Of a resolved configuration."""
-        m, ring = cfg.model, cfg.mesh.cp // cfg.cp.ulysses
-        local = lambda heads, rule: max(1, heads // (cfg.mesh.tp if cfg.layout.rules.get(rule) == TENSOR_AXIS else 1))
-        share = lambda heads: max(1, heads // cfg.cp.ulysses)
-        heads, kv_heads = share(local(m.num_attention_heads, "heads")), share(local(m.num_key_value_heads, "kv_heads"))
-        in_tiles = ring > 1 or cfg.data.pack or m.sliding_window is not None
-        return cls(cfg.train.micro_batch, cfg.train.seq_len // ring, heads, kv_heads, m.head_dim, dtype, in_tiles)
+        m, t, local = cfg.model, cfg.train, LocalShapes.of(cfg)
+        in_tiles = local.core_length < t.seq_len or cfg.data.pack or m.sliding_window is not None
+        return cls(t.micro_batch, local.core_length, local.core_heads, local.core_kv_heads, m.head_dim, dtype, in_tiles)
 
 
 Measure = Callable[[str, Shape, torch.device], float]

@@ -8,7 +8,7 @@ their memory. The second run makes the graph and replays the saved results, so i
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -114,7 +114,7 @@ class RecomputeGroup:
     """Consecutive blocks that are recomputed together, from the input of the first one.
 
     Attributes:
-        layers: their indices in the stage.
+        layers: their indices, in order.
         save: the ops whose results each of them saves. The recompute skips the last op of the last block in any case,
             as nothing reads its result.
     """
@@ -125,6 +125,19 @@ class RecomputeGroup:
     def shape_only(self, layer: int) -> frozenset[str]:
         """The ops of which the recompute of this layer needs only the shape."""
         return frozenset({LAST}) if layer == self.layers[-1] else NOTHING
+
+
+@dataclass(frozen=True)
+class RecomputePlan:
+    """Which of a rank's blocks are recomputed.
+
+    Attributes:
+        groups: `layers` are indices in the rank's segments, stage after stage.
+        skipped_ops: for each block the ops that its recompute skips, None where it is not recomputed.
+    """
+
+    groups: list[RecomputeGroup] = field(default_factory=list)
+    skipped_ops: list[frozenset[str] | None] = field(default_factory=list)
 
 
 def needs_saved_ops(cfg: Config) -> bool:

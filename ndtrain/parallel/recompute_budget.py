@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ndtrain.config import AXES, SAVABLE_OPS, Config, ConfigError
+from ndtrain.config import AXES, SAVABLE_OPS, Config, ConfigError, LocalShapes
 from ndtrain.distributed.collectives import all_gather_row
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import Context, Segment
 from ndtrain.model.flops import elementwise_values, recompute_flops
-from ndtrain.parallel.build import Stages, stream_shape
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.recompute import LAST, SavedOps
+from ndtrain.parallel.stages import Stages
 from ndtrain.schedule import Action
 
 Choice = frozenset[str] | None  # the ops that a recomputed block saves; None: it is not recomputed
@@ -237,7 +237,7 @@ def measure(
     units.begin_step()
     with _follow(x.device) as made:
         ctx = context()
-    blocks = [i for i, s in enumerate(segments) if ".layers." in s.unit]
+    blocks = [i for i, s in enumerate(segments) if s.is_block]
     block, end = segments[blocks[0]], segments[blocks[-1] + 1 :]
     sizes = _measure_block(block, units, saved_ops, ctx, x) | (_measure_end(*end, units, ctx, x) if end else {})
     for unit in dict.fromkeys(s.unit for s in (block, *end)):
@@ -322,8 +322,8 @@ def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> l
         ConfigError: the budget is less than the least that works.
     """
     units, schedule = stages.units, stages.placement.schedule
-    x = torch.zeros(stream_shape(cfg), dtype=units.compute, device=mesh.device)
-    segments = [segment for _, of_stage in sorted(stages.segments.items()) for segment in of_stage]
+    x = torch.zeros(LocalShapes.of(cfg).stream, dtype=units.compute, device=mesh.device)
+    segments = [segment for _, segment in stages.in_order]
     sizes = _largest(measure(segments, units, stages.saved_ops, _context(cfg, mesh, stages), x), mesh)
     besides = sizes.besides * cfg.microbatches + sharding_bytes(units)
     besides += MESSAGES * sizes.boundary if mesh.size("pp") > 1 else 0
@@ -361,13 +361,11 @@ def _context(cfg: Config, mesh: Mesh, stages: Stages) -> Callable[[], Context]:
 def _unseen(cfg: Config, compute: torch.dtype) -> int:
     """The most that PyTorch's attention allocates internally on CPU: for each thread two tiles of scores (up to
     256 x 512) and one in lower precision, and one gradient of the queries' size, fp32 or wider."""
-    t, m = cfg.train, cfg.model
-    tokens = t.micro_batch * t.seq_len // cfg.mesh.cp
-    heads = m.num_attention_heads // (cfg.mesh.tp if cfg.layout.rules.get("heads") else 1)
+    t, m, local = cfg.train, cfg.model, LocalShapes.of(cfg)
     rows = 256 if t.seq_len >= 768 else 64 if t.seq_len >= 192 else 32
     tile = rows * min(512, t.seq_len)
     wide = torch.promote_types(compute, torch.float32).itemsize
-    return (3 * torch.get_num_threads() * tile + tokens * heads * m.head_dim) * wide
+    return (3 * torch.get_num_threads() * tile + local.tokens * local.heads * m.head_dim) * wide
 
 
 def _largest(sizes: BlockSizes, mesh: Mesh) -> BlockSizes:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from ndtrain.config import Config, ConfigError
+from ndtrain.config import Config, ConfigError, LocalShapes
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import Transformer
 from ndtrain.model.loss import head_loss
-from ndtrain.parallel.build import DTYPES, stream_shape
+from ndtrain.parallel.build import DTYPES
 from ndtrain.parallel.pp import Placement
 
 
@@ -139,7 +139,8 @@ class Pipeline:
 
 def _examples(cfg: Config, first: bool) -> dict[str, Tensor]:
     """Inputs and outputs of a stage, so that PyTorch need not run it to know their shapes."""
-    hidden = torch.empty(stream_shape(cfg), dtype=DTYPES[cfg.precision.compute], device="meta", requires_grad=True)
+    stream, dtype = LocalShapes.of(cfg).stream, DTYPES[cfg.precision.compute]
+    hidden = torch.empty(stream, dtype=dtype, device="meta", requires_grad=True)
     tokens = torch.empty(cfg.train.micro_batch, cfg.train.seq_len, dtype=torch.long, device="meta")
     return {"input_args": tokens if first else hidden, "output_args": hidden}
 

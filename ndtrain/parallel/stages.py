@@ -1,0 +1,42 @@
+"""A rank's stages of the model: what it computes, what it holds, and where the other stages are."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ndtrain.distributed.sharding import Layouts
+from ndtrain.model import Context, Segment, Transformer
+from ndtrain.parallel.fsdp import ShardedUnits
+from ndtrain.parallel.pp import Placement
+from ndtrain.parallel.recompute import RecomputePlan, SavedOps
+
+
+@dataclass
+class Stages:
+    """What this rank computes and holds: one stage of the model, or several.
+
+    Attributes:
+        models: stage -> its part of the model.
+        segments: stage -> the segments of its part, in order.
+        saved_ops: the results that recomputed blocks save in their forward.
+        attention: a line for the user that names the attention kernel and its times; empty on CPU.
+        recompute: which blocks are recomputed.
+    """
+
+    models: dict[int, Transformer]
+    segments: dict[int, list[Segment]]
+    units: ShardedUnits
+    layouts: Layouts
+    placement: Placement
+    saved_ops: SavedOps
+    attention: str = ""
+    recompute: RecomputePlan = field(default_factory=RecomputePlan)
+
+    @property
+    def context(self) -> Callable[..., Context]:
+        """`Transformer.context`: the same for every stage."""
+        return next(iter(self.models.values())).context
+
+    @property
+    def in_order(self) -> list[tuple[int, Segment]]:
+        """(stage, segment) of all segments, stage after stage."""
+        return [(stage, segment) for stage, of_stage in sorted(self.segments.items()) for segment in of_stage]
