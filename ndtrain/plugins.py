@@ -6,12 +6,24 @@ fields are then keys of that section, with types, defaults and near-miss errors 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol, TypeVar
 
 from ndtrain.config.registry import decorator, register
 
+Part = TypeVar("Part")
 
-def register_family(family: Any, config: type | None = None) -> Any:
+
+class _Family(Protocol):
+    """What `register_family` reads of a `ndtrain.model.families.Family`."""
+
+    @property
+    def model_type(self) -> str: ...
+
+
+Family = TypeVar("Family", bound=_Family)
+
+
+def register_family(family: Family, config: type | None = None) -> Family:
     """Registers a `ndtrain.model.families.Family` under its `model_type`. Returns it.
 
     Args:
@@ -21,29 +33,29 @@ def register_family(family: Any, config: type | None = None) -> Any:
     return family
 
 
-def register_optimizer(name: str, config: type | None = None) -> Callable[[Any], Any]:
+def register_optimizer(name: str, config: type | None = None) -> Callable[[Part], Part]:
     """Registers a subclass of `ndtrain.optim.Optimizer`; `optim=name` selects it."""
     return decorator("optimizer", name, config)
 
 
-def register_lr_schedule(name: str) -> Callable[[Any], Any]:
+def register_lr_schedule(name: str) -> Callable[[Part], Part]:
     """Registers a learning-rate schedule, which `optim.schedule=name` selects: a function (step, cfg, end) -> factor
     in [0, 1] between `optim.min_lr` and `optim.lr`, for a step after warmup; `end` is the schedule's last step."""
     return decorator("lr_schedule", name)
 
 
-def register_source(name: str, config: type | None = None) -> Callable[[Any], Any]:
+def register_source(name: str, config: type | None = None) -> Callable[[Part], Part]:
     """Registers a data source, which `data=name` selects: a function (data config) -> `ndtrain.data.Corpus`."""
     return decorator("source", name, config)
 
 
-def register_logger(name: str, config: type | None = None) -> Callable[[Any], Any]:
+def register_logger(name: str, config: type | None = None) -> Callable[[Part], Part]:
     """Registers a logger, which `logger=name` selects: a class made with (config, run folder, warn), with methods
     log(row) and finish(exit code)."""
     return decorator("logger", name, config)
 
 
-def register_callback(name: str, config: type | None = None) -> Callable[[Any], Any]:
+def register_callback(name: str, config: type | None = None) -> Callable[[Part], Part]:
     """Registers a subclass of `ndtrain.engine.callbacks.Callback`. Every run that loads the plugin makes one.
 
     Args:

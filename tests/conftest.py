@@ -7,7 +7,10 @@ import tempfile
 import time
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("ndtrain", deadline=None)  # an example may wait for a busy machine
+settings.load_profile("ndtrain")
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the ranks of a test share two cores
 CACHE = tempfile.mkdtemp(prefix="ndtrain-tests-")
 os.environ["NDTRAIN_CACHE"] = CACHE

@@ -15,9 +15,12 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 Reader = Callable[[str, str], Any]  # (key, text) -> value; raises ArgumentError
 _WIDTH = 118  # characters of a line of help
 

@@ -25,13 +25,13 @@ def checksum(data: Tensor, rows: Rows) -> Tensor:
         data: [rows.numel], contiguous, on the CPU.
     """
     per = _WORD // data.element_size()
-    if rows.count == 1:
+    if rows.number == 1:
         pairs = list(_of_piece(data, rows.start, per))
     elif any(x % per for x in (rows.start, rows.length, rows.stride)):  # pieces begin or end in the middle of words
-        pieces = enumerate(data.view(rows.count, rows.length))
+        pieces = enumerate(data.view(rows.number, rows.length))
         pairs = [sums for i, p in pieces for sums in _of_piece(p, rows.start + i * rows.stride, per)]
     else:
-        words = bytes_of(data).view(np.uint64).reshape(rows.count, -1)
+        words = bytes_of(data).view(np.uint64).reshape(rows.number, -1)
         pairs = [_of_matrix(words, rows.start // per, rows.stride // per)]
     total = [sum(column) % 2**64 for column in zip(*pairs, strict=True)]
     return torch.from_numpy(np.array(total, np.uint64).view(np.int64))

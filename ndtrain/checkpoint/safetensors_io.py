@@ -108,7 +108,7 @@ def write(fd: int, data: Tensor, offset: int, rows: Rows) -> None:
     """Writes elements of the tensor that begins at byte `offset`. `data`: [rows.numel], contiguous, on the CPU."""
     view, item = memoryview(bytes_of(data)), data.element_size()
     size, step, at = rows.length * item, rows.stride * item, offset + rows.start * item
-    for i in range(rows.count):
+    for i in range(rows.number):
         _write_all(fd, view[i * size : (i + 1) * size], at + i * step)
 
 
@@ -169,7 +169,7 @@ class Reader:
         return self._tensors[name].shape
 
     def read(self, name: str, rows: Rows) -> Tensor:
-        """Elements of a tensor [rows.count, rows.length], read-only, not copied where the file has them aligned.
+        """Elements of a tensor [rows.number, rows.length], read-only, not copied where the file has them aligned.
 
         Raises:
             DamagedFile: a dtype that no weight has.
@@ -181,7 +181,7 @@ class Reader:
         if name not in self._views:
             self._views[name] = _view(self._maps[stored.path], stored)
         item = dtype.itemsize
-        shape, strides = (rows.count, rows.length * item), (rows.stride * item, 1)
+        shape, strides = (rows.number, rows.length * item), (rows.stride * item, 1)
         view = self._views[name].as_strided(shape, strides, rows.start * item)
         aligned = stored.offset % item == 0  # another writer's header may end anywhere
         return (view if aligned else view.clone()).view(dtype)

@@ -193,7 +193,7 @@ def _write_owned(
 def _write_and_begin_to_flush(fd: int, data: Tensor, offset: int, rows: Rows) -> None:
     """As `write`. A large piece, of which no other rank writes a part, is flushed at once and not only at the end."""
     write(fd, data, offset, rows)
-    if rows.count == 1 and data.nbytes >= BLOCK // 2 and hasattr(os, "posix_fadvise"):
+    if rows.number == 1 and data.nbytes >= BLOCK // 2 and hasattr(os, "posix_fadvise"):
         # Linux starts to write the dirty pages and does not wait. (Pages on disk may then leave the page cache.)
         os.posix_fadvise(fd, offset + rows.start * data.element_size(), data.nbytes, os.POSIX_FADV_DONTNEED)
 

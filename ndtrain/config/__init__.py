@@ -30,6 +30,7 @@ from ndtrain.config.schema import (
     OptimConfig,
     RecomputeConfig,
     TPConfig,
+    resolved,
 )
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "load_config",
     "register_schema",
     "resolve",
+    "resolved",
     "to_config",
     "to_yaml",
     "world_from_env",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ndtrain.config.schema import Config
+from ndtrain.config.schema import Config, resolved
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LocalShapes:
         m, t, mesh = cfg.model, cfg.train, cfg.mesh
         parts = lambda dim: mesh.tp if cfg.layout.rules.get(dim) == "tp" else 1
         ulysses = cfg.cp.ulysses or 1
-        tokens = t.micro_batch * t.seq_len // mesh.cp
+        tokens = resolved(t.micro_batch) * t.seq_len // mesh.cp
         heads, kv_heads = m.num_attention_heads // parts("heads"), max(1, m.num_key_value_heads // parts("kv_heads"))
         return cls(
             tokens=tokens,

@@ -4,7 +4,7 @@ import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import II
 
@@ -32,13 +32,27 @@ def at_least(least: float, default: float | None) -> Any:
     return field(default=default, metadata={"least": least})
 
 
+Value = TypeVar("Value")
+
+
+def resolved(value: Value | None) -> Value:
+    """The value of a key whose default `resolve` works out."""
+    assert value is not None, "the configuration is not resolved"
+    return value
+
+
+@dataclass
 class Section:
     """A part of the configuration. Its fields cannot be set once it is frozen."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get("_frozen"):
-            raise ConfigError(f"{name}={value}: the configuration is resolved and frozen: make a changed copy of it")
-        object.__setattr__(self, name, value)
+    if not TYPE_CHECKING:  # with this method, a type checker would accept any name for a field
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if self.__dict__.get("_frozen"):
+                raise ConfigError(
+                    f"{name}={value}: the configuration is resolved and frozen: make a changed copy of it"
+                )
+            object.__setattr__(self, name, value)
 
     def freeze(self) -> None:
         """From now on setting a field raises ConfigError, here and in every section below."""
@@ -290,4 +304,4 @@ class Config(Section):
     @property
     def microbatches(self) -> int:
         """Of a step on each rank, once the mesh is resolved."""
-        return self.train.global_batch // (self.mesh.dp * self.mesh.fsdp * self.train.micro_batch)
+        return self.train.global_batch // (self.mesh.dp * self.mesh.fsdp * resolved(self.train.micro_batch))

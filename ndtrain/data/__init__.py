@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ndtrain.data.batches import Batch, Prefetcher, Source, microbatches, rows_of
+    from ndtrain.data.batches import Batch, Prefetcher, Source, Tokens, microbatches, rows_of
     from ndtrain.data.dataset import Data
     from ndtrain.data.documents import Corpus, IterableCorpus
     from ndtrain.data.open import open_data
@@ -24,6 +24,7 @@ __all__ = [
     "Sequences",
     "Source",
     "Tokenizer",
+    "Tokens",
     "load_tokenizer",
     "microbatches",
     "open_data",
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "batches": ("Batch", "Prefetcher", "Source", "microbatches", "rows_of"),
+    "batches": ("Batch", "Prefetcher", "Source", "Tokens", "microbatches", "rows_of"),
     "dataset": ("Data",),
     "documents": ("Corpus", "IterableCorpus"),
     "open": ("open_data",),

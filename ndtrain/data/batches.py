@@ -56,8 +56,8 @@ class Batch:
         return Batch(change(self.tokens), change(self.labels), positions, self.documents)
 
 
-class Source(Protocol):
-    """Gives the sequences of each step. Every rank has one, and all see the same sequences."""
+class Tokens(Protocol):
+    """Gives the tokens of each step's sequences."""
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
         """Returns int64 [len(rows), T + 1]: the tokens of those sequences of the step's global batch.
@@ -65,6 +65,10 @@ class Source(Protocol):
         A streaming dataset must be asked for every step, in order.
         """
         ...
+
+
+class Source(Tokens, Protocol):
+    """The training data. Every rank has one, and all see the same sequences."""
 
     def where(self, step: int, i: int) -> str:
         """Says in words which sequence of which corpus sequence `i` of `step` is."""
@@ -95,7 +99,7 @@ def rows_of(replica: int, replicas: int, global_batch: int) -> range:
 
 
 def microbatches(
-    source: Source,
+    source: Tokens,
     step: int,
     rows: Sequence[int],
     micro_batch: int,
@@ -106,7 +110,6 @@ def microbatches(
     """Returns the rows of a step as microbatches of `micro_batch` sequences, in order.
 
     Args:
-        source: only its `tokens` are asked for.
         sharding, part: the microbatches hold part `part` of each whole sequence; None: the whole sequence.
         eos: the token that ends a document, where the documents of a row do not attend to each other; None: each row
             is one document, whatever its tokens.

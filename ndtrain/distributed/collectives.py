@@ -48,15 +48,16 @@ class Pending:
 
     def __init__(
         self,
-        works: Sequence[dist.Work],
+        works: Sequence[dist.Work | None],
         then: Callable[[], None] = lambda: None,
         record: CollectiveRecord | None = None,
     ):
-        self._works, self._then, self._record = works, then, record
+        self._works, self._then, self._record = [w for w in works if w is not None], then, record
 
     def wait(self) -> None:
         """Waits for the operation (on CUDA the current stream waits), then calls `then`. A second call does nothing."""
         if self._works:
+            assert self._record is not None, "every operation is recorded"
             RECORDER.enter(self._record)
             try:
                 for work in self._works:
@@ -64,7 +65,7 @@ class Pending:
             finally:
                 RECORDER.leave(self._record)
         then, self._then = self._then, lambda: None
-        self._works = ()  # drops the last references to the buffers
+        self._works = []  # drops the last references to the buffers
         then()
 
     def done(self) -> bool:
@@ -140,10 +141,20 @@ def reduce_shares(full: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
     if _native(full):
         out = torch.empty_like(shares[r])
         pending = Pending([dist.reduce_scatter_tensor(out, full, group=group, async_op=True)], record=record)
-        return lambda: (pending.wait(), out)[1]
+        return _after(pending, lambda: out)
     received = [shares[r] if i == r else torch.empty_like(shares[r]) for i in range(n)]
     pending = Pending(_exchange(shares, received, group), record=record)
-    return lambda: (pending.wait(), sum_in_order(received))[1]
+    return _after(pending, lambda: sum_in_order(received))
+
+
+def _after(pending: Pending, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A function that waits, and returns what `make` then returns."""
+
+    def finish() -> Tensor:
+        pending.wait()
+        return make()
+
+    return finish
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
@@ -211,9 +222,9 @@ def _native(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _pair(send: Tensor, receive: Tensor, group: dist.ProcessGroup, to: int, source: int) -> list[dist.Work]:
+def _pair(send: Tensor, receive: Tensor, group: dist.ProcessGroup, to: int, source: int) -> list[dist.Work | None]:
     """Posts one send and one receive. A tensor without elements is skipped."""
-    works = []
+    works: list[dist.Work | None] = []
     if receive.numel():
         works.append(dist.irecv(receive, group=group, group_src=source))
     if send.numel():
@@ -221,6 +232,6 @@ def _pair(send: Tensor, receive: Tensor, group: dist.ProcessGroup, to: int, sour
     return works
 
 
-def _exchange(sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+def _exchange(sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.ProcessGroup) -> list[dist.Work | None]:
     """For every other rank i of the group, posts a send of `sends[i]` to it and a receive of `receives[i]` from it."""
     return [w for to, source in by_distance(group) for w in _pair(sends[to], receives[source], group, to, source)]

@@ -106,7 +106,8 @@ class Recorder:
     def _pair_channel(self, channel: str, group: Any, to: int | None, source: int | None) -> str:
         """The channel between two ranks, of messages in one direction or of exchanges."""
         me = group.rank()
-        one, other = sorted((me, to)) if to == source else (me, to) if source is None else (source, me)
+        sends_to, receives_from = me if to is None else to, me if source is None else source
+        one, other = sorted((me, sends_to)) if to == source else (receives_from, sends_to)
         name = f"{channel} {one} {'with' if to == source else 'to'} {other}"
         if name not in self.members:
             ranks = self.members.get(channel, tuple(range(group.size())))

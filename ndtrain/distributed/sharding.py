@@ -115,37 +115,37 @@ class TensorLayout:
         runs: list[Run] = []
         at = 0
         for rows in self.row_map.rows(start, self.local_numel if stop is None else stop):
-            for i in range(rows.count):
+            for i in range(rows.number):
                 runs.append(Run(rows.start + i * rows.stride, at, rows.length))
                 at += rows.length
         return runs
 
 
 class Rows(NamedTuple):
-    """`count` pieces of `length` elements of a row-major tensor, each beginning `stride` elements behind the last."""
+    """`number` pieces of `length` elements of a row-major tensor, each beginning `stride` elements behind the last."""
 
     start: int
     length: int
-    count: int = 1
+    number: int = 1
     stride: int = 0
 
     @property
     def numel(self) -> int:
-        return self.count * self.length
+        return self.number * self.length
 
     @property
     def span(self) -> int:
         """Elements from the first to the last, those between the pieces included."""
-        return (self.count - 1) * self.stride + self.length
+        return (self.number - 1) * self.stride + self.length
 
     def chunks(self, most: int) -> Iterator["Rows"]:
         """The same elements in the same order, at most `most` at a time."""
         if self.length <= most:
             each = most // self.length
-            for i in range(0, self.count, each):
-                yield self._replace(start=self.start + i * self.stride, count=min(each, self.count - i))
+            for i in range(0, self.number, each):
+                yield self._replace(start=self.start + i * self.stride, number=min(each, self.number - i))
             return
-        for begin in (self.start + i * self.stride for i in range(self.count)):
+        for begin in (self.start + i * self.stride for i in range(self.number)):
             for i in range(0, self.length, most):
                 yield Rows(begin + i, min(most, self.length - i))
 
@@ -303,7 +303,8 @@ class Layouts:
         """The axes over which a gradient is summed: every axis that shards the activations but not this tensor. The
         activations are sharded over the token axes and, for a dim in `APPLIED_TO`, over tp. A tensor sharded over tp
         is summed over tp only where it has tp replicas."""
-        axes = self.token_axes | {self.rules.get(APPLIED_TO[d.name]) for d in dims if d.name in APPLIED_TO} - {None}
+        applied = [self.rules.get(APPLIED_TO[d.name]) for d in dims if d.name in APPLIED_TO]
+        axes = self.token_axes | {axis for axis in applied if axis}
         if sharded:
             axes = axes - {TENSOR_AXIS} if tp_replicas == 1 else axes | {TENSOR_AXIS}
         return frozenset(axes)

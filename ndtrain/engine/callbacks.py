@@ -4,7 +4,7 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ndtrain.checkpoint import Saved, Saver
 from ndtrain.data.validation import ValidationSet
@@ -161,8 +161,8 @@ class EvaluationCallback(Callback):
 
     def on_train_start(self) -> None:
         trainer = self.trainer
-        on = trainer.cfg.train.eval_every
-        self._evaluation = Evaluation(trainer.cfg, trainer.mesh, trainer.stages) if on else None
+        if trainer.cfg.train.eval_every:
+            self._evaluation = Evaluation(trainer.cfg, trainer.mesh, trainer.stages)
 
     def needs_report(self) -> bool:
         step, every = self.trainer.state.step, self.trainer.cfg.train.eval_every
@@ -196,6 +196,7 @@ class LoggingCallback(Callback):
         largest = report.signals.max(dim=0).values.tolist()
         for text in self._stragglers.update(report.signals[:, BUSY].tolist()):
             self.trainer.warn(text)
+        numbers: dict[str, Any] = metrics
         self._metrics.log(
             step=report.step,
             loss=report.loss,
@@ -205,7 +206,7 @@ class LoggingCallback(Callback):
             data_wait_s=largest[DATA_WAIT],
             peak_memory_bytes=int(largest[MEMORY]),
             skipped_steps=self.trainer.state.skipped,
-            **metrics,
+            **numbers,
         )
         if "eval_loss" in metrics:
             text = f"eval_loss {metrics['eval_loss']:.4f}  in {metrics['eval_time_s']:.1f} s"

@@ -16,10 +16,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ndtrain import schedule
-from ndtrain.config import Config
+from ndtrain.config import Config, resolved
 from ndtrain.config.registry import plugin_parts
-from ndtrain.data import Batch, Prefetcher, Source, microbatches, rows_of
-from ndtrain.data.validation import ValidationSet
+from ndtrain.data import Batch, Prefetcher, Source, Tokens, microbatches, rows_of
 from ndtrain.distributed.flight_recorder import RECORDER
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import BATCH_AXES
@@ -96,7 +95,8 @@ class Trainer:
         self.resumed, self.state, notes = fill_weights(setup, self.mesh, self.stages)
         self.train_step.optimizer.skipped.fill_(self.state.skipped)
         self.last_step = self.cfg.train.stop_at or self.cfg.train.steps
-        self.stopping, self.stopped_by, self.failure = False, None, ""
+        self.stopping, self.failure = False, ""
+        self.stopped_by: str | None = None
         self.report: StepReport | None = None
         self._unread: Unread | None = None
         self.metrics = make_metrics(self) if setup.rank == 0 else None
@@ -209,12 +209,13 @@ class Trainer:
         self.stopped_by = stop_signals.name(asked[0]) if asked else None
         return bool(asked) or bool(self.failure)
 
-    def microbatches(self, source: Source | ValidationSet, step: int) -> list[Batch]:
+    def microbatches(self, source: Tokens, step: int) -> list[Batch]:
         """This rank's part of the global batch of a step, counted from 0."""
         cfg, mesh, t = self.cfg, self.mesh, self.cfg.train
         rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
         eos = packed_at(cfg, self.data)
-        return microbatches(source, step, rows, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
+        sharding = sequence_sharding(cfg)
+        return microbatches(source, step, rows, resolved(t.micro_batch), sharding, mesh.index("cp"), eos)
 
     def close(self) -> None:
         """Ends what the run has open: the watchdog, metrics, signal handlers. Also after an error."""

@@ -111,11 +111,13 @@ def predict(name: str | None, options: Options) -> Timeline:
     Raises:
         ScheduleError: an option is missing, or `build` has reason to.
     """
-    given = {"schedule": name, "pp": options.pp, "microbatches": options.microbatches}
-    missing = [key for key, value in given.items() if not value]
-    if missing:
-        raise ScheduleError(f"{', '.join(missing)}: missing; -h shows all keys")
-    schedule = build(name, options.pp, options.microbatches, options.chunks, options.path)
+    pp, microbatches = options.pp, options.microbatches
+    if not name or not pp or not microbatches:
+        given = {"schedule": name, "pp": pp, "microbatches": microbatches}
+        raise ScheduleError(
+            f"{', '.join(key for key, value in given.items() if not value)}: missing; -h shows all keys"
+        )
+    schedule = build(name, pp, microbatches, options.chunks, options.path)
     cost = {"F": options.forward, "I": options.input_grad, "W": options.weight_grad}
     cost["B"] = options.backward or cost["I"] + cost["W"]
     chunks = schedule.stages / schedule.pp

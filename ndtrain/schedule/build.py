@@ -23,10 +23,10 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, path
         IllegalSchedule: the file's table cannot run.
     """
     _check_sizes(name, pp, microbatches, chunks, path)
-    if name == "csv":
+    if path is not None and name == "csv":
         table = read(path, pp, microbatches, chunks)
     else:
-        chunks = chunks or default_chunks(name)
+        chunks = chunks or GENERATORS[name].chunks
         table = generate(name, pp, microbatches, chunks)
         check(table, microbatches, pp * chunks)
     return Schedule(name, table, microbatches, _rank_of(table))

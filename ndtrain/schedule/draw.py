@@ -113,7 +113,7 @@ def _legend(panels: Sequence[Panel]) -> str:
     rows = [row for p in panels for row in p.rows]
     kinds = {s.action.kind for row in rows for s in row}
     chunks = max(len({s.action.stage for s in row}) for row in rows)
-    parts, x = [], MARGIN + LABEL
+    parts, x = [], float(MARGIN + LABEL)
     for kind, word in LEGEND.items():
         if kind not in kinds:
             continue

@@ -39,7 +39,7 @@ def read(path: Path, pp: int, microbatches: int, chunks: int | None = None) -> T
         check(table, microbatches, stages)
     except IllegalSchedule as error:
         where = ""
-        if error.rank is not None:
+        if error.rank is not None and error.index is not None:
             row, column, _ = rows[error.rank][error.index]
             where = f", row {row}, column {column}"
         raise IllegalSchedule(f"{path}{where}: {error}", error.rank, error.index) from None

@@ -115,7 +115,7 @@ EDITS = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "__metadata__"]), FIE
 SPOILS = st.lists(st.tuples(st.integers(0, 200), st.binary(max_size=2), st.integers(0, 2)), max_size=3)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(edits=EDITS, spoils=SPOILS, extra=st.sampled_from([0, 0, 0, 8, 1]), off=st.sampled_from([0, 0, 0, 1, -1, 60]))
 def test_whatever_the_header_says_what_is_read_is_what_the_library_reads(edits, spoils, extra, off, tmp_path_factory):
     header = {name: dict(entry) for name, entry in HEADER.items()}
@@ -154,11 +154,11 @@ def blocks(draw) -> tuple[int, Rows]:
 
 
 def indices(rows: Rows) -> Tensor:
-    starts = rows.start + rows.stride * torch.arange(rows.count)
+    starts = rows.start + rows.stride * torch.arange(rows.number)
     return (starts[:, None] + torch.arange(rows.length)).view(-1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(block=blocks(), most=st.integers(1, 50), dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
 def test_rows_written_read_and_divided(block, most, dtype, tmp_path_factory):
     n, rows = block
@@ -196,7 +196,7 @@ def modulo(sums: Tensor) -> list[int]:
     return [x % 2**64 for x in sums.tolist()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(block=blocks(), scale=st.sampled_from([1, 2, 50, 1000]), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_checksums_of_parts_add_up(block, scale, dtype):
     _, (start, length, count, stride) = block

@@ -376,7 +376,7 @@ def test_rows_and_runs_are_the_elements_of_the_shard(mesh):
                 rows = [
                     at(r.start + i * r.stride, r.length)
                     for r in tensor.row_map.rows(start, stop)
-                    for i in range(r.count)
+                    for i in range(r.number)
                 ]
                 assert torch.equal(torch.cat([mine[:0], *rows]), mine), f"rows of {tensor.name} [{start}, {stop})"
                 runs = tensor.runs(start, stop)

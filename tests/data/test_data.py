@@ -92,7 +92,7 @@ def sequences(count=10, seq_len=4, global_batch=6, seed=0, shuffle=True) -> Sequ
 
 
 @given(count=st.integers(1, 3000), epoch=st.integers(0, 10**6), seed=st.integers(0, 2**63))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_each_epoch_visits_each_sequence_once(count, epoch, seed):
     sampled = sequences(count, seq_len=1, global_batch=count, seed=seed)
     visited = sampled.tokens(epoch, range(count))[:, 0]
@@ -126,7 +126,6 @@ def test_shuffle_needs_no_index_of_a_huge_corpus():
     seed=st.integers(0, 99),
     flag=st.booleans(),
 )
-@settings(deadline=None)
 def test_rows_depend_on_seed_and_step_alone(step, rows, seed, flag):
     whole = sequences(seed=seed, shuffle=flag).tokens(step, range(6))
     other = sequences(seed=seed, shuffle=flag)
@@ -138,7 +137,6 @@ def test_rows_depend_on_seed_and_step_alone(step, rows, seed, flag):
 @given(
     replicas=st.sampled_from([1, 2, 3, 4, 6, 12]), micro=st.sampled_from([1, 2, 3, 4, 6, 12]), step=st.integers(0, 99)
 )
-@settings(deadline=None)
 def test_replicas_and_microbatches_make_up_the_global_batch(replicas, micro, step):
     sampled = sequences(count=31, global_batch=12)
     per_replica = 12 // replicas
@@ -238,7 +236,6 @@ def test_packed_rows():
 
 
 @given(packed_tokens, st.booleans(), st.integers(0, 9))
-@settings(deadline=None)
 def test_packing_restarts_positions_and_ignores_the_label_across_a_boundary(tokens, shuffle, step):
     length, ids = tokens
     count = (len(ids) - 1) // length
@@ -258,7 +255,6 @@ def test_packing_restarts_positions_and_ignores_the_label_across_a_boundary(toke
 
 
 @given(packed_tokens, st.booleans(), st.integers(0, 9))
-@settings(deadline=None)
 def test_packing_changes_neither_tokens_nor_their_order(tokens, shuffle, step):
     length, ids = tokens
     count = (len(ids) - 1) // length
@@ -275,7 +271,6 @@ def test_packing_changes_neither_tokens_nor_their_order(tokens, shuffle, step):
     eos=st.sampled_from([None, EOS]),
     seed=st.integers(0, 99),
 )
-@settings(deadline=None)
 def test_the_parts_of_a_sharding_make_up_the_batch(sharding, micro, eos, seed):
     ids = np.random.default_rng(seed).integers(0, 4, 5 * 12 + 1)
     make = partial(microbatches, Sequences(ids, 12, 4, seed, True), seed, range(4), micro, eos=eos)
@@ -458,7 +453,6 @@ def test_jsonl_documents(tmp_path):
 
 
 @given(st.text(alphabet="ab1_'. \n\r狐\t", max_size=200), st.integers(4, 40))
-@settings(deadline=None)
 def test_long_documents_in_chunks_keep_their_text(text, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ndtrain.data.documents.CHUNK_CHARACTERS", size)
@@ -509,7 +503,6 @@ def test_python_corpus(tmp_path, builds, record_property):
 
 
 @given(st.text(), st.text())
-@settings(deadline=None)
 def test_byte_tokenizer_is_utf8(a, b):
     byte = tokenizer.load_tokenizer(config({}, Path()).data, list, Path())
     assert byte.encode_batch([a, b]) == [list(a.encode()), list(b.encode())]

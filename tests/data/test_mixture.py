@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ndtrain.config import AXES, ConfigError, load_config
@@ -76,7 +76,6 @@ def lag(corpus: np.ndarray, shares: list[int]) -> Fraction:
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
-@settings(deadline=None)
 def test_every_prefix_is_in_proportion_to_less_than_one(weights):
     order = MixtureOrder(weights)
     corpus, ordinal = order.locate(np.arange(3 * order.period + 5))
@@ -87,7 +86,6 @@ def test_every_prefix_is_in_proportion_to_less_than_one(weights):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.lists(st.integers(0, 10**12), min_size=1))
-@settings(deadline=None)
 def test_each_assignment_is_a_function_of_its_number_alone(weights, numbers):
     order = MixtureOrder(weights)
     corpus, ordinal = order.locate(np.array(numbers))
@@ -105,7 +103,6 @@ def test_weights_are_what_their_decimals_say():
 
 
 @given(st.lists(st.floats(1e-2, 1e3), min_size=2, max_size=6))
-@settings(deadline=None)
 def test_fine_weights_are_rounded_to_a_millionth(weights):
     shares = integer_shares(weights)
     assert sum(shares) <= MAX_PERIOD and min(shares) >= 1

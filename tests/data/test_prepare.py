@@ -208,7 +208,7 @@ LINE = st.one_of(
 
 
 @given(st.lists(st.lists(LINE, max_size=12), min_size=1, max_size=4), st.booleans(), st.integers(1, 80))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_parts_make_up_the_corpus(files, ended, size):
     with tempfile.TemporaryDirectory() as folder:
         for n, lines in enumerate(files):

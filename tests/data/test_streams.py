@@ -105,7 +105,6 @@ texts = st.lists(st.lists(st.text("abcd", max_size=12), max_size=6), min_size=1,
 
 
 @given(texts, st.lists(st.integers(1, 30), min_size=1, max_size=9))
-@settings(deadline=None)
 def test_documents_follow_one_another_without_end(shards, counts):
     once = encoded(itertools.chain(*shards))
     expected = once * (sum(counts) // len(once) + 2)
@@ -140,7 +139,7 @@ def small_blocks(monkeypatch):
 
 
 @given(shards=texts, count=st.integers(1, 40), seed=st.integers(0, 2**40), shuffle=st.booleans())
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_reader_goes_on_from_any_state(small_blocks, shards, count, seed, shuffle):
     assert_goes_on(partial(reader_of, Shards(shards), seed=seed, shuffle=shuffle), count, 6)
 

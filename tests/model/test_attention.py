@@ -88,7 +88,7 @@ shardings = st.builds(
 
 
 @given(shardings)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_token_is_held_once(sharding):
     indices = [sharding.index(part) for part in range(sharding.parts)]
     assert {len(i) for i in indices} == {sharding.length // sharding.parts}
@@ -141,7 +141,7 @@ def check_tile(t, sharding, seen, own, other) -> None:
     sharding=shardings, seed=st.integers(0, 99), packed=st.booleans(), window=st.none() | st.integers(1, 30),
     block=st.none() | st.tuples(st.integers(1, 7), st.integers(1, 7)), split=st.booleans(),
 )  # fmt: skip
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_tiles_hold_each_visible_pair_once(sharding, seed, packed, window, block, split):
     documents = random_documents(2, sharding.length, seed, mean=1 + seed % 20) if packed else None
     masks = [visible(sharding.length, d, window) for d in documents or ((0,), (0,))]
