@@ -18,8 +18,9 @@ sys.path.insert(0, str(ROOT))
 
 from ndtrain.config import AXES, ModelConfig, RecomputeConfig  # noqa: E402
 from ndtrain.distributed.mesh import MeshSpec  # noqa: E402
+from ndtrain.distributed.row_map import Run  # noqa: E402
 from ndtrain.distributed.sequence_sharding import SequenceSharding  # noqa: E402
-from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, Run, TensorLayout, UnitGroups  # noqa: E402
+from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, TensorLayout, UnitGroups  # noqa: E402
 from ndtrain.engine.instructions import Instruction, Layer, expand, line_up  # noqa: E402
 from ndtrain.model import Segment, dim_sizes, tensor_dims  # noqa: E402
 from ndtrain.model.transformer import layer, unit_of  # noqa: E402

@@ -14,10 +14,11 @@ from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, Reader, plan_files
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import Rows, even_split
+from ndtrain.distributed.row_map import Rows
+from ndtrain.distributed.sharding import even_split
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.build import Stages
-from ndtrain.parallel.fsdp import StatePlan, Unit
+from ndtrain.parallel.unit import StatePlan, Unit
 
 FORMAT = 2
 AVERAGE = ("ema.", "ema")

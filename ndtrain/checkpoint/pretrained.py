@@ -9,7 +9,7 @@ from ndtrain.checkpoint.elements import CheckpointError, model_part, read_into, 
 from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader
 from ndtrain.config import ModelConfig
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import Rows
+from ndtrain.distributed.row_map import Rows
 from ndtrain.model import tensor_shapes
 from ndtrain.model.families.hf_config import read_hf_config
 from ndtrain.model.families.hf_fields import unknown_fields

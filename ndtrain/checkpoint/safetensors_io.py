@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ndtrain.distributed.sharding import Rows
+from ndtrain.distributed.row_map import Rows
 
 # dtypes of weights; tensors of other dtypes may be in a file, but are not read
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -12,12 +12,13 @@ replica owns the shard: it alone counts the shard in a norm and writes it to a c
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ndtrain.config import ConfigError
 from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.distributed.row_map import RowMap, Run
 
 SHARD_AXES = ("fsdp", "cp")  # axes that split flat buffers, where the gradients are partial over them
 DATA_AXES = ("dp", "fsdp", "cp")  # axes with different tokens
@@ -28,14 +29,6 @@ STAGE_AXIS = "pp"  # the axis along which stages differ
 UNEVEN = ("vocab",)  # dims whose shards may differ by one unit
 REPLICATED = ("kv_heads",)  # dims that may have fewer units than tp has ranks: neighbouring ranks then hold replicas
 APPLIED_TO = {"head_dim": "heads"}  # a tensor with the first dim is applied to activations sharded as the second
-
-
-class Run(NamedTuple):
-    """`length` elements that are contiguous both in the global row-major tensor and in the local shard."""
-
-    global_start: int
-    local_start: int
-    length: int
 
 
 class Dim(NamedTuple):
@@ -103,7 +96,7 @@ class TensorLayout:
         return math.prod(self.local_shape)
 
     @property
-    def row_map(self) -> "RowMap":
+    def row_map(self) -> RowMap:
         """Where local elements stand in the whole tensor. Initialising, checkpoints and rounding all read this."""
         inner = 0 if self.shard_dim is None else self.shard_dim
         length, stride = math.prod(self.local_shape[inner:]), math.prod(self.shape[inner:])
@@ -119,61 +112,6 @@ class TensorLayout:
                 runs.append(Run(rows.start + i * rows.stride, at, rows.length))
                 at += rows.length
         return runs
-
-
-class Rows(NamedTuple):
-    """`number` pieces of `length` elements of a row-major tensor, each beginning `stride` elements behind the last."""
-
-    start: int
-    length: int
-    number: int = 1
-    stride: int = 0
-
-    @property
-    def numel(self) -> int:
-        return self.number * self.length
-
-    @property
-    def span(self) -> int:
-        """Elements from the first to the last, those between the pieces included."""
-        return (self.number - 1) * self.stride + self.length
-
-    def chunks(self, most: int) -> Iterator["Rows"]:
-        """The same elements in the same order, at most `most` at a time."""
-        if self.length <= most:
-            each = most // self.length
-            for i in range(0, self.number, each):
-                yield self._replace(start=self.start + i * self.stride, number=min(each, self.number - i))
-            return
-        for begin in (self.start + i * self.stride for i in range(self.number)):
-            for i in range(0, self.length, most):
-                yield Rows(begin + i, min(most, self.length - i))
-
-
-class RowMap(NamedTuple):
-    """The map from local to whole row-major offsets of a tensor of which one dim is sharded: local rows of `length`
-    elements stand `stride` elements apart, the first one at `first`."""
-
-    first: int
-    length: int
-    stride: int
-
-    def rows(self, start: int, stop: int) -> Iterator[Rows]:
-        """The local elements [start, stop) in the whole tensor: the end of a row, whole rows, the beginning of one."""
-        if self.length == self.stride and start < stop:
-            yield Rows(self.first + start, stop - start)
-            return
-        while start < stop:
-            row, column = divmod(start, self.length)
-            begin = self.first + row * self.stride + column
-            if column == 0 and stop - start >= self.length:
-                count = (stop - start) // self.length
-                yield Rows(begin, self.length, count, self.stride)
-                start += count * self.length
-            else:
-                n = min(self.length - column, stop - start)
-                yield Rows(begin, n)
-                start += n
 
 
 def even_split(size: int, parts: int, index: int) -> tuple[int, int]:

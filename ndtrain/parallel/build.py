@@ -18,7 +18,7 @@ from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import fused_names, unit_of
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8
-from ndtrain.parallel.fsdp import ShardedUnits, StatePlan
+from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.kernel_choice import choose_kernel
@@ -35,6 +35,7 @@ from ndtrain.parallel.recompute import (
 from ndtrain.parallel.recompute_budget import choose
 from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.tp import TensorParallel, TPReplicaReducer
+from ndtrain.parallel.unit import StatePlan
 from ndtrain.parallel.whole_tensors import WholeTensors
 
 # of weights and activations: with fp8 only matmuls are narrower

@@ -18,128 +18,21 @@ c N / n where zero is 3 and n > 1, else they are part of the parameters.
 The idea of sharding all state is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.02054).
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ndtrain.distributed.collectives import Group, Pending, all_gather, reduce_scatter
+from ndtrain.distributed.collectives import Pending, all_gather, reduce_scatter
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import FlatLayout, UnitGroups
-from ndtrain.optim import StateSpec
 from ndtrain.parallel.dp import ReplicaReducer
-from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.grad_accumulator import GradAccumulator
 from ndtrain.parallel.pp import TiedReducer
 from ndtrain.parallel.tp import TPReplicaReducer
+from ndtrain.parallel.unit import StatePlan, Unit, allocate, resize
 from ndtrain.parallel.whole_tensors import WholeTensors
-
-
-@dataclass
-class Unit:
-    """One unit's buffers on this rank. Parameters are views of `full`, their `.grad` views of `full_grad`.
-
-    Attributes:
-        group: the ranks that the flat buffer is split over.
-        replicas: sums its gradient over the ranks that hold the same shard.
-        residency: when its weights and gradient are whole on this rank.
-        fused_weights: names of matrices -> these matrices as one fused weight.
-        accumulated: the weights whose gradients matmuls accumulate: fused weights, and the matrices that are in none.
-        full: all local elements in compute precision; its storage is empty while the unit is resharded.
-        master, grad, ema: this rank's shard in master precision; ema: None unless asked for.
-        state: the optimizer's state tensors of the shard, by name.
-        gather_source: this rank's elements as they are gathered: the master, or where that is offloaded a copy on the
-            device.
-        grad_at: the buffer that `grad` is a slice of, and where.
-        ready: whether `full` holds the current weights.
-        accumulating: whether `grad` already holds earlier microbatches of this step.
-    """
-
-    name: str
-    layout: FlatLayout
-    group: Group
-    replicas: ReplicaReducer
-    residency: "Residency"
-    parameters: dict[str, nn.Parameter]
-    fused_weights: dict[tuple[str, ...], FusedWeights]
-    full: Tensor
-    master: Tensor
-    gather_source: Tensor
-    state: dict[str, Tensor]
-    grad: Tensor
-    full_grad: Tensor | None
-    grad_at: tuple[Tensor, int]
-    ready: bool = False
-    ema: Tensor | None = None
-    gather: Pending | None = None
-    accumulating: bool = False
-    accumulated: list[nn.Parameter] = field(init=False)
-
-    def __post_init__(self) -> None:
-        fused_names = {name for names in self.fused_weights for name in names}
-        alone = [p for name, p in self.parameters.items() if p.ndim > 1 and name not in fused_names]
-        self.accumulated = [*(s.weight for s in self.fused_weights.values()), *alone]
-
-    def buffer(self, name: str) -> Tensor:
-        """This rank's shard of the master weights, the average or a state tensor, by name."""
-        return self.state[name] if name in self.state else getattr(self, name)
-
-    def with_gradient(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters and fused weights, whose `.grad` is a view of `full_grad`, with the name of their first
-        tensor."""
-        yield from self.parameters.items()
-        yield from ((names[0], s.weight) for names, s in self.fused_weights.items())
-
-
-@dataclass(frozen=True)
-class Residency:
-    """When a unit is whole on a rank.
-
-    Attributes:
-        reshard_after_forward: whether its weights are unsharded for each use, and resharded after it (zero 3).
-        holds_full_grad: whether the unsharded gradient is kept over the whole step (zero 1).
-        shares_master: whether the rank's part of the unsharded weights is the master copy.
-    """
-
-    reshard_after_forward: bool
-    holds_full_grad: bool
-    shares_master: bool
-
-    @classmethod
-    def of(cls, plan: "StatePlan", shards: int) -> "Residency":
-        """Of a unit that is split in `shards` parts."""
-        one_copy = shards == 1 and (plan.compute == plan.master or plan.offload)
-        reshard = plan.zero == 3 and not one_copy
-        return cls(
-            reshard,
-            holds_full_grad=plan.zero == 1 or shards == 1,
-            shares_master=not reshard and plan.compute == plan.master and not plan.offload,
-        )
-
-
-@dataclass(frozen=True)
-class StatePlan:
-    """Which state a rank holds, in which precision and where.
-
-    Attributes:
-        zero: 1, 2 or 3, as above.
-        compute, master: dtypes.
-        spec: the optimizer's state.
-        sharded_spec: whether the state lies in the shards; otherwise the owners of whole tensors hold it
-            (`whole_tensors.py`).
-        ema: whether there is an average of the weights.
-        offload: whether master, optimizer state and average lie in host memory.
-    """
-
-    zero: int
-    compute: torch.dtype
-    master: torch.dtype
-    spec: tuple[StateSpec, ...]
-    sharded_spec: bool = True
-    ema: bool = False
-    offload: bool = False
 
 
 class ShardedUnits:
@@ -181,8 +74,19 @@ class ShardedUnits:
         by_name: dict[str, Unit] = {}
         for groups in dict.fromkeys(layout.groups for layout in layouts.values()):
             alike = {name: layout for name, layout in layouts.items() if layout.groups == groups}
-            by_name |= self._allocate(alike, groups, mesh, fused_names)
+            fused = {name: () if name in by_autograd else fused_names for name in alike}
+            by_name |= allocate(alike, plan, mesh, self._reducer(groups, mesh), fused)
         self.units = {name: by_name[name] for name in layouts}
+        for unit in self.units.values():
+            if unit.residency.holds_full_grad and unit.name not in by_autograd:
+                self._attach(unit)
+
+    def _reducer(self, groups: UnitGroups, mesh: Mesh) -> ReplicaReducer:
+        """One for each set of axes, so that neighbouring gradients travel in one message."""
+        axes = groups.replica_axes
+        if axes not in self._replicas:
+            self._replicas[axes] = ReplicaReducer(mesh.group(*axes))
+        return self._replicas[axes]
 
     @property
     def fully_resident(self) -> bool:
@@ -195,64 +99,6 @@ class ShardedUnits:
         return any(u.residency.reshard_after_forward for u in self.units.values())
 
     # ------------------------------------------------------------------------------------------------------- state
-
-    def _allocate(
-        self,
-        layouts: Mapping[str, FlatLayout],
-        groups: UnitGroups,
-        mesh: Mesh,
-        fused_names: Sequence[tuple[str, ...]],
-    ) -> dict[str, Unit]:
-        """One buffer of each kind for all units of the same groups, in model order, so that the optimizer sees few
-        tensors and neighbouring gradients travel in one message."""
-        plan, residency = self.plan, Residency.of(self.plan, groups.shards)
-        resident, holds_full_grad = not residency.reshard_after_forward, residency.holds_full_grad
-        group = mesh.group(*groups.shard_axes)
-        if groups.replica_axes not in self._replicas:
-            self._replicas[groups.replica_axes] = ReplicaReducer(mesh.group(*groups.replica_axes))
-        local = sum(f.numel for f in layouts.values())
-        shard = local // groups.shards
-        empty = lambda n, dtype: torch.zeros(n, dtype=dtype, device=self.device)
-        on_host = lambda dtype: torch.zeros(shard, dtype=dtype, device=self.state_device)
-        full = empty(local, plan.compute) if resident else None
-        master = None if residency.shares_master else on_host(plan.master)
-        source = empty(shard, plan.compute) if plan.offload and not resident else master
-        grad = empty(local if holds_full_grad else shard, plan.master)
-        state = {s.name: on_host(s.dtype or plan.master) for s in plan.spec if plan.sharded_spec}
-        average = on_host(plan.master) if plan.ema else None
-        units, at, shard_at = {}, 0, 0
-        for name, layout in layouts.items():
-            start, stop = layout.own
-            size = stop - start
-            unit_full = full[at : at + layout.numel] if resident else empty(layout.numel, plan.compute)
-            grad_start = at + start if holds_full_grad else shard_at
-            span = slice(shard_at, shard_at + size)
-            own = unit_full.data[start:stop] if resident else None
-            own_is_source = residency.shares_master or (plan.offload and resident)
-            fused = {} if name in self.by_autograd else _fused_weights(unit_full, layout, fused_names, plan.master)
-            units[name] = unit = Unit(
-                name=name,
-                layout=layout,
-                group=group,
-                replicas=self._replicas[groups.replica_axes],
-                residency=residency,
-                parameters=_parameters(unit_full, layout, plan.master),
-                fused_weights=fused,
-                full=unit_full.data,  # its own version counter hides gathers from autograd's check for in-place changes
-                master=own if residency.shares_master else master[span],
-                gather_source=own if own_is_source else source[span],
-                state={name: x[span] for name, x in state.items()},
-                grad=grad[grad_start : grad_start + size],
-                full_grad=grad[at : at + layout.numel] if holds_full_grad else None,
-                grad_at=(grad, grad_start),
-                ema=None if average is None else average[span],
-            )
-            if holds_full_grad and name not in self.by_autograd:
-                self._attach(unit)
-            if not resident:
-                _resize(unit.full, 0)
-            at, shard_at = at + layout.numel, shard_at + size
-        return units
 
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients, master weights and optimizer state this rank holds now. Shared storage counts
@@ -273,7 +119,7 @@ class ShardedUnits:
         if unit.ready or unit.gather:
             return
         if unit.residency.reshard_after_forward:
-            _resize(unit.full, unit.layout.numel)
+            resize(unit.full, unit.layout.numel)
         unit.gather = all_gather(unit.full, unit.gather_source, unit.group)
 
     def unshard(self, name: str) -> None:
@@ -289,7 +135,7 @@ class ShardedUnits:
         """Frees the unsharded weights where zero is 3: the unit is not needed for now."""
         unit = self.units[name]
         if unit.residency.reshard_after_forward and unit.ready:
-            _resize(unit.full, 0)
+            resize(unit.full, 0)
             unit.ready = False
 
     def weights_changed(self, published: bool = False) -> None:
@@ -396,31 +242,3 @@ class ShardedUnits:
         for name, p in unit.with_gradient():
             at = unit.layout.offsets[name]
             p.grad = unit.full_grad[at : at + p.numel()].view(p.shape)
-
-
-def _parameters(full: Tensor, layout: FlatLayout, grad_dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    return {t.name: _parameter(full, layout.offsets[t.name], t.local_shape, grad_dtype) for t in layout.tensors}
-
-
-def _fused_weights(
-    full: Tensor, layout: FlatLayout, fused_names: Sequence[tuple[str, ...]], grad_dtype: torch.dtype
-) -> dict[tuple[str, ...], FusedWeights]:
-    shapes = {t.name: t.local_shape for t in layout.tensors}
-    fused_weights = {}
-    for names in fused_names:
-        if names[0] in shapes and layout.can_fuse(names):
-            rows = tuple(shapes[name][0] for name in names)
-            whole = _parameter(full, layout.offsets[names[0]], (sum(rows), shapes[names[0]][1]), grad_dtype)
-            fused_weights[names] = FusedWeights(whole, rows)
-    return fused_weights
-
-
-def _parameter(full: Tensor, at: int, shape: tuple[int, ...], grad_dtype: torch.dtype) -> nn.Parameter:
-    p = nn.Parameter(full[at : at + math.prod(shape)].view(shape))
-    if grad_dtype != p.dtype:
-        p.grad_dtype = grad_dtype
-    return p
-
-
-def _resize(x: Tensor, numel: int) -> None:
-    x.untyped_storage().resize_(numel * x.element_size())

@@ -9,9 +9,10 @@ from ndtrain.config import OptimConfig
 from ndtrain.config.registry import get
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.optim import Optimizer, OptimTensor, TensorSlice, Update
-from ndtrain.parallel.fsdp import ShardedUnits, Unit
+from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.grad_stats import GradStats, GradStatsReducer
 from ndtrain.parallel.offload import OffloadCopier
+from ndtrain.parallel.unit import Unit
 from ndtrain.parallel.whole_tensors import WholeTensors
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ndtrain.distributed.collectives import receive, send
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout, Run
+from ndtrain.distributed.row_map import Run
+from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout
 from ndtrain.optim import StateSpec
 
 

@@ -1,0 +1,234 @@
+"""A unit's buffers on this rank: which there are, how large, in which precision and where."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ndtrain.distributed.collectives import Group, Pending
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.distributed.sharding import FlatLayout
+from ndtrain.optim import StateSpec
+from ndtrain.parallel.dp import ReplicaReducer
+from ndtrain.parallel.grad_accumulator import FusedWeights
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Which state a rank holds, in which precision and where.
+
+    Attributes:
+        zero: 1, 2 or 3, as in `fsdp.py`.
+        compute, master: dtypes.
+        spec: the optimizer's state.
+        sharded_spec: whether the state lies in the shards; otherwise the owners of whole tensors hold it
+            (`whole_tensors.py`).
+        ema: whether there is an average of the weights.
+        offload: whether master, optimizer state and average lie in host memory.
+    """
+
+    zero: int
+    compute: torch.dtype
+    master: torch.dtype
+    spec: tuple[StateSpec, ...]
+    sharded_spec: bool = True
+    ema: bool = False
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Residency:
+    """When a unit is whole on a rank.
+
+    Attributes:
+        reshard_after_forward: whether its weights are unsharded for each use, and resharded after it (zero 3).
+        holds_full_grad: whether the unsharded gradient is kept over the whole step (zero 1).
+        shares_master: whether the rank's part of the unsharded weights is the master copy.
+    """
+
+    reshard_after_forward: bool
+    holds_full_grad: bool
+    shares_master: bool
+
+    @classmethod
+    def of(cls, plan: StatePlan, shards: int) -> "Residency":
+        """Of a unit that is split in `shards` parts."""
+        one_copy = shards == 1 and (plan.compute == plan.master or plan.offload)
+        reshard = plan.zero == 3 and not one_copy
+        return cls(
+            reshard,
+            holds_full_grad=plan.zero == 1 or shards == 1,
+            shares_master=not reshard and plan.compute == plan.master and not plan.offload,
+        )
+
+
+@dataclass
+class Unit:
+    """One unit's buffers on this rank. Parameters are views of `full`, their `.grad` views of `full_grad`.
+
+    Attributes:
+        group: the ranks that the flat buffer is split over.
+        replicas: sums its gradient over the ranks that hold the same shard.
+        residency: when its weights and gradient are whole on this rank.
+        fused_weights: names of matrices -> these matrices as one fused weight.
+        accumulated: the weights whose gradients matmuls accumulate: fused weights, and the matrices that are in none.
+        full: all local elements in compute precision; its storage is empty while the unit is resharded.
+        master, grad, ema: this rank's shard in master precision; ema: None unless asked for.
+        state: the optimizer's state tensors of the shard, by name.
+        gather_source: this rank's elements as they are gathered: the master, or where that is offloaded a copy on the
+            device.
+        grad_at: the buffer that `grad` is a slice of, and where.
+        ready: whether `full` holds the current weights.
+        accumulating: whether `grad` already holds earlier microbatches of this step.
+    """
+
+    name: str
+    layout: FlatLayout
+    group: Group
+    replicas: ReplicaReducer
+    residency: Residency
+    parameters: dict[str, nn.Parameter]
+    fused_weights: dict[tuple[str, ...], FusedWeights]
+    full: Tensor
+    master: Tensor
+    gather_source: Tensor
+    state: dict[str, Tensor]
+    grad: Tensor
+    full_grad: Tensor | None
+    grad_at: tuple[Tensor, int]
+    ready: bool = False
+    ema: Tensor | None = None
+    gather: Pending | None = None
+    accumulating: bool = False
+    accumulated: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        fused_names = {name for names in self.fused_weights for name in names}
+        alone = [p for name, p in self.parameters.items() if p.ndim > 1 and name not in fused_names]
+        self.accumulated = [*(s.weight for s in self.fused_weights.values()), *alone]
+
+    def buffer(self, name: str) -> Tensor:
+        """This rank's shard of the master weights, the average or a state tensor, by name."""
+        return self.state[name] if name in self.state else getattr(self, name)
+
+    def with_gradient(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters and fused weights, whose `.grad` is a view of `full_grad`, with the name of their first
+        tensor."""
+        yield from self.parameters.items()
+        yield from ((names[0], s.weight) for names, s in self.fused_weights.items())
+
+
+def allocate(
+    layouts: Mapping[str, FlatLayout],
+    plan: StatePlan,
+    mesh: Mesh,
+    replicas: ReplicaReducer,
+    fused_names: Mapping[str, Sequence[tuple[str, ...]]],
+) -> dict[str, Unit]:
+    """Units of the same groups, in model order. They share one buffer of each kind, so that the optimizer sees few
+    tensors and neighbouring gradients travel in one message. Everything begins as zeros.
+
+    Args:
+        layouts: unit name -> its flat layout.
+        fused_names: unit name -> names of matrices that are fused where they are neighbours in the flat buffer.
+    """
+    groups = next(iter(layouts.values())).groups
+    residency, group = Residency.of(plan, groups.shards), mesh.group(*groups.shard_axes)
+    buffers = _Buffers.of(plan, residency, sum(f.numel for f in layouts.values()), groups.shards, mesh.device)
+    units, at, shard_at = {}, 0, 0
+    for name, layout in layouts.items():
+        start, stop = layout.own
+        span = slice(shard_at, shard_at + stop - start)
+        resident = buffers.full is not None
+        full = buffers.full[at : at + layout.numel] if resident else buffers.empty(layout.numel)
+        own = full.data[start:stop] if resident else None
+        own_is_source = residency.shares_master or (plan.offload and resident)
+        grad_start = at + start if residency.holds_full_grad else shard_at
+        units[name] = Unit(
+            name=name,
+            layout=layout,
+            group=group,
+            replicas=replicas,
+            residency=residency,
+            parameters=_parameters(full, layout, plan.master),
+            fused_weights=_fused_weights(full, layout, fused_names[name], plan.master),
+            full=full.data,  # its own version counter hides gathers from autograd's check for in-place changes
+            master=own if residency.shares_master else buffers.master[span],
+            gather_source=own if own_is_source else buffers.source[span],
+            state={name: x[span] for name, x in buffers.state.items()},
+            grad=buffers.grad[grad_start : grad_start + stop - start],
+            full_grad=buffers.grad[at : at + layout.numel] if residency.holds_full_grad else None,
+            grad_at=(buffers.grad, grad_start),
+            ema=None if buffers.ema is None else buffers.ema[span],
+        )
+        if not resident:
+            resize(units[name].full, 0)
+        at, shard_at = at + layout.numel, span.stop
+    return units
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """The buffers that units of the same groups share.
+
+    Attributes:
+        full: all local elements, where they stay unsharded.
+        master, source, ema, state: the rank's shards; `source` is what gathers send, where it is not part of `full`.
+        grad: of all local elements, or of the rank's shards.
+    """
+
+    full: Tensor | None
+    master: Tensor | None
+    source: Tensor | None
+    grad: Tensor
+    state: dict[str, Tensor]
+    ema: Tensor | None
+    empty: Callable[[int], Tensor]
+
+    @classmethod
+    def of(cls, plan: StatePlan, residency: Residency, local: int, shards: int, device: torch.device) -> "_Buffers":
+        """For `local` elements."""
+        resident, shard = not residency.reshard_after_forward, local // shards
+        zeros = lambda n, dtype: torch.zeros(n, dtype=dtype, device=device)
+        stored = lambda dtype: torch.zeros(shard, dtype=dtype, device="cpu" if plan.offload else device)
+        master = None if residency.shares_master else stored(plan.master)
+        return cls(
+            full=zeros(local, plan.compute) if resident else None,
+            master=master,
+            source=zeros(shard, plan.compute) if plan.offload and not resident else master,
+            grad=zeros(local if residency.holds_full_grad else shard, plan.master),
+            state={s.name: stored(s.dtype or plan.master) for s in plan.spec if plan.sharded_spec},
+            ema=stored(plan.master) if plan.ema else None,
+            empty=lambda n: zeros(n, plan.compute),
+        )
+
+
+def _parameters(full: Tensor, layout: FlatLayout, grad_dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    return {t.name: _parameter(full, layout.offsets[t.name], t.local_shape, grad_dtype) for t in layout.tensors}
+
+
+def _fused_weights(
+    full: Tensor, layout: FlatLayout, fused_names: Sequence[tuple[str, ...]], grad_dtype: torch.dtype
+) -> dict[tuple[str, ...], FusedWeights]:
+    shapes = {t.name: t.local_shape for t in layout.tensors}
+    fused_weights = {}
+    for names in fused_names:
+        if names[0] in shapes and layout.can_fuse(names):
+            rows = tuple(shapes[name][0] for name in names)
+            whole = _parameter(full, layout.offsets[names[0]], (sum(rows), shapes[names[0]][1]), grad_dtype)
+            fused_weights[names] = FusedWeights(whole, rows)
+    return fused_weights
+
+
+def _parameter(full: Tensor, at: int, shape: tuple[int, ...], grad_dtype: torch.dtype) -> nn.Parameter:
+    p = nn.Parameter(full[at : at + math.prod(shape)].view(shape))
+    if grad_dtype != p.dtype:
+        p.grad_dtype = grad_dtype
+    return p
+
+
+def resize(x: Tensor, numel: int) -> None:
+    """Allocates the storage of `numel` elements, or frees it (0)."""
+    x.untyped_storage().resize_(numel * x.element_size())
