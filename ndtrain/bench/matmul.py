@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ndtrain.arguments import one_of, option
 from ndtrain.bench import plot
-from ndtrain.bench.plot import Panel, Points
+from ndtrain.bench.plot import Panel, Point, Points
 from ndtrain.bench.ranks import DEVICE_HELP, Device, WrongResult, choose_device
 from ndtrain.bench.results import require_folder, save, size_name
 from ndtrain.bench.rounds import calls_in_block, in_round
@@ -252,7 +252,7 @@ def _save(options: Options, name: str, peaks: dict[str, float], rows: list[dict[
         Panel(title, "size", label, _points(rows, key, scale), lambda x: f"{x:.0f}", y_scale="linear")
         for title, label, key, scale in (("Rate", "TFLOP/s", "tflops", 1), ("HFU", "% of peak", "hfu", 100))
     ]
-    plot.draw(options.plot, f"Square matmuls on {name}", [panels])
+    plot.draw(options.plot, f"Square matmuls on {name}", panels, across=2)
 
 
 def _points(rows: list[dict[str, Any]], key: str, scale: float) -> Points:
@@ -260,5 +260,5 @@ def _points(rows: list[dict[str, Any]], key: str, scale: float) -> Points:
     for row in rows:
         for content, of in row["contents"].items():
             curves = points.setdefault(row["dtype"], {})
-            curves.setdefault(f" {content}", []).append((row["size"], scale * of[key]))
+            curves.setdefault(f" {content}", []).append(Point(row["size"], scale * of[key]))
     return points

@@ -1,18 +1,29 @@
-"""Curves into a PNG file: rows of panels beside one legend, sizes on a logarithmic axis to base 2."""
+"""Curves into a PNG file: panels in rows beside one legend, sizes on a logarithmic axis to base 2."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ndtrain.bench.results import require_folder
 from ndtrain.config import ConfigError
 
 HELP = "PNG file for the curves"
 STYLES, MARKERS = ("-", "--", ":"), "osv^D<>pPX"
-Points = dict[str, dict[str, list[tuple[float, float]]]]  # colour -> line style -> points (x, y)
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]  # told apart with every kind of colour vision
+
+
+class Point(NamedTuple):
+    """A point of a curve, and the spread of what it is the median of, if it is one."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+Points = dict[str, dict[str, list[Point]]]  # colour -> line style -> points
 
 
 @dataclass(frozen=True)
@@ -47,20 +58,28 @@ def check(path: str) -> None:
         raise ConfigError(f"plot={path} needs matplotlib, which is not installed: pip install 'ndtrain[bench]'")
 
 
-def draw(path: str, title: str, rows: Sequence[Sequence[Panel]]) -> None:
-    """Writes the panels, rows of the same length, to the PNG file `path`; does nothing where that is ""."""
+def draw(path: str, title: str, panels: Sequence[Panel], across: int, size: tuple[float, float] = (5.2, 4.2)) -> None:
+    """Writes the panels to the PNG file `path`; does nothing where that is "".
+
+    Args:
+        across: panels in a row.
+        size: width and height of a panel, inches.
+    """
     if not path:
         return
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state shared with other plots
     from matplotlib.figure import Figure
 
-    down, across = len(rows), len(rows[0])
-    figure = Figure(figsize=(5.2 * across + 2.8, 0.4 + 4.2 * down), layout="constrained")
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(size[0] * across + 2.8, 0.6 + size[1] * down), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
     lines: dict[str, Any] = {}
-    for axes, panel in zip(figure.subplots(down, across, squeeze=False).flat, chain(*rows), strict=True):
+    places = figure.subplots(down, across, squeeze=False).flat
+    for axes, panel in zip(places, panels, strict=False):
         lines |= _fill(axes, panel)
+    for axes in places[len(panels) :]:
+        axes.set_visible(False)
     figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize=8, frameon=False, handlelength=3)
     figure.savefig(path, format="png", dpi=130)
 
@@ -73,9 +92,12 @@ def _fill(axes: Any, panel: Panel) -> dict[str, Any]:
     lines, ticks = {}, set()
     for i, (name, curves) in enumerate(panel.points.items()):
         for (suffix, points), style in zip(curves.items(), STYLES, strict=False):
-            x, y = zip(*points, strict=True)
+            x, y, low, high = zip(*points, strict=True)
             ticks.update(x)
-            lines[name + suffix] = axes.plot(x, y, color=f"C{i}", linestyle=style, marker=MARKERS[i], markersize=4)[0]
+            look = {"color": COLOURS[i % len(COLOURS)], "linestyle": style, "marker": MARKERS[i], "markersize": 4}
+            lines[name + suffix] = axes.plot(x, y, **look)[0]
+            if None not in (*low, *high):
+                axes.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)
     axes.set_xticks(sorted(ticks), [panel.x_name(x) for x in sorted(ticks)], fontsize=8, rotation=30)
     axes.xaxis.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")

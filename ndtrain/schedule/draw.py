@@ -8,13 +8,15 @@ from typing import NamedTuple
 from ndtrain.schedule.simulate import Span, Timeline
 from ndtrain.schedule.table import show
 
-COLOURS = {"F": (52, 105, 170), "B": (44, 128, 88), "I": (18, 128, 140), "W": (196, 108, 26)}
+# told apart with every kind of colour vision, also where later chunks are lighter: tests/schedule checks it
+COLOURS = {"F": (27, 58, 107), "B": (204, 51, 17), "I": (51, 187, 238), "W": (240, 228, 66)}
+LIGHTEST = 0.5  # how much white the last chunk's shade has
 LEGEND = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 MARGIN, LABEL, WIDTH = 16, 52, 1200  # pixels: margin, width of the row labels, width of the picture
 ROW, CELL, HEAD, AXIS, GAP = 24, 21, 26, 26, 20  # heights in pixels: row, cell, title, axis, gap between panels
 STYLE = """text{font:11px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#333}
 .c text{text-anchor:middle}.t{font-size:14px;font-weight:600;fill:#111}.r{text-anchor:end}
-.x{text-anchor:middle;fill:#666}.g{stroke:#e2e5e9}.l{fill:#eceef1}.w{fill:#fff}.k{fill:#111}"""
+.x{text-anchor:middle;fill:#666}.g{stroke:#e2e5e9}.l{fill:#eceef1}.w{fill:#fff}.k{fill:#000}"""
 
 
 class Panel(NamedTuple):
@@ -95,9 +97,15 @@ def _cell(s: Span, chunk: int, chunks: int, start: float, scale: float) -> str:
 
 def _shade(kind: str, chunk: int, chunks: int) -> tuple[str, str]:
     """(colour of a cell, CSS class of its text)."""
-    white = 0.62 * chunk / max(1, chunks - 1)
+    white = LIGHTEST * chunk / max(1, chunks - 1)
     r, g, b = (round(c + (255 - c) * white) for c in COLOURS[kind])
-    return f"#{r:02x}{g:02x}{b:02x}", "k" if white > 0.4 else "w"
+    return f"#{r:02x}{g:02x}{b:02x}", "w" if _luminance(r, g, b) < 0.179 else "k"
+
+
+def _luminance(*rgb: int) -> float:
+    """From 0, black, to 1 (sRGB). At 0.179 black and white text contrast alike."""
+    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in rgb))
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def _ticks(length: float) -> list[float]:

@@ -157,7 +157,8 @@ def _report(options: Options, backend: str, by_axis: dict[str, Any]) -> list[str
     wrong = show(options.spec, backend, options.rounds, by_axis)
     mesh = {a: options.spec.size(a) for a in options.spec.order}
     save("collectives", options, ranks=options.world, backend=backend, mesh=mesh, axes=by_axis)
-    plot.draw(options.plot, *panels(options.spec, backend, by_axis))
+    title = f"Collectives over {backend}, fp32: median and quartiles of {options.rounds} rounds"
+    plot.draw(options.plot, title, panels(options.spec, by_axis), across=4, size=(3.4, 3.0))
     return wrong
 
 

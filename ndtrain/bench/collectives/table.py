@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ndtrain.bench.collectives.operations import FACTORS, OPERATIONS, TWO_STEPS
-from ndtrain.bench.plot import Panel, Points
+from ndtrain.bench.plot import Panel, Point, Points
 from ndtrain.bench.results import size_name
+from ndtrain.bench.rounds import quartiles
 from ndtrain.distributed.mesh import MeshSpec
 
 _FORM_NAMES = {"torch": "", "ours": " (ours)"}
@@ -85,21 +86,23 @@ def _show_accounting(widths: list[int]) -> None:
         print(f"  {op.name:28} {op.counted:20} {op.formula:10} {factors:14} {op.why}")
 
 
-def panels(spec: MeshSpec, backend: str, by_axis: Mapping[str, Any]) -> tuple[str, list[list[Panel]]]:
-    """Title and rows of panels: for each axis time and bus bandwidth over size, one colour an operation."""
-    rows = [
-        [
-            Panel(f"{axis}={spec.size(axis)}", "message size S", label, _points(of["rows"], key), size_name)
-            for key, label in (("ms", "time (ms)"), ("busbw", "bus bandwidth (GB/s)"))
-        ]
+def panels(spec: MeshSpec, by_axis: Mapping[str, Any]) -> list[Panel]:
+    """Small multiples: one panel an axis and operation, the time over the size, ours against PyTorch's."""
+    return [
+        Panel(f"{name}, {axis}={spec.size(axis)}", "message size S", "time (ms)", _points(of["rows"], name), size_name)
         for axis, of in by_axis.items()
+        for name in OPERATIONS
     ]
-    return f"Collectives over {backend}, fp32 (dashed: ours)", rows
 
 
-def _points(rows: list[dict[str, Any]], key: str) -> Points:
-    points: Points = {name: {} for name in OPERATIONS}
+def _points(rows: list[dict[str, Any]], operation: str) -> Points:
+    """The times of one operation with their quartiles."""
+    points: Points = {"ours": {}, "PyTorch": {}}
     for row in rows:
+        if row["operation"] != operation:
+            continue
         for form, of in row["forms"].items():
-            points[row["operation"]].setdefault(_FORM_NAMES[form], []).append((row["bytes"], of[key]))
+            spread = quartiles(of["block_ms"])
+            name = "ours" if form == "ours" else "PyTorch"
+            points[name].setdefault("", []).append(Point(row["bytes"], of["ms"], spread["q1"], spread["q3"]))
     return points
