@@ -32,6 +32,7 @@ from ndtrain.engine.callbacks import (
     NonFiniteCallback,
     ProfileCallback,
     TraceCallback,
+    device_peak,
     make_metrics,
 )
 from ndtrain.engine.setup import RunSetup, fill_weights, order_of, packed_at, prepare
@@ -99,7 +100,8 @@ class Trainer:
         self.stopping, self.stopped_by, self.failure = False, None, ""
         self.report: StepReport | None = None
         self._unread: Unread | None = None
-        self.metrics = make_metrics(self) if setup.rank == 0 else None
+        peak = device_peak(self.cfg, self.mesh, notes)
+        self.metrics = make_metrics(self, peak) if peak is not None else None
         if self.metrics:
             self._closing.callback(self.metrics.close, 1)  # a second close does nothing
         self.source: Source = self.data.sequences(self.cfg, self.mesh, self.state.step, self.state.stream)

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from ndtrain.config import HardwareConfig, load_config
-from ndtrain.metrics import Metrics, peak, peak_flops, peak_memory_bytes, reset_peak_memory, wandb_logger
+from ndtrain.metrics import Metrics, measured_peak, peak, peak_flops, peak_memory_bytes, reset_peak_memory, wandb_logger
 from ndtrain.metrics.console import Console, duration
 from ndtrain.metrics.jsonl import JsonlWriter
+from ndtrain.metrics.measured_peak import Measurement
 from tests.lib.ranks import run_ranks
 
 KEYS = [
@@ -455,43 +456,6 @@ def test_configured_peak_wins():
     assert peak_flops(HardwareConfig(peak_tflops=2.5), "cpu", torch.float32) == 2.5e12
 
 
-def test_cpu_peak_is_measured_in_bounded_time(tmp_path, monkeypatch):
-    monkeypatch.setenv("NDTRAIN_CACHE", str(tmp_path))
-    start = time.monotonic()
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) > 1e9
-    assert time.monotonic() - start < 2
-
-
-def test_cpu_peak_is_kept_by_dtype_and_threads(tmp_path, monkeypatch):
-    monkeypatch.setenv("NDTRAIN_CACHE", str(tmp_path / "new"))
-    figures = iter([(1.0, 1.0), (2.0, 0.95), (3.0, 1.0)])
-    monkeypatch.setattr(peak, "_measure", lambda *_: next(figures))
-    for _ in range(2):
-        assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 1
-        assert peak_flops(HardwareConfig(), "cpu", torch.bfloat16) == 2
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 3
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["peak_flops.json"]
-
-
-def test_a_peak_measured_on_a_busy_machine_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("NDTRAIN_CACHE", str(tmp_path))
-    monkeypatch.setattr(peak, "_measure", lambda *_: (1.0, 0.5))
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 1
-    monkeypatch.setattr(peak, "_measure", lambda *_: (2.0, 1.0))
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 2
-
-
-@pytest.mark.parametrize("damage", [b"", b"[1]", b'{"x"'])
-def test_damaged_or_unwritable_cache_is_no_obstacle(tmp_path, monkeypatch, damage):
-    monkeypatch.setattr(peak, "_measure", lambda *_: (5.0, 1.0))
-    (tmp_path / "peak_flops.json").write_bytes(damage)
-    monkeypatch.setenv("NDTRAIN_CACHE", str(tmp_path))
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 5
-    monkeypatch.setenv("NDTRAIN_CACHE", "/proc/no-such-folder")
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 5
-
-
 @pytest.mark.parametrize(
     ("name", "bf16", "fp32"),
     [
@@ -517,7 +481,7 @@ def test_known_gpus(name, bf16, fp32):
 def test_unknown_gpus_are_measured(name, monkeypatch, tmp_path):
     monkeypatch.setenv("NDTRAIN_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    monkeypatch.setattr(peak, "_measure", lambda *_: (7.0, 1.0))
+    monkeypatch.setattr(measured_peak, "measure", lambda *_: Measurement(7.0, 256))
     assert peak_flops(HardwareConfig(), "cuda", torch.bfloat16) == 7
 
 
