@@ -17,7 +17,8 @@ python -m ndtrain.data prepare out=<folder> data=text data.path=corpus/ data.tok
   workers             processes that tokenise (default: one for each core)
   unit                bytes of text that one takes at a time (default: {unit}, less of a small corpus)
 
-After an interrupt or a kill, the same command goes on where it stopped. A changed corpus or tokenizer starts anew.
+After an interrupt or a kill, the same command goes on where it stopped. A changed corpus starts anew. A folder
+that another tokenizer made is refused.
 """
 
 import os

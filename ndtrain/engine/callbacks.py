@@ -288,6 +288,10 @@ class CheckpointCallback(Callback):
                 self.trainer.warn(save.error)
                 continue
             self.saved = save.path
-            log.info(
-                "saved %s in %.1f s, of which training waited %.2f s", save.path, save.seconds, save.seconds_blocked
-            )
+            text = f"saved {save.path} in {save.seconds:.1f} s, of which training waited {save.seconds_blocked:.2f} s"
+            trainer = self.trainer
+            ended = trainer.stopping or trainer.state.step == trainer.last_step
+            if ended and save.step == trainer.state.step:
+                log.info(text)  # the run's last line names it
+            else:
+                trainer.note(text)

@@ -283,7 +283,7 @@ class Trainer:
             if self.stopped_by:
                 self.stop.answer()
         if idle:
-            self.note(f"nothing to do: the run stands at step {step} of {total}")
+            self.note(f"nothing to do: step {step} of {total} is done already: {self.resumed}")
             return 0
         stopped = f"stopped by {self.stopped_by} after" if self.stopped_by else None
         how = stopped or ("finished" if step == total else "stopped at")

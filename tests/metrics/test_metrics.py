@@ -350,6 +350,50 @@ def test_plain_lines():
     ]
 
 
+def test_the_loss_is_the_mean_since_the_line_before():
+    stream = io.StringIO()
+    console = Console(5, 2, stream)
+    for step, loss in enumerate((8.0, 7.0, 6.0, math.nan, 4.0), start=1):
+        console.update(shown_row(step, loss=loss))
+    assert [line.split("  ")[1] for line in stream.getvalue().splitlines()] == [
+        "loss 7.5000", "loss 6.0000", "loss 4.0000",
+    ]  # fmt: skip
+
+
+def test_the_bar_shows_the_mean_over_as_many_steps_as_a_line(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    console = Console(3, 2, stream)
+    for step, loss in enumerate((8.0, 7.0, 6.0), start=1):
+        console.update(shown_row(step, loss=loss))
+    console.close()
+    assert "loss 6.5000" in stream.getvalue().replace("\r", "\n").splitlines()[-1]
+
+
+def test_the_mean_is_printed_and_each_steps_loss_is_kept(tmp_path, capsys):
+    metrics = make(tmp_path, log_every=2, steps=2)
+    log(metrics, 1)
+    log(metrics, 2)
+    metrics.close()
+    assert [row["loss"] for row in rows(tmp_path)] == [7.75, 7.5]
+    assert "loss 7.6250" in capsys.readouterr().out
+
+
+def test_plain_lines_on_a_narrow_terminal_fit(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    monkeypatch.setattr(stream, "fileno", lambda: 1)
+    for columns, last in ((50, "left 1m36s"), (30, "loss 6.1234"), (10, "step 9/300")):
+        monkeypatch.setattr(os, "get_terminal_size", lambda _, n=columns: os.terminal_size((n, 24)))
+        console = Console(300, 1, stream)
+        console.update(shown_row(8))
+        console.update(shown_row(9))
+        line = stream.getvalue().splitlines()[-1]
+        assert len(line) <= columns and line.startswith("step 9/300") and line.endswith(last), line
+
+
 def test_rates_leave_out_the_first_step():
     stream = io.StringIO()
     console = Console(3, 1, stream)
@@ -387,7 +431,7 @@ def test_bar_on_a_terminal(monkeypatch):
 
 @pytest.mark.parametrize(
     ("columns", "shown"),
-    [(80, "loss 6.1234  12,345 tok/s  MFU 41.2 %  left 0s"), (50, "loss 6.1234  12,345 tok/s"), (30, "loss 6.1234")],
+    [(80, "loss 6.1234  12,345 tok/s  MFU 41.2 %  left 0s"), (50, "loss 6.1234  left 0s"), (30, "loss 6.1234")],
 )
 def test_bar_on_a_narrow_terminal_drops_whole_figures(monkeypatch, columns, shown):
     monkeypatch.setenv("TERM", "xterm")
