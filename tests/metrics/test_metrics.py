@@ -369,7 +369,8 @@ def test_the_bar_shows_the_mean_over_as_many_steps_as_a_line(monkeypatch):
     for step, loss in enumerate((8.0, 7.0, 6.0), start=1):
         console.update(shown_row(step, loss=loss))
     console.close()
-    assert "loss 6.5000" in stream.getvalue().replace("\r", "\n").splitlines()[-1]
+    frames = [line for line in stream.getvalue().replace("\r", "\n").splitlines() if "step 3/3" in line]
+    assert all("loss 6.5000" in line for line in frames) and frames
 
 
 def test_the_mean_is_printed_and_each_steps_loss_is_kept(tmp_path, capsys):
