@@ -131,7 +131,7 @@ class ProgressDisplay:
                 TextColumn("{task.fields[rates]}", markup=False),
             ]
             self._bar = Progress(*columns, console=self._console, auto_refresh=False, expand=True)
-            self._task = self._bar.add_task("", total=progress.total, amount="", rates="")
+            self._task = self._bar.add_task("", total=progress.total, amount=amount, rates=rates)
             self._bar.start()
             self._console.show_cursor(True)  # rich hides it, and a killed process could not bring it back
         self._bar.update(

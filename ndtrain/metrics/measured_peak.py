@@ -20,7 +20,7 @@ _SIZES = (256, 8192)
 _REACHED = 3  # products that must be as fast as the rate says: a single one may be a jump of the clock
 _ENOUGH = 3  # whole measurements: after these a machine that is never idle is checked briefly, too
 _MIN_CORE_SHARE = 0.9  # with less of the cores, other programs took the rest
-_MAX_SPREAD = 1.3  # median time of a product over its best
+_EVEN, _MAX_SPREAD = 1.1, 1.3  # median time of a product over its best; even ones were not interrupted
 _RAISED, _SLOW = 1.05, 0.7  # ratios to the kept rate from which on a user is told
 
 Note = Callable[[str], None]
@@ -45,7 +45,7 @@ class Measurement:
     @property
     def doubt(self) -> str:
         """Says in words why the rate may be too low; "" where nothing disturbed the measurement."""
-        if self.share < _MIN_CORE_SHARE:
+        if self.share < _MIN_CORE_SHARE and self.spread > _EVEN:
             return f"other programs used {100 * (1 - self.share):.0f} % of its cores' time"
         if self.spread > _MAX_SPREAD:
             return f"the median matmul took {self.spread:.1f} times as long as the best"

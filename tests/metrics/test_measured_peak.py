@@ -11,7 +11,7 @@ from ndtrain.config import HardwareConfig
 from ndtrain.metrics import measured_peak, peak_flops
 from ndtrain.metrics.measured_peak import Measurement
 
-GOOD, BUSY, UNEVEN = {}, {"share": 0.5}, {"spread": 3.0}
+BUSY, UNEVEN = {"share": 0.5, "spread": 1.2}, {"spread": 3.0}
 
 
 @pytest.fixture
@@ -65,6 +65,11 @@ def test_an_undisturbed_rate_ends_the_doubt(runs):
     runs(1.0, **BUSY)
     assert runs(1.01) == (1.01, [], True)
     assert runs(1.0, **BUSY) == (1.01, [], False)
+
+
+def test_even_products_are_trusted_between_those_of_other_programs(runs):
+    assert runs(1.0, share=0.5, spread=1.05) == (1.0, [], True)
+    assert runs(1.0) == (1.0, [], False)
 
 
 def test_a_slow_machine_is_named(runs):
