@@ -9,6 +9,7 @@ from typing import Any
 from ndtrain import schedule as schedules
 from ndtrain.arguments import near
 from ndtrain.config import registry
+from ndtrain.config.lengths import check_positions, fit_warmup
 from ndtrain.config.schema import AXES, Config, ConfigError, DataConfig, ModelConfig
 
 
@@ -31,8 +32,8 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_model(cfg.model)
     _resolve_mesh(cfg, world_size)
     _resolve_micro_batch(cfg)
-    _check_positions(cfg)
-    _fit_warmup(cfg)
+    check_positions(cfg)
+    fit_warmup(cfg)
     _check_train(cfg)
     check_data(cfg.data)
     _resolve_schedule(cfg)
@@ -288,36 +289,6 @@ def parse_bytes(key: str, value: int | str) -> int:
     size = 0 if unit is None else int(float(match[1]) * unit)
     _require(size >= 1, f"{key}={value}: must be a number of bytes, or one with a unit: 2GiB, 500MB")
     return size
-
-
-def _check_positions(cfg: Config) -> None:
-    """A checkpoint says how many positions its model was trained on. Other programs allow no more."""
-    length, positions = cfg.train.seq_len, cfg.model.max_position_embeddings
-    fix = (
-        f"lower train.seq_len, or set max_position_embeddings (and rope_scaling) in the config.json of {cfg.init_from}"
-        if cfg.init_from
-        else f"set model.max_position_embeddings={length} (weights trained with less need model.rope_scaling, too), "
-        "or lower train.seq_len"
-    )
-    _require(
-        length <= positions,
-        f"train.seq_len={length} exceeds model.max_position_embeddings={positions}, the positions that the model's "
-        f"config.json will promise: {fix}",
-    )
-
-
-def _fit_warmup(cfg: Config) -> None:
-    """Shortens a recipe's warmup where the user has given a shorter run and no warmup. A note says so."""
-    optim, given = cfg.optim, cfg.given
-    length = cfg.train.steps if optim.decay_steps is None else optim.decay_steps
-    shortened = "train.steps" in given or "optim.decay_steps" in given
-    if optim.schedule != "constant" and optim.warmup >= length >= 1 and shortened and "optim.warmup" not in given:
-        fitting = max(1, length // 10) if length > 1 else 0
-        cfg.notes.append(
-            f"optim.warmup={optim.warmup} of the recipe does not fit into {length} step{'s' * (length > 1)}: it is "
-            f"{fitting} in this run; give optim.warmup to choose it"
-        )
-        optim.warmup = fitting
 
 
 def _check_train(cfg: Config) -> None:

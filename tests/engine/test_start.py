@@ -85,7 +85,7 @@ def test_positions_are_checked_with_the_fix_that_is_open():
     assert resolve(load_config([PLAIN, "train.seq_len=512", "model.max_position_embeddings=512"]), 1)
     cfg = load_config([PLAIN, "train.seq_len=512"])
     cfg.init_from = "some/folder"
-    with pytest.raises(ConfigError, match=r"seq_len=512 exceeds .*=256.* in the config.json of some/folder"):
+    with pytest.raises(ConfigError, match=r"seq_len=512 exceeds .*=256.* in the config.json of init_from=some/folder"):
         resolve(cfg, 1)
 
 
