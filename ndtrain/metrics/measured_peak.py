@@ -113,7 +113,7 @@ def _message(kept: Kept | None, made: Measurement) -> str:
         why = f" ({made.doubt})" if made.doubt else ""
         return (
             f"this device now reaches {rate(made.flops)} in matmuls{why}, {100 * made.flops / kept.flops:.0f} % of the "
-            f"best it has reached, {rate(kept.flops)}, which MFU is a fraction of"
+            f"best it has reached, {rate(kept.flops)}, which MFU is a fraction of; hardware.peak_tflops sets another"
         )
     if made.doubt and not (kept and kept.settled):
         return (
