@@ -23,7 +23,7 @@ from ndtrain.bench.results import require_folder, save, size_name
 from ndtrain.bench.rounds import calls_in_block, in_round
 from ndtrain.config import ConfigError, HardwareConfig
 from ndtrain.metrics import free_memory_bytes, peak_flops
-from ndtrain.metrics.peak import cpu_model
+from ndtrain.metrics.measured_peak import cpu_model
 
 
 class Kind(NamedTuple):

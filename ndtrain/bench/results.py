@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ndtrain.config import ConfigError
-from ndtrain.metrics.peak import cpu_model
+from ndtrain.metrics.measured_peak import cpu_model
 
 _PATHS = ("out", "plot", "folder")  # options that say where something is written, which no figure depends on
 _SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}

@@ -7,11 +7,14 @@ them alike. A block's time is that of its slowest rank. Each round gives one rat
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from ndtrain.arguments import option
 
 BLOCK_S = 0.02  # how long a block of short calls should take; a long call takes longer alone
 
@@ -22,6 +25,17 @@ class Repeats(Protocol):
     rounds: int
     steps: int
     warmup: int
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """Options of a bench that times training steps in blocks."""
+
+    rounds: int = option("timed blocks of each case", 10)
+    steps: int = option("steps of a block", 2)
+    warmup: int = option("untimed steps before", 3)
+    profile: bool = option("show where the time goes, by kind of work", False)
+    out: str = option("JSON file for everything measured", "")
 
 
 class BlockTimer:

@@ -10,6 +10,7 @@ import torch
 from ndtrain.arguments import option
 from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, rank_device, run_ranks
 from ndtrain.bench.results import require_folder, save
+from ndtrain.bench.rounds import BlockOptions
 from ndtrain.bench.training import QueuedSteps, timed
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
@@ -20,18 +21,18 @@ PROFILED = 10  # steps, each after one that is not profiled: on a shared machine
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of `bench step`."""
+class CaseOptions:
+    """What is timed."""
 
     recipe: str = option("whose step")
     cases: str = option('the overrides of each case, " | " between cases; the recipe as it is unless given', "")
     ranks: int = option("processes on this machine; the overrides set their mesh", 1)
     device: Device = option(DEVICE_HELP, "auto")
-    rounds: int = option("timed blocks", 5)
-    steps: int = option("steps of a block", 2)
-    warmup: int = option("untimed steps before", 2)
-    profile: bool = option("show where the time goes, by kind of work", False)
-    out: str = option("JSON file for everything measured", "")
+
+
+@dataclass(frozen=True)
+class Options(BlockOptions, CaseOptions):
+    """Options of `bench step`: those of `CaseOptions`, then those of `BlockOptions`."""
 
     @property
     def device_type(self) -> str:

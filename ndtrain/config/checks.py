@@ -9,6 +9,7 @@ from typing import Any
 from ndtrain import schedule as schedules
 from ndtrain.arguments import near
 from ndtrain.config import registry
+from ndtrain.config.lengths import check_positions, fit_warmup
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.schema import AXES, Config, ConfigError, DataConfig, ModelConfig
 
@@ -32,6 +33,8 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_model(cfg.model)
     _resolve_mesh(cfg, world_size)
     _resolve_micro_batch(cfg)
+    check_positions(cfg)
+    fit_warmup(cfg)
     _check_train(cfg)
     check_data(cfg.data)
     _resolve_schedule(cfg)

@@ -9,6 +9,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
@@ -53,19 +54,30 @@ def load_config(overrides: list[str], search: list[str] | None = None) -> Config
     extra = [f"hydra.searchpath=[{','.join('file://' + str(Path(p).resolve()) for p in search)}]"] if search else []
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return to_config(hydra_compose("config", overrides=overrides + extra))
+            return to_config(hydra_compose("config", overrides=overrides + extra), _keys_of(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
 
 
-def to_config(cfg: DictConfig) -> Config:
-    """A composed DictConfig as a plain typed `Config`; merging it again refuses keys that `+key=` smuggled in."""
+def to_config(cfg: DictConfig, given: Iterable[str] | None = None) -> Config:
+    """A composed DictConfig as a plain typed `Config`; merging it again refuses keys that `+key=` smuggled in.
+
+    Args:
+        given: the keys that the user has overridden; None: those of the job that Hydra runs, if it does.
+    """
+    if given is None:
+        given = _keys_of(HydraConfig.get().overrides.task) if HydraConfig.initialized() else ()
     try:
         container = OmegaConf.to_container(cfg, resolve=False)
         container.pop("hydra", None)
-        return OmegaConf.to_object(OmegaConf.merge(_schema(_chosen_parts(container)), container))
+        return OmegaConf.to_object(OmegaConf.merge(_schema(_chosen_parts(container)), container)).with_given(given)
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from error
+
+
+def _keys_of(overrides: Iterable[str]) -> frozenset[str]:
+    """The keys of overrides in Hydra's grammar."""
+    return frozenset(o.partition("=")[0].lstrip("+~") for o in overrides)
 
 
 def to_yaml(cfg: Config) -> str:

@@ -12,7 +12,7 @@
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -108,6 +108,13 @@ def config_of(kind: str, name: str) -> type | None:
     """The dataclass of a part's own configuration; None where it has none."""
     get(kind, name)
     return _parts[kind, name].config
+
+
+def own_keys(kind: str, name: str) -> list[str]:
+    """The fields that a part's config adds to those of the kind's base."""
+    config, base = config_of(kind, name), KINDS[kind].base
+    shared = base.__dataclass_fields__ if base else {}
+    return [f.name for f in fields(config) if f.name not in shared] if config else []
 
 
 def plugin_parts(*kinds: str) -> list[Part]:

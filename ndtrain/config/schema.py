@@ -2,9 +2,9 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from omegaconf import II
 
@@ -300,6 +300,18 @@ class Config(Section):
     init_from: str | None = None  # a Hugging Face folder
     plugins: list[str] = field(default_factory=list)  # modules that add parts to ndtrain (`ndtrain.plugins`)
     callbacks: dict[str, Any] = field(default_factory=dict)  # name of a plugin's callback -> its own keys
+
+    # No fields: no file and no command line has them.
+    given: ClassVar[frozenset[str]] = frozenset()  # the keys that the user has overridden
+    notes: ClassVar[list[str]]  # what the user is to know once it is resolved
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "notes", [])
+
+    def with_given(self, keys: Iterable[str]) -> "Config":
+        """This configuration, which now knows which keys the user has overridden."""
+        object.__setattr__(self, "given", frozenset(keys))
+        return self
 
     @property
     def microbatches(self) -> int:

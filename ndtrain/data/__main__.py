@@ -3,7 +3,8 @@
 python -m ndtrain.data prepare out=<folder> data=text data.path=corpus/ data.tokenizer=bpe data.vocab_size=32000
 
   out                 the folder to make; then train with data=bin data.path=<folder>
-  data                python, text, jsonl or hf (default: python)
+  data                python, text, jsonl, hf, or a plugin's source with its own keys (default: python)
+  plugins             modules that add sources, e.g. plugins=[my_package.notes]
   data.path           file, folder or glob (text, jsonl), hub name or local dataset (hf)
   data.tokenizer      byte, bpe (default: trained on a sample of the corpus), a tokenizer.json or a Hugging Face
                       folder; to blend corpora, prepare the second with the folder of the first
@@ -16,7 +17,8 @@ python -m ndtrain.data prepare out=<folder> data=text data.path=corpus/ data.tok
   workers             processes that tokenise (default: one for each core)
   unit                bytes of text that one takes at a time (default: {unit}, less of a small corpus)
 
-After an interrupt or a kill, the same command goes on where it stopped. A changed corpus or tokenizer starts anew.
+After an interrupt or a kill, the same command goes on where it stopped. A changed corpus starts anew. A folder
+that another tokenizer made is refused.
 """
 
 import os
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ndtrain.arguments import near
-from ndtrain.config import ConfigError, DataConfig, load_config
+from ndtrain.config import ConfigError, DataConfig, check_overrides, load_config, registry
 from ndtrain.config.checks import check_data
 from ndtrain.data.manifest import Manifest
 from ndtrain.data.prepare import PART_BYTES, prepare
@@ -36,7 +38,7 @@ from ndtrain.data.workers import WorkerDied, start_forkserver
 
 VOCAB_SIZE = 4096  # where data.vocab_size is not given: there is no model to take it from
 _DATA = ("path", "tokenizer", "vocab_size", "validation", "text_key", "subset", "split", "eval_split", "cache")
-KEYS = ("out", "workers", "unit", "data", *(f"data.{name}" for name in _DATA))
+KEYS = ("out", "workers", "unit", "plugins", "data", *(f"data.{name}" for name in _DATA))
 _KINDS = ("python", "text", "jsonl", "hf")
 
 
@@ -72,24 +74,28 @@ def parse(args: Sequence[str]) -> Options:
     """Reads `key=value` arguments. Those of `data` are overrides in Hydra's grammar.
 
     Raises:
-        ConfigError: an argument has no `=`, a key is unknown, a value is unusable, or `out` is missing.
+        ConfigError: an argument has no `=`, a key is unknown, a value is unusable, `out` is missing, or a plugin cannot
+            be loaded.
     """
+    check_overrides([arg for arg in args if arg.startswith("plugins=")])  # loads them: their sources have keys
+    keys = _keys(args)
     given, overrides = {}, [f"data.vocab_size={VOCAB_SIZE}"]
     for arg in args:
         key, equals, text = arg.partition("=")
         if not equals:
             raise ConfigError(f"{arg}: arguments are key=value; -h shows all keys")
-        _check_key(key)
-        if key.partition(".")[0] == "data":
+        _check_key(key, keys)
+        if key.partition(".")[0] in ("data", "plugins"):
             overrides.append(arg)
         else:
             given[key] = text
     if not given.get("out"):
         raise ConfigError("out is missing: name the folder to make, e.g. out=tokens/")
     cfg = load_config(overrides)
-    if cfg.data.name not in _KINDS:
+    kinds = (*_KINDS, *registry.names("source"))
+    if cfg.data.name not in kinds:
         hint = "; of a blend, prepare the corpora one at a time" if cfg.data.name == "blend" else ""
-        raise ConfigError(f"data={cfg.data.name}: cannot be prepared, only {', '.join(_KINDS)}{hint}")
+        raise ConfigError(f"data={cfg.data.name}: cannot be prepared, only {', '.join(kinds)}{hint}")
     check_data(cfg.data)
     return Options(
         out=Path(given["out"]).expanduser(),
@@ -99,12 +105,19 @@ def parse(args: Sequence[str]) -> Options:
     )
 
 
-def _check_key(key: str) -> None:
-    if key in KEYS:
+def _keys(args: Sequence[str]) -> tuple[str, ...]:
+    """Returns the keys that the command knows: `KEYS`, and those of the plugin's source that `data=` names."""
+    source = next((arg.partition("=")[2] for arg in args if arg.startswith("data=")), "")
+    own = registry.own_keys("source", source) if source in registry.names("source") else []
+    return (*KEYS, *(f"data.{name}" for name in own))
+
+
+def _check_key(key: str, known: Sequence[str]) -> None:
+    if key in known:
         return
     if key.removeprefix("data.") in DataConfig.__dataclass_fields__:
-        raise ConfigError(f"{key}: plays no part in preparing, give it to the training; known: {', '.join(KEYS)}")
-    raise ConfigError(f"{key}: no such key; {near(key, list(KEYS))}known: {', '.join(KEYS)}")
+        raise ConfigError(f"{key}: plays no part in preparing, give it to the training; known: {', '.join(known)}")
+    raise ConfigError(f"{key}: no such key; {near(key, list(known))}known: {', '.join(known)}")
 
 
 def _count(key: str, text: str) -> int:

@@ -49,6 +49,10 @@ class Data(ABC):
     def describe(self) -> str:
         """Says in words what is trained on."""
 
+    def warnings(self, cfg: Config) -> list[str]:
+        """Says in words what is remarkable about training on it as `cfg` says, a line each."""
+        return []
+
     @abstractmethod
     def sequences(self, cfg: Config, mesh: Mesh, step: int, saved: dict[str, Any] | None) -> Source:
         """Returns the source of the sequences of each step, from `step` on.
@@ -93,6 +97,19 @@ class IndexedData(Data):
     def describe(self) -> str:
         corpora = f"{len(self.corpora)} corpora, " if self.mixture_order else ""
         return f"{corpora}{sum(map(len, self.train)):,} training tokens"
+
+    def warnings(self, cfg: Config) -> list[str]:
+        """Names the corpora that a single step reads more than once."""
+        lines, t = [], cfg.train
+        shares = self.mixture_order.shares if self.mixture_order else (1,)
+        for corpus, share in zip(self.corpora, shares, strict=True):
+            count = (len(corpus.train) - 1) // t.seq_len
+            epochs = t.global_batch * share / sum(shares) / count
+            if epochs > 1:
+                held = f"it has {count:,} sequence{'s' * (count > 1)} of train.seq_len={t.seq_len}"
+                reads = f"one step of train.global_batch={t.global_batch} reads it {epochs:.3g} times"
+                lines.append(f"{corpus.name}: {reads}: {held}; lower train.global_batch, or give more data")
+        return lines
 
     def sequences(self, cfg: Config, mesh: Mesh, step: int, saved: dict[str, Any] | None) -> Source:
         t, shuffle = cfg.train, cfg.data.shuffle

@@ -247,9 +247,11 @@ def start_preparation(out: Path, plan: Plan, note: Callable[[str], None]) -> Man
         The manifest where all is done already, else None.
 
     Raises:
-        ConfigError: a manifest or plan there is damaged or another program's.
+        ConfigError: a manifest or plan there is damaged or another program's, or what is there was made with another
+            tokenizer.
     """
     done, old = read_manifest(out, f"out={out}"), read_plan(out, f"out={out}")
+    _refuse_another_tokenizer(out, plan, done, old)
     if done and done.plan == plan:
         if not (damage := done.damage()):
             note(f"out={out}: prepared already")
@@ -266,6 +268,24 @@ def start_preparation(out: Path, plan: Plan, note: Callable[[str], None]) -> Man
         split_path(out, split).unlink(missing_ok=True)
     (out / PARTS).mkdir(exist_ok=True)
     return None
+
+
+def _refuse_another_tokenizer(out: Path, plan: Plan, done: Manifest | None, old: Plan | None) -> None:
+    """Days of work are not removed for a mistyped `out`. The user removes them."""
+    earlier = old or (done.plan if done else None)
+    if earlier is None or earlier.tokenizer == plan.tokenizer:
+        return
+    parts = sum(1 for _ in (out / PARTS).glob("*.json"))
+    if done is None and not parts:
+        return
+    if done:
+        held = f"{sum(done.tokens.values()):,} tokens of data.tokenizer={done.source.get('tokenizer')}"
+    else:
+        held = f"{parts} unit{'s' * (parts > 1)} of an unfinished preparation"
+    raise ConfigError(
+        f"out={out}: this folder holds {held}, made with another tokenizer: name another folder, or remove this "
+        "one to make it anew"
+    )
 
 
 def remove_work_files(out: Path) -> None:

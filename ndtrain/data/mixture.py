@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ndtrain.arguments import near
-from ndtrain.config import ConfigError, DataConfig
+from ndtrain.config import ConfigError, DataConfig, registry
 from ndtrain.config.checks import check_data
 from ndtrain.data.cache import digest
 from ndtrain.data.documents import Corpus
@@ -27,7 +27,7 @@ _READS = {
     "bin": ("path", "dtype", "eos_id", "validation_path"),
     "hf": ("validation", "path", "text_key", "subset", "split", "eval_split"),
 }
-_KEYS = ("name", "weight", *dict.fromkeys(key for keys in _READS.values() for key in keys))
+_PLUGIN_READS = ("validation", "path", "text_key", "subset", "split")  # and the keys of the source's own config
 _SHARED = ("tokenizer", "vocab_size", "shuffle", "pack", "cache", "prefetch")
 
 
@@ -53,7 +53,7 @@ def mixture_entries(data: DataConfig) -> list[MixtureEntry]:
         ConfigError: an entry has a key that is unknown, missing, of the wrong type or without effect, or its weight is
             not a positive number.
     """
-    return [_entry(data, fields, f"data.blend[{number}]") for number, fields in enumerate(data.blend)]
+    return [_entry(data, given, f"data.blend[{number}]") for number, given in enumerate(data.blend)]
 
 
 @contextmanager
@@ -98,46 +98,75 @@ def _mixed_sample(corpora: Sequence[Corpus], weights: Sequence[float]) -> Iterat
         yield from sample_texts(corpus, int(TOKENIZER_SAMPLE * weight / sum(weights)))
 
 
-def _entry(data: DataConfig, fields: dict[str, Any], label: str) -> MixtureEntry:
-    for key in fields:
-        _check_key(key, label)
-    name = fields.get("name")
+def _reads() -> dict[str, tuple[str, ...]]:
+    """Returns the keys that each kind of corpus reads: those that ndtrain ships and the sources of plugins."""
+    plugins = {name: (*_PLUGIN_READS, *registry.own_keys("source", name)) for name in registry.names("source")}
+    return _READS | plugins
+
+
+def _entry(data: DataConfig, given: dict[str, Any], label: str) -> MixtureEntry:
+    reads = _reads()
+    name = given.get("name")
+    for key in given:
+        _check_key(key, label, reads, name)
     if name == "blend":
         raise ConfigError(f"{label}.name=blend: a blend cannot hold another: list its corpora here")
-    if name not in _READS:
-        what = " is missing: " if name is None else f"={name}: no such choice; {near(str(name), list(_READS))}"
-        raise ConfigError(f"{label}.name{what}known: {', '.join(_READS)}")
-    own = {key: _typed(key, value, label) for key, value in fields.items() if key not in ("name", "weight")}
+    if name not in reads:
+        what = " is missing: " if name is None else f"={name}: no such choice; {near(str(name), list(reads))}"
+        raise ConfigError(f"{label}.name{what}known: {', '.join(reads)}")
+    base = _settings_alone(data, name, reads[name])
+    own = {key: _typed(key, value, label, base) for key, value in given.items() if key not in ("name", "weight")}
     for key in own:
-        if key not in _READS[name]:
+        if key not in reads[name]:
             raise ConfigError(f"{label}.{key}={own[key]}: data={name} does not read it: remove it")
-    inherited = {key: getattr(data, key) for key in _READS[name]}
-    unread = dict.fromkeys(("path", "subset", "eval_split", "eos_id", "validation_path"))
-    alone = replace(data, blend=[], **(unread | inherited | own | {"name": name}))
+    alone = replace(base, **own)
     with label_errors(label):
         check_data(alone)
-    return MixtureEntry(label, alone, _weight(fields, label))
+    return MixtureEntry(label, alone, _weight(given, label))
 
 
-def _check_key(key: str, label: str) -> None:
+def _settings_alone(data: DataConfig, name: str, reads: Sequence[str]) -> DataConfig:
+    """Returns the settings of one corpus before its entry's own keys.
+
+    A key of `data` that the corpus does not read is unset. A plugin's source has its own defaults where `data` has the
+    default of all sources.
+    """
+    base = dict.fromkeys(("path", "subset", "eval_split", "eos_id", "validation_path"))
+    kind = (name in registry.names("source") and registry.config_of("source", name)) or DataConfig
+    declared = {f.name: f for f in fields(DataConfig)}
+    for key in declared:
+        if key in reads or key not in base:
+            base[key] = getattr(data, key)
+    base |= {"blend": [], "name": name}
+    if kind is DataConfig:
+        return DataConfig(**base)
+    untouched = [key for key in reads if key in declared and getattr(data, key) == declared[key].default]
+    return kind(**{key: value for key, value in base.items() if key not in untouched})
+
+
+def _check_key(key: str, label: str, reads: dict[str, tuple[str, ...]], name: str | None) -> None:
     if key in _SHARED:
         raise ConfigError(f"{label}.{key}: all corpora of a blend share it: set data.{key}")
     if key in ("blend", "streaming"):
         raise ConfigError(f"{label}.{key}: a blend takes neither blends nor streaming datasets: remove it")
-    if key not in _KEYS:
-        raise ConfigError(f"{label}.{key}: no such key; {near(str(key), list(_KEYS))}known: {', '.join(_KEYS)}")
+    known = list(dict.fromkeys(("name", "weight", *(key for keys in reads.values() for key in keys))))
+    if key not in known:
+        own = ["name", "weight", *reads.get(name or "", ())]
+        hint = near(str(key), own) or near(str(key), known)
+        raise ConfigError(f"{label}.{key}: no such key; {hint}known: {', '.join(known)}")
 
 
-def _typed(key: str, value: Any, label: str) -> Any:
-    """Returns `value` converted to the type that the schema gives the key."""
+def _typed(key: str, value: Any, label: str, base: DataConfig) -> Any:
+    """Returns `value` converted to the type that the config of the source gives the key."""
     try:
-        return OmegaConf.merge(OmegaConf.structured(DataConfig), {key: value})[key]
+        converted = OmegaConf.merge(OmegaConf.structured(type(base)), {key: value})[key]
+        return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
     except OmegaConfBaseException as error:
         raise ConfigError(f"{label}.{key}={value}: {str(error).splitlines()[0]}") from error
 
 
-def _weight(fields: dict[str, Any], label: str) -> float:
-    weight = fields.get("weight")
+def _weight(given: dict[str, Any], label: str) -> float:
+    weight = given.get("weight")
     if weight is None:
         raise ConfigError(f"{label}.weight is missing: give each corpus of a blend one, e.g. weight: 0.5")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight <= 0:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -148,10 +149,15 @@ def _write_manifest(
         files={s: {"blake2b": t.digest, "spot": sampled_digest(split_path(out, s))} for s, t in splits.items()},
         fingerprint=corpus_fingerprint(*(splits[split].digest for split in SPLITS)),
         plan=plan,
-        source={key: getattr(data, key) for key in _SOURCE_KEYS},
+        source={key: getattr(data, key) for key in (*_SOURCE_KEYS, *_own_keys(data))},
     )
     manifest.write()
     return manifest
+
+
+def _own_keys(data: DataConfig) -> list[str]:
+    """Returns the keys that only the config of a plugin's source has."""
+    return [f.name for f in fields(data) if f.name not in DataConfig.__dataclass_fields__]
 
 
 # ---------------------------------------------------------------------------------------------------------- joining

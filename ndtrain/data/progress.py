@@ -1,5 +1,7 @@
 """How far a long piece of work on a corpus is: a bar with the time left on a terminal, plain lines anywhere else."""
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 LINE_S = 10.0  # between plain lines
 _REDRAW_S = 0.1  # between two drawings of the bar
+_PATIENCE_S = 2.0  # of work without known length before its first line
+_MIN_BAR = 4  # characters; rich draws no shorter bar
 
 
 @dataclass
@@ -47,12 +51,26 @@ class TextProgress:
     def amount(self) -> str:
         return f"{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
 
-    def rates(self) -> str:
-        """Says how many tokens were made, how fast, and how long the rest takes, as far as that is known."""
+    def percent(self) -> str:
+        return f"{100 * self.done / max(self.total, 1):.0f} %"
+
+    def rates(self, most: int = 3) -> str:
+        """Says how many tokens were made, how fast, and how long the rest takes, as far as that is known.
+
+        Args:
+            most: how many of the three; the time left is the last to be left out.
+        """
         words = [f"{self.tokens:,} tokens", f"{self.tokens_per_s:,.0f} tokens/s"] if self.tokens else []
         if self.seconds_left is not None:
             words.append(f"left {timedelta(seconds=round(self.seconds_left))}")
-        return "  ".join(words)
+        return "  ".join(words[len(words) - min(most, len(words)) :])
+
+    def fitting(self, prefix: str, width: int) -> tuple[str, str]:
+        """Returns the texts before and behind a bar, as much as a line of `width` columns takes."""
+        full, short = f"{prefix}{self.amount()}", f"{prefix}{self.percent()}"
+        layouts = [(full, self.rates(most)) for most in (3, 2, 1)] + [(short, self.rates(1)), (short, "")]
+        fits = ((a, b) for a, b in layouts if len(a) + len(b) + 2 + _MIN_BAR <= width)
+        return next(fits, (self.percent(), ""))
 
 
 class ProgressDisplay:
@@ -105,22 +123,23 @@ class ProgressDisplay:
         return f"{self._title}  " if self._title else ""
 
     def _draw(self, progress: TextProgress) -> None:
+        amount, rates = progress.fitting(self._prefix(), self._console.width)
         if self._bar is None:
             columns = [
-                TextColumn(f"{self._prefix()}{{task.fields[amount]}}", markup=False),
+                TextColumn("{task.fields[amount]}", markup=False),
                 BarColumn(bar_width=None),
                 TextColumn("{task.fields[rates]}", markup=False),
             ]
             self._bar = Progress(*columns, console=self._console, auto_refresh=False, expand=True)
-            self._task = self._bar.add_task("", total=progress.total, amount="", rates="")
+            self._task = self._bar.add_task("", total=progress.total, amount=amount, rates=rates)
             self._bar.start()
             self._console.show_cursor(True)  # rich hides it, and a killed process could not bring it back
         self._bar.update(
             self._task,
             total=progress.total,
             completed=progress.done,
-            amount=progress.amount(),
-            rates=progress.rates(),
+            amount=amount,
+            rates=rates,
             refresh=True,
         )
 
@@ -152,3 +171,32 @@ def progress_on_stderr(title: str, total: int) -> Iterator[Callable[[int, int], 
     finally:
         with suppress(OSError):
             display.close()
+
+
+@contextmanager
+def elapsed_on_stderr(title: str) -> Iterator[Callable[[], None]]:
+    """Yields `begin()`: from then on, while the block runs, lines on stderr say how long the work has taken.
+
+    It is for work of a library that says nothing about its progress. Short work prints nothing.
+
+    Args:
+        title: the words that begin each line.
+    """
+    begun, ended = threading.Event(), threading.Event()
+
+    def report() -> None:
+        begun.wait()
+        began, pause = time.monotonic(), _PATIENCE_S
+        while not ended.wait(pause):
+            with suppress(OSError):
+                print(f"{title}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+            pause = LINE_S
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield begun.set
+    finally:
+        ended.set()
+        begun.set()
+        thread.join()

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, a BPE trained on the corpus, or a given one. `transformers` opens each of them once saved."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.data.cache import atomic_write, digest, load_or_build
+from ndtrain.data.progress import elapsed_on_stderr
 
 EOS = "<|endoftext|>"
 _KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>")
@@ -132,9 +133,16 @@ def _train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    with elapsed_on_stderr(f"training the tokenizer: building {vocab_size:,} tokens") as begin:
+        backend.train_from_iterator(_then(texts, begin), trainer)
     with atomic_write(path) as file:
         file.write(backend.to_str().encode())
+
+
+def _then(texts: Iterable[str], begin: Callable[[], None]) -> Iterator[str]:
+    """Yields the texts and calls `begin` behind the last one."""
+    yield from texts
+    begin()
 
 
 def _load_trained(path: Path) -> Tokenizer | None:

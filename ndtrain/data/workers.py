@@ -6,6 +6,7 @@ written last: a part whose record fits its files is never made again.
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from hashlib import file_digest
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 from ndtrain.config import ConfigError
@@ -139,7 +141,8 @@ class WorkerPool:
         """Yields every part as soon as it is tokenised. Parts are numbered in their order.
 
         Raises:
-            ConfigError, OSError: as `tokenise_part`.
+            ConfigError: a part cannot be sent to a process, or as `tokenise_part`.
+            OSError: as `tokenise_part`.
             WorkerDied: a worker has ended.
         """
         waiting = enumerate(parts)
@@ -156,7 +159,7 @@ class WorkerPool:
         item = next(waiting, None)
         if item is not None:
             with self._alive(pipe):
-                pipe.send(item)
+                pipe.send_bytes(pickled(*item))
         return item is not None
 
     def _receive(self, pipe: Connection) -> TokenisedPart:
@@ -177,6 +180,21 @@ class WorkerPool:
             code = process.exitcode or 0
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
             raise WorkerDied(f"a worker process ended {how}; if memory is short, give fewer workers") from error
+
+
+def pickled(number: int, corpus: Corpus) -> bytes:
+    """Returns what a worker is sent: a part of the corpus and its number.
+
+    Raises:
+        ConfigError: a plugin's source has made a corpus that holds what cannot be pickled.
+    """
+    try:
+        return bytes(ForkingPickler.dumps((number, corpus)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{corpus.setting}: cannot be sent to a worker process ({error}): its source must take functions from the "
+            "top level of a module"
+        ) from error
 
 
 def _serve(pipe: Connection, job: TokeniseJob) -> None:

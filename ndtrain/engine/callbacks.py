@@ -6,8 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from ndtrain.checkpoint import Saved, Saver
+from ndtrain.config import Config
 from ndtrain.data.validation import ValidationSet
+from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.setup import packed_at, write_extras
 from ndtrain.engine.trace import Trace, Tracer
 from ndtrain.engine.train_step import Evaluation, StepReport
@@ -213,9 +217,26 @@ class LoggingCallback(Callback):
             self.trainer.note(f"step {report.step}  {text}")
 
 
-def make_metrics(trainer: "Trainer") -> Metrics:
-    """The metrics of a run, which rank 0 has."""
-    cfg, t, device = trainer.cfg, trainer.cfg.train, trainer.mesh.device
+def device_peak(cfg: Config, mesh: Mesh, notes: list[str]) -> float | None:
+    """Peak FLOP/s of a device, on rank 0. Where it is measured, the other ranks wait, so that they do not disturb it.
+
+    Args:
+        notes: lines for the user are added to it.
+    """
+    dtype = DTYPES[cfg.precision.compute]
+    peak = peak_flops(cfg.hardware, mesh.device.type, dtype, notes.append) if mesh.rank == 0 else None
+    if mesh.world is not None and mesh.device.type == "cpu" and cfg.hardware.peak_tflops is None:
+        dist.barrier()
+    return peak
+
+
+def make_metrics(trainer: "Trainer", peak: float) -> Metrics:
+    """The metrics of a run, which rank 0 has.
+
+    Args:
+        peak: FLOP/s of a device.
+    """
+    cfg, t = trainer.cfg, trainer.cfg.train
     recomputed = trainer.stages.recompute.skipped_ops
     return Metrics(
         cfg,
@@ -223,7 +244,7 @@ def make_metrics(trainer: "Trainer") -> Metrics:
         start_step=trainer.state.step,
         flops_per_token=flops.flops_per_token(cfg.model, t.seq_len),
         hardware_flops_per_token=flops.hardware_flops_per_token(cfg.model, t.seq_len, recomputed),
-        peak_flops_per_device=peak_flops(cfg.hardware, device.type, DTYPES[cfg.precision.compute]),
+        peak_flops_per_device=peak,
         world_size=trainer.mesh.spec.world_size,
         resume=trainer.state.step > 0,
     )
@@ -269,6 +290,10 @@ class CheckpointCallback(Callback):
                 self.trainer.warn(save.error)
                 continue
             self.saved = save.path
-            log.info(
-                "saved %s in %.1f s, of which training waited %.2f s", save.path, save.seconds, save.seconds_blocked
-            )
+            text = f"saved {save.path} in {save.seconds:.1f} s, of which training waited {save.seconds_blocked:.2f} s"
+            trainer = self.trainer
+            ended = trainer.stopping or trainer.state.step == trainer.last_step
+            if ended and save.step == trainer.state.step:
+                log.info(text)  # the run's last line names it
+            else:
+                trainer.note(text)

@@ -18,6 +18,7 @@ from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
 from ndtrain.config import Config, ConfigError, resolve, to_yaml, world_from_env
 from ndtrain.data import Data, open_data
 from ndtrain.distributed.mesh import Mesh
+from ndtrain.engine.memory_check import require_memory
 from ndtrain.metrics import keep_freed_memory
 from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.parallel.build import Stages, initialise
@@ -64,14 +65,17 @@ def prepare(cfg: Config) -> RunSetup:
     if cfg.init_from and not cfg.frozen:
         cfg, notes = _model_of_folder(cfg, rank)
     cfg = resolve(cfg, world)
+    notes += cfg.notes
     run_dir, resume, path, state = Path(cfg.run.dir), cfg.resume, None, None
     if rank == 0:
         resume, path, state = prepare_run_folder(cfg, run_dir)
     _log_to(run_dir, rank)
     with record_failure(run_dir):
+        device = _device(cfg, local_rank)
+        require_memory(cfg, device, _ranks_of_host(rank, local_rank))
         data = open_data(cfg)
         _check_validation(cfg, data)
-        device = _device(cfg, local_rank)
+        notes += data.warnings(cfg)
         keep_freed_memory()
         connect = None
         if world > 1:
@@ -125,6 +129,12 @@ def _device(cfg: Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def _ranks_of_host(rank: int, local_rank: int) -> range:
+    """The ranks of this host. torchrun numbers them one after the other."""
+    first = rank - local_rank
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
 def _log_to(run_dir: Path, rank: int) -> None:
     """Every rank keeps a log of its own in the run folder."""
     folder = run_dir / "logs"
@@ -159,6 +169,7 @@ def prepare_run_folder(cfg: Config, run_dir: Path) -> tuple[str, Path | None, St
                 f"run.dir={run_dir} already holds a run: continue it with resume=auto, or give another run.dir"
             )
         path, state = _choose(cfg, resume, run_dir)
+        _require_steps_left(cfg, path, state)
         (run_dir / "config.yaml").write_text(to_yaml(cfg))
         exit_status.begin(run_dir)
         return resume, path, state
@@ -170,6 +181,16 @@ def _choose(cfg: Config, resume: str, run_dir: Path) -> tuple[Path | None, State
     """The best checkpoint that `resume` may mean; nothing for a fresh start."""
     options = checkpoint.candidates(resume, run_dir)
     return _first_whole(options, cfg, resume) if options else (None, None)
+
+
+def _require_steps_left(cfg: Config, path: Path | None, state: State | None) -> None:
+    """A plan that ends before the checkpoint is a mistake. One that ends there is complete: nothing is to be done."""
+    key, last = ("train.stop_at", cfg.train.stop_at) if cfg.train.stop_at else ("train.steps", cfg.train.steps)
+    if state is not None and state.step > last:
+        raise ConfigError(
+            f"{key}={last}: the run is at step {state.step} already ({path}): raise {key} to train on, or give another "
+            "run.dir"
+        )
 
 
 def _first_whole(options: list[Path], cfg: Config, resume: str) -> tuple[Path, State]:

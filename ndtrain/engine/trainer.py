@@ -31,6 +31,7 @@ from ndtrain.engine.callbacks import (
     NonFiniteCallback,
     ProfileCallback,
     TraceCallback,
+    device_peak,
     make_metrics,
 )
 from ndtrain.engine.setup import RunSetup, fill_weights, order_of, packed_at, prepare
@@ -99,7 +100,8 @@ class Trainer:
         self.stopped_by: str | None = None
         self.report: StepReport | None = None
         self._unread: Unread | None = None
-        self.metrics = make_metrics(self) if setup.rank == 0 else None
+        peak = device_peak(self.cfg, self.mesh, notes)
+        self.metrics = make_metrics(self, peak) if peak is not None else None
         if self.metrics:
             self._closing.callback(self.metrics.close, 1)  # a second close does nothing
         self.source: Source = self.data.sequences(self.cfg, self.mesh, self.state.step, self.state.stream)
@@ -282,7 +284,7 @@ class Trainer:
             if self.stopped_by:
                 self.stop.answer()
         if idle:
-            self.note(f"nothing to do: the run stands at step {step} of {total}")
+            self.note(f"nothing to do: step {step} of {total} is done already: {self.resumed}")
             return 0
         stopped = f"stopped by {self.stopped_by} after" if self.stopped_by else None
         how = stopped or ("finished" if step == total else "stopped at")

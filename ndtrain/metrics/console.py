@@ -1,6 +1,7 @@
 """The console output of rank 0: a progress bar on a terminal, plain lines elsewhere."""
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -17,8 +18,9 @@ _MIN_BAR = 4  # characters; rich draws no shorter bar
 
 
 class Console:
-    """Shows the progress of a run. Rates are averages over the last `_WINDOW` steps. They exclude the first step of the
-    process, which compiles, warms up and fills caches.
+    """Shows the progress of a run. The loss is the mean over the steps since the line before; in the bar, over the last
+    `log_every` steps. Rates are averages over the last `_WINDOW` steps. They exclude the first step of the process,
+    which compiles, warms up and fills caches.
 
     Args:
         total: the last step of this run.
@@ -31,6 +33,7 @@ class Console:
         self._log_every = log_every
         self._stream = stream or sys.stdout
         self._rows: deque[dict[str, Any]] = deque(maxlen=_WINDOW)
+        self._losses: deque[float] = deque(maxlen=log_every)
         self._warm = False
         live = self._stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
         self._bar = _Bar(total, self._stream) if live else None
@@ -40,13 +43,15 @@ class Console:
         if self._warm:
             self._rows.append(row)
         self._warm = True
-        step = row["step"]
+        self._losses.append(row["loss"])
+        step, loss = row["step"], f"loss {self._mean_loss():.4f}"
         if self._bar:
             with _ignore_output_errors():
-                self._bar.update(step, [f"loss {row['loss']:.4f}", *self._rates(step, ("tok/s", "MFU", "left"))])
+                self._bar.update(step, [loss, *self._rates(step, ("tok/s", "MFU", "left"))])
         elif step % self._log_every == 0 or step == self._total:
             rates = self._rates(step, ("tok/s", "MFU", "s/step", "left"))
-            self._print("  ".join([f"step {step}/{self._total}", *_state(row), *rates]))
+            self._print_figures([f"step {step}/{self._total}", loss, *_state(row), *rates])
+            self._losses.clear()
 
     def note(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
@@ -65,6 +70,16 @@ class Console:
         if self._bar:
             with _ignore_output_errors():
                 self._bar.close()
+
+    def _mean_loss(self) -> float:
+        """The mean of the losses that are finite. A step without one has had a warning."""
+        finite = [loss for loss in self._losses if math.isfinite(loss)]
+        return sum(finite) / len(finite) if finite else self._losses[-1]
+
+    def _print_figures(self, figures: list[str]) -> None:
+        """Prints the figures in a line. On a terminal it is no longer than the terminal is wide."""
+        width = _terminal_width(self._stream)
+        self._print("  ".join(fitting(figures, width) if width else figures))
 
     def _rates(self, step: int, which: tuple[str, ...]) -> list[str]:
         """The averages named by `which` as text. None before the second step."""
@@ -109,10 +124,8 @@ class _Bar:
         self._drawn = float("-inf")
 
     def update(self, step: int, figures: list[str]) -> None:
-        """Shows the first of `figures`, and as many of the others as fit the width of the terminal."""
-        width = self._progress.console.width - len(f"step {step}/{self._total} ") - _MIN_BAR - 1
-        while len(figures) > 1 and len("  ".join(figures)) > width:
-            figures = figures[:-1]
+        """Shows as many of `figures` as fit the width of the terminal."""
+        figures = fitting(figures, self._progress.console.width - len(f"step {step}/{self._total} ") - _MIN_BAR - 1)
         if not self._started:
             self._started = True
             self._progress.start()
@@ -133,11 +146,29 @@ class _Bar:
 
 
 def _state(row: dict[str, Any]) -> list[str]:
-    """Loss, gradient norm and learning rate as text."""
-    shown = [f"loss {row['loss']:.4f}"]
-    if row["grad_norm"] is not None:
-        shown.append(f"grad_norm {row['grad_norm']:.2f}")
+    """Gradient norm and learning rate as text."""
+    shown = [f"grad_norm {row['grad_norm']:.2f}"] if row["grad_norm"] is not None else []
     return [*shown, f"lr {row['lr']:.1e}"]
+
+
+def _terminal_width(stream: TextIO) -> int:
+    """Columns of the terminal behind a stream; 0 where there is none, or it does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    except (OSError, ValueError):
+        return 0
+
+
+_DISPENSABLE = ("s/step", "lr", "grad_norm", "MFU", "tok/s", "left", "loss", "step")  # what a narrow line lacks first
+
+
+def fitting(figures: list[str], width: int) -> list[str]:
+    """As many of the figures as a line of `width` columns takes, in their order."""
+    shown = list(figures)
+    for word in _DISPENSABLE:
+        if len("  ".join(shown)) > width:
+            shown = [figure for figure in shown if word not in figure.split()]
+    return shown
 
 
 def duration(seconds: float) -> str:

@@ -54,6 +54,45 @@ def free_memory_bytes(device: torch.device) -> int:
     return free
 
 
+def memory_limit_bytes() -> int:
+    """The most bytes that the processes of this host, or of this container, can hold together: its memory and swap, or
+    the limit of a control group."""
+    try:
+        sizes = (_number(Path("/proc/meminfo"), rf"^{key}:\s*(\d+) kB") * 1024 for key in ("MemTotal", "SwapTotal"))
+        memory, swap = sizes
+    except (OSError, TypeError):  # no /proc: the memory of the machine, and any swap
+        return 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [memory + swap]
+    for folder in _control_groups():
+        for limit, of_swap in _LIMITS:
+            try:
+                limits.append(_number(folder / limit, r"^(\d+)$") + _limit_of_swap(folder / of_swap, swap))
+            except (OSError, TypeError):  # not this version of control groups, or no limit
+                continue
+    return min(limits)
+
+
+def _limit_of_swap(path: Path, swap: int) -> int:
+    """Bytes of swap that a control group may use: all of it, where nothing else is said."""
+    try:
+        return min(swap, _number(path, r"^(\d+)$"))
+    except (OSError, TypeError):
+        return swap
+
+
+def _control_groups() -> list[Path]:
+    """The folders of the control group of this process and of those around it."""
+    try:
+        paths = re.findall(r"^\d+:(|[^:\n]*\bmemory\b[^:\n]*):/(.*)$", (_PROC / "cgroup").read_text(), re.MULTILINE)
+    except OSError:
+        paths = []
+    folders = [_CGROUP]
+    for controller, path in paths:
+        group = (_CGROUP / "memory" if controller else _CGROUP) / path
+        folders += [group, *(parent for parent in group.parents if parent.is_relative_to(_CGROUP))]
+    return list(dict.fromkeys([*folders, _CGROUP / "memory"]))
+
+
 def _number(path: Path, pattern: str) -> int:
     """The number that the pattern's group matches in a file.
 
@@ -65,6 +104,7 @@ def _number(path: Path, pattern: str) -> int:
 
 
 _CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (("memory.max", "memory.swap.max"), ("memory.limit_in_bytes", "no such file"))  # control groups 2 and 1
 _CONTAINER = (("memory.max", "memory.stat"), ("memory/memory.limit_in_bytes", "memory/memory.stat"))
 
 

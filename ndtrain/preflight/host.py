@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ndtrain
 from ndtrain.config import Config, world_from_env
-from ndtrain.metrics.peak import cpu_model
+from ndtrain.metrics.measured_peak import cpu_model
 from ndtrain.parallel.build import DTYPES
 from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import (

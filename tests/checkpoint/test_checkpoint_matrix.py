@@ -3,25 +3,22 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from ndtrain import checkpoint
 from ndtrain.checkpoint import State
-from ndtrain.config import Config, load_config, resolve, world_from_env
 from ndtrain.data import Sequences, microbatches, rows_of
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.train_step import TrainingStep
-from ndtrain.parallel.build import Stages, build_stages, initialise, sequence_sharding
+from ndtrain.parallel.build import initialise, sequence_sharding
 from tests.lib.helpers import tensor_bytes
 from tests.lib.parity import FP64
 from tests.lib.ranks import run_ranks
+from tests.lib.stages import RankStages
 from tests.parallel.test_parity_tp_cp import MODEL, TIED
 
 AXES = ("mesh.pp=", "mesh.dp=", "mesh.fsdp=", "mesh.cp=", "mesh.tp=")
@@ -64,18 +61,12 @@ class Row(NamedTuple):
     tokens: dict[int, str]
 
 
-@dataclass
-class Training:
-    cfg: Config
-    mesh: Mesh
-    stages: Stages
+class Training(RankStages):
+    """One rank's stages, which train on `TOKENS`."""
 
     @classmethod
     def of(cls, overrides: list[str]) -> "Training":
-        rank, _, world = world_from_env()
-        cfg = resolve(load_config([*RUN, *overrides]), world)
-        mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-        return cls(cfg, mesh, build_stages(cfg, mesh))
+        return cls.build([*RUN, *overrides])
 
     def steps(self, step: TrainingStep, after: State, number_of: int) -> list[Row]:
         """Some steps after a state. Only the state determines their data."""

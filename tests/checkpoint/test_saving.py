@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +22,7 @@ from ndtrain.bench.checkpoint import Options, config_of
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, Saver, State, saving
 from ndtrain.checkpoint.elements import digest
 from ndtrain.checkpoint.saver import _Snapshot
-from ndtrain.config import Config, load_config, resolve, world_from_env
+from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
@@ -32,6 +31,7 @@ from tests.lib.disks import tmpfs
 from tests.lib.helpers import flip, tensor_bytes, wait_for
 from tests.lib.parity import SHAPE, make_batches
 from tests.lib.ranks import run_ranks
+from tests.lib.stages import RankStages
 
 SMALL = [
     *SHAPE, "model.num_attention_heads=8", "model.num_key_value_heads=2", "model.head_dim=4",
@@ -41,26 +41,16 @@ EMA = "optim.ema=0.9"
 BUFFERS = ("master", "exp_avg", "exp_avg_sq", "ema")
 
 
-@dataclass
-class Training:
+class Training(RankStages):
     """One rank's stages with something in every buffer."""
-
-    cfg: Config
-    mesh: Mesh
-    stages: Stages
 
     @classmethod
     def of(cls, *overrides: str, background: bool = False) -> "Training":
-        rank, _, world = world_from_env()
-        cfg = load_config([*SMALL, *overrides])
-        cfg.checkpoint.async_save = background
-        resolve(cfg, world)
-        mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-        stages = build_stages(cfg, mesh)
-        initialise(stages, cfg)
-        for i, x in enumerate(buffers(stages)):
+        run = cls.build([*SMALL, *overrides, f"checkpoint.async_save={background}"])
+        initialise(run.stages, run.cfg)
+        for i, x in enumerate(buffers(run.stages)):
             x.add_(i / 1000)
-        return cls(cfg, mesh, stages)
+        return run
 
     def saver(self, folder: Path) -> Saver:
         return Saver(folder, self.stages, self.mesh, self.cfg)

@@ -293,24 +293,30 @@ def change_a_file(cfg: Config) -> None:
     path.write_text("changed")
 
 
-CHANGES = {
-    "the corpus": change_a_file,
-    "the tokenizer": lambda cfg: setattr(cfg.data, "tokenizer", "bpe"),
-    "the corpus and the tokenizer": lambda cfg: (change_a_file(cfg), CHANGES["the tokenizer"](cfg)),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("was_finished", [False, True])
-def test_a_changed_corpus_or_tokenizer_starts_anew(change, was_finished, texts, tmp_path):
+def test_a_changed_corpus_starts_anew(was_finished, texts, tmp_path):
     out = tmp_path / "out"
     (finished if was_finished else stopped)(texts, out)
-    CHANGES[change](texts)
+    change_a_file(texts)
     state, notes = finished(texts, out)
-    assert notes[0] == f"out={out}: {change} changed: starting anew" and state.reused == 0
+    assert notes[0] == f"out={out}: the corpus changed: starting anew" and state.reused == 0
     assert_as_direct(texts, out, tmp_path)
     prepare(texts.data, tmp_path / "whole", workers=2, part_bytes=PART_BYTES)
     assert content(out) == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("was_finished", [False, True])
+def test_a_folder_of_another_tokenizer_is_left_as_it_is(was_finished, texts, tmp_path):
+    out = tmp_path / "out"
+    (finished if was_finished else stopped)(texts, out)
+    before = records(out) if not was_finished else content(out)
+    texts.data.tokenizer = "bpe"
+    held = r"[\d,]+ tokens of data.tokenizer=byte" if was_finished else r"\d+ units? of an unfinished preparation"
+    with pytest.raises(ConfigError, match=rf"out={out}: this folder holds {held}, made with another tokenizer: name"):
+        finished(texts, out)
+    assert before and before == (records(out) if not was_finished else content(out))
+    shutil.rmtree(out)
+    finished(texts, out)
 
 
 def test_a_finished_folder_is_not_opened_while_it_is_made_anew(texts, tmp_path):
@@ -336,17 +342,18 @@ def test_parts_of_an_earlier_plan_are_never_joined(texts, tmp_path):
     assert_as_direct(texts, out, tmp_path)
 
 
-def test_another_tokenizer_leaves_no_files_of_the_first(texts, tmp_path):
+def test_saving_a_tokenizer_removes_the_files_of_another(texts, tmp_path):
     out, given_folder = tmp_path / "out", tmp_path / "given"
     given_folder.mkdir()
+    out.mkdir()
     tokenizer.load_tokenizer(texts.data, list, Path()).save(given_folder)
     (given_folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
     texts.data.tokenizer = str(given_folder)
-    finished(texts, out)
+    tokenizer.load_tokenizer(texts.data, list, Path()).save(out)
     assert "special_tokens_map.json" in content(out)
-    texts.data.tokenizer = "bpe"
-    finished(texts, out)
-    assert "special_tokens_map.json" not in content(out)
+    texts.data.tokenizer = "byte"
+    tokenizer.load_tokenizer(texts.data, list, Path()).save(out)
+    assert "special_tokens_map.json" not in content(out) and "tokenizer.json" in content(out)
 
 
 def test_a_corpus_that_changes_meanwhile_is_not_published(texts, tmp_path):

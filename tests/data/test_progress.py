@@ -3,14 +3,16 @@
 import io
 import re
 import time
+from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
 
-from ndtrain.data import open_data, progress
+from ndtrain.data import open_data, progress, tokenizer
 from ndtrain.data.corpora import open_corpus
 from ndtrain.data.progress import TextProgress, progress_on_stderr
 from tests.data.test_data import config
+from tests.lib.helpers import wait_for
 
 LINE = r"tokenising  \d+\.\d of \d+\.\d MB(  [\d,]+ tokens  [\d,]+ tokens/s)?(  left \d:\d\d:\d\d)?"
 
@@ -70,3 +72,55 @@ def test_the_time_left_counts_what_this_run_did():
     state = TextProgress(total=100, done=60, reused=40, started=time.monotonic() - 10)
     assert state.seconds_left == pytest.approx(20, rel=0.01)  # 20 bytes took 10 s, 40 are left
     assert TextProgress(total=100, done=40, reused=40).seconds_left is None
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (90, "tokenising  10.0 of 40.0 MB|1,000,000 tokens  100,000 tokens/s  left 0:00:30"),
+        (70, "tokenising  10.0 of 40.0 MB|100,000 tokens/s  left 0:00:30"),
+        (50, "tokenising  10.0 of 40.0 MB|left 0:00:30"),
+        (40, "tokenising  25 %|left 0:00:30"),
+        (25, "tokenising  25 %|"),
+        (10, "25 %|"),
+    ],
+)
+def test_a_narrow_terminal_gets_what_fits_and_keeps_the_time_left(width, line):
+    state = TextProgress(40_000_000, 10_000_000, 0, 1_000_000, started=time.monotonic() - 10)
+    before, behind = state.fitting("tokenising  ", width)
+    assert f"{before}|{behind}" == line
+
+
+def test_the_bar_is_one_line_of_a_narrow_terminal(monkeypatch):
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=50, legacy_windows=False)
+    monkeypatch.setattr(progress, "Console", lambda stderr: terminal)
+    with progress_on_stderr("training the tokenizer", 31_500_000) as advance:
+        advance(10_000_000, 0)
+        advance(10_000_000, 0)
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n")
+    assert "…" not in shown and "left 0:00:00" in shown
+    assert all(len(line) <= 50 for line in shown.splitlines())
+
+
+def test_work_without_known_length_says_how_long_it_takes(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
+    with progress.elapsed_on_stderr("building 300 tokens") as begin:
+        assert capsys.readouterr().err == ""
+        begin()
+        wait_for(lambda: re.fullmatch(r"building 300 tokens: 0 s so far\n", capsys.readouterr().err), "the line")
+    with progress.elapsed_on_stderr("never begun"):
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_training_a_tokenizer_is_such_work(corpus, tmp_path, monkeypatch):
+    begun = []
+
+    @contextmanager
+    def elapsed(title):
+        yield lambda: begun.append(title)
+
+    monkeypatch.setattr(tokenizer, "elapsed_on_stderr", elapsed)
+    open_data(config({**corpus, "tokenizer": "bpe", "vocab_size": 300}, tmp_path))
+    assert begun == ["training the tokenizer: building 300 tokens"]

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from ndtrain.config import HardwareConfig, load_config
-from ndtrain.metrics import Metrics, peak, peak_flops, peak_memory_bytes, reset_peak_memory, wandb_logger
+from ndtrain.metrics import Metrics, measured_peak, peak, peak_flops, peak_memory_bytes, reset_peak_memory, wandb_logger
 from ndtrain.metrics.console import Console, duration
 from ndtrain.metrics.jsonl import JsonlWriter
+from ndtrain.metrics.measured_peak import Measurement
 from tests.lib.ranks import run_ranks
 
 KEYS = [
@@ -349,6 +350,51 @@ def test_plain_lines():
     ]
 
 
+def test_the_loss_is_the_mean_since_the_line_before():
+    stream = io.StringIO()
+    console = Console(5, 2, stream)
+    for step, loss in enumerate((8.0, 7.0, 6.0, math.nan, 4.0), start=1):
+        console.update(shown_row(step, loss=loss))
+    assert [line.split("  ")[1] for line in stream.getvalue().splitlines()] == [
+        "loss 7.5000", "loss 6.0000", "loss 4.0000",
+    ]  # fmt: skip
+
+
+def test_the_bar_shows_the_mean_over_as_many_steps_as_a_line(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    console = Console(3, 2, stream)
+    for step, loss in enumerate((8.0, 7.0, 6.0), start=1):
+        console.update(shown_row(step, loss=loss))
+    console.close()
+    frames = [line for line in stream.getvalue().replace("\r", "\n").splitlines() if "step 3/3" in line]
+    assert all("loss 6.5000" in line for line in frames) and frames
+
+
+def test_the_mean_is_printed_and_each_steps_loss_is_kept(tmp_path, capsys):
+    metrics = make(tmp_path, log_every=2, steps=2)
+    log(metrics, 1)
+    log(metrics, 2)
+    metrics.close()
+    assert [row["loss"] for row in rows(tmp_path)] == [7.75, 7.5]
+    assert "loss 7.6250" in capsys.readouterr().out
+
+
+def test_plain_lines_on_a_narrow_terminal_fit(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    monkeypatch.setattr(stream, "fileno", lambda: 1)
+    for columns, last in ((50, "left 1m36s"), (30, "loss 6.1234"), (10, "step 9/300")):
+        monkeypatch.setattr(os, "get_terminal_size", lambda _, n=columns: os.terminal_size((n, 24)))
+        console = Console(300, 1, stream)
+        console.update(shown_row(8))
+        console.update(shown_row(9))
+        line = stream.getvalue().splitlines()[-1]
+        assert len(line) <= columns and line.startswith("step 9/300") and line.endswith(last), line
+
+
 def test_rates_leave_out_the_first_step():
     stream = io.StringIO()
     console = Console(3, 1, stream)
@@ -386,7 +432,7 @@ def test_bar_on_a_terminal(monkeypatch):
 
 @pytest.mark.parametrize(
     ("columns", "shown"),
-    [(80, "loss 6.1234  12,345 tok/s  MFU 41.2 %  left 0s"), (50, "loss 6.1234  12,345 tok/s"), (30, "loss 6.1234")],
+    [(80, "loss 6.1234  12,345 tok/s  MFU 41.2 %  left 0s"), (50, "loss 6.1234  left 0s"), (30, "loss 6.1234")],
 )
 def test_bar_on_a_narrow_terminal_drops_whole_figures(monkeypatch, columns, shown):
     monkeypatch.setenv("TERM", "xterm")
@@ -455,43 +501,6 @@ def test_configured_peak_wins():
     assert peak_flops(HardwareConfig(peak_tflops=2.5), "cpu", torch.float32) == 2.5e12
 
 
-def test_cpu_peak_is_measured_in_bounded_time(tmp_path, monkeypatch):
-    monkeypatch.setenv("NDTRAIN_CACHE", str(tmp_path))
-    start = time.monotonic()
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) > 1e9
-    assert time.monotonic() - start < 2
-
-
-def test_cpu_peak_is_kept_by_dtype_and_threads(tmp_path, monkeypatch):
-    monkeypatch.setenv("NDTRAIN_CACHE", str(tmp_path / "new"))
-    figures = iter([(1.0, 1.0), (2.0, 0.95), (3.0, 1.0)])
-    monkeypatch.setattr(peak, "_measure", lambda *_: next(figures))
-    for _ in range(2):
-        assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 1
-        assert peak_flops(HardwareConfig(), "cpu", torch.bfloat16) == 2
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 3
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["peak_flops.json"]
-
-
-def test_a_peak_measured_on_a_busy_machine_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("NDTRAIN_CACHE", str(tmp_path))
-    monkeypatch.setattr(peak, "_measure", lambda *_: (1.0, 0.5))
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 1
-    monkeypatch.setattr(peak, "_measure", lambda *_: (2.0, 1.0))
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 2
-
-
-@pytest.mark.parametrize("damage", [b"", b"[1]", b'{"x"'])
-def test_damaged_or_unwritable_cache_is_no_obstacle(tmp_path, monkeypatch, damage):
-    monkeypatch.setattr(peak, "_measure", lambda *_: (5.0, 1.0))
-    (tmp_path / "peak_flops.json").write_bytes(damage)
-    monkeypatch.setenv("NDTRAIN_CACHE", str(tmp_path))
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 5
-    monkeypatch.setenv("NDTRAIN_CACHE", "/proc/no-such-folder")
-    assert peak_flops(HardwareConfig(), "cpu", torch.float32) == 5
-
-
 @pytest.mark.parametrize(
     ("name", "bf16", "fp32"),
     [
@@ -517,7 +526,7 @@ def test_known_gpus(name, bf16, fp32):
 def test_unknown_gpus_are_measured(name, monkeypatch, tmp_path):
     monkeypatch.setenv("NDTRAIN_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    monkeypatch.setattr(peak, "_measure", lambda *_: (7.0, 1.0))
+    monkeypatch.setattr(measured_peak, "measure", lambda *_: Measurement(7.0, 256))
     assert peak_flops(HardwareConfig(), "cuda", torch.bfloat16) == 7
 
 

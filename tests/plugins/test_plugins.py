@@ -10,7 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ndtrain.config import ConfigError, load_config, registry, resolve
+from ndtrain.config import Config, ConfigError, load_config, registry, resolve
+from ndtrain.data import IterableCorpus, open_data
+from ndtrain.data.__main__ import main as prepare
+from ndtrain.data.mixture import mixture_entries
+from ndtrain.data.workers import pickled
 from tests.lib.helpers import checkpoint_of, given_process_group, refusal, rows
 from tests.lib.parity import FP64, SHAPE, Run, assemble, compare, rank_run
 from tests.lib.ranks import run_ranks
@@ -140,6 +144,59 @@ def test_trains_saves_and_resumes_on_another_mesh(tmp_path):
     other = load_file(checkpoint_of(cut, 8) / "optimizer.safetensors")
     for key, state in optimizer.items():
         torch.testing.assert_close(other[key], state, rtol=1e-3, atol=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------- a data source
+
+WRONG_ENTRIES = {
+    "document: 3": r"data\.blend\[0\]\.document: no such key; did you mean 'documents'\?",
+    "documents: many": r"data\.blend\[0\]\.documents=many: .*Integer",
+    "dtype: uint32": r"data\.blend\[0\]\.dtype=uint32: data=counting does not read it",
+    "name: countng": r"data\.blend\[0\]\.name=countng: no such choice; did you mean 'counting'\?",
+}
+
+
+def blend(tmp_path: Path, *entries: str) -> Config:
+    data = f"data.blend=[{','.join(f'{{{entry}}}' for entry in entries)}]"
+    shape = ["data.tokenizer=byte", "train.seq_len=16", f"data.cache={tmp_path / 'cache'}"]
+    return load_config(["recipe=llama_debug", PLUGIN, "data=blend", data, *shape])
+
+
+def test_a_blend_takes_a_plugins_source(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("jumps over the lazy dog " * 99)
+    text_entry = f"name: text, path: {text}, validation: 0, weight: 1"
+    data = open_data(blend(tmp_path, "name: counting, documents: 12, weight: 1", text_entry))
+    alone = [PLUGIN, "data=counting", "data.documents=12", "data.tokenizer=byte", f"data.cache={tmp_path / 'cache'}"]
+    expected = open_data(load_config(["recipe=llama_debug", *alone]))
+    assert (data.train[0] == expected.train[0]).all() and len(data.train) == 2
+    defaults = open_data(blend(tmp_path, "name: counting, weight: 1", text_entry))
+    assert len(defaults.train[0]) > len(data.train[0])  # 40 documents, as the source's own config says
+
+
+@pytest.mark.parametrize("wrong", WRONG_ENTRIES)
+def test_a_blend_checks_the_keys_of_a_plugins_source(wrong, tmp_path):
+    name = "" if wrong.startswith("name") else "name: counting, "
+    with pytest.raises(ConfigError, match=WRONG_ENTRIES[wrong]):
+        mixture_entries(blend(tmp_path, f"{name}{wrong}, weight: 1").data)
+
+
+@pytest.mark.full
+def test_prepare_reads_a_plugins_source(tmp_path, capsys):
+    source = [PLUGIN, "data=counting", "data.documents=12", "data.tokenizer=byte", f"data.cache={tmp_path / 'cache'}"]
+    assert prepare(["prepare", f"out={tmp_path / 'out'}", *source]) == 0
+    direct = open_data(load_config(["recipe=llama_debug", *source]))
+    shape = ["recipe=llama_debug", "data=bin", f"data.path={tmp_path / 'out'}"]
+    assert open_data(load_config(shape)).fingerprint == direct.fingerprint
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["source"]["documents"] == 12
+    assert prepare(["prepare", f"out={tmp_path / 'out'}", PLUGIN, "data=counting", "data.document=12"]) == 2
+    assert "did you mean 'data.documents'?" in capsys.readouterr().err
+
+
+def test_prepare_says_why_a_corpus_cannot_be_sent_to_a_process():
+    corpus = IterableCorpus("data=notes", 0.0, lambda: iter([("name", "text")]), "1", 4)
+    with pytest.raises(ConfigError, match=r"data=notes: cannot be sent to a worker process .* top level of a module"):
+        pickled(0, corpus)
 
 
 # --------------------------------------------------------------------------------------------------------------- keys

@@ -120,6 +120,14 @@ REFUSED = {  # overrides -> what the error must contain
     "rules that part heads": (["layout.rules.heads=null"], ["layout.rules.kv_heads=tp", "layout.rules.heads"]),
     "attention kind": (["cp.kind=rings"], ["cp.kind=rings", "'ring'", "ulysses"]),
     "attention balance": (["cp.balance=zigzagg"], ["cp.balance=zigzagg", "'zigzag'"]),
+    "more positions than the model has": (
+        ["train.seq_len=512"],
+        ["train.seq_len=512", "max_position_embeddings=256", "set model.max_position_embeddings=512"],
+    ),
+    "a model beyond memory": (
+        ["model=llama3_8b", "model.hidden_size=65536", "model.num_hidden_layers=1000"],
+        ["parameters", "at least", "GiB in host memory (1 rank here)", "mesh.fsdp"],
+    ),
     "cap": (["model.attn_logit_softcapping=0"], ["model.attn_logit_softcapping=0", "positive"]),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from ndtrain.arguments import option
 from ndtrain.bench.ranks import run_ranks
 from ndtrain.bench.results import require_folder, save
-from ndtrain.bench.rounds import BlockTimer
+from ndtrain.bench.rounds import BlockOptions, BlockTimer
 from ndtrain.config import ConfigError
 from ndtrain.profiling.profile import record
 
@@ -18,17 +18,17 @@ PROFILED = 3  # steps
 
 
 @dataclass(frozen=True)
-class CommonOptions:
-    """Options that every comparison takes."""
+class AxisOptions:
+    """What is compared."""
 
     axis: Literal["one", "dp", "fsdp", "tp", "cp", "pp"] = option("what the peers are compared on")
     ranks: int = option("processes; 1 for axis=one, otherwise 2 unless given", 0)
     precision: Literal["fp32", "bf16"] = option("of the computation", "fp32")
-    rounds: int = option("timed blocks of each implementation", 10)
-    steps: int = option("steps of a block", 2)
-    warmup: int = option("untimed steps before", 3)
-    profile: bool = option("show where each implementation's time goes", False)
-    out: str = option("JSON file for everything measured", "")
+
+
+@dataclass(frozen=True)
+class CommonOptions(BlockOptions, AxisOptions):
+    """Options that every comparison takes: those of `AxisOptions`, then those of `BlockOptions`."""
 
     @property
     def world(self) -> int:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -113,14 +114,14 @@ class CountingConfig(DataConfig):
 @register_source("counting", config=CountingConfig)
 def counting(data: CountingConfig) -> Corpus:
     """Documents of consecutive numbers."""
+    setting = f"data=counting of {data.documents} documents"
+    return IterableCorpus(setting, data.validation, partial(texts, data.documents), "1", 600 * data.documents)
 
-    def texts() -> Iterator[tuple[str, str]]:
-        for i in range(data.documents):
-            yield f"document {i}", " ".join(str(i * j % 97) for j in range(200))
 
-    return IterableCorpus(
-        f"data=counting of {data.documents} documents", data.validation, texts, "1", 600 * data.documents
-    )
+def texts(documents: int) -> Iterator[tuple[str, str]]:
+    """Yields (name, text). A function of the module: `prepare` sends it to another process."""
+    for i in range(documents):
+        yield f"document {i}", " ".join(str(i * j % 97) for j in range(200))
 
 
 # ----------------------------------------------------------------------------------------------------------- a callback

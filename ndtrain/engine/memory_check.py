@@ -1,0 +1,88 @@
+"""Whether a model's state fits into memory, said before any of it is allocated.
+
+What is counted is a lower bound: the weights, gradients and optimizer state that a rank holds between steps, and with
+zero 3 the largest unit that is gathered. So a run that fits is never refused.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from ndtrain.config import Config, ConfigError
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.distributed.sharding import FlatLayout
+from ndtrain.metrics.memory import memory_limit_bytes
+from ndtrain.model import tensor_dims
+from ndtrain.model.flops import offloaded_bytes, parameter_count, state_bytes
+from ndtrain.model.transformer import unit_of
+from ndtrain.parallel.build import flat_layouts, layouts_of, state_plan
+from ndtrain.parallel.pp import Placement
+from ndtrain.parallel.unit import StatePlan
+
+
+def require_memory(cfg: Config, device: torch.device, local_ranks: Iterable[int]) -> None:
+    """Checks that the state of the model fits on `device`, and what lies in host memory on this host.
+
+    Args:
+        cfg: resolved.
+        local_ranks: all ranks of this host. They share its memory; each has a GPU of its own.
+
+    Raises:
+        ConfigError: it cannot fit. The line has both numbers.
+    """
+    needs = [least_bytes(cfg, rank) for rank in local_ranks]
+    if device.type == "cuda":
+        most = torch.cuda.mem_get_info(device)[1]
+        _require(cfg, max(on_device for on_device, _ in needs), most, "on a GPU", "GPU")
+        in_host_memory = sum(on_host for _, on_host in needs)
+    else:
+        in_host_memory = sum(sum(need) for need in needs)
+    ranks = f"{len(needs)} rank{'s' * (len(needs) > 1)}"
+    _require(cfg, in_host_memory, memory_limit_bytes(), f"in host memory ({ranks} here)", "host")
+
+
+def least_bytes(cfg: Config, rank: int) -> tuple[int, int]:
+    """Bytes that a rank needs at least on its device, and in host memory with `optim.offload`."""
+    layouts, plan = list(_layouts(cfg, rank).values()), state_plan(cfg)
+    compute, master = plan.compute.itemsize, plan.master.itemsize
+    optim = sum((spec.dtype or plan.master).itemsize for spec in plan.spec) if plan.sharded_spec else 0
+    shared = plan.zero < 3 and plan.compute == plan.master and not plan.offload
+    on_device = on_host = 0
+    for shards in {layout.groups.shards for layout in layouts}:
+        numel = sum(layout.numel for layout in layouts if layout.groups.shards == shards)
+        on_device += state_bytes(numel, shards, plan.zero, compute, master, shared, optim, plan.offload)
+        average = master * numel // shards if plan.ema else 0
+        on_host += average + (offloaded_bytes(numel, shards, master, optim) if plan.offload else 0)
+    gathered = [layout.numel for layout in layouts if plan.zero == 3 and layout.groups.shards > 1]
+    on_device += max(gathered, default=0) * (compute + master)
+    return (on_device, on_host) if plan.offload else (on_device + on_host, 0)
+
+
+def _layouts(cfg: Config, rank: int) -> dict[str, FlatLayout]:
+    """Unit -> its flat buffer on a rank."""
+    spec, placement = MeshSpec.of(cfg.mesh), Placement.of(cfg)
+    layouts, held_by = layouts_of(cfg, spec, rank, placement), placement.pp_coords(cfg.model)
+    own = spec.coords(rank)["pp"]
+    return flat_layouts(layouts, [name for name in tensor_dims(cfg.model) if own in held_by[unit_of(name)]])
+
+
+def _require(cfg: Config, needed: int, most: int, where: str, device: str) -> None:
+    if needed > most:
+        sizes = " ".join(f"mesh.{axis}={getattr(cfg.mesh, axis)}" for axis in ("pp", "fsdp", "tp"))
+        raise ConfigError(
+            f"model of {parameter_count(cfg.model):,} parameters: its weights, gradients and optimizer state need at "
+            f"least {_size(needed)} {where} with {sizes} mesh.zero={cfg.mesh.zero}, but this {device} has "
+            f"{_size(most)}: {_advice(state_plan(cfg), device)}"
+        )
+
+
+def _advice(plan: StatePlan, device: str) -> str:
+    """What to change, by the keys that this configuration has not used yet."""
+    ways = [f"shard the model over more {device}s (mesh.fsdp, mesh.tp, mesh.pp)"]
+    ways += ["set mesh.zero=3"] if plan.zero < 3 else []
+    ways += ["set optim.state_dtype=bf16"] if all(spec.dtype is None for spec in plan.spec) else []
+    return ", ".join(ways) + ", or choose a smaller model"
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:,.1f} GiB"

@@ -1,0 +1,226 @@
+"""The matmul rate of a device that no data sheet lists. It is measured, and the best rate of all runs is kept."""
+
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WHOLE_S = 0.9  # duration of a measurement over all sizes, its warm-up included
+BRIEF_S = 0.15  # duration of a check of the rate that is kept
+_WARM_UP_S = 0.1  # until clocks are up and memory is laid out
+_SIZES = (256, 8192)
+_REACHED = 3  # products that must be as fast as the rate says: a single one may be a jump of the clock
+_ENOUGH = 3  # whole measurements: after these a machine that is never idle is checked briefly, too
+_MIN_CORE_SHARE = 0.9  # with less of the cores, other programs took the rest
+_EVEN, _MAX_SPREAD = 1.1, 1.3  # median time of a product over its best; even ones were not interrupted
+_RAISED, _SLOW = 1.05, 0.7  # ratios to the kept rate from which on a user is told
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What square matmuls have reached.
+
+    Attributes:
+        flops: FLOP/s.
+        size: of the matrices with which it was reached.
+        share: CPU time over wall time of all threads. It is low where other programs use the cores. 1 on a GPU.
+        spread: median time of a product over the best one, at that size.
+    """
+
+    flops: float
+    size: int
+    share: float = 1.0
+    spread: float = 1.0
+
+    @property
+    def doubt(self) -> str:
+        """Says in words why the rate may be too low; "" where nothing disturbed the measurement."""
+        if self.share < _MIN_CORE_SHARE and self.spread > _EVEN:
+            return f"other programs used {100 * (1 - self.share):.0f} % of its cores' time"
+        if self.spread > _MAX_SPREAD:
+            return f"the median matmul took {self.spread:.1f} times as long as the best"
+        return ""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The best rate so far, as the cache has it.
+
+    Attributes:
+        flops, size: as in `Measurement`.
+        measured: how many whole measurements there were.
+        settled: whether one of them was undisturbed, or there were enough.
+    """
+
+    flops: float
+    size: int
+    measured: int
+    settled: bool
+
+
+def best_flops(device_type: str, dtype: torch.dtype, note: Note) -> float:
+    """The best FLOP/s of square matmuls in `dtype` that a run on this machine has reached.
+
+    The first run measures for about a second: a warm-up, then sizes that double, each many times. What is kept is a
+    rate that three products have reached. A run that finds a settled rate checks it in 0.15 s, and raises it where the
+    machine is faster now.
+
+    Args:
+        note: called with a line where the rate looks wrong or was raised.
+    """
+    path = Path(os.environ.get("NDTRAIN_CACHE") or "~/.cache/ndtrain").expanduser() / "peak_flops.json"
+    key = _key(device_type, dtype)
+    kept = _read_cache(path).get(key)
+    size = kept.size if kept and kept.settled else None
+    made = measure(device_type, dtype, size)
+    message = _message(kept, made)
+    if message:
+        note(message)
+    best = updated(kept, made, whole=size is None)
+    if best != kept:
+        _write_cache(path, key, best)
+    return best.flops
+
+
+def updated(kept: Kept | None, made: Measurement, whole: bool) -> Kept:
+    """What is kept after a measurement: the better of the two rates."""
+    measured = (kept.measured if kept else 0) + whole
+    settled = bool(kept and kept.settled) or not made.doubt or measured >= _ENOUGH
+    if kept and kept.flops >= made.flops:
+        return Kept(kept.flops, kept.size, measured, settled)
+    return Kept(made.flops, made.size, measured, settled)
+
+
+def _message(kept: Kept | None, made: Measurement) -> str:
+    """What a user is to know about a measurement; "" where nothing is remarkable."""
+    rate = lambda flops: f"{flops / 1e12:.3g} TFLOP/s"
+    if kept and made.flops > _RAISED * kept.flops:
+        return (
+            f"the measured peak of this device is now {rate(made.flops)}, earlier runs took {rate(kept.flops)}: their "
+            f"MFU is {made.flops / kept.flops:.2g} times too high"
+        )
+    if kept and made.flops < _SLOW * kept.flops:
+        why = f" ({made.doubt})" if made.doubt else ""
+        return (
+            f"this device now reaches {rate(made.flops)} in matmuls{why}, {100 * made.flops / kept.flops:.0f} % of the "
+            f"best it has reached, {rate(kept.flops)}, which MFU is a fraction of; hardware.peak_tflops sets another"
+        )
+    if made.doubt and not (kept and kept.settled):
+        return (
+            f"the peak of this device was measured as {rate(max(made.flops, kept.flops if kept else 0))}, but "
+            f"{made.doubt}: MFU may be too high until a later run measures a better one; hardware.peak_tflops sets it"
+        )
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------------- measurement
+
+
+def measure(device_type: str, dtype: torch.dtype, size: int | None = None) -> Measurement:
+    """Measures square matmuls after a warm-up.
+
+    Args:
+        size: None: the size doubles while the next one fits into `WHOLE_S`, and the best one counts. Else this size
+            alone, for `BRIEF_S`.
+    """
+    end = time.perf_counter() + (WHOLE_S if size is None else BRIEF_S)
+    if size is not None:
+        return _measure_size(device_type, dtype, size, end)
+    _measure_size(device_type, dtype, _SIZES[0], time.perf_counter() + _WARM_UP_S)
+    best, size = Measurement(0.0, 0), _SIZES[0]
+    while True:
+        now = time.perf_counter()
+        made = _measure_size(device_type, dtype, size, now + (end - now) / 3)
+        best = max(best, made, key=lambda m: m.flops)
+        size *= 2
+        expected = (_REACHED + 1) * 2 * size**3 / made.flops  # with the warm-up of its own
+        if size > _SIZES[1] or time.perf_counter() + expected > end:
+            return best
+
+
+def _measure_size(device_type: str, dtype: torch.dtype, size: int, until: float) -> Measurement:
+    """Multiplies [size, size] matrices until the time `until`, at least three times after a warm-up."""
+    a, b = (torch.randn(size, device=device_type).to(dtype).expand(size, size).contiguous() for _ in range(2))
+    out = torch.empty_like(a)
+    wait = torch.cuda.synchronize if device_type == "cuda" else lambda: None
+    torch.mm(a, b, out=out)
+    wait()
+    seconds: list[float] = []
+    began, cpu = time.perf_counter(), time.process_time()
+    now = began
+    while now < until or len(seconds) < _REACHED:
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        wait()
+        now = time.perf_counter()
+        seconds.append(now - start)
+    share = (time.process_time() - cpu) / (now - began) / torch.get_num_threads() if device_type == "cpu" else 1.0
+    reached = sorted(seconds)[_REACHED - 1]
+    return Measurement(2 * size**3 / reached, size, min(share, 1.0), statistics.median(seconds) / min(seconds))
+
+
+# ----------------------------------------------------------------------------------------------------------- cache
+
+
+def _key(device_type: str, dtype: torch.dtype) -> str:
+    """The cache key of a rate: everything it depends on."""
+    if device_type == "cuda":
+        device = f"{torch.cuda.get_device_name()}, {torch.get_float32_matmul_precision()}"
+    else:
+        device = f"{cpu_model()}, {_cores()} cores, {torch.get_num_threads()} threads"
+    return f"{device}, {dtype}, torch {torch.__version__}"
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """The name of the CPU."""
+    try:
+        line = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        line = None
+    return line[1] if line else platform.processor() or platform.machine()
+
+
+def _read_cache(path: Path) -> dict[str, Kept]:
+    """The kept rates; none if the file is missing, damaged or of another version."""
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {key: kept for key, value in known.items() if (kept := _read(value))} if isinstance(known, dict) else {}
+
+
+def _read(value: Any) -> Kept | None:
+    try:
+        kept = Kept(**value)
+        return kept if kept.flops > 0 and kept.size > 0 else None
+    except TypeError:
+        return None
+
+
+def _write_cache(path: Path, key: str, best: Kept) -> None:
+    """Replaces the cache by a rename, since other runs may read it. An OSError is ignored: a run can measure again."""
+    known = _read_cache(path)
+    if key in known and known[key].flops > best.flops:  # of a run that measured meanwhile
+        best = known[key]
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({k: asdict(v) for k, v in (known | {key: best}).items()}, indent=1))
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
