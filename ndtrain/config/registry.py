@@ -113,7 +113,7 @@ def config_of(kind: str, name: str) -> type | None:
 def own_keys(kind: str, name: str) -> list[str]:
     """The fields that a part's config adds to those of the kind's base."""
     config, base = config_of(kind, name), KINDS[kind].base
-    shared = base.__dataclass_fields__ if base else {}
+    shared = {f.name for f in fields(base)} if base else set()
     return [f.name for f in fields(config) if f.name not in shared] if config else []
 
 
