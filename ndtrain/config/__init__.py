@@ -18,6 +18,7 @@ from ndtrain.config.composition import (
 )
 from ndtrain.config.schema import (
     AXES,
+    TOKEN_SOURCES,
     CheckpointConfig,
     Config,
     ConfigError,
@@ -34,6 +35,7 @@ from ndtrain.config.schema import (
 __all__ = [
     "AXES",
     "SAVABLE_OPS",
+    "TOKEN_SOURCES",
     "CheckpointConfig",
     "Config",
     "ConfigError",

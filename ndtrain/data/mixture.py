@@ -25,6 +25,9 @@ _READS = {
     "text": ("validation", "path"),
     "jsonl": ("validation", "path", "text_key"),
     "bin": ("path", "dtype", "eos_id", "validation_path"),
+    "megatron": ("validation", "path", "paths", "eos_id", "validation_path"),
+    "llmc": ("validation", "path", "paths", "eos_id", "validation_path"),
+    "datatrove": ("validation", "path", "paths", "dtype", "eos_id", "validation_path"),
     "hf": ("validation", "path", "text_key", "subset", "split", "eval_split"),
 }
 _KEYS = ("name", "weight", *dict.fromkeys(key for keys in _READS.values() for key in keys))
@@ -112,7 +115,9 @@ def _entry(data: DataConfig, fields: dict[str, Any], label: str) -> MixtureEntry
         if key not in _READS[name]:
             raise ConfigError(f"{label}.{key}={own[key]}: data={name} does not read it: remove it")
     inherited = {key: getattr(data, key) for key in _READS[name]}
-    unread = dict.fromkeys(("path", "subset", "eval_split", "eos_id", "validation_path"))
+    if {"path", "paths"} & own.keys():  # an entry that names one says where all its files are
+        inherited |= {"path": None, "paths": None}
+    unread = dict.fromkeys(("path", "paths", "subset", "eval_split", "eos_id", "validation_path"))
     alone = replace(data, blend=[], **(unread | inherited | own | {"name": name}))
     with label_errors(label):
         check_data(alone)
