@@ -83,7 +83,8 @@ def prepare(cfg: Config) -> RunSetup:
 def _model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
     """The configuration with the model of the Hugging Face folder `init_from`, whose files rank 0 checks; and what the
     user is to know."""
-    folder = Path(cfg.init_from)
+    folder = checkpoint.model_folder(cfg.init_from)
+    cfg.init_from = str(folder)  # the run's records name the checkpoint of a run folder
     cfg.model = from_hf(read_hf_config(folder), name=folder.name)
     notes = checkpoint.check_folder(folder, cfg.model) if rank == 0 else []
     trained = cfg.data.tokenizer in ("byte", "bpe") and cfg.data.name not in TOKEN_SOURCES
