@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ndtrain.arguments import near
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.data.formats.interface import FormatError, TokenFile, TokenFormat, map_ids
 
@@ -50,8 +51,9 @@ class MegatronFormat(TokenFormat):
         try:
             return [path.with_suffix(".bin") for path in super().files(setting, key)]
         except ConfigError as error:
+            hint = near(prefix.name, [path.stem for path in prefix.parent.glob("*.idx")])
             raise ConfigError(
-                f"{key}={setting}: there is no PREFIX.idx: give the prefix (without .bin), a folder or a glob"
+                f"{key}={setting}: there is no PREFIX.idx: {hint}give the prefix (without .bin), a folder or a glob"
             ) from error
 
     def open(self, path: Path, data: DataConfig) -> TokenFile:

@@ -368,6 +368,7 @@ def test_settings_that_contradict(case, tmp_path):
 
 MISTAKES = {
     "no files": ({"path": "none*"}, "there is no PREFIX.idx: give the prefix"),
+    "a near miss": ({"path": "bookz"}, "there is no PREFIX.idx: did you mean 'books'"),
     "twice": ({"paths": ["a", "a.bin"]}, "names .*/a.bin twice: name each file once"),
     "no common end": ({"path": "b", "pack": True}, "do not all end with one token .document 1 of b.bin with 2"),
     "an end that is nowhere": ({"path": "a", "pack": True, "eos_id": 250}, "no token of data.path=.* is 250"),
@@ -379,6 +380,7 @@ MISTAKES = {
 def test_mistakes_are_refused_in_one_line(case, tmp_path, monkeypatch):
     settings, message = MISTAKES[case]
     write_megatron(tmp_path / "a", random_documents(20))
+    write_megatron(tmp_path / "books", random_documents(20))
     write_megatron(tmp_path / "b", [np.array([5, 6, 1]), np.array([7, 2])] * 9)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message) as caught:
