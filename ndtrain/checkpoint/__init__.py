@@ -10,7 +10,7 @@ under a temporary name, flushed, and published by one rename: a half-written one
 from ndtrain.checkpoint.directory import candidates, inspect, list_checkpoints, set_aside_later
 from ndtrain.checkpoint.elements import CheckpointError, DamagedCheckpoint, State
 from ndtrain.checkpoint.loading import load
-from ndtrain.checkpoint.pretrained import check_folder, load_weights
+from ndtrain.checkpoint.pretrained import check_folder, load_weights, model_folder
 from ndtrain.checkpoint.saver import Saved, Saver
 from ndtrain.checkpoint.saving import save
 
@@ -26,6 +26,7 @@ __all__ = [
     "list_checkpoints",
     "load",
     "load_weights",
+    "model_folder",
     "save",
     "set_aside_later",
 ]

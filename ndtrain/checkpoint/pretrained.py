@@ -1,10 +1,13 @@
-"""Weights from a Hugging Face folder: one safetensors file, or several with an index. The tensors have the names of
-the whole language model, or those of a saved base model, which lack the leading `model.`."""
+"""Weights from a Hugging Face folder, which a checkpoint is, too: one safetensors file, or several with an index.
+
+The tensors have the names of the whole language model, or those of a saved base model, which lack the leading `model.`.
+"""
 
 import json
 import re
 from pathlib import Path
 
+from ndtrain.checkpoint.directory import list_checkpoints
 from ndtrain.checkpoint.elements import CheckpointError, model_part, read_into, together
 from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader
 from ndtrain.config import ModelConfig
@@ -18,6 +21,34 @@ from ndtrain.parallel.build import Stages
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MODEL, _EMBED, _HEAD = "model.", "embed_tokens.weight", "lm_head.weight"
 _LEFTOVERS = re.compile(r".*\brotary_emb\.inv_freq")  # buffers that older versions of transformers saved
+
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def model_folder(init_from: str) -> Path:
+    """Returns the folder with the model that `init_from` names: that folder, or the newest checkpoint of a run folder.
+
+    Raises:
+        CheckpointError: there is no such folder, or the run has no checkpoint yet. For a name that may be one on the
+            Hugging Face hub, the message says how to download it.
+    """
+    folder = Path(init_from).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if checkpoints := list_checkpoints(folder / "checkpoints") or list_checkpoints(folder):
+        return checkpoints[0]
+    if (folder / "checkpoints").is_dir():
+        raise CheckpointError(
+            f"init_from={init_from}: this run has no checkpoint yet: set checkpoint.every there, or name another run"
+        )
+    if not folder.exists() and _HUB_NAME.fullmatch(init_from):
+        target = f"models/{init_from.rpartition('/')[2]}"
+        raise CheckpointError(
+            f"init_from={init_from}: there is no such folder. If it is a model on the Hugging Face hub, download it "
+            f"with `hf download {init_from} --local-dir {target}` and give init_from={target}"
+        )
+    return folder
 
 
 def check_folder(folder: Path, m: ModelConfig) -> list[str]:

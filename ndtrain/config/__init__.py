@@ -19,6 +19,7 @@ from ndtrain.config.composition import (
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.schema import (
     AXES,
+    TOKEN_SOURCES,
     CheckpointConfig,
     Config,
     ConfigError,
@@ -36,6 +37,7 @@ from ndtrain.config.schema import (
 __all__ = [
     "AXES",
     "SAVABLE_OPS",
+    "TOKEN_SOURCES",
     "CheckpointConfig",
     "Config",
     "ConfigError",

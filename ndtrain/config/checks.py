@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from ndtrain.arguments import near
 from ndtrain.config import registry
 from ndtrain.config.lengths import check_positions, fit_warmup
 from ndtrain.config.local_shapes import LocalShapes
-from ndtrain.config.schema import AXES, Config, ConfigError, DataConfig, ModelConfig
+from ndtrain.config.schema import AXES, TOKEN_SOURCES, Config, ConfigError, DataConfig, ModelConfig
 
 
 def _require(ok: bool, message: str) -> None:
@@ -380,8 +380,15 @@ def check_data(data: DataConfig) -> None:
         ConfigError: naming the key.
     """
     name = data.name
+    if name in TOKEN_SOURCES and name != "bin":
+        _check_token_files(data)
     if name in ("text", "jsonl", "bin", "hf"):
         _require(bool(data.path), f"data.path is missing: data={name} needs it, e.g. data.path=corpus/")
+    _require(
+        name not in ("python", "text", "jsonl", "hf", "bin") or data.paths is None,
+        f"data.paths={data.paths}: only {_listed(TOKEN_SOURCES[1:])} read it, data={name} reads data.path: set it to "
+        "null",
+    )
     _require(0 <= data.validation < 1, f"data.validation={data.validation}: must lie in [0, 1)")
     _require(name != "blend" or bool(data.blend), f"data.blend is empty: data=blend needs {_BLEND}")
     _require(name == "blend" or not data.blend, f"data.blend is for data=blend, but data={name}: set data=blend")
@@ -390,9 +397,9 @@ def check_data(data: DataConfig) -> None:
         f"data.streaming=true: only data=hf streams, data={name} is tokenised into data.cache: set it to false",
     )
     _require(
-        name == "bin" or data.validation_path is None,
-        f"data.validation_path={data.validation_path}: only data=bin reads it, data={name} holds out data.validation "
-        "of its documents: set it to null",
+        name in TOKEN_SOURCES or data.validation_path is None,
+        f"data.validation_path={data.validation_path}: only {_listed(TOKEN_SOURCES)} read it, data={name} holds out "
+        "data.validation of its documents: set it to null",
     )
     _require(
         name in ("hf", "blend") or data.eval_split is None,
@@ -401,4 +408,26 @@ def check_data(data: DataConfig) -> None:
     )
 
 
+def _listed(sources: Sequence[str]) -> str:
+    return ", ".join(f"data={name}" for name in sources)
+
+
+def _check_token_files(data: DataConfig) -> None:
+    """Checks the keys of files in the format of another program."""
+    name = data.name
+    _require(
+        bool(data.path or data.paths),
+        f"data.path is missing: data={name} needs it, e.g. data.path={_EXAMPLES[name]}, or data.paths=[...]",
+    )
+    _require(
+        not (data.path and data.paths),
+        f"data.path={data.path} and data.paths={data.paths}: data={name} reads one of them: set the other to null",
+    )
+    _require(
+        name == "datatrove" or data.dtype == DataConfig.dtype,
+        f"data.dtype={data.dtype}: data={name} finds the type of the ids in its files: leave data.dtype out",
+    )
+
+
+_EXAMPLES = {"megatron": "corpus_text_document", "llmc": "'fineweb_train_*.bin'", "datatrove": "tokens/"}
 _BLEND = "corpora with weights, e.g. data.blend=[{name: python, weight: 1}, {name: text, path: corpus/, weight: 2}]"

@@ -228,10 +228,16 @@ class OptimConfig(Section):
     offload: bool = False  # master weights and moments in host memory, where the update then runs
 
 
+# sources that hold tokens already
+TOKEN_SOURCES = ("bin", "megatron", "llmc", "datatrove")
+
+
 @dataclass
 class DataConfig(Section):
-    name: str = choice("python", "python", "text", "jsonl", "bin", "hf", "blend", part="source")
-    path: str | None = None  # file, folder or glob (text, jsonl), one file (bin), hub name or local data (hf)
+    name: str = choice("python", "python", "text", "jsonl", "hf", *TOKEN_SOURCES, "blend", part="source")
+    # file, folder or glob (text, jsonl, llmc, datatrove), prefix (megatron), one file (bin), hub name or local (hf)
+    path: str | None = None
+    paths: list[str] | None = None  # megatron, llmc, datatrove: several of these, read one after the other
     tokenizer: str = "bpe"  # byte | bpe | a tokenizer.json or Hugging Face folder
     vocab_size: int = II("model.vocab_size")  # what a trained bpe aims for
     text_key: str = "text"  # jsonl, hf: the field that holds the text
@@ -241,11 +247,11 @@ class DataConfig(Section):
     streaming: bool = False  # hf: read while training, without tokenising it first
     # blend: corpora with weights, each {weight: ..., name: ..., path: ...} and any other key of data
     blend: list[dict[str, Any]] = field(default_factory=list)
-    dtype: str = choice("uint16", "uint16", "uint32")  # bin: of a token
+    dtype: str = choice("uint16", "uint16", "uint32")  # of a token: bin, and datatrove where no file beside it says so
     shuffle: bool = True
     pack: bool = False  # documents that share a sequence do not attend to each other
-    eos_id: int | None = None  # bin: the token that ends a document, which pack needs
-    validation_path: str | None = None  # bin: the token file to validate on
+    eos_id: int | None = None  # token files: the token that ends a document, which pack needs
+    validation_path: str | None = None  # token files: the one to validate on; null: `validation`, none with bin
     validation: float = 0.02  # fraction of files (or documents) held out
     cache: str = "${oc.env:NDTRAIN_CACHE,'~/.cache/ndtrain'}/data"
     prefetch: int = at_least(1, 2)  # batches kept ready
@@ -297,7 +303,7 @@ class Config(Section):
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     resume: str = "none"  # none | auto | a checkpoint folder, or a run folder for its newest
-    init_from: str | None = None  # a Hugging Face folder
+    init_from: str | None = None  # a Hugging Face folder, a checkpoint, or a run folder (its newest checkpoint)
     plugins: list[str] = field(default_factory=list)  # modules that add parts to ndtrain (`ndtrain.plugins`)
     callbacks: dict[str, Any] = field(default_factory=dict)  # name of a plugin's callback -> its own keys
 

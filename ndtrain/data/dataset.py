@@ -7,7 +7,6 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from ndtrain.config import Config, DataConfig
@@ -17,6 +16,7 @@ from ndtrain.data.hf import streaming_identity
 from ndtrain.data.mixture_order import MixtureOrder
 from ndtrain.data.order import Mixture, Sequences, corpus_seed
 from ndtrain.data.streaming_source import StreamingSource
+from ndtrain.data.token_array import Tokens
 from ndtrain.data.token_reader import TokenReader
 from ndtrain.data.tokenizer import Tokenizer
 from ndtrain.distributed.mesh import Mesh
@@ -43,7 +43,7 @@ class Data(ABC):
     vocab_size: int
     fingerprint: str
     eos_id: int | None
-    validation: tuple[np.ndarray, ...] = ()
+    validation: tuple[Tokens, ...] = ()
 
     @abstractmethod
     def describe(self) -> str:
@@ -70,14 +70,14 @@ class TokenCorpus:
 
     Attributes:
         name: for messages.
-        train, validation: read-only and memory-mapped, uint16 or uint32.
+        train, validation: read-only and memory-mapped, unsigned integers.
         fingerprint: a digest of all ids.
         eos_id: as in `Data`.
     """
 
     name: str
-    train: np.ndarray
-    validation: np.ndarray
+    train: Tokens
+    validation: Tokens
     fingerprint: str
     eos_id: int | None
 
@@ -90,7 +90,7 @@ class IndexedData(Data):
     mixture_order: MixtureOrder | None = None
 
     @cached_property
-    def train(self) -> tuple[np.ndarray, ...]:
+    def train(self) -> tuple[Tokens, ...]:
         """The ids to train on, of each corpus."""
         return tuple(corpus.train for corpus in self.corpora)
 

@@ -25,6 +25,9 @@ _READS = {
     "text": ("validation", "path"),
     "jsonl": ("validation", "path", "text_key"),
     "bin": ("path", "dtype", "eos_id", "validation_path"),
+    "megatron": ("validation", "path", "paths", "eos_id", "validation_path"),
+    "llmc": ("validation", "path", "paths", "eos_id", "validation_path"),
+    "datatrove": ("validation", "path", "paths", "dtype", "eos_id", "validation_path"),
     "hf": ("validation", "path", "text_key", "subset", "split", "eval_split"),
 }
 _PLUGIN_READS = ("validation", "path", "text_key", "subset", "split")  # and the keys of the source's own config
@@ -119,6 +122,8 @@ def _entry(data: DataConfig, given: dict[str, Any], label: str) -> MixtureEntry:
     for key in own:
         if key not in reads[name]:
             raise ConfigError(f"{label}.{key}={own[key]}: data={name} does not read it: remove it")
+    if {"path", "paths"} & own.keys():  # an entry that names one says where all its files are
+        own = {"path": None, "paths": None} | own
     alone = replace(base, **own)
     with label_errors(label):
         check_data(alone)
@@ -131,7 +136,7 @@ def _settings_alone(data: DataConfig, name: str, reads: Sequence[str]) -> DataCo
     A key of `data` that the corpus does not read is unset. A plugin's source has its own defaults where `data` has the
     default of all sources.
     """
-    base = dict.fromkeys(("path", "subset", "eval_split", "eos_id", "validation_path"))
+    base = dict.fromkeys(("path", "paths", "subset", "eval_split", "eos_id", "validation_path"))
     kind = (name in registry.names("source") and registry.config_of("source", name)) or DataConfig
     declared = {f.name: f for f in fields(DataConfig)}
     for key in declared:

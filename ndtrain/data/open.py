@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ndtrain.config import Config, ConfigError, DataConfig, world_from_env
+from ndtrain.config import TOKEN_SOURCES, Config, ConfigError, DataConfig, world_from_env
 from ndtrain.data.cache import digest
 from ndtrain.data.corpora import open_corpus
 from ndtrain.data.dataset import Data, IndexedData, StreamingData, TokenCorpus
 from ndtrain.data.documents import Corpus, require_training_text
+from ndtrain.data.formats import FORMATS
 from ndtrain.data.hf import StreamingSample, iterate_rows, open_streaming_dataset, row_text, streaming_identity
 from ndtrain.data.manifest import Manifest, open_manifest
 from ndtrain.data.mixture import MixtureEntry, label_errors, mixture_entries, mixture_tokenizer, order_entries
@@ -24,6 +25,8 @@ from ndtrain.data.store import (
     open_token_file,
     tokenise,
 )
+from ndtrain.data.token_array import Tokens
+from ndtrain.data.token_files import TokenFiles, open_token_files
 from ndtrain.data.tokenizer import Tokenizer, saved_tokenizer
 
 _VALIDATION_LIMIT = 64 << 20  # characters of a streaming dataset's validation split that are read
@@ -45,7 +48,7 @@ def open_data(cfg: Config) -> Data:
         return _open_mixture(cfg, cache)
     if cfg.data.streaming:
         return _open_streaming(cfg, cache)
-    if cfg.data.name == "bin":
+    if cfg.data.name in TOKEN_SOURCES:
         file = _token_file(cfg, cfg.data, cache)
         tokens, tokenizer, vocab_size = file.tokens, file.tokenizer, file.vocab_size
     else:
@@ -83,8 +86,8 @@ def _check_length(cfg: Config, name: str, tokens: TokenCorpus) -> None:
 def _text_corpus(data: DataConfig) -> Corpus:
     if data.eos_id is not None:
         raise ConfigError(
-            f"data.eos_id={data.eos_id}: data={data.name} takes it from data.tokenizer, only data=bin reads "
-            "the key: set it to null"
+            f"data.eos_id={data.eos_id}: data={data.name} takes it from data.tokenizer, only "
+            f"{', '.join(f'data={name}' for name in TOKEN_SOURCES)} read the key: set it to null"
         )
     return open_corpus(data)
 
@@ -124,6 +127,8 @@ class _TokenFile:
 
 
 def _token_file(cfg: Config, data: DataConfig, cache: Path) -> _TokenFile:
+    if data.name in FORMATS:
+        return _formatted(cfg, data, cache)
     manifest = open_manifest(data)
     if manifest:
         return _prepared(cfg, data, manifest, cache)
@@ -162,7 +167,59 @@ def _scanned(cfg: Config, path: str, dtype: str, cache: Path, key: str) -> tuple
     return tokens, scan
 
 
-def _check_eos(cfg: Config, data: DataConfig, tokens: np.ndarray) -> None:
+def _formatted(cfg: Config, data: DataConfig, cache: Path) -> _TokenFile:
+    """Opens files in the format of another program. The documents that their index names can be held out."""
+    settings, key = ([data.path], "data.path") if data.path else (list(data.paths), "data.paths")
+    held_out = 0.0 if data.validation_path else data.validation
+    opened = [open_token_files(data, settings, key, held_out, cache)]
+    files = opened[0]
+    require_training_text(files.setting, len(files.train), len(files.validation))
+    validation = files.validation
+    if data.validation_path:
+        opened.append(open_token_files(data, [data.validation_path], "data.validation_path", 0.0, cache))
+        validation = opened[1].train
+    largest = max(_largest(cfg, files) for files in opened)
+    tokens = TokenCorpus(files.setting, files.train, validation, files.fingerprint, _formatted_eos(cfg, data, files))
+    return _TokenFile(tokens, None, largest + 1)
+
+
+def _largest(cfg: Config, files: TokenFiles) -> int:
+    """Returns the largest id.
+
+    Raises:
+        ConfigError: it lies beyond the vocabulary.
+    """
+    for file, scan in zip(files.files, files.scans, strict=True):
+        if scan.largest >= cfg.model.vocab_size:
+            raise ConfigError(
+                f"{files.setting}: token id {scan.largest} at offset {scan.offset} of {file.path} lies beyond "
+                f"model.vocab_size={cfg.model.vocab_size}: {_vocabulary_fix(cfg, scan.largest + 1)}"
+            )
+    return max(scan.largest for scan in files.scans)
+
+
+def _formatted_eos(cfg: Config, data: DataConfig, files: TokenFiles) -> int | None:
+    """Returns the token that ends a document: `data.eos_id`, else the one with which all documents end.
+
+    Raises:
+        ConfigError: the run is packed, and there is none.
+    """
+    if data.eos_id is not None:
+        _check_eos(cfg, data, files.train)
+        return data.eos_id
+    eos, other = files.summary.eos_id, files.summary.other_end
+    if eos is not None and not files.summary.documents and not contains_token(files.train, eos):
+        eos = None  # the format's convention, which these files do not follow
+    if eos is None and data.pack:
+        why = f"its documents do not all end with one token ({other})" if other else "no one token ends its documents"
+        raise ConfigError(
+            f"data.pack=true: {files.setting}: {why}: tokenise with an end-of-text token, name it with data.eos_id, or "
+            "set data.pack=false"
+        )
+    return eos
+
+
+def _check_eos(cfg: Config, data: DataConfig, tokens: Tokens) -> None:
     """Checks `data.eos_id`: nothing else says where the documents of a token file end."""
     eos, pack = data.eos_id, data.pack
     if eos is None and pack:
@@ -173,8 +230,8 @@ def _check_eos(cfg: Config, data: DataConfig, tokens: np.ndarray) -> None:
         raise ConfigError(f"data.eos_id={eos}: must lie in [0, model.vocab_size={cfg.model.vocab_size})")
     if pack and not contains_token(tokens, eos):
         raise ConfigError(
-            f"data.eos_id={eos}: no token of data.path={data.path} is {eos}, so nothing ends a document: give the "
-            "file's end-of-text token, or set data.pack=false"
+            f"data.eos_id={eos}: no token of data.path={data.path or data.paths} is {eos}, so nothing ends a document: "
+            "give the file's end-of-text token, or set data.pack=false"
         )
 
 
@@ -188,7 +245,7 @@ def _open_mixture(cfg: Config, cache: Path) -> IndexedData:
     texts: dict[str, Corpus] = {}
     for entry in entries:
         with label_errors(entry.label):
-            if entry.data.name == "bin":
+            if entry.data.name in TOKEN_SOURCES:
                 files[entry.label] = _token_file(cfg, entry.data, cache)
             else:
                 texts[entry.label] = _text_corpus(entry.data)

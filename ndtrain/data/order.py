@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ndtrain.data.mixture_order import MixtureOrder
+from ndtrain.data.token_array import TokenArray, Tokens
 
 
 class _EndlessRun(ABC):
@@ -56,7 +57,7 @@ class Sequences(_EndlessRun):
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: Tokens,
         seq_len: int,
         global_batch: int,
         seed: int,
@@ -69,7 +70,8 @@ class Sequences(_EndlessRun):
         if self.count < 1:
             raise ValueError(f"{len(tokens)} tokens are fewer than one sequence of {seq_len} + 1")
         self.length = seq_len + 1
-        self._tokens = np.asarray(tokens)  # indexing a memmap is slow
+        # indexing a memmap is slow
+        self._tokens = tokens if isinstance(tokens, TokenArray) else np.asarray(tokens)
         self._seed = seed
         self._shuffle = shuffle
         self._name = name
@@ -142,6 +144,12 @@ def permutation(count: int, seed: int, *keys: int) -> np.ndarray:
     for part in keys:
         key = _mix(key + _GOLDEN + np.uint64(part))
     return _permute(np.arange(count), np.broadcast_to(key, count), count, seed)
+
+
+def hash_fractions(key: int, count: int) -> np.ndarray:
+    """Returns float64 [count]: for each of range(count) a number in [0, 1) that depends on it and on `key` alone."""
+    mixed = _mix(_mix(np.arange(count, dtype=np.uint64) + _GOLDEN) ^ np.uint64(key % 2**64))
+    return (mixed >> np.uint64(11)).astype(np.float64) / 2**53
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from ndtrain.data.cache import atomic_write, digest, load_or_build, sampled_dige
 from ndtrain.data.corpora import matching_files
 from ndtrain.data.documents import SPLITS, Corpus, TextChunk
 from ndtrain.data.progress import progress_on_stderr
+from ndtrain.data.token_array import Tokens
 from ndtrain.data.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -254,14 +255,31 @@ def open_token_file(setting: str, dtype: str, cache: Path, key: str = "data.path
             f"data.dtype={dtype}: the file is cut short, or data.dtype is another"
         )
     tokens = map_tokens(file, stored)
-    entry = cache / f"scan-{digest(str(file), stat.st_size, stat.st_mtime_ns, dtype)}.json"
-    return tokens, load_or_build(entry, partial(_load_scan, entry), partial(_scan, tokens, entry))
+    return tokens, scan_tokens(file, tokens, cache, dtype)
 
 
-def contains_token(tokens: np.ndarray, token: int) -> bool:
+def scan_tokens(file: Path, tokens: np.ndarray, cache: Path, form: str) -> TokenFileScan:
+    """Returns the scan of a file's tokens, which is kept in `cache`.
+
+    Args:
+        form: says how the bytes of the file become tokens. Scans of other forms are others.
+    """
+    stat = file.stat()
+    entry = cache / f"scan-{digest(str(file), stat.st_size, stat.st_mtime_ns, form)}.json"
+    return load_or_build(entry, partial(_load_scan, entry), partial(_scan, tokens, entry))
+
+
+def contains_token(tokens: Tokens, token: int) -> bool:
     """Returns whether `token` stands somewhere in `tokens`. It reads no further than the first place."""
     blocks = range(0, len(tokens), _SCAN_TOKENS)
     return any((tokens[start : start + _SCAN_TOKENS] == token).any() for start in blocks)
+
+
+def token_positions(tokens: np.ndarray, token: int) -> np.ndarray:
+    """Returns int64 [n]: where `token` stands in `tokens`."""
+    blocks = range(0, len(tokens), _SCAN_TOKENS)
+    places = [start + np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == token) for start in blocks]
+    return np.concatenate([np.empty(0, np.int64), *places])
 
 
 def _load_scan(entry: Path) -> TokenFileScan | None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from ndtrain.data.batches import Batch
+from ndtrain.data.token_array import Tokens
 from ndtrain.model.loss import IGNORE
 
 
@@ -20,7 +21,7 @@ class ValidationSet:
         passes: how many passes of `global_batch` sequences.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray], seq_len: int, global_batch: int):
+    def __init__(self, arrays: Sequence[Tokens], seq_len: int, global_batch: int):
         self._arrays, self._seq_len, self._global_batch = arrays, seq_len, global_batch
         self._starts = [(a, start) for a in arrays for start in range(0, max(0, len(a) - 1), seq_len)]
         self.count = len(self._starts)

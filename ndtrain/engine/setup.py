@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ndtrain import checkpoint
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
-from ndtrain.config import Config, ConfigError, resolve, to_yaml, world_from_env
+from ndtrain.config import TOKEN_SOURCES, Config, ConfigError, resolve, to_yaml, world_from_env
 from ndtrain.data import Data, open_data
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.memory_check import require_memory
@@ -87,10 +87,12 @@ def prepare(cfg: Config) -> RunSetup:
 def _model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
     """The configuration with the model of the Hugging Face folder `init_from`, whose files rank 0 checks; and what the
     user is to know."""
-    folder = Path(cfg.init_from)
+    folder = checkpoint.model_folder(cfg.init_from)
+    cfg.init_from = str(folder)  # the run's records name the checkpoint of a run folder
     cfg.model = from_hf(read_hf_config(folder), name=folder.name)
     notes = checkpoint.check_folder(folder, cfg.model) if rank == 0 else []
-    if cfg.data.tokenizer in ("byte", "bpe") and cfg.data.name != "bin" and (folder / "tokenizer.json").exists():
+    trained = cfg.data.tokenizer in ("byte", "bpe") and cfg.data.name not in TOKEN_SOURCES
+    if trained and (folder / "tokenizer.json").exists():
         notes.append(
             f"data.tokenizer={cfg.data.tokenizer} is not the one the weights of init_from={folder} were trained with: "
             f"that is data.tokenizer={folder}"
@@ -102,8 +104,8 @@ def _check_validation(cfg: Config, data: Data) -> None:
     if cfg.train.eval_every and not data.validation:
         raise ConfigError(
             f"train.eval_every={cfg.train.eval_every}: there is nothing to validate on: raise data.validation="
-            f"{cfg.data.validation:g}, the fraction of documents held out (data=bin needs data.validation_path, "
-            "a stream data.eval_split), or set train.eval_every=0"
+            f"{cfg.data.validation:g}, the fraction of documents held out (token files without documents need "
+            "data.validation_path, a stream data.eval_split), or set train.eval_every=0"
         )
 
 

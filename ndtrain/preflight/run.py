@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
+from ndtrain import checkpoint
 from ndtrain.config import Config, resolve, world_from_env
 from ndtrain.distributed.flight_recorder import RECORDER
 from ndtrain.distributed.mesh import MeshSpec
@@ -73,7 +73,8 @@ def preflight(cfg: Config) -> int:
     """
     rank, _, world = world_from_env()
     if cfg.init_from:
-        cfg.model = from_hf(read_hf_config(Path(cfg.init_from)), name=Path(cfg.init_from).name)
+        folder = checkpoint.model_folder(cfg.init_from)
+        cfg.model = from_hf(read_hf_config(folder), name=folder.name)
     resolve(cfg, world)
     deadline_s = min(DEADLINE_S, cfg.hardware.timeout_s)
     try:

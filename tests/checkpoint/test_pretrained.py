@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from ndtrain.checkpoint.pretrained import check_folder, load_weights
+from ndtrain.checkpoint.pretrained import check_folder, load_weights, model_folder
 from ndtrain.config import ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.model import tensor_shapes
@@ -305,6 +305,31 @@ def test_refused_files(name, tmp_path):
     damage(tmp_path)
     line = refused(lambda: check_folder(tmp_path, m))
     assert all(word in line for word in (f"init_from={tmp_path}", *said)), line
+
+
+def test_which_folder_init_from_names(tmp_path, monkeypatch):
+    """A model folder is itself, a run folder is its newest checkpoint, and no other name is guessed at."""
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "run/checkpoints/step-00000004",
+        "run/checkpoints/step-00000012",
+        "run/checkpoints/.writing-step-00000020",
+    ):
+        Path(name).mkdir(parents=True)
+        (Path(name) / "config.json").write_text("{}")
+    newest = Path("run/checkpoints/step-00000012")
+    assert {model_folder("run"), model_folder("run/checkpoints"), model_folder(str(newest))} == {newest}
+    assert model_folder(str(tmp_path / "run")) == tmp_path / newest
+    Path("new/checkpoints").mkdir(parents=True)
+    for name, words in {
+        "new": ["init_from=new", "no checkpoint yet", "checkpoint.every"],
+        "gpt2": ["init_from=gpt2", "`hf download gpt2 --local-dir models/gpt2`", "give init_from=models/gpt2"],
+        "org/name-1.5": ["`hf download org/name-1.5 --local-dir models/name-1.5`"],
+    }.items():
+        line = refused(lambda name=name: model_folder(name))
+        assert all(word in line for word in words), line
+    for path in ("/no/such", "./here", "a/b/c"):  # no names on the hub: what reads config.json says what is missing
+        assert model_folder(path) == Path(path)
 
 
 def test_an_adapter_and_what_is_no_object(tmp_path):

@@ -321,6 +321,20 @@ def test_init_from_starts_at_these_weights(mesh, tmp_path, corpus):
     assert config["hidden_size"] == 96
 
 
+def test_init_from_a_run_folder_takes_its_newest_checkpoint(tmp_path, corpus):
+    args = arguments(tmp_path / "one", corpus, "model.hidden_size=96", "train.steps=4", "checkpoint.every=2")
+    assert main(args) == 0
+    newest = checkpoint_of(tmp_path / "one", 4)
+    assert checkpoint_of(tmp_path / "one", 2).is_dir()
+    start = [f"init_from={tmp_path}/one", "train.steps=2", "optim.lr=1e-30", "optim.warmup=0"]
+    assert main(arguments(tmp_path / "two", corpus, *start)) == 0
+    of = lambda path: load_file(path / "model.safetensors")
+    want, got = of(newest), of(checkpoint_of(tmp_path / "two", 2))
+    assert want.keys() == got.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    assert [r["step"] for r in rows(tmp_path / "two")] == [1, 2]
+    assert f"init_from: {newest}" in (tmp_path / "two" / "config.yaml").read_text(), "no record of the checkpoint"
+
+
 def test_init_from_a_transformers_folder_in_bf16(tmp_path, corpus):
     """A folder that `transformers` itself wrote, sharded and in half precision."""
     assert main(arguments(tmp_path / "one", corpus, "train.steps=4")) == 0

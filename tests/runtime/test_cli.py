@@ -108,6 +108,10 @@ REFUSED = {  # overrides -> what the error must contain
     ),
     "resume nowhere": (["resume=/no/such/run"], ["resume=/no/such/run", "does not exist", "resume=auto"]),
     "resume a folder without a checkpoint": (["resume=/usr"], ["resume=/usr", "holds no checkpoint", "resume=auto"]),
+    "start from the hub": (
+        ["init_from=meta-llama/Llama-3.2-1B"],
+        ["`hf download meta-llama/Llama-3.2-1B --local-dir models/Llama-3.2-1B`", "init_from=models/Llama-3.2-1B"],
+    ),
     "start from nowhere": (["init_from=/no/such/model"], ["init_from=/no/such/model", "config.json"]),
     "a model of another size than the folder": (["init_from=/usr", "model.hidden_size=96"], ["model.hidden_size=96"]),
     "start from a folder without a model": (["init_from=/usr"], ["init_from=/usr", "config.json"]),

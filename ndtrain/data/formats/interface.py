@@ -1,0 +1,87 @@
+"""What a format of token files must provide: which files a setting names, and how one of them is opened."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ndtrain.config import ConfigError, DataConfig
+from ndtrain.data.corpora import matching_files
+
+
+class FormatError(ConfigError):
+    """A file is not what its format says. The message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One opened file of token ids.
+
+    Attributes:
+        path: the file that holds the ids.
+        tokens: the ids, [n], memory-mapped, unsigned integers.
+        parts: the files that decide what is read: the ids and, where there are any, the index and the metadata.
+        document_ends: returns int64 [documents], ascending: behind which token each document ends. The last one is n.
+            It raises FormatError where the index contradicts the ids. None: the format keeps no index.
+        eos_id: the token that separates documents by the format's own convention; None: it has none.
+    """
+
+    path: Path
+    tokens: np.ndarray
+    parts: tuple[Path, ...]
+    document_ends: Callable[[], np.ndarray] | None = None
+    eos_id: int | None = None
+
+
+class TokenFormat(ABC):
+    """A format of token files. `data=<name>` selects it.
+
+    Attributes:
+        pattern: of the names of its token files.
+    """
+
+    name: str
+    pattern: str
+
+    def files(self, setting: str, key: str) -> list[Path]:
+        """Returns the token files that a setting names: a file, a folder or a glob.
+
+        Args:
+            key: the name of the setting, for errors.
+
+        Raises:
+            ConfigError: there is no such file.
+        """
+        root, names = matching_files(setting, self.pattern, key)
+        paths = [root / name for name in names]
+        if len(paths) == 1 and paths[0].name == Path(setting).name:
+            return paths  # a file that is named outright may have any name
+        own = [path for path in paths if path.match(self.pattern)]
+        if not own:
+            raise ConfigError(f"{key}={setting}: no file {self.pattern} among these: data={self.name} reads no other")
+        return own
+
+    @abstractmethod
+    def open(self, path: Path, data: DataConfig) -> TokenFile:
+        """Opens a token file. Reads headers and sizes only.
+
+        Raises:
+            FormatError: the file is of another format, damaged or cut short.
+            OSError: it cannot be read.
+        """
+
+
+def map_ids(path: Path, dtype: np.dtype, offset: int = 0) -> np.ndarray:
+    """Returns the ids behind the first `offset` bytes of a file, memory-mapped.
+
+    Raises:
+        FormatError: the file ends within an id.
+    """
+    size = path.stat().st_size - offset
+    if size == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    if size % dtype.itemsize:
+        raise FormatError(f"{path}: {size} bytes of tokens are no multiple of {dtype.itemsize}: the file is cut short")
+    return np.memmap(path, dtype, mode="r", offset=offset)

@@ -1,0 +1,177 @@
+"""Token files in the formats of other programs as a corpus: their documents, and the validation split among these.
+
+What takes a pass over all tokens or documents is done once and kept in the data cache.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from ndtrain.config import ConfigError, DataConfig
+from ndtrain.data.cache import atomic_write, digest, load_or_build
+from ndtrain.data.formats import FORMATS, FormatError, TokenFile
+from ndtrain.data.order import hash_fractions
+from ndtrain.data.store import TokenFileScan, scan_tokens, token_positions
+from ndtrain.data.token_array import TokenArray
+
+_VERSION = 1  # of the table of a corpus in the data cache: a new one outdates every entry
+
+
+@dataclass(frozen=True)
+class DocumentSummary:
+    """What the documents of a corpus have in common.
+
+    Attributes:
+        documents: how many hold a token; 0: nothing says where documents end.
+        eos_id: the token that ends each of them and stands nowhere else; None: there is none.
+        other_end: names a document that ends with another token than the first; "": all end with one token.
+    """
+
+    documents: int
+    eos_id: int | None
+    other_end: str
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """Opened token files of one format.
+
+    Attributes:
+        setting: the key and value that begin an error message.
+        files, scans: the files in order, and what a pass over each has shown.
+        summary: of their documents.
+        train, validation: the tokens of the two splits.
+        fingerprint: a digest of all ids and of the split.
+    """
+
+    setting: str
+    files: tuple[TokenFile, ...]
+    scans: tuple[TokenFileScan, ...]
+    summary: DocumentSummary
+    train: TokenArray
+    validation: TokenArray
+    fingerprint: str
+
+
+def open_token_files(data: DataConfig, settings: Sequence[str], key: str, validation: float, cache: Path) -> TokenFiles:
+    """Opens the files of format `data.name` that `settings` name, in this order.
+
+    Args:
+        key: the name of the settings, for errors.
+        validation: the fraction of the documents that the validation split holds.
+
+    Raises:
+        ConfigError: a file is missing, damaged or of another format. The message names the file.
+    """
+    setting = f"{key}={settings[0] if len(settings) == 1 else '[' + ','.join(settings) + ']'}"
+    format_ = FORMATS[data.name]
+    paths = [path for one in settings for path in format_.files(one, key)]
+    _refuse_twice(setting, paths)
+    try:
+        files = tuple(format_.open(path, data) for path in paths)
+        scans = tuple(scan_tokens(file.path, file.tokens, cache, data.name) for file in files)
+        identity = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for file in files for p in file.parts]
+        entry = cache / f"documents-{digest(_VERSION, data.name, identity, data.dtype, data.eos_id, validation)}.json"
+        table = load_or_build(entry, partial(_load, entry), partial(_build, files, data.eos_id, validation, entry))
+    except FormatError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot read {error.filename}: {error.strerror}") from error
+    summary, runs = table
+    tokens = [file.tokens for file in files]
+    train, held_out = (TokenArray(tokens, r) for r in runs)
+    contents = [(scan.fingerprint, file.tokens.dtype.str) for scan, file in zip(scans, files, strict=True)]
+    fingerprint = digest(contents, validation, summary.documents, len(train))
+    return TokenFiles(setting, files, scans, summary, train, held_out, fingerprint)
+
+
+def _refuse_twice(setting: str, paths: Sequence[Path]) -> None:
+    twice = next((path for n, path in enumerate(paths) if path in paths[:n]), None)
+    if twice is not None:
+        raise ConfigError(f"{setting}: names {twice} twice: name each file once (data.blend gives it a larger weight)")
+
+
+def _load(entry: Path) -> tuple[DocumentSummary, list[np.ndarray]] | None:
+    """Returns the summary and the runs of each split; None where the entry is absent."""
+    try:
+        summary = DocumentSummary(**json.loads(entry.read_bytes()))
+        return summary, [np.load(_runs_path(entry, split), mmap_mode="r") for split in range(2)]
+    except (FileNotFoundError, ValueError, TypeError, EOFError):
+        return None
+
+
+def _runs_path(entry: Path, split: int) -> Path:
+    return entry.with_name(f"{entry.stem}.{('train', 'validation')[split]}.npy")
+
+
+def _build(files: Sequence[TokenFile], eos_id: int | None, validation: float, entry: Path) -> None:
+    splits: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    ends_of = [_document_ends(file, eos_id) for file in files]
+    for number, (file, ends) in enumerate(zip(files, ends_of, strict=True)):
+        for split, runs in zip(splits, _split_runs(number, file, ends, validation), strict=True):
+            split.append(runs)
+    for split, runs in enumerate(splits):
+        with atomic_write(_runs_path(entry, split)) as out:
+            np.save(out, np.concatenate(runs, axis=1) if runs else np.empty((3, 0), np.int64))
+    with atomic_write(entry) as out:  # last: an entry is whole once this file exists
+        out.write(json.dumps(asdict(_summary(files, ends_of))).encode())
+
+
+def _document_ends(file: TokenFile, eos_id: int | None) -> np.ndarray | None:
+    """Returns int64 [documents] as the index has them, else behind each separating token; None: nothing says it."""
+    if file.document_ends is not None:
+        return file.document_ends()
+    eos_id = file.eos_id if eos_id is None else eos_id
+    if eos_id is None:
+        return None
+    ends = token_positions(file.tokens, eos_id) + 1
+    if not len(ends):
+        return None
+    return ends if ends[-1] == len(file.tokens) else np.append(ends, len(file.tokens))
+
+
+def _split_runs(number: int, file: TokenFile, ends: np.ndarray | None, validation: float) -> tuple[np.ndarray, ...]:
+    """Returns the runs of the training and of the validation split in file `number`, int64 [3, R] each.
+
+    Which documents are held out depends on the file's name and on the document's number in the file alone.
+    """
+    whole = np.array([[number], [0], [len(file.tokens)]], np.int64)[:, : len(file.tokens)]
+    if ends is None or validation == 0 or not len(ends):
+        return whole, whole[:, :0]
+    held_out = hash_fractions(_name_key(file.path), len(ends)) < validation
+    edges = np.flatnonzero(np.diff(held_out)) + 1  # documents that begin a run
+    firsts, lasts = np.concatenate([[0], edges]), np.concatenate([edges, [len(ends)]]) - 1
+    starts = np.where(firsts > 0, ends[firsts - 1], 0)
+    runs = np.stack([np.full(len(firsts), number), starts, ends[lasts] - starts]).astype(np.int64)
+    of_split = [runs[:, (held_out[firsts] == held) & (runs[2] > 0)] for held in (False, True)]
+    return of_split[0], of_split[1]
+
+
+def _name_key(path: Path) -> int:
+    """Returns a number that depends on the name of a file, not on its folder: machines may differ in that."""
+    return int.from_bytes(blake2b(path.name.encode(), digest_size=8).digest(), "little")
+
+
+def _summary(files: Sequence[TokenFile], ends_of: Sequence[np.ndarray | None]) -> DocumentSummary:
+    """Looks at the last token of every document."""
+    if any(file.document_ends is None for file in files):
+        known = {file.eos_id for file in files}
+        return DocumentSummary(0, known.pop() if len(known) == 1 else None, "")
+    first, count, stands = None, 0, 0
+    for file, ends in zip(files, ends_of, strict=True):
+        ends = ends[np.diff(ends, prepend=0) > 0]  # an empty document has no last token
+        if not len(ends):
+            continue
+        last = file.tokens[ends - 1]
+        first = int(last[0]) if first is None else first
+        other = np.flatnonzero(last != first)
+        if other.size:
+            at = int(other[0])
+            return DocumentSummary(count + len(ends), None, f"document {at} of {file.path.name} with {last[at]}")
+        count, stands = count + len(ends), stands + len(token_positions(file.tokens, first))
+    return DocumentSummary(count, first if stands == count else None, "")
