@@ -49,7 +49,7 @@ def one_line(error: BaseException, search: Sequence[str] | None = None, override
     chosen = [folder / f"{o.lstrip('+').replace('=', '/', 1)}.yaml" for o in overrides for folder in folders[1:]]
     chosen = [path for path in chosen if path.is_file()]
     first = str(error).strip().splitlines()[0]
-    named = re.match(r"In '(?P<config>[^']*)': (?P<text>.*)", first)
+    named = re.match(r"In '?(?P<config>[^':]*)'?: (?P<text>.*)", first)
     path = _file_of(named["config"], folders) if named else None
     causes = [e for e in (error, error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)]
     if causes:
@@ -72,9 +72,11 @@ def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping
         return f"{where}{key}: no such key; {near_key(key, keys)}`--cfg job` lists them all"
     if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
         return f"{where}{key}={match[1]}: must be {_NUMBERS.get(match[2], match[2])}"
+    if match := re.match(r"Value '(.*)' is not a valid bool", text):
+        return f"{where}{key}={match[1]}: must be {_NUMBERS['Boolean']}"
     if match := re.match(r"Value '(.*)' \(\w+\) is incompatible with type hint '(.*)'", text):
         return f"{where}{key}={match[1]}: must be of type {match[2].removeprefix('typing.')}"
-    if "is not Optional" in text or "Non optional field" in text:
+    if re.search(r"is not Optional|Non optional field|Incompatible value 'None'", text) and "${" not in text:
         return f"{where}{key}=null: must have a value"
     if match := re.match(r"Interpolation key '(.*)' not found", text):
         return f"{where}{key}: ${{{match[1]}}} names no key; {near(match[1], list(keys))}`--cfg job` lists them all"
@@ -96,7 +98,7 @@ def _wrong_choice(text: str, paths: Sequence[Path], folders: Sequence[Path]) -> 
         where = _mention(group, paths)
         hint = near(group.rpartition("/")[2], list(groups))
         return f"{where}override /{group}: no such group; {hint}known: {', '.join(sorted(groups))}"
-    if match := re.match(r"Multiple values for (\S+?)\. To override", text):
+    if match := re.match(r"(?:Multiple values for|Override '.*' is defined before) '?([^\s':]+?)(?:\.|:) ", text):
         where = _mention(match[1], paths, unless="override")
         return f"{where}/{match[1]}: chosen before: write `override /{match[1]}: ...` in the defaults list"
     if match := re.match(r"Error parsing override '(.*)'", text):

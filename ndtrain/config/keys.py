@@ -1,11 +1,11 @@
 """The names that a configuration may use: keys of the schema, groups and their options, and where their files are."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 
 from ndtrain.arguments import near
-from ndtrain.config.registry import KINDS, names, plugin_parts
+from ndtrain.config.registry import KINDS, plugin_parts
 from ndtrain.config.schema import Config, ConfigError
 
 
@@ -41,10 +41,12 @@ class Key:
     Attributes:
         kind: its type as it is written, `int | None`; empty for a section, which has keys below it.
         choices: its values, where only some are valid.
+        part: the kind of registered parts whose names are values too; they are imported only when they are asked for.
     """
 
     kind: str = ""
     choices: tuple[str, ...] = ()
+    part: str | None = None
 
     @property
     def section(self) -> bool:
@@ -83,13 +85,8 @@ def _keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
             keys |= _keys_of(nested, f"{prefix}{f.name}.")
         else:
             kind = f.type.__name__ if type(f.type) is type else str(f.type)
-            keys[prefix + f.name] = Key(kind, _choices(f))
+            keys[prefix + f.name] = Key(kind, f.metadata.get("choices", ()), f.metadata.get("part"))
     return keys
-
-
-def _choices(f: Field) -> tuple[str, ...]:
-    part = f.metadata.get("part")
-    return (*f.metadata.get("choices", ()), *(names(part) if part else ()))
 
 
 def near_key(key: str, known: Mapping[str, Key], groups: Iterable[str] = ()) -> str:

@@ -7,12 +7,13 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from ndtrain.arguments import near
 from ndtrain.config.composition_errors import read_yaml
 from ndtrain.config.keys import Key, config_folders, group_options, known_keys, near_key
 from ndtrain.config.registry import load_plugins
-from ndtrain.config.schema import ConfigError
+from ndtrain.config.schema import Config, ConfigError
 
 
 def check_overrides(overrides: list[str], search: list[str] | None = None, hydra: bool = False) -> list[str]:
@@ -127,6 +128,8 @@ def _check_deletion(override: Override, keys: Mapping[str, Key], groups: Mapping
     if key in groups:
         raise ConfigError(f"{line}: a group cannot be left out; choose another: {key}={'/'.join(sorted(groups[key]))}")
     if any(keys[parent].free_form for parent in _parents(key)[1:] if parent in keys):
+        if OmegaConf.select(OmegaConf.structured(Config), key) is not None:
+            raise ConfigError(f"{line}: it has a default, which would come back; {key}=null turns it off")
         return line
     if key not in keys:
         raise ConfigError(f"{line}: no such key; {near_key(key, keys)}`--cfg job` lists them all")

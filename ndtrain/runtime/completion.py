@@ -15,7 +15,7 @@ from pathlib import Path
 from ndtrain.arguments import near
 from ndtrain.config import ConfigError
 from ndtrain.config.keys import Key, config_folders, group_options, known_keys
-from ndtrain.config.registry import load_plugins
+from ndtrain.config.registry import load_plugins, names
 from ndtrain.runtime.commands import COMMANDS, CONFIGURED
 
 _FLAGS = ("--config-dir", "--cfg", "--multirun", "--info", "--help", "--version", "--resolve", "--package")
@@ -123,11 +123,12 @@ def _next_part(name: str, typed: str, keys: dict[str, Key], groups: dict[str, se
     rest = name[len(typed) :]
     if "." in rest:
         return typed + rest[: rest.index(".") + 1]
-    return name if name in keys and keys[name].section and name not in groups else f"{name}="
+    return f"{name}." if name in keys and keys[name].section and name not in groups else f"{name}="
 
 
 def _values(key: Key) -> list[str]:
-    return ["true", "false"] if key.kind == "bool" else list(key.choices)
+    """The valid values, where they can be listed."""
+    return ["true", "false"] if key.kind == "bool" else [*key.choices, *(names(key.part) if key.part else ())]
 
 
 def _starting(word: str, known: Sequence[str]) -> list[str]:
