@@ -31,6 +31,18 @@ ask_to_stop() {
     if [ -n "$run_dir" ]; then touch "$run_dir/stop" 2>/dev/null || true; fi
 }
 
+help_asked() { # ARGUMENTS...: whether --help is among them
+    local argument
+    for argument in "$@"; do
+        case $argument in -h | --help) return 0 ;; --) return 1 ;; esac
+    done
+    return 1
+}
+
+show_help() { # FILE: prints the comment at the head of a script
+    sed -n -e '1d' -e '/^#SBATCH/d' -e '/^#/!q' -e 's/^# \{0,1\}//p' "$1" | sed '/./,$!d'
+}
+
 for name in INT TERM HUP USR1; do
     # shellcheck disable=SC2064 # the name is meant to be that of now
     trap "on_signal $name" "$name"

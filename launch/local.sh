@@ -7,14 +7,20 @@
 # Every argument is an override of the configuration.
 #   NPROC     the number of ranks
 #   RESTARTS  how often torchrun starts the ranks again after one has died (default 0)
+#   OMP_NUM_THREADS  threads of a rank on the CPU (default: the cores divided by the ranks)
 # Ctrl-C, SIGTERM and SIGUSR1 stop the run after a step, with a checkpoint. Exit codes: docs/launch.md.
 set -euo pipefail
 
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+if help_asked "$@"; then
+    show_help "$0"
+    exit
+fi
 prepare "$@"
-supervise torchrun --standalone --nproc-per-node "${NPROC:-$(ranks_here)}" --max-restarts "${RESTARTS:-0}" \
+# torchrun, with the error of the rank that failed in one line
+supervise python -m ndtrain.runtime.torchrun --standalone --nproc-per-node "${NPROC:-$(ranks_here)}" --max-restarts "${RESTARTS:-0}" \
     -m ndtrain.train "$@"
 outcome
 exit "$status"

@@ -24,6 +24,10 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=launch/common.sh
 source "$here/common.sh"
 
+if help_asked "$@"; then
+    show_help "$0"
+    exit
+fi
 hosts=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     hosts+=("$1")

@@ -13,6 +13,10 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 trap - INT TERM HUP USR1
+if help_asked "$@"; then
+    show_help "$0"
+    exit
+fi
 
 # with its default torchrun keeps the address of the first round's rank 0, and hosts that come back, or the loss of that
 # one among three, find nobody there
@@ -27,7 +31,7 @@ elif [ "$LOCAL_RANK" = 0 ]; then exec >>"$log" 2> >(exec tee -a "$log" >&2)
 else exec >>"$log" 2>&1; fi
 exec python -u -m ndtrain.train "$@"'
 command=(
-    torchrun --nnodes="$NODES" --nproc-per-node="${RANKS:-$(ranks_here)}" --max-restarts="${RESTARTS:-0}"
+    python -m ndtrain.runtime.torchrun --nnodes="$NODES" --nproc-per-node="${RANKS:-$(ranks_here)}" --max-restarts="${RESTARTS:-0}"
     --rdzv-backend=c10d --rdzv-endpoint="$ENDPOINT" --rdzv-id="$RUN_ID" --rdzv-conf="is_host=$host"
     --no-python bash --norc -c "$rank" "$LOGS" "$@"
 )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ndtrain.config import Config, ConfigError
 from ndtrain.engine.setup import prepare
 from ndtrain.engine.trainer import Trainer
-from ndtrain.runtime import cli, stop_signals
+from ndtrain.runtime import cli, stop_signals, usage
 from ndtrain.runtime.failure_report import record_failure, report_failure
 from ndtrain.runtime.stop_signals import StopRequest
 
@@ -61,8 +61,8 @@ def _leave_process_group() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-main = partial(cli.main, train)
+main = partial(cli.main, train, usage=usage.train)
 
 
 if __name__ == "__main__":
-    cli.run_and_exit(train)
+    cli.run_and_exit(train, usage.train)

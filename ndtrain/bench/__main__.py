@@ -19,6 +19,7 @@ from ndtrain.bench.peers import attention
 from ndtrain.bench.peers import run as peers
 from ndtrain.bench.ranks import RankFailed, WrongResult, exit_process
 from ndtrain.config import ConfigError, world_from_env
+from ndtrain.runtime.launcher_report import record_error
 
 BENCHES = {
     "peers": (peers, "axis=one|dp|fsdp|tp|cp|pp"),
@@ -44,12 +45,14 @@ def main(args: Sequence[str]) -> int:
         module.run(parse(module.Options, args[1:]))
         return 0
     except (ArgumentError, ConfigError) as error:
+        record_error(str(error))
         if world_from_env()[0] > 0:  # rank 0 says it, unless torchrun ends it because this one has ended
             time.sleep(1)
         else:
             print(f"error: {error}", file=sys.stderr)
         return 2
     except (RankFailed, WrongResult) as error:
+        record_error(str(error))
         print(f"error: {error}", file=sys.stderr)
         return 1
 

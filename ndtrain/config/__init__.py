@@ -7,16 +7,10 @@ exits with status 2 before any process group forms.
 import os
 
 from ndtrain.config.checks import SAVABLE_OPS, resolve
-from ndtrain.config.composition import (
-    check_overrides,
-    compose,
-    conf_dir,
-    load_config,
-    register_schema,
-    to_config,
-    to_yaml,
-)
+from ndtrain.config.composition import compose, load_config, register_schema, to_config, to_yaml
+from ndtrain.config.keys import conf_dir
 from ndtrain.config.local_shapes import LocalShapes
+from ndtrain.config.overrides import check_overrides
 from ndtrain.config.schema import (
     AXES,
     TOKEN_SOURCES,

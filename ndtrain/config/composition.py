@@ -1,33 +1,27 @@
 """How a `Config` comes from `conf/`, `recipes/`, plugins and the command line."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ndtrain.arguments import near
-from ndtrain.config.registry import KINDS, Part, load_plugins, plugin_parts
+from ndtrain.config.composition_errors import one_line
+from ndtrain.config.keys import conf_dir
+from ndtrain.config.overrides import check_overrides
+from ndtrain.config.registry import KINDS, Part, plugin_parts
 from ndtrain.config.schema import Config, ConfigError
 
-
-def conf_dir() -> Path:
-    """The folder of Hydra groups: inside an installed wheel, else at the repository root."""
-    here = Path(__file__).resolve().parent.parent
-    for candidate in (here / "conf", here.parent / "conf"):
-        if (candidate / "config.yaml").is_file():
-            return candidate
-    raise ConfigError(f"conf/ not found beside {here}: the installation is incomplete, reinstall ndtrain")
+COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # what composing a wrong configuration raises
 
 
 def compose(*overrides: str) -> Config:
@@ -48,15 +42,42 @@ def load_config(overrides: list[str], search: list[str] | None = None) -> Config
         ConfigError: an unknown key or option (the near miss is named), a value of the wrong type, or a plugin that
             cannot be loaded.
     """
-    overrides = check_overrides(overrides, search)
+    return compose_checked(check_overrides(overrides, search), search)
+
+
+def compose_checked(overrides: list[str], search: Sequence[str] | None = None) -> Config:
+    """As `load_config`, of overrides that `check_overrides` has returned.
+
+    Raises:
+        ConfigError: a value of the wrong type, or a file that cannot be composed.
+    """
     register_schema()
     GlobalHydra.instance().clear()
-    extra = [f"hydra.searchpath=[{','.join('file://' + str(Path(p).resolve()) for p in search)}]"] if search else []
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return to_config(hydra_compose("config", overrides=overrides + extra), _keys_of(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error)) from error
+            cfg = hydra_compose("config", overrides=overrides + search_path(search), return_hydra_config=True)
+        with _hydra_values(cfg):
+            return to_config(cfg, _keys_of(overrides))
+    except COMPOSING as error:
+        raise ConfigError(one_line(error, search, overrides)) from error
+
+
+def search_path(folders: Sequence[str] | None) -> list[str]:
+    """The override that makes Hydra look into these folders too; none without folders."""
+    paths = ",".join(f"'file://{Path(folder).resolve()}'" for folder in folders or [])
+    return [f"hydra.searchpath=[{paths}]"] if paths else []
+
+
+@contextmanager
+def _hydra_values(cfg: DictConfig) -> Iterator[None]:
+    """Within it `${hydra:...}` has its values."""
+    shared = HydraConfig.instance()
+    before = shared.cfg
+    shared.set_config(cfg)
+    try:
+        yield
+    finally:
+        shared.cfg = before
 
 
 def to_config(cfg: DictConfig, given: Iterable[str] | None = None) -> Config:
@@ -64,6 +85,9 @@ def to_config(cfg: DictConfig, given: Iterable[str] | None = None) -> Config:
 
     Args:
         given: the keys that the user has overridden; None: those of the job that Hydra runs, if it does.
+
+    Raises:
+        ConfigError: a key, value or interpolation is wrong.
     """
     if given is None:
         given = _keys_of(HydraConfig.get().overrides.task) if HydraConfig.initialized() else ()
@@ -72,7 +96,7 @@ def to_config(cfg: DictConfig, given: Iterable[str] | None = None) -> Config:
         container.pop("hydra", None)
         return OmegaConf.to_object(OmegaConf.merge(_schema(_chosen_parts(container)), container)).with_given(given)
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(one_line(error)) from error
 
 
 def _keys_of(overrides: Iterable[str]) -> frozenset[str]:
@@ -82,13 +106,6 @@ def _keys_of(overrides: Iterable[str]) -> frozenset[str]:
 
 def to_yaml(cfg: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(cfg), resolve=True)
-
-
-def _one_line(error: BaseException) -> str:
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = getattr(cause, "full_key", None)
-    text = str(cause).strip().splitlines()[0]
-    return f"{key}: {text}" if key else text
 
 
 # ------------------------------------------------------------------------------------------------------------ schema
@@ -129,107 +146,3 @@ def _chosen_parts(container: dict[str, Any]) -> list[Part]:
     named = [part for part in plugin_parts("optimizer", "source", "logger") if selects(part, "name")]
     families = [part for part in plugin_parts("family") if selects(part, "model_type")]
     return [*plugin_parts("callback"), *named, *families]
-
-
-def _schema_keys(cls: type = Config, prefix: str = "") -> dict[str, bool]:
-    """Every dotted key of the schema -> whether it may have any keys below it (free-form dicts)."""
-    keys = {}
-    for f in fields(cls):
-        nested = f.default_factory if f.default_factory is not MISSING else None
-        if is_dataclass(nested):
-            keys[prefix + f.name] = False
-            keys |= _schema_keys(nested, f"{prefix}{f.name}.")
-        else:
-            keys[prefix + f.name] = "dict[" in str(f.type)
-    return keys
-
-
-def _known_keys() -> dict[str, bool]:
-    """The keys of the schema, and those of every plugin's config."""
-    keys = _schema_keys() | {"callbacks": False}
-    for part in plugin_parts(*KINDS):
-        section = KINDS[part.kind].section
-        if part.kind == "callback":
-            section = f"callbacks.{part.name}"
-            keys[section] = False
-        if part.config:
-            keys |= _schema_keys(part.config, f"{section}.")
-    return keys
-
-
-# --------------------------------------------------------------------------------------------------------- overrides
-
-
-def check_overrides(overrides: list[str], search: list[str] | None = None) -> list[str]:
-    """Loads the plugins that the overrides or the recipe name. Checks the names of keys and group options before Hydra
-    sees them: its own messages lack the near miss, and it accepts any key behind a `+`.
-
-    Returns:
-        The overrides for Hydra: a key of a free-form dict (rope_scaling, layout.rules) is marked as an addition.
-
-    Raises:
-        ConfigError: naming the first unknown key or option and its near miss, or a plugin that cannot be loaded.
-    """
-    folders = [conf_dir(), *map(Path, search or [])]
-    groups: dict[str, set[str]] = {}
-    for folder in folders:
-        for path in folder.glob("*/*.yaml"):
-            groups.setdefault(path.parent.name, set()).add(path.stem)
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        raise ConfigError(f"cannot read the override: {_one_line(error)}") from error
-    load_plugins(_plugins_named(parsed, folders))
-    for part in plugin_parts("optimizer", "source", "logger", "family"):
-        groups[KINDS[part.kind].section].add(part.name)
-    _check_init_from({o.key_or_group: o for o in parsed})
-    return [
-        _check_group(o, groups[o.key_or_group]) if o.key_or_group in groups else _check_key(o, groups) for o in parsed
-    ]
-
-
-def _plugins_named(parsed: Sequence[Override], folders: Sequence[Path]) -> list[str]:
-    """The modules of the key `plugins`: the override's, else the recipe's."""
-    values = {o.key_or_group: o.value() for o in parsed if not o.is_sweep_override()}
-    if "plugins" in values:
-        return [str(module) for module in values["plugins"] or []]
-    for folder in folders:
-        recipe = folder / "recipe" / f"{values.get('recipe')}.yaml"
-        if recipe.is_file():
-            return list(OmegaConf.load(recipe).get("plugins") or [])
-    return []
-
-
-def _check_init_from(given: dict[str, Override]) -> None:
-    """A field of the model beside `init_from` would have no effect: the folder says what the model is."""
-    lost = [key for key in given if key.startswith("model.")]
-    if lost and "init_from" in given and given["init_from"].value() is not None:
-        raise ConfigError(
-            f"{given[lost[0]].input_line}: init_from={given['init_from'].value()} takes the model from the folder's "
-            "config.json: leave model.* out"
-        )
-
-
-def _check_group(override: Override, known: set[str]) -> str:
-    key = override.key_or_group
-    values = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
-    for value in values:
-        if not isinstance(value, str) or value not in known:
-            hint = near(str(value), list(known))
-            raise ConfigError(f"{key}={value}: no such {key}; {hint}known: {', '.join(sorted(known))}")
-    return override.input_line
-
-
-def _check_key(override: Override, groups: Iterable[str]) -> str:
-    key, keys = override.key_or_group, _known_keys()
-    if key.replace("/", ".").partition(".")[0] == "hydra":  # hydra.* and hydra/launcher=...: Hydra's own
-        return override.input_line
-    parents = [key.rsplit(".", n)[0] for n in range(key.count(".") + 1)]
-    if any(keys.get(p) for p in parents):
-        return "++" + override.input_line if override.type == OverrideType.CHANGE else override.input_line
-    if key not in keys:
-        section = key.rpartition(".")[0]
-        siblings = [k for k in keys if k.rpartition(".")[0] == section] if section in keys else []
-        hint = near(key, siblings) or near(key, [*keys, *groups])
-        raise ConfigError(f"{key}: no such key; {hint}`--cfg job` lists them all")
-    return override.input_line

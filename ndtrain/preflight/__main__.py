@@ -3,8 +3,8 @@
 import logging
 
 from ndtrain.preflight.run import preflight
-from ndtrain.runtime import cli
+from ndtrain.runtime import cli, usage
 
 if __name__ == "__main__":
     logging.getLogger("ndtrain").addHandler(logging.NullHandler())  # an error is printed once, and there is no log file
-    cli.run_and_exit(preflight)
+    cli.run_and_exit(preflight, usage.preflight)

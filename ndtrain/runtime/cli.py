@@ -4,49 +4,58 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ndtrain.config import (
-    Config,
-    ConfigError,
-    check_overrides,
-    conf_dir,
-    load_config,
-    register_schema,
-    to_config,
-    world_from_env,
-)
+import ndtrain
+from ndtrain.arguments import near
+from ndtrain.config import Config, ConfigError, check_overrides, load_config, world_from_env
+from ndtrain.runtime import completion
+from ndtrain.runtime.launcher_report import record_error
 from ndtrain.runtime.stop_signals import REPEAT_S
+from ndtrain.runtime.sweep import run_with_hydra
 
 log = logging.getLogger("ndtrain")
 
 Train = Callable[[Config], int]
 
-# Hydra's flags -> whether a value follows
-_FLAGS = {
-    "--cfg": True, "-c": True, "--package": True, "-p": True, "--info": True, "-i": True, "--multirun": False,
-    "-m": False, "--run": False, "-r": False, "--resolve": False, "--help": False, "-h": False, "--hydra-help": False,
-    "--version": False,
+# Hydra's flags -> the values that may follow; () means any value, None that no value follows
+_FLAGS: dict[str, tuple[str, ...] | None] = {
+    "--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all"), "--package": (), "-p": (),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "-i": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "--multirun": None, "-m": None, "--run": None, "-r": None, "--resolve": None, "--hydra-help": None,
 }  # fmt: skip
+_OURS = ("--help", "-h", "--version", "--config-dir", "-cd", "--shell-completion", "-sc")
+_ACTIONS = ("--cfg", "-c", "--info", "-i", "--multirun", "-m", "--run", "-r")  # at most one of them
 
 
-def main(train: Train, args: list[str] | None = None) -> int:
+def main(train: Train, args: list[str] | None = None, usage: Callable[[Sequence[str]], str] | None = None) -> int:
     """Runs `train` with the configuration that `args` describe. Returns the exit status.
 
-    With one of Hydra's own flags (`--cfg job`, `--multirun`, `--help`) Hydra runs it; otherwise the configuration is
-    composed here. A configuration error is printed as one line and gives status 2.
+    With one of Hydra's own flags (`--cfg job`, `--multirun`) Hydra runs it; otherwise the configuration is composed
+    here. A configuration error is printed as one line and gives status 2.
 
     Args:
         args: None: those of the process.
+        usage: makes the text of `--help`, given the folders of `--config-dir`.
     """
     args = sys.argv[1:] if args is None else args
     try:
+        if completion.wanted(args):
+            return completion.run(args)
         overrides, search, flags = _split(args)
+        if usage and not {"--help", "-h"}.isdisjoint(args):
+            print(usage(search))
+            return 0
+        if "--version" in args:
+            print(f"ndtrain {ndtrain.__version__}")
+            return 0
+        if not {"--run", "-r"}.isdisjoint(flags) and len(flags) == 1:
+            flags = []
         if flags:
-            overrides = check_overrides(overrides, search)
-            return _hydra_main(train, [*flags, *(f"--config-dir={s}" for s in search[:1]), *overrides])
+            return run_with_hydra(train, flags, check_overrides(overrides, search, hydra=True), search, _report_error)
         return train(load_config(overrides, search))
     except ConfigError as error:
         _report_error(error)
@@ -63,8 +72,9 @@ def plain_config(args: list[str]) -> Config:
         ConfigError: an argument is wrong, or it is one of Hydra's own flags.
     """
     overrides, search, flags = _split(args)
-    if flags:
-        raise ConfigError(f"{flags[0]}: not here; only overrides and --config-dir")
+    if flags or not {"--help", "-h", "--version"}.isdisjoint(args):
+        flag = next(arg for arg in args if arg.startswith("-") and not arg.startswith(("--config-dir", "-cd")))
+        raise ConfigError(f"{flag}: not here; only overrides and --config-dir")
     return load_config(overrides, search)
 
 
@@ -73,73 +83,91 @@ def _report_error(error: ConfigError) -> None:
     of them when the first one exits. Local rank 0 prints at once; the others wait, and print if they still run."""
     rank, local_rank, _ = world_from_env()
     log.error(str(error))
+    record_error(str(error))
     if local_rank > 0:
         time.sleep(REPEAT_S * 3)
     print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
 
 
-def _split(args: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """(overrides, folders named by --config-dir, Hydra's other flags with their values).
+# --------------------------------------------------------------------------------------------------------- arguments
+
+
+def _split(args: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """(overrides, folders named by --config-dir, Hydra's flags with their values).
 
     Raises:
-        ConfigError: a flag is unknown or lacks its value, or a folder does not exist.
+        ConfigError: a flag is unknown, lacks its value or has a wrong one, does not go with another, or a folder does
+            not exist.
     """
     overrides, search, flags = [], [], []
     rest = iter(args)
     for arg in rest:
         name, equals, value = arg.partition("=")
         if name in ("--config-dir", "-cd"):
-            search.append(value if equals else _value(arg, rest))
+            search.append(value if equals else _value(arg, rest, "FOLDER"))
             if not Path(search[-1]).is_dir():
                 raise ConfigError(f"{name}={search[-1]}: no such folder")
         elif name in _FLAGS:
-            flags += [arg, _value(arg, rest)] if _FLAGS[name] and not equals else [arg]
+            flags += _flag(arg, rest)
+        elif name in _OURS:
+            continue
         elif arg.startswith("-"):
-            raise ConfigError(
-                f"{arg}: no such flag; known: --config-dir, {', '.join(f for f in _FLAGS if f[:2] == '--')}"
-            )
+            known = [flag for flag in (*_OURS, *_FLAGS) if flag.startswith("--")]
+            raise ConfigError(f"{arg}: no such flag; {near(name, known)}known: {', '.join(known)}")
         else:
             overrides.append(arg)
+    _check_flags(flags)
     return overrides, search, flags
 
 
-def _value(flag: str, rest: Iterator[str]) -> str:
+def _flag(arg: str, rest: Iterator[str]) -> list[str]:
+    name, equals, value = arg.partition("=")
+    choices = _FLAGS[name]
+    if choices is None:
+        return [arg]
+    value = value if equals else _value(arg, rest, "|".join(choices) or "VALUE")
+    if choices and value not in choices:
+        raise ConfigError(f"{name} {value}: {near(value, choices)}known: {', '.join(choices)}")
+    return [name, value]
+
+
+def _check_flags(flags: Sequence[str]) -> None:
+    actions = [flag for flag in flags if flag in _ACTIONS]
+    if len(actions) > 1:
+        raise ConfigError(f"{actions[0]} and {actions[1]}: only one of them in one command")
+    if "--resolve" in flags and not {"--cfg", "-c"} & set(flags):
+        raise ConfigError("--resolve: only with --cfg job")
+    if {"--package", "-p"} & set(flags) and not {"--cfg", "-c"} & set(flags):
+        raise ConfigError("--package: only with --cfg job")
+
+
+def _value(flag: str, rest: Iterator[str], example: str) -> str:
     try:
         return next(rest)
     except StopIteration:
-        raise ConfigError(f"{flag}: a value must follow") from None
+        raise ConfigError(f"{flag}: a value must follow, as in {flag} {example}") from None
 
 
-def _hydra_main(train: Train, args: list[str]) -> int:
-    import hydra
-
-    register_schema()
-    codes: list[int] = []
-
-    def task(cfg: Any) -> None:
-        try:
-            codes.append(train(to_config(cfg)))
-        except ConfigError as error:  # caught here, since Hydra would print a traceback
-            _report_error(error)
-            codes.append(2)
-
-    sys.argv[1:] = args
-    hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
-    return max(codes, default=0)
+# -------------------------------------------------------------------------------------------------------- the process
 
 
-def run_and_exit(train: Train) -> NoReturn:
-    """Runs `main` and exits with its status. With several ranks it skips Python's teardown: gloo's threads abort in it
-    in about every second run, and after an error it waits for peers that never answer."""
-    if world_from_env()[2] == 1:
-        sys.exit(main(train))
+def run_and_exit(train: Train, usage: Callable[[Sequence[str]], str]) -> NoReturn:
+    """Runs `main` and exits with its status. An exception is also told to torchrun. With several ranks it skips
+    Python's teardown: gloo's threads abort in it in about every second run, and after an error it waits for peers that
+    never answer."""
+    alone = world_from_env()[2] == 1
     code: Any = 1
     try:
-        code = main(train)
+        code = main(train, usage=usage)
     except SystemExit as request:
         code = request.code
-    except BaseException:
+    except BaseException as error:
+        record_error(error)
+        if alone:
+            raise
         sys.excepthook(*sys.exc_info())
+    if alone:
+        sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)

@@ -7,8 +7,9 @@ usage: ndtrain COMMAND [arguments of the command]
   schedule   shows pipeline schedules:   ndtrain schedule schedule=zb_v pp=4 microbatches=12
   bench      measures:                   ndtrain bench peers axis=one
   preflight  checks hosts and links:     ndtrain preflight recipe=llama_small
+  torchrun   starts several ranks:       ndtrain torchrun --nproc-per-node 2 -m ndtrain.train recipe=llama_small ...
 
-`ndtrain COMMAND --help` lists the arguments of a command. For several ranks: torchrun ... -m ndtrain.train ...
+`ndtrain COMMAND --help` lists the arguments of a command. Completion with Tab: eval "$(ndtrain train -sc install=bash)"
 """
 
 import runpy
@@ -17,8 +18,8 @@ from collections.abc import Sequence
 
 import ndtrain
 from ndtrain.arguments import near
-
-COMMANDS = ("train", "data", "schedule", "bench", "preflight")
+from ndtrain.runtime import completion
+from ndtrain.runtime.commands import COMMANDS, CONFIGURED
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -32,9 +33,11 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     command, *rest = args
     if command not in COMMANDS:
-        known = f"{near(command, COMMANDS)}known: {', '.join(COMMANDS)}"
+        known = f"{near(command, list(COMMANDS))}known: {', '.join(COMMANDS)}"
         print(f"error: {command}: no such command; {known}", file=sys.stderr)
         return 2
+    if command in CONFIGURED and completion.wanted(rest):
+        return completion.main(rest)  # without their modules, which import torch: it answers to a key
     sys.argv = [f"ndtrain {command}", *rest]
-    runpy.run_module(f"ndtrain.{command}", run_name="__main__", alter_sys=False)
+    runpy.run_module(COMMANDS[command], run_name="__main__", alter_sys=False)
     return 0

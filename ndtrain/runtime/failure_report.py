@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ndtrain.config import ConfigError, world_from_env
 from ndtrain.runtime import exit_status
+from ndtrain.runtime.launcher_report import record_error
 from ndtrain.runtime.stop_signals import StopRequest
 
 PATIENCE_S = 5.0  # delay of a rank that lost a peer: the peer reports first, and the launcher may end all ranks
@@ -31,8 +31,7 @@ def report_failure(error: BaseException, stop: StopRequest, run_dir: Path) -> No
         return
     if lost:
         time.sleep(PATIENCE_S)
-    else:
-        get_error_handler().record_exception(error)  # torchrun's last lines show it
+    record_error(error)
     _write_exit_status(error, run_dir)
     sys.excepthook(type(error), error, error.__traceback__)
 

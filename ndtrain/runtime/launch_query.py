@@ -30,7 +30,9 @@ def ended(run_dir: Path, status: int) -> int:
     if ending is None:
         return 2 if status else 0
     if ending.error:
-        print(f"rank {ending.rank} ended this run:\n{ending.error.rstrip()}", file=sys.stderr, flush=True)
+        error = ending.error.rstrip()
+        gap = "\n" if "\n" in error else " "  # a traceback, or one line
+        print(f"rank {ending.rank} ended this run:{gap}{error}", file=sys.stderr, flush=True)
     return ending.code
 
 

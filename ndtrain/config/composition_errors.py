@@ -1,0 +1,165 @@
+"""Says what is wrong with a configuration that cannot be composed: one line with the file, the key and the fix."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from ndtrain.arguments import near
+from ndtrain.config.keys import Key, config_folders, group_options, known_keys, near_key
+from ndtrain.config.schema import ConfigError
+
+PACKAGE = "# @package _global_"
+_NUMBERS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a file of the user's.
+
+    Raises:
+        ConfigError: it is not YAML, or no mapping.
+    """
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except yaml.YAMLError as error:
+        raise ConfigError(_not_yaml(error, path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: holds a list, but a file of the configuration holds `key: value` lines")
+    return content
+
+
+def one_line(error: BaseException, search: Sequence[str] | None = None, overrides: Sequence[str] = ()) -> str:
+    """The line for an error of Hydra or OmegaConf.
+
+    Args:
+        search: the folders of `--config-dir`, in which the file at fault is looked for.
+        overrides: those of the command, which name files of these folders.
+    """
+    if isinstance(error, yaml.YAMLError):
+        return _not_yaml(error)
+    folders, keys = config_folders(search), known_keys()
+    chosen = [folder / f"{o.lstrip('+').replace('=', '/', 1)}.yaml" for o in overrides for folder in folders[1:]]
+    chosen = [path for path in chosen if path.is_file()]
+    first = str(error).strip().splitlines()[0]
+    named = re.match(r"In '?(?P<config>[^':]*)'?: (?P<text>.*)", first)
+    path = _file_of(named["config"], folders) if named else None
+    causes = [e for e in (error, error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)]
+    if causes:
+        return _wrong_value(causes[0], path, keys)
+    return _wrong_choice(named["text"] if named else first, [path, *chosen] if path else chosen, folders)
+
+
+def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping[str, Key]) -> str:
+    """A key or value that the schema refuses, in a file or, without `path`, on the command line."""
+    key = error.full_key or ""
+    if path and path.parent.name == "recipe" and key == "recipe":
+        return f"{path}: its first line must be `{PACKAGE}`, without which its keys stand below `recipe`"
+    if path and not key:
+        key = _value_for_a_section(path, keys)
+    where = f"{path}{_line_of(path, key)}: " if path else ""
+    text = str(error).strip().splitlines()[0]
+    if key in keys and keys[key].section:
+        return f"{where}{key}: a section, which takes no value: its keys stand below it, as in {_below(key, keys)}"
+    if isinstance(error, ConfigKeyError | ConfigAttributeError) and key and key not in keys:
+        return f"{where}{key}: no such key; {near_key(key, keys)}`--cfg job` lists them all"
+    if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
+        return f"{where}{key}={match[1]}: must be {_NUMBERS.get(match[2], match[2])}"
+    if match := re.match(r"Value '(.*)' is not a valid bool", text):
+        return f"{where}{key}={match[1]}: must be {_NUMBERS['Boolean']}"
+    if match := re.match(r"Value '(.*)' \(\w+\) is incompatible with type hint '(.*)'", text):
+        return f"{where}{key}={match[1]}: must be of type {match[2].removeprefix('typing.')}"
+    if re.search(r"is not Optional|Non optional field|Incompatible value 'None'", text) and "${" not in text:
+        return f"{where}{key}=null: must have a value"
+    if match := re.match(r"Interpolation key '(.*)' not found", text):
+        return f"{where}{key}: ${{{match[1]}}} names no key; {near(match[1], list(keys))}`--cfg job` lists them all"
+    if match := re.search(r"\$\{hydra:[^}]*\}", text):
+        return f"{where}{key}: {match[0]} has no value here; use a key of the run, as ${{run.name}}"
+    return f"{where}{key}: {text}" if key else f"{where}{text}"
+
+
+def _wrong_choice(text: str, paths: Sequence[Path], folders: Sequence[Path]) -> str:
+    """A group or option, in the defaults list of one of the files `paths`, that there is not."""
+    groups = group_options(folders)
+    if match := re.match(r"Could not find '(.*)/([^/]*)'", text):
+        group, option = match[1].strip("/"), match[2]
+        where = _mention(option, paths)
+        known = sorted(groups.get(group, ()))
+        return f"{where}{group}: {option}: no such {group}; {near(option, known)}known: {', '.join(known)}"
+    if match := re.match(r"Could not override '(.*)'\.", text):
+        group = match[1]
+        where = _mention(group, paths)
+        hint = near(group.rpartition("/")[2], list(groups))
+        return f"{where}override /{group}: no such group; {hint}known: {', '.join(sorted(groups))}"
+    if match := re.match(r"(?:Multiple values for|Override '.*' is defined before) '?([^\s':]+?)(?:\.|:) ", text):
+        where = _mention(match[1], paths, unless="override")
+        return f"{where}/{match[1]}: chosen before: write `override /{match[1]}: ...` in the defaults list"
+    if match := re.match(r"Error parsing override '(.*)'", text):
+        return f"{match[1]}: an override is key=value"
+    return text
+
+
+def _not_yaml(error: yaml.YAMLError, path: Path | None = None) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+    name = path or (mark.name if mark else "a file of the configuration")
+    where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else str(name)
+    if "'\\t'" in problem:
+        return f"{where}: not YAML: a tab; indent with spaces"
+    hint = "" if "duplicate" in problem else " (look at the indentation, colons and brackets here and just above)"
+    return f"{where}: not YAML: {problem.splitlines()[0]}{hint}"
+
+
+# -------------------------------------------------------------------------------------------------- places in files
+
+
+def _file_of(config: str, folders: Sequence[Path]) -> Path | None:
+    """The file of a config by Hydra's name, `recipe/mine`; the user's where there are several."""
+    paths = [folder / f"{config.removesuffix('.yaml')}.yaml" for folder in reversed(folders)]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _mention(word: str, paths: Sequence[Path], unless: str = "\n") -> str:
+    """`file:line: ` of the first line with the word, and without the word `unless`, in these files; or nothing."""
+    for path in paths:
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            text = line.partition("#")[0]
+            if unless not in text and re.search(rf"(^|[\s/:]){re.escape(word)}(\s|:|$)", text):
+                return f"{path}:{number}: "
+    return ""
+
+
+def _line_of(path: Path, key: str) -> str:
+    """`:line` of a dotted key in a file; of a file of a group its keys may stand without the group's name."""
+    names = key.split(".")
+    for wanted in (names, names[1:]):
+        node, line = yaml.compose(path.read_text(errors="replace")), None
+        for name in wanted:
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
+            at = next(((k, v) for k, v in pairs if k.value == name), None)
+            if at is None:
+                line = None
+                break
+            line, node = at[0].start_mark.line + 1, at[1]
+        if line is not None:
+            return f":{line}"
+    return ""
+
+
+def _value_for_a_section(path: Path, keys: Mapping[str, Key]) -> str:
+    """The first key of a file that is a section and has a plain value there; empty: there is none."""
+    for key, value in read_yaml(path).items():
+        if key in keys and keys[key].section and not isinstance(value, dict):
+            return key
+    return ""
+
+
+def _below(section: str, keys: Mapping[str, Key]) -> str:
+    """A key of the section, for an example."""
+    return next((key for key in keys if key.startswith(f"{section}.")), f"{section}.KEY")

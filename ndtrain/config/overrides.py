@@ -1,0 +1,184 @@
+"""Checks overrides before Hydra sees them: its own messages lack the near miss, and it accepts any key behind a `+`."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType, ValueType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from ndtrain.arguments import near
+from ndtrain.config.composition_errors import read_yaml
+from ndtrain.config.keys import Key, config_folders, group_options, known_keys, near_key
+from ndtrain.config.registry import load_plugins
+from ndtrain.config.schema import Config, ConfigError
+
+
+def check_overrides(overrides: list[str], search: list[str] | None = None, hydra: bool = False) -> list[str]:
+    """Loads the plugins that the overrides or the recipe name. Checks the names of keys and group options.
+
+    Args:
+        hydra: Hydra runs the job (`--multirun`, `--cfg`): sweeps and `hydra.*` mean something.
+
+    Returns:
+        The overrides for Hydra: a key of a free-form dict (rope_scaling, layout.rules) is marked as an addition.
+
+    Raises:
+        ConfigError: naming the first unknown key or option and its near miss, a plugin that cannot be loaded, or an
+            override that means nothing here.
+    """
+    folders = config_folders(search)
+    parsed = [_parse(override, group_options(folders)) for override in overrides]
+    load_plugins(_plugins_named(parsed, folders))
+    groups, keys = group_options(folders), known_keys()
+    _check_init_from({o.key_or_group: o for o in parsed})
+    return [_check(o, keys, groups, folders, hydra) for o in parsed]
+
+
+def sweep_jobs(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each job of a sweep, in the order in which Hydra's own sweeper runs them. Empty: another
+    sweeper chooses the values, or only Hydra can list them."""
+    choices = []
+    for o in OverridesParser.create().parse_overrides(overrides):
+        if o.key_or_group == "hydra/sweeper" or (o.is_sweep_override() and not _can_be_listed(o)):
+            return []
+        values = o.sweep_string_iterator() if o.is_sweep_override() else [None]
+        choices.append([o.input_line if v is None else f"{o.get_key_element()}={v}" for v in values])
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def _can_be_listed(override: Override) -> bool:
+    """Whether it names its values: interval() does not, and glob() needs Hydra's folders."""
+    return override.is_discrete_sweep() and "glob(" not in (override.input_line or "")
+
+
+def _parse(override: str, groups: Mapping[str, set[str]]) -> Override:
+    if "=" not in override and not override.startswith("~"):
+        owner = next((f"{group}={override}" for group in ("recipe", *groups) if override in groups[group]), None)
+        hint = f"did you mean {owner!r}?" if owner else f"give {override} a value: {override}=VALUE"
+        raise ConfigError(f"{override}: an override is key=value; {hint}")
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        text = str(error).strip().splitlines()[0]
+        key, _, value = override.partition("=")
+        raise ConfigError(
+            f"{override}: cannot read the override ({text}); close brackets and quotes, and put a value with special "
+            f"characters in quotes of its own: '{key}=\"{value}\"'"
+        ) from error
+
+
+def _plugins_named(parsed: Sequence[Override], folders: Sequence[Path]) -> list[str]:
+    """The modules of the key `plugins`: the override's, else the recipe's."""
+    values = {o.key_or_group: o.value() for o in parsed if not o.is_sweep_override()}
+    recipes = [path for folder in folders if (path := folder / "recipe" / f"{values.get('recipe')}.yaml").is_file()]
+    named = [str(module) for path in recipes[:1] for module in read_yaml(path).get("plugins") or []]
+    return [str(module) for module in values["plugins"] or []] if "plugins" in values else named
+
+
+def _check_init_from(given: Mapping[str, Override]) -> None:
+    """A field of the model beside `init_from` would have no effect: the folder says what the model is."""
+    lost = [key for key in given if key.startswith("model.")]
+    if lost and "init_from" in given and given["init_from"].value() is not None:
+        raise ConfigError(
+            f"{given[lost[0]].input_line}: init_from={given['init_from'].value()} takes the model from the folder's "
+            "config.json: leave model.* out"
+        )
+
+
+def _check(
+    override: Override, keys: Mapping[str, Key], groups: Mapping[str, set[str]], folders: Sequence[Path], hydra: bool
+) -> str:
+    """The override for Hydra."""
+    key = override.key_or_group
+    if key.replace("/", ".").partition(".")[0] == "hydra":
+        return _check_hydra_key(override, hydra)
+    if override.is_sweep_override() and not hydra:
+        raise ConfigError(_sweep_in_one_run(override, keys))
+    if override.is_delete():
+        return _check_deletion(override, keys, groups)
+    return _check_group(override, groups[key], folders) if key in groups else _check_key(override, keys, groups)
+
+
+def _check_hydra_key(override: Override, hydra: bool) -> str:
+    key, line = override.key_or_group, override.input_line or ""
+    if key == "hydra.run.dir":
+        raise ConfigError(f"{line}: the run folder is a key of ndtrain: use run.dir={override.value()}")
+    if key == "hydra.searchpath":
+        raise ConfigError(f"{line}: use --config-dir FOLDER, where FOLDER/recipe/ holds your recipes")
+    if not hydra:
+        fix = "use --multirun" if key == "hydra.mode" else "leave it out, or add --multirun"
+        raise ConfigError(f"{line}: a setting of Hydra, which has no effect on a single run: {fix}")
+    return line
+
+
+def _sweep_in_one_run(override: Override, keys: Mapping[str, Key]) -> str:
+    key, text = override.key_or_group, override.get_value_string()
+    if key in keys and "list[" in keys[key].kind:
+        return f"{override.input_line}: a list stands in brackets: '{key}=[{text}]'"
+    quoted = override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and f"; for one value quote it: '{key}=\"{text}\"'"
+    return f"{override.input_line}: a run for each of several values needs --multirun{quoted or ''}"
+
+
+def _check_deletion(override: Override, keys: Mapping[str, Key], groups: Mapping[str, set[str]]) -> str:
+    """Only keys of free-form dicts can be deleted: every other one has a default, to which it would return."""
+    key, line = override.key_or_group, override.input_line or ""
+    if key in groups:
+        raise ConfigError(f"{line}: a group cannot be left out; choose another: {key}={'/'.join(sorted(groups[key]))}")
+    if any(keys[parent].free_form for parent in _parents(key)[1:] if parent in keys):
+        if OmegaConf.select(OmegaConf.structured(Config), key) is not None:
+            raise ConfigError(f"{line}: it has a default, which would come back; {key}=null turns it off")
+        return line
+    if key not in keys:
+        raise ConfigError(f"{line}: no such key; {near_key(key, keys)}`--cfg job` lists them all")
+    unset = f"{key}=null turns it off" if keys[key].optional else "without an override it has its default"
+    raise ConfigError(f"{line}: a key of the schema cannot be deleted; {unset}")
+
+
+def _check_group(override: Override, known: set[str], folders: Sequence[Path]) -> str:
+    key, line = override.key_or_group, override.input_line or ""
+    if override.is_sweep_override() and not _can_be_listed(override):
+        return line
+    values = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
+    for value in values:
+        if not isinstance(value, str) or value not in known:
+            hint = _misplaced(key, str(value), known, folders) or near(str(value), list(known))
+            raise ConfigError(f"{key}={value}: no such {key}; {hint}known: {', '.join(sorted(known))}")
+        paths = [path for folder in folders if (path := folder / key / f"{value}.yaml").is_file()]
+        if len({path.resolve() for path in paths}) > 1:
+            raise ConfigError(f"{key}={value}: two files have this name, {' and '.join(map(str, paths))}: rename yours")
+    return line
+
+
+def _misplaced(group: str, value: str, known: set[str], folders: Sequence[Path]) -> str:
+    """A hint for a file that is named by its path, or that does not stand in the folder of its group."""
+    name = Path(value).stem if value.endswith((".yaml", ".yml")) or "/" in value else value
+    if name in known and name != value:
+        return f"write {group}={name}, without folder and ending; "
+    if name != value and Path(value).is_file():
+        return f"give its folder's folder, --config-dir FOLDER {group}={name}, for FOLDER/{group}/{name}.yaml; "
+    for folder in folders[1:]:
+        if (folder / f"{name}.yaml").is_file():
+            return f"move {folder / name}.yaml into {folder / group}/; "
+        if (folder / group / f"{name}.yml").is_file():
+            return f"rename {folder / group / name}.yml to {name}.yaml; "
+    return ""
+
+
+def _parents(key: str) -> list[str]:
+    """The key itself and the sections that it stands in, the innermost first."""
+    return [key.rsplit(".", n)[0] for n in range(key.count(".") + 1)]
+
+
+def _check_key(override: Override, keys: Mapping[str, Key], groups: Mapping[str, set[str]]) -> str:
+    key, line = override.key_or_group, override.input_line or ""
+    if any(keys[parent].free_form for parent in _parents(key) if parent in keys):
+        return "++" + line if override.type == OverrideType.CHANGE else line
+    if key not in keys:
+        raise ConfigError(f"{key}: no such key; {near_key(key, keys, groups)}`--cfg job` lists them all")
+    if keys[key].section and not isinstance(override.value(), dict):
+        below = next(k for k in [*keys, f"{key}.KEY"] if k.startswith(f"{key}."))
+        raise ConfigError(f"{line}: {key} is a section, which takes no value: set its keys, as in {below}=...")
+    return line

@@ -1,0 +1,11 @@
+"""The commands of `ndtrain`."""
+
+COMMANDS = {  # command -> its module
+    "train": "ndtrain.train",
+    "data": "ndtrain.data",
+    "schedule": "ndtrain.schedule",
+    "bench": "ndtrain.bench",
+    "preflight": "ndtrain.preflight",
+    "torchrun": "ndtrain.runtime.torchrun",
+}
+CONFIGURED = ("train", "preflight", "torchrun")  # those that take a run's overrides

@@ -1,0 +1,139 @@
+"""Completes the command line with Tab: `eval "$(ndtrain train -sc install=bash)"`.
+
+The flag is Hydra's, `--shell-completion` or `-sc`, with `install=bash`, `uninstall=bash` or `query=bash`. What
+completes is known from the schema and the folders of groups, so that nothing is composed and torch is not imported.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from glob import glob
+from itertools import pairwise
+from pathlib import Path
+
+from ndtrain.arguments import near
+from ndtrain.config import ConfigError
+from ndtrain.config.keys import Key, config_folders, group_options, known_keys
+from ndtrain.config.registry import load_plugins, names
+from ndtrain.runtime.commands import COMMANDS, CONFIGURED
+
+_FLAGS = ("--config-dir", "--cfg", "--multirun", "--info", "--help", "--version", "--resolve", "--package")
+_ACTIONS = ("install=bash", "uninstall=bash", "query=bash")
+
+# the word breaks of bash contain `=`, so a word of its own is cut from the line
+_INSTALL = r"""_ndtrain_complete() {
+    local line=${COMP_LINE:0:COMP_POINT}
+    local word=${line##*[[:space:]]}
+    local cut=${word%"${COMP_WORDS[COMP_CWORD]}"} candidate
+    [ "${COMP_WORDS[COMP_CWORD]}" = "=" ] && cut=$word
+    COMPREPLY=()
+    while IFS= read -r candidate; do
+        [ -n "$candidate" ] && COMPREPLY+=("${candidate#"$cut"}")
+    done < <(COMP_LINE=$line ndtrain train -sc query=bash 2>/dev/null)
+    case "${COMPREPLY[*]}" in *= | *. | */) compopt -o nospace 2>/dev/null ;; esac
+}
+complete -F _ndtrain_complete ndtrain"""
+_UNINSTALL = "complete -r ndtrain; unset -f _ndtrain_complete"
+
+
+def wanted(args: Sequence[str]) -> bool:
+    """Whether these arguments ask for shell completion."""
+    return not {"-sc", "--shell-completion"}.isdisjoint(args)
+
+
+def main(args: Sequence[str]) -> int:
+    """As `run`, with the error in one line and status 2."""
+    try:
+        return run(args)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: Sequence[str]) -> int:
+    """Prints the shell's code, or what completes COMP_LINE, one candidate a line. Returns the exit status.
+
+    Raises:
+        ConfigError: another action or shell.
+    """
+    action = next((arg for arg in args if "=" in arg), "")
+    match action:
+        case "install=bash":
+            print(_INSTALL)
+        case "uninstall=bash":
+            print(_UNINSTALL)
+        case "query=bash":
+            print("\n".join(candidates(os.environ.get("COMP_LINE", ""))))
+        case _:
+            known = "install=bash, uninstall=bash"
+            raise ConfigError(f"-sc {action}: {near(action, _ACTIONS)}known: {known}; other shells are not supported")
+    return 0
+
+
+def candidates(line: str) -> list[str]:
+    """What the last word of a command line may become. It ends in `=`, `.` or `/` where more must follow."""
+    words = line.split(" ")
+    before, word = _words(" ".join(words[:-1])), words[-1]
+    if before[-1:] in (["--config-dir"], ["-cd"]):
+        return _paths(word)
+    if before[-1:] in (["--cfg"], ["-c"]):
+        return _starting(word, ("job", "hydra", "all"))
+    if len(before) == 1 and Path(before[0]).name == "ndtrain":
+        return _starting(word, (*COMMANDS, "--help", "--version"))
+    if Path(before[0]).name == "ndtrain" and before[1] not in CONFIGURED:
+        return _starting(word, ("--help",))
+    if word.startswith("-"):
+        return _starting(word, _FLAGS)
+    return _overrides(word, _searched(before))
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text) or [""]
+    except ValueError:  # a quote is open
+        return text.split() or [""]
+
+
+def _searched(words: Sequence[str]) -> list[str]:
+    """The folders that the line names with --config-dir."""
+    pairs = [word.partition("=") for word in words]
+    after = [b for a, b in pairwise(words) if a in ("--config-dir", "-cd")]
+    return [*after, *(value for name, _, value in pairs if name in ("--config-dir", "-cd") and value)]
+
+
+def _overrides(word: str, search: list[str]) -> list[str]:
+    prefix = word[: len(word) - len(word.lstrip("+~"))]
+    key, equals, value = word.removeprefix(prefix).partition("=")
+    load_plugins([])
+    groups, keys = group_options(config_folders(search)), known_keys()
+    if not equals:
+        heads = {_next_part(name, key, keys, groups) for name in (*groups, *keys) if name.startswith(key)}
+        return sorted(prefix + head for head in heads)
+    *earlier, last = value.split(",")  # of a sweep
+    done = f"{prefix}{key}=" + "".join(f"{v}," for v in earlier)
+    values = sorted(groups[key]) if key in groups else _values(keys[key]) if key in keys else []
+    if not values and key in keys and "str" in keys[key].kind:
+        return [done + path for path in _paths(last)]
+    return [done + v for v in _starting(last, values)]
+
+
+def _next_part(name: str, typed: str, keys: dict[str, Key], groups: dict[str, set[str]]) -> str:
+    """The key up to its next dot, `optim.`, or the whole key with `=`. A group that is a section too stays open."""
+    rest = name[len(typed) :]
+    if "." in rest:
+        return typed + rest[: rest.index(".") + 1]
+    return f"{name}." if name in keys and keys[name].section and name not in groups else f"{name}="
+
+
+def _values(key: Key) -> list[str]:
+    """The valid values, where they can be listed."""
+    return ["true", "false"] if key.kind == "bool" else [*key.choices, *(names(key.part) if key.part else ())]
+
+
+def _starting(word: str, known: Sequence[str]) -> list[str]:
+    return [candidate for candidate in known if candidate.startswith(word)]
+
+
+def _paths(word: str) -> list[str]:
+    return sorted(f"{path}/" if Path(path).is_dir() else path for path in glob(f"{word}*"))

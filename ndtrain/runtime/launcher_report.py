@@ -1,0 +1,40 @@
+"""Tells torchrun in one line why a rank failed. It shows that line at the end of its summary."""
+
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun names a file for each rank here
+PRINTED = "printed"  # in the file: whether local rank 0 prints the same line
+
+
+def record_error(error: BaseException | str) -> None:
+    """Writes the line into the file that torchrun has named for this rank, unless it holds one already. Does nothing
+    without torchrun.
+
+    Args:
+        error: an exception, of which the line names type, text and place; or the line itself.
+    """
+    file = os.environ.get(ERROR_FILE)
+    if not file:
+        return
+    line = error if isinstance(error, str) else describe(error)
+    # torchrun prints `py_callstack`. It takes the rank with the smallest timestamp, in whole seconds, for the one at
+    # fault; of several the first, which may be one that it has itself ended within the same second
+    more = {"py_callstack": line, "timestamp": str(int(time.time()) - 1), PRINTED: isinstance(error, str)}
+    content = {"message": line, "extraInfo": more}
+    try:
+        with Path(file).open("x") as out:
+            json.dump({"message": content}, out)
+    except OSError:  # the first error is there, or torchrun has gone and its folder with it
+        pass
+
+
+def describe(error: BaseException) -> str:
+    """The exception in one line: `RuntimeError: text (file.py:12, in function)`."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}{': ' * bool(text)}{text}{place}"

@@ -1,0 +1,85 @@
+"""Jobs that Hydra runs: `--multirun`, `--cfg` and its other flags. Their errors are one line, as those of a single
+run."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ndtrain.config import Config, ConfigError, resolve, world_from_env
+from ndtrain.config.composition import COMPOSING, compose_checked, register_schema, search_path, to_config
+from ndtrain.config.composition_errors import one_line
+from ndtrain.config.keys import conf_dir
+from ndtrain.config.overrides import sweep_jobs
+
+_FULL = "HYDRA_FULL_ERROR"  # where it is 1, Hydra raises its errors, which it would print in many lines
+
+
+def run_with_hydra(
+    train: Callable[[Config], int],
+    flags: list[str],
+    overrides: list[str],
+    search: Sequence[str],
+    report: Callable[[ConfigError], None],
+) -> int:
+    """Hands the command to Hydra, and runs `train` for each of its jobs.
+
+    Args:
+        flags: Hydra's own. overrides: as `check_overrides` returns them. search: the folders of `--config-dir`.
+        report: prints the error of a job.
+
+    Returns:
+        The largest exit status of the jobs.
+
+    Raises:
+        ConfigError: the configuration of any job is wrong; none has started then.
+    """
+    import hydra
+
+    if {"--multirun", "-m"} & set(flags):
+        check_jobs(overrides, search)
+    register_schema()
+    codes: list[int] = []
+    failed: list[BaseException] = []
+
+    def task(cfg: Any) -> None:
+        try:
+            codes.append(train(to_config(cfg)))
+        except ConfigError as error:  # caught here, since Hydra would print a traceback
+            report(error)
+            codes.append(2)
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    sys.argv[1:] = [*flags, *overrides, *search_path(search)]
+    before = os.environ.get(_FULL)
+    os.environ[_FULL] = "1"
+    try:
+        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
+    except COMPOSING as error:
+        if failed:
+            raise
+        raise ConfigError(one_line(error, search, overrides)) from error
+    finally:
+        if before is None:
+            del os.environ[_FULL]
+    return max(codes, default=0)
+
+
+def check_jobs(overrides: list[str], search: Sequence[str]) -> None:
+    """Composes and checks every job of a sweep, so that a wrong value in the last one ends it before the first.
+
+    Raises:
+        ConfigError: naming the job.
+    """
+    jobs = sweep_jobs(overrides)
+    for number, job in enumerate(jobs):
+        try:
+            cfg = compose_checked([*job, f"hydra.job.num={number}", f"hydra.job.id={number}"], search)
+            if not cfg.init_from:  # else the model is known later
+                resolve(cfg, world_from_env()[2])
+        except ConfigError as error:
+            own = " ".join(o for o in job if o not in overrides)
+            which = f"job {number + 1} of {len(jobs)} ({own}), none has started: " if len(jobs) > 1 else ""
+            raise ConfigError(f"{which}{error}") from error

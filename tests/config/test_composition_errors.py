@@ -1,0 +1,264 @@
+"""Every mistake in an own recipe, an override or a flag, and the one line that it prints."""
+
+from pathlib import Path
+
+import pytest
+
+from ndtrain.config import ConfigError, load_config
+from ndtrain.runtime import cli
+from tests.lib.helpers import refusal
+
+GLOBAL = "# @package _global_\n"
+MODELS = "llama3_2_1b, llama3_8b, llama_debug, llama_small"
+GROUPS = "checkpoint, data, hardware, logger, mesh, model, optim, recipe, recompute, schedule"
+RECIPES = {  # content of the recipe -> the line; {file} is its path
+    "misspelt key": (
+        f"{GLOBAL}train:\n  stepz: 5\n",
+        "{file}:3: train.stepz: no such key; did you mean 'train.steps'? `--cfg job` lists them all",
+    ),
+    "misspelt section": (
+        f"{GLOBAL}trian:\n  steps: 5\n",
+        "{file}:2: trian: no such key; did you mean 'train'? `--cfg job` lists them all",
+    ),
+    "no package": (
+        "train:\n  steps: 5\n",
+        "{file}: its first line must be `# @package _global_`, without which its keys stand below `recipe`",
+    ),
+    "empty": (
+        "",
+        "{file}: its first line must be `# @package _global_`, without which its keys stand below `recipe`",
+    ),
+    "a word for a number": (
+        f"{GLOBAL}train:\n  seq_len: 8\n  steps: many\n",
+        "{file}:4: train.steps=many: must be a whole number",
+    ),
+    "a word for true or false": (
+        f"{GLOBAL}tp:\n  overlap: often\n",
+        "{file}:3: tp.overlap=often: must be true or false",
+    ),
+    "nothing where a number must be": (
+        f"{GLOBAL}train:\n  steps: null\n",
+        "{file}:3: train.steps=null: must have a value",
+    ),
+    "a value for a section": (
+        f"{GLOBAL}train: 5\n",
+        "{file}:2: train: a section, which takes no value: its keys stand below it, as in train.steps",
+    ),
+    "indentation": (
+        f"{GLOBAL}train:\n  steps: 5\n bad: 1\n",
+        "{file}:4:2: not YAML: expected <block end>, but found '<block mapping start>' (look at the indentation, "
+        "colons and brackets here and just above)",
+    ),
+    "tab": (f"{GLOBAL}train:\n\tsteps: 5\n", "{file}:3:1: not YAML: a tab; indent with spaces"),
+    "the same key twice": (
+        f"{GLOBAL}train:\n  steps: 5\n  steps: 6\n",
+        "{file}:4:3: not YAML: found duplicate key steps",
+    ),
+    "a list": (f"{GLOBAL}- a\n", "{file}: holds a list, but a file of the configuration holds `key: value` lines"),
+    "a model that there is not": (
+        f"{GLOBAL}defaults:\n  - override /model: llama_smal\n",
+        f"{{file}}:3: model: llama_smal: no such model; did you mean 'llama_small'? known: {MODELS}",
+    ),
+    "a group that there is not": (
+        f"{GLOBAL}defaults:\n  - override /modle: llama_small\n",
+        f"{{file}}:3: override /modle: no such group; did you mean 'model'? known: {GROUPS}",
+    ),
+    "a group without override": (
+        f"{GLOBAL}defaults:\n  - override /data: text\n  - /model: llama_small\n",
+        "{file}:4: /model: chosen before: write `override /model: ...` in the defaults list",
+    ),
+}  # fmt: skip
+
+SHIPPED = "known: llama3_2_1b, llama3_8b, llama_debug, llama_small"
+COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
+    "sweep of numbers": (
+        ["optim.lr=1e-3,3e-3"],
+        "optim.lr=1e-3,3e-3: a run for each of several values needs --multirun; for one value quote it: "
+        "'optim.lr=\"1e-3,3e-3\"'",
+    ),
+    "sweep by choice()": (
+        ["optim.lr=choice(1,2)"],
+        "optim.lr=choice(1,2): a run for each of several values needs --multirun",
+    ),
+    "sweep of a group": (
+        ["model=llama_debug,llama_small"],
+        "model=llama_debug,llama_small: a run for each of several values needs --multirun; for one value quote it: "
+        "'model=\"llama_debug,llama_small\"'",
+    ),
+    "list without brackets": (
+        ["mesh.order=dp,fsdp"],
+        "mesh.order=dp,fsdp: a list stands in brackets: 'mesh.order=[dp,fsdp]'",
+    ),
+    "value for a section": (
+        ["train=5"],
+        "train=5: train is a section, which takes no value: set its keys, as in train.steps=...",
+    ),
+    "no value": (["mesh.fsdp"], "mesh.fsdp: an override is key=value; give mesh.fsdp a value: mesh.fsdp=VALUE"),
+    "an option alone": (
+        ["llama_small"],
+        "llama_small: an override is key=value; did you mean 'recipe=llama_small'?",
+    ),
+    "open bracket": (
+        ["mesh.order=[dp"],
+        "mesh.order=[dp: cannot read the override (no viable alternative at input '[dp'); close brackets and quotes, "
+        "and put a value with special characters in quotes of its own: 'mesh.order=\"[dp\"'",
+    ),
+    "deletion of an optional key": (
+        ["~train.profile"],
+        "~train.profile: a key of the schema cannot be deleted; train.profile=null turns it off",
+    ),
+    "deletion of a key": (
+        ["~train.steps"],
+        "~train.steps: a key of the schema cannot be deleted; without an override it has its default",
+    ),
+    "deletion of no key": (
+        ["~train.stepz"],
+        "~train.stepz: no such key; did you mean 'train.steps'? `--cfg job` lists them all",
+    ),
+    "deletion of a group": (
+        ["~logger"],
+        "~logger: a group cannot be left out; choose another: logger=jsonl/wandb",
+    ),
+    "deletion of a rule": (
+        ["~layout.rules.mlp"],
+        "~layout.rules.mlp: it has a default, which would come back; layout.rules.mlp=null turns it off",
+    ),
+    "hydra.run.dir": (
+        ["hydra.run.dir=out/1"],
+        "hydra.run.dir=out/1: the run folder is a key of ndtrain: use run.dir=out/1",
+    ),
+    "hydra.searchpath": (
+        ["hydra.searchpath=[mine]"],
+        "hydra.searchpath=[mine]: use --config-dir FOLDER, where FOLDER/recipe/ holds your recipes",
+    ),
+    "hydra.mode": (
+        ["hydra.mode=MULTIRUN"],
+        "hydra.mode=MULTIRUN: a setting of Hydra, which has no effect on a single run: use --multirun",
+    ),
+    "launcher of a single run": (
+        ["hydra/launcher=submitit_slurm"],
+        "hydra/launcher=submitit_slurm: a setting of Hydra, which has no effect on a single run: leave it out, or add "
+        "--multirun",
+    ),
+    "interpolation of Hydra": (
+        ["run.name=${hydra:runtime.output_dir}"],
+        "run.name: ${hydra:runtime.output_dir} has no value here; use a key of the run, as ${run.name}",
+    ),
+    "interpolation of no key": (
+        ["run.name=${run.nam}"],
+        "run.name: ${run.nam} names no key; did you mean 'run.name'? `--cfg job` lists them all",
+    ),
+    "missing recipe": (
+        ["recipe=llama_smal"],
+        f"recipe=llama_smal: no such recipe; did you mean 'llama_small'? {SHIPPED}",
+    ),
+    "recipe by its file": (
+        ["recipe={dir}/recipe/own.yaml"],
+        "recipe={dir}/recipe/own.yaml: no such recipe; give its folder's folder, --config-dir FOLDER recipe=own, for "
+        f"FOLDER/recipe/own.yaml; {SHIPPED}",
+    ),
+    "recipe by its file's name": (
+        ["--config-dir", "{dir}", "recipe=own.yaml"],
+        "recipe=own.yaml: no such recipe; write recipe=own, without folder and ending; known: llama3_2_1b, llama3_8b, "
+        "llama_debug, llama_small, own",
+    ),
+    "recipe in the wrong folder": (
+        ["--config-dir", "{dir}", "recipe=stray"],
+        "recipe=stray: no such recipe; move {dir}/stray.yaml into {dir}/recipe/; known: llama3_2_1b, llama3_8b, "
+        "llama_debug, llama_small, own",
+    ),
+    "multirun, a word for a number": (
+        ["--multirun", "train.steps=5,many"],
+        "job 2 of 2 (train.steps=many), none has started: train.steps=many: must be a whole number",
+    ),
+    "multirun, a value out of bounds": (
+        ["-m", "train.steps=0,30", "run.seed=1,2"],
+        "job 1 of 4 (train.steps=0 run.seed=1), none has started: train.steps=0: must be at least 1",
+    ),
+    "multirun, an option that there is not": (
+        ["--multirun", "schedule=1f1b,2f2b"],
+        "schedule=2f2b: no such schedule; did you mean '1f1b'? known: 1f1b, csv, dualpipe_v, gpipe, interleaved, "
+        "zb_h1, zb_v",
+    ),
+    "multirun, hydra.run.dir": (
+        ["--multirun", "hydra.run.dir=out"],
+        "hydra.run.dir=out: the run folder is a key of ndtrain: use run.dir=out",
+    ),
+    "show, a word for a number": (["--cfg", "job", "train.steps=many"], "train.steps=many: must be a whole number"),
+    "show what": (["--cfg=jobs"], "--cfg jobs: did you mean 'job'? known: job, hydra, all"),
+    "two flags": (["--cfg", "job", "--multirun"], "--cfg and --multirun: only one of them in one command"),
+    "resolve what": (["--resolve"], "--resolve: only with --cfg job"),
+    "flag without its value": (["--cfg"], "--cfg: a value must follow, as in --cfg job|hydra|all"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def own(tmp_path) -> Path:
+    """A folder for --config-dir with one recipe, own, and a file that stands in the wrong place."""
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe/own.yaml").write_text(f"{GLOBAL}train:\n  steps: 7\n")
+    (tmp_path / "stray.yaml").write_text(GLOBAL)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_mistake_in_an_own_recipe(name, own):
+    content, line = RECIPES[name]
+    file = own / "recipe/own.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        load_config(["recipe=own"], [str(own)])
+    assert str(refused.value) == line.format(file=file)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_mistake_on_the_command_line(name, own, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train"])
+    args, line = COMMANDS[name]
+    fill = lambda text: text.replace("{dir}", str(own))
+    ran: list = []
+    monkeypatch.setattr(cli, "record_error", ran.append)
+    assert refusal(capsys, [fill(arg) for arg in args]) == fill(line)
+    assert ran == [fill(line)], "torchrun is told another line"
+
+
+def test_hydra_shows_the_same_line(own, capsys, monkeypatch):
+    """`--cfg` is Hydra's; the error of the file is ours."""
+    monkeypatch.setattr("sys.argv", ["train"])
+    content, line = RECIPES["misspelt key"]
+    file = own / "recipe/own.yaml"
+    file.write_text(content)
+    assert refusal(capsys, ["--config-dir", str(own), "recipe=own", "--cfg", "job"]) == line.format(file=file)
+
+
+def test_a_recipe_with_the_name_of_a_shipped_one(own):
+    file = own / "recipe/llama_debug.yaml"
+    file.write_text(GLOBAL)
+    with pytest.raises(ConfigError, match=f"recipe=llama_debug: two files have this name, .* and {file}: rename yours"):
+        load_config(["recipe=llama_debug"], [str(own)])
+
+
+def test_what_is_right_stays_right(own):
+    """A key of a free-form dict can be deleted, a quoted comma is one value, and `${hydra:...}` has values."""
+    cfg = load_config(
+        [
+            "recipe=own",
+            "model=llama3_2_1b",
+            "~model.rope_scaling.factor",
+            "data.path='a,b'",
+            "run.name=${hydra:runtime.choices.model}-7",
+        ],
+        [str(own)],
+    )
+    assert (cfg.train.steps, cfg.data.path, cfg.run.name) == (7, "a,b", "llama3_2_1b-7")
+    assert "rope_type" in cfg.model.rope_scaling and "factor" not in cfg.model.rope_scaling
+
+
+def test_a_sweep_that_is_right_runs(own, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train"])
+    monkeypatch.chdir(own)
+    steps: list[tuple[int, int]] = []
+    train = lambda cfg: steps.append((cfg.train.steps, cfg.run.seed)) or len(steps)
+    args = ["--config-dir", str(own), "--multirun", "recipe=own", "train.steps=20,30"]
+    assert cli.main(train, args) == 2
+    assert steps == [(20, 0), (30, 0)]

@@ -1,0 +1,104 @@
+"""Completion of the command line with Tab."""
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ndtrain.runtime import completion
+from ndtrain.runtime.completion import candidates
+from ndtrain.runtime.console import main
+
+LINES = {  # the line up to the cursor -> what its last word may become
+    "ndtrain tr": ["train"],
+    "ndtrain train reci": ["recipe="],
+    "ndtrain train recipe=llama_s": ["recipe=llama_small"],
+    "ndtrain train optim": ["optim.", "optim="],
+    "ndtrain train layo": ["layout."],
+    "ndtrain train optim.sch": ["optim.schedule="],
+    "ndtrain train optim.schedule=c": ["optim.schedule=constant", "optim.schedule=cosine"],
+    "ndtrain train tp.overlap=": ["tp.overlap=true", "tp.overlap=false"],
+    "ndtrain train model=llama_debug,llama_s": ["model=llama_debug,llama_small"],
+    "ndtrain train +model.rope_th": ["+model.rope_theta="],
+    "ndtrain train --c": ["--config-dir", "--cfg"],
+    "ndtrain train --cfg j": ["job"],
+    "ndtrain train --config-dir {dir}/mi": ["{dir}/mine/"],
+    "ndtrain train --config-dir {dir}/mine recipe=o": ["recipe=own"],
+    "ndtrain train data.path={dir}/mine/rec": ["data.path={dir}/mine/recipe/"],
+    "ndtrain torchrun --nproc-per-node 2 -m ndtrain.train mesh.f": ["mesh.fsdp="],
+    "ndtrain schedule --h": ["--help"],
+    "ndtrain train 'run.na": [],
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_candidates(line, tmp_path):
+    (tmp_path / "mine/recipe").mkdir(parents=True)
+    (tmp_path / "mine/recipe/own.yaml").touch()
+    fill = lambda text: text.replace("{dir}", str(tmp_path))
+    assert candidates(fill(line)) == [fill(word) for word in LINES[line]]
+
+
+def test_the_flag(capsys, monkeypatch):
+    monkeypatch.setenv("COMP_LINE", "ndtrain train recipe=llama3_8")
+    assert main(["train", "-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out == "recipe=llama3_8b\n"
+    assert main(["train", "--shell-completion", "install=fish"]) == 2
+    assert capsys.readouterr().err.startswith("error: -sc install=fish: did you mean 'install=bash'?")
+
+
+def test_it_imports_no_torch():
+    code = "import sys; from ndtrain.runtime.completion import candidates; candidates('ndtrain train optim.schedule'); "
+    subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True, timeout=60)
+
+
+BASH = """
+ndtrain() {{ {python} -c 'import sys; from ndtrain.runtime.console import main; sys.exit(main())' "$@"; }}
+eval "$(ndtrain train -sc install=bash)"
+echo ready
+"""
+TYPED = {  # what is typed before Tab -> the words in the line then
+    "train reci\tllama_s\t": "train recipe=llama_small",
+    "train optim.sched\tcos\t": "train optim.schedule=cosine",
+    "pre\trecipe=llama_d\t": "preflight recipe=llama_debug",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("typed", TYPED)
+def test_in_an_interactive_bash(typed, tmp_path):
+    """As a user types: a word completed in part goes on where it stops."""
+    (tmp_path / "rc").write_text(BASH.format(python=sys.executable) + 'PS1="> "\nbind "set bell-style none"\n')
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.execvpe("bash", ["bash", "--rcfile", str(tmp_path / "rc"), "-i"], os.environ | {"TERM": "dumb"})
+    try:
+        shown(fd, "ready")
+        os.write(fd, b"ndtrain ")
+        for part in typed.split("\t")[:-1]:
+            os.write(fd, part.encode() + b"\t")
+            time.sleep(0.1)  # the next keys are read after the completion anyway
+        os.write(fd, b"\x01echo LINE: \r")
+        assert f"LINE: ndtrain {TYPED[typed]}" in shown(fd, f"LINE: ndtrain {TYPED[typed]}")
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(fd)
+
+
+def shown(fd: int, text: str, seconds: float = 90) -> str:
+    """What the terminal has shown once `text` is among it."""
+    out, end = "", time.monotonic() + seconds
+    while text not in out:
+        assert time.monotonic() < end, f"{text!r} is not in:\n{out}"
+        if select.select([fd], [], [], 1)[0]:
+            out += os.read(fd, 65536).decode(errors="replace")
+    return out
+
+
+def test_every_command_completes():
+    assert candidates("ndtrain ") == [*completion.COMMANDS, "--help", "--version"]
