@@ -1,6 +1,6 @@
 """How a `Config` comes from `conf/`, `recipes/`, plugins and the command line."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,20 @@ def to_config(cfg: DictConfig) -> Config:
     try:
         container = OmegaConf.to_container(cfg, resolve=False)
         container.pop("hydra", None)
-        return OmegaConf.to_object(OmegaConf.merge(_schema(_chosen_parts(container)), container))
+        made = OmegaConf.to_object(OmegaConf.merge(_schema(_chosen_parts(container)), container))
+        made.interpolated = dict(_interpolations(container))
+        return made
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from error
+
+
+def _interpolations(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of every value whose text holds an interpolation."""
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from _interpolations(value, f"{prefix}{name}.")
+        elif "${" in str(value):
+            yield f"{prefix}{name}", str(value)
 
 
 def to_yaml(cfg: Config) -> str:

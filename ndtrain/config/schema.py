@@ -4,7 +4,7 @@ import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import II
 
@@ -286,6 +286,8 @@ class Config(Section):
     init_from: str | None = None  # a Hugging Face folder
     plugins: list[str] = field(default_factory=list)  # modules that add parts to ndtrain (`ndtrain.plugins`)
     callbacks: dict[str, Any] = field(default_factory=dict)  # name of a plugin's callback -> its own keys
+
+    interpolated: ClassVar[dict[str, str]] = {}  # dotted key -> its text, where that holds ${...}
 
     @property
     def microbatches(self) -> int:
