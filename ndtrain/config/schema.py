@@ -251,6 +251,8 @@ class CheckpointConfig(Section):
 class LoggerConfig(Section):
     name: str = choice("wandb", "jsonl", part="logger")  # metrics.jsonl is written with any
     project: str = "ndtrain"
+    group: str | None = None  # wandb: runs of one group are shown together
+    tags: list[str] = field(default_factory=list)  # wandb
 
 
 @dataclass

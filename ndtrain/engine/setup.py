@@ -151,6 +151,7 @@ def _log_to(run_dir: Path, rank: int) -> None:
         handler: logging.Handler = logging.FileHandler(folder / f"rank-{rank}.log")
     except OSError:
         handler = logging.NullHandler()  # rank 0 has said that the folder cannot be written, or will see it later
+    handler.handleError = lambda record: None  # a full disk: else every line would be a traceback on the console
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for old in log.handlers[:]:
         log.removeHandler(old)

@@ -18,7 +18,9 @@ from ndtrain.config import (
     to_config,
     world_from_env,
 )
+from ndtrain.runtime.exit_status import CODES
 from ndtrain.runtime.stop_signals import REPEAT_S
+from ndtrain.runtime.sweep_jobs import as_job
 
 log = logging.getLogger("ndtrain")
 
@@ -43,10 +45,13 @@ def main(train: Train, args: list[str] | None = None) -> int:
     """
     args = sys.argv[1:] if args is None else args
     try:
+        if not args:
+            raise ConfigError("nothing to train: name a recipe, e.g. recipe=llama_small; --help lists more")
         overrides, search, flags = _split(args)
         if flags:
             overrides = check_overrides(overrides, search)
-            return _hydra_main(train, [*flags, *(f"--config-dir={s}" for s in search[:1]), *overrides])
+            folders = [f"--config-dir={s}" for s in search[:1]]
+            return _hydra_main(train, [*flags, *folders, *overrides], overrides)
         return train(load_config(overrides, search))
     except ConfigError as error:
         _report_error(error)
@@ -110,15 +115,17 @@ def _value(flag: str, rest: Iterator[str]) -> str:
         raise ConfigError(f"{flag}: a value must follow") from None
 
 
-def _hydra_main(train: Train, args: list[str]) -> int:
+def _hydra_main(train: Train, args: list[str], overrides: list[str]) -> int:
     import hydra
 
     register_schema()
     codes: list[int] = []
 
     def task(cfg: Any) -> None:
+        if CODES["stopped"] in codes:  # a stop is meant for the whole sweep
+            return
         try:
-            codes.append(train(to_config(cfg)))
+            codes.append(train(as_job(to_config(cfg), overrides)))
         except ConfigError as error:  # caught here, since Hydra would print a traceback
             _report_error(error)
             codes.append(2)

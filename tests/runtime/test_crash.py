@@ -448,7 +448,7 @@ def test_ctrl_c(ranks, tmp_path, corpus):
 def test_a_signal_stops_after_the_current_step(number, whole, tmp_path, corpus, capsys):
     folder, before = tmp_path / "run", signal.getsignal(number)
     with at_step(4, lambda: os.kill(os.getpid(), number)):
-        assert main(arguments(folder, corpus)) == 0
+        assert main(arguments(folder, corpus)) == exit_status.read(folder).code == 85
     expected = f"stopped by {number.name} after step 4 of 10: saved {checkpoint_of(folder, 4)}"
     assert expected in "".join(capsys.readouterr()) and newest(folder) == checkpoint_of(folder, 4)
     assert signal.getsignal(number) == before
