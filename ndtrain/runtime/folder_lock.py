@@ -118,7 +118,7 @@ class FolderLock(Claim):
 
     def __init__(self, file: Path, owner: Owner):
         super().__init__(file, owner)
-        self._ended = threading.Event()
+        self._ended, self._pid = threading.Event(), os.getpid()
         self._thread = threading.Thread(target=self._beat, name="run folder lock", daemon=True)
         self._thread.start()
 
@@ -132,7 +132,7 @@ class FolderLock(Claim):
     def release(self) -> None:
         """Gives the folder free. A second call does nothing, nor does that of a forked process."""
         super().release()
-        if self._ended.is_set() or os.getpid() != self.owner.pid:
+        if self._ended.is_set() or os.getpid() != self._pid:
             return
         self._ended.set()
         self._thread.join(BEAT_S)  # longer only where the file system hangs
