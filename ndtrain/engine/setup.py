@@ -179,9 +179,9 @@ def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, str, Path | None
             undo.callback(claim.release)
             _check_new(resume, run_dir)
             path, state = _choose(cfg, resume, run_dir)
-            if not exit_status.is_restart(run_dir):
-                if stop_signals.remove_stale(run_dir / stop_signals.STOP_FILE, now):
-                    print(f"removed {run_dir / stop_signals.STOP_FILE}, which an earlier run has left", file=sys.stderr)
+            stop = run_dir / stop_signals.STOP_FILE
+            if not exit_status.is_restart(run_dir) and stop_signals.remove_stale(stop, now):
+                print(f"removed {stop}, which an earlier run has left", file=sys.stderr)
             (run_dir / "config.yaml").write_text(to_yaml(cfg))
             exit_status.begin(run_dir)
         except OSError as error:

@@ -128,7 +128,13 @@ class Trainer:
         """In the order in which they are called: what counts and logs a step before what saves it."""
         configs = self.cfg.callbacks
         plugins = [p.value(configs[p.name]) if p.config else p.value() for p in plugin_parts("callback")]
-        first = [OwnershipCallback(), ProfileCallback(), NonFiniteCallback(), EvaluationCallback(), LoggingCallback(self.metrics)]
+        first = [
+            OwnershipCallback(),
+            ProfileCallback(),
+            NonFiniteCallback(),
+            EvaluationCallback(),
+            LoggingCallback(self.metrics),
+        ]
         callbacks = [*first, *plugins, *given, TraceCallback(), self.checkpoints]
         for callback in callbacks:
             callback.trainer = self

@@ -189,9 +189,7 @@ def acquire(
     return FolderLock(mine, me)
 
 
-def _is_free(
-    file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], sleep: Callable[[float], None]
-) -> bool:
+def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
     """Whether the next owner may follow the one of `file`. False: look again, another run was faster.
 
     Raises:

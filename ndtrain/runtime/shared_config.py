@@ -92,7 +92,9 @@ def _plain(cfg: Config) -> dict[str, Any]:
 
 def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values below a section; a dict counts as a section where it holds one."""
-    items = section.items() if isinstance(section, dict) else ((f.name, getattr(section, f.name)) for f in fields(section))
+    items = (
+        section.items() if isinstance(section, dict) else ((f.name, getattr(section, f.name)) for f in fields(section))
+    )
     for name, value in items:
         if is_dataclass(value) or (isinstance(value, dict) and any(map(is_dataclass, value.values()))):
             yield from _leaves(value, f"{prefix}{name}.")

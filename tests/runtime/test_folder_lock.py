@@ -30,7 +30,6 @@ from tests.lib.helpers import (
     one_error,
     refusal,
     rows,
-    run,
     started,
     tensor_bytes,
     wait_for,
@@ -139,7 +138,8 @@ def test_on_another_machine_the_dead_is_followed_after_the_stated_seconds(tmp_pa
 @pytest.mark.parametrize("skew_s", [0, 600, -600, -time.time()])
 def test_on_another_machine_the_living_is_never_followed(skew_s, tmp_path):
     """Its heart beats once just before the observer gives up. Its clock may be wrong."""
-    with mock.patch("time.time", lambda now=time.time(): now + skew_s):
+    right = time.time()
+    with mock.patch("time.time", lambda: right + skew_s):
         file = left_by(tmp_path, elsewhere())
         beat = lambda now: folder_lock._set_beat(file, 1) if now >= DEAD_S - 1 else None
         with pytest.raises(ConfigError, match="belongs to a run that is alive: pid 7 on host n1"):
@@ -332,3 +332,161 @@ def test_random_trials_have_one_writer(seed, tmp_path, monkeypatch):
                 assert name != owner[-1], "a healthy run was stopped"
                 del alive[name]
     assert written or len(owner) > 1
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+def at_step(number: int, action: Callable[[], None]):
+    """Calls `action` when step `number` begins."""
+    forward_backward = TrainingStep.forward_backward
+
+    def acting(self, step, *rest):
+        if step == number:
+            action()
+        return forward_backward(self, step, *rest)
+
+    return mock.patch.object(TrainingStep, "forward_backward", acting)
+
+
+def intact(folder: Path, straight: Path, steps: int) -> None:
+    """Asserts that a run has every step once, with the losses and the weights of an undisturbed run."""
+    expected = [(r["step"], r["loss"]) for r in rows(straight)]
+    assert [(r["step"], r["loss"]) for r in rows(folder)] == expected[:steps]
+    assert tensor_bytes(checkpoint_of(folder, steps)) == tensor_bytes(checkpoint_of(straight, steps))
+
+
+def test_a_second_run_is_refused(tmp_path, corpus, capsys):
+    folder = tmp_path / "run"
+    assert main(arguments(folder, corpus, "train.stop_at=2")) == 0
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    with subprocess.Popen(["sleep", "60"]) as child:
+        ticks = int(Path(f"/proc/{child.pid}/stat").read_text().split()[21])
+        file = left_by(folder, replace(Owner.this_process(), pid=child.pid, started=ticks, token="x"))
+        line = refusal(capsys, arguments(folder, corpus, "resume=auto"))
+        child.kill()
+    assert f"run.dir={folder} belongs to a run that is alive: pid {child.pid} on host" in line
+    after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    file.unlink()
+    assert {p for p in before | after if before.get(p) != after.get(p)} == {file, folder / "owner" / "000001.json"}
+
+
+@FULL
+def test_two_jobs_in_one_folder(tmp_path, corpus):
+    """The second is refused in one line, and the first one loses nothing."""
+    folder, straight = tmp_path / "run", tmp_path / "straight"
+    assert main(arguments(straight, corpus)) == 0
+    seen = []
+
+    def second() -> None:
+        folder_before = sorted(p.name for p in folder.iterdir())
+        done = subprocess.run(
+            [sys.executable, "-m", "ndtrain.train", *arguments(folder, corpus, "resume=auto")],
+            capture_output=True, text=True, cwd=tmp_path,
+        )  # fmt: skip
+        seen.append((done.returncode, one_error(done.stderr)))
+        assert sorted(p.name for p in folder.iterdir()) == folder_before
+
+    with at_step(5, second):
+        assert main(arguments(folder, corpus, "checkpoint.every=2", "resume=auto")) == 0
+    ((code, line),) = seen
+    assert code == 2 and f"run.dir={folder} belongs to a run that is alive: pid {os.getpid()} on host" in line
+    intact(folder, straight, 10)
+    assert exit_status.read(folder).why == "finished"
+    assert taken(folder) == 0
+
+
+def test_a_run_that_lost_its_folder_writes_nothing_more(tmp_path, corpus, capsys):
+    """It was paused for longer than its heart may rest. The winner's files stay as they are."""
+    folder, winners = tmp_path / "run", []
+
+    def take_over() -> None:
+        clock = Clock()
+        winners.append(acquire(folder, elsewhere("n9"), clock, clock.sleep))
+        exit_status.write(folder, "died", step=1234)
+
+    with at_step(5, take_over), pytest.raises(SystemExit) as ended:
+        main(arguments(folder, corpus, "checkpoint.every=2"))
+    (winner,) = winners
+    assert ended.value.code == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert f"{folder} was taken over by pid 7 on host n9" in line
+    assert len(rows(folder)) == 4
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+    assert exit_status.read(folder).step == 1234
+    winner.check()
+    winner.release()
+
+
+def test_a_checkpoint_is_not_published_into_a_lost_folder(tmp_path, corpus):
+    """The last look at the owner comes after a checkpoint's tensors are written."""
+    folder, winners = tmp_path / "run", []
+
+    def take_over(*args) -> None:
+        clock = Clock()
+        winners.append(acquire(folder, elsewhere("n9"), clock, clock.sleep))
+
+    with mock.patch("ndtrain.checkpoint.saving._write_owned", take_over), pytest.raises(SystemExit):
+        main(arguments(folder, corpus, "train.stop_at=1"))
+    assert not list((folder / "checkpoints").glob("step-*"))
+    winners[0].release()
+
+
+def test_from_python(tmp_path, corpus):
+    """A Trainer gives its folder free at its end, after an error and with close()."""
+    args = arguments(tmp_path / "run", corpus, "train.steps=2", "optim.warmup=1", "resume=auto")
+    open_one = Trainer(compose(*args))
+    with pytest.raises(ConfigError, match="another Trainer of this process"):
+        Trainer(compose(*args))
+    open_one.close()
+    failing = Trainer(compose(*args))
+    with mock.patch.object(TrainingStep, "forward_backward", side_effect=RuntimeError), pytest.raises(RuntimeError):
+        failing.train()
+    trainer = Trainer(compose(*args))
+    assert trainer.train() == 0 and taken(tmp_path / "run") == 0
+    for unfinished in (failing, trainer):
+        unfinished.close()
+
+
+@FULL
+def test_a_killed_owner_is_followed_at_once(tmp_path, corpus):
+    folder, straight = tmp_path / "run", tmp_path / "straight"
+    args = arguments(folder, corpus, *ENDLESS)
+    with started(args, tmp_path) as process:
+        wait_for(lambda: len(rows(folder)) > 6, "steps")
+        process.kill()
+        process.wait()
+    began = time.monotonic()
+    acquire(folder).release()
+    assert time.monotonic() - began < 1
+    steps = len(rows(folder)) + 3
+    assert main([*args, f"train.stop_at={steps}"]) == 0
+    assert main(arguments(straight, corpus, "train.steps=100000", f"train.stop_at={steps}")) == 0
+    intact(folder, straight, steps)
+
+
+@FULL
+@pytest.mark.skipif(bool(namespaces.missing()), reason=str(namespaces.missing()))
+def test_two_hosts(tmp_path, corpus):
+    """Each host has processes of its own, as seen from the other. While n0 trains, n1 is refused. When n0 has lost its
+    power, n1 goes on after the stated seconds."""
+    folder, straight = tmp_path / "run", tmp_path / "straight"
+    args = arguments(folder, corpus, "checkpoint.every=3", "resume=auto", "train.steps=100000")
+    isolated = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    program = [*isolated, sys.executable, "-m", "ndtrain.train"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with namespaces.hosts(2) as (n0, n1):
+        n0.popen([*program, *args], tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for(lambda: len(rows(folder)) > 6, "steps", 120)
+        began = time.monotonic()
+        _, err = n1.popen([*program, *args], tmp_path, **pipes).communicate(timeout=120)
+        assert "belongs to a run that is alive: pid " in one_error(err) and " on host n0, since " in err, err
+        assert time.monotonic() - began < DEAD_S / 2
+        n0.kill()
+        steps, began = len(rows(folder)) + 5, time.monotonic()
+        _, err = n1.popen([*program, *args, f"train.stop_at={steps}"], tmp_path, **pipes).communicate(timeout=240)
+        assert "on host n0" in err and f"waiting up to {DEAD_S:g} s" in err, err
+        assert DEAD_S <= time.monotonic() - began < DEAD_S + 60
+    assert main(arguments(straight, corpus, "train.steps=100000", f"train.stop_at={steps}")) == 0
+    intact(folder, straight, steps)
+    assert json.loads((folder / "owner" / "000002.json").read_text())["host"] == "n1"
