@@ -120,9 +120,11 @@ def test_on_the_same_machine_the_living_is_never_followed(tmp_path):
         os.kill(child.pid, signal.SIGSTOP)
         ticks = int(Path(f"/proc/{child.pid}/stat").read_text().split()[21])
         left_by(tmp_path, replace(Owner.this_process(), pid=child.pid, started=ticks, token="x", job="mine:12"))
-        with pytest.raises(ConfigError) as error:
-            taken(tmp_path, then=lambda now: pytest.fail("it waited"))
-        child.kill()
+        try:
+            with pytest.raises(ConfigError) as error:
+                taken(tmp_path, then=lambda now: pytest.fail("it waited"))
+        finally:
+            child.kill()
     for word in (f"run.dir={tmp_path} ", f"pid {child.pid} on host {os.uname().nodename}", "Slurm job 12, since 20"):
         assert word in str(error.value)
     assert f"touch {tmp_path}/stop" in str(error.value) and "\n" not in str(error.value)
@@ -359,14 +361,17 @@ def intact(folder: Path, straight: Path, steps: int) -> None:
 def test_a_second_run_is_refused(tmp_path, corpus, capsys):
     folder = tmp_path / "run"
     assert main(arguments(folder, corpus, "train.stop_at=2")) == 0
-    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    content = lambda: {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.parent.name != "logs"}
+    before = content()
     with subprocess.Popen(["sleep", "60"]) as child:
         ticks = int(Path(f"/proc/{child.pid}/stat").read_text().split()[21])
         file = left_by(folder, replace(Owner.this_process(), pid=child.pid, started=ticks, token="x"))
-        line = refusal(capsys, arguments(folder, corpus, "resume=auto"))
-        child.kill()
+        try:
+            line = refusal(capsys, arguments(folder, corpus, "resume=auto"))
+        finally:
+            child.kill()
     assert f"run.dir={folder} belongs to a run that is alive: pid {child.pid} on host" in line
-    after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    after = content()
     file.unlink()
     assert {p for p in before | after if before.get(p) != after.get(p)} == {file, folder / "owner" / "000001.json"}
 
