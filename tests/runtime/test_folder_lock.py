@@ -224,6 +224,23 @@ def test_one_of_many_takers_wins(tmp_path):
     lock.release()
 
 
+def test_a_late_taker_finds_the_newer_owner(tmp_path):
+    """Between its look and its claim, one run came and went and another one came."""
+    create, winners = folder_lock._create, []
+
+    def late(file: Path, owner: Owner) -> bool:
+        if owner.token == "late" and not winners:
+            acquire(tmp_path).release()
+            winners.append(acquire(tmp_path))
+        return create(file, owner)
+
+    acquire(tmp_path).release()
+    with mock.patch.object(folder_lock, "_create", late), pytest.raises(ConfigError, match="another Trainer"):
+        acquire(tmp_path, replace(Owner.this_process(), token="late"))
+    winners[0].check()
+    winners[0].release()
+
+
 # ---------------------------------------------------------------------------------------------------- the former owner
 
 
@@ -256,6 +273,14 @@ def test_a_removed_owner_file_is_restored(tmp_path):
     other.release()
     lock.release()
     assert folder_lock._beat_of(other.file) == 0
+
+
+def test_a_taker_that_has_not_cleaned_up_yet_is_the_owner(tmp_path):
+    lock = acquire(tmp_path)
+    (lock.file.parent / "000002.json").write_text("{}")
+    with pytest.raises(FolderLost):
+        lock.check()
+    lock.release()
 
 
 def test_a_file_system_that_does_not_answer_ends_nobody(tmp_path):
