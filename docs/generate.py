@@ -26,7 +26,7 @@ overrides the default on this page, and the command line overrides the recipe.
 ```bash
 python -m ndtrain.train recipe=llama_small train.steps=100 optim.lr=1e-3   # sets two keys
 python -m ndtrain.train --cfg job recipe=llama_small                       # prints every key with its value
-python -m ndtrain.train --multirun recipe=llama_debug optim.lr=1e-3,3e-3 'run.dir=runs/lr-${optim.lr}'
+python -m ndtrain.train --multirun recipe=llama_debug optim.lr=1e-3,3e-3
 ```
 
 A section with options is a Hydra config group. `schedule=zb_h1` selects the file `conf/schedule/zb_h1.yaml`, which sets

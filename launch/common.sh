@@ -10,6 +10,11 @@ status=0    # its exit status
 asked=""    # the signal that asked for a stop
 asked_at="" # when the first signal other than SIGUSR1 came, in seconds of this script
 
+# tells this start from all others: ranks write it into exit.json, and a stop file that names another start is not theirs
+now=${EPOCHREALTIME:-$(date +%s)} # in seconds; of bash 5, with a fraction
+NDTRAIN_LAUNCH=$(uname -n)-$$-${now/,/.}
+export NDTRAIN_LAUNCH
+
 on_signal() { # NAME
     if [ "$1" != USR1 ]; then
         # one request may come twice within a moment, from a terminal or a wrapper and from its parent
@@ -28,7 +33,7 @@ on_signal() { # NAME
 }
 
 ask_to_stop() {
-    if [ -n "$run_dir" ]; then touch "$run_dir/stop" 2>/dev/null || true; fi
+    if [ -n "$run_dir" ]; then (echo "$NDTRAIN_LAUNCH" >"$run_dir/stop") 2>/dev/null || true; fi
 }
 
 help_asked() { # ARGUMENTS...: whether --help is among them
@@ -48,9 +53,9 @@ for name in INT TERM HUP USR1; do
     trap "on_signal $name" "$name"
 done
 
-prepare() { # OVERRIDES...: sets run_dir, and removes from it what another run's end has left there
+prepare() { # OVERRIDES...: sets run_dir. It may belong to a live run: that run's files are not touched
     run_dir=$(folder_of "$@") || exit
-    mkdir -p "$run_dir/logs" 2>/dev/null && rm -f "$run_dir/stop" "$run_dir/exit.json" || true # training says why not
+    mkdir -p "$run_dir/logs" 2>/dev/null || true # training says why not
     if [ -n "$asked" ]; then ask_to_stop; fi # while the folder was being looked up
 }
 

@@ -51,7 +51,7 @@ remote_command() { # NODE OVERRIDES...: what a host is to run, in one line
     done
     variables+=(
         "NODE=$node" "NODES=$least:${#hosts[@]}" "ENDPOINT=${hosts[0]}:${PORT:-29400}" "RUN_ID=$run_id"
-        "LOGS=$run_dir/logs" "RANKS=${NPROC:-}" "RESTARTS=${RESTARTS:-0}" WHILE_CONNECTED=1
+        "LOGS=$run_dir/logs" "LAUNCH=$NDTRAIN_LAUNCH" "RANKS=${NPROC:-}" "RESTARTS=${RESTARTS:-0}" WHILE_CONNECTED=1
     )
     if [ -n "${VENV:-}" ]; then printf '. %q && ' "$VENV/bin/activate"; fi
     printf 'cd %q && exec env' "$PWD"

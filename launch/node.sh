@@ -6,6 +6,7 @@
 #   NODE, NODES      number of this host (0 has the rendezvous); how many there are, or MIN:MAX
 #   ENDPOINT, RUN_ID HOST:PORT of the rendezvous; a name for it that no other run has
 #   LOGS, RANKS      the logs' folder; ranks on this host
+#   LAUNCH           the start of the script that started this one
 #   RESTARTS         how often torchrun starts the ranks again after one has died
 #   WHILE_CONNECTED  if set, the ranks are ended at once when standard input ends
 set -euo pipefail
@@ -17,6 +18,7 @@ if help_asked "$@"; then
     show_help "$0"
     exit
 fi
+export NDTRAIN_LAUNCH=$LAUNCH # not this host's part
 
 # with its default torchrun keeps the address of the first round's rank 0, and hosts that come back, or the loss of that
 # one among three, find nobody there

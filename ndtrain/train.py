@@ -15,8 +15,9 @@ import torch.distributed as dist
 from ndtrain.config import Config, ConfigError
 from ndtrain.engine.setup import prepare
 from ndtrain.engine.trainer import Trainer
-from ndtrain.runtime import cli, stop_signals, usage
+from ndtrain.runtime import cli, exit_status, stop_signals, usage
 from ndtrain.runtime.failure_report import record_failure, report_failure
+from ndtrain.runtime.folder_lock import FolderLost
 from ndtrain.runtime.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
@@ -34,6 +35,7 @@ def train(cfg: Config) -> int:
     # not before: a rank that waits for one that failed must die of the launcher's SIGTERM
     stop = StopRequest(setup.run_dir / stop_signals.STOP_FILE if setup.rank == 0 else None)
     with ExitStack() as closing:  # no process group is destroyed on an error: gloo would wait for what peers never send
+        closing.callback(setup.claim.release)
         closing.callback(stop.restore)
         try:
             trainer = Trainer(setup.cfg, setup=setup, stop=stop)
@@ -43,6 +45,10 @@ def train(cfg: Config) -> int:
             if dist.is_initialized():
                 _leave_process_group()
             return code
+        except FolderLost as error:
+            log.error(str(error))
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(exit_status.CODES["failed"]) from error
         except BaseException as error:
             log.exception("rank %d failed", setup.rank)
             stop.restore()

@@ -94,7 +94,9 @@ def to_config(cfg: DictConfig, given: Iterable[str] | None = None) -> Config:
     try:
         container = OmegaConf.to_container(cfg, resolve=False)
         container.pop("hydra", None)
-        return OmegaConf.to_object(OmegaConf.merge(_schema(_chosen_parts(container)), container)).with_given(given)
+        made = OmegaConf.to_object(OmegaConf.merge(_schema(_chosen_parts(container)), container))
+        made.interpolated = dict(_interpolations(container))
+        return made.with_given(given)
     except OmegaConfBaseException as error:
         raise ConfigError(one_line(error)) from error
 
@@ -102,6 +104,15 @@ def to_config(cfg: DictConfig, given: Iterable[str] | None = None) -> Config:
 def _keys_of(overrides: Iterable[str]) -> frozenset[str]:
     """The keys of overrides in Hydra's grammar."""
     return frozenset(o.partition("=")[0].lstrip("+~") for o in overrides)
+
+
+def _interpolations(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of every value whose text holds an interpolation."""
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from _interpolations(value, f"{prefix}{name}.")
+        elif "${" in str(value):
+            yield f"{prefix}{name}", str(value)
 
 
 def to_yaml(cfg: Config) -> str:

@@ -271,6 +271,8 @@ class CheckpointConfig(Section):
 class LoggerConfig(Section):
     name: str = choice("wandb", "jsonl", part="logger")  # metrics.jsonl is written with any
     project: str = "ndtrain"
+    group: str | None = None  # wandb: runs of one group are shown together
+    tags: list[str] = field(default_factory=list)  # wandb
 
 
 @dataclass
@@ -310,6 +312,7 @@ class Config(Section):
     # No fields: no file and no command line has them.
     given: ClassVar[frozenset[str]] = frozenset()  # the keys that the user has overridden
     notes: ClassVar[list[str]]  # what the user is to know once it is resolved
+    interpolated: ClassVar[dict[str, str]] = {}  # dotted key -> its text, where that holds ${...}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "notes", [])

@@ -128,6 +128,23 @@ def write_recording(trainer: "Trainer", recording: Trace | Profile | None) -> No
     trainer.note(recording.summary())
 
 
+class OwnershipCallback(Callback):
+    """Ends this run before it writes, if another run has taken its folder over. It comes first."""
+
+    def on_report(self, report: StepReport, metrics: dict[str, float]) -> None:
+        self._check()
+
+    def on_step_end(self) -> None:
+        self._check()
+
+    def on_train_end(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        if self.trainer.mesh.rank == 0:
+            self.trainer.claim.check()
+
+
 class NonFiniteCallback(Callback):
     """Counts the steps that were skipped because their loss or gradient was not finite, and ends the run after
     `train.max_skipped` in a row."""
@@ -265,9 +282,14 @@ class CheckpointCallback(Callback):
 
     def on_train_start(self) -> None:
         trainer = self.trainer
-        extras = partial(write_extras, trainer.data)
+        extras = partial(self._write_extras, trainer)
         folder = Path(trainer.cfg.run.dir) / "checkpoints"
         self._saver = Saver(folder, trainer.stages, trainer.mesh, trainer.cfg, extras)
+
+    @staticmethod
+    def _write_extras(trainer: "Trainer", folder: Path) -> None:
+        trainer.claim.check()  # the last moment before a checkpoint is published
+        write_extras(trainer.data, folder)
 
     def needs_report(self) -> bool:
         step, c = self.trainer.state.step, self.trainer.cfg.checkpoint

@@ -1,4 +1,4 @@
-"""What a run does before its first step: resolve, make a run folder, open the data, meet the ranks, fill weights."""
+"""What a run does before its first step: resolve, take a run folder, meet the ranks, open the data, fill weights."""
 
 import json
 import logging
@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from ndtrain.engine.memory_check import require_memory
 from ndtrain.metrics import keep_freed_memory
 from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.parallel.build import Stages, initialise
-from ndtrain.runtime import exit_status, rendezvous
+from ndtrain.runtime import exit_status, folder_lock, rendezvous, shared_config, stop_signals
 from ndtrain.runtime.failure_report import record_failure
+from ndtrain.runtime.folder_lock import Claim
+from ndtrain.runtime.shared_config import Written
 
 log = logging.getLogger("ndtrain")
 log.addHandler(logging.NullHandler())  # an error before there is a log file is not printed twice
@@ -34,7 +37,8 @@ class RunSetup:
     """What a rank has before it computes with the others.
 
     Attributes:
-        cfg: resolved and frozen.
+        cfg: resolved and frozen, the same on every rank.
+        claim: to the run folder; on rank 0 the lock, which `release` gives free.
         resume: as `cfg.resume`, or auto where torchrun starts the run again.
         path, state: on rank 0, the checkpoint to resume.
         notes: what the user is to know.
@@ -45,6 +49,7 @@ class RunSetup:
     rank: int
     world: int
     run_dir: Path
+    claim: Claim
     resume: str
     path: Path | None
     state: State | None
@@ -61,16 +66,28 @@ def prepare(cfg: Config) -> RunSetup:
         ConfigError: the run cannot start; one line says why.
     """
     rank, local_rank, world = world_from_env()
-    notes = []
+    notes, written = [], Written.of(cfg)
     if cfg.init_from and not cfg.frozen:
         cfg, notes = _model_of_folder(cfg, rank)
     cfg = resolve(cfg, world)
     notes += cfg.notes
-    run_dir, resume, path, state = Path(cfg.run.dir), cfg.resume, None, None
-    if rank == 0:
-        resume, path, state = prepare_run_folder(cfg, run_dir)
-    _log_to(run_dir, rank)
-    with record_failure(run_dir):
+    resume, path, state, meeting = cfg.resume, None, None, None
+    timeout_s = cfg.hardware.timeout_s
+    with ExitStack() as undo:
+        if rank == 0:
+            claim, resume, path, state = take_run_folder(cfg, Path(cfg.run.dir))
+            undo.callback(claim.release)
+            undo.enter_context(record_failure(Path(cfg.run.dir)))
+        if world > 1:
+            meeting = rendezvous.meet(rank, world, timeout_s + folder_lock.DEAD_S)  # rank 0 may wait for its folder
+            if rank == 0:
+                shared_config.publish(meeting.shared, world, cfg, written, claim.ticket())
+            else:
+                cfg, ticket = shared_config.adopt(meeting.shared, rank, cfg, written)
+                claim = Claim.of(ticket)
+                undo.callback(claim.release)
+                undo.enter_context(record_failure(Path(cfg.run.dir)))
+        _log_to(Path(cfg.run.dir), rank)
         device = _device(cfg, local_rank)
         require_memory(cfg, device, _ranks_of_host(rank, local_rank))
         data = open_data(cfg)
@@ -80,8 +97,9 @@ def prepare(cfg: Config) -> RunSetup:
         connect = None
         if world > 1:
             backend = "nccl" if device.type == "cuda" else "gloo"
-            connect = rendezvous.join(backend, rank, world, cfg.hardware.timeout_s, device)
-    return RunSetup(cfg, rank, world, run_dir, resume, path, state, notes, data, device, connect)
+            connect = rendezvous.join(backend, rank, world, timeout_s, device, meeting)
+        undo.pop_all()
+    return RunSetup(cfg, rank, world, Path(cfg.run.dir), claim, resume, path, state, notes, data, device, connect)
 
 
 def _model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
@@ -145,6 +163,7 @@ def _log_to(run_dir: Path, rank: int) -> None:
         handler: logging.Handler = logging.FileHandler(folder / f"rank-{rank}.log")
     except OSError:
         handler = logging.NullHandler()  # rank 0 has said that the folder cannot be written, or will see it later
+    handler.handleError = lambda record: None  # a full disk: else every line would be a traceback on the console
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for old in log.handlers[:]:
         log.removeHandler(old)
@@ -153,30 +172,46 @@ def _log_to(run_dir: Path, rank: int) -> None:
     log.propagate = False
 
 
-def prepare_run_folder(cfg: Config, run_dir: Path) -> tuple[str, Path | None, State | None]:
-    """On one rank, before any process group: the folder exists, can be written, and holds no run that this one would
-    overwrite. Returns how it resumes, and the checkpoint to resume with its state. What torchrun starts again goes on
-    where it was, as with resume=auto.
+def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, str, Path | None, State | None]:
+    """On rank 0: makes this run the owner of its folder, which can be written, has no other live owner, and holds no
+    run that this one would overwrite. Returns the lock, how the run resumes, and the checkpoint to resume with its
+    state. What torchrun starts again goes on where it was, as with resume=auto.
 
     Raises:
         ConfigError: naming `run.dir` or `resume`.
     """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=run_dir).close()  # says what the system says, also of a read-only file system
-        resume = "auto" if cfg.resume == "none" and exit_status.is_restart(run_dir) else cfg.resume
-        held = (run_dir / "metrics.jsonl").exists() or bool(checkpoint.list_checkpoints(run_dir / "checkpoints"))
-        if resume == "none" and held:
+    with ExitStack() as undo:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=run_dir) as trial:  # the system says why not, also where it is read-only
+                now = os.fstat(trial.fileno()).st_mtime
+            resume = "auto" if cfg.resume == "none" and exit_status.is_restart(run_dir) else cfg.resume
+            _check_new(resume, run_dir)
+            claim = folder_lock.acquire(run_dir)
+            undo.callback(claim.release)
+            _check_new(resume, run_dir)
+            path, state = _choose(cfg, resume, run_dir)
+            _require_steps_left(cfg, path, state)
+            stop = run_dir / stop_signals.STOP_FILE
+            if not exit_status.is_restart(run_dir) and stop_signals.remove_stale(stop, now):
+                print(f"removed {stop}, which an earlier run has left", file=sys.stderr)
+            (run_dir / "config.yaml").write_text(to_yaml(cfg))
+            exit_status.begin(run_dir)
+        except OSError as error:
             raise ConfigError(
-                f"run.dir={run_dir} already holds a run: continue it with resume=auto, or give another run.dir"
-            )
-        path, state = _choose(cfg, resume, run_dir)
-        _require_steps_left(cfg, path, state)
-        (run_dir / "config.yaml").write_text(to_yaml(cfg))
-        exit_status.begin(run_dir)
-        return resume, path, state
-    except OSError as error:
-        raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}): give another run.dir") from error
+                f"run.dir={run_dir} cannot be written ({error.strerror}): give another run.dir"
+            ) from error
+        undo.pop_all()
+    return claim, resume, path, state
+
+
+def _check_new(resume: str, run_dir: Path) -> None:
+    """A run that resumes nothing needs a folder that holds none."""
+    held = (run_dir / "metrics.jsonl").exists() or bool(checkpoint.list_checkpoints(run_dir / "checkpoints"))
+    if resume == "none" and held:
+        raise ConfigError(
+            f"run.dir={run_dir} already holds a run: continue it with resume=auto, or give another run.dir"
+        )
 
 
 def _choose(cfg: Config, resume: str, run_dir: Path) -> tuple[Path | None, State | None]:
@@ -226,6 +261,8 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> tuple[Path | No
     while path is not None:
         try:
             notes = checkpoint.load(path, stages, mesh)
+            if mesh.rank == 0:
+                setup.claim.check()
             if mesh.rank == 0 and path.parent.resolve() == (Path(cfg.run.dir) / "checkpoints").resolve():
                 checkpoint.set_aside_later(path)
             return path, state, notes

@@ -29,6 +29,7 @@ from ndtrain.engine.callbacks import (
     EvaluationCallback,
     LoggingCallback,
     NonFiniteCallback,
+    OwnershipCallback,
     ProfileCallback,
     TraceCallback,
     device_peak,
@@ -82,34 +83,41 @@ class Trainer:
         setup: RunSetup | None = None,
         stop: StopRequest | None = None,
     ):
-        self._closing = ExitStack()
-        setup = setup or prepare(cfg)
-        self.cfg, self.data = setup.cfg, setup.data
-        self.stop = stop or self._listen(setup)
-        self.mesh = Mesh(MeshSpec.of(self.cfg.mesh), setup.rank, setup.device)
-        if setup.connect:
-            deadline_s = self.cfg.hardware.timeout_s
-            watchdog = HangWatchdog(setup.connect, self.mesh.spec, setup.rank, setup.run_dir, deadline_s)
-            self._closing.callback(watchdog.close)
-        self.stages = build_stages(self.cfg, self.mesh)
-        self.train_step = TrainingStep(self.cfg, self.mesh, self.stages)
-        self.resumed, self.state, notes = fill_weights(setup, self.mesh, self.stages)
-        self.train_step.optimizer.skipped.fill_(self.state.skipped)
-        self.last_step = self.cfg.train.stop_at or self.cfg.train.steps
-        self.stopping, self.failure = False, ""
-        self.stopped_by: str | None = None
-        self.report: StepReport | None = None
-        self._unread: Unread | None = None
-        peak = device_peak(self.cfg, self.mesh, notes)
-        self.metrics = make_metrics(self, peak) if peak is not None else None
-        if self.metrics:
-            self._closing.callback(self.metrics.close, 1)  # a second close does nothing
-        self.source: Source = self.data.sequences(self.cfg, self.mesh, self.state.step, self.state.stream)
-        self.checkpoints = CheckpointCallback()
-        self.callbacks = self._make_callbacks(callbacks)
-        self._print_start()
-        for note in (*setup.notes, *notes):
-            self.warn(note)
+        self._closing, self._owner = ExitStack(), ExitStack()
+        if setup is None:
+            setup = prepare(cfg)
+            self._owner.callback(setup.claim.release)
+        self.cfg, self.data, self.claim = setup.cfg, setup.data, setup.claim
+        with ExitStack() as undo:
+            undo.push(self._owner)
+            self.stop = stop or self._listen(setup)
+            self.mesh = Mesh(MeshSpec.of(self.cfg.mesh), setup.rank, setup.device)
+            if setup.connect:
+                deadline_s = self.cfg.hardware.timeout_s
+                watchdog = HangWatchdog(setup.connect, self.mesh.spec, setup.rank, setup.run_dir, deadline_s)
+                self._closing.callback(watchdog.close)
+            self.stages = build_stages(self.cfg, self.mesh)
+            self.train_step = TrainingStep(self.cfg, self.mesh, self.stages)
+            self.resumed, self.state, notes = fill_weights(setup, self.mesh, self.stages)
+            self.train_step.optimizer.skipped.fill_(self.state.skipped)
+            self.last_step = self.cfg.train.stop_at or self.cfg.train.steps
+            self.stopping, self.failure = False, ""
+            self.stopped_by: str | None = None
+            self.report: StepReport | None = None
+            self._unread: Unread | None = None
+            peak = device_peak(self.cfg, self.mesh, notes)
+            if peak is not None:
+                self.claim.check()  # weights can take minutes, and metrics.jsonl is cut next
+            self.metrics = make_metrics(self, peak) if peak is not None else None
+            if self.metrics:
+                self._closing.callback(self.metrics.close, 1)  # a second close does nothing
+            self.source: Source = self.data.sequences(self.cfg, self.mesh, self.state.step, self.state.stream)
+            self.checkpoints = CheckpointCallback()
+            self.callbacks = self._make_callbacks(callbacks)
+            self._print_start()
+            for note in (*setup.notes, *notes):
+                self.warn(note)
+            undo.pop_all()
 
     def _listen(self, setup: RunSetup) -> StopRequest:
         """To signals, which only the main thread may do, and to the stop file."""
@@ -122,7 +130,13 @@ class Trainer:
         """In the order in which they are called: what counts and logs a step before what saves it."""
         configs = self.cfg.callbacks
         plugins = [p.value(configs[p.name]) if p.config else p.value() for p in plugin_parts("callback")]
-        first = [ProfileCallback(), NonFiniteCallback(), EvaluationCallback(), LoggingCallback(self.metrics)]
+        first = [
+            OwnershipCallback(),
+            ProfileCallback(),
+            NonFiniteCallback(),
+            EvaluationCallback(),
+            LoggingCallback(self.metrics),
+        ]
         callbacks = [*first, *plugins, *given, TraceCallback(), self.checkpoints]
         for callback in callbacks:
             callback.trainer = self
@@ -137,7 +151,20 @@ class Trainer:
 
     def train(self) -> int:
         """Steps from where the state stands to the end of the plan or a stop; on return all is saved. Returns the exit
-        status: 0, or 1 where the last state could not be saved or the run gave up."""
+        status (`exit_status.CODES`): 0 at the end of the plan, 85 after a stop (0 under torchrun), 1 where the last
+        state could not be saved or the run gave up.
+
+        Raises:
+            FolderLost: another run has taken the run folder over.
+        """
+        with self._owner:  # a Trainer that has taken the folder itself gives it free
+            self._run_steps()
+            code, why = self._print_end()
+            if self.metrics:
+                self.metrics.close(0 if why == "stopped" else code)
+        return code
+
+    def _run_steps(self) -> None:
         prefetch = self.cfg.data.prefetch
         make = lambda step: self.microbatches(self.source, step)
         self._prefetcher = Prefetcher(make, self.state.step, self.last_step, prefetch, self.mesh.device)
@@ -152,10 +179,6 @@ class Trainer:
                 self.step()
             for callback in self.callbacks:
                 callback.on_train_end()
-        code = self._print_end()
-        if self.metrics:
-            self.metrics.close(code)
-        return code
 
     def step(self) -> None:
         """One optimizer step."""
@@ -220,8 +243,10 @@ class Trainer:
         return microbatches(source, step, rows, resolved(t.micro_batch), sharding, mesh.index("cp"), eos)
 
     def close(self) -> None:
-        """Ends what the run has open: the watchdog, metrics, signal handlers. Also after an error."""
-        self._closing.close()
+        """Ends what the run has open: the watchdog, metrics, signal handlers, its hold on the run folder. Also after an
+        error."""
+        with self._owner:
+            self._closing.close()
 
     # --------------------------------------------------------------------------------------------------------- messages
 
@@ -269,27 +294,27 @@ class Trainer:
         bubble = 100 * schedule.simulate(table).bubble
         return f"{table.name}, {table.microbatches} microbatches, bubble {bubble:.0f} %, "
 
-    def _print_end(self) -> int:
-        """The last lines of a run and its exit.json. Returns the exit status."""
+    def _print_end(self) -> tuple[int, str]:
+        """The last lines of a run and its exit.json. Returns the exit status of this process, and why the run ended."""
         step, total, saved = self.state.step, self.cfg.train.steps, self.checkpoints.saved
         at_end = saved is not None and saved.name.endswith(f"{step:08d}")
         idle = saved is None and not self.checkpoints.failures
         ended = "stopped" if self.stopped_by and step < self.last_step else "finished"
+        unsaved = "" if at_end or idle else f"the last state was not saved: {self.checkpoints.failures[-1]}"
+        error = self.failure or unsaved
+        why = "failed" if error else ended
         if self.mesh.rank == 0:
-            unsaved = "" if at_end or idle else f"the last state was not saved: {self.checkpoints.failures[-1]}"
-            error = self.failure or unsaved
             facts = {"signal": self.stopped_by, "step": step, "checkpoint": saved and str(saved.absolute())}
-            why = "failed" if error else ended
             exit_status.write(Path(self.cfg.run.dir), why, rank=0, error=error or None, **facts)
             if self.stopped_by:
                 self.stop.answer()
         if idle:
             self.note(f"nothing to do: step {step} of {total} is done already: {self.resumed}")
-            return 0
+            return exit_status.of_process(why), why
         stopped = f"stopped by {self.stopped_by} after" if self.stopped_by else None
         how = stopped or ("finished" if step == total else "stopped at")
         last = f"saved {saved}" if at_end else f"the newest checkpoint is {saved}"
         self.note(f"{how} step {step} of {total}: {last}")
         if self.failure and self.mesh.rank == 0:
             print(f"error: {self.failure}", file=sys.stderr, flush=True)
-        return 0 if at_end and not self.failure else 1
+        return exit_status.of_process(why), why

@@ -68,6 +68,8 @@ class WandbLogger:
         arguments = {
             "project": cfg.logger.project,
             "name": cfg.run.name,
+            "group": cfg.logger.group,
+            "tags": list(cfg.logger.tags) or None,
             "dir": str(run_dir),
             "id": _run_id(run_dir / "wandb_id"),
             "resume": "allow",

@@ -45,6 +45,8 @@ def main(train: Train, args: list[str] | None = None, usage: Callable[[Sequence[
     try:
         if completion.wanted(args):
             return completion.run(args)
+        if not args:
+            raise ConfigError("nothing to train: name a recipe, e.g. recipe=llama_small; --help lists more")
         overrides, search, flags = _split(args)
         if usage and not {"--help", "-h"}.isdisjoint(args):
             print(usage(search))

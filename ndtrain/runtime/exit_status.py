@@ -6,6 +6,9 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ndtrain.runtime import folder_lock
+from ndtrain.runtime.run_owner import LAUNCH
+
 # why a run ended -> exit status of a launch script
 CODES = {
     "finished": 0,  # train.steps or train.stop_at was reached, and the last step is saved
@@ -33,6 +36,7 @@ class Exit:
         rank: the rank that the error came from.
         error: the text of the error.
         job: the id of the torchrun job.
+        launch: the launch script's start; None: it was started by hand.
     """
 
     why: str
@@ -44,16 +48,20 @@ class Exit:
     rank: int | None = None
     error: str | None = None
     job: str | None = None
+    launch: str | None = None
 
 
 def write(run_dir: Path, why: str, **facts) -> None:
-    """Replaces exit.json in one rename. An OSError is ignored, since the run is about to end anyway.
+    """Replaces exit.json in one rename. An OSError is ignored, since the run is about to end anyway. A run whose folder
+    belongs to another run by now writes nothing.
 
     Args:
         facts: further fields of `Exit`.
     """
-    code = CODES[why]
-    status = Exit(why, requeue=code in (75, 85), code=code, job=os.environ.get(JOB), **facts)
+    if folder_lock.is_lost(run_dir):
+        return
+    code, job, launch = CODES[why], os.environ.get(JOB), os.environ.get(LAUNCH)
+    status = Exit(why, requeue=code in (75, 85), code=code, job=job, launch=launch, **facts)
     part = run_dir / f"{NAME}.{os.getpid()}"
     try:
         part.write_text(json.dumps(asdict(status), indent=2) + "\n")
@@ -80,6 +88,12 @@ def read(run_dir: Path) -> Exit | None:
         return Exit(**json.loads((run_dir / NAME).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def of_process(why: str) -> int:
+    """The exit status of a process of the run. Under torchrun a rank that was stopped ends with 0: torchrun would take
+    any other status for a failure, and start the ranks again."""
+    return 0 if why == "stopped" and JOB in os.environ else CODES[why]
 
 
 def is_restart(run_dir: Path) -> bool:

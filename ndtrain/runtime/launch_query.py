@@ -4,12 +4,14 @@ python -m ndtrain.runtime.launch_query folder recipe=llama_small run.name=first 
 python -m ndtrain.runtime.launch_query ended runs/first 1                            # the status of a launch script
 """
 
+import os
 import sys
 from pathlib import Path
 
 from ndtrain.config import ConfigError
 from ndtrain.runtime import exit_status
 from ndtrain.runtime.cli import plain_config
+from ndtrain.runtime.run_owner import LAUNCH
 
 _USAGE = "usage: python -m ndtrain.runtime.launch_query folder [OVERRIDES ...] | ended RUN_DIR STATUS"
 
@@ -25,9 +27,10 @@ def folder(overrides: list[str]) -> Path:
 
 def ended(run_dir: Path, status: int) -> int:
     """The exit status of a launch script (`exit_status.CODES`) whose launcher ended with `status`. The error of the
-    rank that failed, if any, is printed as the last lines on the console."""
+    rank that failed, if any, is printed as the last lines on the console. An exit.json of another start says nothing:
+    the run has not come to own its folder."""
     ending = exit_status.read(run_dir)
-    if ending is None:
+    if ending is None or ending.launch != os.environ.get(LAUNCH, ending.launch):
         return 2 if status else 0
     if ending.error:
         error = ending.error.rstrip()
@@ -41,6 +44,8 @@ def main(args: list[str]) -> int:
     match args:
         case ["folder", *overrides]:
             try:
+                if not overrides:
+                    raise ConfigError("nothing to train: name a recipe, e.g. recipe=llama_small")
                 print(folder(overrides))
             except ConfigError as error:
                 print(f"error: {error}", file=sys.stderr)

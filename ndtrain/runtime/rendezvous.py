@@ -4,6 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -13,8 +14,44 @@ POLL_S = 0.05  # interval at which rank 0 polls for handshakes
 GRACE_S = 30.0  # added to the process group's own timeout, so that the hang watchdog reports first
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one attempt have met.
+
+    Attributes:
+        store: of the whole job.
+        prefix: of the keys of this attempt.
+    """
+
+    store: dist.Store
+    prefix: str
+
+    @property
+    def shared(self) -> dist.Store:
+        """The store of this attempt."""
+        return dist.PrefixStore(self.prefix, self.store)
+
+
+def meet(rank: int, world: int, timeout_s: float) -> Meeting:
+    """Waits for all ranks of this attempt.
+
+    Raises:
+        dist.DistError: not all of them came within `timeout_s` seconds.
+    """
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s))))
+    prefix = "ndtrain"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        prefix += "/" + _attempt(dist.PrefixStore(prefix, store), rank, world, timeout_s)
+    return Meeting(store, prefix)
+
+
 def join(
-    backend: str, rank: int, world: int, timeout_s: float, device: torch.device | None = None
+    backend: str,
+    rank: int,
+    world: int,
+    timeout_s: float,
+    device: torch.device | None = None,
+    meeting: Meeting | None = None,
 ) -> Callable[[], dist.Store]:
     """Creates the process group of all ranks. Returns a function that opens another connection to their store, for a
     thread that must not block behind the first connection.
@@ -22,25 +59,22 @@ def join(
     Args:
         timeout_s: seconds that the ranks have to join, and the deadline of a collective.
         device: the rank's GPU; None: no GPU.
+        meeting: of these ranks; None: they meet here.
 
     Raises:
         dist.DistError: not all ranks joined within `timeout_s`.
     """
-    timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))
-    prefix = "ndtrain"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        prefix += "/" + _attempt(dist.PrefixStore(prefix, store), rank, world, timeout_s)
+    meeting = meeting or meet(rank, world, timeout_s)
     options = {"device_id": device} if device is not None and device.type == "cuda" else {}
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(prefix, store),
+        store=meeting.shared,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout_s + GRACE_S),
         **options,
     )
-    return lambda: dist.PrefixStore(prefix, _connect())
+    return lambda: dist.PrefixStore(meeting.prefix, _connect())
 
 
 def _attempt(store: dist.Store, rank: int, world: int, timeout_s: float) -> str:

@@ -5,9 +5,11 @@ import signal
 import time
 from pathlib import Path
 
+from ndtrain.runtime.run_owner import LAUNCH
+
 REPEAT_S = 2.0  # one Ctrl-C reaches a rank twice within this time: from the terminal and from torchrun
 POLL_S = 1.0  # interval between checks for the stop file: on shared storage a check takes milliseconds
-STOP_FILE = "stop"  # in the run folder; `touch` it to stop the run
+STOP_FILE = "stop"  # in the run folder; `touch` it to stop the run. A launch script writes its name into it
 _BY_FILE = -1
 
 
@@ -40,7 +42,7 @@ class StopRequest:
         """A number for the source of the stop request, which `name` turns into text. 0: no request."""
         if not self._number and self._file and time.monotonic() - self._looked >= POLL_S:
             self._looked = time.monotonic()
-            self._number = _BY_FILE if self._file.exists() else 0
+            self._number = _BY_FILE if _asks_this_run(self._file) else 0
         return self._number
 
     def answer(self) -> None:
@@ -52,6 +54,36 @@ class StopRequest:
         """Restores the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def _asks_this_run(file: Path) -> bool:
+    """Whether the stop file is there, and not from the launch script of another run."""
+    try:
+        return file.read_text().strip() in ("", os.environ.get(LAUNCH))
+    except (OSError, UnicodeDecodeError):
+        return file.exists()
+
+
+def remove_stale(file: Path, now: float) -> bool:
+    """Removes a stop file that an earlier run has left. Of the requests that are there before the run looks, it keeps
+    those to its own launch script, and any that are younger than that script's start. Returns whether there was one.
+
+    Args:
+        now: the modification time that a file written now has. It may come from the clock of a file server, so ages are
+            compared and not times.
+
+    Raises:
+        OSError: the file cannot be removed.
+    """
+    try:
+        age = now - file.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    launched = os.environ.get(LAUNCH, "").rpartition("-")[2]
+    if launched and _asks_this_run(file) and age < time.time() - float(launched):
+        return False
+    file.unlink(missing_ok=True)
+    return True
 
 
 def name(asked: int) -> str:

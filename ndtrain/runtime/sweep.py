@@ -11,6 +11,8 @@ from ndtrain.config.composition import COMPOSING, compose_checked, register_sche
 from ndtrain.config.composition_errors import one_line
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.overrides import sweep_jobs
+from ndtrain.runtime.exit_status import CODES
+from ndtrain.runtime.sweep_jobs import as_job
 
 _FULL = "HYDRA_FULL_ERROR"  # where it is 1, Hydra raises its errors, which it would print in many lines
 
@@ -43,8 +45,10 @@ def run_with_hydra(
     failed: list[BaseException] = []
 
     def task(cfg: Any) -> None:
+        if CODES["stopped"] in codes:  # a stop is meant for the whole sweep
+            return
         try:
-            codes.append(train(to_config(cfg)))
+            codes.append(train(as_job(to_config(cfg), overrides)))
         except ConfigError as error:  # caught here, since Hydra would print a traceback
             report(error)
             codes.append(2)

@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ndtrain.config import Config
+from ndtrain.config import Config, load_config
+from tests.lib.helpers import write_corpus
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -101,6 +103,38 @@ def test_the_navigation_lists_every_page_once():
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 150
+
+
+def use_lines() -> list[list[str]]:
+    """The commands of the README after its set-up, as words."""
+    (block,) = re.findall(r"<!-- use -->\n```bash\n(.*?)```", README, flags=re.DOTALL)
+    activate, *commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert activate == ["source", ".venv/bin/activate"] and len(commands) >= 4
+    return commands
+
+
+def test_the_readmes_runs_have_folders_of_their_own():
+    """The set-up command has made runs/llama_small."""
+    folders = [Path("runs/llama_small")]
+    for words in use_lines():
+        overrides = [w for w in words if re.fullmatch(r"[\w.]+=[^,]*", w)]
+        if "--cfg" not in words:
+            folders.append(Path(load_config(overrides).run.dir))
+    assert len(set(folders)) == len(folders), folders
+
+
+@pytest.mark.full
+def test_the_readmes_runs_work_after_the_set_up(tmp_path):
+    made = tmp_path / "runs" / "llama_small"
+    made.mkdir(parents=True)
+    (made / "metrics.jsonl").write_text("{}\n")
+    corpus = write_corpus(tmp_path / "corpus.txt")
+    small = ["model=llama_debug", "data=text", f"data.path={corpus}", "data.tokenizer=byte", "train.steps=2",
+             "optim.warmup=1", "logger=jsonl", "train.global_batch=4", "train.seq_len=32"]  # fmt: skip
+    for words in use_lines():
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run([*words, *small], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_programs_on_the_pages_are_python():

@@ -1,5 +1,6 @@
 """Runs the program as a user does: its command line, its processes and its run folder."""
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+
+from ndtrain.runtime.rendezvous import Meeting
 from ndtrain.train import main
 
 MODULE = ["-m", "ndtrain.train"]
@@ -84,6 +88,7 @@ def started(args: list[str], cwd: Path, ranks: int = 1) -> Iterator[subprocess.P
 
 
 MARK = "NDTRAIN_TEST"
+_meetings = itertools.count()  # every rank of a test runs `main` equally often
 
 
 def reset_signals() -> None:
@@ -112,8 +117,13 @@ def processes(cwd: Path) -> dict[int, str]:
 
 @contextmanager
 def given_process_group() -> Iterator[None]:
-    """Makes `main` use the process group that `tests.lib.ranks.run_ranks` has created."""
+    """Makes `main` use the process group that `tests.lib.ranks.run_ranks` has created, and its store."""
+
+    def meet(*args) -> Meeting:
+        return Meeting(dist.distributed_c10d._get_default_store(), f"meeting {next(_meetings)}")
+
     with (
+        mock.patch("ndtrain.runtime.rendezvous.meet", meet),
         mock.patch("ndtrain.runtime.rendezvous.join", return_value=None),
         mock.patch("torch.distributed.destroy_process_group"),
     ):

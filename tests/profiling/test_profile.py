@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -227,9 +230,14 @@ def test_a_window_that_ends_early(tmp_path, corpus, capsys):
     """A run that is stopped within the window writes the recorded steps. A run that resumes after it prints a
     warning."""
     args = arguments(tmp_path / "run", corpus, "train.profile=1-3")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "stop").touch()
-    assert main(args) == 0
+    forward_backward = TrainingStep.forward_backward
+
+    def stopped(self, *rest):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return forward_backward(self, *rest)
+
+    with mock.patch.object(TrainingStep, "forward_backward", stopped):
+        assert main(args) == 85
     assert "profile of step 1, a step on rank 0:" in capsys.readouterr().out
     assert steps_in(tmp_path / "run" / "profile") == {"step 1"}
     assert main([*args, "resume=auto", "train.profile=1", "train.stop_at=2"]) == 0

@@ -1,7 +1,9 @@
 """The command line: valid inputs, and one line of error with the key and the fix for every invalid one."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +14,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from ndtrain.config import load_config, resolve
+from ndtrain.runtime import exit_status, launch_query, stop_signals
+from ndtrain.runtime.run_owner import LAUNCH
 from ndtrain.train import main
 from tests.lib.helpers import (
     arguments,
@@ -22,7 +26,9 @@ from tests.lib.helpers import (
     refusal,
     rows,
     run,
+    started,
     tensor_bytes,
+    wait_for,
     write_corpus,
 )
 from tests.lib.ranks import run_ranks
@@ -264,6 +270,59 @@ def test_refused_corpus(name, args, capsys, tmp_path):
 # ------------------------------------------------------------------------------------------------------- run folder
 
 
+def test_nothing_to_train(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "nothing to train: name a recipe" in refusal(capsys, [])
+    assert launch_query.main(["folder"]) == 2 and "nothing to train" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stop_file_of_an_earlier_run_stops_nothing(args, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stop").touch()
+    assert main(args()) == 0
+    assert len(rows(tmp_path / "run")) == 10 and not (tmp_path / "run" / "stop").exists()
+    assert f"removed {tmp_path / 'run' / 'stop'}, which an earlier run has left" in capsys.readouterr().err
+
+
+REQUESTS = {  # a request to stop -> (content, seconds before the run looks, whether it is kept)
+    "of an earlier run": ("", 100, False),
+    "in the start-up of this one": ("", 5, True),
+    "of this launch script": ("n0-1-{began}", 5, True),
+    "of another launch script": ("n0-2-7.5", 5, False),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_launch_script_may_ask_before_the_run_starts(name, tmp_path, monkeypatch):
+    """The clock of the file system is ten minutes ahead."""
+    content, age, kept = REQUESTS[name]
+    began, file, ahead = time.time() - 10, tmp_path / "stop", 600
+    monkeypatch.setenv(LAUNCH, f"n0-1-{began}")
+    file.write_text(content.format(began=began))
+    os.utime(file, (time.time() + ahead - age,) * 2)
+    assert stop_signals.remove_stale(file, time.time() + ahead) != kept
+    assert file.exists() == kept == bool(stop_signals.StopRequest(file, signals=False).asked())
+
+
+def test_a_rank_under_torchrun_ends_a_stop_with_0(monkeypatch):
+    """torchrun would start the ranks again after any other status."""
+    monkeypatch.delenv(exit_status.JOB, raising=False)
+    assert [exit_status.of_process(why) for why in ("finished", "stopped", "failed")] == [0, 85, 1]
+    monkeypatch.setenv(exit_status.JOB, "job")
+    assert [exit_status.of_process(why) for why in ("finished", "stopped", "failed")] == [0, 0, 1]
+
+
+def test_a_launch_script_believes_only_its_own_run(tmp_path, monkeypatch):
+    monkeypatch.setenv(LAUNCH, "n0-1-2")
+    exit_status.write(tmp_path, "died")
+    assert launch_query.ended(tmp_path, 1) == 75
+    monkeypatch.setenv(LAUNCH, "n0-2-3")  # the folder belongs to the other run
+    assert launch_query.ended(tmp_path, 1) == 2 and launch_query.ended(tmp_path, 0) == 0
+    monkeypatch.delenv(LAUNCH)
+    assert launch_query.ended(tmp_path, 1) == 75
+
+
 def test_a_folder_that_holds_a_run_is_refused(finished, corpus, capsys):
     before = (finished / "config.yaml").read_bytes()
     line = refusal(capsys, arguments(finished, corpus))
@@ -500,16 +559,55 @@ def test_hydras_flags_refuse_alike(flags, override, expected, tmp_path, capsys):
 
 
 def test_multirun(tmp_path, corpus):
-    overrides = ["train.steps=3", "run.seed=1,2", f"run.dir={tmp_path}/runs/${{run.seed}}"]
-    done = run([*arguments(Path("-"), corpus)[:-1], "--multirun", *overrides], tmp_path)
+    """Each job has a folder and a name of its own, and loggers a group and tags."""
+    done = run([*arguments(Path("-"), corpus)[:-1], "--multirun", "train.steps=3", "run.seed=1,2"], tmp_path)
     assert done.returncode == 0, done.stderr
-    one, two = (rows(tmp_path / "runs" / seed) for seed in "12")
+    folders = [tmp_path / "runs" / "llama_debug" / f"run.seed={seed}" for seed in "12"]
+    one, two = map(rows, folders)
     assert len(one) == len(two) == 3 and one[0]["loss"] != two[0]["loss"]
+    for seed, folder in enumerate(folders, start=1):
+        cfg = OmegaConf.load(folder / "config.yaml")
+        assert (cfg.run.name, cfg.run.dir) == (f"llama_debug run.seed={seed}", f"runs/llama_debug/run.seed={seed}")
+        assert (cfg.logger.group, cfg.logger.tags) == ("llama_debug", [f"run.seed={seed}"])
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["llama_debug", "sweeps"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("overrides", "folders"),
+    [
+        (["run.dir=a", "optim.lr=1e-3,2e-3"], ["a/optim.lr=0.001", "a/optim.lr=0.002"]),
+        (["run.dir=a-${optim.lr}", "optim.lr=1e-3,2e-3"], ["a-0.001", "a-0.002"]),
+        (["run.name=x,y"], ["runs/x", "runs/y"]),
+        (["run.name=s-${run.seed}", "run.seed=1,2"], ["runs/s-1", "runs/s-2"]),
+        (["hydra.sweep.dir=a", "run.seed=1,2"], ["a/run.seed=1", "a/run.seed=2"]),
+        (["hydra.sweep.dir=a", "hydra.sweep.subdir=b${hydra:job.num}", "run.seed=1,2"], ["a/b0", "a/b1"]),
+        (["data.text_key='../x','../../x'"], [f"runs/llama_debug/data.text_key={up}_x" for up in ("..", ".._..")]),
+        (["run.name=n", f"data.text_key={'x' * 90},y"], ["runs/n/0", "runs/n/data.text_key=y"]),
+    ],
+)
+def test_the_folders_of_a_sweep(overrides, folders, tmp_path, corpus):
+    given = [*arguments(Path("-"), corpus)[:-1], "--multirun", "train.steps=1", "optim.warmup=0"]
+    done = run([*given, *overrides], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(str(p.parent.relative_to(tmp_path)) for p in tmp_path.rglob("metrics.jsonl")) == sorted(folders)
+
+
+@pytest.mark.full
+def test_a_stop_ends_a_sweep(tmp_path, corpus):
+    args = [*arguments(Path("-"), corpus)[:-1], "--multirun", "train.steps=100000", "run.seed=1,2"]
+    first = tmp_path / "runs" / "llama_debug" / "run.seed=1"
+    with started(args, tmp_path) as process:
+        wait_for(lambda: rows(first), "a step")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 85
+    assert not (first.parent / "run.seed=2").exists()
 
 
 @pytest.mark.full
 def test_multirun_reports_the_error_of_each_run_in_one_line(finished, corpus, tmp_path):
-    done = run(["--multirun", *arguments(finished, corpus), "run.seed=1,2"], tmp_path)
+    same = [f"hydra.sweep.dir={finished}", "hydra.sweep.subdir=."]
+    done = run(["--multirun", *arguments(finished, corpus), "run.seed=1,2", *same], tmp_path)
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 2 and all("already holds a run" in one_error(line) for line in lines)
 

@@ -29,6 +29,7 @@ from tests.lib.helpers import (
     arguments,
     checkpoint_of,
     flip,
+    given_process_group,
     processes,
     rank_main,
     rows,
@@ -447,7 +448,7 @@ def test_ctrl_c(ranks, tmp_path, corpus):
 def test_a_signal_stops_after_the_current_step(number, whole, tmp_path, corpus, capsys):
     folder, before = tmp_path / "run", signal.getsignal(number)
     with at_step(4, lambda: os.kill(os.getpid(), number)):
-        assert main(arguments(folder, corpus)) == 0
+        assert main(arguments(folder, corpus)) == exit_status.read(folder).code == 85
     expected = f"stopped by {number.name} after step 4 of 10: saved {checkpoint_of(folder, 4)}"
     assert expected in "".join(capsys.readouterr()) and newest(folder) == checkpoint_of(folder, 4)
     assert signal.getsignal(number) == before
@@ -458,7 +459,7 @@ def test_a_signal_stops_after_the_current_step(number, whole, tmp_path, corpus, 
 def stuck_in_destroy_process_group(args: list[str], folder: str) -> int:
     stderr = open(Path(folder, f"stderr-{os.getpid()}"), "w")  # noqa: SIM115
     with (
-        mock.patch("ndtrain.runtime.rendezvous.join", return_value=None),  # the group exists already
+        given_process_group(),
         mock.patch("ndtrain.train.PART_S", 1),
         mock.patch("torch.distributed.destroy_process_group", lambda: time.sleep(60)),
         mock.patch("sys.__stderr__", stderr),

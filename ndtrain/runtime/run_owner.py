@@ -1,0 +1,102 @@
+"""Who owns a run folder: a process, with what tells it from every other one and whether it still runs."""
+
+import os
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+LAUNCH = "NDTRAIN_LAUNCH"  # set by the launch scripts: HOST-PID-SECONDS, which no two starts of a script have in common
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The content of an owner file.
+
+    Attributes:
+        machine: identifies the kernel since its boot and the process namespace. Process ids can be compared where it
+            is equal.
+        started: the start time of process `pid` in clock ticks since boot; None: unknown.
+        job, restart: the Slurm job with its cluster, and how often it has been queued again.
+        launch: the launch script's start.
+        since: when the folder was taken, UTC, on the owner's clock.
+        token: differs for every claim.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: int | None
+    job: str | None
+    restart: int
+    launch: str | None
+    since: str
+    token: str
+
+    @classmethod
+    def this_process(cls) -> "Owner":
+        env, job = os.environ, os.environ.get("SLURM_JOB_ID")
+        return cls(
+            host=os.uname().nodename,
+            machine=_machine(),
+            pid=os.getpid(),
+            started=_process_start(os.getpid()),
+            job=f"{env['SLURM_CLUSTER_NAME']}:{job}" if job and env.get("SLURM_CLUSTER_NAME") else job,
+            restart=int(env.get("SLURM_RESTART_COUNT") or 0),
+            launch=env.get(LAUNCH),
+            since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+            token=uuid.uuid4().hex,
+        )
+
+    def is_earlier_start_of(self, other: "Owner") -> bool:
+        """Whether Slurm or a launch script has started this run again as `other`, after it had ended the first one."""
+        queued_again = self.job is not None and self.job == other.job and self.restart < other.restart
+        return queued_again or (self.launch is not None and self.launch == other.launch and self._differs(other))
+
+    def _differs(self, other: "Owner") -> bool:
+        return (self.machine, self.pid, self.started) != (other.machine, other.pid, other.started)
+
+    def is_gone(self, here: "Owner") -> bool | None:
+        """Whether the owner's process has ended; None: it cannot be known on this machine."""
+        if self.machine != here.machine or not self.machine:
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # it exists, under another user
+            pass
+        started = _process_start(self.pid)
+        if started is None:  # a zombie, or /proc does not show it
+            return True if _is_zombie(self.pid) else None
+        return None if self.started is None else started != self.started
+
+    def __str__(self) -> str:
+        job = f", Slurm job {self.job.rpartition(':')[2]}" if self.job else ""
+        return f"pid {self.pid} on host {self.host}{job}, since {self.since}"
+
+
+def _machine() -> str:
+    """Empty where it is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, the state first; empty: there is no such file."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _process_start(pid: int) -> int | None:
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def _is_zombie(pid: int) -> bool:
+    return _stat_fields(pid)[:1] in (["Z"], ["X"])
