@@ -249,8 +249,11 @@ class CheckpointConfig(Section):
 
 @dataclass
 class LoggerConfig(Section):
-    name: str = choice("wandb", "jsonl", part="logger")  # metrics.jsonl is written with any
+    name: Any = choice("wandb", "jsonl", part="logger")  # one, or a list of several; metrics.jsonl is written with any
     project: str = "ndtrain"
+    entity: str | None = None  # wandb: the user or team that owns the run; null: the user's default
+    group: str | None = None  # wandb: runs of one group are shown together
+    tags: list[str] = field(default_factory=list)  # wandb
 
 
 @dataclass

@@ -67,6 +67,9 @@ class WandbLogger:
         mode = _mode(wandb.setup(settings=settings).settings, self._warn)
         arguments = {
             "project": cfg.logger.project,
+            "entity": cfg.logger.entity,
+            "group": cfg.logger.group,
+            "tags": list(cfg.logger.tags) or None,
             "name": cfg.run.name,
             "dir": str(run_dir),
             "id": _run_id(run_dir / "wandb_id"),
