@@ -1,7 +1,7 @@
 """How a `Config` comes from `conf/`, `recipes/`, plugins and the command line."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ndtrain.arguments import near
 from ndtrain.config.registry import KINDS, Part, load_plugins, plugin_parts
-from ndtrain.config.schema import Config, ConfigError
+from ndtrain.config.schema import Config, ConfigError, LoggerConfig
 
 
 def conf_dir() -> Path:
@@ -102,18 +102,30 @@ def _named(part: Part, key: str = "name") -> DictConfig:
 
 def _schema(parts: Iterable[Part]) -> DictConfig:
     """The schema with the configs of these parts in their sections."""
-    schema = OmegaConf.structured(Config)
+    schema, configs = OmegaConf.structured(Config), {}
     for part in parts:
         if part.kind == "callback" and part.config:
             schema.callbacks[part.name] = OmegaConf.structured(part.config)
         elif part.config:
-            schema[KINDS[part.kind].section] = OmegaConf.structured(part.config)
+            configs.setdefault(KINDS[part.kind].section, []).append(part.config)
+    for section, classes in configs.items():
+        schema[section] = OmegaConf.structured(_joined(classes))
     return schema
+
+
+def _joined(classes: Sequence[type]) -> type:
+    """A dataclass with the fields of all these."""
+    bases = tuple(dict.fromkeys(classes))
+    return bases[0] if len(bases) == 1 else make_dataclass("And".join(c.__name__ for c in bases), [], bases=bases)
 
 
 def _chosen_parts(container: dict[str, Any]) -> list[Part]:
     """The plugins' parts that a composed configuration selects."""
-    selects = lambda part, key: container.get(KINDS[part.kind].section, {}).get(key) == part.name
+
+    def selects(part: Part, key: str) -> bool:
+        value = container.get(KINDS[part.kind].section, {}).get(key)
+        return part.name in value if isinstance(value, list) else part.name == value
+
     named = [part for part in plugin_parts("optimizer", "source", "logger") if selects(part, "name")]
     families = [part for part in plugin_parts("family") if selects(part, "model_type")]
     return [*plugin_parts("callback"), *named, *families]
@@ -200,12 +212,24 @@ def _check_init_from(given: dict[str, Override]) -> None:
 
 def _check_group(override: Override, known: set[str]) -> str:
     key = override.key_or_group
-    values = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
-    for value in values:
+    values = [*override.sweep_string_iterator()] if override.is_sweep_override() else [override.value()]
+    several = key == "logger" and isinstance(values[0], list) and values[0]
+    for value in values[0] if several else values:
         if not isinstance(value, str) or value not in known:
             hint = near(str(value), list(known))
             raise ConfigError(f"{key}={value}: no such {key}; {hint}known: {', '.join(sorted(known))}")
-    return override.input_line
+    return f"{key}={_store_loggers(values[0])}" if several else override.input_line
+
+
+def _store_loggers(names: list[str]) -> str:
+    """Makes an option of the group `logger` that stands for several loggers. Returns its name. Hydra alone would take
+    the last one's name, and refuse two loggers with keys of their own."""
+    parts = [part for part in plugin_parts("logger") if part.name in names and part.config]
+    node = OmegaConf.structured(_joined([part.config for part in parts] or [LoggerConfig]))
+    node.name = names
+    option = "+".join(names)
+    ConfigStore.instance().store(group="logger", name=option, node=node)
+    return option
 
 
 def _check_key(override: Override, groups: Iterable[str]) -> str:

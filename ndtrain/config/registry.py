@@ -42,7 +42,7 @@ KINDS = {
     "optimizer": Kind("optim", OptimConfig, "ndtrain.optim"),
     "lr_schedule": Kind(shipped="ndtrain.optim.lr_schedule"),
     "source": Kind("data", DataConfig),
-    "logger": Kind("logger", LoggerConfig, "ndtrain.metrics.wandb_logger"),
+    "logger": Kind("logger", LoggerConfig, "ndtrain.metrics.loggers"),
     "callback": Kind("callbacks"),
 }
 
