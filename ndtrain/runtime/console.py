@@ -7,6 +7,7 @@ usage: ndtrain COMMAND [arguments of the command]
   schedule   shows pipeline schedules:   ndtrain schedule schedule=zb_v pp=4 microbatches=12
   bench      measures:                   ndtrain bench peers axis=one
   preflight  checks hosts and links:     ndtrain preflight recipe=llama_small
+  report     draws the curves of runs:   ndtrain report runs/first runs/second
 
 `ndtrain COMMAND --help` lists the arguments of a command. For several ranks: torchrun ... -m ndtrain.train ...
 """
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 import ndtrain
 from ndtrain.arguments import near
 
-COMMANDS = ("train", "data", "schedule", "bench", "preflight")
+COMMANDS = ("train", "data", "schedule", "bench", "preflight", "report")
 
 
 def main(args: Sequence[str] | None = None) -> int:
