@@ -12,7 +12,7 @@ import numpy as np
 from ndtrain.report.curves import reduce_curve, thin
 from ndtrain.report.runs import METRICS, Run, differences
 
-POINTS = 150_000  # of all curves of a page, which bounds its size
+POINTS = 120_000  # of all curves of a page, which bounds its size
 MOST_POINTS, LEAST_POINTS = 1000, 40  # of one curve
 MARKS = 500  # of one kind and run
 COLOURS = 7  # of page.css; further runs repeat them with dashed lines

@@ -228,7 +228,7 @@ def test_a_mistake_is_one_line(tmp_path, capsys, args, said):
 @pytest.mark.full
 def test_pages_of_long_and_of_many_runs_are_small(tmp_path):
     generator = np.random.default_rng(0)
-    for i in range(40):
+    for i in range(60):
         steps = 100_000 if i == 0 else 3000
         folder = tmp_path / f"run{i}"
         folder.mkdir()
