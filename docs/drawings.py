@@ -159,6 +159,7 @@ PHRASES = {
     "train": "wires a run",
     "bench": "measurements against peers",
     "preflight": "checks of hosts and links before a run",
+    "report": "a page with the curves of runs",
 }
 STEP = [
     ("data", "the batch of (seed, step)", "this rank's rows, and its tokens of each"),
@@ -178,13 +179,14 @@ def architecture() -> str:
     """The packages in import order, and a step's way through them."""
     if list(PHRASES) != ORDER:
         raise ValueError("architecture: PHRASES must name the packages of tests/test_package.py ORDER, in its order")
-    c = Canvas("The packages of ndtrain in import order, and what a training step does in them", 1000, 697)
+    row, used = 37, {name for name, *_ in STEP}
+    foot = 46 + row * len(ORDER) + 13
+    c = Canvas("The packages of ndtrain in import order, and what a training step does in them", 1000, foot + 9)
     c.text(20, 30, "Packages: each imports only from those above it", 15, bold=True)
     c.text(560, 30, "A training step, on every rank", 15, bold=True)
-    row, used = 37, {name for name, *_ in STEP}
     c.text(
         20,
-        688,
+        foot,
         "Blue: named on the right. distributed serves them all.",
         12,
         530,

@@ -77,7 +77,8 @@ def section_keys(cls: type) -> Iterator[Key]:
         if section_of(f) is None:
             node = nodes[f.name]
             meaning = f.metadata.get("help") or comment_of(node, source)
-            yield Key(f.name, type_text(node), value_text(default_of(f)), allowed_text(f), meaning)
+            kind = "str or list[str]" if f.metadata.get("several") else type_text(node)
+            yield Key(f.name, kind, value_text(default_of(f)), allowed_text(f), meaning)
 
 
 def section_of(f: Field) -> type | None:

@@ -44,6 +44,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_precision(cfg)
     _resolve_recompute(cfg)
     _check_kernel(cfg)
+    _check_loggers(cfg)
     cfg.freeze()
     return cfg
 
@@ -60,10 +61,18 @@ def _check_field(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if "choices" in metadata:
         part = metadata["part"]
         known = list(dict.fromkeys((*metadata["choices"], *(registry.names(part) if part else ()))))
-        _require(value in known, f"{key}={value}: no such choice; {near(str(value), known)}known: {', '.join(known)}")
+        for one in value if metadata["several"] and isinstance(value, list) else [value]:
+            _require(one in known, f"{key}={one}: no such choice; {near(str(one), known)}known: {', '.join(known)}")
     if "least" in metadata:
         least = metadata["least"]
         _require(value is None or value >= least, f"{key}={value}: must be at least {least}")
+
+
+def _check_loggers(cfg: Config) -> None:
+    """What each logger's own `check` refuses."""
+    for name in cfg.logger.names:
+        if name in registry.names("logger"):  # jsonl is no part: it is always written
+            getattr(registry.get("logger", name), "check", lambda cfg: None)(cfg)
 
 
 def _resolve_schedule(cfg: Config) -> None:

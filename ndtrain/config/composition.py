@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ndtrain.config.composition_errors import one_line
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.overrides import check_overrides
-from ndtrain.config.registry import KINDS, Part, plugin_parts
+from ndtrain.config.registry import KINDS, Part, joined, plugin_parts
 from ndtrain.config.schema import Config, ConfigError
 
 COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # what composing a wrong configuration raises
@@ -142,18 +142,24 @@ def _named(part: Part, key: str = "name") -> DictConfig:
 
 def _schema(parts: Iterable[Part]) -> DictConfig:
     """The schema with the configs of these parts in their sections."""
-    schema = OmegaConf.structured(Config)
+    schema, configs = OmegaConf.structured(Config), {}
     for part in parts:
         if part.kind == "callback" and part.config:
             schema.callbacks[part.name] = OmegaConf.structured(part.config)
         elif part.config:
-            schema[KINDS[part.kind].section] = OmegaConf.structured(part.config)
+            configs.setdefault(KINDS[part.kind].section, []).append(part.config)
+    for section, classes in configs.items():
+        schema[section] = OmegaConf.structured(joined(classes))
     return schema
 
 
 def _chosen_parts(container: dict[str, Any]) -> list[Part]:
     """The plugins' parts that a composed configuration selects."""
-    selects = lambda part, key: container.get(KINDS[part.kind].section, {}).get(key) == part.name
+
+    def selects(part: Part, key: str) -> bool:
+        value = container.get(KINDS[part.kind].section, {}).get(key)
+        return part.name in value if isinstance(value, list) else part.name == value
+
     named = [part for part in plugin_parts("optimizer", "source", "logger") if selects(part, "name")]
     families = [part for part in plugin_parts("family") if selects(part, "model_type")]
     return [*plugin_parts("callback"), *named, *families]

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
@@ -12,8 +13,8 @@ from omegaconf import OmegaConf
 from ndtrain.arguments import near
 from ndtrain.config.composition_errors import read_yaml
 from ndtrain.config.keys import Key, config_folders, group_options, known_keys, near_key
-from ndtrain.config.registry import load_plugins
-from ndtrain.config.schema import Config, ConfigError
+from ndtrain.config.registry import joined, load_plugins, plugin_parts
+from ndtrain.config.schema import Config, ConfigError, LoggerConfig
 
 
 def check_overrides(overrides: list[str], search: list[str] | None = None, hydra: bool = False) -> list[str]:
@@ -141,15 +142,27 @@ def _check_group(override: Override, known: set[str], folders: Sequence[Path]) -
     key, line = override.key_or_group, override.input_line or ""
     if override.is_sweep_override() and not _can_be_listed(override):
         return line
-    values = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
-    for value in values:
+    values = [*override.sweep_string_iterator()] if override.is_sweep_override() else [override.value()]
+    several = key == "logger" and isinstance(values[0], list) and values[0]
+    for value in values[0] if several else values:
         if not isinstance(value, str) or value not in known:
             hint = _misplaced(key, str(value), known, folders) or near(str(value), list(known))
             raise ConfigError(f"{key}={value}: no such {key}; {hint}known: {', '.join(sorted(known))}")
         paths = [path for folder in folders if (path := folder / key / f"{value}.yaml").is_file()]
         if len({path.resolve() for path in paths}) > 1:
             raise ConfigError(f"{key}={value}: two files have this name, {' and '.join(map(str, paths))}: rename yours")
-    return line
+    return f"{key}={_store_loggers(values[0])}" if several else line
+
+
+def _store_loggers(names: list[str]) -> str:
+    """Makes an option of the group `logger` that stands for several loggers. Returns its name. Hydra alone would take
+    the last one's name, and refuse two loggers with keys of their own."""
+    parts = [part for part in plugin_parts("logger") if part.name in names and part.config]
+    node = OmegaConf.structured(joined([part.config for part in parts if part.config] or [LoggerConfig]))
+    node.name = names
+    option = "+".join(names)
+    ConfigStore.instance().store(group="logger", name=option, node=node)
+    return option
 
 
 def _misplaced(group: str, value: str, known: set[str], folders: Sequence[Path]) -> str:

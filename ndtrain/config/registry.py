@@ -12,7 +12,7 @@
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -42,7 +42,7 @@ KINDS = {
     "optimizer": Kind("optim", OptimConfig, "ndtrain.optim"),
     "lr_schedule": Kind(shipped="ndtrain.optim.lr_schedule"),
     "source": Kind("data", DataConfig),
-    "logger": Kind("logger", LoggerConfig, "ndtrain.metrics.wandb_logger"),
+    "logger": Kind("logger", LoggerConfig, "ndtrain.metrics.loggers"),
     "callback": Kind("callbacks"),
 }
 
@@ -115,6 +115,12 @@ def own_keys(kind: str, name: str) -> list[str]:
     config, base = config_of(kind, name), KINDS[kind].base
     shared = {f.name for f in fields(base)} if base else set()
     return [f.name for f in fields(config) if f.name not in shared] if config else []
+
+
+def joined(classes: Sequence[type]) -> type:
+    """A dataclass with the fields of all these."""
+    bases = tuple(dict.fromkeys(classes))
+    return bases[0] if len(bases) == 1 else make_dataclass("And".join(c.__name__ for c in bases), [], bases=bases)
 
 
 def plugin_parts(*kinds: str) -> list[Part]:

@@ -18,13 +18,14 @@ class ConfigError(ValueError):
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 
 
-def choice(default: str, *choices: str, part: str | None = None) -> Any:
+def choice(default: str, *choices: str, part: str | None = None, several: bool = False) -> Any:
     """A field with one of some values.
 
     Args:
         part: the kind of registered parts whose names are choices too (`registry.KINDS`).
+        several: the value may also be a list of choices. The type of the field is Any then.
     """
-    return field(default=default, metadata={"choices": choices, "part": part})
+    return field(default=default, metadata={"choices": choices, "part": part, "several": several})
 
 
 def at_least(least: float, default: float | None) -> Any:
@@ -269,10 +270,16 @@ class CheckpointConfig(Section):
 
 @dataclass
 class LoggerConfig(Section):
-    name: str = choice("wandb", "jsonl", part="logger")  # metrics.jsonl is written with any
+    name: Any = choice("wandb", "jsonl", part="logger", several=True)  # metrics.jsonl is written with any
     project: str = "ndtrain"
+    entity: str | None = None  # wandb: the user or team that owns the run; null: the user's default
     group: str | None = None  # wandb: runs of one group are shown together
     tags: list[str] = field(default_factory=list)  # wandb
+
+    @property
+    def names(self) -> list[str]:
+        """The loggers, each once."""
+        return list(dict.fromkeys([self.name] if isinstance(self.name, str) else self.name))
 
 
 @dataclass

@@ -210,6 +210,7 @@ class LoggingCallback(Callback):
 
     def on_train_start(self) -> None:
         self._stragglers = Stragglers(self.trainer.mesh.spec)
+        self._resumed = {"resumed_step": self.trainer.state.step} if self.trainer.state.step else {}
 
     def on_report(self, report: StepReport, metrics: dict[str, float]) -> None:
         if self._metrics is None:
@@ -227,8 +228,10 @@ class LoggingCallback(Callback):
             data_wait_s=largest[DATA_WAIT],
             peak_memory_bytes=int(largest[MEMORY]),
             skipped_steps=self.trainer.state.skipped,
+            **self._resumed,
             **numbers,
         )
+        self._resumed = {}  # only the first row after a resume has it
         if "eval_loss" in metrics:
             text = f"eval_loss {metrics['eval_loss']:.4f}  in {metrics['eval_time_s']:.1f} s"
             self.trainer.note(f"step {report.step}  {text}")

@@ -1,12 +1,12 @@
-"""Metrics of a run: metrics.jsonl, the logger (wandb) and the console. Only rank 0 creates a `Metrics`."""
+"""Metrics of a run: metrics.jsonl, the loggers and the console. Only rank 0 creates a `Metrics`."""
 
 import atexit
 from pathlib import Path
 
 from ndtrain.config import Config
-from ndtrain.config.registry import get
 from ndtrain.metrics.console import Console
 from ndtrain.metrics.jsonl import JsonlWriter
+from ndtrain.metrics.loggers import make_loggers
 from ndtrain.metrics.memory import free_memory_bytes, keep_freed_memory, peak_memory_bytes, reset_peak_memory
 from ndtrain.metrics.peak import peak_flops
 
@@ -14,8 +14,8 @@ __all__ = ["Metrics", "free_memory_bytes", "keep_freed_memory", "peak_flops", "p
 
 
 class Metrics:
-    """Derives rates from the measurements of a step and writes one row per step to metrics.jsonl, the logger and the
-    console.
+    """Derives rates from the measurements of a step and writes one row per step to metrics.jsonl, the loggers and
+    the console.
 
     Args:
         cfg: the resolved configuration.
@@ -49,10 +49,10 @@ class Metrics:
         self._write_failed = False
         self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step if resume else 0)
         self._console = Console(cfg.train.stop_at or cfg.train.steps, cfg.train.log_every)
-        name = cfg.logger.name
-        self._logger = get("logger", name)(cfg, run_dir, self.warn) if name != "jsonl" else None
-        if where := getattr(self._logger, "where", None):
-            self.note(f"{name}: {where}")
+        self._loggers = make_loggers(cfg, run_dir, self.warn)
+        for name, logger in self._loggers.items():
+            if where := getattr(logger, "where", None):
+                self.note(f"{name}: {where}")
         self._closed = False
         # Registered after wandb's exit hook, so it runs before that. A run that has not called close() has failed.
         atexit.register(self.close, exit_code=1)
@@ -82,7 +82,7 @@ class Metrics:
             step_time_s: wall time of the step in seconds.
             data_wait_s: the part of it spent waiting for data.
             peak_memory_bytes: maximum over ranks.
-            extra: further numbers; they follow the others in metrics.jsonl and the logger.
+            extra: further numbers; they follow the others in metrics.jsonl and the loggers.
         """
         rate = step_tokens / step_time_s
         device_rate = rate / self._world_size
@@ -103,8 +103,8 @@ class Metrics:
             **extra,
         }
         self._write(row)
-        if self._logger:
-            self._logger.log(row)
+        for logger in self._loggers.values():
+            logger.log(row)
         self._console.update(row)
 
     def note(self, text: str) -> None:
@@ -116,18 +116,18 @@ class Metrics:
         self._console.warn(text)
 
     def close(self, exit_code: int = 0) -> None:
-        """Ends the progress bar, the logger's run and metrics.jsonl. A second call does nothing.
+        """Ends the progress bar, the loggers' runs and metrics.jsonl. A second call does nothing.
 
         Args:
-            exit_code: the exit status of the training, for the logger.
+            exit_code: the exit status of the training, for the loggers.
         """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self.close)
         self._console.close()
-        if self._logger:
-            self._logger.finish(exit_code)
+        for logger in self._loggers.values():
+            logger.finish(exit_code)
         self._jsonl.close()
 
     def _write(self, row: dict) -> None:

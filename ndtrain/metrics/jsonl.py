@@ -46,6 +46,23 @@ class JsonlWriter:
         self._file.close()
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl in order, one per step: of a step that was logged twice the later one. Incomplete
+    lines and lines that are no row are left out; a file that does not exist has no rows."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    rows = {}
+    for line in content.splitlines():
+        try:
+            row = json.loads(line)
+            rows[int(row["step"])] = row
+        except (ValueError, KeyError, TypeError):
+            continue
+    return list(rows.values())
+
+
 def _line(row: dict[str, Any]) -> bytes:
     return json.dumps({key: _plain(value) for key, value in row.items()}, allow_nan=False).encode() + b"\n"
 

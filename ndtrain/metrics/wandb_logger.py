@@ -1,5 +1,6 @@
 """The wandb run of a training. wandb never prompts, never blocks for long and never stops the training."""
 
+import math
 import netrc
 import os
 import secrets
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 from omegaconf import OmegaConf
 
 from ndtrain.config import Config
+from ndtrain.metrics.jsonl import read_rows
 from ndtrain.plugins import register_logger
 
 _INIT_TIMEOUT_S = 15.0  # longest delay of the start by a server that does not answer
@@ -33,6 +35,7 @@ class WandbLogger:
         self._warn = warn
         self._run = None
         self.where: str | None = None
+        self._best = best_evaluation(run_dir / "metrics.jsonl")
         try:
             self._run = self._start(cfg, run_dir)
             self.where = None if self._run.disabled else self._run.url or self._run.settings.sync_dir
@@ -40,11 +43,15 @@ class WandbLogger:
             warn(f"wandb is off: {_one_line(error)}")
 
     def log(self, row: dict[str, Any]) -> None:
-        """Logs `row` at `row["step"]`; an online run drops a step it already has."""
+        """Logs `row` at `row["step"]`; an online run drops a step it already has. The summary of the run holds the
+        lowest evaluation loss and its step, also of the steps before a resume."""
         if self._run is None:
             return
         try:
             self._run.log(row, step=row["step"], commit=True)
+            self._best = min(self._best, evaluation_of(row))
+            if self._best == evaluation_of(row) != NO_EVALUATION:
+                self._run.summary.update({"best_eval_loss": self._best[0], "best_eval_step": self._best[1]})
         except Exception as error:
             self._run = None
             self._warn(f"wandb failed at step {row['step']} and is off from here: {_one_line(error)}")
@@ -67,6 +74,9 @@ class WandbLogger:
         mode = _mode(wandb.setup(settings=settings).settings, self._warn)
         arguments = {
             "project": cfg.logger.project,
+            "entity": cfg.logger.entity,
+            "group": cfg.logger.group,
+            "tags": list(cfg.logger.tags) or None,
             "name": cfg.run.name,
             "group": cfg.logger.group,
             "tags": list(cfg.logger.tags) or None,
@@ -86,6 +96,20 @@ class WandbLogger:
             wandb.teardown(exit_code=1)  # its service still has the run's id
             wandb.setup(settings=settings)
             return wandb.init(mode="offline", **arguments)
+
+
+NO_EVALUATION = (float("inf"), 0)
+
+
+def evaluation_of(row: dict[str, Any]) -> tuple[float, int]:
+    """(evaluation loss, step) of a row; (infinity, 0) without a finite one."""
+    loss = row.get("eval_loss")
+    return (float(loss), int(row["step"])) if loss is not None and math.isfinite(loss) else NO_EVALUATION
+
+
+def best_evaluation(path: Path) -> tuple[float, int]:
+    """The lowest evaluation loss in a metrics.jsonl and its step, as `evaluation_of`."""
+    return min(map(evaluation_of, read_rows(path)), default=NO_EVALUATION)
 
 
 def _settings(wandb: Any) -> Any:

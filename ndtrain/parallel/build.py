@@ -17,7 +17,7 @@ from ndtrain.model.attention.core import local_core
 from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import fused_names, unit_of
 from ndtrain.parallel.cp import cp_core
-from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8
+from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8, prepare_compile
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
@@ -234,6 +234,8 @@ def _matmul_impl(cfg: Config, mesh: Mesh) -> MatmulImpl:
             f"precision.compute=fp8: {torch.cuda.get_device_name(mesh.device)} has no fp8 matmuls (compute capability "
             "8.9 and up has): compute in bf16"
         )
+    if cfg.train.compile:
+        prepare_compile()
     return Fp8Matmul()
 
 

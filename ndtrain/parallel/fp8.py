@@ -69,11 +69,16 @@ def multiply(a_RC: Cast, b_KC: Cast, dtype: torch.dtype, fast: bool = False) -> 
     return product.mul_(a_RC.unit).mul_(b_KC.unit).to(dtype)
 
 
-@torch.compiler.assume_constant_result
 def multiplies_fp8(device: str) -> bool:
     """Whether matmuls of fp8 are to be had there. Not on a CPU: PyTorch's is a plain loop, a thousand times as slow as
     the same product in fp32."""
     return _tried(device)
+
+
+def prepare_compile() -> None:
+    """Tells the compiler that `multiplies_fp8` is a constant. It is no decorator, since that would import the compiler
+    into every run, which takes about a second."""
+    torch.compiler.assume_constant_result(multiplies_fp8)
 
 
 @cache

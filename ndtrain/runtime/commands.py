@@ -6,6 +6,7 @@ COMMANDS = {  # command -> its module
     "schedule": "ndtrain.schedule",
     "bench": "ndtrain.bench",
     "preflight": "ndtrain.preflight",
+    "report": "ndtrain.report",
     "torchrun": "ndtrain.runtime.torchrun",
 }
 CONFIGURED = ("train", "preflight", "torchrun")  # those that take a run's overrides

@@ -7,6 +7,7 @@ usage: ndtrain COMMAND [arguments of the command]
   schedule   shows pipeline schedules:   ndtrain schedule schedule=zb_v pp=4 microbatches=12
   bench      measures:                   ndtrain bench peers axis=one
   preflight  checks hosts and links:     ndtrain preflight recipe=llama_small
+  report     draws the curves of runs:   ndtrain report runs/first runs/second
   torchrun   starts several ranks:       ndtrain torchrun --nproc-per-node 2 -m ndtrain.train recipe=llama_small ...
 
 `ndtrain COMMAND --help` lists the arguments of a command. Completion with Tab: eval "$(ndtrain train -sc install=bash)"

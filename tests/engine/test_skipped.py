@@ -145,7 +145,10 @@ def test_a_run_goes_on_and_counts(tmp_path, capsys):
     assert "warning: step 3 skipped: loss nan" in said and "warning: step 4 skipped" in said
     more = arguments(tmp_path / "run", corpus, "train.steps=12", "resume=auto")
     assert main(more) == 0
-    assert [r["skipped_steps"] for r in rows(tmp_path / "run")][-2:] == [2, 2], "a resumed run goes on counting"
+    records = rows(tmp_path / "run")
+    assert [r["skipped_steps"] for r in records][-2:] == [2, 2], "a resumed run goes on counting"
+    marked = {r["step"]: r["resumed_step"] for r in records if "resumed_step" in r}
+    assert marked == {11: 10}, "only the first row after a resume says so"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -298,8 +298,9 @@ def test_training_goes_on_when_wandb_fails(tmp_path, where, capsys):
             raise RuntimeError("lost\nits service")
 
     metrics = make(tmp_path)
-    metrics._logger = logger = wandb_logger.WandbLogger.__new__(wandb_logger.WandbLogger)
-    logger._run, logger._warn = Broken(), metrics.warn
+    logger = wandb_logger.WandbLogger.__new__(wandb_logger.WandbLogger)
+    logger._run, logger._warn, logger._best = Broken(), metrics.warn, wandb_logger.NO_EVALUATION
+    metrics._loggers = {"wandb": logger}
     for step in (1, 2):
         log(metrics, step)
     metrics.close()

@@ -14,7 +14,7 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel import fp8
 from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
-from ndtrain.parallel.fp8 import Fp8Matmul, cast, multiplies_fp8, multiply
+from ndtrain.parallel.fp8 import Fp8Matmul, cast, multiplies_fp8, multiply, prepare_compile
 from ndtrain.parallel.fused_grad_accumulation import Gathered, MatmulImpl
 from ndtrain.parallel.grad_accumulator import GradAccumulator
 from tests.lib.parity import train
@@ -120,6 +120,7 @@ def test_compiled_products_are_those_made_outside():
             y, z = torch.compile(lambda a, b: linear(2 * a, b, [None, None]), fullgraph=True)(x_NI, weights)
             return [y, z, *torch.autograd.grad([y, z], [x_NI, *weights], dys)]
 
+    prepare_compile()
     matmul, factors = Fp8Matmul(), [cast(t, E4M3) for t in (w, v)]
     casts, x_NI = [cast(dy, E5M2) for dy in dys], cast(2 * x, E4M3)
     outside = [matmul.output(x_NI, f) for f in factors]

@@ -1,0 +1,64 @@
+"""TensorBoard event files, by `torch.utils.tensorboard`. They need the package tensorboard, which is optional."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ndtrain.config import Config, ConfigError, to_yaml
+from ndtrain.plugins import register_logger
+
+
+@register_logger("tensorboard")
+class TensorBoardLogger:
+    """Logs rows to event files in `<run_dir>/tensorboard`. A failed write is passed to `warn` once; after that nothing
+    is logged.
+
+    Attributes:
+        where: the folder, for `tensorboard --logdir`.
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path, warn: Callable[[str], None]):
+        from torch.utils.tensorboard import SummaryWriter  # optional and slow to import
+
+        self._warn, self._off = warn, False
+        self.where = str(run_dir / "tensorboard")
+        self._make = lambda step: SummaryWriter(self.where, purge_step=step)
+        self._writer: Any = None  # made at the first row, whose step it needs
+        self._config = to_yaml(cfg)
+
+    @staticmethod
+    def check(cfg: Config) -> None:
+        """Refuses a run where the package is missing.
+
+        Raises:
+            ConfigError: with the command that installs it.
+        """
+        if find_spec("tensorboard") is None:
+            raise ConfigError(
+                "logger=tensorboard: the package tensorboard is not installed: pip install 'ndtrain[tensorboard]', or "
+                "pip install tensorboard"
+            )
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Logs the numbers of `row` at `row["step"]`. TensorBoard hides what older files of the folder have from the
+        first step on, which a resumed run repeats."""
+        if self._off:
+            return
+        step = row["step"]
+        try:
+            if self._writer is None:
+                self._writer = self._make(step)
+                self._writer.add_text("config", f"```\n{self._config}\n```", step)
+            for key, value in row.items():
+                if key != "step" and value is not None:
+                    self._writer.add_scalar(key, float(value), step)
+        except Exception as error:
+            self._off = True
+            self._warn(f"tensorboard failed at step {step} and is off from here: {error}")
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Flushes and closes the event file. A second call does nothing."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()

@@ -1,0 +1,66 @@
+"""Shows runs: one HTML page with their curves and what differs in their configurations, or one curve as an SVG.
+
+python -m ndtrain.report RUN [RUN ...] [out=report.html]
+python -m ndtrain.report RUN [RUN ...] svg=loss.svg [metric=loss]
+
+RUN is a run folder, or a folder with run folders in it, as a sweep makes. The page needs no other file and no network.
+
+{options}
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ndtrain.arguments import ArgumentError, help_lines, one_of, option, parse, wants_help
+from ndtrain.report import ReportError, find_runs, render_page, render_svg
+from ndtrain.report.runs import METRICS, read_runs
+
+KEYS = [m.key for m in METRICS]
+
+
+@dataclass(frozen=True)
+class Options:
+    out: str | None = option("the page; report.html unless given", None)
+    svg: str | None = option("an SVG of one metric instead of a page", None)
+    metric: str = option(
+        f"of svg: {', '.join(KEYS)}", "loss", read=lambda key, text: one_of(key, text, KEYS)
+    )  # fmt: skip
+
+
+def main(args: Sequence[str]) -> int:
+    """Runs the command. The exit status is 2 for bad arguments or runs (one line says why)."""
+    if wants_help(args):
+        print((__doc__ or "").format(options=help_lines(Options)).strip())
+        return 0
+    paths = [arg for arg in args if "=" not in arg or Path(arg).is_dir()]  # a sweep's folders are called lr=0.1
+    try:
+        options = parse(Options, [arg for arg in args if arg not in paths])
+        if not paths:
+            raise ArgumentError("RUN is missing: name a run folder, for example runs/llama_small")
+        runs = read_runs(find_runs(list(map(Path, paths))))
+        written = []
+        if options.svg:
+            written.append(_write(Path(options.svg), render_svg(runs, options.metric)))
+        if options.out or not options.svg:
+            written.append(_write(Path(options.out or "report.html"), render_page(runs)))
+    except (ArgumentError, ReportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    steps = sum(len(run.steps) for run in runs)
+    print(f"{len(runs)} run{'s' * (len(runs) > 1)}, {steps:,} steps: wrote {' and '.join(written)}")
+    return 0
+
+
+def _write(path: Path, text: str) -> str:
+    """Writes the file. Returns its name and size."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error.strerror}") from error
+    return f"{path} ({len(text.encode()) / 1024:,.0f} KiB)"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
