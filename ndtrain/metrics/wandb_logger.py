@@ -78,8 +78,6 @@ class WandbLogger:
             "group": cfg.logger.group,
             "tags": list(cfg.logger.tags) or None,
             "name": cfg.run.name,
-            "group": cfg.logger.group,
-            "tags": list(cfg.logger.tags) or None,
             "dir": str(run_dir),
             "id": _run_id(run_dir / "wandb_id"),
             "resume": "allow",
