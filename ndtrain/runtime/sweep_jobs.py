@@ -27,7 +27,7 @@ def as_job(cfg: Config, given: Sequence[str]) -> Config:
     hydra = HydraConfig.get()
     plain = {o.key_or_group for o in OverridesParser.create().parse_overrides(list(given)) if not o.is_sweep_override()}
     changes = [text.lstrip("+") for text in hydra.overrides.task]
-    changes = [text for text in changes if text.partition("=")[0] not in plain]
+    changes = [re.sub("['\"]", "", text) for text in changes if text.partition("=")[0] not in plain]
     if hydra.mode != RunMode.MULTIRUN or not changes:
         return cfg
     keys = {text.partition("=")[0] for text in changes}

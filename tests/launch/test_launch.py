@@ -172,7 +172,7 @@ def test_crash(tmp_path, corpus):
     """A rank raises. Its traceback is the last text on the console, after the output of torchrun and the other rank."""
     (tmp_path / "sitecustomize.py").write_text(CRASH)  # Python runs it at the start of every process
     args, folder = arguments(tmp_path / "run", corpus, "mesh.fsdp=2"), tmp_path / "run"
-    code, _, err = ended([*LOCAL, *args], tmp_path, PYTHONPATH=str(tmp_path))
+    code, _, err = ended([*LOCAL, *args], tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     last = err[err.rindex("Traceback (most recent call last)") :]
     assert code == 1 and last.rstrip().endswith("RuntimeError: deliberate") and "in fails" in last, err
     status = exit_of(folder)
