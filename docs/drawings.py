@@ -151,11 +151,13 @@ PHRASES = {
     "optim": "optimizers, learning-rate schedules",
     "parallel": "tp cp fsdp dp pp, recompute, and how they compose",
     "checkpoint": "whole tensors in safetensors, written in place",
+    "generate": "continues a text with a plain model",
     "profiling": "where a step's time and memory go",
     "metrics": "console, metrics.jsonl, wandb, MFU",
     "runtime": "command line, rendezvous, signals, exit status, hangs",
     "engine": "instructions, executor, training step, trainer",
     "train": "wires a run",
+    "evaluate": "the loss of a checkpoint on any mesh",
     "bench": "measurements against peers",
     "preflight": "checks of hosts and links before a run",
 }

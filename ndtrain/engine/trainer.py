@@ -18,11 +18,10 @@ from torch import Tensor
 from ndtrain import schedule
 from ndtrain.config import Config
 from ndtrain.config.registry import plugin_parts
-from ndtrain.data import Batch, Prefetcher, Source, microbatches, rows_of
+from ndtrain.data import Batch, Prefetcher, Source
 from ndtrain.data.validation import ValidationSet
 from ndtrain.distributed.flight_recorder import RECORDER
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.callbacks import (
     STOP,
     Callback,
@@ -34,11 +33,13 @@ from ndtrain.engine.callbacks import (
     TraceCallback,
     make_metrics,
 )
-from ndtrain.engine.setup import RunSetup, fill_weights, order_of, packed_at, prepare
+from ndtrain.engine.samples import SampleCallback
+from ndtrain.engine.setup import RunSetup, fill_weights, order_of, prepare
 from ndtrain.engine.train_step import PendingReport, StepReport, TrainingStep
+from ndtrain.engine.validation import rank_batches
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
 from ndtrain.model import flops
-from ndtrain.parallel.build import build_stages, sequence_sharding
+from ndtrain.parallel.build import build_stages
 from ndtrain.runtime import exit_status, stop_signals
 from ndtrain.runtime.hang_watchdog import HangWatchdog
 from ndtrain.runtime.stop_signals import StopRequest
@@ -120,7 +121,13 @@ class Trainer:
         """In the order in which they are called: what counts and logs a step before what saves it."""
         configs = self.cfg.callbacks
         plugins = [p.value(configs[p.name]) if p.config else p.value() for p in plugin_parts("callback")]
-        first = [ProfileCallback(), NonFiniteCallback(), EvaluationCallback(), LoggingCallback(self.metrics)]
+        first = [
+            ProfileCallback(),
+            NonFiniteCallback(),
+            EvaluationCallback(),
+            SampleCallback(),
+            LoggingCallback(self.metrics),
+        ]
         callbacks = [*first, *plugins, *given, TraceCallback(), self.checkpoints]
         for callback in callbacks:
             callback.trainer = self
@@ -211,10 +218,7 @@ class Trainer:
 
     def microbatches(self, source: Source | ValidationSet, step: int) -> list[Batch]:
         """This rank's part of the global batch of a step, counted from 0."""
-        cfg, mesh, t = self.cfg, self.mesh, self.cfg.train
-        rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-        eos = packed_at(cfg, self.data)
-        return microbatches(source, step, rows, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
+        return rank_batches(self.cfg, self.mesh, self.data, source, step)
 
     def close(self) -> None:
         """Ends what the run has open: the watchdog, metrics, signal handlers. Also after an error."""

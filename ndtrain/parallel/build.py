@@ -114,15 +114,24 @@ class Stages:
         return next(iter(self.models.values())).context
 
 
-def build_stages(cfg: Config, mesh: Mesh) -> Stages:
-    """This rank's part of the model, allocated but not yet filled."""
+def weights_only(cfg: Config) -> StatePlan:
+    """As `state_plan`, for forwards alone: without optimizer state and average."""
+    return StatePlan(cfg.mesh.zero, DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params], spec=())
+
+
+def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stages:
+    """This rank's part of the model, allocated but not yet filled.
+
+    Args:
+        plan: which state to hold; None: as `state_plan` says.
+    """
     placement = Placement.of(cfg)
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
     in_graph = _linear_in_graph(cfg, placement)
     accumulator = GradAccumulator()
     models = _models(cfg, placement, mesh.coords["pp"])
     names = _check_declared(models.values(), layouts)
-    plan = state_plan(cfg)
+    plan = plan or state_plan(cfg)
     units = ShardedUnits(
         flat_layouts(layouts, names),
         group=mesh.group(*SHARD_AXES),
