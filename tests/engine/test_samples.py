@@ -60,7 +60,7 @@ def plain(overrides: list[str]) -> list[list[int]]:
 def cases():
     for name in MESHES:
         for other in (False, True):
-            sample = (name, other) == ("pp2-zb_v", True)
+            sample = (name, other) == ("pp2", True)
             yield pytest.param(name, (PACKED, TIED) * other, marks=[] if sample else [FULL], id=f"{name}{'-x' * other}")
 
 
