@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,21 +51,35 @@ def inspect(path: Path, m: ModelConfig) -> State:
         CheckpointError: damaged (the file is named), or of another architecture (the first differing field is named).
     """
     body = read_state(path)
-    for name, (size, header) in body["files"].items():
-        actual = (path / name).stat().st_size if (path / name).exists() else None
-        if actual != size:
-            what = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
-            raise DamagedCheckpoint(f"{path} is damaged: {name} {what}")
-        if sha256(read_header(path / name)) != header:
-            raise DamagedCheckpoint(f"{path} is damaged: the header of {name} is not what was written")
-    for name, expected in body["sha256"].items():
-        if not (path / name).exists() or sha256((path / name).read_bytes()) != expected:
-            raise DamagedCheckpoint(f"{path} is damaged: {name} is not what was written")
+    for _, problem in file_problems(path, body):
+        raise DamagedCheckpoint(f"{path} is damaged: {problem}")
     _check_architecture(path, m)
     return State(body["step"], body["tokens"], body["order"], body.get("skipped", 0), body.get("stream"))
 
 
+def file_problems(path: Path, body: dict) -> Iterator[tuple[str, str]]:
+    """(file, what is wrong with it) of the files that are not as state.json says. The contents of tensors are not read.
+
+    Args:
+        body: of `read_state`.
+    """
+    for name, (size, header) in body["files"].items():
+        actual = (path / name).stat().st_size if (path / name).exists() else None
+        if actual != size:
+            yield name, f"{name} is missing" if actual is None else f"{name} has {actual} bytes instead of {size}"
+        elif sha256(read_header(path / name)) != header:
+            yield name, f"the header of {name} is not what was written"
+    for name, expected in body["sha256"].items():
+        if not (path / name).exists() or sha256((path / name).read_bytes()) != expected:
+            yield name, f"{name} is not what was written"
+
+
 def read_state(path: Path) -> dict:
+    """The content of state.json.
+
+    Raises:
+        DamagedCheckpoint: it cannot be read, is not what was written, or has another format.
+    """
     try:
         body = json.loads((path / "state.json").read_text())
         expected = body.pop("digest")

@@ -69,7 +69,7 @@ def check_folder(folder: Path, m: ModelConfig) -> list[str]:
         files = weight_files(folder)
         if files[0].name != _ONE:
             _check_index(folder, Reader(files))
-        _check_tensors(_open(files), m)
+        _check_tensors(open_weights(files), m)
     except DamagedFile as error:
         raise CheckpointError(f"init_from={folder}: {error}") from error
     except OSError as error:
@@ -85,15 +85,19 @@ def load_weights(folder: Path, stages: Stages, mesh: Mesh) -> None:
         CheckpointError: a tensor is missing, has another shape, or the file is damaged.
     """
     try:
-        together(mesh, lambda: read_into(stages, _open(weight_files(folder)), [model_part(stages.units.plan)]))
+        together(mesh, lambda: read_into(stages, open_weights(weight_files(folder)), [model_part(stages.units.plan)]))
     except CheckpointError as error:
         raise CheckpointError(f"init_from={folder}: {error}") from error
     stages.units.weights_changed()
     stages.units.start_average()
 
 
-def _open(files: list[Path]) -> Reader:
-    """The files under the names of the whole language model."""
+def open_weights(files: list[Path]) -> Reader:
+    """Reads weight files under the names of the whole language model.
+
+    Raises:
+        DamagedFile: as `Reader`.
+    """
     reader = Reader(files)
     if _EMBED in reader and _MODEL + _EMBED not in reader:
         return Reader(files, lambda name: name if name == _HEAD else _MODEL + name)

@@ -168,8 +168,12 @@ class Reader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def read(self, name: str, rows: Rows) -> Tensor:
-        """Elements of a tensor [rows.number, rows.length], read-only, not copied where the file has them aligned.
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._tensors[name].path
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor.
 
         Raises:
             DamagedFile: a dtype that no weight has.
@@ -177,7 +181,15 @@ class Reader:
         stored = self._tensors[name]
         if stored.dtype not in _DTYPES:
             raise DamagedFile(f"{stored.path}: tensor {name} has the dtype {stored.dtype}; known: {', '.join(_DTYPES)}")
-        dtype = _DTYPES[stored.dtype]
+        return _DTYPES[stored.dtype]
+
+    def read(self, name: str, rows: Rows) -> Tensor:
+        """Elements of a tensor [rows.number, rows.length], read-only, not copied where the file has them aligned.
+
+        Raises:
+            DamagedFile: a dtype that no weight has.
+        """
+        stored, dtype = self._tensors[name], self.dtype(name)
         if name not in self._views:
             self._views[name] = _view(self._maps[stored.path], stored)
         item = dtype.itemsize

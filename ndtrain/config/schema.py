@@ -151,6 +151,10 @@ class TrainConfig(Section):
     compile: bool = False
     log_every: int = at_least(1, 1)
     eval_every: int = at_least(0, 0)  # steps between losses over the whole validation split; 0: never
+    sample_every: int = at_least(0, 0)  # steps between texts that the model writes; 0: never
+    sample_prompts: list[str] = field(default_factory=lambda: [""])  # what they start with; empty: a new document
+    sample_tokens: int = at_least(1, 32)  # of each text
+    sample_temperature: float = at_least(0, 0.0)  # 0: always the most likely token
     # so many steps in a row with a non-finite loss or gradient, which change nothing, end the run
     max_skipped: int = at_least(1, 10)
     trace: bool = False  # one step's timeline, measured and predicted, into the run folder

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from ndtrain.checkpoint import Saved, Saver
 from ndtrain.config import Config
-from ndtrain.data.validation import ValidationSet
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.engine.setup import packed_at, write_extras
+from ndtrain.engine.setup import write_extras
 from ndtrain.engine.trace import Trace, Tracer
-from ndtrain.engine.train_step import Evaluation, StepReport
+from ndtrain.engine.train_step import StepReport
+from ndtrain.engine.validation import Validation
 from ndtrain.metrics import Metrics, peak_flops
 from ndtrain.metrics.stragglers import Stragglers
 from ndtrain.model import flops
@@ -183,7 +183,7 @@ class EvaluationCallback(Callback):
     def on_train_start(self) -> None:
         trainer = self.trainer
         if trainer.cfg.train.eval_every:
-            self._evaluation = Evaluation(trainer.cfg, trainer.mesh, trainer.stages)
+            self._validation = Validation(trainer.cfg, trainer.mesh, trainer.stages, trainer.data)
 
     def needs_report(self) -> bool:
         step, every = self.trainer.state.step, self.trainer.cfg.train.eval_every
@@ -193,12 +193,7 @@ class EvaluationCallback(Callback):
         if not self.needs_report():
             return {}
         began = time.perf_counter()
-        trainer, device = self.trainer, self.trainer.mesh.device
-        t = trainer.cfg.train
-        held = ValidationSet(trainer.data.validation, t.seq_len, t.global_batch)
-        batches = lambda i: [b.to(device) for b in map(held.readable, trainer.microbatches(held, i))]
-        labels = held.labels(packed_at(trainer.cfg, trainer.data))
-        loss = self._evaluation.run((batches(i) for i in range(held.passes)), labels)
+        loss = self._validation.loss()
         return {"eval_loss": loss, "eval_time_s": time.perf_counter() - began}
 
 

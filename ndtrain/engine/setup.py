@@ -88,18 +88,27 @@ def prepare(cfg: Config) -> RunSetup:
                 undo.callback(claim.release)
                 undo.enter_context(record_failure(Path(cfg.run.dir)))
         _log_to(Path(cfg.run.dir), rank)
-        device = _device(cfg, local_rank)
+        device = device_of(cfg, local_rank)
         require_memory(cfg, device, _ranks_of_host(rank, local_rank))
         data = open_data(cfg)
         _check_validation(cfg, data)
+        _check_samples(cfg, data)
         notes += data.warnings(cfg)
         keep_freed_memory()
-        connect = None
-        if world > 1:
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            connect = rendezvous.join(backend, rank, world, timeout_s, device, meeting)
+        connect = meet(cfg, rank, world, device, meeting)
         undo.pop_all()
     return RunSetup(cfg, rank, world, Path(cfg.run.dir), claim, resume, path, state, notes, data, device, connect)
+
+
+def meet(
+    cfg: Config, rank: int, world: int, device: torch.device, meeting: rendezvous.Meeting | None = None
+) -> Callable[[], dist.Store] | None:
+    """Creates the process group of all ranks, which have had their `meeting` or meet here. Returns what
+    `rendezvous.join` does; None: there is one rank."""
+    if world == 1:
+        return None
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return rendezvous.join(backend, rank, world, cfg.hardware.timeout_s, device, meeting)
 
 
 def _model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
@@ -127,7 +136,22 @@ def _check_validation(cfg: Config, data: Data) -> None:
         )
 
 
-def _device(cfg: Config, local_rank: int) -> torch.device:
+def _check_samples(cfg: Config, data: Data) -> None:
+    if not cfg.train.sample_every:
+        return
+    every = f"train.sample_every={cfg.train.sample_every}"
+    if data.tokenizer is None:
+        raise ConfigError(f"{every}: the data has no tokenizer to write text with: set it to 0, or prepare the data")
+    if not cfg.train.sample_prompts:
+        raise ConfigError(f"{every}: train.sample_prompts is empty: give texts to start with")
+
+
+def device_of(cfg: Config, local_rank: int) -> torch.device:
+    """The device of this rank; a GPU becomes the process's current one.
+
+    Raises:
+        ConfigError: the machine has no such device, or too few of them.
+    """
     kind = cfg.hardware.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"

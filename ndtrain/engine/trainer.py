@@ -16,12 +16,11 @@ from pathlib import Path
 from torch import Tensor
 
 from ndtrain import schedule
-from ndtrain.config import Config, resolved
+from ndtrain.config import Config
 from ndtrain.config.registry import plugin_parts
-from ndtrain.data import Batch, Prefetcher, Source, Tokens, microbatches, rows_of
+from ndtrain.data import Batch, Prefetcher, Source, Tokens
 from ndtrain.distributed.flight_recorder import RECORDER
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.callbacks import (
     STOP,
     Callback,
@@ -35,11 +34,13 @@ from ndtrain.engine.callbacks import (
     device_peak,
     make_metrics,
 )
-from ndtrain.engine.setup import RunSetup, fill_weights, order_of, packed_at, prepare
+from ndtrain.engine.samples import SampleCallback
+from ndtrain.engine.setup import RunSetup, fill_weights, order_of, prepare
 from ndtrain.engine.train_step import PendingReport, StepReport, TrainingStep
+from ndtrain.engine.validation import rank_batches
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
 from ndtrain.model import flops
-from ndtrain.parallel.build import build_stages, sequence_sharding
+from ndtrain.parallel.build import build_stages
 from ndtrain.runtime import exit_status, stop_signals
 from ndtrain.runtime.hang_watchdog import HangWatchdog
 from ndtrain.runtime.stop_signals import StopRequest
@@ -135,6 +136,7 @@ class Trainer:
             ProfileCallback(),
             NonFiniteCallback(),
             EvaluationCallback(),
+            SampleCallback(),
             LoggingCallback(self.metrics),
         ]
         callbacks = [*first, *plugins, *given, TraceCallback(), self.checkpoints]
@@ -236,11 +238,7 @@ class Trainer:
 
     def microbatches(self, source: Tokens, step: int) -> list[Batch]:
         """This rank's part of the global batch of a step, counted from 0."""
-        cfg, mesh, t = self.cfg, self.mesh, self.cfg.train
-        rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-        eos = packed_at(cfg, self.data)
-        sharding = sequence_sharding(cfg)
-        return microbatches(source, step, rows, resolved(t.micro_batch), sharding, mesh.index("cp"), eos)
+        return rank_batches(self.cfg, self.mesh, self.data, source, step)
 
     def close(self) -> None:
         """Ends what the run has open: the watchdog, metrics, signal handlers, its hold on the run folder. Also after an

@@ -1,6 +1,8 @@
 """Metrics of a run: metrics.jsonl, the loggers and the console. Only rank 0 creates a `Metrics`."""
 
 import atexit
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from ndtrain.config import Config
@@ -47,6 +49,7 @@ class Metrics:
         self._peak = peak_flops_per_device
         self._world_size = world_size
         self._write_failed = False
+        self._samples = run_dir / "samples.jsonl"
         self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step if resume else 0)
         self._console = Console(cfg.train.stop_at or cfg.train.steps, cfg.train.log_every)
         self._loggers = make_loggers(cfg, run_dir, self.warn)
@@ -106,6 +109,21 @@ class Metrics:
         for logger in self._loggers.values():
             logger.log(row)
         self._console.update(row)
+
+    def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
+        """Records texts that the model wrote after a step: in samples.jsonl, and in a logger that has `samples`.
+
+        Args:
+            texts: (prompt, what follows it).
+        """
+        try:
+            with open(self._samples, "a") as file:
+                for prompt, text in texts:
+                    file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            self.warn(f"samples.jsonl: {error}")
+        if hasattr(self._logger, "samples"):
+            self._logger.samples(step, texts)
 
     def note(self, text: str) -> None:
         """Prints a line, above the progress bar if there is one."""

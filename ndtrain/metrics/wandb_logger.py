@@ -4,7 +4,7 @@ import math
 import netrc
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -55,6 +55,18 @@ class WandbLogger:
         except Exception as error:
             self._run = None
             self._warn(f"wandb failed at step {row['step']} and is off from here: {_one_line(error)}")
+
+    def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
+        """Logs a table of (prompt, text) that belongs to the row of `step`, which is logged after it."""
+        if self._run is None:
+            return
+        try:
+            import wandb
+
+            table = wandb.Table(columns=["step", "prompt", "text"], data=[[step, *pair] for pair in texts])
+            self._run.log({"samples": table}, step=step, commit=False)
+        except Exception as error:
+            self._warn(f"wandb: samples of step {step} not logged: {_one_line(error)}")
 
     def finish(self, exit_code: int = 0) -> None:
         """Flushes and ends the run. A second call does nothing, even if a signal interrupted the first."""

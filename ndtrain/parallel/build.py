@@ -114,8 +114,16 @@ def _make_process_groups(layouts: Layouts, mesh: Mesh, whole: bool) -> None:
             mesh.group(*groups.shard_axes, TENSOR_AXIS)
 
 
-def build_stages(cfg: Config, mesh: Mesh) -> Stages:
+def weights_only(cfg: Config) -> StatePlan:
+    """As `state_plan`, for forwards alone: without optimizer state and average."""
+    return StatePlan(cfg.mesh.zero, DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params], spec=())
+
+
+def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stages:
     """This rank's part of the model, allocated but not yet filled. Every rank calls this.
+
+    Args:
+        plan: for forwards alone, which state to hold (`weights_only`); None: as `state_plan` says.
 
     Raises:
         ConfigError: the device cannot compute what the configuration asks for, or `recompute.budget` is too small.
@@ -126,7 +134,7 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
     accumulator = GradAccumulator()
     models = _models(cfg, placement, mesh.coords["pp"])
     names = _check_declared(models.values(), layouts)
-    plan = state_plan(cfg)
+    trains, plan = plan is None, plan or state_plan(cfg)
     _make_process_groups(layouts, mesh, whole=not plan.sharded_spec)
     units = ShardedUnits(
         flat_layouts(layouts, names),
@@ -159,7 +167,8 @@ def build_stages(cfg: Config, mesh: Mesh) -> Stages:
                 block.compile()
     segments = {s: m.segments() for s, m in models.items()}
     stages = Stages(models, segments, units, layouts, placement, saved_ops, attention)
-    stages.recompute = _plan_recompute(cfg, mesh, stages)
+    if trains:
+        stages.recompute = _plan_recompute(cfg, mesh, stages)
     return stages
 
 

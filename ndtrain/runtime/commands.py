@@ -3,6 +3,9 @@
 COMMANDS = {  # command -> its module
     "train": "ndtrain.train",
     "data": "ndtrain.data",
+    "checkpoint": "ndtrain.checkpoint",
+    "evaluate": "ndtrain.evaluate",
+    "generate": "ndtrain.generate",
     "schedule": "ndtrain.schedule",
     "bench": "ndtrain.bench",
     "preflight": "ndtrain.preflight",

@@ -4,6 +4,9 @@ usage: ndtrain COMMAND [arguments of the command]
 
   train      trains a run:               ndtrain train recipe=llama_small
   data       prepares token files:       ndtrain data prepare out=tokens data=text data.path=corpus/
+  checkpoint works on checkpoints:       ndtrain checkpoint list runs/llama_small
+  evaluate   validation loss:            ndtrain evaluate runs/llama_small
+  generate   continues a text:           ndtrain generate runs/llama_small 'def main('
   schedule   shows pipeline schedules:   ndtrain schedule schedule=zb_v pp=4 microbatches=12
   bench      measures:                   ndtrain bench peers axis=one
   preflight  checks hosts and links:     ndtrain preflight recipe=llama_small

@@ -1,0 +1,191 @@
+"""Writes a Hugging Face folder from checkpoints: the average of their weights, or their weights in another dtype.
+
+Blocks of some megabytes are read, computed and written one after the other. No tensor is ever whole in memory.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ndtrain.checkpoint.elements import AVERAGE, CheckpointError
+from ndtrain.checkpoint.pretrained import open_weights, weight_files
+from ndtrain.checkpoint.safetensors_io import (
+    DamagedFile,
+    Described,
+    PlannedFile,
+    Reader,
+    create,
+    index_json,
+    plan_files,
+    write,
+)
+from ndtrain.checkpoint.verifying import blocks
+from ndtrain.config import CheckpointConfig
+from ndtrain.distributed.row_map import Rows
+
+# the files beside the weights: the tokenizer, generation_config.json
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+_NOT_COPIED = ("state.json", "config.json", "*.index.json")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The weights of one folder.
+
+    Attributes:
+        names: of the tensors that are read.
+    """
+
+    path: Path
+    reader: Reader
+    names: list[str]
+
+
+def average(
+    sources: Sequence[Path],
+    out: Path,
+    weights: Sequence[float] | None = None,
+    dtype: torch.dtype | None = None,
+    ema: bool = False,
+) -> int:
+    """Writes the Hugging Face folder `out` with the weighted average of the sources' weights, computed in fp64. The
+    other files (config.json, the tokenizer) are those of the first source.
+
+    Args:
+        sources: checkpoints or Hugging Face folders with the same tensors.
+        weights: one for each source; they are divided by their sum. None: equal ones.
+        dtype: of the tensors written; None: that of the first source.
+        ema: whether the average of `optim.ema` is read instead of the weights.
+
+    Returns:
+        The bytes of all tensors.
+
+    Raises:
+        CheckpointError: `out` exists, a source lacks a tensor or has another shape or cannot be read, a weight is of no
+            use, or the disk is full. Then there is no `out`.
+    """
+    shares = _shares(sources, weights)
+    if out.exists():
+        raise CheckpointError(f"out={out} exists already: give the name of a new folder")
+    temporary = out.with_name(f".writing-{out.name}")
+    try:
+        opened = [_open(path, ema) for path in sources]
+        _check_same(opened)
+        size = _write(opened, shares, temporary, dtype)
+        _write_others(sources[0], temporary, dtype)
+        os.rename(temporary, out)
+    except DamagedFile as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"out={out} not written: {error.strerror or error}: {error.filename}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return size
+
+
+def _shares(sources: Sequence[Path], weights: Sequence[float] | None) -> list[float]:
+    weights = [1.0] * len(sources) if weights is None else list(weights)
+    if len(weights) != len(sources):
+        raise CheckpointError(f"weights: {len(weights)} for {len(sources)} checkpoints: give one for each")
+    if not sum(weights):
+        raise CheckpointError(f"weights={','.join(f'{w:g}' for w in weights)}: their sum is 0: it must not be")
+    return [w / sum(weights) for w in weights]
+
+
+def _open(path: Path, ema: bool) -> _Source:
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    try:
+        if not ema:
+            reader = open_weights(weight_files(path))
+            return _Source(path, reader, reader.names())
+        files, prefix = sorted(path.glob("optimizer*.safetensors")), AVERAGE[0]
+        names = [name.removeprefix(prefix) for name in Reader(files).names() if name.startswith(prefix)]
+        if not names:
+            raise CheckpointError(f"ema=true: {path} holds no average of the weights: it was saved without optim.ema")
+        return _Source(path, Reader(files, lambda name: name.removeprefix(prefix)), names)
+    except DamagedFile as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _check_same(sources: Sequence[_Source]) -> None:
+    """Checks that all sources hold the same tensors in the same shapes."""
+    first = sources[0]
+    for source in sources[1:]:
+        for one, other in ((first, source), (source, first)):
+            if lacking := sorted(set(one.names) - set(other.names)):
+                raise CheckpointError(
+                    f"{other.path} lacks the tensor {lacking[0]}, which {one.path} has: "
+                    "average checkpoints of one model"
+                )
+        for name in first.names:
+            if source.reader.shape(name) != first.reader.shape(name):
+                raise CheckpointError(
+                    f"{source.path}: tensor {name} has shape {source.reader.shape(name)} there and "
+                    f"{first.reader.shape(name)} in {first.path}: average checkpoints of one model"
+                )
+
+
+def _write(sources: Sequence[_Source], shares: Sequence[float], folder: Path, dtype: torch.dtype | None) -> int:
+    first, readers = sources[0].reader, [source.reader for source in sources]
+    described = {name: (first.shape(name), dtype or first.dtype(name)) for name in sources[0].names}
+    plans = plan_files("model", described, CheckpointConfig.max_file_bytes)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for plan in plans:
+        create(folder / plan.name, plan)
+        _write_file(readers, shares, folder / plan.name, plan, described)
+    if len(plans) > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index_json(plans), indent=1) + "\n")
+    return sum(plan.size - len(plan.header) for plan in plans)
+
+
+def _write_file(
+    readers: Sequence[Reader], shares: Sequence[float], path: Path, plan: PlannedFile, described: Described
+) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        for name, offset in plan.offsets.items():
+            for parts in zip(*(_blocks_like(readers[0], reader, name) for reader in readers), strict=True):
+                rows, own = parts[0]
+                data = own if len(parts) == 1 else _weighted([x for _, x in parts], shares)
+                write(fd, data.to(described[name][1]).contiguous(), offset, rows)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _blocks_like(first: Reader, reader: Reader, name: str) -> Iterator[tuple[Rows, Tensor]]:
+    """The blocks of a tensor, divided as those of `first`, whose dtype may have another size."""
+    if reader is first or reader.dtype(name).itemsize == first.dtype(name).itemsize:
+        yield from blocks(reader, name)
+        return
+    for rows, _ in blocks(first, name):
+        yield rows, reader.read(name, rows).view(-1)
+        reader.release(name, rows)
+
+
+def _weighted(parts: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    total = parts[0].double() * shares[0]
+    for part, share in zip(parts[1:], shares[1:], strict=True):
+        total.add_(part.double(), alpha=share)
+    return total
+
+
+def _write_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    """config.json with the dtype of the weights, and the files beside it."""
+    for path in source.iterdir():
+        matches = lambda patterns, path=path: any(path.match(pattern) for pattern in patterns)
+        if path.is_file() and matches(_COPIED) and not matches(_NOT_COPIED):
+            shutil.copyfile(path, folder / path.name)
+    if (source / "config.json").is_file():
+        config = json.loads((source / "config.json").read_text())
+        if dtype is not None:
+            config |= dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

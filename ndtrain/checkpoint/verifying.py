@@ -1,0 +1,144 @@
+"""Looks at checkpoints on disk: what a folder holds, and whether every byte is what was written."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtrain.checkpoint.checksum import checksum
+from ndtrain.checkpoint.directory import file_problems, list_checkpoints, read_state
+from ndtrain.checkpoint.elements import BLOCK, CheckpointError, DamagedCheckpoint
+from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader
+from ndtrain.distributed.row_map import Rows
+
+_ASIDE = {".writing-step-*": "half written", ".removing-step-*": "half removed", "superseded-step-*": "superseded"}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint folder in a list.
+
+    Attributes:
+        state: the content of state.json; None where it cannot be read.
+        status: complete, damaged with its reason, half written, half removed, or superseded.
+        saved: when it was saved, by the clock of its file system.
+        size: bytes of all files.
+        parts: kinds of tensors -> their dtype, e.g. `weights`: `fp32`, `exp_avg`: `bf16`.
+    """
+
+    path: Path
+    state: dict[str, Any] | None
+    status: str
+    saved: datetime
+    size: int
+    parts: dict[str, str]
+
+
+def checkpoints_of(path: Path, others: bool = False) -> list[Path]:
+    """The checkpoints that a path names, oldest first: itself, those of a run folder, or those of a `checkpoints/`
+    folder.
+
+    Args:
+        others: whether half-written, half-removed and superseded ones are included.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    if (path / "state.json").is_file() or path.name.startswith("step-"):
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such folder")
+        return [path]
+    for folder in (path / "checkpoints", path):
+        made = list_checkpoints(folder)[::-1]
+        if others:
+            made += [p for pattern in _ASIDE for p in sorted(folder.glob(pattern))]
+        if made:
+            return made
+    what = "holds no checkpoint (a folder step-* with a state.json)" if path.exists() else "no such folder"
+    raise CheckpointError(f"{path}: {what}; give a run folder or a checkpoint")
+
+
+def describe(path: Path) -> Listed:
+    """What a checkpoint holds. It reads headers and small files only."""
+    files = [p for p in path.iterdir() if p.is_file()]
+    newest = max((p.stat().st_mtime for p in files), default=path.stat().st_mtime)
+    status, state = "complete", None
+    try:
+        state = read_state(path)
+        status = next((f"damaged: {problem}" for _, problem in file_problems(path, state)), status)
+    except DamagedCheckpoint as error:
+        status = f"damaged: {str(error).rpartition(' is damaged: ')[2]}"
+    for pattern, word in _ASIDE.items():
+        status = word if path.match(pattern) else status
+    size = sum(p.stat().st_size for p in files)
+    return Listed(path, state, status, datetime.fromtimestamp(newest), size, parts_in(path))
+
+
+def parts_in(path: Path) -> dict[str, str]:
+    """The kinds of tensors in a checkpoint, with the dtype of their first tensor; nothing where a header is damaged."""
+    kinds: dict[str, str] = {}
+    try:
+        for stem in ("model", "optimizer"):
+            reader = Reader(sorted(path.glob(f"{stem}*.safetensors")))
+            for name in reader.names():
+                kinds.setdefault("weights" if stem == "model" else name.partition(".")[0], short(reader.dtype(name)))
+    except (DamagedFile, OSError):
+        return {}
+    return kinds
+
+
+SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def short(dtype: torch.dtype) -> str:
+    """The dtype as the configuration spells it."""
+    return SHORT[dtype]
+
+
+# ---------------------------------------------------------------------------------------------------------- verifying
+
+
+def verify(path: Path) -> dict[str, str]:
+    """Reads a checkpoint and compares every byte with the checksums of its state.json, one block at a time.
+
+    Returns:
+        Every file that state.json names, and state.json: its name -> what is wrong with it; empty: nothing.
+    """
+    try:
+        body = read_state(path)
+    except DamagedCheckpoint as error:
+        return {"state.json": str(error)}
+    problems = dict.fromkeys((*body["files"], *body["sha256"], "state.json"), "") | dict(file_problems(path, body))
+    for name in body["files"]:
+        if not problems[name]:
+            bad = bad_tensors(Reader([path / name]), body["checksums"])
+            problems[name] = f"the content of {', '.join(bad)} is not what was written" if bad else ""
+    return problems
+
+
+def bad_tensors(reader: Reader, checksums: dict[str, list[str]]) -> list[str]:
+    """The tensors whose elements have another checksum than `checksums` says."""
+    bad = []
+    for name in reader.names():
+        total = torch.zeros(2, dtype=torch.int64)
+        for rows, data in blocks(reader, name):
+            total += checksum(data, rows)
+        if [f"{x & (2**64 - 1):016x}" for x in total.tolist()] != checksums.get(name):
+            bad.append(name)
+    return bad
+
+
+def blocks(reader: Reader, name: str) -> Iterator[tuple[Rows, Tensor]]:
+    """The elements of a tensor, block by block in order, each [rows.numel] and read-only. The pages of a block leave
+    this process's memory when the next one is asked for."""
+    size = torch.Size(reader.shape(name)).numel()
+    if not size:
+        return
+    for rows in Rows(0, size).chunks(BLOCK // reader.dtype(name).itemsize):
+        reader.expect(name, rows)
+        yield rows, reader.read(name, rows).view(-1)
+        reader.release(name, rows)

@@ -1,0 +1,1 @@
+"""The validation loss of a checkpoint, on any data and any mesh."""

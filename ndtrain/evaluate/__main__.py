@@ -1,0 +1,63 @@
+"""The validation loss of a checkpoint, on any data and any mesh.
+
+python -m ndtrain.evaluate CHECKPOINT [data=... data.path=... key=value ...]
+torchrun --nproc-per-node 2 -m ndtrain.evaluate CHECKPOINT mesh.tp=2
+
+CHECKPOINT is a folder step-*, a run folder (its newest checkpoint), or a Hugging Face folder. Model, data, sequence
+length and precision are those of the checkpoint. The overrides are those of a training: data.*, mesh.*, precision.*,
+train.seq_len, schedule, cp.*, tp.*, hardware.*. Other data is read with the tokenizer of the checkpoint. A Hugging
+Face folder does not say which data it was trained on: give data=... and train.seq_len=... too.
+
+  split   validation: the documents that are held out | all: every document (default: validation)
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ndtrain.arguments import ArgumentError, one_of, wants_help
+from ndtrain.config import ConfigError, world_from_env
+from ndtrain.evaluate.run import Result, evaluate
+
+SPLITS = ("validation", "all")
+
+
+def main(args: Sequence[str]) -> int:
+    """Prints the loss on rank 0. The exit status: 2 where it cannot start (one line says why)."""
+    if not args or wants_help(args):
+        print((__doc__ or "").strip())
+        return 0 if args else 2
+    rank, _, _ = world_from_env()
+    try:
+        if "=" in args[0] and not Path(args[0]).exists():
+            raise ConfigError(f"{args[0]}: a checkpoint comes first: ndtrain evaluate CHECKPOINT [key=value ...]")
+        words = [word for word in args[1:] if not word.startswith("split=")]
+        splits = [word.removeprefix("split=") for word in args[1:] if word not in words] or [SPLITS[0]]
+        result = evaluate(Path(args[0]).expanduser(), words, one_of("split", splits[-1], SPLITS) == "all")
+    except (ArgumentError, ConfigError) as error:
+        if rank > 0:
+            time.sleep(1)  # rank 0 says it, unless torchrun ends it because this one has ended
+        print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+        return 2
+    if rank == 0:
+        print(describe(result), flush=True)
+    return 0
+
+
+def describe(r: Result) -> str:
+    """The result in one line."""
+    perplexity = math.exp(r.loss) if r.loss < 700 else math.inf
+    numbers = f"eval_loss {r.loss:.10f}  perplexity {perplexity:.6g}  {r.tokens:,} tokens in {r.seconds:.1f} s"
+    return f"{numbers}  {r.checkpoint}"
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    if world_from_env()[2] > 1:  # gloo's threads may abort in Python's teardown
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

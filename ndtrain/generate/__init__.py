@@ -1,0 +1,1 @@
+"""Continues a text with a checkpoint, in one process that holds the whole model."""

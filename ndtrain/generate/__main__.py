@@ -1,0 +1,125 @@
+"""Continues texts with a checkpoint: python -m ndtrain.generate CHECKPOINT 'text' ['text' ...] [key=value ...]
+
+CHECKPOINT is a folder step-*, a run folder (its newest checkpoint), or a Hugging Face folder. One process holds the
+whole model. An empty text starts from the token that ends a document.
+
+{options}
+"""
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import tokenizers
+import torch
+
+from ndtrain.arguments import ArgumentError, help_lines, option, parse, wants_help
+from ndtrain.checkpoint import list_checkpoints
+from ndtrain.checkpoint.verifying import SHORT
+from ndtrain.config import ConfigError
+from ndtrain.generate.text import end_tokens, generate, load_model
+from ndtrain.model.sampling import next_tokens
+
+DTYPES = {name: dtype for dtype, name in SHORT.items()}
+
+
+def _temperature(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ArgumentError(f"{key}={text}: must be a number, 0 (greedy) or more")
+    return value
+
+
+def _seed(key: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentError(f"{key}={text}: must be a whole number, 0 or more")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys of the command."""
+
+    max_new_tokens: int = option("tokens after the text, unless it ends before", 64)
+    temperature: float = option("0: always the most likely token (greedy); above 0: drawn, at 1 as the model says",
+                                0.0, read=_temperature)  # fmt: skip
+    top_k: int | None = option("drawn from the so many most likely tokens; from all unless given", None)
+    seed: int = option("of the draws; 0 unless given", 0, read=_seed)
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = option("to compute in; that of the files unless given",
+                                                                   None)  # fmt: skip
+    device: Literal["auto", "cpu", "cuda"] = option("to compute on; auto: a GPU where there is one", "auto")
+
+
+def main(args: Sequence[str]) -> int:
+    """Prints each text with its continuation. The exit status: 2 where it cannot start (one line says why)."""
+    if not args or wants_help(args):
+        print((__doc__ or "").format(options=help_lines(Options)).strip())
+        return 0 if args else 2
+    try:
+        keys = Options.__dataclass_fields__
+        words = [w for w in args[1:] if w.partition("=")[0] in keys and "=" in w]
+        texts = [w for w in args[1:] if w not in words]
+        if not texts:
+            raise ArgumentError("no text is given: ndtrain generate CHECKPOINT 'text' [key=value ...]")
+        return run(Path(args[0]).expanduser(), texts, parse(Options, words))
+    except (ArgumentError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(path: Path, texts: Sequence[str], o: Options) -> int:
+    """Continues the texts one after the other.
+
+    Raises:
+        ConfigError: there is no checkpoint, or none with a tokenizer.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path}: no such folder")
+    folder = next(iter(list_checkpoints(path / "checkpoints") or list_checkpoints(path)), path)
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"{folder}: there is no tokenizer.json, so text cannot be read: put the model's one there")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if o.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: this machine has no CUDA device that torch can use")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
+    model, ends = load_model(folder, torch.device(kind), DTYPES[o.dtype] if o.dtype else None), end_tokens(folder)
+    draws = torch.Generator(kind).manual_seed(o.seed)
+    choose = partial(next_tokens, temperature=o.temperature, top_k=o.top_k, generator=draws)
+    for text in texts:
+        prompt = tokenizer.encode(text).ids or sorted(ends)[:1]
+        if not prompt:
+            raise ConfigError(f"{folder}: an empty text has no token to start from: give a text")
+        _warn_if_long(len(prompt) + o.max_new_tokens, model.m.max_position_embeddings)
+        began = time.perf_counter()
+        made = generate(model, prompt, o.max_new_tokens, ends, choose)
+        seconds = time.perf_counter() - began
+        print(text + continuation(tokenizer, prompt, made), flush=True)
+        print(f"{len(made)} tokens, {len(made) / seconds:.1f} tokens/s", file=sys.stderr, flush=True)
+    return 0
+
+
+def continuation(tokenizer: tokenizers.Tokenizer, prompt: Sequence[int], made: Sequence[int]) -> str:
+    """The text of the new tokens. They are decoded behind the prompt, since a token may be a part of a character or
+    begin with a space."""
+    before, whole = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *made])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(list(made))
+
+
+def _warn_if_long(length: int, most: int) -> None:
+    if length > most:
+        print(
+            f"warning: {length} tokens are more than max_position_embeddings={most}, for which the model was made",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""Loads a checkpoint as one plain model and continues token sequences with it."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ndtrain.checkpoint.pretrained import check_folder, open_weights, weight_files
+from ndtrain.checkpoint.verifying import blocks
+from ndtrain.config.registry import load_plugins
+from ndtrain.generate.cache import KeyValueCache
+from ndtrain.model import Ops, Transformer
+from ndtrain.model.families.hf_config import from_hf, read_hf_config
+from ndtrain.model.sampling import next_tokens
+
+Choose = Callable[[Tensor], Tensor]  # logits [B, V] -> tokens [B]
+
+
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Transformer:
+    """The model of a checkpoint or a Hugging Face folder, read tensor by tensor.
+
+    Args:
+        dtype: of its weights and its computation; None: that of the files.
+
+    Raises:
+        ConfigError: config.json is of no known model, or the weights do not fit it; one line says why.
+    """
+    state = folder / "state.json"
+    if state.is_file():
+        load_plugins(json.loads(state.read_text())["config"]["plugins"])
+    m = from_hf(read_hf_config(folder), name=folder.name)
+    check_folder(folder, m)
+    with torch.device("meta"):
+        model = Transformer(m)
+    reader = open_weights(weight_files(folder))
+    for name, parameter in list(model.named_parameters()):
+        whole = torch.empty(parameter.shape, dtype=dtype or reader.dtype(name), device=device)
+        for rows, block in blocks(reader, name):
+            whole.view(-1)[rows.start : rows.start + rows.numel].copy_(block)
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, nn.Parameter(whole, requires_grad=False))
+    return model
+
+
+def end_tokens(folder: Path) -> frozenset[int]:
+    """The tokens that end a text, as generation_config.json or config.json says; empty: none."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    ends: frozenset[int] = frozenset(),
+    choose: Choose = next_tokens,
+) -> list[int]:
+    """The tokens that follow the prompt. They end with a token of `ends`, or after `max_new_tokens`.
+
+    Keys and values are kept, so each token costs one forward of one token.
+
+    Args:
+        prompt: one token or more.
+        choose: picks the next tokens from their logits.
+    """
+    cache = KeyValueCache(len(prompt) + max_new_tokens)
+    model.use(replace(Ops(), core=cache.core))
+    device = model.head.weight.device
+    tokens_BT, made = torch.tensor([list(prompt)], device=device), []
+    while len(made) < max_new_tokens:
+        token = int(choose(_logits(model, tokens_BT, cache)))
+        made.append(token)
+        if token in ends:
+            break
+        tokens_BT = torch.tensor([[token]], device=device)
+    model.use(Ops())
+    return made
+
+
+def _logits(model: Transformer, tokens_BT: Tensor, cache: KeyValueCache) -> Tensor:
+    """The logits [B, V] behind the last of the new tokens, which are added to the cache."""
+    B, T = tokens_BT.shape
+    positions_T = torch.arange(cache.tokens, cache.tokens + T, device=tokens_BT.device)
+    x, ctx = None, model.context(tokens_BT, tokens_BT, model.head.weight.dtype, positions=positions_T)
+    for segment in model.segments()[:-1]:
+        x = segment.run(x, ctx)
+    cache.advance(T)
+    return x.view(B, T, -1)[:, -1] @ model.head.weight.T
