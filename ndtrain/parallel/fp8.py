@@ -77,7 +77,7 @@ def multiplies_fp8(device: str) -> bool:
 
 def prepare_compile() -> None:
     """Tells the compiler that `multiplies_fp8` is a constant. It is no decorator, since that would import the compiler
-    into every run, which takes about a second."""
+    together with this module, which takes about a second."""
     torch.compiler.assume_constant_result(multiplies_fp8)
 
 
