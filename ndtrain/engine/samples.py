@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain import schedule as schedules
-from ndtrain.config import Config
+from ndtrain.config import Config, LocalShapes
 from ndtrain.data import Batch, microbatches
 from ndtrain.data.validation import ValidationSet
 from ndtrain.distributed.collectives import all_reduce
@@ -28,7 +28,7 @@ from ndtrain.model import Context, Segment
 from ndtrain.model.loss import IGNORE
 from ndtrain.model.sampling import next_tokens
 from ndtrain.model.transformer import EMBED, HEAD
-from ndtrain.parallel.build import Stages, sequence_sharding, stream_shape
+from ndtrain.parallel.build import Stages, sequence_sharding
 from ndtrain.parallel.pp import Pipeline
 
 
@@ -59,7 +59,7 @@ class Sampler:
             *others, head = segments[last]
             segments[last] = [*others, Segment(head.unit, self._head, head.weight_in_backward)]
             self._model = stages.models[last]
-        pipeline = Pipeline(schedule, mesh, stream_shape(cfg), stages.units.compute)
+        pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         layers = line_up(segments, last)
         row = schedule.table[mesh.coords["pp"]]
         self._executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, [])
