@@ -137,7 +137,7 @@ def test_on_another_machine_the_dead_is_followed_after_the_stated_seconds(tmp_pa
     assert "pid 7 on host n7" in line and f"up to {DEAD_S:g} s" in line
 
 
-@pytest.mark.parametrize("skew_s", [0, 600, -600, -time.time()])
+@pytest.mark.parametrize("skew_s", [0, 600, -600, -1.7e9])
 def test_on_another_machine_the_living_is_never_followed(skew_s, tmp_path):
     """Its heart beats once just before the observer gives up. Its clock may be wrong."""
     right = time.time()
