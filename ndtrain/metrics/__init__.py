@@ -111,7 +111,7 @@ class Metrics:
         self._console.update(row)
 
     def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
-        """Records texts that the model wrote after a step: in samples.jsonl, and in a logger that has `samples`.
+        """Records texts that the model wrote after a step: in samples.jsonl, and in the loggers that have `samples`.
 
         Args:
             texts: (prompt, what follows it).
@@ -122,8 +122,9 @@ class Metrics:
                     file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
         except OSError as error:
             self.warn(f"samples.jsonl: {error}")
-        if hasattr(self._logger, "samples"):
-            self._logger.samples(step, texts)
+        for logger in self._loggers.values():
+            if hasattr(logger, "samples"):
+                logger.samples(step, texts)
 
     def note(self, text: str) -> None:
         """Prints a line, above the progress bar if there is one."""

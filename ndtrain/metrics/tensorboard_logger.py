@@ -1,6 +1,6 @@
 """TensorBoard event files, by `torch.utils.tensorboard`. They need the package tensorboard, which is optional."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,22 @@ class TensorBoardLogger:
     def log(self, row: dict[str, Any]) -> None:
         """Logs the numbers of `row` at `row["step"]`. TensorBoard hides what older files of the folder have from the
         first step on, which a resumed run repeats."""
+        numbers = {key: float(value) for key, value in row.items() if key != "step" and value is not None}
+        self._write(row["step"], lambda writer: [writer.add_scalar(*item, row["step"]) for item in numbers.items()])
+
+    def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
+        """Logs texts as (prompt, what the model wrote behind it)."""
+        named = [(f"sample {i}", f"**{prompt}**{text}") for i, (prompt, text) in enumerate(texts)]
+        self._write(step, lambda writer: [writer.add_text(*item, step) for item in named])
+
+    def _write(self, step: int, write: Callable[[Any], object]) -> None:
         if self._off:
             return
-        step = row["step"]
         try:
             if self._writer is None:
                 self._writer = self._make(step)
                 self._writer.add_text("config", f"```\n{self._config}\n```", step)
-            for key, value in row.items():
-                if key != "step" and value is not None:
-                    self._writer.add_scalar(key, float(value), step)
+            write(self._writer)
         except Exception as error:
             self._off = True
             self._warn(f"tensorboard failed at step {step} and is off from here: {error}")

@@ -117,7 +117,7 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     ),
     "deletion of a group": (
         ["~logger"],
-        "~logger: a group cannot be left out; choose another: logger=jsonl/wandb",
+        "~logger: a group cannot be left out; choose another: logger=jsonl/tensorboard/wandb",
     ),
     "deletion of a rule": (
         ["~layout.rules.mlp"],

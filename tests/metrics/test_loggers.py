@@ -97,6 +97,7 @@ def test_tensorboard_reads_back_across_a_resume(tmp_path):
     first = make(tmp_path, logger="tensorboard")
     for step in (1, 2, 3, 4):
         log(first, step, loss=9.0)
+        first.samples(step, [("Once", " upon a time")])
     first.close()
     second = make(tmp_path, start=2, resume=True, logger="tensorboard")
     for step in (3, 4, 5):
@@ -105,6 +106,8 @@ def test_tensorboard_reads_back_across_a_resume(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 9), (2, 9), (3, 7.25), (4, 7), (5, 6.75)]
+    assert [e.step for e in events.Tensors("sample 0/text_summary")] == [1, 2, 3, 4]
+    assert b"**Once** upon a time" in events.Tensors("sample 0/text_summary")[0].tensor_proto.string_val[0]
     assert {"mfu", "lr", "peak_memory_bytes"} <= set(events.Tags()["scalars"])
 
 
