@@ -33,6 +33,12 @@ def at_least(least: float, default: float | None) -> Any:
     return field(default=default, metadata={"least": least})
 
 
+def require(ok: bool, message: str) -> None:
+    """Raises ConfigError with the message unless `ok`."""
+    if not ok:
+        raise ConfigError(message)
+
+
 Value = TypeVar("Value")
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from ndtrain.arguments import near
 from ndtrain.config import ConfigError, DataConfig, check_overrides, load_config, registry
-from ndtrain.config.checks import check_data
+from ndtrain.config.data_checks import check_data
 from ndtrain.data.manifest import Manifest
 from ndtrain.data.prepare import PART_BYTES, prepare
 from ndtrain.data.progress import ProgressDisplay, TextProgress

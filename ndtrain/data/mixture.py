@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ndtrain.arguments import near
 from ndtrain.config import ConfigError, DataConfig, registry
-from ndtrain.config.checks import check_data
+from ndtrain.config.data_checks import check_data
 from ndtrain.data.cache import digest
 from ndtrain.data.documents import Corpus
 from ndtrain.data.mixture_order import MixtureOrder

@@ -158,18 +158,23 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     ops = _ops(cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, in_graph)
     kernel, attention = choose_kernel(cfg, mesh, plan.compute) if mesh.device.type == "cuda" else (None, "")
     for model in models.values():
-        for name, _ in list(model.named_parameters()):
-            _set_parameter(model, name, units.units[unit_of(name)].parameters[name])
-        model.use(ops)
-        model.kernel = kernel
-        if cfg.train.compile:
-            for block in model.model.layers.values():
-                block.compile()
+        _complete(model, units, ops, kernel, cfg.train.compile)
     segments = {s: m.segments() for s, m in models.items()}
     stages = Stages(models, segments, units, layouts, placement, saved_ops, attention)
     if trains:
         stages.recompute = _plan_recompute(cfg, mesh, stages)
     return stages
+
+
+def _complete(model: Transformer, units: ShardedUnits, ops: Ops, kernel: str | None, compiled: bool) -> None:
+    """Gives a stage its parameters, which are views of the units' buffers, its ops and its attention kernel."""
+    for name, _ in list(model.named_parameters()):
+        _set_parameter(model, name, units.units[unit_of(name)].parameters[name])
+    model.use(ops)
+    model.kernel = kernel
+    if compiled:
+        for block in model.model.layers.values():
+            block.compile()
 
 
 def _plan_recompute(cfg: Config, mesh: Mesh, stages: Stages) -> RecomputePlan:

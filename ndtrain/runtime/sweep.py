@@ -3,7 +3,8 @@ run."""
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ndtrain.config import Config, ConfigError, resolve, world_from_env
@@ -57,18 +58,26 @@ def run_with_hydra(
             raise
 
     sys.argv[1:] = [*flags, *overrides, *search_path(search)]
-    before = os.environ.get(_FULL)
-    os.environ[_FULL] = "1"
     try:
-        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
+        with _errors_raised():
+            hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
     except COMPOSING as error:
         if failed:
             raise
         raise ConfigError(one_line(error, search, overrides)) from error
+    return max(codes, default=0)
+
+
+@contextmanager
+def _errors_raised() -> Iterator[None]:
+    """Within it Hydra raises its errors."""
+    before = os.environ.get(_FULL)
+    os.environ[_FULL] = "1"
+    try:
+        yield
     finally:
         if before is None:
             del os.environ[_FULL]
-    return max(codes, default=0)
 
 
 def check_jobs(overrides: list[str], search: Sequence[str]) -> None:

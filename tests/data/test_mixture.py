@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndtrain.config import AXES, ConfigError, load_config
-from ndtrain.config.checks import check_data
+from ndtrain.config.data_checks import check_data
 from ndtrain.data import microbatches, mixture, open_data, order, rows_of
 from ndtrain.data.__main__ import main as prepare
 from ndtrain.data.corpora import open_corpus

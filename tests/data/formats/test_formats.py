@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ndtrain.config import AXES, ConfigError, load_config
-from ndtrain.config.checks import check_data
+from ndtrain.config.data_checks import check_data
 from ndtrain.data import microbatches, open_data, token_files
 from ndtrain.data.token_array import TokenArray
 from ndtrain.data.validation import ValidationSet

@@ -1,0 +1,65 @@
+"""The keys of `data`, checked without reading any file."""
+
+from collections.abc import Sequence
+
+from ndtrain.config.schema import TOKEN_SOURCES, DataConfig, require
+
+
+def check_data(data: DataConfig) -> None:
+    """Checks the keys of `data`, or of one corpus of a blend, without reading any file.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    name = data.name
+    if name in TOKEN_SOURCES and name != "bin":
+        _check_token_files(data)
+    if name in ("text", "jsonl", "bin", "hf"):
+        require(bool(data.path), f"data.path is missing: data={name} needs it, e.g. data.path=corpus/")
+    require(
+        name not in ("python", "text", "jsonl", "hf", "bin") or data.paths is None,
+        f"data.paths={data.paths}: only {_listed(TOKEN_SOURCES[1:])} read it, data={name} reads data.path: set it to "
+        "null",
+    )
+    require(0 <= data.validation < 1, f"data.validation={data.validation}: must lie in [0, 1)")
+    require(name != "blend" or bool(data.blend), f"data.blend is empty: data=blend needs {_BLEND}")
+    require(name == "blend" or not data.blend, f"data.blend is for data=blend, but data={name}: set data=blend")
+    require(
+        name == "hf" or not data.streaming,
+        f"data.streaming=true: only data=hf streams, data={name} is tokenised into data.cache: set it to false",
+    )
+    require(
+        name in TOKEN_SOURCES or data.validation_path is None,
+        f"data.validation_path={data.validation_path}: only {_listed(TOKEN_SOURCES)} read it, data={name} holds out "
+        "data.validation of its documents: set it to null",
+    )
+    require(
+        name in ("hf", "blend") or data.eval_split is None,
+        f"data.eval_split={data.eval_split}: only data=hf has splits, data={name} holds out data.validation of its "
+        "documents: set it to null",
+    )
+
+
+def _listed(sources: Sequence[str]) -> str:
+    return ", ".join(f"data={name}" for name in sources)
+
+
+def _check_token_files(data: DataConfig) -> None:
+    """Checks the keys of files in the format of another program."""
+    name = data.name
+    require(
+        bool(data.path or data.paths),
+        f"data.path is missing: data={name} needs it, e.g. data.path={_EXAMPLES[name]}, or data.paths=[...]",
+    )
+    require(
+        not (data.path and data.paths),
+        f"data.path={data.path} and data.paths={data.paths}: data={name} reads one of them: set the other to null",
+    )
+    require(
+        name == "datatrove" or data.dtype == DataConfig.dtype,
+        f"data.dtype={data.dtype}: data={name} finds the type of the ids in its files: leave data.dtype out",
+    )
+
+
+_EXAMPLES = {"megatron": "corpus_text_document", "llmc": "'fineweb_train_*.bin'", "datatrove": "tokens/"}
+_BLEND = "corpora with weights, e.g. data.blend=[{name: python, weight: 1}, {name: text, path: corpus/, weight: 2}]"

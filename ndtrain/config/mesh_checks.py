@@ -1,0 +1,129 @@
+"""The mesh of a run: its sizes for the ranks started, and what each axis must divide."""
+
+import math
+
+from ndtrain.arguments import near
+from ndtrain.config.local_shapes import LocalShapes
+from ndtrain.config.schema import AXES, Config, require
+
+
+def resolve_mesh(cfg: Config, world_size: int) -> None:
+    mesh = cfg.mesh
+    sizes = {a: getattr(mesh, a) for a in AXES}
+    require(sorted(mesh.order) == sorted(AXES), f"mesh.order={mesh.order}: must name each of {', '.join(AXES)} once")
+    for axis, size in sizes.items():
+        require(size == -1 or size >= 1, f"mesh.{axis}={size}: must be at least 1, or -1 for the rest")
+    free = [a for a, s in sizes.items() if s == -1]
+    require(len(free) <= 1, f"mesh.{' and mesh.'.join(free)} are -1: only one axis can take the rest")
+    fixed = math.prod(s for s in sizes.values() if s != -1)
+    product = " x ".join(f"{a}={s}" for a, s in sizes.items() if s != 1) or "1"
+    if free:
+        require(
+            world_size % fixed == 0,
+            f"mesh {product}: the fixed sizes make {fixed}, which does not divide the {world_size} ranks started",
+        )
+        setattr(mesh, free[0], world_size // fixed)
+    else:
+        require(
+            fixed == world_size,
+            f"mesh {product} needs {fixed} rank{'s' * (fixed != 1)} but {world_size} started: "
+            f"change the mesh (mesh.fsdp=-1 takes the rest) or torchrun --nproc-per-node {fixed}",
+        )
+    if mesh.zero is None:
+        mesh.zero = 1 if mesh.pp > 1 else 3
+    require(mesh.zero in (1, 2, 3), f"mesh.zero={mesh.zero}: must be 1, 2 or 3")
+
+
+def resolve_micro_batch(cfg: Config) -> None:
+    """null becomes a rank's whole share of the global batch, because fewer passes take less time. A pipeline needs
+    several microbatches to be full: two for each of its ranks, or more where that does not divide the share."""
+    t, mesh = cfg.train, cfg.mesh
+    if t.micro_batch is None:
+        share = max(1, t.global_batch // (mesh.dp * mesh.fsdp))
+        least = min(share, 1 if mesh.pp == 1 else 2 * mesh.pp)
+        t.micro_batch = share // next(n for n in range(least, share + 1) if share % n == 0)
+
+
+_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab")  # the dims that tp's ops can shard
+
+
+def check_rules(rules: dict[str, str | None]) -> None:
+    for dim, axis in rules.items():
+        key = f"layout.rules.{dim}"
+        require(
+            dim in _TP_DIMS,
+            f"{key}: no such dim to cut; {near(dim, list(_TP_DIMS))}known: {', '.join(_TP_DIMS)}",
+        )
+        require(axis is None or axis in AXES, f"{key}={axis}: no such axis; known: {', '.join(AXES)}, null")
+        require(axis in (None, "tp"), f"{key}={axis}: only tp shards dims: set it to tp or null")
+    require(
+        rules.get("heads") == rules.get("kv_heads"),
+        f"layout.rules.kv_heads={rules.get('kv_heads')} must be as layout.rules.heads={rules.get('heads')}: "
+        "a rank needs the K/V heads of its query heads",
+    )
+
+
+def check_tp(cfg: Config) -> None:
+    m, tp, rules = cfg.model, cfg.mesh.tp, cfg.layout.rules
+    if tp == 1:
+        return
+    heads, kv_heads = m.num_attention_heads, m.num_key_value_heads
+    if rules.get("heads"):
+        require(heads % tp == 0, f"mesh.tp={tp} must divide model.num_attention_heads={heads}")
+        require(
+            kv_heads % tp == 0 or tp % kv_heads == 0,
+            f"mesh.tp={tp} and model.num_key_value_heads={kv_heads}: one must divide the other",
+        )
+    else:
+        require(
+            not cfg.tp.sequence_parallel,
+            "layout.rules.heads=null: attention on every rank needs the whole stream: set tp.sequence_parallel=false",
+        )
+    if rules.get("mlp"):
+        require(
+            m.intermediate_size % tp == 0, f"mesh.tp={tp} must divide model.intermediate_size={m.intermediate_size}"
+        )
+    if rules.get("vocab"):
+        require(
+            m.vocab_size >= tp, f"mesh.tp={tp} exceeds model.vocab_size={m.vocab_size}: set layout.rules.vocab=null"
+        )
+    if cfg.tp.sequence_parallel:
+        tokens = LocalShapes.of(cfg).tokens
+        require(
+            tokens % tp == 0,
+            f"mesh.tp={tp} must divide the {tokens} tokens of a microbatch (train.micro_batch x train.seq_len / "
+            "mesh.cp) with tp.sequence_parallel=true: change one of them, or set it to false",
+        )
+
+
+def resolve_cp(cfg: Config) -> None:
+    m, n, cp = cfg.model, cfg.mesh.cp, cfg.cp
+    if cp.balance == "auto":
+        cp.balance = "striped" if cfg.data.pack else "zigzag"
+    if n == 1:
+        cp.ulysses = 1
+        return
+    if cp.ulysses is None:
+        cp.ulysses = n if cp.kind == "ulysses" else 1
+    u = cp.ulysses
+    require(u >= 1 and n % u == 0, f"cp.ulysses={u} must divide mesh.cp={n}")
+    shapes = LocalShapes.of(cfg)
+    heads, kv_heads = shapes.heads, shapes.kv_heads
+    of = f" / mesh.tp = {heads}" if heads < m.num_attention_heads else ""
+    require(
+        heads % u == 0,
+        f"cp.ulysses={u} must divide model.num_attention_heads={m.num_attention_heads}{of}: "
+        "lower it, or set cp.kind=ring and cp.ulysses=null",
+    )
+    require(
+        kv_heads % u == 0 or u % kv_heads == 0,
+        f"cp.ulysses={u} and the {kv_heads} K/V heads of a rank: one must divide the other",
+    )
+    ring = n // u
+    least = math.lcm(2 * ring, n) if cp.balance == "zigzag" and ring > 1 else n
+    why = "2 x mesh.cp" if least == 2 * n else "mesh.cp" if least == n else f"{least}"
+    require(
+        cfg.train.seq_len % least == 0,
+        f"train.seq_len={cfg.train.seq_len} must be a multiple of {why} = {least} (cp.balance={cp.balance}): "
+        f"try train.seq_len={least * max(1, round(cfg.train.seq_len / least))}",
+    )
