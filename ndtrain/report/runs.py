@@ -181,9 +181,9 @@ def _ended(path: Path) -> str:
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """The keys whose values are not the same in the configurations of all runs, but for the name and folder."""
+    """The keys whose values are not the same in the configurations of all runs, but for those that name a run."""
     configs = [run.config for run in runs if run.config]
     keys = dict.fromkeys(key for config in configs for key in config)
-    own = {"run.name", "run.dir", "model.name", "resume"}
+    own = {"run.name", "run.dir", "model.name", "resume", "logger.group", "logger.tags"}
     missing = object()
     return [k for k in keys if k not in own and any(c.get(k, missing) != configs[0].get(k, missing) for c in configs)]
