@@ -92,6 +92,9 @@ def test_differences_of_configurations(tmp_path):
     )
     assert differences(runs) == ["optim.lr"]
     assert differences(runs[:1]) == []
+    for run in runs:
+        run.config["logger.tags"] = [run.name]  # names the job of a sweep
+    assert differences(runs) == ["optim.lr"]
 
 
 # ------------------------------------------------------------------------------------------------------------ curves
