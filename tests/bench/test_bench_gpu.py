@@ -297,7 +297,7 @@ def test_the_whole_suite_runs_on_a_cpu(tmp_path):
     losses = cases["tiny losses bf16"]["losses"]
     assert losses[-1] < 0.75 * losses[0]
     assert 0 < deviation(cases["tiny losses fp8"]["losses"], losses) < 0.05
-    assert cases["tiny longest full"]["tokens"] == 256
+    assert cases["tiny longest full"]["tokens"] == 320  # more than the shape has positions
     assert set(cases["tiny against native"]["ratios"]) == {"native"}
     own = cases["tiny full"]["sides"]["ours"]
     assert own["hfu"] > own["mfu"]

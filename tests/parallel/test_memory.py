@@ -92,7 +92,8 @@ def test_bytes_a_rank_saves(n, zero, how):
 
 
 LONG = [
-    "model.num_hidden_layers=12", "train.seq_len=1024", "train.micro_batch=1", "mesh.zero=1", "train.global_batch=1",
+    "model.num_hidden_layers=12", "model.max_position_embeddings=1024", "train.seq_len=1024", "train.micro_batch=1",
+    "mesh.zero=1", "train.global_batch=1",
 ]  # fmt: skip
 
 

@@ -115,6 +115,7 @@ def _longest(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any
     def fits(length: int) -> bool:
         at = cfg.unfrozen()
         at.train.seq_len = length
+        at.model.max_position_embeddings = max(length, at.model.max_position_embeddings)
         peaks[length] = _peak(resolve(at, 1), mesh)
         gc.collect()
         if mesh.device.type == "cuda":

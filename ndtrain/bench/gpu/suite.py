@@ -182,7 +182,7 @@ _SMOKE = (
     Case("tiny", "host waits", _SMALL, kind="syncs"),
     Case("tiny", "losses bf16", (*_SMALL, "optim.lr=3e-3"), kind="losses", steps=40),
     Case("tiny", "losses fp8", (*_SMALL, "optim.lr=3e-3", FP8), kind="losses", steps=40),
-    Case("tiny", "longest full", (*_SMALL, "recompute=full"), kind="longest", start=64, most=256, grain=64),
+    Case("tiny", "longest full", (*_SMALL, "recompute=full"), kind="longest", start=64, most=320, grain=64),
 )
 SUITES = {
     "h200": Suite("NVIDIA H200 (139 GiB)", _H200),
