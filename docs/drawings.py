@@ -25,6 +25,8 @@ from ndtrain.engine.instructions import Instruction, Layer, expand, line_up  # n
 from ndtrain.model import Segment, dim_sizes, tensor_dims  # noqa: E402
 from ndtrain.model.transformer import layer, unit_of  # noqa: E402
 from ndtrain.parallel.recompute import plan_recompute  # noqa: E402
+from ndtrain.report.runs import read_run  # noqa: E402
+from ndtrain.report.svg import render_svg  # noqa: E402
 from ndtrain.schedule import Action, Schedule, build, simulate  # noqa: E402
 from ndtrain.schedule.draw import LEGEND, panel  # noqa: E402
 from ndtrain.schedule.generate import GENERATORS  # noqa: E402
@@ -652,6 +654,12 @@ class Drawing(NamedTuple):
     draw: Callable[[], str]
 
 
+def loss_curve() -> str:
+    """The loss of the README's first command, as `ndtrain report RUN svg=...` draws it."""
+    folder = Path(__file__).resolve().parent.parent / "benchmarks" / "llama_small-cpu-2"
+    return render_svg([read_run(folder, "recipe=llama_small")])
+
+
 DRAWINGS = [
     Drawing(f.__name__ + ".svg", f)
     for f in (
@@ -663,6 +671,7 @@ DRAWINGS = [
         pipeline_schedules,
         step_instructions,
         mesh,
+        loss_curve,
     )
 ]
 

@@ -26,7 +26,7 @@ def test_a_picture_has_a_title_and_can_be_read(path: Path):
     root = ElementTree.parse(path).getroot()
     title = root.find(f"{SVG}title")
     assert title is not None and title.text
-    sizes = [float(text.get("font-size")) for text in root.iter(f"{SVG}text")]
+    sizes = [float(text.get("font-size") or root.get("font-size")) for text in root.iter(f"{SVG}text")]
     assert sizes and min(sizes) >= 11
 
 
