@@ -81,10 +81,10 @@ def prepare(cfg: Config) -> RunSetup:
         if world > 1:
             meeting = rendezvous.meet(rank, world, timeout_s + folder_lock.DEAD_S)  # rank 0 may wait for its folder
             if rank == 0:
-                shared_config.publish(meeting.shared, world, cfg, written, claim.ticket())
+                shared_config.publish(meeting.shared, world, cfg, written, claim.as_message())
             else:
-                cfg, ticket = shared_config.adopt(meeting.shared, rank, cfg, written)
-                claim = Claim.of(ticket)
+                cfg, claimed = shared_config.adopt(meeting.shared, rank, cfg, written)
+                claim = Claim.from_message(claimed)
                 undo.callback(claim.release)
                 undo.enter_context(record_failure(Path(cfg.run.dir)))
         _log_to(Path(cfg.run.dir), rank)

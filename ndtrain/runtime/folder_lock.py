@@ -104,13 +104,13 @@ class Claim:
         if _claims.get(_key(self.file.parent.parent)) is self:
             del _claims[_key(self.file.parent.parent)]
 
-    def ticket(self) -> list:
-        """What another rank needs for `Claim.of`."""
+    def as_message(self) -> list:
+        """What another rank needs for `Claim.from_message`."""
         return [str(self.file), asdict(self.owner)]
 
     @classmethod
-    def of(cls, ticket: list) -> "Claim":
-        return cls(Path(ticket[0]), Owner(**ticket[1]))
+    def from_message(cls, message: list) -> "Claim":
+        return cls(Path(message[0]), Owner(**message[1]))
 
 
 class FolderLock(Claim):

@@ -33,17 +33,17 @@ class Written:
         return cls(_plain(cfg), dict(cfg.interpolated))
 
 
-def publish(store: dist.Store, world: int, cfg: Config, written: Written, ticket: list) -> None:
+def publish(store: dist.Store, world: int, cfg: Config, written: Written, claimed: list) -> None:
     """On rank 0: hands the resolved `cfg` to the other ranks, and waits for their answers.
 
     Args:
         written: `cfg` before it was resolved.
-        ticket: of the claim to the run folder.
+        claimed: the claim to the run folder, `Claim.as_message`.
 
     Raises:
         ConfigError: the overrides of a rank differ.
     """
-    message = {"written": written.__dict__, "resolved": _plain(cfg), "ticket": ticket}
+    message = {"written": written.__dict__, "resolved": _plain(cfg), "claimed": claimed}
     store.set(_KEY, json.dumps(message))
     answers = [store.get(f"{_KEY}/{rank}").decode() for rank in range(1, world)]
     for answer in answers:
@@ -52,7 +52,7 @@ def publish(store: dist.Store, world: int, cfg: Config, written: Written, ticket
 
 
 def adopt(store: dist.Store, rank: int, cfg: Config, written: Written) -> tuple[Config, list]:
-    """On the other ranks: rank 0's configuration, frozen, and the ticket of its claim to the run folder.
+    """On the other ranks: rank 0's configuration, frozen, and its claim to the run folder, for `Claim.from_message`.
 
     Raises:
         ConfigError: the overrides differ.
@@ -67,7 +67,7 @@ def adopt(store: dist.Store, rank: int, cfg: Config, written: Written) -> tuple[
         if resolved.get(key) != value:
             _assign(adopted, key, resolved.get(key))
     adopted.freeze()
-    return adopted, message["ticket"]
+    return adopted, message["claimed"]
 
 
 def _difference(mine: Written, theirs: Written, rank: int) -> str | None:

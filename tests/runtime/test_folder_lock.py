@@ -246,7 +246,7 @@ def test_a_late_taker_finds_the_newer_owner(tmp_path):
 
 def test_an_owner_that_was_taken_over_notices(tmp_path):
     paused = left_by(tmp_path, elsewhere())
-    claim = Claim.of([str(paused), json.loads(paused.read_text())])
+    claim = Claim.from_message([str(paused), json.loads(paused.read_text())])
     claim.check()
     exit_status.write(tmp_path, "died")
     winner = acquire(tmp_path, elsewhere("n2"), *(lambda c: (c, c.sleep))(Clock()))

@@ -13,7 +13,7 @@ from ndtrain.runtime.shared_config import Written
 from tests.lib.helpers import arguments, checkpoint_of, one_error, rank_main, rows, run, write_corpus
 from tests.lib.ranks import run_ranks
 
-TICKET = ["owner/000001.json", {"host": "n0"}]
+CLAIMED = ["owner/000001.json", {"host": "n0"}]
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,12 @@ def agreed(*overrides: list[str]) -> list[Config]:
     resolved = [resolve(cfg, world) for cfg in composed]
 
     def rank_0() -> Config:
-        shared_config.publish(store, world, resolved[0], written[0], TICKET)
+        shared_config.publish(store, world, resolved[0], written[0], CLAIMED)
         return resolved[0]
 
     def other(rank: int) -> Config:
-        cfg, ticket = shared_config.adopt(store, rank, resolved[rank], written[rank])
-        assert ticket == TICKET
+        cfg, claimed = shared_config.adopt(store, rank, resolved[rank], written[rank])
+        assert claimed == CLAIMED
         return cfg
 
     with ThreadPoolExecutor(world) as pool:
@@ -58,7 +58,7 @@ def test_what_a_resolver_says_on_rank_0_counts(monkeypatch):
     store, written = dist.HashStore(), [Written.of(cfg) for cfg in composed]
     resolve(first, 2), resolve(second, 2)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(shared_config.publish, store, 2, first, written[0], TICKET)
+        pool.submit(shared_config.publish, store, 2, first, written[0], CLAIMED)
         adopted, _ = shared_config.adopt(store, 1, second, written[1])
     assert adopted == first and adopted.frozen and adopted.run.dir.endswith("-32")
 
