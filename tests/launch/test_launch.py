@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,9 +99,18 @@ def duration(row: dict) -> float:
     return row["step_time_s"] + row.get("eval_time_s", 0)
 
 
+def ask(process: subprocess.Popen, folder: Path, send: Callable[[], object]) -> int:
+    """Sends a signal to the launch script and waits until the script has passed it on to the ranks. Returns how many
+    steps were logged then: what the script itself takes is no time of the ranks."""
+    logged = len(rows(folder))
+    send()
+    wait_for(lambda: (folder / "stop").exists() or process.poll() is not None, "the stop file", START_S)
+    return len(rows(folder)) if process.poll() is None else logged
+
+
 def stopped(folder: Path, args: list[str], logged: int) -> None:
-    """Asserts that the run made at most two steps after `logged` (more only within POLL_S) and saved them
-    completely."""
+    """Asserts that the run made at most two steps after `logged`, when its stop file was there (more only within
+    POLL_S), and saved them completely."""
     status, made = exit_of(folder), rows(folder)
     step, between = (
         len(made),
@@ -224,8 +233,7 @@ def test_sigterm_at_a_random_moment(seed, where, tmp_path, corpus, documents):
             if where == "save":
                 wait_for(lambda: list(folder.glob("checkpoints/.writing-*")), "a save", START_S, pause=0)
             time.sleep(draw.uniform(0, 0.01) if where == "save" else draw.uniform(0, duration(rows(folder)[-1])))
-        logged = len(rows(folder))
-        process.terminate()
+        logged = ask(process, folder, process.terminate)
         assert process.wait(START_S) == 85, (tmp_path / "err").read_text()
         assert not processes(tmp_path)
     stopped(folder, args, logged)
@@ -241,9 +249,9 @@ def test_other_signals(number, tmp_path, corpus):
     args = arguments(folder, corpus, *LONG, SLOW)
     with script([*LOCAL, *args], tmp_path) as process:
         reach(folder)
-        process.send_signal(number)
+        logged = ask(process, folder, lambda: process.send_signal(number))
         assert process.wait(START_S) == 85
-    stopped(folder, args, 1)
+    stopped(folder, args, logged)
 
 
 @FULL
@@ -283,8 +291,7 @@ def test_ctrl_c_in_a_terminal(tmp_path, corpus):
     os.set_blocking(keyboard, False)
     try:
         wait_for(lambda: _drain(keyboard) and rows(folder), "a step", START_S)
-        logged = len(rows(folder))
-        os.write(keyboard, b"\x03")
+        logged = ask(process, folder, lambda: os.write(keyboard, b"\x03"))
         wait_for(lambda: _drain(keyboard) and process.poll() is not None, "the end", START_S)
         assert process.returncode == 85 and not processes(tmp_path)
     finally:
@@ -342,10 +349,10 @@ def test_two_hosts_are_asked_to_stop(tmp_path, corpus, loopback):
     args = arguments(folder, corpus, *LONG, SLOW)
     with script([*MULTIHOST, *args], tmp_path, 1, **loopback) as process:
         reach(folder)
-        process.terminate()
+        logged = ask(process, folder, process.terminate)
         assert process.wait(START_S) == 85, (tmp_path / "err").read_text()
         assert not processes(tmp_path)
-    stopped(folder, args, 1)
+    stopped(folder, args, logged)
 
 
 @FULL
