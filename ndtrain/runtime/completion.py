@@ -1,7 +1,8 @@
 """Completes the command line with Tab: `eval "$(ndtrain train -sc install=bash)"`.
 
-The flag is Hydra's, `--shell-completion` or `-sc`, with `install=bash`, `uninstall=bash` or `query=bash`. What
-completes is known from the schema and the folders of groups, so that nothing is composed and torch is not imported.
+The flag is Hydra's, `--shell-completion` or `-sc`, with `install=`, `uninstall=` or `query=` and one of the shells
+bash, zsh and fish. What completes is known from the schema and the folders of groups, so that nothing is composed and
+torch is not imported.
 """
 
 import os
@@ -19,10 +20,9 @@ from ndtrain.config.registry import load_plugins, names
 from ndtrain.runtime.commands import COMMANDS, CONFIGURED
 
 _FLAGS = ("--config-dir", "--cfg", "--multirun", "--info", "--help", "--version", "--resolve", "--package")
-_ACTIONS = ("install=bash", "uninstall=bash", "query=bash")
 
 # the word breaks of bash contain `=`, so a word of its own is cut from the line
-_INSTALL = r"""_ndtrain_complete() {
+_BASH = r"""_ndtrain_complete() {
     local line=${COMP_LINE:0:COMP_POINT}
     local word=${line##*[[:space:]]}
     local cut=${word%"${COMP_WORDS[COMP_CWORD]}"} candidate
@@ -34,7 +34,33 @@ _INSTALL = r"""_ndtrain_complete() {
     case "${COMPREPLY[*]}" in *= | *. | */) compopt -o nospace 2>/dev/null ;; esac
 }
 complete -F _ndtrain_complete ndtrain"""
-_UNINSTALL = "complete -r ndtrain; unset -f _ndtrain_complete"
+# compdef exists once the user's start file has run compinit
+_ZSH = r"""(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -u }
+_ndtrain_complete() {
+    local -a whole open
+    local candidate
+    for candidate in ${(f)"$(COMP_LINE="${(j: :)words[1,CURRENT-1]} $PREFIX" ndtrain train -sc query=zsh 2>/dev/null)"}
+    do
+        case $candidate in *= | *. | */) open+=($candidate) ;; *) whole+=($candidate) ;; esac
+    done
+    compadd -a whole
+    compadd -S '' -a open
+}
+compdef _ndtrain_complete ndtrain"""
+# fish itself adds no space after a word that ends in = . or /
+_FISH = r"""function _ndtrain_complete
+    set -lx COMP_LINE (commandline -cp)
+    ndtrain train -sc query=fish 2>/dev/null
+end
+complete -c ndtrain -f -a '(_ndtrain_complete)'"""
+
+_INSTALL = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+_UNINSTALL = {
+    "bash": "complete -r ndtrain; unset -f _ndtrain_complete",
+    "zsh": "compdef -d ndtrain; unfunction _ndtrain_complete",
+    "fish": "complete -c ndtrain -e; functions -e _ndtrain_complete",
+}
+_ACTIONS = tuple(f"{action}={shell}" for action in ("install", "uninstall", "query") for shell in _INSTALL)
 
 
 def wanted(args: Sequence[str]) -> bool:
@@ -57,17 +83,18 @@ def run(args: Sequence[str]) -> int:
     Raises:
         ConfigError: another action or shell.
     """
-    action = next((arg for arg in args if "=" in arg), "")
+    asked = next((arg for arg in args if "=" in arg), "")
+    action, _, shell = asked.partition("=")
+    if asked not in _ACTIONS:
+        known = ", ".join(a for a in _ACTIONS if not a.startswith("query"))
+        raise ConfigError(f"-sc {asked}: {near(asked, _ACTIONS)}known: {known}; other shells are not supported")
     match action:
-        case "install=bash":
-            print(_INSTALL)
-        case "uninstall=bash":
-            print(_UNINSTALL)
-        case "query=bash":
+        case "install":
+            print(_INSTALL[shell])
+        case "uninstall":
+            print(_UNINSTALL[shell])
+        case "query":
             print("\n".join(candidates(os.environ.get("COMP_LINE", ""))))
-        case _:
-            known = "install=bash, uninstall=bash"
-            raise ConfigError(f"-sc {action}: {near(action, _ACTIONS)}known: {known}; other shells are not supported")
     return 0
 
 

@@ -48,7 +48,8 @@ flags:
   --cfg job [--resolve]    shows the configuration instead of training (-c); --package optim: of one section
   --multirun               a run for each combination of values separated by commas (-m)
   --info defaults          what Hydra has composed, and from which files (-i)
-  -sc install=bash         completion with Tab, of the command ndtrain in bash: eval "$(ndtrain train -sc install=bash)"
+  -sc install=SHELL        completion with Tab, of the command ndtrain in bash, zsh or fish: eval "$(ndtrain train
+                           -sc install=bash)", or with zsh; in fish: ndtrain train -sc install=fish | source
   --hydra-help             the help of Hydra, which composes the configuration
   --version, --help
 

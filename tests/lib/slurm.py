@@ -13,13 +13,13 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.lib.debian import install_debian_packages
 from tests.lib.helpers import MARK, environments, processes, wait_for
 
 NODES = ("n0", "n1")
@@ -66,22 +66,10 @@ def missing() -> str | None:
     """The reason why Slurm cannot be started here; None: it can. Missing Debian packages are installed if possible,
     which takes some seconds."""
     lacking = [p for p in PROGRAMS if not shutil.which(p, path=PATH)]
-    if lacking and (why := _install()):
+    if lacking and (why := install_debian_packages(*PACKAGES)):
         return f"no Slurm here ({', '.join(lacking)} not found; {why})"
     if os.geteuid() != 0:
         return "the pretended GPUs of the test nodes are device files, which only root can make"
-    return None
-
-
-def _install() -> str | None:
-    """Installs Debian's packages. Returns the reason if that is not possible, else None."""
-    if not sys.platform.startswith("linux") or os.geteuid() != 0 or not shutil.which("apt-get"):
-        return "installing it needs root and apt-get"
-    quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for words in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(["apt-get", "-qq", *words], env=quiet, capture_output=True, text=True)
-        if done.returncode:
-            return f"apt-get {words[0]}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}"
     return None
 
 

@@ -3,15 +3,18 @@
 import os
 import pty
 import select
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from ndtrain.runtime import completion
 from ndtrain.runtime.completion import candidates
 from ndtrain.runtime.console import main
+from tests.lib.debian import install_debian_packages
 
 LINES = {  # the line up to the cursor -> what its last word may become
     "ndtrain tr": ["train"],
@@ -47,8 +50,8 @@ def test_the_flag(capsys, monkeypatch):
     monkeypatch.setenv("COMP_LINE", "ndtrain train recipe=llama3_8")
     assert main(["train", "-sc", "query=bash"]) == 0
     assert capsys.readouterr().out == "recipe=llama3_8b\n"
-    assert main(["train", "--shell-completion", "install=fish"]) == 2
-    assert capsys.readouterr().err.startswith("error: -sc install=fish: did you mean 'install=bash'?")
+    assert main(["train", "--shell-completion", "install=fsh"]) == 2
+    assert capsys.readouterr().err.startswith("error: -sc install=fsh: did you mean 'install=fish'?")
 
 
 def test_it_imports_no_torch():
@@ -56,11 +59,21 @@ def test_it_imports_no_torch():
     subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True, timeout=60)
 
 
-BASH = """
-ndtrain() {{ {python} -c 'import sys; from ndtrain.runtime.console import main; sys.exit(main())' "$@"; }}
-eval "$(ndtrain train -sc install=bash)"
-echo ready
-"""
+def ndtrain(folder: Path) -> dict[str, str]:
+    """An environment in which every shell runs this checkout's `ndtrain`."""
+    code = f"#!{sys.executable}\nimport sys\nfrom ndtrain.runtime.console import main\nsys.exit(main())\n"
+    (folder / "ndtrain").write_text(code)
+    (folder / "ndtrain").chmod(0o755)
+    paths = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[2])}
+    return os.environ | paths | {"TERM": "dumb", "HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
+
+
+BASH = 'eval "$(ndtrain train -sc install=bash)"\nPS1="> "\nbind "set bell-style none"\necho ready\n'
+ZSH = 'eval "$(ndtrain train -sc install=zsh)"\nPS1="> "\nunsetopt beep zle_bracketed_paste\necho ready\n'
+SHELLS = {  # the start file, what it holds, and the command
+    "bash": ("rc", BASH, ["bash", "--rcfile", "rc", "-i"]),
+    "zsh": (".zshrc", ZSH, ["zsh", "-i"]),
+}
 TYPED = {  # what is typed before Tab -> the words in the line then
     "train reci\tllama_s\t": "train recipe=llama_small",
     "train optim.sched\tcos\t": "train optim.schedule=cosine",
@@ -68,14 +81,25 @@ TYPED = {  # what is typed before Tab -> the words in the line then
 }
 
 
+def installed(shell: str) -> None:
+    """Skips where the shell is not there and cannot be installed."""
+    if not shutil.which(shell) and (why := install_debian_packages(shell)):
+        pytest.skip(f"no {shell} here: {why}")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("typed", TYPED)
-def test_in_an_interactive_bash(typed, tmp_path):
+@pytest.mark.parametrize("shell", SHELLS)
+def test_in_an_interactive_shell(shell, typed, tmp_path):
     """As a user types: a word completed in part goes on where it stops."""
-    (tmp_path / "rc").write_text(BASH.format(python=sys.executable) + 'PS1="> "\nbind "set bell-style none"\n')
+    installed(shell)
+    file, text, command = SHELLS[shell]
+    (tmp_path / file).write_text(text)
+    env = ndtrain(tmp_path)
     pid, fd = pty.fork()
     if pid == 0:
-        os.execvpe("bash", ["bash", "--rcfile", str(tmp_path / "rc"), "-i"], os.environ | {"TERM": "dumb"})
+        os.chdir(tmp_path)
+        os.execvpe(shell, command, env)
     try:
         shown(fd, "ready")
         os.write(fd, b"ndtrain ")
@@ -88,6 +112,18 @@ def test_in_an_interactive_bash(typed, tmp_path):
         os.kill(pid, 9)
         os.waitpid(pid, 0)
         os.close(fd)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("line", ["ndtrain tr", "ndtrain train recipe=llama_s", "ndtrain train optim.schedule=c"])
+def test_fish_offers(line, tmp_path):
+    """fish says what it would offer for a line, each with a description behind a tab."""
+    installed("fish")
+    code = f'ndtrain train -sc install=fish | source; complete -C "{line}"'
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", code], env=ndtrain(tmp_path), capture_output=True, text=True, timeout=90
+    )
+    assert [word.partition("\t")[0] for word in done.stdout.splitlines()] == LINES[line], done.stderr
 
 
 def shown(fd: int, text: str, seconds: float = 90) -> str:
