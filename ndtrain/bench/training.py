@@ -16,7 +16,8 @@ from torch import Tensor
 from ndtrain.bench.gpu import baselines
 from ndtrain.bench.rounds import BlockTimer, Repeats, max_over_ranks, quartiles, ratio, run_rounds
 from ndtrain.config import Config
-from ndtrain.data import Batch, microbatches, rows_of
+from ndtrain.data import Batch, Tokens, microbatches, rows_of
+from ndtrain.data.token_array import Packing
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.train_step import TrainingStep
@@ -116,7 +117,7 @@ class QueuedSteps:
         self._unread.clear()
 
 
-class Chain:
+class Chain(Tokens):
     """Sequences that a model can learn: three of four tokens follow from the one before. The same on every mesh."""
 
     def __init__(self, vocab_size: int, length: int):
@@ -137,8 +138,8 @@ def batches_of(cfg: Config, mesh: Mesh, step: int) -> list[Batch]:
     """This rank's microbatches of a step (from 0), on its device. With data.pack, token 0 ends a document."""
     t, source = cfg.train, Chain(cfg.model.vocab_size, cfg.train.seq_len + 1)
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-    eos = 0 if cfg.data.pack else None
-    batches = microbatches(source, step, rows, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
+    packing = Packing(0) if cfg.data.pack else None
+    batches = microbatches(source, step, rows, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), packing)
     return [b.to(mesh.device) for b in batches]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ndtrain.data.token_array import Packing
 from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.model.loss import IGNORE
 
@@ -66,6 +67,16 @@ class Tokens(Protocol):
         """
         ...
 
+    def document_starts(
+        self, step: int, rows: Sequence[int], tokens: np.ndarray, packing: Packing
+    ) -> Sequence[np.ndarray]:
+        """Returns for each row int64 [n], ascending: where documents start among its T + 1 tokens, but for the first.
+
+        Args:
+            tokens: what `tokens` has returned for these rows.
+        """
+        return [packing.starts_in(row) for row in tokens]
+
 
 class Source(Tokens, Protocol):
     """The training data. Every rank has one, and all see the same sequences."""
@@ -105,31 +116,27 @@ def microbatches(
     micro_batch: int,
     sharding: SequenceSharding | None = None,
     part: int = 0,
-    eos: int | None = None,
+    packing: Packing | None = None,
 ) -> list[Batch]:
     """Returns the rows of a step as microbatches of `micro_batch` sequences, in order.
 
     Args:
         sharding, part: the microbatches hold part `part` of each whole sequence; None: the whole sequence.
-        eos: the token that ends a document, where the documents of a row do not attend to each other; None: each row
-            is one document, whatever its tokens.
+        packing: how the documents of a row are told apart, which do not attend to each other; None: each row is one
+            document, whatever its tokens.
 
     Raises:
         ValueError: the rows do not divide into microbatches, or the sharding is of sequences of another length.
     """
     if len(rows) % micro_batch:
         raise ValueError(f"{len(rows)} rows do not divide into microbatches of {micro_batch}")
-    batch = _full_batch(source.tokens(step, rows), eos)
+    tokens = source.tokens(step, rows)
+    batch = _full_batch(tokens, packing and source.document_starts(step, rows, tokens, packing))
     if sharding is not None and sharding.length != batch.tokens.shape[1]:
         raise ValueError(f"a sharding of {sharding.length} tokens does not fit sequences of {batch.tokens.shape[1]}")
     if sharding is not None and sharding.parts > 1:
         batch = _sequence_shard(batch, torch.from_numpy(sharding.index(part)))
     return [_rows(batch, slice(i, i + micro_batch)) for i in range(0, len(rows), micro_batch)]
-
-
-def documents_of(tokens_T: np.ndarray, eos: int) -> tuple[int, ...]:
-    """Returns where the documents of a sequence start: at 0, and after each token `eos` that another one follows."""
-    return (0, *(np.flatnonzero(tokens_T[:-1] == eos) + 1).tolist())
 
 
 def positions_of(documents: Sequence[int], length: int) -> np.ndarray:
@@ -142,14 +149,22 @@ def positions_of(documents: Sequence[int], length: int) -> np.ndarray:
     return np.arange(length) - np.repeat(starts, np.diff(starts, append=length))
 
 
-def _full_batch(tokens: np.ndarray, eos: int | None) -> Batch:
-    """Returns sequences [B, T + 1] as one batch. The label of `eos` is ignored: it is the next document's token."""
+def _full_batch(tokens: np.ndarray, starts: Sequence[np.ndarray] | None) -> Batch:
+    """Returns sequences [B, T + 1] as one batch.
+
+    Args:
+        starts: for each row, where documents start behind its first token. The label of the token before is ignored: it
+            is the next document's. None: each row is one document.
+    """
     tokens_BT, labels_BT = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
-    if eos is None:
+    if starts is None:
         return Batch(tokens_BT, labels_BT)
-    documents = tuple(documents_of(row, eos) for row in tokens[:, :-1])
-    positions_BT = np.stack([positions_of(starts, tokens_BT.shape[1]) for starts in documents])
-    labels_BT = labels_BT.masked_fill(tokens_BT == eos, IGNORE)
+    length = tokens_BT.shape[1]
+    documents = tuple((0, *row[row < length].tolist()) for row in starts)
+    positions_BT = np.stack([positions_of(row, length) for row in documents])
+    labels_BT = labels_BT.clone()
+    for labels_T, row in zip(labels_BT, starts, strict=True):
+        labels_T[torch.from_numpy(row) - 1] = IGNORE
     return Batch(tokens_BT, labels_BT, torch.from_numpy(positions_BT), documents)
 
 

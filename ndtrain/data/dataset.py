@@ -35,7 +35,8 @@ class Data(ABC):
         vocab_size: every id lies below it.
         fingerprint: changes with what is trained on and is the same on every machine. It is a digest of all ids; for a
             streaming dataset, of the settings that name it.
-        eos_id: the token that ends a document, at which a packed run separates documents; None: not known.
+        eos_id: the token that ends a document, at which a packed run separates documents where no index names them;
+            None: not known.
         validation: a flat array of ids for each corpus that has a validation split.
     """
 

@@ -25,7 +25,7 @@ from ndtrain.data.store import (
     open_token_file,
     tokenise,
 )
-from ndtrain.data.token_array import Tokens
+from ndtrain.data.token_array import Tokens, indexed_starts
 from ndtrain.data.token_files import TokenFiles, open_token_files
 from ndtrain.data.tokenizer import Tokenizer, saved_tokenizer
 
@@ -179,7 +179,10 @@ def _formatted(cfg: Config, data: DataConfig, cache: Path) -> _TokenFile:
         opened.append(open_token_files(data, [data.validation_path], "data.validation_path", 0.0, cache))
         validation = opened[1].train
     largest = max(_largest(cfg, files) for files in opened)
-    tokens = TokenCorpus(files.setting, files.train, validation, files.fingerprint, _formatted_eos(cfg, data, files))
+    eos_id = _formatted_eos(cfg, data, files)
+    if data.pack and eos_id is None:
+        _require_index(opened)
+    tokens = TokenCorpus(files.setting, files.train, validation, files.fingerprint, eos_id)
     return _TokenFile(tokens, None, largest + 1)
 
 
@@ -199,24 +202,28 @@ def _largest(cfg: Config, files: TokenFiles) -> int:
 
 
 def _formatted_eos(cfg: Config, data: DataConfig, files: TokenFiles) -> int | None:
-    """Returns the token that ends a document: `data.eos_id`, else the one with which all documents end.
-
-    Raises:
-        ConfigError: the run is packed, and there is none.
-    """
+    """Returns the token that ends a document: `data.eos_id`, else the one with which all documents end; None: none."""
     if data.eos_id is not None:
         _check_eos(cfg, data, files.train)
         return data.eos_id
-    eos, other = files.summary.eos_id, files.summary.other_end
+    eos = files.summary.eos_id
     if eos is not None and not files.summary.documents and not contains_token(files.train, eos):
         eos = None  # the format's convention, which these files do not follow
-    if eos is None and data.pack:
-        why = f"its documents do not all end with one token ({other})" if other else "no one token ends its documents"
-        raise ConfigError(
-            f"data.pack=true: {files.setting}: {why}: tokenise with an end-of-text token, name it with data.eos_id, or "
-            "set data.pack=false"
-        )
     return eos
+
+
+def _require_index(opened: Sequence[TokenFiles]) -> None:
+    """Checks that the index of every file says where its documents end, since no token does.
+
+    Raises:
+        ConfigError: a file of a packed run has none.
+    """
+    for files in opened:
+        if indexed_starts(files.train) is None:
+            raise ConfigError(
+                f"data.pack=true: {files.setting}: there is no index of its documents, and no token is known that ends "
+                "them: name it with data.eos_id, or set data.pack=false"
+            )
 
 
 def _check_eos(cfg: Config, data: DataConfig, tokens: Tokens) -> None:
@@ -302,19 +309,23 @@ def _shared_tokenizer(
 
 
 def _shared_eos(cfg: Config, entries: Sequence[MixtureEntry], corpora: Sequence[TokenCorpus]) -> int | None:
-    """Returns the token that ends a document in all corpora; None where they differ.
+    """Returns the token that ends a document in all corpora; None where they differ. In a packed run those corpora
+    count whose documents no index names, if there are any.
 
     Raises:
         ConfigError: they differ, and the run is packed.
     """
-    ends = [corpus.eos_id for corpus in corpora]
-    other = next((n for n, eos in enumerate(ends) if eos != ends[0]), None)
+    labelled = list(zip(corpora, [entry.label for entry in entries], strict=True))
+    unindexed = [pair for pair in labelled if indexed_starts(pair[0].train) is None]
+    needed = unindexed if cfg.data.pack else []
+    (first, label), *others = needed or labelled
+    other = next((pair for pair in others if pair[0].eos_id != first.eos_id), None)
     if other is None:
-        return ends[0]
-    if cfg.data.pack:
+        return first.eos_id
+    if needed:
         raise ConfigError(
-            f"data.pack=true: documents end with token {ends[0]} in {entries[0].label}, but with {ends[other]} in "
-            f"{entries[other].label}: make them with one tokenizer, or set data.pack=false"
+            f"data.pack=true: documents end with token {first.eos_id} in {label}, but with {other[0].eos_id} in "
+            f"{other[1]}: make them with one tokenizer, or set data.pack=false"
         )
     return None
 

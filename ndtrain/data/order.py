@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ndtrain.data.mixture_order import MixtureOrder
-from ndtrain.data.token_array import TokenArray, Tokens
+from ndtrain.data.token_array import Packing, TokenArray, Tokens
 
 
 class _EndlessRun(ABC):
@@ -23,6 +23,10 @@ class _EndlessRun(ABC):
         """Returns int64 [n, T + 1]: the tokens of those sequences of the run."""
 
     @abstractmethod
+    def starts(self, numbers: np.ndarray, tokens: np.ndarray, packing: Packing) -> list[np.ndarray]:
+        """Returns for each sequence where documents start among its `tokens`, but for the first."""
+
+    @abstractmethod
     def name(self, number: int) -> str:
         """Says in words which sequence of which corpus a sequence of the run is."""
 
@@ -33,6 +37,10 @@ class _EndlessRun(ABC):
             IndexError: a row outside the global batch.
         """
         return self.read(global_numbers(step, rows, self._global_batch))
+
+    def document_starts(self, step: int, rows: Sequence[int], tokens: np.ndarray, packing: Packing) -> list[np.ndarray]:
+        """Returns for each row where documents start among its `tokens`, but for the first."""
+        return self.starts(global_numbers(step, rows, self._global_batch), tokens, packing)
 
     def where(self, step: int, i: int) -> str:
         """Says in words which sequence of which corpus sequence `i` of `step` is."""
@@ -87,6 +95,10 @@ class Sequences(_EndlessRun):
             row[:] = self._tokens[start : start + self.length]
         return out
 
+    def starts(self, numbers: np.ndarray, tokens: np.ndarray, packing: Packing) -> list[np.ndarray]:
+        firsts = self._indices(numbers) * (self.length - 1)
+        return [packing.starts(self._tokens, int(first), row) for first, row in zip(firsts, tokens, strict=True)]
+
     def name(self, number: int) -> str:
         return f"sequence {int(self._indices(np.array([number]))[0])} of {self._name}"
 
@@ -109,6 +121,11 @@ class Mixture(_EndlessRun):
         for c in np.unique(corpus):
             out[corpus == c] = self._corpora[c].read(own_numbers[corpus == c])
         return out
+
+    def starts(self, numbers: np.ndarray, tokens: np.ndarray, packing: Packing) -> list[np.ndarray]:
+        corpus, own_numbers = self._order.locate(numbers)
+        of_row = lambda i: self._corpora[corpus[i]].starts(own_numbers[i : i + 1], tokens[i : i + 1], packing)[0]
+        return [of_row(i) for i in range(len(numbers))]
 
     def name(self, number: int) -> str:
         corpus, own_number = self._order.locate(np.array([number]))

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ndtrain.config import ConfigError
+from ndtrain.data.batches import Source
 from ndtrain.data.hf import one_line
 from ndtrain.data.order import global_numbers
 from ndtrain.data.token_reader import TokenReader
 
 
-class StreamingSource:
+class StreamingSource(Source):
     """Consecutive sequences of `seq_len` + 1 tokens of a streaming dataset; neighbours share one token.
 
     Rank 0 reads the tokens of a step and broadcasts them. So every rank must ask for the same steps, in order. Where

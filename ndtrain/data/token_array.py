@@ -1,6 +1,7 @@
-"""Runs of tokens of several files as one flat array."""
+"""Runs of tokens of several files as one flat array, and where the documents of a packed sequence start."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,9 +12,12 @@ class TokenArray:
     Args:
         files: arrays of ids, [n] each.
         runs: int64 [3, R]: the file that each run lies in, where it starts there, and its length, at least 1.
+        document_starts: int64 [documents], ascending: where in this array documents start, as the index of their file
+            says; None: no index is needed, since a token ends each document.
     """
 
-    def __init__(self, files: Sequence[np.ndarray], runs: np.ndarray):
+    def __init__(self, files: Sequence[np.ndarray], runs: np.ndarray, document_starts: np.ndarray | None = None):
+        self.document_starts = document_starts
         self._files = [np.asarray(file) for file in files]  # indexing a memmap is slow
         self._file, self._start = runs[0], runs[1]
         self._offsets = np.concatenate([[0], np.cumsum(runs[2])])  # where each run starts here
@@ -42,3 +46,39 @@ class TokenArray:
 
 
 Tokens = np.ndarray | TokenArray  # a flat array of token ids
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the documents of a packed sequence are told apart, in token arrays that have no index of their documents.
+
+    Attributes:
+        eos_id: the token that ends a document; None: every array has an index.
+    """
+
+    eos_id: int | None
+
+    def starts(self, array: Tokens, first: int, row: np.ndarray) -> np.ndarray:
+        """Returns int64 [n]: where documents start among the tokens `row` of the array from `first` on, but for the
+        first of them."""
+        index = indexed_starts(array)
+        if index is None:
+            return self.starts_in(row)
+        bounds = np.searchsorted(index, [first + 1, first + len(row)])
+        return index[slice(*bounds)] - first
+
+    def starts_in(self, row: np.ndarray) -> np.ndarray:
+        """As `starts`, for tokens of an array without an index: a document starts after each `eos_id`."""
+        return np.flatnonzero(row[:-1] == self.eos_id) + 1
+
+    def count(self, array: Tokens) -> int:
+        """Returns how many documents start in an array behind its first token."""
+        index = indexed_starts(array)
+        if index is None:
+            return int((array[:-1] == self.eos_id).sum())
+        return int((index > 0).sum())
+
+
+def indexed_starts(array: Tokens) -> np.ndarray | None:
+    """Returns `TokenArray.document_starts`; None for another array."""
+    return array.document_starts if isinstance(array, TokenArray) else None

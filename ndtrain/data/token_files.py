@@ -14,12 +14,14 @@ import numpy as np
 
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.data.cache import atomic_write, digest, load_or_build
+from ndtrain.data.documents import SPLITS
 from ndtrain.data.formats import FORMATS, FormatError, TokenFile
 from ndtrain.data.order import hash_fractions
 from ndtrain.data.store import TokenFileScan, scan_tokens, token_positions
 from ndtrain.data.token_array import TokenArray
 
-_VERSION = 1  # of the table of a corpus in the data cache: a new one outdates every entry
+_TABLES = ("runs", "starts")  # of a split, each in a file beside the entry
+_VERSION = 2  # of the table of a corpus in the data cache: a new one outdates every entry
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,10 @@ class DocumentSummary:
     Attributes:
         documents: how many hold a token; 0: nothing says where documents end.
         eos_id: the token that ends each of them and stands nowhere else; None: there is none.
-        other_end: names a document that ends with another token than the first; "": all end with one token.
     """
 
     documents: int
     eos_id: int | None
-    other_end: str
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class TokenFiles:
         setting: the key and value that begin an error message.
         files, scans: the files in order, and what a pass over each has shown.
         summary: of their documents.
-        train, validation: the tokens of the two splits.
+        train, validation: the tokens of the two splits, with the documents that the indices name unless `data.eos_id`
+            says what ends one.
         fingerprint: a digest of all ids and of the split.
     """
 
@@ -82,9 +83,10 @@ def open_token_files(data: DataConfig, settings: Sequence[str], key: str, valida
         raise ConfigError(f"{setting}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{setting}: cannot read {error.filename}: {error.strerror}") from error
-    summary, runs = table
+    summary, splits = table
     tokens = [file.tokens for file in files]
-    train, held_out = (TokenArray(tokens, r) for r in runs)
+    indexed = summary.documents > 0 and data.eos_id is None
+    train, held_out = (TokenArray(tokens, runs, starts if indexed else None) for runs, starts in splits)
     contents = [(scan.fingerprint, file.tokens.dtype.str) for scan, file in zip(scans, files, strict=True)]
     fingerprint = digest(contents, validation, summary.documents, len(train))
     return TokenFiles(setting, files, scans, summary, train, held_out, fingerprint)
@@ -96,28 +98,28 @@ def _refuse_twice(setting: str, paths: Sequence[Path]) -> None:
         raise ConfigError(f"{setting}: names {twice} twice: name each file once (data.blend gives it a larger weight)")
 
 
-def _load(entry: Path) -> tuple[DocumentSummary, list[np.ndarray]] | None:
-    """Returns the summary and the runs of each split; None where the entry is absent."""
+def _load(entry: Path) -> tuple[DocumentSummary, list[list[np.ndarray]]] | None:
+    """Returns the summary, and of each split the runs and where documents start; None where the entry is absent."""
     try:
         summary = DocumentSummary(**json.loads(entry.read_bytes()))
-        return summary, [np.load(_runs_path(entry, split), mmap_mode="r") for split in range(2)]
+        tables = [[_table_path(entry, split, what) for what in _TABLES] for split in SPLITS]
+        return summary, [[np.load(path, mmap_mode="r") for path in paths] for paths in tables]
     except (FileNotFoundError, ValueError, TypeError, EOFError):
         return None
 
 
-def _runs_path(entry: Path, split: int) -> Path:
-    return entry.with_name(f"{entry.stem}.{('train', 'validation')[split]}.npy")
+def _table_path(entry: Path, split: str, what: str) -> Path:
+    return entry.with_name(f"{entry.stem}.{split}.{what}.npy")
 
 
 def _build(files: Sequence[TokenFile], eos_id: int | None, validation: float, entry: Path) -> None:
-    splits: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     ends_of = [_document_ends(file, eos_id) for file in files]
-    for number, (file, ends) in enumerate(zip(files, ends_of, strict=True)):
-        for split, runs in zip(splits, _split_runs(number, file, ends, validation), strict=True):
-            split.append(runs)
-    for split, runs in enumerate(splits):
-        with atomic_write(_runs_path(entry, split)) as out:
-            np.save(out, np.concatenate(runs, axis=1) if runs else np.empty((3, 0), np.int64))
+    parts = [_split_runs(n, file, ends, validation) for n, (file, ends) in enumerate(zip(files, ends_of, strict=True))]
+    for number, split in enumerate(SPLITS):
+        runs = np.concatenate([np.empty((3, 0), np.int64), *(part[number] for part in parts)], axis=1)
+        for what, table in zip(_TABLES, (runs, _document_starts(runs, ends_of)), strict=True):
+            with atomic_write(_table_path(entry, split, what)) as out:
+                np.save(out, table)
     with atomic_write(entry) as out:  # last: an entry is whole once this file exists
         out.write(json.dumps(asdict(_summary(files, ends_of))).encode())
 
@@ -152,6 +154,22 @@ def _split_runs(number: int, file: TokenFile, ends: np.ndarray | None, validatio
     return of_split[0], of_split[1]
 
 
+def _document_starts(runs: np.ndarray, ends_of: Sequence[np.ndarray | None]) -> np.ndarray:
+    """Returns int64 [documents]: where the documents of a split start in the array of its runs. Documents without a
+    token are none."""
+    offsets, parts = np.cumsum(runs[2]) - runs[2], [np.empty(0, np.int64)]
+    for number, ends in enumerate(ends_of):
+        of_file = np.flatnonzero(runs[0] == number)
+        if ends is None or not len(of_file):
+            continue
+        starts = np.concatenate([[0], ends[:-1]])[np.diff(ends, prepend=0) > 0]
+        first, length, offset = runs[1, of_file], runs[2, of_file], offsets[of_file]
+        run = np.searchsorted(first, starts, side="right") - 1
+        inside = (run >= 0) & (starts < (first + length)[run])
+        parts.append((starts - first[run] + offset[run])[inside])
+    return np.concatenate(parts)
+
+
 def _name_key(path: Path) -> int:
     """Returns a number that depends on the name of a file, not on its folder: machines may differ in that."""
     return int.from_bytes(blake2b(path.name.encode(), digest_size=8).digest(), "little")
@@ -161,7 +179,7 @@ def _summary(files: Sequence[TokenFile], ends_of: Sequence[np.ndarray | None]) -
     """Looks at the last token of every document."""
     if any(file.document_ends is None for file in files):
         known = {file.eos_id for file in files}
-        return DocumentSummary(0, known.pop() if len(known) == 1 else None, "")
+        return DocumentSummary(0, known.pop() if len(known) == 1 else None)
     first, count, stands = None, 0, 0
     for file, ends in zip(files, ends_of, strict=True):
         ends = ends[np.diff(ends, prepend=0) > 0]  # an empty document has no last token
@@ -169,9 +187,7 @@ def _summary(files: Sequence[TokenFile], ends_of: Sequence[np.ndarray | None]) -
             continue
         last = file.tokens[ends - 1]
         first = int(last[0]) if first is None else first
-        other = np.flatnonzero(last != first)
-        if other.size:
-            at = int(other[0])
-            return DocumentSummary(count + len(ends), None, f"document {at} of {file.path.name} with {last[at]}")
+        if (last != first).any():
+            return DocumentSummary(count + len(ends), None)
         count, stands = count + len(ends), stands + len(token_positions(file.tokens, first))
-    return DocumentSummary(count, first if stands == count else None, "")
+    return DocumentSummary(count, first if stands == count else None)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from ndtrain.data.batches import Batch
-from ndtrain.data.token_array import Tokens
+from ndtrain.data.token_array import Packing, Tokens
 from ndtrain.model.loss import IGNORE
 
 
@@ -38,17 +38,25 @@ class ValidationSet:
                 target[: len(sequence)] = sequence
         return out
 
+    def document_starts(self, step: int, rows: Sequence[int], tokens: np.ndarray, packing: Packing) -> list[np.ndarray]:
+        """Returns for each row where documents start among its `tokens`, but for the first."""
+        numbers = [step * self._global_batch + row for row in rows]
+        return [self._row_starts(n, row, packing) for n, row in zip(numbers, tokens, strict=True)]
+
+    def _row_starts(self, number: int, row: np.ndarray, packing: Packing) -> np.ndarray:
+        return packing.starts(*self._starts[number], row) if number < self.count else np.empty(0, np.int64)
+
     @staticmethod
     def readable(batch: Batch) -> Batch:
         """Returns the batch with input tokens of 0 in place of the padding."""
         return replace(batch, tokens=batch.tokens.clamp(min=0))
 
-    def labels(self, eos: int | None) -> int:
+    def labels(self, packing: Packing | None) -> int:
         """Returns how many tokens are predicted: all but the first of each array.
 
         Args:
-            eos: the token that ends a document; a token that follows it is not predicted. None: the arrays are not
+            packing: how documents are told apart; the first token of one is not predicted. None: the arrays are not
                 split into documents.
         """
-        crossing = 0 if eos is None else sum(int((a[:-1] == eos).sum()) for a in self._arrays)
+        crossing = 0 if packing is None else sum(packing.count(a) for a in self._arrays)
         return sum(max(0, len(a) - 1) for a in self._arrays) - crossing

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ndtrain import schedule as schedules
 from ndtrain.config import Config, LocalShapes
-from ndtrain.data import Batch, microbatches
+from ndtrain.data import Batch, Tokens, microbatches
 from ndtrain.data.validation import ValidationSet
 from ndtrain.distributed.collectives import all_reduce
 from ndtrain.distributed.mesh import Mesh
@@ -33,7 +33,7 @@ from ndtrain.parallel.pp import Pipeline
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Rows(Tokens):
     """Token sequences as a source of microbatches."""
 
     array: np.ndarray  # int64 [rows, T + 1]

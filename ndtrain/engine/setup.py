@@ -18,6 +18,7 @@ from ndtrain import checkpoint
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
 from ndtrain.config import TOKEN_SOURCES, Config, ConfigError, resolve, to_yaml, world_from_env
 from ndtrain.data import Data, open_data
+from ndtrain.data.token_array import Packing
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.memory_check import require_memory
 from ndtrain.metrics import keep_freed_memory
@@ -317,10 +318,14 @@ def order_of(cfg: Config, data: Data) -> dict[str, Any]:
         "train.seq_len": cfg.train.seq_len,
         "train.global_batch": cfg.train.global_batch,
         "data.shuffle": cfg.data.shuffle,
-        "data.pack": packed_at(cfg, data),
+        "data.pack": _told_apart_by(data) if cfg.data.pack else None,
     }
 
 
-def packed_at(cfg: Config, data: Data) -> int | None:
-    """The token that the documents of a sequence are told apart by; None without packing."""
-    return data.eos_id if cfg.data.pack else None
+def _told_apart_by(data: Data) -> int | str:
+    return "index" if data.eos_id is None else data.eos_id
+
+
+def packing_of(cfg: Config, data: Data) -> Packing | None:
+    """How the documents of a sequence are told apart; None without packing."""
+    return Packing(data.eos_id) if cfg.data.pack else None

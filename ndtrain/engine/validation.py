@@ -9,7 +9,7 @@ from ndtrain.data import Batch, Data, Tokens, microbatches, rows_of
 from ndtrain.data.validation import ValidationSet
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import BATCH_AXES
-from ndtrain.engine.setup import packed_at
+from ndtrain.engine.setup import packing_of
 from ndtrain.engine.train_step import Evaluation
 from ndtrain.parallel.build import Stages, sequence_sharding
 
@@ -38,7 +38,7 @@ class Validation:
 
     @property
     def labels(self) -> int:
-        return self._held().labels(packed_at(self._cfg, self._data))
+        return self._held().labels(packing_of(self._cfg, self._data))
 
     def _held(self) -> ValidationSet:
         return ValidationSet(self._arrays, self._cfg.train.seq_len, self._cfg.train.global_batch)
@@ -48,5 +48,5 @@ def rank_batches(cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int)
     """This rank's part of the global batch of a step, counted from 0."""
     t = cfg.train
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-    eos = packed_at(cfg, data)
-    return microbatches(source, step, rows, resolved(t.micro_batch), sequence_sharding(cfg), mesh.index("cp"), eos)
+    packing = packing_of(cfg, data)
+    return microbatches(source, step, rows, resolved(t.micro_batch), sequence_sharding(cfg), mesh.index("cp"), packing)

@@ -36,6 +36,7 @@ from ndtrain.data import (
     tokenizer,
 )
 from ndtrain.data.documents import text_chunks
+from ndtrain.data.token_array import Packing
 from ndtrain.distributed.sequence_sharding import BALANCES, SequenceSharding
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.model.loss import IGNORE
@@ -227,7 +228,7 @@ packed_tokens = st.integers(1, 4).flatmap(
 
 def test_packed_rows():
     ids = np.array([5, 0, 3, 4, 0, 0, 7, 8, 0, 6, 6, 6, 6, 6, 6, 6, 0, 9, 9, 9, 9, 9, 9, 9, 9])
-    (batch,) = microbatches(Sequences(ids, 8, 3, 0, False), 0, range(3), 3, eos=0)
+    (batch,) = microbatches(Sequences(ids, 8, 3, 0, False), 0, range(3), 3, packing=Packing(0))
     assert batch.tokens.tolist() == [ids[i : i + 8].tolist() for i in (0, 8, 16)]
     assert batch.documents == ((0, 2, 5, 6), (0, 1), (0, 1))
     assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4, 5, 6]]
@@ -240,7 +241,7 @@ def test_packing_restarts_positions_and_ignores_the_label_across_a_boundary(toke
     length, ids = tokens
     count = (len(ids) - 1) // length
     sampled = Sequences(np.array(ids, np.uint16), length, count, 7, shuffle)
-    packed = concatenated(microbatches(sampled, step, range(count), 1, eos=EOS))
+    packed = concatenated(microbatches(sampled, step, range(count), 1, packing=Packing(EOS)))
     for i, row in enumerate(sampled.tokens(step, range(count)).tolist()):
         starts, place = [0], 0
         for t in range(length):
@@ -259,7 +260,7 @@ def test_packing_changes_neither_tokens_nor_their_order(tokens, shuffle, step):
     length, ids = tokens
     count = (len(ids) - 1) // length
     make = partial(microbatches, Sequences(np.array(ids), length, count, 7, shuffle), step, range(count), count)
-    (plain,), (packed,) = make(), make(eos=EOS)
+    (plain,), (packed,) = make(), make(packing=Packing(EOS))
     assert plain.positions is None and plain.documents is None
     assert torch.equal(plain.tokens, packed.tokens)
     assert torch.equal(plain.labels.masked_fill(plain.tokens == EOS, IGNORE), packed.labels)
@@ -268,12 +269,12 @@ def test_packing_changes_neither_tokens_nor_their_order(tokens, shuffle, step):
 @given(
     sharding=st.sampled_from(SHARDINGS),
     micro=st.sampled_from([1, 2, 4]),
-    eos=st.sampled_from([None, EOS]),
+    packing=st.sampled_from([None, Packing(EOS)]),
     seed=st.integers(0, 99),
 )
-def test_the_parts_of_a_sharding_make_up_the_batch(sharding, micro, eos, seed):
+def test_the_parts_of_a_sharding_make_up_the_batch(sharding, micro, packing, seed):
     ids = np.random.default_rng(seed).integers(0, 4, 5 * 12 + 1)
-    make = partial(microbatches, Sequences(ids, 12, 4, seed, True), seed, range(4), micro, eos=eos)
+    make = partial(microbatches, Sequences(ids, 12, 4, seed, True), seed, range(4), micro, packing=packing)
     parts = range(sharding.parts)
     got = [make(sharding=sharding, part=p) for p in parts]
     assert {b.tokens.shape for batches in got for b in batches} == {(micro, 12 // sharding.parts)}
@@ -282,7 +283,7 @@ def test_the_parts_of_a_sharding_make_up_the_batch(sharding, micro, eos, seed):
     if sharding.parts == 1:  # nothing is sharded
         assert_equal(concatenated(got[0]), whole)
         return
-    if eos is None:
+    if packing is None:
         whole = replace(whole, positions=torch.arange(12))
     assert_equal(put_together([concatenated(b) for b in got], [sharding.index(p) for p in parts]), whole)
 
@@ -308,7 +309,7 @@ def test_packing_splits_a_text_corpus_at_its_documents(folder, tmp_path):
     assert data.eos_id == data.tokenizer.eos_id == plain.eos_id == 256
     assert data.fingerprint == plain.fingerprint and np.array_equal(data.train[0], plain.train[0])
     length = len(data.train[0]) - 1
-    (batch,) = microbatches(Sequences(data.train[0], length, 1, 0, False), 0, [0], 1, eos=data.eos_id)
+    (batch,) = microbatches(Sequences(data.train[0], length, 1, 0, False), 0, [0], 1, packing=Packing(data.eos_id))
     ids_by_document = np.split(batch.tokens[0].numpy(), batch.documents[0][1:])
     texts = [data.tokenizer.decode(ids.tolist()) for ids in ids_by_document]
     assert [t.removesuffix("<|endoftext|>") for t in texts] == documents(data)

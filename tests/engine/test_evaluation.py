@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from ndtrain.config import AXES, Config, load_config, resolve, world_from_env
 from ndtrain.data import microbatches, rows_of
+from ndtrain.data.token_array import Packing
 from ndtrain.data.validation import ValidationSet
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import BATCH_AXES
@@ -63,11 +64,11 @@ def build_all(overrides: list[str]):
 
 
 def evaluate(cfg: Config, mesh: Mesh, evaluation: Evaluation) -> float:
-    t, eos = cfg.train, EOS if cfg.data.pack else None
+    t, packing = cfg.train, Packing(EOS) if cfg.data.pack else None
     held = ValidationSet(held_out(cfg), t.seq_len, t.global_batch)
     mine = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-    batches = lambda i: microbatches(held, i, mine, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), eos)
-    return evaluation.run(([held.readable(b) for b in batches(i)] for i in range(held.passes)), held.labels(eos))
+    batches = lambda i: microbatches(held, i, mine, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), packing)
+    return evaluation.run(([held.readable(b) for b in batches(i)] for i in range(held.passes)), held.labels(packing))
 
 
 def between_steps(overrides: list[str], evaluated: bool) -> tuple[list[float], list[float], bytes]:
@@ -133,7 +134,7 @@ def test_what_the_set_holds():
     assert held.tokens(0, range(3)).tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9, 10, IGNORE, IGNORE]]
     assert held.tokens(1, [0]).tolist() == [[100, 101, 102, 103, IGNORE]]
     assert (held.tokens(1, [1, 2]) == IGNORE).all()
-    assert held.labels(None) == 13 and held.labels(eos=3) == 12 and held.labels(eos=103) == 13
+    assert held.labels(None) == 13 and held.labels(Packing(3)) == 12 and held.labels(Packing(103)) == 13
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "csv"])

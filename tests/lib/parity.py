@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from ndtrain.config import Config, load_config, resolve, world_from_env
-from ndtrain.data import Batch, microbatches, rows_of
+from ndtrain.data import Batch, Tokens, microbatches, rows_of
+from ndtrain.data.token_array import Packing
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.train_step import TrainingStep
@@ -57,7 +58,7 @@ EOS = 7  # ends a document with data.pack
 
 
 @dataclass
-class RandomRows:
+class RandomRows(Tokens):
     """Replaces a corpus. The content of a row depends only on (step, row)."""
 
     cfg: Config
@@ -77,7 +78,8 @@ def make_batches(cfg: Config, mesh: Mesh, step: int, mask: str) -> list[Batch]:
     """This rank's microbatches of random tokens, sharded over cp."""
     t, sharding, part = cfg.train, sequence_sharding(cfg), mesh.index("cp")
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-    batches = microbatches(RandomRows(cfg), step, rows, t.micro_batch, sharding, part, EOS if cfg.data.pack else None)
+    packing = Packing(EOS) if cfg.data.pack else None
+    batches = microbatches(RandomRows(cfg), step, rows, t.micro_batch, sharding, part, packing)
     places = torch.from_numpy(sharding.index(part))
     leading = torch.tensor([MASKS[mask](row, step, t.seq_len) for row in rows]).split(t.micro_batch)
     ignored = [places < first[:, None] for first in leading]

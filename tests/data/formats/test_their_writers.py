@@ -12,7 +12,7 @@ import pytest
 from ndtrain.data import microbatches, open_data
 from ndtrain.data.batches import positions_of
 from ndtrain.data.formats import FORMATS
-from ndtrain.engine.setup import packed_at
+from ndtrain.engine.setup import packing_of
 from tests.data.formats.test_formats import whole
 from tests.data.formats.writers import random_documents, write_datatrove, write_megatron
 from tests.data.test_data import config
@@ -110,7 +110,7 @@ def test_datatrove_writes_and_reads_the_same(datatrove, size, tmp_path):
         assert tokens.tolist() == row["input_ids"].tolist()
         starts = [0, *(np.flatnonzero(tokens[:-1] == data.eos_id) + 1)]
         assert positions_of(starts, 64).tolist() == row["positions"].tolist()
-    (batch,) = microbatches(data.sequences(cfg, None, 0, None), 0, range(8), 8, eos=packed_at(cfg, data))
+    (batch,) = microbatches(data.sequences(cfg, None, 0, None), 0, range(8), 8, packing=packing_of(cfg, data))
     assert batch.positions[0].tolist() == theirs[0]["positions"][:63].tolist()
 
 

@@ -53,3 +53,12 @@ def write_datatrove(
         text = f"gpt2|{dtype[2:]}\n{len(tokens)}\n{len(tokens)} T"
         path.with_name(path.name + ".metadata").write_text(text)
     return path
+
+
+def write(name: str, path: Path, documents: Documents, dtype: str = "<u2") -> str:
+    """Writes documents in a format. Returns what `data.path` is to be."""
+    if name == "megatron":
+        return str(write_megatron(path, documents, dtype.replace("u4", "i4")))
+    if name == "llmc":
+        return str(write_llmc(path.with_suffix(".bin"), np.concatenate(documents), dtype))
+    return str(write_datatrove(path.with_suffix(".ds"), documents, dtype))
