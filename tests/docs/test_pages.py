@@ -13,6 +13,7 @@ ROOT = Path(ndtrain.__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("concepts/*.md"), *DOCS.glob("howto/*.md"), DOCS / "parallelism.md", DOCS / "glossary.md"])
 NAMED = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+WRITTEN = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
 COMMANDS = re.findall(r"--nproc-per-node (\d+) -m ndtrain.train (.*)", (DOCS / "parallelism.md").read_text())
 
 
@@ -38,6 +39,15 @@ def test_links_of_a_page_lead_somewhere(page: Path):
         if anchor:
             heads = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE)
             assert anchor in {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in heads}, anchor
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_of_a_page_close(page: Path):
+    """A block of code opens with its language and closes without; no mark of a merge is left."""
+    fences = [line.strip() for line in page.read_text().splitlines() if line.lstrip().startswith("```")]
+    opening, closing = fences[::2], fences[1::2]
+    assert len(opening) == len(closing) and "```" not in opening and set(closing) <= {"```"}, fences
+    assert not re.search(r"^(<{7}|={7}|>{7})( |$)", page.read_text(), flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize(("ranks", "overrides"), COMMANDS, ids=lambda value: value)
