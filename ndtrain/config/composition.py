@@ -21,7 +21,8 @@ from ndtrain.config.overrides import check_overrides
 from ndtrain.config.registry import KINDS, Part, joined, plugin_parts
 from ndtrain.config.schema import Config, ConfigError
 
-COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # what composing a wrong configuration raises
+# what composing a wrong configuration raises; the last two are Hydra's for a defaults list that is none, or a circle
+COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
 
 
 def compose(*overrides: str) -> Config:
@@ -57,7 +58,9 @@ def compose_checked(overrides: list[str], search: Sequence[str] | None = None) -
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             cfg = hydra_compose("config", overrides=overrides + search_path(search), return_hydra_config=True)
         with _hydra_values(cfg):
-            return to_config(cfg, _keys_of(overrides))
+            return _typed(cfg, _keys_of(overrides))
+    except ConfigError:
+        raise
     except COMPOSING as error:
         raise ConfigError(one_line(error, search, overrides)) from error
 
@@ -92,13 +95,17 @@ def to_config(cfg: DictConfig, given: Iterable[str] | None = None) -> Config:
     if given is None:
         given = _keys_of(HydraConfig.get().overrides.task) if HydraConfig.initialized() else ()
     try:
-        container = OmegaConf.to_container(cfg, resolve=False)
-        container.pop("hydra", None)
-        made = OmegaConf.to_object(OmegaConf.merge(_schema(_chosen_parts(container)), container))
-        made.interpolated = dict(_interpolations(container))
-        return made.with_given(given)
+        return _typed(cfg, given)
     except OmegaConfBaseException as error:
         raise ConfigError(one_line(error)) from error
+
+
+def _typed(cfg: DictConfig, given: Iterable[str]) -> Config:
+    container = OmegaConf.to_container(cfg, resolve=False)
+    container.pop("hydra", None)
+    made = OmegaConf.to_object(OmegaConf.merge(_schema(_chosen_parts(container)), container))
+    made.interpolated = dict(_interpolations(container))
+    return made.with_given(given)
 
 
 def _keys_of(overrides: Iterable[str]) -> frozenset[str]:

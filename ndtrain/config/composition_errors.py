@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, OmegaConfBaseException
 
 from ndtrain.arguments import near
 from ndtrain.config.keys import Key, config_folders, group_options, known_keys, near_key
@@ -27,6 +27,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except yaml.YAMLError as error:
         raise ConfigError(_not_yaml(error, path)) from error
+    except GrammarParseError as error:
+        where, text = f"{path}{_line_of(path, error.full_key or '')}", str(error).splitlines()[0]
+        raise ConfigError(f"{where}: {error.full_key}: a reference is written as in ${{run.name}} ({text})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except OSError as error:
@@ -48,13 +51,15 @@ def one_line(error: BaseException, search: Sequence[str] | None = None, override
     folders, keys = config_folders(search), known_keys()
     chosen = [folder / f"{o.lstrip('+').replace('=', '/', 1)}.yaml" for o in overrides for folder in folders[1:]]
     chosen = [path for path in chosen if path.is_file()]
-    first = str(error).strip().splitlines()[0]
+    first = next(iter(str(error).strip().splitlines()), "")
     named = re.match(r"In '?(?P<config>[^':]*)'?: (?P<text>.*)", first)
     path = _file_of(named["config"], folders) if named else None
     causes = [e for e in (error, error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)]
     if causes:
-        return _wrong_value(causes[0], path, keys)
-    return _wrong_choice(named["text"] if named else first, [path, *chosen] if path else chosen, folders)
+        return _wrong_value(causes[0], path or _file_with(causes[0].full_key, chosen, overrides), keys)
+    paths = list(dict.fromkeys([path, *chosen] if path else chosen))
+    text = named["text"] if named else first
+    return _wrong_defaults(text, error, paths, folders) or _wrong_choice(text, paths, folders)
 
 
 def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping[str, Key]) -> str:
@@ -68,10 +73,18 @@ def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping
     text = str(error).strip().splitlines()[0]
     if key in keys and keys[key].section:
         return f"{where}{key}: a section, which takes no value: its keys stand below it, as in {_below(key, keys)}"
+    if isinstance(error, ConfigKeyError | ConfigAttributeError) and path and key in keys and "." in key:
+        outer, _, inner = key.rpartition(".")
+        return f"{_mention(key, [path])}{key}: a file nests its keys: `{inner}:` stands indented below `{outer}:`"
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and key and key not in keys:
         return f"{where}{key}: no such key; {near_key(key, keys)}`--cfg job` lists them all"
     if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
         return f"{where}{key}={match[1]}: must be {_NUMBERS.get(match[2], match[2])}"
+    if re.match(r"Invalid value assigned: \w+ is not a ListConfig", text):
+        return f"{where}{key}: a list stands in brackets: `[...]`"
+    if match := re.match(r"Cannot assign (\w+) to Dict", text):
+        example = f"must be keys with values, as in {{name: text, weight: 1}}, not {match[1]}"
+        return f"{where}{key or 'data.blend'}: an entry {example}"
     if match := re.match(r"Value '(.*)' is not a valid bool", text):
         return f"{where}{key}={match[1]}: must be {_NUMBERS['Boolean']}"
     if match := re.match(r"Value '(.*)' \(\w+\) is incompatible with type hint '(.*)'", text):
@@ -85,10 +98,33 @@ def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping
     return f"{where}{key}: {text}" if key else f"{where}{text}"
 
 
+def _wrong_defaults(text: str, error: BaseException, paths: Sequence[Path], folders: Sequence[Path]) -> str:
+    """A defaults list that is none, names its own file, or names a group as if it stood in the file's folder. Empty:
+    another error."""
+    groups = group_options(folders)
+    if isinstance(error, RecursionError):
+        return f"{' or '.join(map(str, paths))}: its defaults list leads back to itself: name another recipe there"
+    if match := re.match(r"Invalid defaults list in '(.*)', defaults must be a list", text):
+        path = _file_of(match[1], folders) or match[1]
+        return f"{path}: defaults: must be a list, as in `- override /model: llama_small` on the line below"
+    if match := re.match(r"Could not override '([^'@/]*)@recipe\.", text):
+        return f"{paths[0]}: its first line must be `{PACKAGE}`, without which its keys stand below `recipe`"
+    if match := re.match(r"Could not (?:override|find|load) '[^'@/]*/([^'@/]*)(?:@\w+)?(?:/([^'/]*))?'", text):
+        group = match[1]
+        if group in groups:
+            where = _mention(group, paths)
+            return f"{where}{group}: a group begins with a slash there: write `override /{group}: {match[2] or '...'}`"
+    if match := re.match(r"(\S+) appears more than once in the final defaults list", text):
+        if where := _mention(match[1], paths, unless="override"):
+            return f"{where}/{match[1]}: chosen before: write `override /{match[1]}: ...` in the defaults list"
+        return f"{match[1]}: chosen twice; write {match[1]}=... without a plus"
+    return ""
+
+
 def _wrong_choice(text: str, paths: Sequence[Path], folders: Sequence[Path]) -> str:
     """A group or option, in the defaults list of one of the files `paths`, that there is not."""
     groups = group_options(folders)
-    if match := re.match(r"Could not find '(.*)/([^/]*)'", text):
+    if match := re.match(r"Could not (?:find|load) '(.*)/([^/]*)'", text):
         group, option = match[1].strip("/"), match[2]
         where = _mention(option, paths)
         known = sorted(groups.get(group, ()))
@@ -123,6 +159,13 @@ def _file_of(config: str, folders: Sequence[Path]) -> Path | None:
     """The file of a config by Hydra's name, `recipe/mine`; the user's where there are several."""
     paths = [folder / f"{config.removesuffix('.yaml')}.yaml" for folder in reversed(folders)]
     return next((path for path in paths if path.is_file()), None)
+
+
+def _file_with(key: str | None, paths: Sequence[Path], overrides: Sequence[str]) -> Path | None:
+    """The file that sets a key, unless an override sets it too."""
+    if not key or any(o.lstrip("+").startswith(f"{key}=") for o in overrides):
+        return None
+    return next((path for path in paths if _line_of(path, key)), None)
 
 
 def _mention(word: str, paths: Sequence[Path], unless: str = "\n") -> str:

@@ -58,6 +58,11 @@ class Key:
         return "dict[" in self.kind
 
     @property
+    def listed(self) -> bool:
+        """Whether it is a list, and nothing else."""
+        return self.kind.removesuffix(" | None").startswith("list[")
+
+    @property
     def optional(self) -> bool:
         """Whether null is a value."""
         return "None" in self.kind or "Optional" in self.kind

@@ -75,8 +75,11 @@ def _plugins_named(parsed: Sequence[Override], folders: Sequence[Path]) -> list[
     """The modules of the key `plugins`: the override's, else the recipe's."""
     values = {o.key_or_group: o.value() for o in parsed if not o.is_sweep_override()}
     recipes = [path for folder in folders if (path := folder / "recipe" / f"{values.get('recipe')}.yaml").is_file()]
-    named = [str(module) for path in recipes[:1] for module in read_yaml(path).get("plugins") or []]
-    return [str(module) for module in values["plugins"] or []] if "plugins" in values else named
+    named, where = ({}, "") if "plugins" in values or not recipes else (read_yaml(recipes[0]), f"{recipes[0]}: ")
+    modules = values.get("plugins", named.get("plugins")) or []
+    if isinstance(modules, str):
+        raise ConfigError(f"{where}plugins={modules}: a list stands in brackets: 'plugins=[{modules}]'")
+    return [str(module) for module in modules]
 
 
 def _check_init_from(given: Mapping[str, Override]) -> None:
@@ -117,7 +120,7 @@ def _check_hydra_key(override: Override, hydra: bool) -> str:
 
 def _sweep_in_one_run(override: Override, keys: Mapping[str, Key]) -> str:
     key, text = override.key_or_group, override.get_value_string()
-    if key in keys and "list[" in keys[key].kind:
+    if key == "logger" or (key in keys and keys[key].listed):
         return f"{override.input_line}: a list stands in brackets: '{key}=[{text}]'"
     quoted = override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and f"; for one value quote it: '{key}=\"{text}\"'"
     return f"{override.input_line}: a run for each of several values needs --multirun{quoted or ''}"
@@ -194,4 +197,7 @@ def _check_key(override: Override, keys: Mapping[str, Key], groups: Mapping[str,
     if keys[key].section and not isinstance(override.value(), dict):
         below = next(k for k in [*keys, f"{key}.KEY"] if k.startswith(f"{key}."))
         raise ConfigError(f"{line}: {key} is a section, which takes no value: set its keys, as in {below}=...")
+    scalar = isinstance(override.value(), str | int | float) and "${" not in line
+    if keys[key].listed and scalar and not override.is_sweep_override():
+        raise ConfigError(f"{line}: a list stands in brackets: '{key}=[{override.value()}]'")
     return line

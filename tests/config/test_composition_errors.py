@@ -67,6 +67,56 @@ RECIPES = {  # content of the recipe -> the line; {file} is its path
         f"{GLOBAL}defaults:\n  - override /data: text\n  - /model: llama_small\n",
         "{file}:4: /model: chosen before: write `override /model: ...` in the defaults list",
     ),
+    "the default's group, without override": (
+        f"{GLOBAL}defaults:\n  - /model: llama_debug\n",
+        "{file}:3: /model: chosen before: write `override /model: ...` in the defaults list",
+    ),
+    "a group without slash": (
+        f"{GLOBAL}defaults:\n  - model: llama_small\n",
+        "{file}:3: model: a group begins with a slash there: write `override /model: llama_small`",
+    ),
+    "an overridden group without slash": (
+        f"{GLOBAL}defaults:\n  - override model: llama_small\n",
+        "{file}:3: model: a group begins with a slash there: write `override /model: ...`",
+    ),
+    "no package, with a group": (
+        "defaults:\n  - override /model: llama_small\ntrain:\n  steps: 5\n",
+        "{file}: its first line must be `# @package _global_`, without which its keys stand below `recipe`",
+    ),
+    "a base recipe that there is not": (
+        f"{GLOBAL}defaults:\n  - llama_smal\n",
+        f"{{file}}:3: recipe: llama_smal: no such recipe; did you mean 'llama_small'? known: {MODELS}, own",
+    ),
+    "itself as its base": (
+        f"{GLOBAL}defaults:\n  - own\n",
+        "{file}: its defaults list leads back to itself: name another recipe there",
+    ),
+    "defaults that are no list": (
+        f"{GLOBAL}defaults:\n  model: llama_small\n",
+        "{file}: defaults: must be a list, as in `- override /model: llama_small` on the line below",
+    ),
+    "a dotted key": (
+        f"{GLOBAL}train.steps: 5\n",
+        "{file}:2: train.steps: a file nests its keys: `steps:` stands indented below `train:`",
+    ),
+    "an interpolation that does not close": (
+        f"{GLOBAL}train:\n  steps: ${{train.seq_len\n",
+        "{file}:3: train.steps: a reference is written as in ${{run.name}} (no viable alternative at input "
+        "'${{train.seq_len')",
+    ),
+    "an interpolation of no key": (
+        f"{GLOBAL}train:\n  steps: ${{train.seqlen}}\n",
+        "{file}:3: train.steps: ${{train.seqlen}} names no key; did you mean 'train.seq_len'? `--cfg job` lists them "
+        "all",
+    ),
+    "one value for a list": (
+        f"{GLOBAL}mesh:\n  order: dp\n",
+        "{file}:3: mesh.order: a list stands in brackets: `[...]`",
+    ),
+    "a plugin that is no list": (
+        f"{GLOBAL}plugins: my.module\n",
+        "{file}: plugins=my.module: a list stands in brackets: 'plugins=[my.module]'",
+    ),
 }  # fmt: skip
 
 SHIPPED = "known: llama3_2_1b, llama3_8b, llama_debug, llama_small"
@@ -88,6 +138,23 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     "list without brackets": (
         ["mesh.order=dp,fsdp"],
         "mesh.order=dp,fsdp: a list stands in brackets: 'mesh.order=[dp,fsdp]'",
+    ),
+    "loggers without brackets": (
+        ["logger=wandb,tensorboard"],
+        "logger=wandb,tensorboard: a list stands in brackets: 'logger=[wandb,tensorboard]'",
+    ),
+    "one value for a list": (["logger.tags=a"], "logger.tags=a: a list stands in brackets: 'logger.tags=[a]'"),
+    "a plugin without brackets": (
+        ["plugins=my.module"],
+        "plugins=my.module: a list stands in brackets: 'plugins=[my.module]'",
+    ),
+    "a blend of numbers": (
+        ["data=blend", "data.blend=[3]"],
+        "data.blend: an entry must be keys with values, as in {name: text, weight: 1}, not int",
+    ),
+    "a recipe chosen twice": (
+        ["+recipe=llama_debug", "recipe=llama_small"],
+        "recipe: chosen twice; write recipe=... without a plus",
     ),
     "value for a section": (
         ["train=5"],
