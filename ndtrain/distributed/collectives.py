@@ -198,7 +198,7 @@ def all_to_all(
 ) -> Pending:
     """Sends `sends[i]` to rank `members[i]` of the group and receives `receives[i]` from it. This rank is one of the
     members; its own tensor is copied. All tensors are contiguous."""
-    record = RECORDER.launch("all_to_all", group, sum(x.nbytes for x in sends))
+    record = RECORDER.launch("all_to_all", group, sum(x.nbytes for x in sends), among=members)
     n, me = len(members), members.index(group.rank())
     receives[me].copy_(sends[me])
     peers = [((me + step) % n, (me - step) % n) for step in range(1, n)]

@@ -128,10 +128,11 @@ class Pipeline:
         queues = {source: schedules.messages(self.schedule, source, self.rank) for source in sources}
         position = {m: (source, i) for source, queue in queues.items() for i, m in enumerate(queue)}
         posted = dict.fromkeys(queues, 0)
+        needs = [self.needed(a) for a in row]
         plan = []
         for k in range(len(row)):
             now: list[tuple[Message, int]] = []
-            for needed in (self.needed(a) for a in row[k : k + 1 + AHEAD]):
+            for needed in needs[k : k + 1 + AHEAD]:
                 if needed in position:
                     source, i = position[needed]
                     now += [(m, source) for m in queues[source][posted[source] : i + 1]]
