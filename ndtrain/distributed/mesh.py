@@ -170,7 +170,7 @@ class Mesh:
     def _make_links(self, axis: str, pairs: list[Pair]) -> None:
         lines = self.spec.groups(axis) if pairs else []
         for together in disjoint(pairs):
-            group = self._new_groups(axis, [[line[a], line[b]] for line in lines for a, b in together])
+            group = self._new_groups(axis, [sorted((line[a], line[b])) for line in lines for a, b in together])
             self._links |= {(axis, pair): group for pair in together if group and self.coords[axis] in pair}
         self._made |= {(axis, pair) for pair in pairs}
 

@@ -286,7 +286,7 @@ def recorded(args: list[str]) -> list[Entry]:
 
 
 def of_run(folder: Path, corpus: Path, ranks: int, *overrides: str) -> list[list[Entry]]:
-    args = arguments(folder, corpus, "model.num_hidden_layers=4", "train.steps=4", "optim.warmup=1", *overrides)
+    args = arguments(folder, corpus, "model.num_hidden_layers=8", "train.steps=4", "optim.warmup=1", *overrides)
     return run_ranks(recorded, ranks, args, timeout=240)
 
 
@@ -305,7 +305,7 @@ TEXTS = ["data=text", "train.sample_every=4", "train.sample_tokens=2"]
         (4, ["mesh.pp=2", "mesh.fsdp=2", "mesh.zero=3", "schedule=interleaved", *BUDGET]),
         pytest.param(4, ["mesh.pp=4", "schedule=gpipe", "model.tie_word_embeddings=true"], marks=FULL),
         pytest.param(4, ["mesh.pp=2", "mesh.tp=2", *TEXTS], marks=FULL),
-        pytest.param(4, ["mesh.cp=4", "cp.ulysses=2", "data.pack=true"], marks=FULL),
+        pytest.param(4, ["mesh.cp=4", "cp.ulysses=2", "data.pack=true", "data.eos_id=32"], marks=FULL),
         pytest.param(4, ["mesh.tp=2", "mesh.dp=2", "tp.overlap=true"], marks=FULL),
         pytest.param(8, ["mesh.pp=2", "mesh.tp=2", "mesh.cp=2", "schedule=zb_v", "tp.overlap=true"], marks=FULL),
         pytest.param(8, ["mesh.pp=4", "mesh.fsdp=2", "mesh.zero=3", "schedule=dualpipe_v"], marks=FULL),
