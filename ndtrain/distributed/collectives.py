@@ -8,17 +8,22 @@ and its result has the same bits on every rank and in every run.
 A group of `None` is a group of one rank: nothing is sent.
 
 On CUDA every operation is launched asynchronously. `Pending.wait()` makes the caller's stream wait, never the host;
-`done()` asks an event. NCCL runs the operations of one process group on one stream of that group. That stream first
-waits for the work that the caller's stream has queued at the launch. These operations therefore overlap with compute
-and with one another:
+`done()` asks an event. NCCL runs the operations of one process group on one stream of that group, one at a time, in the
+order of their launches. That stream first waits for the work that the caller's stream has queued at the launch, and a
+send lasts until it is received. Operations of different groups overlap with compute and with one another:
 
-| operations                           | group             | waited for                                |
-|--------------------------------------|-------------------|-------------------------------------------|
-| fsdp: all-gathers, reduce-scatters   | fsdp x cp         | before use; one unit later (`fsdp.py`)    |
-| dp: all-reduces of summed gradients  | dp                | at the end of the step                    |
-| tp: gathers and sums around matmuls  | tp                | chunk by chunk (`tp.overlap`), or at once |
-| cp: keys and values, their gradients | cp                | one block of attention later              |
-| pp: activations, their gradients     | one per direction | by the receiving action; sends at the end |
+| operations                           | group, on NCCL              | waited for                                |
+|--------------------------------------|-----------------------------|-------------------------------------------|
+| fsdp: all-gathers                    | fsdp x cp                   | before use                                |
+| fsdp: reduce-scatters                | the same; zero 3: a second  | one unit later (`fsdp.py`)                |
+| dp: all-reduces of summed gradients  | dp                          | at the end of the step                    |
+| tp: gathers and sums around matmuls  | tp                          | chunk by chunk (`tp.overlap`), or at once |
+| cp: keys and values, their gradients | cp                          | one block of attention later              |
+| pp: activations, their gradients     | one per (source, target)    | by the receiving action; sends at the end |
+| pp: sum of tied embeddings           | that of (first, last) stage | at once                                   |
+
+gloo's operations do not wait for each other, so there pp has one group, and fsdp too. Which operation is launched when
+is a list, and `tests/lib/rendezvous.py` runs such lists under these rules.
 
 The memory of a tensor in flight is not reused before its wait: PyTorch's `Work` holds the tensors until then, and a
 wait orders the later work of the caller's stream after the operation. Code that frees a storage by hand (zero=3) does
@@ -198,7 +203,7 @@ def all_to_all(
 ) -> Pending:
     """Sends `sends[i]` to rank `members[i]` of the group and receives `receives[i]` from it. This rank is one of the
     members; its own tensor is copied. All tensors are contiguous."""
-    record = RECORDER.launch("all_to_all", group, sum(x.nbytes for x in sends))
+    record = RECORDER.launch("all_to_all", group, sum(x.nbytes for x in sends), among=members)
     n, me = len(members), members.index(group.rank())
     receives[me].copy_(sends[me])
     peers = [((me + step) % n, (me - step) % n) for step in range(1, n)]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 KEPT = 512  # collectives
 
@@ -42,6 +42,25 @@ class CollectiveRecord:
     ended: float = 0.0
 
 
+class Entry(NamedTuple):
+    """A launch or the begin of a wait, in the journal of a process.
+
+    Attributes:
+        thread: the id of the thread that launched or waits.
+        group, ranks: (a launch) the process group's name, and its global ranks in order; else None and empty.
+        to, source: (a message) ranks of the group, as `launch` takes them.
+        among: (a collective) the ranks of the group that take part; None: all.
+    """
+
+    record: CollectiveRecord
+    thread: int
+    group: str | None = None
+    ranks: tuple[int, ...] = ()
+    to: int | None = None
+    source: int | None = None
+    among: Sequence[int] | None = None
+
+
 class Recorder:
     """Records collectives and waits. A process has one, `RECORDER`.
 
@@ -55,6 +74,7 @@ class Recorder:
         mark: None, or a function that returns a context manager to hold during a wait, so that a profiler shows it.
         last: the last records, oldest first.
         counts: channel -> number of operations launched on it.
+        journal: None, or the list that every launch and every wait is appended to, in order.
     """
 
     def __init__(self, kept: int = KEPT):
@@ -64,6 +84,7 @@ class Recorder:
         self._marks: dict[int, AbstractContextManager] = {}
         self.last: deque[CollectiveRecord] = deque(maxlen=kept)
         self.counts: dict[str, int] = {}
+        self.journal: list[Entry] | None = None
         self._channels: dict[str, str] = {}
         self._waits: dict[int, CollectiveRecord] = {}
         self._began, self._waited = time.monotonic(), 0.0
@@ -87,20 +108,30 @@ class Recorder:
         return time.monotonic() - self._began - self._waited
 
     def launch(
-        self, op: str, group: Any, nbytes: int, to: int | None = None, source: int | None = None
+        self,
+        op: str,
+        group: Any,
+        nbytes: int,
+        to: int | None = None,
+        source: int | None = None,
+        among: Sequence[int] | None = None,
     ) -> CollectiveRecord:
         """Records the launch of an operation.
 
         Args:
             to, source: ranks of the group. With neither, a collective over `group`. With one of them, a message to or
                 from that rank. With both equal, an exchange with that rank.
+            among: the ranks of the group that take part in the collective; None: all.
         """
-        channel = self._channels.get(group.group_name, group.group_name)
+        whole = channel = self._channels.get(group.group_name, group.group_name)
         if (to is None) != (source is None) or (to is not None and to == source):
             channel = self._pair_channel(channel, group, to, source)
         number = self.counts[channel] = self.counts.get(channel, 0) + 1
         record = CollectiveRecord(op, channel, number, nbytes, self.step, self.action, time.monotonic())
         self.last.append(record)
+        if self.journal is not None:
+            ranks = self.members.get(whole, tuple(range(group.size())))
+            self.journal.append(Entry(record, threading.get_ident(), group.group_name, ranks, to, source, among))
         return record
 
     def _pair_channel(self, channel: str, group: Any, to: int | None, source: int | None) -> str:
@@ -118,6 +149,8 @@ class Recorder:
         """Marks the begin of this thread's wait for `record`."""
         record.waited = time.monotonic()
         self._waits[id(record)] = record
+        if self.journal is not None:
+            self.journal.append(Entry(record, threading.get_ident()))
         if self.mark:
             self._marks[id(record)] = mark = self.mark(record)
             mark.__enter__()

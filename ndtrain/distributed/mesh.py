@@ -5,9 +5,11 @@ An **axis** is one of pp, dp, fsdp, cp, tp. A **coord** is a position on one axi
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,21 +88,39 @@ class MeshSpec:
         return [a for a in self.order if a in axes]
 
 
+class Link(NamedTuple):
+    """One rank's end of the messages between two ranks.
+
+    Attributes:
+        group: the process group that they go over.
+        peer: the other rank, as a rank of that group.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+
+
+Pair = tuple[int, int]  # (source, target), coords on one axis
+
+
 class Mesh:
     """A `MeshSpec` seen from one rank, with process groups. A group of one rank is `None`.
 
     A group is created on first use. Creation is collective: every rank must ask for the same groups in the same order.
+
+    Args:
+        in_order: whether the operations of a group run one after another in launch order, as NCCL's do. Then operations
+            that must not wait for each other get groups of their own. gloo's operations do not wait for each other, so
+            there one group serves all. None: as the device's backend does.
     """
 
-    def __init__(self, spec: MeshSpec, rank: int, device: torch.device):
+    def __init__(self, spec: MeshSpec, rank: int, device: torch.device, in_order: bool | None = None):
         self.spec, self.rank, self.device = spec, rank, device
         self.coords = spec.coords(rank)
-        self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
-
-    @cached_property
-    def _device_mesh(self) -> DeviceMesh:
-        ranks = torch.arange(self.spec.world_size).view(self.spec.sizes)
-        return DeviceMesh(self.device.type, ranks, mesh_dim_names=self.spec.order)
+        self.in_order = device.type == "cuda" if in_order is None else in_order
+        self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup | None] = {}
+        self._links: dict[tuple[str, Pair], dist.ProcessGroup] = {}  # those of this rank
+        self._made: set[tuple[str, Pair]] = set()  # those of all ranks
 
     def size(self, *axes: str) -> int:
         """Number of ranks along `axes` together."""
@@ -110,12 +130,16 @@ class Mesh:
         """This rank's position along `axes` together."""
         return self.spec.index(self.rank, *axes)
 
-    def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The process group of the ranks that differ from this one only along `axes`. None for one rank."""
-        wide = tuple(a for a in self.spec.order if a in axes and self.spec.size(a) > 1)
-        if wide not in self._groups:
-            self._groups[wide] = self._named("+".join(wide), self._make(wide))
-        return self._groups[wide]
+    def group(self, *axes: str, lane: str = "") -> dist.ProcessGroup | None:
+        """The process group of the ranks that differ from this one only along `axes`. None for one rank.
+
+        Args:
+            lane: names a second group of the same ranks, whose operations do not wait behind those of the first.
+        """
+        wide, lane = tuple(a for a in self.spec.order if a in axes and self.spec.size(a) > 1), lane * self.in_order
+        if (wide, lane) not in self._groups:
+            self._groups[wide, lane] = self._make(wide, lane)
+        return self._groups[wide, lane]
 
     def subgroup(self, axis: str, n: int) -> dist.ProcessGroup | None:
         """The process group of this rank among those of `n` consecutive ranks along `axis`. None for n = 1. Every rank
@@ -125,20 +149,36 @@ class Mesh:
         if n == 1:
             return None
         blocks = [ranks[i : i + n] for ranks in self.spec.groups(axis) for i in range(0, len(ranks), n)]
-        return self._named(axis, dist.new_subgroups_by_enumeration(blocks)[0])
+        return self._new_groups(axis, blocks)
 
-    def second_group(self, axis: str) -> dist.ProcessGroup | None:
-        """A second process group of the ranks of `group(axis)`, for example for the other direction of pp. None for one
-        rank. Every rank must ask in the same order."""
-        if self.spec.size(axis) == 1:
-            return None
-        return self._named(axis, dist.new_subgroups_by_enumeration(self.spec.groups(axis))[0])
+    def links(self, axis: str, pairs: Iterable[Pair]) -> dict[Pair, Link]:
+        """This rank's end of the messages from source to target, for each of the `pairs` that it is part of. Every rank
+        must ask for the same pairs.
 
-    def _named(self, axis: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """The group, after telling the flight recorder its name."""
-        if group is not None:
-            RECORDER.name_group(group, axis, dist.get_process_group_ranks(group))
-        return group
+        Where operations run in launch order each pair has a group of its own, so that a message waits for no other
+        pair's. The groups of pairs without a common rank are created together.
+        """
+        pairs, here = sorted(set(pairs)), self.coords[axis]
+        if self.in_order:
+            self._make_links(axis, [pair for pair in pairs if (axis, pair) not in self._made])
+        whole = None if self.in_order or not pairs else self.group(axis)
+        others = {pair: sum(pair) - here for pair in pairs if here in pair}
+        if whole:
+            return {pair: Link(whole, other) for pair, other in others.items()}
+        return {pair: Link(self._links[axis, pair], int(other > here)) for pair, other in others.items()}
+
+    def _make_links(self, axis: str, pairs: list[Pair]) -> None:
+        lines = self.spec.groups(axis) if pairs else []
+        for together in disjoint(pairs):
+            group = self._new_groups(axis, [sorted((line[a], line[b])) for line in lines for a, b in together])
+            self._links |= {(axis, pair): group for pair in together if group and self.coords[axis] in pair}
+        self._made |= {(axis, pair) for pair in pairs}
+
+    def device_mesh(self, *axes: str) -> DeviceMesh:
+        """PyTorch's DeviceMesh of this rank over `axes`, each of more than one rank, on the groups of this mesh."""
+        ranks = torch.tensor(self.spec.members(self.rank, *axes)).view([self.spec.size(a) for a in axes])
+        groups = [group for axis in axes if (group := self.group(axis))]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=axes)
 
     @cached_property
     def background(self) -> dist.ProcessGroup | None:
@@ -146,16 +186,57 @@ class Mesh:
         rank. Every rank must reach its first use in the same order."""
         return dist.new_group(backend="gloo") if self.spec.world_size > 1 else None
 
-    def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
-        if not axes:
-            return None
-        if len(axes) == 1:
-            return self._device_mesh.get_group(axes[0])
-        if self.spec.size(*axes) == self.spec.world_size:
-            return dist.group.WORLD
-        return self._device_mesh[axes]._flatten("_".join(axes)).get_group()
-
     @property
     def world(self) -> dist.ProcessGroup | None:
         """The process group of all ranks. None for one rank."""
         return self.group(*AXES)
+
+    def _make(self, axes: tuple[str, ...], lane: str) -> dist.ProcessGroup | None:
+        if not axes:
+            return None
+        name = " ".join(filter(None, ("+".join(axes), lane)))
+        if self.spec.size(*axes) == self.spec.world_size and not lane:
+            return _named(name, dist.group.WORLD)
+        return self._new_groups(name, self.spec.groups(*axes))
+
+    def _new_groups(self, name: str, blocks: list[list[int]]) -> dist.ProcessGroup | None:
+        """Creates a process group of each list of ranks, which have no rank in common. Returns this rank's; None where
+        it is in none. Every group but the world's and `background` is created here.
+
+        NCCL splits the world's communicator once for all lists. (`new_group` would split it once for each.) The ranks
+        in no list then get a group of themselves alone: PyTorch names a split group after the number of groups that
+        the rank has, and `destroy_process_group` hangs where the ranks of a group have other names for it.
+        """
+        world = dist.group.WORLD
+        if world is not None and world.bound_device_id is not None:
+            alone = {*range(self.spec.world_size)}.difference(*blocks)
+            group = dist.split_group(
+                split_ranks=[*blocks, *([rank] for rank in sorted(alone))], pg_options=nccl_options()
+            )
+            return None if self.rank in alone else _named(name, group)
+        groups = [dist.new_group(ranks) for ranks in blocks]
+        return next((_named(name, g) for ranks, g in zip(blocks, groups, strict=True) if self.rank in ranks), None)
+
+
+def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """The pairs in few lists, each of pairs without a common rank."""
+    lists: list[list[Pair]] = []
+    for pair in pairs:
+        free = (at for at in lists if not {*pair} & {c for other in at for c in other})
+        if (at := next(free, None)) is None:
+            lists.append(at := [])
+        at.append(pair)
+    return lists
+
+
+def nccl_options() -> Any:
+    """Options of an NCCL group: its kernels run on a stream of high priority, so that they start beside a matmul that
+    fills the GPU, and not behind it."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+def _named(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, after telling the flight recorder its name."""
+    assert group is not None, "this rank is one of it"
+    RECORDER.name_group(group, name, dist.get_process_group_ranks(group))
+    return group

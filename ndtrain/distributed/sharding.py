@@ -214,11 +214,6 @@ class Layouts:
         counts = {self[n].tp_replicas for n in names if TENSOR_AXIS in self[n].partial}
         return sorted(counts - {1})
 
-    def other_stage(self, names: Iterable[str]) -> int | None:
-        """The other pp coord that holds one of these tensors; None: there is none."""
-        here = self.mesh.coords(self.rank)[STAGE_AXIS]
-        return next((c for name in names for c in self.pp_coords[name] if c != here), None)
-
     def _layout(self, name: str, dims: tuple[Dim, ...]) -> TensorLayout:
         n, index = self.mesh.size(TENSOR_AXIS), self.mesh.coords(self.rank)[TENSOR_AXIS]
         shard_dim = next((i for i, d in enumerate(dims) if self.rules.get(d.name)), None) if n > 1 else None

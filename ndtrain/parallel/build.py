@@ -15,7 +15,7 @@ from ndtrain.distributed.sharding import DATA_AXES, TENSOR_AXIS, Dim, FlatLayout
 from ndtrain.model import Ops, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.init import fill, standard_normal
-from ndtrain.model.transformer import fused_names, unit_of
+from ndtrain.model.transformer import EMBED, fused_names, unit_of
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8, prepare_compile
 from ndtrain.parallel.fsdp import ShardedUnits
@@ -35,7 +35,7 @@ from ndtrain.parallel.recompute import (
 from ndtrain.parallel.recompute_budget import choose
 from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.tp import TensorParallel, TPReplicaReducer
-from ndtrain.parallel.unit import StatePlan
+from ndtrain.parallel.unit import StatePlan, shard_groups
 from ndtrain.parallel.whole_tensors import WholeTensors
 
 # of weights and activations: with fp8 only matmuls are narrower
@@ -101,16 +101,12 @@ def flat_layouts(layouts: Layouts, names: list[str]) -> dict[str, FlatLayout]:
     return flat
 
 
-def _make_process_groups(layouts: Layouts, mesh: Mesh, whole: bool) -> None:
-    """Creates the process groups that any unit of the model names, in the same order on every rank.
-
-    Args:
-        whole: whether those of `WholeTensors` are needed too.
-    """
+def _make_process_groups(layouts: Layouts, mesh: Mesh, plan: StatePlan) -> None:
+    """Creates the process groups that any unit of the model names, in the same order on every rank."""
     for groups in dict.fromkeys(layouts.groups(name) for name in layouts.names()):
-        mesh.group(*groups.shard_axes)
+        shard_groups(plan, mesh, groups)
         mesh.group(*groups.replica_axes)
-        if whole:
+        if not plan.sharded_spec:  # those of `WholeTensors`
             mesh.group(*groups.shard_axes, TENSOR_AXIS)
 
 
@@ -135,13 +131,13 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     models = _models(cfg, placement, mesh.coords["pp"])
     names = _check_declared(models.values(), layouts)
     trains, plan = plan is None, plan or state_plan(cfg)
-    _make_process_groups(layouts, mesh, whole=not plan.sharded_spec)
+    _make_process_groups(layouts, mesh, plan)
     units = ShardedUnits(
         flat_layouts(layouts, names),
         mesh,
         plan,
         TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in layouts.tp_replica_counts(names)}),
-        TiedReducer(mesh, layouts.other_stage(names)),
+        TiedReducer(mesh, placement.pp_coords(cfg.model)[EMBED]),
         accumulator=accumulator,
         by_autograd=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
         fused_names=fused_names(cfg.model),

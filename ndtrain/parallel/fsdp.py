@@ -196,7 +196,7 @@ class ShardedUnits:
         if unit.residency.holds_full_grad and not final:
             return
         self.accumulator.close(unit.accumulated)
-        full, work = unit.full_grad, reduce_scatter(unit.full_grad, unit.group)
+        full, work = unit.full_grad, reduce_scatter(unit.full_grad, unit.reductions)
         if not unit.residency.holds_full_grad:
             unit.full_grad = None  # only the reduction still reads it: the unit's next backward allocates another
             for _, p in unit.with_gradient():

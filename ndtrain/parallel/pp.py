@@ -6,6 +6,7 @@ therefore know the order of the messages between them, and a message needs no he
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -73,8 +74,9 @@ class Pipeline:
     """The messages that this rank receives from other stages and sends to them.
 
     A rank receives the messages of another rank in the order in which the sender's row of the table sends them. NCCL
-    transfers the messages of a pair of ranks in one group one by one. Each direction therefore has its own group, so
-    that no send waits for a receive that was posted earlier.
+    runs the operations of one group one by one, in the order of their launches, and a send until it is received. So
+    each pair (source, target) has a group of its own there (`Mesh.links`). Both ends launch the messages of a pair in
+    the same order, and no message waits for another pair's: a legal table runs.
 
     Args:
         shape, dtype: of every activation that passes between stages, and of its gradient.
@@ -83,7 +85,7 @@ class Pipeline:
     def __init__(self, schedule: Schedule, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype):
         self.schedule, self.rank, self.device = schedule, mesh.coords["pp"], mesh.device
         self.shape, self.dtype = shape, dtype
-        self._groups = (mesh.group("pp"), mesh.second_group("pp"))
+        self._links = mesh.links("pp", schedules.links(schedule))
         self._posts = self._plan()
         self._coming: dict[Message, tuple[Tensor, Pending]] = {}
         self._here: dict[Message, Tensor] = {}  # messages between two stages of this rank
@@ -93,7 +95,7 @@ class Pipeline:
         """Starts to receive what the action with this number in the row, or one soon after it, needs."""
         for message, source in self._posts[action]:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            self._coming[message] = buffer, receive(buffer, self._group(source, self.rank), source)
+            self._coming[message] = buffer, receive(buffer, *self._links[source, self.rank])
         self._leaving = [(x, work) for x, work in self._leaving if not work.done()]
 
     def recv(self, message: Message) -> Tensor:
@@ -111,7 +113,7 @@ class Pipeline:
             self._here[message] = x
             return
         x = x.contiguous()
-        self._leaving.append((x, send(x, self._group(self.rank, target), target)))
+        self._leaving.append((x, send(x, *self._links[self.rank, target])))
 
     def finish(self) -> None:
         """Waits until every message is sent."""
@@ -119,19 +121,18 @@ class Pipeline:
             work.wait()
         self._leaving.clear()
 
-    def _group(self, source: int, target: int):
-        return self._groups[source < target]
-
     def _plan(self) -> list[list[tuple[Message, int]]]:
         """For each action of the row: the messages whose receive is posted before it, each with its source."""
-        row, pp = self.schedule.table[self.rank], self.schedule.pp
-        queues = {source: schedules.messages(self.schedule, source, self.rank) for source in range(pp)}
+        row = self.schedule.table[self.rank]
+        sources = [source for source, target in self._links if target == self.rank]
+        queues = {source: schedules.messages(self.schedule, source, self.rank) for source in sources}
         position = {m: (source, i) for source, queue in queues.items() for i, m in enumerate(queue)}
         posted = dict.fromkeys(queues, 0)
+        needs = [self.needed(a) for a in row]
         plan = []
         for k in range(len(row)):
             now: list[tuple[Message, int]] = []
-            for needed in (self.needed(a) for a in row[k : k + 1 + AHEAD]):
+            for needed in needs[k : k + 1 + AHEAD]:
                 if needed in position:
                     source, i = position[needed]
                     now += [(m, source) for m in queues[source][posted[source] : i + 1]]
@@ -152,15 +153,16 @@ class TiedReducer:
     """Sums the gradients of the tied embeddings, which the first and the last stage both hold.
 
     Args:
-        other: the pp coord of the other stage that holds them; None where this rank shares no tensor with another
-            stage.
+        holders: the pp coords that hold them.
     """
 
-    def __init__(self, mesh: Mesh, other: int | None):
-        self._group, self._other = mesh.group("pp"), other
+    def __init__(self, mesh: Mesh, holders: Sequence[int]):
+        self._link = next(iter(mesh.links("pp", pairwise(holders)).values()), None)
 
     def add(self, grad: Tensor) -> None:
         """Adds the other stage's gradient to `grad` in place. Both stages get the same bits."""
         theirs = torch.empty_like(grad)
-        shift(grad, theirs, self._group, self._other, self._other).wait()
+        assert self._link, "this rank holds them"
+        group, peer = self._link
+        shift(grad, theirs, group, peer, peer).wait()
         grad += theirs

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from ndtrain.distributed.collectives import Group, Pending
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import FlatLayout
+from ndtrain.distributed.sharding import FlatLayout, UnitGroups
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.grad_accumulator import FusedWeights
+
+REDUCTIONS = "reductions"  # the lane of reduce-scatters beside the gathers of zero 3
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ class Unit:
     """One unit's buffers on this rank. Parameters are views of `full`, their `.grad` views of `full_grad`.
 
     Attributes:
-        group: the ranks that the flat buffer is split over.
+        group: the ranks that the flat buffer is split over, for gathers.
+        reductions: the same ranks, for reduce-scatters. Under zero 3 on NCCL another group, so that a gather that is
+            needed soon does not wait for a reduce-scatter.
         replicas: sums its gradient over the ranks that hold the same shard.
         residency: when its weights and gradient are whole on this rank.
         fused_weights: names of matrices -> these matrices as one fused weight.
@@ -87,6 +91,7 @@ class Unit:
     name: str
     layout: FlatLayout
     group: Group
+    reductions: Group
     replicas: ReplicaReducer
     residency: Residency
     parameters: dict[str, nn.Parameter]
@@ -135,7 +140,8 @@ def allocate(
         fused_names: unit name -> names of matrices that are fused where they are neighbours in the flat buffer.
     """
     groups = next(iter(layouts.values())).groups
-    residency, group = Residency.of(plan, groups.shards), mesh.group(*groups.shard_axes)
+    residency = Residency.of(plan, groups.shards)
+    group, reductions = shard_groups(plan, mesh, groups)
     buffers = _Buffers.of(plan, residency, sum(f.numel for f in layouts.values()), groups.shards, mesh.device)
     units, at, shard_at = {}, 0, 0
     for name, layout in layouts.items():
@@ -150,6 +156,7 @@ def allocate(
             name=name,
             layout=layout,
             group=group,
+            reductions=reductions,
             replicas=replicas,
             residency=residency,
             parameters=_parameters(full, layout, plan.master),
@@ -167,6 +174,12 @@ def allocate(
             resize(units[name].full, 0)
         at, shard_at = at + layout.numel, span.stop
     return units
+
+
+def shard_groups(plan: StatePlan, mesh: Mesh, groups: UnitGroups) -> tuple[Group, Group]:
+    """The process groups of a unit's gathers and of its reduce-scatters. Every rank must ask in the same order."""
+    lane = REDUCTIONS if Residency.of(plan, groups.shards).reshard_after_forward else ""
+    return mesh.group(*groups.shard_axes), mesh.group(*groups.shard_axes, lane=lane)
 
 
 @dataclass(frozen=True)

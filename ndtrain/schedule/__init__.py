@@ -6,7 +6,17 @@ The table determines the placement of stages on ranks, the messages, the live ac
 from ndtrain.schedule.build import NAMES, build, default_chunks, forwards
 from ndtrain.schedule.check import check
 from ndtrain.schedule.simulate import COST, Span, Timeline, simulate
-from ndtrain.schedule.table import Action, IllegalSchedule, Message, Schedule, ScheduleError, Table, messages, sends
+from ndtrain.schedule.table import (
+    Action,
+    IllegalSchedule,
+    Message,
+    Schedule,
+    ScheduleError,
+    Table,
+    links,
+    messages,
+    sends,
+)
 
 __all__ = [
     "COST",
@@ -23,6 +33,7 @@ __all__ = [
     "check",
     "default_chunks",
     "forwards",
+    "links",
     "messages",
     "sends",
     "simulate",

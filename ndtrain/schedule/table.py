@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -80,6 +81,13 @@ def messages(schedule: Schedule, source: int, target: int) -> list[Message]:
     sent = [sends(a) for a in schedule.table[source]]
     last = schedule.stages
     return [m for m in sent if m and 0 <= m.stage < last and schedule.rank_of[m.stage] == target]
+
+
+def links(schedule: Schedule) -> list[tuple[int, int]]:
+    """The pairs (source, target) of pp ranks between which messages go, in ascending order."""
+    forward = {(a, b) for a, b in pairwise(schedule.rank_of) if a != b}
+    trains = any(a.kind in "BI" for row in schedule.table for a in row)
+    return sorted(forward | {(b, a) for a, b in forward if trains})
 
 
 def sends(a: Action) -> Message | None:

@@ -14,7 +14,6 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
@@ -205,9 +204,9 @@ def fsdp2(cfg: Config, mesh: Mesh) -> Step:
 
 def dtensor_tp(cfg: Config, mesh: Mesh, sequence_parallel: bool = False) -> Step:
     """DTensor tensor parallelism with a vocabulary-parallel loss."""
-    module, group = dtensor.llama(cfg.model), mesh.group("tp")
+    module = dtensor.llama(cfg.model)
     fill_parameters(cfg, module)
-    dtensor.parallelize(module, DeviceMesh.from_group(group, mesh.device.type), sequence_parallel)
+    dtensor.parallelize(module, mesh.device_mesh("tp"), sequence_parallel)
     return Loop(cfg, _in_compute_precision(cfg, module), 1, lambda last: loss_parallel(), dtensor.clip)
 
 
