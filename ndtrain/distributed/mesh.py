@@ -135,16 +135,27 @@ class Mesh:
         return self._named(axis, dist.new_subgroups_by_enumeration(self.spec.groups(axis))[0])
 
     def _named(self, axis: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """The group, after telling the flight recorder its name."""
+        """The group, with the world's timeout, after telling the flight recorder its name."""
         if group is not None:
+            self._set_timeout(group)
             RECORDER.name_group(group, axis, dist.get_process_group_ranks(group))
         return group
+
+    def _set_timeout(self, group: dist.ProcessGroup) -> None:
+        """Gives a group the timeout of the world. PyTorch gives a new one 10 minutes on NCCL, so it would end a run
+        before the hang watchdog does, and without its diagnosis."""
+        world = dist.distributed_c10d._get_default_group()._get_backend(self.device)
+        dist.distributed_c10d._set_pg_timeout(world.options._timeout, group)
 
     @cached_property
     def background(self) -> dist.ProcessGroup | None:
         """A gloo group of all ranks, for communication from a background thread (tensors on the CPU). None for one
         rank. Every rank must reach its first use in the same order."""
-        return dist.new_group(backend="gloo") if self.spec.world_size > 1 else None
+        if self.spec.world_size == 1:
+            return None
+        group = dist.new_group(backend="gloo")
+        self._set_timeout(group)
+        return group
 
     def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         if not axes:
