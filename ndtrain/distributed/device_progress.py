@@ -38,7 +38,7 @@ class DeviceProgress:
         completed: channel -> number of operations seen to be complete.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.moved = time.monotonic()
         self.completed: dict[str, int] = {}
         self._pending: dict[str, deque[_Launched]] = {}
