@@ -104,21 +104,28 @@ def slow_down() -> None:
 def main() -> None:
     fault, victim = sys.argv[1:3]
     del sys.argv[1:3]
-    forward, begun = Executor._forward, []
+    mine, begun = os.environ["RANK"] == victim, []
 
-    def third_step(self, instruction):
-        if RECORDER.step == 3 and not begun:
-            begun.append(Path("failed-at").write_text(str(time.time())))
-            if fault == "slow":
-                slow_down()
-            elif fault != "link" and os.environ["RANK"] == victim:
-                time.sleep(600)
-            else:
-                hang(fault == "launch")
-        return forward(self, instruction)
+    def before(call, applies):
+        """`call`, which the first time in the third step is preceded by the fault, where it applies."""
 
+        def called(self, *args):
+            if RECORDER.step == 3 and not begun and applies(self):
+                begun.append(Path("failed-at").write_text(str(time.time())))
+                if fault == "slow":
+                    slow_down()
+                elif fault != "link" and mine:
+                    time.sleep(600)
+                else:
+                    hang(fault == "launch")
+            return call(self, *args)
+
+        return called
+
+    # the other ranks of a pipeline wait for the victim's message before their first forward
+    Executor.run = before(Executor.run, lambda self: self.pipeline.schedule.pp > 1 and not mine)
+    Executor._forward = before(Executor._forward, lambda self: True)
     on_device(False)
-    Executor._forward = third_step
     watchdog = trainer.HangWatchdog
     trainer.HangWatchdog = lambda *args: watchdog(*args[:-1], True)
     runpy.run_module("ndtrain.train", run_name="__main__", alter_sys=True)
