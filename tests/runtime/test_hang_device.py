@@ -72,6 +72,20 @@ def test_a_message_posted_early_is_no_alibi():
     assert "rank 1 (dp=0 tp=1) is waited for" in diagnose(reports, SPEC)
 
 
+def test_every_channel_of_a_device_is_looked_at():
+    """The oldest operation that is not complete is launched on both its ranks. The next channel's is not."""
+    over_dp, over_tp = op("dp02", 3, 1.0, 1.1), op("tp01", 5, 1.05, 1.2)
+    reports = {
+        0: report(0, [over_dp, over_tp], [over_dp, over_tp], dp02=2, tp01=4),
+        1: report(1, [op("tp01", 4, 1.0)], [], tp01=4),
+        2: report(2, [over_dp], [over_dp], dp02=2),
+        3: report(3, [op("tp23", 6, 1.0)], [], tp23=6),
+    }
+    lines = [line.strip() for line in diagnose(reports, SPEC).splitlines()]
+    assert lines[0].startswith("rank 1 (dp=0 tp=1) is waited for")
+    assert any(re.match(r"rank 0 .* waits for rank 1: .* in all_gather 5 over tp", line) for line in lines)
+
+
 def test_a_chain_of_devices_leads_to_its_end():
     """Rank 3's host is late. Rank 2 waits for it over tp, and has launched what rank 0 waits for behind that."""
     over_dp = [op("dp02", 3, 1.0, 1.1)]
