@@ -17,6 +17,7 @@ from ndtrain.checkpoint.elements import CheckpointError, State
 from ndtrain.checkpoint.safetensors_io import bytes_of
 from ndtrain.checkpoint.saving import Extras, Writer
 from ndtrain.config import Config
+from ndtrain.distributed.gpu import use_gpu
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.parallel.build import Stages
 
@@ -56,6 +57,7 @@ class Saver:
         self._writer = Writer(folder, stages, mesh, cfg, extras)
         self._snapshot = _Snapshot(self._writer.live) if cfg.checkpoint.async_save else None
         self._pending: Future[Saved] | None = None
+        self._device = mesh.device
         self._blocked = 0.0  # seconds that training has waited for the save in progress
         self._before_update = stages.units.before_update
         self._copying = False
@@ -81,7 +83,7 @@ class Saver:
         self._copying = True
         self._before_update.append(self.settle)
         self._blocked = time.perf_counter() - began
-        self._pending = _in_background(finish)
+        self._pending = _in_background(finish, self._device)
         return ended
 
     def settle(self) -> None:
@@ -116,12 +118,13 @@ class Saver:
             return None, str(error)
 
 
-def _in_background(work: Callable[[], Saved]) -> "Future[Saved]":
-    """Runs `work` in a daemon thread."""
+def _in_background(work: Callable[[], Saved], device: torch.device) -> "Future[Saved]":
+    """Runs `work` in a daemon thread whose CUDA calls are for `device`."""
     future: Future[Saved] = Future()
 
     def run() -> None:
         try:
+            use_gpu(device)
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)

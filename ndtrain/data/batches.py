@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.data.token_array import Packing
+from ndtrain.distributed.gpu import use_gpu
 from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.model.loss import IGNORE
 
@@ -246,8 +247,7 @@ class Prefetcher(Generic[Item]):
 
     def _run(self, start: int) -> None:
         try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)  # a thread starts on device 0, where another process works
+            use_gpu(self._device)
             for step in range(start, self._stop):
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)

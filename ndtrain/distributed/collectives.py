@@ -58,6 +58,8 @@ class Pending:
         record: CollectiveRecord | None = None,
     ):
         self._works, self._then, self._record = [w for w in works if w is not None], then, record
+        if record is not None:
+            RECORDER.follow(record, self._works)
 
     def wait(self) -> None:
         """Waits for the operation (on CUDA the current stream waits), then calls `then`. A second call does nothing."""

@@ -7,39 +7,14 @@ the records of every rank.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ndtrain.distributed.collective_record import CollectiveRecord
+from ndtrain.distributed.device_progress import DeviceProgress
+
 KEPT = 512  # collectives
-
-
-@dataclass(slots=True, eq=False)
-class CollectiveRecord:
-    """One collective, one message, or one wait for something else.
-
-    Attributes:
-        op: the name of the operation.
-        channel: the process group or pair of ranks it went over; operations of one channel have the same numbers on
-            all its members. Empty for a wait without communication.
-        number: counted from 1 on this channel.
-        nbytes: bytes of the whole buffer.
-        step, action: the rank's step and action at the launch.
-        launched, waited, ended: the time of the launch, of the start of the wait and of its end, in seconds of this
-            machine's monotonic clock; 0 until then. On a GPU `ended` is when the host continued, not when the
-            operation completed.
-    """
-
-    op: str
-    channel: str
-    number: int
-    nbytes: int
-    step: int
-    action: str
-    launched: float
-    waited: float = 0.0
-    ended: float = 0.0
 
 
 class Entry(NamedTuple):
@@ -75,10 +50,12 @@ class Recorder:
         last: the last records, oldest first.
         counts: channel -> number of operations launched on it.
         journal: None, or the list that every launch and every wait is appended to, in order.
+        device: what is pending on this process's GPU; None: operations on a GPU are not followed.
     """
 
     def __init__(self, kept: int = KEPT):
         self.step, self.action = 0, "start-up"
+        self.device: DeviceProgress | None = None
         self.members: dict[str, tuple[int, ...]] = {}
         self.mark: Callable[[CollectiveRecord], AbstractContextManager] | None = None
         self._marks: dict[int, AbstractContextManager] = {}
@@ -128,11 +105,17 @@ class Recorder:
             channel = self._pair_channel(channel, group, to, source)
         number = self.counts[channel] = self.counts.get(channel, 0) + 1
         record = CollectiveRecord(op, channel, number, nbytes, self.step, self.action, time.monotonic())
+        record.on_device = self.device is not None and self.device.runs(group)
         self.last.append(record)
         if self.journal is not None:
             ranks = self.members.get(whole, tuple(range(group.size())))
             self.journal.append(Entry(record, threading.get_ident(), group.group_name, ranks, to, source, among))
         return record
+
+    def follow(self, record: CollectiveRecord, works: Iterable[Any]) -> None:
+        """Follows the launched operation on the device, if it runs there."""
+        if record.on_device and self.device is not None:
+            self.device.add(record, works)
 
     def _pair_channel(self, channel: str, group: Any, to: int | None, source: int | None) -> str:
         """The channel between two ranks, of messages in one direction or of exchanges."""
@@ -165,9 +148,13 @@ class Recorder:
             self._waited += record.ended - record.waited
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Records the block as a wait for something other than a collective: data, the result of a step."""
-        record = CollectiveRecord(what, "", 0, 0, self.step, self.action, time.monotonic())
+    def waiting(self, what: str, on_device: bool = False) -> Iterator[None]:
+        """Records the block as a wait for something other than a collective: data, the result of a step.
+
+        Args:
+            on_device: the wait ends when the GPU has completed what is queued on it.
+        """
+        record = CollectiveRecord(what, "", 0, 0, self.step, self.action, time.monotonic(), on_device=on_device)
         self.enter(record)
         try:
             yield
@@ -177,12 +164,18 @@ class Recorder:
     # ---------------------------------------------------------------------------------------------------------- asking
 
     def longest_wait(self) -> tuple[CollectiveRecord | None, float]:
-        """(the record that has been waited for longest, or None; for how many seconds)."""
-        waits = list(self._waits.values())  # one call, since other threads change it
+        """(the record that has been waited for longest, or None; for how many seconds). What a GPU has not completed is
+        waited for too, whatever the host does."""
+        host, device = list(self._waits.values()), self.device  # one call, since other threads change it
+        if device is None:
+            waits = [(record, record.waited) for record in host]
+        else:
+            waits = [(record, record.waited) for record in host if not record.on_device]
+            waits += device.waits([record for record in host if record.on_device])
         if not waits:
             return None, 0.0
-        oldest = min(waits, key=lambda f: f.waited)
-        return oldest, time.monotonic() - oldest.waited
+        oldest, since = min(waits, key=lambda wait: wait[1])
+        return oldest, time.monotonic() - since
 
 
 RECORDER = Recorder()

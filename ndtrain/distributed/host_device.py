@@ -44,6 +44,6 @@ class Readback:
         """
         self._pending.wait()
         if self._copied is not None:
-            with RECORDER.waiting(name):
+            with RECORDER.waiting(name, on_device=True):
                 self._copied.synchronize()
         return self._tensors

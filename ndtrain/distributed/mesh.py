@@ -180,11 +180,28 @@ class Mesh:
         groups = [group for axis in axes if (group := self.group(axis))]
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=axes)
 
+    def _named(self, name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        """The group, with the world's timeout, after telling the flight recorder its name."""
+        assert group is not None, "this rank is one of it"
+        self._set_timeout(group)
+        RECORDER.name_group(group, name, dist.get_process_group_ranks(group))
+        return group
+
+    def _set_timeout(self, group: dist.ProcessGroup) -> None:
+        """Gives a group the timeout of the world. PyTorch gives a new one 10 minutes on NCCL, so it would end a run
+        before the hang watchdog does, and without its diagnosis."""
+        world = dist.distributed_c10d._get_default_group()._get_backend(self.device)
+        dist.distributed_c10d._set_pg_timeout(world.options._timeout, group)
+
     @cached_property
     def background(self) -> dist.ProcessGroup | None:
         """A gloo group of all ranks, for communication from a background thread (tensors on the CPU). None for one
         rank. Every rank must reach its first use in the same order."""
-        return dist.new_group(backend="gloo") if self.spec.world_size > 1 else None
+        if self.spec.world_size == 1:
+            return None
+        group = dist.new_group(backend="gloo")
+        self._set_timeout(group)
+        return group
 
     @property
     def world(self) -> dist.ProcessGroup | None:
@@ -196,7 +213,7 @@ class Mesh:
             return None
         name = " ".join(filter(None, ("+".join(axes), lane)))
         if self.spec.size(*axes) == self.spec.world_size and not lane:
-            return _named(name, dist.group.WORLD)
+            return self._named(name, dist.group.WORLD)
         return self._new_groups(name, self.spec.groups(*axes))
 
     def _new_groups(self, name: str, blocks: list[list[int]]) -> dist.ProcessGroup | None:
@@ -213,9 +230,9 @@ class Mesh:
             group = dist.split_group(
                 split_ranks=[*blocks, *([rank] for rank in sorted(alone))], pg_options=nccl_options()
             )
-            return None if self.rank in alone else _named(name, group)
+            return None if self.rank in alone else self._named(name, group)
         groups = [dist.new_group(ranks) for ranks in blocks]
-        return next((_named(name, g) for ranks, g in zip(blocks, groups, strict=True) if self.rank in ranks), None)
+        return next((self._named(name, g) for ranks, g in zip(blocks, groups, strict=True) if self.rank in ranks), None)
 
 
 def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
@@ -233,10 +250,3 @@ def nccl_options() -> Any:
     """Options of an NCCL group: its kernels run on a stream of high priority, so that they start beside a matmul that
     fills the GPU, and not behind it."""
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-
-
-def _named(name: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, after telling the flight recorder its name."""
-    assert group is not None, "this rank is one of it"
-    RECORDER.name_group(group, name, dist.get_process_group_ranks(group))
-    return group

@@ -19,6 +19,7 @@ from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
 from ndtrain.config import TOKEN_SOURCES, Config, ConfigError, resolve, to_yaml, world_from_env
 from ndtrain.data import Data, open_data
 from ndtrain.data.token_array import Packing
+from ndtrain.distributed.gpu import own_gpu, use_gpu
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.memory_check import require_memory
 from ndtrain.metrics import keep_freed_memory
@@ -105,10 +106,17 @@ def meet(
     cfg: Config, rank: int, world: int, device: torch.device, meeting: rendezvous.Meeting | None = None
 ) -> Callable[[], dist.Store] | None:
     """Creates the process group of all ranks, which have had their `meeting` or meet here. Returns what
-    `rendezvous.join` does; None: there is one rank."""
+    `rendezvous.join` does; None: there is one rank.
+
+    Raises:
+        ConfigError: two ranks have one GPU.
+    """
     if world == 1:
         return None
     backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        meeting = meeting or rendezvous.meet(rank, world, cfg.hardware.timeout_s)
+        _require_own_gpu(meeting.shared, rank, world)
     return rendezvous.join(backend, rank, world, cfg.hardware.timeout_s, device, meeting)
 
 
@@ -167,11 +175,37 @@ def device_of(cfg: Config, local_rank: int) -> torch.device:
         raise ConfigError(
             "hardware.device=cuda: this machine has no CUDA device that torch can use; set it to cpu or auto"
         )
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if here > gpus:
+    here, gpus, index = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count(), own_gpu(local_rank)
+    if index is None or here > gpus > 1:
         raise ConfigError(f"{here} ranks on this host but {gpus} GPUs: lower --nproc-per-node to {gpus}")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    device = torch.device("cuda", index)
+    use_gpu(device)
+    return device
+
+
+def _require_own_gpu(shared: dist.Store, rank: int, world: int) -> None:
+    """Refuses ranks that see one GPU, and the same one. Every rank calls this; rank 0 compares.
+
+    Args:
+        shared: the store of all ranks.
+
+    Raises:
+        ConfigError: on rank 0.
+    """
+    sees_one = torch.cuda.device_count() == 1
+    uuid = str(torch.cuda.get_device_properties(0).uuid) if sees_one else ""
+    shared.set(f"gpu/{rank}", uuid)
+    if rank > 0:
+        return
+    owners: dict[str, int] = {}
+    for other, value in enumerate(shared.multi_get([f"gpu/{r}" for r in range(world)])):
+        gpu = value.decode()
+        if gpu and gpu in owners:
+            raise ConfigError(
+                f"ranks {owners[gpu]} and {other} see one GPU only, and the same ({gpu}): lower --nproc-per-node to "
+                "the number of GPUs, or give each task its own (srun --gpus-per-task=1)"
+            )
+        owners[gpu] = other
 
 
 def _ranks_of_host(rank: int, local_rank: int) -> range:

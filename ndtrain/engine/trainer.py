@@ -94,8 +94,9 @@ class Trainer:
             self.stop = stop or self._listen(setup)
             self.mesh = Mesh(MeshSpec.of(self.cfg.mesh), setup.rank, setup.device)
             if setup.connect:
-                deadline_s = self.cfg.hardware.timeout_s
-                watchdog = HangWatchdog(setup.connect, self.mesh.spec, setup.rank, setup.run_dir, deadline_s)
+                deadline_s, on_device = self.cfg.hardware.timeout_s, setup.device.type == "cuda"
+                spec, rank, run_dir = self.mesh.spec, setup.rank, setup.run_dir
+                watchdog = HangWatchdog(setup.connect, spec, rank, run_dir, deadline_s, on_device)
                 self._closing.callback(watchdog.close)
             self.stages = build_stages(self.cfg, self.mesh)
             self.train_step = TrainingStep(self.cfg, self.mesh, self.stages)

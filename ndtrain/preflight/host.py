@@ -16,6 +16,7 @@ from torch import Tensor
 
 import ndtrain
 from ndtrain.config import Config, world_from_env
+from ndtrain.distributed.gpu import own_gpu
 from ndtrain.metrics.measured_peak import cpu_model
 from ndtrain.parallel.build import DTYPES
 from ndtrain.preflight.rank_context import Findings, RankContext
@@ -44,9 +45,8 @@ _FREE = ("OMP_NUM_THREADS",)  # may differ without an effect on the results
 
 def device_of(cfg: Config) -> torch.device:
     """This rank's device. Where the GPU that it should have is missing, the CPU: `device_facts` then says so."""
-    local = world_from_env()[1]
-    gpus = torch.cuda.device_count() if cfg.hardware.device != "cpu" else 0
-    return torch.device("cuda", local) if local < gpus else torch.device("cpu")
+    index = own_gpu(world_from_env()[1]) if cfg.hardware.device != "cpu" else None
+    return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -81,7 +81,9 @@ def device_facts(device: torch.device, wanted: str) -> Findings:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "memory": total, "free": free}
+        facts = {"kind": "cuda", "name": torch.cuda.get_device_name(device), "memory": total, "free": free}
+        sees_one = torch.cuda.device_count() == 1  # its own where the launcher gives each rank one, else that of others
+        return facts | ({"uuid": str(torch.cuda.get_device_properties(device).uuid)} if sees_one else {})
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = {"kind": "cpu", "name": f"{cpu_model()}, threads: {torch.get_num_threads()}", "memory": memory}
     gpus = torch.cuda.device_count() if wanted != "cpu" else 0
@@ -154,6 +156,7 @@ def _devices(by_rank: dict[int, Findings], ranks: Ranks) -> Row:
     wrong = {r: f["problem"] for r, f in by_rank.items() if "problem" in f}
     kind, odd_kinds = odd_values({r: f["kind"] for r, f in by_rank.items()})
     wrong |= {r: f"{odd} instead of {kind}" for r, odd in odd_kinds.items() if r not in wrong}
+    wrong |= _shared_gpus(by_rank)
     name, odd_names = odd_values({r: f["name"] for r, f in by_rank.items()})
     other = {r: f"{odd} instead of {name}" for r, odd in odd_names.items() if r not in wrong}
     taken = {
@@ -165,6 +168,13 @@ def _devices(by_rank: dict[int, Findings], ranks: Ranks) -> Row:
     status = Status.FAILED if wrong else Status.WARNING if other or taken else Status.OK
     notes = (*ranks.grouped(wrong), *ranks.grouped(other), *ranks.grouped(taken))
     return Row("devices", status, f"{len(by_rank)} x {name}, {memory}", notes)
+
+
+def _shared_gpus(by_rank: dict[int, Findings]) -> dict[int, str]:
+    """What is wrong with the ranks that see one GPU, and the same one."""
+    owners: dict[str, int] = {}
+    first = {r: owners.setdefault(f["uuid"], r) for r, f in sorted(by_rank.items()) if "uuid" in f}
+    return {r: f"has the GPU of rank {owner}" for r, owner in first.items() if owner != r}
 
 
 # ---------------------------------------------------------------------------------------------------------- arithmetic

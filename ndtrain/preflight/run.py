@@ -9,12 +9,12 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
 import torch.distributed as dist
 
 from ndtrain import checkpoint
 from ndtrain.config import Config, resolve, world_from_env
 from ndtrain.distributed.flight_recorder import RECORDER
+from ndtrain.distributed.gpu import use_gpu
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.preflight import coordinator as coordinators
@@ -140,8 +140,7 @@ class Preflight:
         context = self.context
 
         def probe() -> Findings:
-            if context.device.type == "cuda":
-                torch.cuda.set_device(context.device)  # each thread has its own
+            use_gpu(context.device)
             return check.probe(context)
 
         try:

@@ -65,7 +65,11 @@ def join(
         dist.DistError: not all ranks joined within `timeout_s`.
     """
     meeting = meeting or meet(rank, world, timeout_s)
-    options = {"device_id": device} if device is not None and device.type == "cuda" else {}
+    options = {}
+    if device is not None and device.type == "cuda":
+        options["device_id"] = device
+        # PyTorch's NCCL thread hangs where CUDA does. By default the process is then aborted after eight minutes.
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout_s + GRACE_S)))
     dist.init_process_group(
         backend,
         store=meeting.shared,

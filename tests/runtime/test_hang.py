@@ -15,7 +15,7 @@ from ndtrain.distributed.flight_recorder import RECORDER, Recorder
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.metrics.stragglers import WINDOW, Stragglers
 from ndtrain.runtime import exit_status
-from ndtrain.runtime.hang_watchdog import Report, diagnose
+from ndtrain.runtime.hang_diagnosis import Report, diagnose
 from tests.lib import helpers
 from tests.lib.helpers import arguments, processes, rows, run, write_corpus
 from tests.lib.ranks import run_ranks
