@@ -191,7 +191,8 @@ class Mesh:
         """Gives a group the timeout of the world. PyTorch gives a new one 10 minutes on NCCL, so it would end a run
         before the hang watchdog does, and without its diagnosis."""
         world = dist.distributed_c10d._get_default_group()._get_backend(self.device)
-        dist.distributed_c10d._set_pg_timeout(world.options._timeout, group)
+        if world.options is not None:  # PyTorch's fake process group has none: nothing waits there
+            dist.distributed_c10d._set_pg_timeout(world.options._timeout, group)
 
     @cached_property
     def background(self) -> dist.ProcessGroup | None:
