@@ -60,7 +60,11 @@ def stubbed_nccl(rank: int) -> Iterator[list[list[list[int]]]]:
         "get_process_group_ranks": lambda group: group.ranks,
     }
     nccl = SimpleNamespace(Options=Options)
-    with mock.patch.multiple(dist, **stubs), mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True):
+    with (
+        mock.patch.multiple(dist, **stubs),
+        mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True),
+        mock.patch.object(Mesh, "_set_timeout"),  # tests/distributed/test_mesh_groups.py
+    ):
         yield splits
 
 

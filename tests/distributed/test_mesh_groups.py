@@ -22,7 +22,9 @@ def timeouts() -> dict[str, float]:
     mesh = Mesh(MeshSpec(("pp", "dp", "fsdp", "cp", "tp"), (2, 1, 2, 1, 2)), dist.get_rank(), CPU)
     groups = {axis: mesh.group(axis) for axis in ("pp", "fsdp", "tp")}
     groups |= {"flattened": mesh.group("fsdp", "tp"), "world": mesh.world, "background": mesh.background}
-    groups |= {"second": mesh.second_group("pp"), "none": mesh.group("dp")}
+    ordered = Mesh(mesh.spec, dist.get_rank(), CPU, in_order=True)  # as on NCCL
+    groups |= {"lane": ordered.group("fsdp", lane="reductions"), "none": mesh.group("dp")}
+    groups |= {"pair": ordered.links("pp", [(0, 1), (1, 0)])[0, 1].group}
     wide = Mesh(MeshSpec(("pp", "dp", "fsdp", "cp", "tp"), (1, 1, 2, 1, 4)), dist.get_rank(), CPU)
     groups["subgroup"] = wide.subgroup("tp", 2)
     return {name: g._get_backend(CPU).options._timeout.total_seconds() for name, g in groups.items() if g is not None}
@@ -43,5 +45,5 @@ def test_nothing_of_nccl_ends_a_run_before_the_watchdog(monkeypatch):
 
 
 def test_every_group_has_the_timeout_of_the_run():
-    names = {"pp", "fsdp", "tp", "flattened", "world", "background", "second", "subgroup"}
+    names = {"pp", "fsdp", "tp", "flattened", "world", "background", "lane", "pair", "subgroup"}
     assert run_ranks(timeouts, 8) == [dict.fromkeys(names, DEADLINE_S + GRACE_S)] * 8
