@@ -70,6 +70,8 @@ def _of_hf_folder(folder: Path, words: list[str], given: Sequence[str], world: i
     if not (folder / "config.json").is_file():
         what = "neither a checkpoint (state.json) nor a Hugging Face folder (config.json)"
         raise ConfigError(f"{folder}: {what if folder.exists() else 'no such folder'}")
+    if not any(key.partition(".")[0] == "data" for key in given):
+        raise ConfigError(f"{folder}: does not say which data it was trained on: give data=... and train.seq_len=...")
     cfg = load_config(words)
     cfg.model = from_hf(read_hf_config(folder), name=folder.name)
     data = asdict(cfg.data)

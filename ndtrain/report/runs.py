@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,15 +95,26 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs of these run folders, with names that tell them apart.
+    """The runs of these run folders, with names that tell them apart. Those that cannot be drawn, as a job of a sweep
+    that has just started, are left out.
 
     Raises:
-        ReportError: as `read_run`.
+        ReportError: none can be drawn; as `read_run`.
     """
     names = [str(_config(path).get("run.name", path.name)) for path in paths]
     if len(set(names)) < len(names):
         names = _paths_apart([path.resolve() for path in paths])
-    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    runs, refused = [], []
+    for path, name in zip(paths, names, strict=True):
+        try:
+            runs.append(read_run(path, name))
+        except ReportError as error:
+            refused.append(error)
+    if refused and not runs:
+        raise refused[0]
+    for error in refused:
+        print(f"left out: {error}", file=sys.stderr)
+    return runs
 
 
 def _paths_apart(paths: Sequence[Path]) -> list[str]:

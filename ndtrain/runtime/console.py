@@ -43,5 +43,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if command in CONFIGURED and completion.wanted(rest):
         return completion.main(rest)  # without their modules, which import torch: it answers to a key
     sys.argv = [f"ndtrain {command}", *rest]
-    runpy.run_module(COMMANDS[command], run_name="__main__", alter_sys=False)
+    try:
+        runpy.run_module(COMMANDS[command], run_name="__main__", alter_sys=False)
+    except KeyboardInterrupt:  # while it imports, or in a command that has nothing to save
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0

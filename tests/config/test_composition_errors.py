@@ -251,6 +251,10 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
         ["--multirun", "hydra.run.dir=out"],
         "hydra.run.dir=out: the run folder is a key of ndtrain: use run.dir=out",
     ),
+    "multirun, a deadline out of bounds": (
+        ["-m", "hardware.timeout_s=-3,600"],
+        "job 1 of 2 (hardware.timeout_s=-3), none has started: hardware.timeout_s=-3.0: must be at least 1",
+    ),
     "show, a word for a number": (["--cfg", "job", "train.steps=many"], "train.steps=many: must be a whole number"),
     "show what": (["--cfg=jobs"], "--cfg jobs: did you mean 'job'? known: job, hydra, all"),
     "two flags": (["--cfg", "job", "--multirun"], "--cfg and --multirun: only one of them in one command"),

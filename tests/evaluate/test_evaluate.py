@@ -121,3 +121,6 @@ def test_a_damaged_checkpoint_is_refused(run, tmp_path, capsys):
     assert "nowhere: no such folder" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="neither a checkpoint"):
         evaluate(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="does not say which data it was trained on: give data="):
+        evaluate(tmp_path)

@@ -228,6 +228,15 @@ def test_a_mistake_is_one_line(tmp_path, capsys, args, said):
     assert output.err.startswith("error: ") and output.err.count("\n") == 1 and said in output.err and not output.out
 
 
+def test_a_run_without_rows_is_left_out(tmp_path, capsys):
+    """A job of a sweep that has just started does not hide the others."""
+    make_run(tmp_path / "sweep/new", steps=0)
+    make_run(tmp_path / "sweep/ok")
+    assert main([str(tmp_path / "sweep"), f"out={tmp_path / 'page.html'}"]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("1 run, 5 steps") and re.match(r"left out: .*/new/metrics.jsonl has no", output.err)
+
+
 @pytest.mark.full
 def test_pages_of_long_and_of_many_runs_are_small(tmp_path):
     generator = np.random.default_rng(0)

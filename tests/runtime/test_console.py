@@ -29,6 +29,18 @@ def test_an_unknown_command_names_the_near_miss(capsys):
     assert capsys.readouterr().err.startswith("error: trian: no such command; did you mean 'train'? known: train, data")
 
 
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    """Ctrl-C while a command imports its modules, which takes seconds."""
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ndtrain.runtime.console.runpy.run_module", interrupted)
+    monkeypatch.setattr(sys, "argv", ["ndtrain"])
+    assert main(["train", "recipe=llama_debug"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 @pytest.mark.parametrize(
     ("args", "status", "text"),
     [
