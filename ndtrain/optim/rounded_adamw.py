@@ -18,7 +18,8 @@ from ndtrain.optim.rounding import Place, draw, element_index, halves, keys, rou
 
 # of one kernel: each further tensor costs a few integer operations an element, and positions are int32
 _MOST_TENSORS, _MOST_ELEMENTS = 16, 1 << 30
-_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements at one time without a compiler: they fit the cache, or fill a GPU
+# elements at one time without a compiler: each thread's, the fewest that PyTorch gives one, fit its cache; or a GPU's
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
 # on a CPU, where compiling takes as long as the updates of some hundred million elements without it
 _WORTH_COMPILING = 1 << 24
 
@@ -206,7 +207,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         if self.compiled:
             compiled_update()(*whole, places, tensor_keys, scalars, part.one_row, 0)
             return
-        most = _CHUNK[self._device.type]
+        most = _CHUNK[self._device.type] * (torch.get_num_threads() if self._device.type == "cpu" else 1)
         for first in range(0, whole[0].numel(), most):
             chunk = [x[first : first + most] for x in whole]
             update(*chunk, places, tensor_keys, scalars, part.one_row, first)
