@@ -18,6 +18,7 @@ from ndtrain.checkpoint.safetensors_io import bytes_of
 from ndtrain.checkpoint.saving import Extras, Writer
 from ndtrain.config import Config
 from ndtrain.distributed.gpu import use_gpu
+from ndtrain.distributed.host_device import page_locked
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.parallel.build import Stages
 
@@ -148,7 +149,8 @@ class _Snapshot:
             same = list(group)
             joined = _joined(same)
             # zeroed, so that the kernel allocates the pages now and not during the first copy
-            buffer = torch.empty(sum(x.numel() for x in same), dtype=dtype, pin_memory=self._cuda).zero_()
+            numel = sum(x.numel() for x in same)
+            buffer = page_locked(numel, dtype, self) if self._cuda else torch.empty(numel, dtype=dtype).zero_()
             self._live += joined
             self._spans += buffer.split([x.numel() for x in joined])
             self._host += buffer.split([x.numel() for x in same])

@@ -4,7 +4,10 @@ A copy between pageable memory and the device waits for all work queued on the d
 memory and the device is queued like any other work. On a CPU there is nothing to copy.
 """
 
-from collections.abc import Sequence
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,6 +20,42 @@ def upload(numbers: Sequence[float], device: torch.device) -> Tensor:
     """A tensor of the numbers, fp64 [k], on the device."""
     on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
+
+
+def host_threads(device: torch.device) -> int:
+    """How many threads of the host a rank has for work of its own. On a CPU it is PyTorch's number, which the user sets
+    by OMP_NUM_THREADS. Beside a GPU that number is 1 wherever torchrun has set it, although the cores are idle: there a
+    rank has its share of the cores."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu" or threads > 1:
+        return threads
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def page_locked(numel: int, dtype: torch.dtype, owner: object) -> Tensor:
+    """Zeros [numel] in host memory that stays page-locked as long as `owner` lives. PyTorch's own page-locked memory
+    comes in powers of two: of 96 GB it takes 128 GiB. This is ordinary memory that CUDA is told of.
+
+    Raises:
+        RuntimeError: CUDA refuses: `ulimit -l`, or memory that cannot be locked.
+    """
+    buffer = torch.zeros(numel, dtype=dtype)
+    if numel:
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 1))
+        weakref.finalize(owner, cudart.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return buffer
+
+
+@contextmanager
+def using_threads(number: int) -> Iterator[None]:
+    """PyTorch's operators use so many threads of the host inside the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Readback:

@@ -6,7 +6,9 @@ seed and name as its key. So any range can be drawn independently.
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 
 import numpy as np
 import torch
@@ -29,13 +31,16 @@ def standard_normal(seed: int, name: str, start: int, length: int) -> Tensor:
     return torch.special.ndtri(torch.from_numpy(uniform))
 
 
+Draw = Callable[[int, str, int, int], Tensor]
+
+
 def fill(
     out: Tensor,
     m: ModelConfig,
     seed: int,
     name: str,
     start: int,
-    draw: Callable[[int, str, int, int], Tensor] = standard_normal,
+    draw: Draw = standard_normal,
 ) -> None:
     """Writes elements [start, start + out.numel()) of the parameter's initial value to the 1-D tensor `out`.
 
@@ -49,9 +54,35 @@ def fill(
         out.fill_(0)
     else:
         std = _std(m, name)
-        for at in range(0, out.numel(), _BLOCK):
-            piece = out[at : at + _BLOCK]
-            piece.copy_(draw(seed, name, start + at, piece.numel()) * std)
+        for piece, at in _blocks(out, start):
+            piece.copy_(draw(seed, name, at, piece.numel()) * std)
+
+
+def fill_all(pieces: Iterable[tuple[Tensor, str, int]], m: ModelConfig, seed: int, draw: Draw, threads: int) -> None:
+    """As `fill` of each (out, name, start), block by block in so many threads. The values do not depend on them."""
+    blocks = ((block, name, at) for out, name, start in pieces for block, at in _blocks(out, start))
+    lock = Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                block = next(blocks, None)
+            if block is None:
+                return
+            out, name, at = block
+            fill(out, m, seed, name, at, draw)
+
+    if threads == 1:
+        work()
+        return
+    with ThreadPoolExecutor(threads, "initial-weights") as pool:
+        for worker in [pool.submit(work) for _ in range(threads)]:
+            worker.result()  # raises what the thread raised
+
+
+def _blocks(out: Tensor, start: int) -> Iterable[tuple[Tensor, int]]:
+    """(elements, the first one's offset), at most _BLOCK elements at a time."""
+    return ((out[at : at + _BLOCK], start + at) for at in range(0, out.numel(), _BLOCK))
 
 
 def _std(m: ModelConfig, name: str) -> float:

@@ -1,17 +1,15 @@
 """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), fused over the slices of flat buffers."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ndtrain.config import OptimConfig
-from ndtrain.optim.optimizer import Optimizer, OptimTensor, StateSpec, TensorSlice, Update
-from ndtrain.optim.rounding import draw, element_index, halves, round_to_bf16
+from ndtrain.optim.optimizer import Optimizer, OptimTensor, StateSpec, Update
+from ndtrain.optim.rounded_adamw import RoundedAdamW
 from ndtrain.plugins import register_optimizer
 
-_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements updated at one time: they fit the cache, or fill a GPU
 _STATE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -58,60 +56,3 @@ class AdamW(Optimizer):
             adamw = torch.optim.AdamW(by_decay, **common, fused=True)
         adamw.state.update(state)
         return adamw
-
-
-class RoundedAdamW(torch.optim.Optimizer):
-    """AdamW with moments in bf16. It computes the update in fp32 and rounds the moments stochastically. It has the
-    interface of PyTorch's fused AdamW under GradScaler, and makes the host wait for nothing.
-
-    It uses only operations that round once, so that the bits of an element do not depend on the bounds of its shard.
-
-    Args:
-        groups: as of any PyTorch optimizer.
-        slices: the tensors that each weight's elements belong to. Padding belongs to none and does not change.
-
-    Attributes:
-        param_groups: `number` in them is the step's number, which the random bits depend on.
-        found_inf: if it is not 0, the step changes nothing.
-        grad_scale: the divisor of the gradients, or None.
-    """
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        slices: dict[Tensor, Sequence[TensorSlice]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-    ):
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "number": 0})
-        self.slices = slices
-        self.found_inf: Tensor = torch.zeros(())
-        self.grad_scale: Tensor | None = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One update of every weight from its `grad`."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                made = self.state[weight]["step"].double() + 1
-                corrections = [1 - beta**made for beta in group["betas"]]
-                for piece in self.slices[weight]:
-                    for chunk in piece.chunks(_CHUNK[weight.device.type]):
-                        self._update(weight, chunk, group, corrections)
-
-    def _update(self, weight: Tensor, piece: TensorSlice, group: dict[str, Any], corrections: list[Tensor]) -> None:
-        state, (beta1, beta2), lr = self.state[weight], group["betas"], group["lr"]
-        w, exp_avg, exp_avg_sq = (x[piece.at] for x in (weight, state["exp_avg"], state["exp_avg_sq"]))
-        g = weight.grad[piece.at]
-        if self.grad_scale is not None:
-            g = g / self.grad_scale
-        m = exp_avg.float().mul_(beta1).add_(g * (1 - beta1))
-        v = exp_avg_sq.float().mul_(beta2).add_(g.square().mul_(1 - beta2))
-        width = v.sqrt().div_(corrections[1].sqrt()).add_(group["eps"])
-        new = w.mul(1 - lr * group["weight_decay"]).sub_((m / width).mul_(lr / corrections[0]))
-        index = element_index(piece.tensor, piece.start, piece.start + w.numel(), w.device)
-        upper, lower = halves(draw(piece.tensor.name, group["number"], index))
-        skip = self.found_inf.bool()
-        for target, value in ((w, new), (exp_avg, round_to_bf16(m, upper)), (exp_avg_sq, round_to_bf16(v, lower))):
-            target.copy_(torch.where(skip, target, value))

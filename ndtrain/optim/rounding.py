@@ -5,33 +5,98 @@ beta2 = 0.999 does, would stand still if it were rounded to the nearest (Gupta e
 """
 
 import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ndtrain.distributed.sharding import TensorLayout
+from ndtrain.optim.optimizer import TensorSlice
 
 _LOW = 0xFFFF  # the bits of an fp32 number that bf16 has no room for
 
 
-def element_index(layout: TensorLayout, start: int, stop: int, device: torch.device) -> Tensor:
-    """The offsets of the elements [start, stop) of a local tensor in the whole tensor, int64."""
-    first, length, stride = layout.row_map
-    local = torch.arange(start, stop, device=device)
-    if length == stride:
-        return local.add_(first)
-    row = local.div(length, rounding_mode="floor")
-    return local.add_(first).add_(row, alpha=stride - length)
+class Place(NamedTuple):
+    """Where the elements of one slice stand in its whole tensor. Element p of an update, counted from the first element
+    of the first slice, is element `shift + p + (column + p) // length * jump` of the tensor, modulo 2^32.
+
+    Attributes:
+        begin: the slice's first p.
+        column, length, jump: of tensors whose local rows are `jump` elements apart; (0, 1, 0): one row holds the slice.
+    """
+
+    begin: int
+    shift: int
+    column: int = 0
+    length: int = 1
+    jump: int = 0
+
+    @classmethod
+    def of(cls, piece: TensorSlice, origin: int) -> "Place":
+        """
+        Args:
+            origin: where the update begins, in the shard.
+        """
+        first, length, stride = piece.tensor.row_map
+        begin, jump = piece.at.start - origin, stride - length
+        row, column = divmod(piece.start, length)
+        shift = _wrapped(first + piece.start + row * jump - begin)
+        if column + piece.at.stop - piece.at.start <= length or not jump:
+            return cls(begin, shift)
+        return cls(begin, shift, column - begin, length, _wrapped(jump))
 
 
-def draw(name: str, step: int, index: Tensor) -> Tensor:
-    """32 random bits for each element of a tensor at a step, int32: Wellons' hash `lowbias32` of its index. The key
-    is mixed in before it and half-way through."""
+def _wrapped(x: int) -> int:
+    """x modulo 2^32, as an int32."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def keys(name: str, step: int) -> tuple[int, int]:
+    """Two int32 that name a tensor at a step."""
     digest = hashlib.blake2b(f"{name}\0{step}".encode(), digest_size=8).digest()
-    keys = [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4)]
-    x = index.to(torch.int32).bitwise_xor_(keys[0])  # its low 32 bits; products wrap
-    for shift, factor, key in ((16, 0x21F0AAAD, keys[1]), (15, 0x735A2D97, 0)):
-        x.bitwise_xor_(_shifted(x, shift)).mul_(factor).bitwise_xor_(key)
+    first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
+    return first, second
+
+
+def select(position: Tensor, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """For each position the values of the last row that begins at or before it.
+
+    Args:
+        position: int32 [n], ascending.
+        rows: each (begin, *values), scalars; begins ascend.
+    """
+    (_, *values), *others = rows
+    for begin, *later in others:
+        inside = position >= begin
+        values = [torch.where(inside, a, b) for a, b in zip(later, values, strict=True)]
+    return values
+
+
+def element_index(position: Tensor, shift: Tensor, rows: Sequence[Tensor] = ()) -> Tensor:
+    """The elements' offsets in their whole tensors, modulo 2^32, int32 [n]; see `Place`.
+
+    Args:
+        position: int32 [n].
+        rows: (column, length, jump); empty: each slice lies within one row.
+    """
+    index = position + shift
+    if rows:
+        column, length, jump = rows
+        index.add_(torch.div(position + column, length, rounding_mode="trunc").mul_(jump))
+    return index
+
+
+def draw(index: Tensor, first: Tensor | int, second: Tensor | int) -> Tensor:
+    """32 random bits for each element, int32: Wellons' hash `lowbias32` of its index. The key is mixed in before it and
+    half-way through.
+
+    Args:
+        index: int32 [n]; products wrap.
+        first, second: the key, of all elements or of each.
+    """
+    x = index.bitwise_xor(first)
+    x.bitwise_xor_(_shifted(x, 16)).mul_(0x21F0AAAD).bitwise_xor_(second)
+    x.bitwise_xor_(_shifted(x, 15)).mul_(0x735A2D97)
     return x.bitwise_xor_(_shifted(x, 15))
 
 
@@ -41,12 +106,12 @@ def halves(bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 -> bf16, up or down with probabilities that make the expected value x.
+    """fp32 -> an fp32 number that bf16 has, up or down with probabilities that make the expected value x.
 
     Args:
         bits: int32 in [0, 2^16), uniform.
     """
-    return x.view(torch.int32).add(bits).bitwise_and_(~_LOW).view(torch.float32).to(torch.bfloat16)
+    return x.view(torch.int32).add(bits).bitwise_and_(~_LOW).view(torch.float32)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:

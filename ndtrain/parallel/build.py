@@ -1,7 +1,7 @@
 """Builds a rank's part of the model: the layouts from the tables, the plain model, its flat sharded units, and the ops
 that the mesh replaces."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -9,12 +9,13 @@ from torch import nn
 
 from ndtrain.config import Config, ConfigError
 from ndtrain.config.registry import get
+from ndtrain.distributed.host_device import host_threads, using_threads
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.distributed.sharding import DATA_AXES, TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.model import Ops, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
-from ndtrain.model.init import fill, standard_normal
+from ndtrain.model.init import Draw, fill_all, standard_normal
 from ndtrain.model.transformer import EMBED, fused_names, unit_of
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8, prepare_compile
@@ -249,17 +250,21 @@ def _matmul_impl(cfg: Config, mesh: Mesh) -> MatmulImpl:
     return Fp8Matmul()
 
 
-def initialise(stages: Stages, cfg: Config, draw: Callable = standard_normal) -> None:
+def initialise(stages: Stages, cfg: Config, draw: Draw = standard_normal) -> None:
     """Fills this rank's shards with their elements of the model that `run.seed` names.
 
     Args:
-        draw: makes N(0, 1) elements, as `standard_normal` does.
+        draw: makes N(0, 1) elements, as `standard_normal` does. Another one is called in one thread.
     """
-    for unit in stages.units.units.values():
-        for tensor, runs in unit.layout.runs(*unit.layout.own):
-            for run in runs:
-                piece = unit.master[run.local_start : run.local_start + run.length]
-                fill(piece, cfg.model, cfg.run.seed, tensor.name, run.global_start, draw)
+    pieces = (
+        (unit.master[run.local_start : run.local_start + run.length], tensor.name, run.global_start)
+        for unit in stages.units.units.values()
+        for tensor, runs in unit.layout.runs(*unit.layout.own)
+        for run in runs
+    )
+    threads = host_threads(stages.units.device) if draw is standard_normal else 1
+    with using_threads(1):  # each of those threads draws a block of its own
+        fill_all(pieces, cfg.model, cfg.run.seed, draw, threads)
     stages.units.weights_changed()
     stages.units.start_average()
 

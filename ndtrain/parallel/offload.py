@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ndtrain.distributed.host_device import host_threads, page_locked, using_threads
 from ndtrain.parallel.fsdp import ShardedUnits
 
 
@@ -59,14 +60,21 @@ class OffloadCopier:
         largest = max(u.grad.numel() for u in self.units)
         # only what copies pass through is pinned: the state itself is many times as large
         pinned = units.device.type == "cuda"
-        buffers = lambda dtype: [torch.empty(largest, dtype=dtype, pin_memory=pinned) for _ in range(_SLOTS)]
+        make = lambda dtype: page_locked(largest, dtype, self) if pinned else torch.empty(largest, dtype=dtype)
+        buffers = lambda dtype: [make(dtype) for _ in range(_SLOTS)]
         grads, weights = buffers(units.master), buffers(units.compute)
         self.gradients = [grads[i % _SLOTS][: u.grad.numel()] for i, u in enumerate(self.units)]
         self._weights = [weights[i % _SLOTS][: u.grad.numel()] for i, u in enumerate(self.units)]
+        self._threads = host_threads(units.device)
         self._down, self._up = _CopyStream(units.device, _SLOTS), _CopyStream(units.device, _SLOTS)
 
     def run(self, update: Callable[[int], None]) -> None:
-        """Calls `update(i)` when the gradients of unit i are on the host, and then brings its weights back."""
+        """Calls `update(i)` when the gradients of unit i are on the host, and then brings its weights back. The host's
+        operators run on the rank's share of its cores."""
+        with using_threads(self._threads):
+            self._run(update)
+
+    def _run(self, update: Callable[[int], None]) -> None:
         self._down.begin()
         self._up.begin()
         self._bring(0)

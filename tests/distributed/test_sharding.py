@@ -1,14 +1,16 @@
 """Mesh arithmetic, runs and initial weights: properties that hold for every mesh and shape."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndtrain.config import AXES, ConfigError, ModelConfig
+from ndtrain.config import AXES, ConfigError, ModelConfig, load_config
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, UnitGroups, balanced_split, even_split
-from ndtrain.model.init import fill, standard_normal
+from ndtrain.model.init import fill, fill_all, standard_normal
 
 sizes = st.integers(1, 4)
 meshes = st.builds(
@@ -181,3 +183,18 @@ def test_initial_weights_are_normal_and_differ_by_name_and_seed():
     fill(out, m, 0, "model.layers.0.mlp.up_proj.weight", 0)
     fill(down, m, 0, "model.layers.0.mlp.down_proj.weight", 0)
     assert abs(out.std() - 0.02) < 4e-4 and abs(down.std() - 0.02 / 4) < 1e-4
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_initial_weights_do_not_depend_on_threads(threads, monkeypatch):
+    """Blocks of runs that begin anywhere, against the whole stream."""
+    monkeypatch.setattr("ndtrain.model.init._BLOCK", 7)
+    m, name = load_config([]).model, "model.layers.0.mlp.up_proj.weight"
+    whole = torch.empty(500, dtype=torch.float64)
+    fill(whole, m, 3, name, 0)
+    out, cuts = torch.zeros(500, dtype=torch.float64), [0, 1, 6, 100, 333, 500]
+    pieces = [(out[a:b], name, a) for a, b in pairwise(cuts)]
+    fill_all(pieces, m, 3, standard_normal, threads)
+    assert torch.equal(out, whole)
+    with pytest.raises(ZeroDivisionError):
+        fill_all(pieces, m, 3, lambda *args: 1 / 0, threads)

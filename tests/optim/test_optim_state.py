@@ -12,7 +12,8 @@ from ndtrain.config import ConfigError, load_config, resolve, world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.model.init import standard_normal
-from ndtrain.optim.rounding import draw, element_index, halves, round_to_bf16
+from ndtrain.optim import TensorSlice
+from ndtrain.optim.rounding import Place, draw, element_index, halves, keys, round_to_bf16
 from ndtrain.parallel.build import build_stages, initialise, layouts_of
 from ndtrain.parallel.grad_stats import GradStats
 from tests.lib.helpers import tensor_bytes
@@ -25,13 +26,18 @@ BF16, OFFLOAD = "optim.state_dtype=bf16", "optim.offload=true"
 # --------------------------------------------------------------------------------------------------------- rounding
 
 
+def bits_of(name: str, step: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return halves(draw(torch.arange(n, dtype=torch.int32), *keys(name, step)))
+
+
 def test_rounding_is_to_a_neighbour_and_unbiased():
     n = 1 << 16
-    bits = halves(draw("w", 1, torch.arange(n)))
+    bits = bits_of("w", 1, n)
     for value in (1.0009765625, -3.14159, 2e-20, 1.99999, 1.0):
         x = torch.full((n,), value)
         for half in bits:
             got = round_to_bf16(x, half)
+            assert torch.equal(got, got.bfloat16().float()), "no number of bf16"
             below, above = sorted({*got.double().tolist()})[0], sorted({*got.double().tolist()})[-1]
             exact = x[0].double().item()
             assert len(set(got.tolist())) <= 2 and below <= exact <= above
@@ -43,8 +49,8 @@ def test_rounding_is_to_a_neighbour_and_unbiased():
 def test_draws_do_not_repeat():
     """The random bits of two steps, two tensors, two moments and neighbouring elements are uncorrelated."""
     n = 1 << 16
-    upper, lower = halves(draw("a", 1, torch.arange(n)))
-    others = [lower, halves(draw("a", 2, torch.arange(n)))[0], halves(draw("b", 1, torch.arange(n)))[0], upper.roll(1)]
+    upper, lower = bits_of("a", 1, n)
+    others = [lower, bits_of("a", 2, n)[0], bits_of("b", 1, n)[0], upper.roll(1)]
     for other in others:
         together = torch.corrcoef(torch.stack([upper, other]).double())[0, 1].item()
         assert abs(together) < 5 / n**0.5
@@ -62,7 +68,12 @@ def test_an_element_knows_its_place(tp):
             t = layouts[name]
             whole = torch.arange(t.numel).view(t.shape)
             expected = whole[tuple(slice(first, first + n) for first, n in t.shard)].flatten()[start:stop]
-            assert torch.equal(element_index(layouts[name], start, stop, torch.device("cpu")), expected), name
+            place = Place.of(TensorSlice(slice(7, 7 + stop - start), t, start), 5)  # the third element of an update
+            begin, shift, *rows = torch.tensor(place, dtype=torch.int32)
+            position = torch.arange(2, 2 + stop - start, dtype=torch.int32)
+            for known in [rows, *([[]] if place.jump == 0 else [])]:
+                assert torch.equal(element_index(position, shift, known).long(), expected), name
+            assert begin == 2
 
 
 # ----------------------------------------------------------------------------------------------- the same on any mesh

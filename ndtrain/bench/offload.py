@@ -1,0 +1,96 @@
+"""`bench offload`: the update of optimizer state in host memory, against PyTorch's fused AdamW with fp32 moments.
+
+Both update tensors of one size on the same number of threads, by turns. The copies over the link are not part of it: a
+GPU makes them beside the update. Beside it stands how fast initial weights are drawn, on one thread and on all.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ndtrain.arguments import option
+from ndtrain.bench.results import require_folder, save
+from ndtrain.bench.rounds import BlockTimer, quartiles, ratio, run_rounds
+from ndtrain.config import OptimConfig, load_config
+from ndtrain.config.registry import get
+from ndtrain.distributed.host_device import using_threads
+from ndtrain.distributed.sharding import Dim, TensorLayout
+from ndtrain.model.init import fill_all, standard_normal
+from ndtrain.optim import OptimTensor, TensorSlice, Update
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `bench offload`. It needs 24 bytes an element, and 28 with moments in fp32."""
+
+    elements: int = option("elements of all tensors", 1 << 27)
+    tensors: int = option("tensors that they are split over: a model's units", 4)
+    moments: Literal["fp32", "bf16"] = option("precision of our moments", "fp32")
+    threads: int = option("threads of the host", 2)
+    rounds: int = option("timed blocks of each side", 10)
+    steps: int = option("updates of a block", 1)
+    warmup: int = option("untimed updates before", 1)
+    out: str = option("JSON file for everything measured", "")
+
+
+def run(options: Options) -> None:
+    """Measures, prints and writes `options.out`."""
+    require_folder("out", options.out)
+    with using_threads(options.threads):
+        timers = {"ours": BlockTimer(ours(options)), "fused": BlockTimer(fused(options))}
+        run_rounds(timers, options)
+    ns = {name: quartiles([ms * 1e6 / options.elements for ms in t.block_ms]) for name, t in timers.items()}
+    speed = ratio(timers["fused"], timers["ours"])
+    drawn = {n: draw_rate(n) for n in (1, options.threads)}
+    print(f"update of {options.elements:,} elements, {options.moments} moments, {options.threads} threads")
+    for name, of in ns.items():
+        print(f"  {name:6} {of['median']:7.3f} ns an element ({of['q1']:.3f} to {of['q3']:.3f})")
+    print(f"  fused AdamW / ours: {speed['median']:.2f} ({speed['q1']:.2f} to {speed['q3']:.2f})")
+    for threads, rate in drawn.items():
+        print(f"initial weights, {threads} threads: {rate / 1e6:.1f} M elements a second")
+    save("offload", options, ns_per_element=ns, ratio=speed, drawn_per_s=drawn)
+
+
+def weights_of(options: Options) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(weight, gradient) of each tensor."""
+    n = options.elements // options.tensors
+    return [(torch.randn(n), torch.randn(n) * 1e-3) for _ in range(options.tensors)]
+
+
+def ours(options: Options) -> Callable[[], Any]:
+    """One optimizer a unit, as `OffloadCopier.run` calls them."""
+    cfg = OptimConfig(state_dtype=options.moments)
+    kind, dtype = get("optimizer", "adamw"), {"fp32": torch.float32, "bf16": torch.bfloat16}[options.moments]
+    units = []
+    for weight, grad in weights_of(options):
+        n = weight.numel()
+        layout = TensorLayout(NAME, (Dim("mlp", n),), ((0, n),), frozenset())
+        state = {spec.name: torch.zeros(n, dtype=dtype) for spec in kind.state_spec(cfg)}
+        tensor = OptimTensor(weight, grad, state, cfg.weight_decay, (TensorSlice(slice(0, n), layout, 0),))
+        units.append((kind(cfg), tensor))
+    update = Update(1, torch.zeros(()), 1e-3, torch.zeros(()), torch.tensor(1.5))
+    return lambda: [optimizer.step([tensor], update) for optimizer, tensor in units]
+
+
+def fused(options: Options) -> Callable[[], Any]:
+    """PyTorch's own, with the same clipping and check for what is not finite."""
+    adamws = []
+    for weight, grad in weights_of(options):
+        weight.grad = grad
+        adamws.append(torch.optim.AdamW([weight], lr=1e-3, fused=True))
+        adamws[-1].grad_scale, adamws[-1].found_inf = torch.tensor(1.5), torch.zeros(())
+    return lambda: [adamw.step() for adamw in adamws]
+
+
+def draw_rate(threads: int, elements: int = 1 << 24) -> float:
+    """Initial weights a second."""
+    model, out = load_config([]).model, torch.empty(elements)
+    with using_threads(1):
+        began = time.perf_counter()
+        fill_all([(out, NAME, 0)], model, 0, standard_normal, threads)
+        return elements / (time.perf_counter() - began)
