@@ -55,7 +55,7 @@ def _check_fields(cfg: Config) -> None:
 
 
 def _check_field(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    if "choices" in metadata:
+    if "choices" in metadata and value is not None:
         part = metadata["part"]
         known = list(dict.fromkeys((*metadata["choices"], *(registry.names(part) if part else ()))))
         for one in value if metadata["several"] and isinstance(value, list) else [value]:

@@ -125,7 +125,7 @@ def to_yaml(cfg: Config) -> str:
 def register_schema() -> None:
     """Makes the schema, and the options that plugins add to groups, known to Hydra."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=_schema(plugin_parts("callback")))
+    store.store(name="schema", node=_schema(plugin_parts("callback", "attention_mod")))
     for part in plugin_parts("optimizer", "source", "logger"):
         store.store(group=KINDS[part.kind].section, name=part.name, node=_named(part))
     for part in plugin_parts("family"):
@@ -162,4 +162,5 @@ def _chosen_parts(container: dict[str, Any]) -> list[Part]:
 
     named = [part for part in plugin_parts("optimizer", "source", "logger") if selects(part, "name")]
     families = [part for part in plugin_parts("family") if selects(part, "model_type")]
-    return [*plugin_parts("callback"), *named, *families]
+    mods = [part for part in plugin_parts("attention_mod") if selects(part, "attention")]
+    return [*plugin_parts("callback"), *named, *families, *mods]
