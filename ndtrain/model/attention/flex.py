@@ -102,7 +102,11 @@ class FlexCall:
 
 @lru_cache(maxsize=64)
 def _compiled(operations: Operations) -> Callable:
-    return compile_kernel(partial(attention, operations))
+    def kernel(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return attention(operations, q, k, v, inputs)
+
+    kernel.__code__ = kernel.__code__.replace()  # PyTorch limits the number of graphs of one code object
+    return compile_kernel(kernel)
 
 
 def attention(

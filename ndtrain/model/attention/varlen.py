@@ -43,8 +43,8 @@ class Segments:
         return tokens if self.index is None else tokens.index_select(0, self.index)
 
     def put_back(self, x_LHD: Tensor, like: Tensor, empty: float = 0.0) -> Tensor:
-        """The inverse: tokens [L, H, *] in the shape of `like` [B, H, T, ...]; `empty` where there is none."""
-        B, H, T = like.shape[:3]
+        """The inverse: tokens [L, H, *] -> [B, H, T, *], with B and T of `like` [B, H, T, D]; `empty` where there is none."""
+        B, H, T, _ = like.shape
         if self.index is not None:
             full = x_LHD.new_full((B * T, *x_LHD.shape[1:]), empty)
             x_LHD = full.index_copy_(0, self.index, x_LHD)
@@ -73,7 +73,7 @@ class VarlenCall:
         """As `forward_piece`. Queries of no segment have output 0 and log-sum-exp -inf."""
         taken = self.queries.taken(q), self.keys.taken(k), self.keys.taken(v)
         out, lse_NL, *_ = aten._flash_attention_forward(*taken, *self._lengths(), False, **self._window())
-        return self.queries.put_back(out, q), self.queries.put_back(lse_NL.mT, q[..., 0], -torch.inf)
+        return self.queries.put_back(out, q), self.queries.put_back(lse_NL.mT, q, -torch.inf)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
@@ -157,21 +157,21 @@ def _deal(all_bands: Sequence[Tile], rows: int, tokens: tuple[int, int]) -> list
     return deals
 
 
-def _bounds(t: Tile) -> tuple[int, int]:
-    """(left, right) with which the kernel computes the band."""
-    queries, keys = t.shape
-    return keys - queries - t.low, t.high - (keys - queries)
-
-
 def _window_of(t: Tile) -> tuple[int, int]:
-    """`_bounds`, with -1 where nothing is beyond the bound."""
-    (queries, keys), (left, right) = t.shape, _bounds(t)
-    return -1 if t.low <= 1 - queries else left, -1 if t.high >= keys - 1 else right
+    """The window with which the kernel computes the band; -1 where nothing lies beyond a bound."""
+    queries, keys = t.shape
+    left, right = keys - queries - t.low, t.high - (keys - queries)
+    return -1 if left >= keys - 1 else left, -1 if right >= queries - 1 else right
 
 
 def _suits(t: Tile, window: tuple[int, int]) -> bool:
     """Whether the kernel computes the band with this window."""
-    return all(w in (bound, free) for w, bound, free in zip(window, _bounds(t), _window_of(t), strict=True))
+    queries, keys = t.shape
+    beyond = (keys - 1, queries - 1)  # bounds from these on hide nothing
+    return all(
+        given == needed or (needed == -1 and given >= most)
+        for given, needed, most in zip(window, _window_of(t), beyond, strict=True)
+    )
 
 
 def _segments(pieces: Sequence[tuple[int, slice]], tokens: int, rows: int, device: torch.device) -> Segments:
