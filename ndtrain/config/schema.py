@@ -299,7 +299,7 @@ class HardwareConfig(Section):
     device: str = choice("auto", "auto", "cpu", "cuda")
     peak_tflops: float | None = None  # per device; null: from the table of devices, measured for CPU
     # the kernel on a GPU; auto: the fastest on the run's shape
-    attention: str = choice("auto", "auto", "flash", "cudnn", "efficient", "math")
+    attention: str = choice("auto", "auto", "flash", "cudnn", "efficient", "flex", "math")
     timeout_s: float = 600.0  # deadline of a collective
 
 

@@ -52,9 +52,11 @@ def flash_attention_forward(
     window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`aten._flash_attention_forward` with offsets: query [L, N, D], key and value [M, K, D]."""
-    CALLS.append(dict(segments=len(cum_seq_q) - 1, tokens=len(query), left=window_size_left, right=window_size_right))
+    CALLS.append({"tokens": len(query), "left": window_size_left, "right": window_size_right})
     out, lse = torch.zeros_like(query), query.new_zeros(query.shape[1], len(query), dtype=wide(query))
-    for q, k, seen in segments(query, key, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right):
+    for q, k, seen in segments(
+        query, key, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right
+    ):
         s = scored(query[q], key[k], seen, scale)
         out[q] = (s.softmax(-1) @ per_head(value[k], query)).transpose(0, 1).to(out.dtype)
         lse[:, q] = s.logsumexp(-1)
@@ -70,12 +72,14 @@ def flash_attention_backward(
     """`aten._flash_attention_backward` with offsets. The kernel takes the log-sum-exp contiguous, [N, L]."""
     assert logsumexp.is_contiguous() and logsumexp.shape == (query.shape[1], len(query))
     dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
-    for q, k, seen in segments(query, key, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right):
+    for q, k, seen in segments(
+        query, key, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window_size_left, window_size_right
+    ):
         p = (scored(query[q], key[k], seen, scale) - logsumexp[:, q, None]).exp()
         grad, heads = grad_out[q].transpose(0, 1), key.shape[1]
         delta = (grad * out[q].transpose(0, 1)).sum(-1, keepdim=True)
         ds = p * (grad @ per_head(value[k], query).mT - delta) * (scale or query.shape[-1] ** -0.5)
-        summed = lambda x: x.unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
+        summed = lambda x, heads=heads: x.unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
         dq[q] = (ds @ per_head(key[k], query)).transpose(0, 1)
         dk[k] = summed(ds.mT @ query[q].transpose(0, 1))
         dv[k] = summed(p.mT @ grad)

@@ -40,7 +40,9 @@ def brute_force(q_BTND, k_BTKD, v_BTKD, scores: Scores):
         places = torch.meshgrid(*map(torch.arange, s.shape), indexing="ij")
         s, seen = scores.mod.score(s, *places), seen & scores.mod.mask(*places)
     some = seen.any(-1, keepdim=True)  # a query that sees nothing has output 0
-    return (s.masked_fill(~seen, -torch.inf).masked_fill(~some, 0).softmax(-1).masked_fill(~some, 0) @ v).transpose(1, 2)
+    return (s.masked_fill(~seen, -torch.inf).masked_fill(~some, 0).softmax(-1).masked_fill(~some, 0) @ v).transpose(
+        1, 2
+    )
 
 
 def changed(score, batch, head, query, key):

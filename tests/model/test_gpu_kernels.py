@@ -67,9 +67,9 @@ def test_flex_skips_blocks(name, monkeypatch):
 def test_blocks_that_flex_computes():
     """Of four blocks of queries: which blocks of keys are computed with a mask, and which without."""
     whole = (SequenceSlice(0, 512, 0, 1),)
-    blocks = lambda documents, window, masked=False: flex._flex_call(
-        whole, whole, documents, window, masked, torch.device("cpu")
-    ).inputs.blocks
+    blocks = lambda documents, window, masked=False: (
+        flex._flex_call(whole, whole, documents, window, masked, torch.device("cpu")).inputs.blocks
+    )
     counts = lambda b, name: b[f"{name}_num_blocks"][0, 0].tolist()
     plain = blocks(None, None)
     assert counts(plain, "kv") == [1, 1, 1, 1] and counts(plain, "full_kv") == [0, 1, 2, 3]

@@ -70,7 +70,9 @@ def test_in_fp32(kernel, names):
     check(kernel, [(s, name) for s in SHARDINGS.values() for name in names], 2e-6, torch.float32)
 
 
-@pytest.mark.parametrize("sharding", ["zigzag", *(pytest.param(s, marks=pytest.mark.full) for s in list(SHARDINGS)[1:])])
+@pytest.mark.parametrize(
+    "sharding", ["zigzag", *(pytest.param(s, marks=pytest.mark.full) for s in list(SHARDINGS)[1:])]
+)
 def test_flex(sharding):
     names = ["everything"] if sharding == "zigzag" else VARIANTS
     check("flex", [(SHARDINGS[sharding], name) for name in names], 1e-10)

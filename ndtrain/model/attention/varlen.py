@@ -43,7 +43,8 @@ class Segments:
         return tokens if self.index is None else tokens.index_select(0, self.index)
 
     def put_back(self, x_LHD: Tensor, like: Tensor, empty: float = 0.0) -> Tensor:
-        """The inverse: tokens [L, H, *] -> [B, H, T, *], with B and T of `like` [B, H, T, D]; `empty` where there is none."""
+        """The inverse: tokens [L, H, *] -> [B, H, T, *], with B and T of `like` [B, H, T, D]. A token of no segment
+        gets `empty`."""
         B, H, T, _ = like.shape
         if self.index is not None:
             full = x_LHD.new_full((B * T, *x_LHD.shape[1:]), empty)
