@@ -121,7 +121,8 @@ def own_keys(kind: str, name: str) -> list[str]:
 
 def joined(classes: Sequence[type]) -> type:
     """A dataclass with the fields of all these."""
-    bases = tuple(dict.fromkeys(classes))
+    several = tuple(dict.fromkeys(classes))
+    bases = tuple(c for c in several if not any(c is not other and issubclass(other, c) for other in several))
     return bases[0] if len(bases) == 1 else make_dataclass("And".join(c.__name__ for c in bases), [], bases=bases)
 
 
