@@ -33,6 +33,16 @@ def register_family(family: Family, config: type | None = None) -> Family:
     return family
 
 
+def register_attention_mod(name: str, config: type | None = None) -> Callable[[Part], Part]:
+    """Registers what attention scores go through, which `model.attention=name` selects: a function (model config) ->
+    `ndtrain.model.attention.AttentionMod`.
+
+    Args:
+        config: a dataclass that extends `ModelConfig`; its fields are keys of `model` and stand in config.json.
+    """
+    return decorator("attention_mod", name, config)
+
+
 def register_optimizer(name: str, config: type | None = None) -> Callable[[Part], Part]:
     """Registers a subclass of `ndtrain.optim.Optimizer`; `optim=name` selects it."""
     return decorator("optimizer", name, config)

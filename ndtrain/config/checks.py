@@ -55,7 +55,7 @@ def _check_fields(cfg: Config) -> None:
 
 
 def _check_field(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    if "choices" in metadata:
+    if "choices" in metadata and value is not None:
         part = metadata["part"]
         known = list(dict.fromkeys((*metadata["choices"], *(registry.names(part) if part else ()))))
         for one in value if metadata["several"] and isinstance(value, list) else [value]:
@@ -132,10 +132,15 @@ def _check_model(m: ModelConfig) -> None:
 def _check_kernel(cfg: Config) -> None:
     kernel, compute, m = cfg.hardware.attention, cfg.precision.compute, cfg.model
     require(
-        kernel in ("auto", "math") or not (m.alibi or m.attn_logit_softcapping),
-        f"hardware.attention={kernel} knows neither model.alibi nor model.attn_logit_softcapping: choose math, or auto",
+        kernel in ("auto", "flex", "math") or not (m.alibi or m.attn_logit_softcapping or m.attention),
+        f"hardware.attention={kernel} knows neither model.alibi nor model.attn_logit_softcapping nor model.attention: "
+        "choose flex, math, or auto",
     )
-    too_wide = {"flash": ("fp32", "fp64"), "cudnn": ("fp32", "fp64"), "efficient": ("fp64",)}
+    require(
+        not (kernel == "cudnn" and cfg.data.pack),
+        "hardware.attention=cudnn builds a graph for each length of a document: with data.pack choose flash, or auto",
+    )
+    too_wide = {"flash": ("fp32", "fp64"), "cudnn": ("fp32", "fp64"), "efficient": ("fp64",), "flex": ("fp64",)}
     require(
         compute not in too_wide.get(kernel, ()),
         f"hardware.attention={kernel} does not compute in precision.compute={compute}: choose precision.compute=bf16, "

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ndtrain.config.composition_errors import one_line
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.overrides import check_overrides
-from ndtrain.config.registry import KINDS, Part, joined, plugin_parts
+from ndtrain.config.registry import KINDS, Part, joined, own_keys, plugin_parts
 from ndtrain.config.schema import Config, ConfigError
 
 # what composing a wrong configuration raises; the last two are Hydra's for a defaults list that is none, or a circle
@@ -103,7 +103,9 @@ def to_config(cfg: DictConfig, given: Iterable[str] | None = None) -> Config:
 def _typed(cfg: DictConfig, given: Iterable[str]) -> Config:
     container = OmegaConf.to_container(cfg, resolve=False)
     container.pop("hydra", None)
-    made = OmegaConf.to_object(OmegaConf.merge(_schema(_chosen_parts(container)), container))
+    parts = _chosen_parts(container)
+    _drop_unused_defaults(container, parts)
+    made = OmegaConf.to_object(OmegaConf.merge(_schema(parts), container))
     made.interpolated = dict(_interpolations(container))
     return made.with_given(given)
 
@@ -132,18 +134,20 @@ def to_yaml(cfg: Config) -> str:
 def register_schema() -> None:
     """Makes the schema, and the options that plugins add to groups, known to Hydra."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=_schema(plugin_parts("callback")))
+    schema = _schema(plugin_parts("callback", "attention_mod"))
+    store.store(name="schema", node=schema)
     for part in plugin_parts("optimizer", "source", "logger"):
-        store.store(group=KINDS[part.kind].section, name=part.name, node=_named(part))
+        node = OmegaConf.structured(part.config or KINDS[part.kind].base)
+        store.store(group=KINDS[part.kind].section, name=part.name, node=_named(node, part.name))
     for part in plugin_parts("family"):
-        if part.config:
-            store.store(group="model", name=part.name, node=_named(part, key="model_type"))
+        if part.config:  # with the keys of attention mods, which the schema's own model has
+            node = OmegaConf.structured(joined([part.config, OmegaConf.get_type(schema.model)]))
+            store.store(group="model", name=part.name, node=_named(node, part.name, key="model_type"))
 
 
-def _named(part: Part, key: str = "name") -> DictConfig:
-    """The node that a group's option stands for: the fields of the part's config with their defaults."""
-    node = OmegaConf.structured(part.config or KINDS[part.kind].base)
-    node[key] = part.name
+def _named(node: DictConfig, name: str, key: str = "name") -> DictConfig:
+    """What a group's option stands for: the fields of a part's config with their defaults, and its name."""
+    node[key] = name
     return node
 
 
@@ -169,4 +173,16 @@ def _chosen_parts(container: dict[str, Any]) -> list[Part]:
 
     named = [part for part in plugin_parts("optimizer", "source", "logger") if selects(part, "name")]
     families = [part for part in plugin_parts("family") if selects(part, "model_type")]
-    return [*plugin_parts("callback"), *named, *families]
+    mods = [part for part in plugin_parts("attention_mod") if selects(part, "attention")]
+    return [*plugin_parts("callback"), *named, *families, *mods]
+
+
+def _drop_unused_defaults(container: dict[str, Any], chosen: Iterable[Part]) -> None:
+    """Takes the keys of attention mods that no key selects out of `model`, where they have their defaults: a mod is no
+    option of a group, so the schema has the keys of all loaded mods while a configuration is composed."""
+    used = {key for part in chosen if part.kind != "callback" for key in own_keys(part.kind, part.name)}
+    for part in plugin_parts("attention_mod"):
+        defaults = OmegaConf.to_container(OmegaConf.structured(part.config)) if part.config else {}
+        for key in own_keys(part.kind, part.name):
+            if key not in used and container["model"].get(key) == defaults[key]:
+                container["model"].pop(key, None)

@@ -1,13 +1,14 @@
 """The parts that a run can be built from, by kind and name. What ndtrain ships is registered as a user's plugin is.
 
-| kind        | what is registered                            | what selects it             | base of its config |
-|-------------|-----------------------------------------------|-----------------------------|--------------------|
-| family      | a `Family`                                    | `model.model_type`          | `ModelConfig`      |
-| optimizer   | a subclass of `Optimizer`                     | `optim=name`                | `OptimConfig`      |
-| lr_schedule | a function (step, cfg, end) -> factor         | `optim.schedule=name`       | none               |
-| source      | a function (data config) -> `Corpus`          | `data=name`                 | `DataConfig`       |
-| logger      | a class with log(row) and finish(exit code)   | `logger=name`               | `LoggerConfig`     |
-| callback    | a subclass of `Callback`                      | its plugin being loaded     | any dataclass      |
+| kind          | what is registered                          | what selects it         | base of its config |
+|---------------|---------------------------------------------|-------------------------|--------------------|
+| family        | a `Family`                                  | `model.model_type`      | `ModelConfig`      |
+| optimizer     | a subclass of `Optimizer`                   | `optim=name`            | `OptimConfig`      |
+| attention_mod | a function (model config) -> `AttentionMod` | `model.attention=name`  | `ModelConfig`      |
+| lr_schedule   | a function (step, cfg, end) -> factor       | `optim.schedule=name`   | none               |
+| source        | a function (data config) -> `Corpus`        | `data=name`             | `DataConfig`       |
+| logger        | a class with log(row) and finish(exit code) | `logger=name`           | `LoggerConfig`     |
+| callback      | a subclass of `Callback`                    | its plugin being loaded | any dataclass      |
 """
 
 import traceback
@@ -39,6 +40,7 @@ class Kind:
 
 KINDS = {
     "family": Kind("model", ModelConfig, "ndtrain.model.families"),
+    "attention_mod": Kind("model", ModelConfig),
     "optimizer": Kind("optim", OptimConfig, "ndtrain.optim"),
     "lr_schedule": Kind(shipped="ndtrain.optim.lr_schedule"),
     "source": Kind("data", DataConfig),
@@ -119,7 +121,8 @@ def own_keys(kind: str, name: str) -> list[str]:
 
 def joined(classes: Sequence[type]) -> type:
     """A dataclass with the fields of all these."""
-    bases = tuple(dict.fromkeys(classes))
+    several = tuple(dict.fromkeys(classes))
+    bases = tuple(c for c in several if not any(c is not other and issubclass(other, c) for other in several))
     return bases[0] if len(bases) == 1 else make_dataclass("And".join(c.__name__ for c in bases), [], bases=bases)
 
 

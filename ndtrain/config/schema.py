@@ -18,7 +18,7 @@ class ConfigError(ValueError):
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 
 
-def choice(default: str, *choices: str, part: str | None = None, several: bool = False) -> Any:
+def choice(default: str | None, *choices: str, part: str | None = None, several: bool = False) -> Any:
     """A field with one of some values.
 
     Args:
@@ -142,6 +142,7 @@ class ModelConfig(Section):
     sliding_window: int | None = None  # tokens a token attends to, itself included
     attn_logit_softcapping: float | None = None  # scores become c tanh(score / c)
     alibi: bool = False  # linear biases by distance instead of rotary positions
+    attention: str | None = choice(None, part="attention_mod")  # a plugin's function of the scores or the mask
     initializer_range: float = 0.02
 
 
@@ -298,7 +299,7 @@ class HardwareConfig(Section):
     device: str = choice("auto", "auto", "cpu", "cuda")
     peak_tflops: float | None = None  # per device; null: from the table of devices, measured for CPU
     # the kernel on a GPU; auto: the fastest on the run's shape
-    attention: str = choice("auto", "auto", "flash", "cudnn", "efficient", "math")
+    attention: str = choice("auto", "auto", "flash", "cudnn", "efficient", "flex", "math")
     timeout_s: float = at_least(1, 600.0)  # deadline of a collective
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ndtrain.model import Context
 from ndtrain.model.attention.core import local_core
-from ndtrain.model.attention.scores import Scores
+from ndtrain.model.attention.mods import Places, apply_score
+from ndtrain.model.attention.scores import AttentionMod, Scores
 
 
 class KeyValueCache:
@@ -49,6 +50,7 @@ class KeyValueCache:
 
 def last_token_attention(q_B1ND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scores: Scores) -> Tensor:
     """Attention of the last of S tokens, in fp32 or wider -> [B, 1, N, D]."""
+    last = k_BSKD.shape[1] - 1
     if scores.window is not None:
         k_BSKD, v_BSKD = k_BSKD[:, -scores.window :], v_BSKD[:, -scores.window :]
     B, S, K, D = k_BSKD.shape
@@ -61,5 +63,18 @@ def last_token_attention(q_B1ND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scores:
         distance_S = torch.arange(S - 1, -1, -1, dtype=wide, device=s_BKGS.device)
         slopes_KG1 = torch.tensor(scores.slopes, dtype=wide, device=s_BKGS.device).view(K, -1, 1)
         s_BKGS = s_BKGS - slopes_KG1 * distance_S
-    out_BKGD = s_BKGS.softmax(dim=-1) @ v_BSKD.to(wide).transpose(1, 2)
+    if scores.mod is not None:
+        s_BKGS = _modified(s_BKGS.flatten(1, 2)[:, :, None], scores.mod, last).view_as(s_BKGS)
+    blind = (s_BKGS == -torch.inf).all(-1, keepdim=True)  # the user's mask shows no key: the output is 0
+    out_BKGD = s_BKGS.softmax(dim=-1).masked_fill(blind, 0) @ v_BSKD.to(wide).transpose(1, 2)
     return out_BKGD.reshape(B, 1, -1, D).to(q_B1ND.dtype)
+
+
+def _modified(s_BN1S: Tensor, mod: AttentionMod, last: int) -> Tensor:
+    """The scores of the query at position `last` over the S last keys, after the user's operations."""
+    count = lambda first, end: torch.arange(first, end, device=s_BN1S.device)
+    B, N, _, S = s_BN1S.shape
+    places = Places.of(count(0, B), count(0, N), count(last, last + 1), count(last + 1 - S, last + 1))
+    if mod.score is not None:
+        s_BN1S = apply_score(mod.score, s_BN1S, places)
+    return s_BN1S if mod.mask is None else s_BN1S.masked_fill(~mod.mask(*places), -torch.inf)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ndtrain.config import ModelConfig
 from ndtrain.model.attention.custom_op import handle
+from ndtrain.model.attention.mods import attention_mod
 from ndtrain.model.attention.scores import Scores, alibi_slopes
 from ndtrain.model.block import Block, Context, Dims, Ops, Weights, declared_dims, dim_sizes
 from ndtrain.model.families import family_of
@@ -113,6 +114,7 @@ class Transformer(nn.Module):
         self.m, self.ops, self.loss_chunk = m, Ops(), loss_chunk
         self.first, self.last = first, last
         self.kernel: str | None = None  # of attention on a GPU, as `Scores.kernel`
+        self.mod = attention_mod(m)
         self._ropes: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         tied = m.tie_word_embeddings
         self.model = nn.Module()
@@ -177,7 +179,10 @@ class Transformer(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         rope = None if m.alibi else self._rope(positions, tokens_BT.shape[1], device, wide)
         slopes = alibi_slopes(m.num_attention_heads) if m.alibi else None
-        scores = Scores(m.sliding_window, m.attn_logit_softcapping, slopes, documents, self.kernel)
+        scores = Scores(
+            window=m.sliding_window, softcap=m.attn_logit_softcapping, slopes=slopes, mod=self.mod, documents=documents,
+            kernel=self.kernel,
+        )  # fmt: skip
         one = lambda: torch.ones((), dtype=wide, device=device)
         return Context(tokens_BT, labels_BT, rope, loss_scale or one, scores, handle(scores))
 

@@ -230,8 +230,9 @@ def _ops(
         )
     if cfg.mesh.tp > 1:
         tensor_parallel = TensorParallel(
-            parameter_layouts, accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights
-        )
+            parameter_layouts, accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights,
+            shards_heads=cfg.layout.rules.get("heads") == "tp",
+        )  # fmt: skip
         ops = tensor_parallel.over(ops, compiled)
     return ops
 

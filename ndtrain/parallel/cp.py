@@ -24,9 +24,9 @@ from ndtrain.distributed.collectives import Pending, all_to_all, shift
 from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.model.attention.core import Merged, Recall, add_gradients, attend, total_like
 from ndtrain.model.attention.custom_op import AttentionOp, as_custom_op
-from ndtrain.model.attention.kernels import tiles_for
+from ndtrain.model.attention.kernels import Pieces, half_pieces, pieces_for
 from ndtrain.model.attention.scores import Scores
-from ndtrain.model.attention.tiles import Tile, halves
+from ndtrain.model.attention.tiles import Slices
 from ndtrain.parallel.recompute import SavedOps
 
 Core = Callable[..., Tensor]
@@ -61,7 +61,7 @@ def cp_core(
     saved_ops: SavedOps | None = None,
 ) -> Core:
     """The attention core of cp coordinate `index` of `group`, for tokens sharded as `sharding` says: a core(q [B, T, N,
-    D], k and v [B, T, K, D], ctx) -> [B, T, N, D] that reads `ctx.scores`, whose slopes are those of the N heads here.
+    D], k and v [B, T, K, D], ctx) -> [B, T, N, D] that reads `ctx.scores`, whose first head is the first of N.
 
     With `saved_ops`, the recompute of the core runs no ring. Of the messages of Ulysses it sends only those of the
     inputs.
@@ -82,9 +82,9 @@ def cp_core(
     @torch.compiler.disable  # the exchanges of heads for tokens are a break in a compiled graph
     def head_shares(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         shares = _head_shares(q.shape[2], k.shape[2], sharding.ulysses)
-        slopes = scores.slopes and scores.slopes[shares[slice_index][0]]
+        first_head = scores.first_head + shares[slice_index][0].start
         heads = _ToHeads.apply(q, k, v, shares, links)
-        out = whole_heads(*heads, replace(scores, slopes=slopes))
+        out = whole_heads(*heads, replace(scores, first_head=first_head))
         return _ToTokens.apply(out, sharding.ulysses, links, partial(saved_ops, "core"))
 
     def core(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
@@ -122,18 +122,22 @@ class Ring(AttentionOp):
         dq, dkv = self.send_back(grad, q, _stacked(k, v), out, lse, scores)
         return dq, *(x.clone() for x in _heads_first(dkv))  # two tensors, not two views of one
 
-    def plan(self, scores: Scores, q: Tensor) -> list[tuple[Tile, ...]]:
-        """The tiles of each step: at step s the keys are those of the rank s places before this one."""
-        keys = [
-            self.sharding.pieces((self.ring_index - step) % self.sharding.ring) for step in range(self.sharding.ring)
+    def plan(self, scores: Scores, q: Tensor) -> list[Pieces]:
+        """The pieces of each step: at step s the keys are those of the rank s places before this one."""
+        own = self._tokens(0)
+        return [
+            pieces_for(scores, own, self._tokens(step), self.sharding.length, q) for step in range(self.sharding.ring)
         ]
-        return [tiles_for(scores, keys[0], k, self.sharding.length, q) for k in keys]
+
+    def _tokens(self, step: int) -> Slices:
+        """The tokens of the keys of a step; at step 0 they are this rank's own."""
+        return self.sharding.pieces((self.ring_index - step) % self.sharding.ring)
 
     def send_round(self, q: Tensor, kv: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """(output, log-sum-exp) of q [B, N, T, D] over kv [2, B, T, K, D] and those of the other ranks."""
         merged, plan = Merged(q), self.plan(scores, q)
-        for tiles, held in zip(plan, _around(kv, len(plan), self.links), strict=True):
-            merged.attend(*_heads_first(held), tiles, scores)
+        for pieces, held in zip(plan, _around(kv, len(plan), self.links), strict=True):
+            merged.attend(*_heads_first(held), pieces, scores)
         return merged.result()
 
     def send_back(
@@ -141,12 +145,12 @@ class Ring(AttentionOp):
     ) -> tuple[Tensor, Tensor]:
         """The gradients of `send_round`'s q and kv, in fp32 or wider, from that of its output [B, N, T, D]."""
         plan, links = self.plan(scores, q), self.links
-        now, late = halves(plan[0])
+        now, late = half_pieces(scores, self._tokens(0), self._tokens(0), self.sharding.length, q)
         dq, own = total_like(q), kv.new_zeros(kv.shape, dtype=torch.promote_types(kv.dtype, torch.float32))
         sums, coming, work = [torch.empty_like(own) for _ in plan[1:3]], torch.empty_like(own), None
 
-        def add(kv: Tensor, tiles: Sequence[Tile], dkv: Tensor) -> None:
-            add_gradients(grad, (q, *_heads_first(kv), out, lse), tiles, scores, dq, *_heads_first(dkv))
+        def add(kv: Tensor, pieces: Pieces, dkv: Tensor) -> None:
+            add_gradients(grad, (q, *_heads_first(kv), out, lse), pieces, scores, dq, *_heads_first(dkv))
 
         for step, held in enumerate(_around(kv, len(plan), links)):
             if step == 0:

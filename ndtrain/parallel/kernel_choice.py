@@ -1,33 +1,40 @@
 """Chooses the attention kernel of a run on a GPU (`hardware.attention`): the one named, or the fastest for its shape.
 
-The fastest kernel depends on the GPU, the head size, the sequence length and the release of cuDNN. It is therefore
-measured at start, forward and backward. All ranks use the same kernel: the one with the least time on average.
+The fastest kernel depends on the GPU, the release of cuDNN, the head size, the sequence length, documents and windows.
+It is therefore measured at start on what the run computes, forward and backward. All ranks use the same kernel: the one
+with the least time on average.
 
 Shape legend: B batch, T time, N query heads, K key/value heads, D head_dim.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from ndtrain.config import Config, ConfigError, LocalShapes
+from ndtrain.config.schema import resolved
 from ndtrain.distributed.collectives import all_gather_row
 from ndtrain.distributed.host_device import upload
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model.attention.core import attend
-from ndtrain.model.attention.kernels import GPU_KERNELS
-from ndtrain.model.attention.scores import Scores
+from ndtrain.model.attention.kernels import GPU_KERNELS, Kernel
+from ndtrain.model.attention.mods import attention_mod
+from ndtrain.model.attention.scores import Scores, alibi_slopes
+from ndtrain.model.attention.tiles import Documents
 
 WARM_UP, TIMED = 2, 5  # runs of each kernel
 
 
 class Shape(NamedTuple):
-    """The shape of one call of the attention core on one rank.
+    """One call of the attention core on one rank.
 
     Attributes:
         in_tiles: whether the run computes it tile by tile (`model/attention/core.py`).
+        scores: what scores go through, with documents such as the run may pack.
     """
 
     B: int
@@ -37,13 +44,31 @@ class Shape(NamedTuple):
     D: int
     dtype: torch.dtype
     in_tiles: bool
+    scores: Scores
 
     @classmethod
     def of(cls, cfg: Config, dtype: torch.dtype) -> "Shape":
         """Of a resolved configuration."""
         m, t, local = cfg.model, cfg.train, LocalShapes.of(cfg)
-        in_tiles = local.core_length < t.seq_len or cfg.data.pack or m.sliding_window is not None
-        return cls(t.micro_batch, local.core_length, local.core_heads, local.core_kv_heads, m.head_dim, dtype, in_tiles)
+        B, T = resolved(t.micro_batch), local.core_length
+        scores = Scores(
+            window=m.sliding_window,
+            softcap=m.attn_logit_softcapping,
+            slopes=alibi_slopes(m.num_attention_heads) if m.alibi else None,
+            mod=attention_mod(m),
+            documents=sample_documents(B, T) if cfg.data.pack else None,
+        )
+        sharded = t.seq_len > T
+        return cls(
+            B,
+            T,
+            local.core_heads,
+            local.core_kv_heads,
+            resolved(m.head_dim),
+            dtype,
+            sharded or not scores.plain,
+            scores,
+        )
 
 
 Measure = Callable[[str, Shape, torch.device], float]
@@ -60,9 +85,7 @@ def choose_kernel(cfg: Config, mesh: Mesh, dtype: torch.dtype, measure: Measure 
         ConfigError: none of those asked for runs on every rank.
     """
     asked, shape = cfg.hardware.attention, Shape.of(cfg, dtype)
-    changes_scores = cfg.model.alibi or cfg.model.attn_logit_softcapping is not None  # by `math` only
-    able = [name for name, k in GPU_KERNELS.items() if name == "math" or (dtype in k.dtypes and not changes_scores)]
-    names = able if asked == "auto" else [asked]
+    names = able(shape) if asked == "auto" else [asked]
     mine = [(measure or seconds)(name, shape, mesh.device) for name in names]
     rows, work = all_gather_row(upload(mine, mesh.device), mesh.world)
     work.wait()
@@ -77,9 +100,29 @@ def choose_kernel(cfg: Config, mesh: Mesh, dtype: torch.dtype, measure: Measure 
     return best, f"attention by {best}: ms forward and backward of a block's: {times}"
 
 
+def able(shape: Shape) -> list[str]:
+    """The kernels that compute this, and that may be fast at it."""
+
+    def may(name: str, kernel: Kernel) -> bool:
+        if kernel.whole or name == "math":  # they know every change of scores, and pay for it
+            return name == "math" or shape.scores.changed
+        builds_graphs = name == "cudnn" and shape.scores.documents is not None  # for each length of a document
+        return not shape.scores.changed and not builds_graphs
+
+    return [n for n, k in GPU_KERNELS.items() if may(n, k) and (n == "math" or shape.dtype in k.dtypes)]
+
+
+def sample_documents(B: int, T: int) -> Documents:
+    """Documents of unequal length for B rows of T tokens: from T/32 to T/4, in another order in each row."""
+    lengths = [max(1, T // 32 * part) for part in (8, 1, 4, 2, 1, 6, 3, 2, 5)]
+    rows = [lengths[row % len(lengths) :] + lengths[: row % len(lengths)] for row in range(B)]
+    return tuple((0, *(end for end in accumulate(row[:-1]) if end < T)) for row in rows)
+
+
 def seconds(name: str, shape: Shape, device: torch.device) -> float:
     """The time of one forward and backward of the kernel; inf where it does not run or runs out of memory."""
-    B, T, N, K, D, dtype, in_tiles = shape
+    B, T, N, K, D, dtype, in_tiles, scores = shape
+    scores = replace(scores, kernel=name)
     q, k, v = (torch.randn(B, T, heads, D, dtype=dtype, device=device, requires_grad=True) for heads in (N, K, K))
     grad = torch.randn_like(q)
     recall = (lambda make: make()) if in_tiles else None
@@ -88,7 +131,7 @@ def seconds(name: str, shape: Shape, device: torch.device) -> float:
         for number in range(WARM_UP + TIMED):
             if number == WARM_UP:
                 marks[0].record()
-            out = attend(q, k, v, Scores(kernel=name), recall)
+            out = attend(q, k, v, scores, recall)
             torch.autograd.grad(out, (q, k, v), grad)
         marks[1].record()
         marks[1].synchronize()

@@ -238,6 +238,7 @@ class TensorParallel:
         saved_ops: has the outputs of some matmuls when their block is recomputed.
         matmul: how the blocks' matmuls are made.
         fused_weights: the first of some matrices -> these as one.
+        shards_heads: whether each rank has some of the query heads, and not all.
     """
 
     def __init__(
@@ -249,8 +250,10 @@ class TensorParallel:
         saved_ops: SavedOps | None = None,
         matmul: MatmulImpl = PLAIN_MATMUL,
         fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
+        shards_heads: bool = True,
     ):
         self.layouts, self.group, self.sequence_parallel = layouts, group, cfg.sequence_parallel
+        self.shards_heads = shards_heads
         self.comm = (SequenceComm if cfg.sequence_parallel else ReplicatedComm)(group, cfg.overlap)
         self.ops = WeightOps(accumulator, self.comm_of, saved_ops, matmul, fused_weights)
 
@@ -297,15 +300,13 @@ class TensorParallel:
         return self.ops.head_loss(x, weight, labels, scale, chunk, vocabulary)
 
     def local_heads(self, core: Callable) -> Callable:
-        """The attention core for this rank's heads. Their number follows from q, k and v; only ALiBi's slopes, which
-        the context has for all heads, are narrowed to those of this rank."""
+        """The attention core for this rank's heads. Their number follows from q, k and v, and their place in the model
+        from the rank."""
+        place = self.group.rank() if self.shards_heads else 0
 
         def local(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
-            slopes, n = ctx.scores.slopes, q_BTND.shape[2]
-            if slopes and len(slopes) > n:
-                first = self.group.rank() * n
-                ctx = ctx._replace(scores=replace(ctx.scores, slopes=slopes[first : first + n]))
-            return core(q_BTND, k_BTKD, v_BTKD, ctx)
+            first = place * q_BTND.shape[2]
+            return core(q_BTND, k_BTKD, v_BTKD, ctx._replace(scores=replace(ctx.scores, first_head=first)))
 
         return local
 

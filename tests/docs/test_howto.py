@@ -72,3 +72,10 @@ def test_a_family_with_a_block_and_fields_of_its_own(folder: Path):
     assert done.returncode == 0, done.stderr
     config = json.loads(next((folder / "family" / "checkpoints").glob("step-*/config.json")).read_text())
     assert config["model_type"] == "scaled" and config["residual_scale"] == 0.5
+
+
+def test_a_function_changes_attention(folder: Path):
+    done = train(folder, "plugins=[my_package.spaced]", "model.attention=spaced", "model.spacing=4", "run.dir=spaced")
+    assert done.returncode == 0, done.stderr
+    config = json.loads(next((folder / "spaced" / "checkpoints").glob("step-*/config.json")).read_text())
+    assert (config["model_type"], config["attention"], config["spacing"]) == ("ndtrain_llama", "spaced", 4)

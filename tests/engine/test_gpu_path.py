@@ -16,7 +16,7 @@ from ndtrain.model.attention.kernels import GPU_KERNELS
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.attention.tiles import SequenceSlice, tiles
 from ndtrain.parallel.build import build_stages, initialise
-from ndtrain.parallel.kernel_choice import Shape, choose_kernel, seconds
+from ndtrain.parallel.kernel_choice import Shape, choose_kernel, sample_documents, seconds
 from tests.lib.parity import make_batches
 from tests.lib.ranks import run_ranks
 from tests.parallel.test_parity_tp_cp import MODEL
@@ -125,8 +125,8 @@ def test_numbers_are_uploaded_without_a_wait():
 BF16 = [*MODEL, "train.micro_batch=4", "precision.compute=bf16"]
 # on one rank flash is fastest, on the other efficient, and together cudnn; there is no more memory for math on one
 TIMES = (
-    {"flash": 1.0, "cudnn": 1.5, "efficient": 6.0, "math": 0.5},
-    {"flash": 4.0, "cudnn": 1.4, "efficient": 1.0, "math": float("inf")},
+    {"flash": 1.0, "cudnn": 1.5, "efficient": 6.0, "flex": 0.7, "math": 0.5},
+    {"flash": 4.0, "cudnn": 1.4, "efficient": 1.0, "flex": 0.9, "math": float("inf")},
 )
 
 
@@ -152,6 +152,30 @@ def test_a_kernel_asked_for_is_taken(overrides, best):
     assert choice(overrides)[0] == best
 
 
+TRIED = {
+    "plain": ([], ["flash", "cudnn", "efficient", "math"]),
+    "packed": (["data.pack=true"], ["flash", "efficient", "math"]),
+    "window": (["model.model_type=mistral", "model.sliding_window=5"], ["flash", "cudnn", "efficient", "math"]),
+    "capped, packed": (["model.attn_logit_softcapping=5", "data.pack=true"], ["flex", "math"]),
+}
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_kernels_are_tried_on_what_the_run_computes(name):
+    """cuDNN would build a graph for each length of a document. Only two kernels know changed scores."""
+    overrides, names = TRIED[name]
+    tried = {}
+    cfg = resolve(load_config([*BF16, *overrides]), 1)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
+    choose_kernel(cfg, mesh, torch.bfloat16, lambda name, shape, device: tried.setdefault(name, shape) and 1.0)
+    assert list(tried) == names
+    for shape in tried.values():
+        m, scores = cfg.model, shape.scores
+        assert (scores.window, scores.softcap) == (m.sliding_window, m.attn_logit_softcapping)
+        assert (scores.documents is not None) == cfg.data.pack
+        assert not cfg.data.pack or all(len(row) > 3 and row[-1] < shape.T for row in scores.documents)
+
+
 def test_a_kernel_that_does_not_run_is_an_error():
     cfg = resolve(load_config([*BF16, "hardware.attention=flash"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
@@ -162,7 +186,8 @@ def test_a_kernel_that_does_not_run_is_an_error():
 def test_what_is_measured_is_what_a_rank_computes():
     overrides = ["mesh.cp=4", "cp.ulysses=2", "mesh.tp=2", "train.seq_len=32", "data.pack=true"]
     shape = Shape.of(resolve(load_config([*BF16, *overrides]), 8), torch.bfloat16)
-    assert shape == Shape(B=4, T=16, N=2, K=1, D=4, dtype=torch.bfloat16, in_tiles=True)
+    scores = Scores(documents=sample_documents(4, 16))
+    assert shape == Shape(B=4, T=16, N=2, K=1, D=4, dtype=torch.bfloat16, in_tiles=True, scores=scores)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +196,11 @@ def test_what_is_measured_is_what_a_rank_computes():
         (["hardware.attention=fast"], "hardware.attention=fast: no such choice"),
         (["hardware.attention=flash"], "does not compute in precision.compute=fp32: choose precision.compute=bf16"),
         (["hardware.attention=efficient", "model.alibi=true"], "knows neither model.alibi"),
+        (["hardware.attention=cudnn", "data.pack=true"], "a graph for each length of a document"),
+        (
+            ["hardware.attention=flex", "precision.compute=fp64", "precision.params=fp64"],
+            "does not compute in precision.compute=fp64",
+        ),
     ],
 )
 def test_kernels_that_cannot_be(overrides, words):
@@ -191,6 +221,32 @@ def test_kernels_fit_pytorchs_signatures(name, heads):
     assert out.shape == q.shape and lse.shape == q.shape[:-1] and lse.dtype == torch.float32
     gradients = GPU_KERNELS[name].backward(torch.empty_like(out), q, k, v, out, lse, causal, Scores())
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_grouped_heads_are_not_repeated(name):
+    """Keys and values reach the op with their own heads, and no other op makes tensors of their size."""
+    whole = (SequenceSlice(0, 48, 0, 1),)
+    (causal,) = tiles(whole, whole, 48)
+    q, k, v = (torch.empty(2, 48, n, 16, dtype=torch.bfloat16, device="meta").transpose(1, 2) for n in (8, 2, 2))
+    with Ops() as ops:
+        out, lse = GPU_KERNELS[name].forward(q, k, v, causal, Scores())
+        GPU_KERNELS[name].backward(torch.empty_like(out), q, k, v, out, lse, causal, Scores())
+    kernels = [args for op, args in ops.seen if "attention" in op]
+    assert len(kernels) == 2 and all(any(x is y for y in args) for args in kernels for x in (k, v))
+    assert not [op for op, _ in ops.seen if any(word in op for word in ("repeat", "expand", "clone", "copy", "sum"))]
+
+
+class Ops(TorchDispatchMode):
+    """The ops that ran, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[str, tuple]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append((func.__name__, args))
+        return func(*args, **kwargs or {})
 
 
 def test_a_named_kernel_is_the_same_attention():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ndtrain.distributed.sequence_sharding import BALANCES, SequenceSharding
 from ndtrain.model.attention.core import local_core
-from ndtrain.model.attention.scores import Scores, alibi_slopes
+from ndtrain.model.attention.scores import AttentionMod, Scores, alibi_slopes
 from ndtrain.model.attention.tiles import Kind, halves, tiles, work
 
 # ----------------------------------------------------------------------------------------------------------- reference
@@ -35,8 +35,28 @@ def brute_force(q_BTND, k_BTKD, v_BTKD, scores: Scores):
         back = torch.arange(T)[:, None] - torch.arange(T)
         s = s - torch.tensor(scores.slopes, dtype=s.dtype)[:, None, None] * back
     documents = scores.documents or ((0,),) * B
-    seen = torch.stack([torch.from_numpy(visible(T, d, scores.window)) for d in documents])
-    return (s.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v).transpose(1, 2)
+    seen = torch.stack([torch.from_numpy(visible(T, d, scores.window)) for d in documents])[:, None].expand(s.shape)
+    if scores.mod is not None:
+        places = torch.meshgrid(*map(torch.arange, s.shape), indexing="ij")
+        s, seen = scores.mod.score(s, *places), seen & scores.mod.mask(*places)
+    some = seen.any(-1, keepdim=True)  # a query that sees nothing has output 0
+    return (s.masked_fill(~seen, -torch.inf).masked_fill(~some, 0).softmax(-1).masked_fill(~some, 0) @ v).transpose(
+        1, 2
+    )
+
+
+def changed(score, batch, head, query, key):
+    """A score mod that is not linear, and differs from head to head and from place to place."""
+    score = score + 0.05 * score * score * torch.cos(0.7 * head)
+    return torch.where((query + key) % 3 == 0, 0.5 * score, score + 0.02 * (query - key) + 0.1 * (batch + 1))
+
+
+def kept(batch, head, query, key):
+    """A mask mod with queries that see nothing."""
+    return ((query - key) % 5 != 3) & ((query % 7 != 2) | (head != 1))
+
+
+MOD = AttentionMod(changed, kept)
 
 
 def random_documents(rows: int, length: int, seed: int, mean: int = 9) -> tuple[tuple[int, ...], ...]:
@@ -66,7 +86,7 @@ def assert_close(got, expected, bound_out: float, bound_grad: float) -> None:
         assert error <= bound, f"{name} is off by {error:.3g}"
 
 
-VARIANTS = ["plain", "packed", "window", "softcap", "alibi", "everything"]
+VARIANTS = ["plain", "packed", "window", "softcap", "alibi", "mod", "everything"]
 
 
 def variant(name: str, B: int, T: int, N: int) -> Scores:
@@ -75,6 +95,7 @@ def variant(name: str, B: int, T: int, N: int) -> Scores:
         window=11 if on("window") else None,
         softcap=1.5 if on("softcap") else None,
         slopes=alibi_slopes(N) if on("alibi") else None,
+        mod=MOD if on("mod") else None,
         documents=random_documents(B, T, seed=3, mean=T // 5) if on("packed") else None,
     )
 
@@ -221,7 +242,7 @@ def test_the_local_core_is_masked_softmax(name, heads, length):
     assert_close(got, out_and_gradients(lambda *x: brute_force(*x, scores), q, k, v, grad), 1e-10, 1e-9)
 
 
-@pytest.mark.parametrize("name", ["window", "softcap", "alibi"])
+@pytest.mark.parametrize("name", ["window", "softcap", "alibi", "mod"])
 def test_over_several_blocks(name, monkeypatch):
     monkeypatch.setattr("ndtrain.model.attention.kernels.BLOCK", (16, 24))
     monkeypatch.setattr("ndtrain.model.attention.tiles.BLOCK", (16, 24))

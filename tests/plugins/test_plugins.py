@@ -15,6 +15,8 @@ from ndtrain.data import IterableCorpus, open_data
 from ndtrain.data.__main__ import main as prepare
 from ndtrain.data.mixture import mixture_entries
 from ndtrain.data.workers import pickled
+from ndtrain.model.families.hf_config import from_hf, to_hf
+from ndtrain.model.families.hf_fields import unknown_fields
 from tests.lib.helpers import checkpoint_of, given_process_group, refusal, rows
 from tests.lib.parity import FP64, SHAPE, Run, assemble, compare, rank_run
 from tests.lib.ranks import run_ranks
@@ -30,6 +32,7 @@ MISSPELT = {
     "data.document=3": "data.documents",
     "callbacks.loss_file.evry=3": "callbacks.loss_file.every",
     "callbacks.loss_fil.every=3": "callbacks.loss_file.every",
+    "model.spacng=3": "model.spacing",
 }
 
 
@@ -61,6 +64,16 @@ MESHES = {
     "pp tied": ["mesh.pp=2", "mesh.fsdp=2", "model.tie_word_embeddings=true", "train.micro_batch=2"],
 }
 STATE = ("row", "column")
+MOD = [*SHAPE, *FP64, PLUGIN, "model.attention=spaced", "model.spacing=4", "train.global_batch=8"]
+GROUPED = ["model.num_attention_heads=4", "model.num_key_value_heads=2", "model.hidden_size=32"]
+MOD_MESHES = {  # places in the whole model and sequence, however heads and tokens are cut
+    "tp, ring, packed": (4, ["mesh.tp=2", "mesh.cp=2", "data.pack=true", *GROUPED]),
+    "tp, ulysses, recompute": (4, ["mesh.tp=2", "mesh.cp=2", "cp.kind=ulysses", "recompute=selective"]),
+    "compiled, ring, window": (2, ["mesh.cp=2", "train.compile=true", "recompute=full", "model.model_type=mistral",
+                                   "model.sliding_window=5"]),
+    "compiled, tp": (2, ["mesh.tp=2", "train.compile=true", "recompute=selective"]),
+    "heads on every rank": (2, ["mesh.tp=2", "layout.rules.heads=null", "layout.rules.kv_heads=null"]),
+}  # fmt: skip
 
 
 def run_of(overrides: list[str]) -> tuple[Run, list[tuple]]:
@@ -95,6 +108,28 @@ def test_family_and_optimizer_on_a_mesh(name):
     want = assemble(run_ranks(run_of, 1, [*MODEL, *same, "train.micro_batch=8"]))
     assert {*STATE, "weight", "gradient"} == got.tensors.keys()
     compare(got, want, loss=1e-10, state=1e-9)
+
+
+def mod_run(overrides: list[str]) -> tuple[Run, list[tuple]]:
+    with importable():
+        return rank_run(overrides, "uneven")
+
+
+MODS_SAMPLED = "tp, ring, packed"
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == MODS_SAMPLED else pytest.param(n, marks=pytest.mark.full) for n in MOD_MESHES]
+)
+def test_attention_mod_on_a_mesh(name):
+    ranks, mesh = MOD_MESHES[name]
+    same = [o for o in mesh if o.startswith(("model.", "data."))]
+    got = assemble(run_ranks(mod_run, ranks, [*MOD, *mesh, "train.micro_batch=2"], timeout=300))
+    want = assemble(run_ranks(mod_run, 1, [*MOD, *same, "train.micro_batch=8"]))
+    compare(got, want, loss=1e-10, state=1e-9)
+    plain = [o for o in MOD if not o.startswith(("model.attention", "model.spacing"))]
+    without = assemble(run_ranks(mod_run, 1, [*plain, *same, "train.micro_batch=8"]))
+    assert abs(without.losses[0] - want.losses[0]) > 1e-4, "the mod changes nothing"
 
 
 @pytest.mark.full
@@ -214,6 +249,29 @@ def test_own_keys_are_typed(path):
 def test_misspelt_keys_name_the_near_miss(override):
     with pytest.raises(ConfigError, match=f"did you mean '{MISSPELT[override]}'"):
         load_config([*PARTS, override])
+
+
+def test_an_attention_mods_keys_are_typed_and_with_another_familys():
+    cfg = load_config([PLUGIN, "model=squared_relu", "model.attention=spaced", "model.spacing=5", "model.relu_power=3"])
+    assert (cfg.model.attention, cfg.model.spacing, cfg.model.relu_power) == ("spaced", 5, 3.0)
+    with pytest.raises(ConfigError, match=r"model\.spacing"):
+        load_config([PLUGIN, "model.attention=spaced", "model.spacing=wide"])
+    with pytest.raises(ConfigError, match=r"model\.spacing: Key 'spacing' not in"):
+        load_config([PLUGIN, "model.spacing=5"])
+    with pytest.raises(ConfigError, match=r"model\.attention=spacd: no such choice; did you mean 'spaced'\?"):
+        resolve(load_config([PLUGIN, "model.attention=spacd"]), 1)
+
+
+def test_config_json_names_the_attention_mod():
+    """transformers, which has no class for it, refuses it; ndtrain finds the mod and its keys again."""
+    m = resolve(load_config([PLUGIN, "model.attention=spaced", "model.spacing=5"]), 1).model
+    written = to_hf(m)
+    assert (written["model_type"], written["attention"], written["spacing"]) == ("ndtrain_llama", "spaced", 5)
+    read = from_hf(written)
+    assert (read.attention, read.spacing) == ("spaced", 5) and not unknown_fields(written)
+    assert "attention" not in to_hf(resolve(load_config([PLUGIN]), 1).model)
+    with pytest.raises(ConfigError, match=r"init_from: attention=sparse in config.json: no plugin registers it"):
+        from_hf({**written, "attention": "sparse"})
 
 
 def test_names_of_a_plugin_are_choices():

@@ -8,7 +8,7 @@ The backward of a tile needs only the merged output and log-sum-exp (Dao et al.,
 Shape legend: B batch, T time, S time of the keys, N query heads, K key/value heads, D head_dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,14 +19,16 @@ from torch.nn.attention import sdpa_kernel
 from ndtrain.model.attention.custom_op import AttentionOp, as_custom_op
 from ndtrain.model.attention.kernels import (
     GPU_KERNELS,
-    backward_tile,
+    Piece,
+    Pieces,
+    backward_piece,
     for_each_query_head,
-    forward_tile,
-    tiles_for,
+    forward_piece,
+    pieces_for,
     widened,
 )
 from ndtrain.model.attention.scores import Scores
-from ndtrain.model.attention.tiles import SequenceSlice, Tile
+from ndtrain.model.attention.tiles import SequenceSlice
 
 # (function that computes (output, log-sum-exp)) -> their values: it calls the function, or returns saved values
 Recall = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
@@ -35,16 +37,21 @@ Recall = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
 def local_core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
     """Softmax attention over the whole sequence on this device -> [B, T, N, D]. `ctx.scores` gives windows, biases and
     documents. Query head n uses the key/value head `n * K // N` (Ainslie et al., 2023, arXiv:2305.13245)."""
-    if torch.compiler.is_compiling() and not ctx.scores.plain:
+    if torch.compiler.is_compiling() and not _by_sdpa(ctx.scores):
         return as_custom_op(TILED, q_BTND, k_BTKD, v_BTKD, ctx.scores, ctx.handle)
     return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores)
 
 
 def attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None = None) -> Tensor:
     """`local_core` with explicit scores. The results of the kernels are passed through `recall`, if given."""
-    if recall is None and scores.plain:
+    if recall is None and _by_sdpa(scores):
         return _plain(*(x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD)), scores.kernel).transpose(1, 2)
     return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, recall)
+
+
+def _by_sdpa(scores: Scores) -> bool:
+    """Whether PyTorch's `scaled_dot_product_attention` computes it."""
+    return scores.plain and (scores.kernel is None or GPU_KERNELS[scores.kernel].backend is not None)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, kernel: str | None) -> Tensor:
@@ -60,31 +67,31 @@ class TiledAttention(AttentionOp):
     """Attention over a whole sequence, tile by tile."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        tiles = _tiles_of(q, scores)
-        if len(tiles) == 1:  # then the tile has all queries and keys
-            out, lse = forward_tile(q, k, v, tiles[0], scores)
+        pieces = _pieces_of(q, scores)
+        if len(pieces) == 1:  # then the piece has all queries and keys
+            out, lse = forward_piece(q, k, v, pieces[0], scores)
             return out.to(q.dtype), lse
         merged = Merged(q)
-        merged.attend(k, v, tiles, scores)
+        merged.attend(k, v, pieces, scores)
         return merged.result()
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores):
-        tiles = _tiles_of(q, scores)
-        if len(tiles) == 1:
-            return backward_tile(in_rows(grad), q, k, v, out, lse, tiles[0], scores)
+        pieces = _pieces_of(q, scores)
+        if len(pieces) == 1:
+            return backward_piece(in_rows(grad), q, k, v, out, lse, pieces[0], scores)
         dq, dk, dv = total_like(q), total_like(k), total_like(v)
-        add_gradients(grad, (q, k, v, out, lse), tiles, scores, dq, dk, dv)
+        add_gradients(grad, (q, k, v, out, lse), pieces, scores, dq, dk, dv)
         return dq, dk, dv
 
 
 TILED = TiledAttention()
 
 
-def _tiles_of(q: Tensor, scores: Scores) -> tuple[Tile, ...]:
-    """The tiles of the whole sequence of q [B, N, T, D]."""
+def _pieces_of(q: Tensor, scores: Scores) -> Pieces:
+    """The pieces of the whole sequence of q [B, N, T, D]."""
     length = q.shape[2]
     pieces = (SequenceSlice(0, length, 0, 1),)
-    return tiles_for(scores, pieces, pieces, length, q)
+    return pieces_for(scores, pieces, pieces, length, q)
 
 
 class _Tiled(torch.autograd.Function):
@@ -116,19 +123,19 @@ class Merged:
         self._out: Tensor | None = None  # [B, N, T, D] in fp32 or wider
         self._lse: Tensor | None = None  # [B, N, T] likewise
 
-    def attend(self, k: Tensor, v: Tensor, tiles: Sequence[Tile], scores: Scores) -> None:
-        """Adds the attention over the keys k and values v [B, K, S, D] that the tiles make visible."""
+    def attend(self, k: Tensor, v: Tensor, pieces: Pieces, scores: Scores) -> None:
+        """Adds the attention over the keys k and values v [B, K, S, D] that the pieces make visible."""
         fresh = self._out is None
-        for t in tiles:
-            out, lse = forward_tile(_at(self._q, t.rows, t.q), _at(k, t.rows, t.k), _at(v, t.rows, t.k), t, scores)
+        for t in pieces:
+            out, lse = forward_piece(_at(self._q, t.rows, t.q), _at(k, t.rows, t.k), _at(v, t.rows, t.k), t, scores)
             self._merge(t, out, lse, fresh and t.first)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(output [B, N, T, D] in the queries' precision, log-sum-exp [B, N, T])."""
         return self._out.to(self._q.dtype), self._lse
 
-    def _merge(self, t: Tile, out: Tensor, lse: Tensor, first: bool) -> None:
-        """Merges the results of a tile. `first`: they are the first for its queries."""
+    def _merge(self, t: Piece, out: Tensor, lse: Tensor, first: bool) -> None:
+        """Merges the results of a piece. `first`: they are the first for its queries."""
         out = out.to(widened(out.dtype))
         if self._out is None:
             if out.shape == self._q.shape:
@@ -141,31 +148,32 @@ class Merged:
             total_out.copy_(out)
             total_lse.copy_(lse)
         else:
-            total_out.lerp_(out, torch.sigmoid(lse - total_lse)[..., None])
+            weight = torch.sigmoid(lse - total_lse).masked_fill_(lse == -torch.inf, 0)  # -inf: no key is visible
+            total_out.lerp_(out, weight[..., None])
             torch.logaddexp(total_lse, lse, out=total_lse)
 
 
 def add_gradients(
     grad: Tensor,
     saved: tuple[Tensor, ...],
-    tiles: Sequence[Tile],
+    pieces: Pieces,
     scores: Scores,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Adds the gradients of the tiles to dq [B, N, T, D], dk and dv [B, K, S, D].
+    """Adds the gradients of the pieces to dq [B, N, T, D], dk and dv [B, K, S, D].
 
     Args:
         grad: gradient of the output, [B, N, T, D].
-        saved: q, k, v, output, log-sum-exp. The last two are over all keys of each query, not only those of the tiles.
+        saved: q, k, v, output, log-sum-exp. The last two are over all keys of each query, not only those of the pieces.
     """
     q, k, v, out, lse = saved
     grad = in_rows(grad)
-    for t in tiles:
+    for t in pieces:
         query = lambda x, t=t: _at(x, t.rows, t.q)
         key = lambda x, t=t: _at(x, t.rows, t.k)
-        parts = backward_tile(query(grad), query(q), key(k), key(v), query(out), lse[t.rows, :, t.q], t, scores)
+        parts = backward_piece(query(grad), query(q), key(k), key(v), query(out), lse[t.rows, :, t.q], t, scores)
         for total, part in zip((query(dq), key(dk), key(dv)), parts, strict=True):
             total.add_(part)
 

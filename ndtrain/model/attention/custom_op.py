@@ -7,7 +7,6 @@ looks up the `Scores` when it runs. (As Python values they would be constants of
 Shape legend: B batch, T time, N query heads, K key/value heads, D head_dim.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol
@@ -53,8 +52,8 @@ def as_custom_op(
     attention: "AttentionOp", q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, handle: Tensor
 ) -> Tensor:
     """The output [B, T, N, D] of an attention, in a graph that is being compiled. When the graph runs, the scores are
-    those of `handle`; only the slopes are taken from `scores`."""
-    return _attend(q_BTND, k_BTKD, v_BTKD, handle, attention.number, scores.slopes)[0]
+    those of `handle`; only the first head is taken from `scores`."""
+    return _attend(q_BTND, k_BTKD, v_BTKD, handle, attention.number, scores.first_head)[0]
 
 
 class AttentionOp:
@@ -68,9 +67,9 @@ class AttentionOp:
         self.number = _register(self)
 
 
-def _scores(handle: Tensor, slopes: Sequence[float] | None) -> Scores:
-    """The scores of a handle, with these slopes."""
-    return replace(_registry[handle.item()], slopes=None if slopes is None else tuple(slopes))
+def _scores(handle: Tensor, first_head: int) -> Scores:
+    """The scores of a handle, with this first head."""
+    return replace(_registry[handle.item()], first_head=first_head)
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -80,15 +79,15 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 @torch.library.custom_op("ndtrain::attend", mutates_args=())
 def _attend(
-    q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, handle: Tensor, number: int, slopes: Sequence[float] | None
+    q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, handle: Tensor, number: int, first_head: int
 ) -> tuple[Tensor, Tensor]:
     """(output [B, T, N, D], log-sum-exp [B, N, T]), both contiguous and in their own memory."""
-    out, lse = _registry[number].forward(*_heads_first(q_BTND, k_BTKD, v_BTKD), _scores(handle, slopes))
+    out, lse = _registry[number].forward(*_heads_first(q_BTND, k_BTKD, v_BTKD), _scores(handle, first_head))
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
 @_attend.register_fake
-def _(q_BTND, k_BTKD, v_BTKD, handle, number, slopes):
+def _(q_BTND, k_BTKD, v_BTKD, handle, number, first_head):
     B, T, N, _ = q_BTND.shape
     wide = torch.promote_types(q_BTND.dtype, torch.float32)
     return q_BTND.new_empty(q_BTND.shape), q_BTND.new_empty(B, N, T, dtype=wide)
@@ -104,25 +103,25 @@ def _attend_backward(
     lse_BNT: Tensor,
     handle: Tensor,
     number: int,
-    slopes: Sequence[float] | None,
+    first_head: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, *saved = _heads_first(grad_BTND, q_BTND, k_BTKD, v_BTKD, out_BTND)
-    gradients = _registry[number].backward(grad, *saved, lse_BNT, _scores(handle, slopes))
+    gradients = _registry[number].backward(grad, *saved, lse_BNT, _scores(handle, first_head))
     return tuple(x.transpose(1, 2).to(q_BTND.dtype).contiguous() for x in gradients)
 
 
 @_attend_backward.register_fake
-def _(grad_BTND, q_BTND, k_BTKD, v_BTKD, out_BTND, lse_BNT, handle, number, slopes):
+def _(grad_BTND, q_BTND, k_BTKD, v_BTKD, out_BTND, lse_BNT, handle, number, first_head):
     return tuple(x.new_empty(x.shape) for x in (q_BTND, k_BTKD, v_BTKD))
 
 
 def _save_for_backward(ctx, inputs: tuple, output: tuple) -> None:
-    q_BTND, k_BTKD, v_BTKD, handle, ctx.number, ctx.slopes = inputs
+    q_BTND, k_BTKD, v_BTKD, handle, ctx.number, ctx.first_head = inputs
     ctx.save_for_backward(q_BTND, k_BTKD, v_BTKD, *output, handle)
 
 
 def _backward(ctx, grad_BTND: Tensor, _: Tensor | None):
-    gradients = _attend_backward(grad_BTND, *ctx.saved_tensors, ctx.number, ctx.slopes)
+    gradients = _attend_backward(grad_BTND, *ctx.saved_tensors, ctx.number, ctx.first_head)
     return *gradients, None, None, None
 
 

@@ -1,46 +1,72 @@
-"""The kernels that compute one tile of attention, forward and backward.
+"""The kernels that compute a piece of attention, forward and backward.
 
-Every kernel returns the log-sum-exp of the scores beside the output. Its backward takes the output and log-sum-exp over
-*all* keys. A GPU has several kernels (`GPU_KERNELS`). A run uses one of them, and `math`, which is written here, for
-tiles that the other does not support. No kernel makes the host wait for the device.
+A piece is a tile, or a call of a kernel that computes many tiles at once (`varlen.py`, `flex.py`). Every kernel returns
+the log-sum-exp of the scores beside the output. Its backward takes the output and log-sum-exp over *all* keys. A GPU
+has several kernels (`GPU_KERNELS`). A run uses one of them, and `math` (`math_kernel.py`) for tiles that the other does
+not support. No kernel makes the host wait for the device.
 
 Shape legend: B batch, T time, S time of the keys, N query heads, K key/value heads, D head_dim.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from ndtrain.model.attention.flex import FlexCall, flex_call
+from ndtrain.model.attention.math_kernel import Gradients, mask_of, math_backward, math_forward, widened
 from ndtrain.model.attention.scores import Scores
-from ndtrain.model.attention.tiles import BLOCK, Kind, Slices, Tile, tiles
+from ndtrain.model.attention.tiles import BLOCK, Kind, Slices, Tile, halves, tiles
+from ndtrain.model.attention.varlen import VarlenCall, varlen_calls
 
 aten = torch.ops.aten
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
+Piece = Tile | VarlenCall | FlexCall
+Pieces = tuple[Piece, ...]
 
 
-# ----------------------------------------------------------------------------------------------------------- one tile
+# ---------------------------------------------------------------------------------------------------------- one piece
 
 
-def tiles_for(scores: Scores, queries: Slices, keys: Slices, length: int, like: Tensor) -> tuple[Tile, ...]:
-    """The tiles for these scores, for queries with the device, precision and head size of `like`."""
-    materialised = scores.softcap is not None or scores.slopes is not None or not _configured(like, scores).runs(like)
-    return tiles(queries, keys, length, scores.documents, scores.window, BLOCK if materialised else None)
+def pieces_for(scores: Scores, queries: Slices, keys: Slices, length: int, like: Tensor) -> Pieces:
+    """The pieces for these scores, for queries as `like` [B, N, T, D]: its rows, device, precision and head size."""
+    return _piece_lists(scores, queries, keys, length, like, 1)[0]
 
 
-def forward_tile(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
+def half_pieces(scores: Scores, queries: Slices, keys: Slices, length: int, like: Tensor) -> tuple[Pieces, Pieces]:
+    """`pieces_for` in two lists, with about equal work where the kernel can be called for parts."""
+    return _piece_lists(scores, queries, keys, length, like, 2)
+
+
+def _piece_lists(scores: Scores, queries: Slices, keys: Slices, length: int, like: Tensor, parts: int):
+    kernel, packed = _configured(like, scores), scores.documents is not None or scores.window is not None
+    runs = kernel.runs(like)
+    if runs and kernel.whole:
+        return ((flex_call(scores, queries, keys, length, like),), ())
+    if runs and kernel.varlen and packed and not scores.changed:
+        return varlen_calls(
+            queries, keys, length, scores.documents, scores.window, like.shape[0], like.device, parts
+        )  # fmt: skip
+    block = BLOCK if scores.changed or not runs else None
+    all_tiles = tiles(queries, keys, length, scores.documents, scores.window, block)
+    return (all_tiles,) if parts == 1 else halves(all_tiles)
+
+
+def forward_piece(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scores: Scores) -> tuple[Tensor, Tensor]:
     """Attention of q [B, N, T, D] over k, v [B, K, S, D]: (output [B, N, T, D], log-sum-exp [B, N, T])."""
-    return _kernel_for(q, t, scores).forward(q, k, v, t, scores)
+    if isinstance(piece, Tile):
+        return _kernel_for(q, piece, scores).forward(q, k, v, piece, scores)
+    return piece.forward(q, k, v, scores)
 
 
-def backward_tile(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, t: Tile, scores: Scores
+def backward_piece(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece, scores: Scores
 ) -> Gradients:
-    """(dq, dk, dv) of the tile. `out` and `lse` are over all keys."""
-    return _kernel_for(q, t, scores).backward(grad, q, k, v, out, lse, t, scores)
+    """(dq, dk, dv) of the piece. `out` and `lse` are over all keys."""
+    if isinstance(piece, Tile):
+        return _kernel_for(q, piece, scores).backward(grad, q, k, v, out, lse, piece, scores)
+    return piece.backward(grad, q, k, v, out, lse, scores)
 
 
 class Kernel(NamedTuple):
@@ -51,6 +77,8 @@ class Kernel(NamedTuple):
         dtypes: the precisions that it supports.
         masks: whether it supports tiles with a mask, and biases.
         shares_heads: whether it supports more query heads than key/value heads.
+        varlen: whether one call computes documents and windows (`varlen.py`).
+        whole: whether one call computes all scores of two shards (`flex.py`), and not tiles.
         backend: its name in `torch.nn.functional.scaled_dot_product_attention`; None: it has none.
     """
 
@@ -59,6 +87,8 @@ class Kernel(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     masks: bool
     shares_heads: bool = True
+    varlen: bool = False
+    whole: bool = False
     backend: SDPBackend | None = None
 
     def runs(self, q: Tensor) -> bool:
@@ -68,7 +98,7 @@ class Kernel(NamedTuple):
     def takes(self, q: Tensor, t: Tile, scores: Scores) -> bool:
         """Whether it supports this tile with these scores."""
         bare = t.kind is not Kind.BAND and scores.slopes is None
-        return self.runs(q) and scores.softcap is None and (self.masks or bare)
+        return self.runs(q) and scores.softcap is None and scores.mod is None and (self.masks or bare)
 
 
 def _kernel_for(q: Tensor, t: Tile, scores: Scores) -> Kernel:
@@ -85,14 +115,14 @@ def _configured(q: Tensor, scores: Scores) -> Kernel:
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
-    mask, causal = _mask_of(q, t, scores)
+    mask, causal = mask_of(q, t, scores)
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
 
 
 def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, t: Tile, scores: Scores
 ) -> Gradients:
-    mask, causal = _mask_of(q, t, scores)
+    mask, causal = mask_of(q, t, scores)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask
     )
@@ -112,7 +142,6 @@ def _flash_backward(
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
-    k, v = for_each_query_head(q, k, v)
     causal = t.kind is Kind.CAUSAL
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
     return out, lse.view(q.shape[:-1])  # cuDNN returns [B, N, T, 1]
@@ -121,13 +150,11 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> 
 def _cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, t: Tile, scores: Scores
 ) -> Gradients:
-    wide_k, wide_v = for_each_query_head(q, k, v)
     none = torch.zeros((), dtype=torch.int64, device=q.device)
-    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, wide_k, wide_v, out, lse.contiguous()[..., None], none, none, None, None, None, q.shape[2],
-        k.shape[2], 0.0, t.kind is Kind.CAUSAL,
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse.contiguous()[..., None], none, none, None, None, None, q.shape[2], k.shape[2], 0.0,
+        t.kind is Kind.CAUSAL,
     )  # fmt: skip
-    return dq, *_over_query_heads(k, dk, dv)
 
 
 _LSE_ROWS = 32  # the efficient kernels pad the log-sum-exp to a multiple of this number of queries
@@ -166,96 +193,17 @@ def _over_query_heads(k: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=widened(x.dtype)) for x in gradients)
 
 
-# ------------------------------------------------------------------------------------------------- masks and biases
-
-
-def _mask_of(q: Tensor, t: Tile, scores: Scores) -> tuple[Tensor | None, bool]:
-    """(additive mask or None, whether PyTorch's kernel masks causally)."""
-    if t.kind is not Kind.BAND and scores.slopes is None:
-        return None, t.kind is Kind.CAUSAL
-    bias = _bias(q, t, scores)
-    return bias.expand(1, *bias.shape[-3:]), False
-
-
-def _bias(q: Tensor, t: Tile, scores: Scores) -> Tensor:
-    """The additive bias of the scores [N or 1, T, S]: the ALiBi term, and -inf for masked pairs."""
-    m, n = t.shape
-    wide = widened(q.dtype)
-    back_TS = torch.arange(m, device=q.device)[:, None] - torch.arange(n, device=q.device)
-    if scores.slopes is None:
-        bias = q.new_zeros(1, m, n, dtype=wide)
-    else:
-        bias = -_on_device(scores.slopes, wide, q.device)[:, None, None] * (t.distance + t.stride * back_TS)
-    if t.kind is not Kind.FULL:
-        bias.masked_fill_((back_TS < -t.high) | (back_TS > -t.low), -torch.inf)
-    return bias
-
-
-@lru_cache(maxsize=64)  # each copy from host memory makes the host wait for the device
-def _on_device(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(slopes, dtype=dtype, device=device)
-
-
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """The precision of sums: fp32 or wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-# --------------------------------------------------------------------------------------------------- plain arithmetic
-
-
-def _math_scores(q: Tensor, k: Tensor, t: Tile, scores: Scores) -> tuple[Tensor, Tensor | None]:
-    """(scores [B, N, T, S] in fp32 or wider, the tanh of the softcap or None)."""
-    wide = widened(q.dtype)
-    s = _by_kv_head(q.to(wide), k) @ k.to(wide).mT
-    s = s.view(*q.shape[:-1], -1).mul_(q.shape[-1] ** -0.5)
-    tanh = None
-    if scores.softcap is not None:
-        tanh = s.div_(scores.softcap).tanh_()
-        s = tanh * scores.softcap
-    if t.kind is not Kind.FULL or scores.slopes is not None:
-        s.add_(_bias(q, t, scores))
-    return s, tanh
-
-
-def _math_forward(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
-    s, _ = _math_scores(q, k, t, scores)
-    lse = s.logsumexp(-1)
-    p = s.sub_(lse[..., None]).exp_()
-    return (_by_kv_head(p, k) @ v.to(p.dtype)).view_as(q), lse
-
-
-def _math_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, t: Tile, scores: Scores
-) -> Gradients:
-    s, tanh = _math_scores(q, k, t, scores)
-    p = s.sub_(lse[..., None]).exp_()
-    wide, scale = p.dtype, q.shape[-1] ** -0.5
-    grad, k_wide, q_wide = grad.to(wide), k.to(wide), q.to(wide)
-    delta = (grad * out.to(wide)).sum(-1, keepdim=True)
-    dv = _by_kv_head(p, k).mT @ _by_kv_head(grad, k)
-    ds = (_by_kv_head(grad, k) @ v.to(wide).mT).view_as(p).sub_(delta).mul_(p)
-    if tanh is not None:
-        ds.mul_(tanh.square_().neg_().add_(1))
-    ds = _by_kv_head(ds.mul_(scale), k)
-    return (ds @ k_wide).view_as(q), ds.mT @ _by_kv_head(q_wide, k), dv
-
-
-def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
-    """[B, N, T, *] -> [B, K, N/K * T, *]: the queries of a key/value head as rows of one matrix."""
-    B, N, T, _ = x.shape
-    return x.reshape(B, k.shape[1], N // k.shape[1] * T, x.shape[-1])
-
-
 # -------------------------------------------------------------------------------------------------------- the tables
 
 _HALF = (torch.bfloat16, torch.float16)
 _ANY = (*_HALF, torch.float32, torch.float64)
 _CPU = Kernel(_cpu_forward, _cpu_backward, _ANY, masks=True)
 # It supports every tile, but materialises its scores. Without dtypes, `tiles_for` makes the tiles small.
-_MATH = Kernel(_math_forward, _math_backward, (), masks=True, backend=SDPBackend.MATH)
+_MATH = Kernel(math_forward, math_backward, (), masks=True, backend=SDPBackend.MATH)
 GPU_KERNELS = {
-    "flash": Kernel(_flash_forward, _flash_backward, _HALF, masks=False, backend=SDPBackend.FLASH_ATTENTION),
+    "flash": Kernel(
+        _flash_forward, _flash_backward, _HALF, masks=False, varlen=True, backend=SDPBackend.FLASH_ATTENTION
+    ),
     "cudnn": Kernel(_cudnn_forward, _cudnn_backward, _HALF, masks=False, backend=SDPBackend.CUDNN_ATTENTION),
     "efficient": Kernel(
         _efficient_forward,
@@ -265,5 +213,6 @@ GPU_KERNELS = {
         shares_heads=False,
         backend=SDPBackend.EFFICIENT_ATTENTION,
     ),
+    "flex": Kernel(math_forward, math_backward, (*_HALF, torch.float32), masks=True, whole=True),
     "math": _MATH,
 }

@@ -45,7 +45,8 @@ class Tile(NamedTuple):
         q, k: local tokens of the queries and the keys.
         low, high: query i sees key j iff low <= j - i <= high, both counted from 0 in the tile.
         distance: position of the first query minus that of the first key in the sequence.
-        stride: stride of both. Like `distance` it is valid only for tiles made with `block`.
+        stride: stride of both.
+        start: position of the first query. Like `distance` and `stride` it is valid only for tiles made with `block`.
         first: whether no earlier tile of the list has any of its queries.
     """
 
@@ -57,6 +58,7 @@ class Tile(NamedTuple):
     high: int
     distance: int
     stride: int
+    start: int
     first: bool = False
 
     @property
@@ -81,15 +83,23 @@ def tiles(
         window: number of keys that a query sees, including its own; None: no limit.
         block: largest number of queries and of keys in a tile; None: no limit.
     """
-    own = queries == keys and window is None and block is None
     all_tiles: list[Tile] = []
-    for rows, first, end in _intervals(documents, length):
-        seen, held = _within(queries, first, end), _within(keys, first, end)
-        if own:  # local order is the order in the sequence, so the local tokens are causal among themselves
-            seen = held = _concatenated(seen)
-        pairs = [t for q in seen for k in held for t in _tiles_of_pair(rows, q, k, window, block)]
-        all_tiles += pairs if block or window is not None else _merged(pairs)
+    for pairs in _pairs(queries, keys, length, documents, merge=window is None and block is None):
+        of_document = [t for rows, q, k in pairs for t in _tiles_of_pair(rows, q, k, window, block)]
+        all_tiles += of_document if block or window is not None else _merged(of_document)
     return _with_first(all_tiles, queries)
+
+
+@lru_cache(maxsize=1024)
+def bands(
+    queries: Slices, keys: Slices, length: int, documents: Documents = None, window: int | None = None
+) -> tuple[Tile, ...]:
+    """As `tiles`, with one tile for each document of two slices: a window and a diagonal split none."""
+    all_bands: list[Tile] = []
+    for pairs in _pairs(queries, keys, length, documents, merge=window is None):
+        of_document = [t for rows, q, k in pairs for t in _band_of_pair(rows, q, k, window)]
+        all_bands += _merged(of_document) if window is None else of_document
+    return _with_first(all_bands, queries)
 
 
 def work(tiles: Sequence[Tile]) -> int:
@@ -121,13 +131,29 @@ def _split(t: Tile) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
     n, middle = t.shape[0], t.shape[0] // 2
     part = lambda i0, i1, j0, j1: _tile(
         t.rows,
-        SequenceSlice(t.q.start, n, t.distance, t.stride),
-        SequenceSlice(t.k.start, n, 0, t.stride),
+        SequenceSlice(t.q.start, n, t.start, t.stride),
+        SequenceSlice(t.k.start, n, t.start - t.distance, t.stride),
         1 - n,
         0,
         (i0, i1, j0, j1),
     )
     return (part(middle, n, 0, middle),), (part(0, middle, 0, middle), part(middle, n, middle, n))
+
+
+def _pairs(
+    queries: Slices, keys: Slices, length: int, documents: Documents, merge: bool
+) -> Iterator[list[tuple[slice, SequenceSlice, SequenceSlice]]]:
+    """Yields for each document the pairs of a slice of its queries and one of its keys, with their rows.
+
+    Args:
+        merge: whether the slices of one shard may be made one, whose positions are not valid.
+    """
+    own = merge and queries == keys
+    for rows, first, end in _intervals(documents, length):
+        seen, held = _within(queries, first, end), _within(keys, first, end)
+        if own:  # local order is the order in the sequence, so the local tokens are causal among themselves
+            seen = held = _concatenated(seen)
+        yield [(rows, q, k) for q in seen for k in held]
 
 
 def _intervals(documents: Documents, length: int) -> Iterator[tuple[slice, int, int]]:
@@ -160,11 +186,7 @@ def _tiles_of_pair(
     rows: slice, q: SequenceSlice, k: SequenceSlice, window: int | None, block: tuple[int, int] | None
 ) -> list[Tile]:
     """The tiles of the queries of one slice and the keys of another."""
-    distance = q.first - k.first
-    high = distance // q.stride
-    low = 1 - q.count  # the smallest j - i
-    if window is not None:
-        low = max(low, 1 - _ceil_div(window - distance, q.stride))
+    low, high = _bounds(q, k, window)
     if low > high:  # no key is in the window, which can happen with a stride
         return []
     if block is None and low == 1 - q.count:
@@ -172,6 +194,27 @@ def _tiles_of_pair(
     else:
         rectangles = _band_rectangles(q.count, k.count, low, high, block or (BLOCK[0], k.count))
     return [_tile(rows, q, k, low, high, r) for r in rectangles]
+
+
+def _band_of_pair(rows: slice, q: SequenceSlice, k: SequenceSlice, window: int | None) -> list[Tile]:
+    """The tile of all visible pairs, where there are any: without queries and keys at its ends that see nothing."""
+    low, high = _bounds(q, k, window)
+    top, bottom = max(0, -high), min(q.count, k.count - low)
+    left, right = max(0, top + low), min(k.count, bottom + high)
+    return (
+        [_tile(rows, q, k, low, high, (top, bottom, left, right))]
+        if low <= high and top < bottom and left < right
+        else []
+    )
+
+
+def _bounds(q: SequenceSlice, k: SequenceSlice, window: int | None) -> tuple[int, int]:
+    """(low, high) of the band that the queries of one slice see of the keys of another."""
+    distance = q.first - k.first
+    low = 1 - q.count  # the smallest j - i
+    if window is not None:
+        low = max(low, 1 - _ceil_div(window - distance, q.stride))
+    return low, distance // q.stride
 
 
 def _tile(rows: slice, q: SequenceSlice, k: SequenceSlice, low: int, high: int, rectangle: Rectangle) -> Tile:
@@ -185,7 +228,7 @@ def _tile(rows: slice, q: SequenceSlice, k: SequenceSlice, low: int, high: int, 
         kind = Kind.CAUSAL if unbounded and high == 0 and i1 - i0 == j1 - j0 else Kind.BAND
     distance = q.first - k.first + q.stride * (i0 - j0)
     queries, keys = slice(q.start + i0, q.start + i1), slice(k.start + j0, k.start + j1)
-    return Tile(rows, queries, keys, kind, low, high, distance, q.stride)
+    return Tile(rows, queries, keys, kind, low, high, distance, q.stride, q.first + q.stride * i0)
 
 
 def _causal_rectangles(m: int, n: int, high: int) -> Iterator[Rectangle]:

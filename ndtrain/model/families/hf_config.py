@@ -5,10 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from ndtrain.config import ConfigError, ModelConfig
-from ndtrain.config.registry import config_of
+from ndtrain.config.registry import config_of, joined, names
 from ndtrain.model.families import family_of
 from ndtrain.model.families.family import Family
-from ndtrain.model.families.hf_fields import EXTRAS, OWN, SAME, check_fields, is_number, read_family, refusal
+from ndtrain.model.families.hf_fields import (
+    EXTRAS,
+    OWN,
+    SAME,
+    check_fields,
+    is_number,
+    mod_fields,
+    read_family,
+    refusal,
+)
 
 _SLIDES, _FULL = "sliding_attention", "full_attention"
 # kinds of RoPE -> the numbers each needs
@@ -27,7 +36,7 @@ def to_hf(m: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": ["NdtrainForCausalLM" if extras else family.causal_lm],
         "model_type": OWN * bool(extras) + m.model_type,
-        **{key: getattr(m, key) for key in (*SAME, *family.fields)},
+        **{key: getattr(m, key) for key in (*SAME, *family.fields, *mod_fields(m.attention))},
         "hidden_act": "silu",
         "rope_theta": m.rope_theta,
         "rope_scaling": scaling,
@@ -60,7 +69,11 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
     family, own = read_family(config)
     given = {**family.defaults, **config}
     check_fields(given, family, own)
-    known = {key: given[key] for key in (*SAME, *EXTRAS, *family.fields) if given.get(key) is not None}
+    mod = given.get("attention")
+    if mod is not None and mod not in names("attention_mod"):
+        raise refusal(given, "attention", "no plugin registers it: name its module, plugins=[my_package.my_module]")
+    fields = (*SAME, *EXTRAS, *family.fields, *mod_fields(mod))
+    known = {key: given[key] for key in fields if given.get(key) is not None}
     heads = known["num_attention_heads"]
     known.setdefault("num_key_value_heads", heads)
     if "head_dim" not in known:
@@ -69,7 +82,8 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
         known["head_dim"] = known["hidden_size"] // heads
     theta, scaling = _rope(given)
     window = _window(given, family)
-    made = config_of("family", family.model_type) or ModelConfig
+    parts = [config_of("family", family.model_type), mod and config_of("attention_mod", mod)]
+    made = joined([config for config in parts if config] or [ModelConfig])
     return made(
         name=name,
         model_type=family.model_type,

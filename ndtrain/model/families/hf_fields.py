@@ -9,11 +9,11 @@ from dataclasses import fields
 from typing import Any
 
 from ndtrain.config import ConfigError, ModelConfig
-from ndtrain.config.registry import get, names
+from ndtrain.config.registry import get, names, own_keys
 from ndtrain.model.families.family import Family
 
 OWN = "ndtrain_"  # before the model_type of what transformers has no class for, lest it load it as something else
-EXTRAS = ("attn_logit_softcapping", "alibi")  # what makes a model such a one
+EXTRAS = ("attn_logit_softcapping", "alibi", "attention")  # what makes a model such a one
 # what both sides name alike; `name` is ours alone, RoPE is written in both of transformers' spellings
 _DIFFERENT = ("name", "model_type", "rope_theta", "rope_scaling", "sliding_window", *EXTRAS)
 SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _DIFFERENT)
@@ -127,8 +127,13 @@ def unknown_fields(config: dict[str, Any]) -> list[str]:
     """The fields of a config.json that say something and that ndtrain neither reads nor knows to be harmless."""
     kind = str(config.get("model_type")).removeprefix(OWN)
     own = get("family", kind).fields if kind in names("family") else ()
-    known = _READ | _PASSED | _NEUTRAL.keys() | {*own}
+    known = _READ | _PASSED | _NEUTRAL.keys() | {*own, *mod_fields(config.get("attention"))}
     return [k for k, v in config.items() if k not in known and not k.startswith("_") and not _says_nothing(v)]
+
+
+def mod_fields(attention: str | None) -> list[str]:
+    """The fields that a loaded plugin's attention mod adds to config.json."""
+    return own_keys("attention_mod", attention) if attention in names("attention_mod") else []
 
 
 def _says_nothing(value: Any) -> bool:

@@ -14,10 +14,12 @@ from ndtrain.config import DataConfig, ModelConfig, OptimConfig
 from ndtrain.data import Corpus, IterableCorpus
 from ndtrain.engine.callbacks import Callback
 from ndtrain.engine.train_step import StepReport
+from ndtrain.model.attention import AttentionMod
 from ndtrain.model.block import Block, Weights
 from ndtrain.model.families import Family
 from ndtrain.optim import OptimTensor, PerTensorOptimizer, StateSpec
 from ndtrain.plugins import (
+    register_attention_mod,
     register_callback,
     register_family,
     register_lr_schedule,
@@ -58,6 +60,31 @@ class SquaredReluBlock(Block):
 register_family(
     Family("squared_relu", "SquaredRelu", block=SquaredReluBlock, fields=("relu_power",)), config=SquaredReluConfig
 )
+
+# ----------------------------------------------------------------------------------------------------- attention scores
+
+
+@dataclass
+class SpacedConfig(ModelConfig):
+    """Keys of `model` beside the usual ones, written to config.json."""
+
+    spacing: int = 3
+
+
+@register_attention_mod("spaced", config=SpacedConfig)
+def spaced(m: SpacedConfig) -> AttentionMod:
+    """Heads of odd number see the last `spacing` tokens and every `spacing`-th one before (Child et al., 2019,
+    arXiv:1904.10509). Scores fall with the logarithm of the distance, by a slope that differs from head to head."""
+
+    def score(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score - 0.1 * (head + 1) * torch.log1p((query - key).clamp(min=0).to(score.dtype))
+
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = query - key
+        return (head % 2 == 0) | (distance < m.spacing) | (distance % m.spacing == 0)
+
+    return AttentionMod(score, mask)
+
 
 # --------------------------------------------------------------------------------------------------------- an optimizer
 
