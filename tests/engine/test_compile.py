@@ -4,13 +4,17 @@ from functools import partial, partialmethod
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch._dynamo import lookup_backend
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import Evaluation, TrainingStep
+from ndtrain.model.block import linear
 from ndtrain.parallel.build import build_stages, initialise
+from ndtrain.parallel.fused_grad_accumulation import MatmulImpl
 from tests.lib.parity import FP64, compare, make_batches, train
 from tests.lib.ranks import run_ranks
 from tests.parallel.test_parity_tp_cp import MODEL, error
@@ -78,6 +82,42 @@ def test_all_blocks_are_one_graph(name):
     for graphs, breaks in run_ranks(count_graphs, ranks, overrides, timeout=300):
         assert not breaks
         assert graphs[1:] == [2] * 4
+
+
+ONE_STEP = ["train.steps=1", "train.micro_batch=1", "train.seq_len=48"]  # no matrix has a side of 48
+
+
+def weight_gradients_in_graphs(overrides: list[str], by_autograd: bool) -> tuple[int, int]:
+    """(weight gradients that the blocks' backward graphs make or return, custom ops in them that accumulate some) of a
+    step. `by_autograd`: matmuls as autograd differentiates them."""
+    torch._dynamo.reset()
+    graphs = []
+    keep = lambda graph, inputs: graphs.append(graph) or make_boxed_func(graph.forward)
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=keep)
+    torch.compile = partial(torch.compile, backend="eager")  # the loss
+    torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend=backend)
+    if by_autograd:
+        MatmulImpl.in_graph = lambda self, x, weights, biases: linear(x, weights, biases)
+    cfg = resolve(load_config([*SMALL, COMPILE, *ONE_STEP, *overrides]), 1)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    matrices = [p.shape for model in stages.models.values() for p in model.parameters() if p.ndim == 2]
+    shapes = {shape for m, n in matrices for shape in ((m, n), (n, m))}
+    TrainingStep(cfg, mesh, stages).run(1, make_batches(cfg, mesh, 1, "none")).wait()
+    nodes = [node for graph in graphs for node in graph.graph.nodes]
+    made = [n for n in nodes if n.target is torch.ops.aten.mm.default and tuple(n.meta["val"].shape) in shapes]
+    ops = [n for n in nodes if "linear_backward" in str(n.target)]
+    return len(made), len(ops)
+
+
+@pytest.mark.parametrize("overrides", [["precision.compute=bf16"], pytest.param([*FP8], marks=pytest.mark.full)])
+def test_no_weight_gradient_is_made_in_a_graph(overrides):
+    """Each is added to its buffer by one of the four custom ops of a block. Of the graphs that autograd makes, the same
+    count finds all seven of a block, so it can fail."""
+    assert run_ranks(weight_gradients_in_graphs, 1, overrides, False) == [(0, 4)]
+    if overrides == ["precision.compute=bf16"]:
+        assert run_ranks(weight_gradients_in_graphs, 1, overrides, True) == [(7, 0)]
 
 
 SELECTIVE = ["recompute=selective"]
