@@ -14,6 +14,7 @@ from ndtrain.bench.rounds import BlockOptions
 from ndtrain.bench.training import QueuedSteps, timed
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.parallel.compile_choice import compiles
 from ndtrain.profiling.profile import name_fused_kernels, record
 
 GIB = 2**30
@@ -78,7 +79,7 @@ def config_of(options: Options, overrides: Sequence[str]) -> Config:
 def measure(rank: int, options: Options, cfg: Config, device: str) -> dict[str, Any]:
     """Measures one case; runs in each rank's process."""
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
-    if options.profile and cfg.train.compile:
+    if options.profile and compiles(cfg, mesh.device):
         name_fused_kernels()
     return timed(cfg, mesh, ["ours"], options, profiled if options.profile else None)
 

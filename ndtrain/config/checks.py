@@ -13,7 +13,7 @@ from ndtrain.config.data_checks import check_data
 from ndtrain.config.lengths import check_positions, fit_warmup
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.mesh_checks import check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
-from ndtrain.config.schema import Config, ConfigError, ModelConfig, require
+from ndtrain.config.schema import Config, ConfigError, ModelConfig, require, written
 
 
 def resolve(cfg: Config, world_size: int) -> Config:
@@ -59,7 +59,8 @@ def _check_field(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
         part = metadata["part"]
         known = list(dict.fromkeys((*metadata["choices"], *(registry.names(part) if part else ()))))
         for one in value if metadata["several"] and isinstance(value, list) else [value]:
-            require(one in known, f"{key}={one}: no such choice; {near(str(one), known)}known: {', '.join(known)}")
+            text = written(one)
+            require(text in known, f"{key}={text}: no such choice; {near(str(text), known)}known: {', '.join(known)}")
     if "least" in metadata:
         least = metadata["least"]
         require(value is None or value >= least, f"{key}={value}: must be at least {least}")

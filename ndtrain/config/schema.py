@@ -39,6 +39,11 @@ def require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def written(value: bool | str) -> str:
+    """The value as it is written in YAML and on the command line."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
 Value = TypeVar("Value")
 
 
@@ -155,7 +160,8 @@ class TrainConfig(Section):
     # sequences per forward per rank; null: its whole share, with pp a part of it
     micro_batch: int | None = at_least(1, None)
     loss_chunk: int = at_least(1, 1024)  # tokens whose logits exist at one time
-    compile: bool = False
+    # the blocks and the loss; auto: on a GPU with Triton, and in a long run on a CPU with a C++ compiler
+    compile: bool | str = choice("auto", "auto", "true", "false")
     log_every: int = at_least(1, 1)
     eval_every: int = at_least(0, 0)  # steps between losses over the whole validation split; 0: never
     sample_every: int = at_least(0, 0)  # steps between texts that the model writes; 0: never
@@ -166,6 +172,11 @@ class TrainConfig(Section):
     max_skipped: int = at_least(1, 10)
     trace: bool = False  # one step's timeline, measured and predicted, into the run folder
     profile: str | None = None  # a step, 10, or steps, 10-12: PyTorch's profile of them into the run folder
+
+    @property
+    def compile_asked(self) -> bool | None:
+        """What `compile` says; None: auto. Whether the run compiles is `compile_choice.choose_compile`'s to say."""
+        return {"true": True, "false": False}.get(written(self.compile))
 
     @property
     def profiled(self) -> range:

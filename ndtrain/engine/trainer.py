@@ -276,8 +276,8 @@ class Trainer:
             f"mesh {sizes}, {self._pipeline()}zero={cfg.mesh.zero}, {cfg.precision.compute} on {mesh.device.type}, "
             f"{origin}; run folder {cfg.run.dir}"
         )
-        if self.stages.attention:
-            self.note(self.stages.attention)
+        for line in self.stages.notes:
+            self.note(line)
         now = order_of(cfg, self.data)
         changed = [key for key, value in now.items() if self.state.order.get(key) != value]
         if changed:

@@ -16,7 +16,9 @@ from ndtrain.distributed.sharding import DATA_AXES, TENSOR_AXIS, Dim, FlatLayout
 from ndtrain.model import Ops, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.init import Draw, fill_all, standard_normal
+from ndtrain.model.loss import compiled_cross_entropy, cross_entropy
 from ndtrain.model.transformer import EMBED, fused_names, unit_of
+from ndtrain.parallel.compile_choice import choose_compile
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8, prepare_compile
 from ndtrain.parallel.fsdp import ShardedUnits
@@ -127,11 +129,12 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     """
     placement = Placement.of(cfg)
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
-    in_graph = _linear_in_graph(cfg, placement)
+    trains, plan = plan is None, plan or state_plan(cfg)
+    compiled, compile_note = choose_compile(cfg, mesh, trains)
+    in_graph = compiled and _linear_in_graph(cfg, placement)
     accumulator = GradAccumulator()
     models = _models(cfg, placement, mesh.coords["pp"])
     names = _check_declared(models.values(), layouts)
-    trains, plan = plan is None, plan or state_plan(cfg)
     _make_process_groups(layouts, mesh, plan)
     units = ShardedUnits(
         flat_layouts(layouts, names),
@@ -140,7 +143,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
         TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in layouts.tp_replica_counts(names)}),
         TiedReducer(mesh, placement.pp_coords(cfg.model)[EMBED]),
         accumulator=accumulator,
-        by_autograd=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
+        in_graph=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
         fused_names=fused_names(cfg.model),
     )
     if not plan.sharded_spec:
@@ -152,12 +155,13 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
             op_names[parameter] = op_of(name)
     saved_ops = SavedOps(op_names)
     fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
-    ops = _ops(cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, in_graph)
+    ops = _ops(cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, compiled, in_graph)
     kernel, attention = choose_kernel(cfg, mesh, plan.compute) if mesh.device.type == "cuda" else (None, "")
     for model in models.values():
-        _complete(model, units, ops, kernel, cfg.train.compile)
+        _complete(model, units, ops, kernel, compiled)
     segments = {s: m.segments() for s, m in models.items()}
-    stages = Stages(models, segments, units, layouts, placement, saved_ops, attention)
+    notes = [note for note in (attention, compile_note) if note]
+    stages = Stages(models, segments, units, layouts, placement, saved_ops, notes)
     if trains:
         stages.recompute = _plan_recompute(cfg, mesh, stages)
     return stages
@@ -184,15 +188,14 @@ def _plan_recompute(cfg: Config, mesh: Mesh, stages: Stages) -> RecomputePlan:
         groups += plan_recompute(of_stage, cfg.recompute, always, choice[at : at + len(of_stage)])
         blocks += of_stage
         at += len(of_stage)
-    return RecomputePlan(groups, skipped_ops(blocks, groups, compiled=bool(stages.units.by_autograd)))
+    return RecomputePlan(groups, skipped_ops(blocks, groups, compiled=bool(stages.units.in_graph)))
 
 
 def _linear_in_graph(cfg: Config, placement: Placement) -> bool:
-    """Whether the blocks' matmuls are part of compiled graphs. A compiled graph writes no gradient past autograd,
-    defers none, saves no result for a recompute and sends no message, so configurations that need one of these are
-    excluded."""
+    """Whether the matmuls of compiled blocks are part of their graphs. A compiled graph defers no gradient, saves no
+    result for a recompute and sends no message, so configurations that need one of these are excluded."""
     outside_graph = cfg.mesh.tp > 1, needs_saved_ops(cfg), placement.schedule.splits_backward
-    return cfg.train.compile and not any(outside_graph)
+    return not any(outside_graph)
 
 
 def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer]:
@@ -211,15 +214,17 @@ def _ops(
     accumulator: GradAccumulator,
     saved_ops: SavedOps,
     fused_weights: dict[nn.Parameter, FusedWeights],
+    compiled: bool,
     in_graph: bool,
 ) -> Ops:
     """The model's ops on this mesh: cp replaces the attention core, tp the ops with weights.
 
     Args:
+        compiled: whether blocks and loss are compiled.
         in_graph: whether matmuls are part of compiled graphs.
     """
-    matmul, compiled = _matmul_impl(cfg, mesh), cfg.train.compile
-    ops = fused_ops(accumulator, saved_ops, matmul, fused_weights)
+    matmul, loss = _matmul_impl(cfg, mesh, compiled), compiled_cross_entropy() if compiled else cross_entropy
+    ops = fused_ops(accumulator, saved_ops, matmul, fused_weights, loss)
     if compiled:
         outside = torch.compiler.disable
         core = outside(ops.core) if needs_saved_ops(cfg) else local_core
@@ -230,14 +235,14 @@ def _ops(
         )
     if cfg.mesh.tp > 1:
         tensor_parallel = TensorParallel(
-            parameter_layouts, accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights,
+            parameter_layouts, accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights, loss,
             shards_heads=cfg.layout.rules.get("heads") == "tp",
         )  # fmt: skip
         ops = tensor_parallel.over(ops, compiled)
     return ops
 
 
-def _matmul_impl(cfg: Config, mesh: Mesh) -> MatmulImpl:
+def _matmul_impl(cfg: Config, mesh: Mesh, compiled: bool) -> MatmulImpl:
     """The implementation of the blocks' matmuls."""
     if cfg.precision.compute != "fp8":
         return PLAIN_MATMUL
@@ -246,7 +251,7 @@ def _matmul_impl(cfg: Config, mesh: Mesh) -> MatmulImpl:
             f"precision.compute=fp8: {torch.cuda.get_device_name(mesh.device)} has no fp8 matmuls (compute capability "
             "8.9 and up has): compute in bf16"
         )
-    if cfg.train.compile:
+    if compiled:
         prepare_compile()
     return Fp8Matmul()
 

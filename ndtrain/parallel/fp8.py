@@ -4,8 +4,7 @@
 |-----------------|---------------------------|-------------------------------------|
 | output          | x e4m3, w e4m3            | bf16                                |
 | input gradient  | dy e5m2, w e4m3           | bf16                                |
-| weight gradient | dy e5m2, x e4m3           | fp32, added to the flat buffer; in  |
-|                 |                           | compiled graphs bf16 for autograd   |
+| weight gradient | dy e5m2, x e4m3           | fp32, added to the flat buffer      |
 
 Each factor is cast when it is used, with a scale of its own from its largest magnitude then, on the device. Scales are
 powers of two, so they move the range and not the digits: an element well inside the range becomes the same number under
@@ -16,12 +15,13 @@ Shape legend: N tokens, I in, O out; of any matrix R rows, C columns.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ndtrain.parallel.compiled_linear import accumulator_of, add_biases, apply
 from ndtrain.parallel.fused_grad_accumulation import Gathered, MatmulImpl, Rows
 from ndtrain.parallel.grad_accumulator import GradAccumulator
 
@@ -139,25 +139,51 @@ class Fp8Matmul(MatmulImpl):
         accumulator.add_made(w, lambda: multiply(dy_NO.t(), x_NI.t(), torch.float32))
 
     def in_graph(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        made = [_Linear.apply(x, w) for w in weights]
-        return tuple(y if b is None else y + b for y, b in zip(made, biases, strict=True))
+        return add_biases(apply(_Linear, x, weights), biases)
 
 
 _PRODUCTS = Fp8Matmul()
 
 
 class _Linear(torch.autograd.Function):
-    """y = x @ w.T. The compiler makes each cast in the pass that makes what is cast, once for all that read it, and
-    decides what is kept for backward."""
+    """y_i = x @ w_i.T, as `compiled_linear.py` says. The compiler makes each cast in the pass that makes what is cast,
+    once for all that read it, and decides what is kept for backward."""
 
     @staticmethod
-    def forward(ctx, x_NI: Tensor, w_OI: Tensor) -> Tensor:
-        ctx.save_for_backward(x_NI, w_OI)
-        return _PRODUCTS.output(cast(x_NI, _E4M3), _PRODUCTS.weight(w_OI, backward=False))
+    def forward(ctx, x_NI: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x_NI, *weights_OI)
+        return _Linear.outputs(x_NI, weights_OI)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x_NI, w_OI = ctx.saved_tensors
-        dy_NO = cast(grad, _E5M2)
-        dx_NI = _PRODUCTS.input_gradient([dy_NO], [_PRODUCTS.weight(w_OI, backward=True)])
-        return dx_NI, multiply(dy_NO.t(), cast(x_NI, _E4M3).t(), _OUT)
+    def outputs(x_NI: Tensor, weights_OI: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        x = cast(x_NI, _E4M3)
+        return tuple(_PRODUCTS.output(x, _PRODUCTS.weight(w_OI, backward=False)) for w_OI in weights_OI)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, *weights_OI = ctx.saved_tensors
+        dys_NO = [cast(grad, _E5M2) for grad in grads]
+        factors_IO = [_PRODUCTS.weight(w_OI, backward=True) for w_OI in weights_OI]
+        casts = [*dys_NO, *factors_IO, *(dy_NO.t() for dy_NO in dys_NO), cast(x_NI, _E4M3).t()]
+        values, units = [c.values for c in casts], [c.unit for c in casts]
+        return linear_backward_fp8(values, units, weights_OI), *[None] * len(weights_OI)
+
+
+@torch.library.custom_op("ndtrain::linear_backward_fp8", mutates_args=())
+def linear_backward_fp8(values: Sequence[Tensor], units: Sequence[Tensor], weights_OI: Sequence[Tensor]) -> Tensor:
+    """As `compiled_linear.linear_backward`, of factors in fp8.
+
+    Args:
+        values, units: of the casts: each dy [N, O], each w [I, O], each dy [O, N], x [I, N].
+    """
+    casts, n = [Cast(v, u) for v, u in zip(values, units, strict=True)], len(weights_OI)
+    dx_NI = _PRODUCTS.input_gradient(casts[:n], casts[n : 2 * n])
+    for w_OI, left_ON in zip(weights_OI, casts[2 * n : -1], strict=True):
+        made = partial(multiply, left_ON, casts[-1], torch.float32)
+        accumulator_of(w_OI).add_made(w_OI, made)
+    return dx_NI
+
+
+@linear_backward_fp8.register_fake
+def _(values, units, weights_OI):
+    return values[0].new_empty(values[0].shape[0], weights_OI[0].shape[1], dtype=_OUT)

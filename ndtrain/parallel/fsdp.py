@@ -27,6 +27,7 @@ from torch import Tensor
 from ndtrain.distributed.collectives import Pending, all_gather, reduce_scatter
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import FlatLayout, UnitGroups
+from ndtrain.parallel import compiled_linear
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.grad_accumulator import GradAccumulator
 from ndtrain.parallel.pp import TiedReducer
@@ -43,7 +44,7 @@ class ShardedUnits:
         tp_replicas, ties: sum gradients over the replicas that single tensors have along tp, and over the two stages
             that hold tied embeddings.
         accumulator: accumulates the gradients of matrices.
-        by_autograd: the units whose gradients of matrices autograd accumulates instead.
+        in_graph: the units whose matmuls are part of compiled graphs.
         fused_names: names of matrices that are fused where they are neighbours in the flat buffer.
 
     Attributes:
@@ -59,12 +60,12 @@ class ShardedUnits:
         tp_replicas: TPReplicaReducer,
         ties: TiedReducer,
         accumulator: GradAccumulator,
-        by_autograd: frozenset[str],
+        in_graph: frozenset[str],
         fused_names: Sequence[tuple[str, ...]],
     ):
         self.plan, self.device = plan, mesh.device
         self.tp_replicas, self.ties = tp_replicas, ties
-        self.accumulator, self.by_autograd = accumulator, by_autograd
+        self.accumulator, self.in_graph = accumulator, in_graph
         self.compute, self.master, self.offload = plan.compute, plan.master, plan.offload
         self.state_device = torch.device("cpu") if plan.offload else mesh.device
         self.before_update: list[Callable[[], None]] = []
@@ -74,11 +75,13 @@ class ShardedUnits:
         by_name: dict[str, Unit] = {}
         for groups in dict.fromkeys(layout.groups for layout in layouts.values()):
             alike = {name: layout for name, layout in layouts.items() if layout.groups == groups}
-            fused = {name: () if name in by_autograd else fused_names for name in alike}
+            fused = {name: () if name in in_graph else fused_names for name in alike}
             by_name |= allocate(alike, plan, mesh, self._reducer(groups, mesh), fused)
         self.units = {name: by_name[name] for name in layouts}
         for unit in self.units.values():
-            if unit.residency.holds_full_grad and unit.name not in by_autograd:
+            if unit.name in in_graph:
+                compiled_linear.register(unit.accumulated, accumulator)
+            elif unit.residency.holds_full_grad:
                 self._attach(unit)
 
     def _reducer(self, groups: UnitGroups, mesh: Mesh) -> ReplicaReducer:
@@ -172,13 +175,13 @@ class ShardedUnits:
             unit.full_grad = torch.empty(unit.layout.numel, dtype=self.master, device=self.device)
             self._attach(unit)
             self._start_gradient(unit)
-        elif name in self.by_autograd:
+        elif name in self.in_graph:
             self._attach(unit)
 
     def close_gradients(self, name: str) -> None:
         """Ends the backward through the unit. The compiler refuses parameters that have a gradient of another
         precision, so the parameters of compiled units have a gradient only during backward."""
-        if name in self.by_autograd:
+        if name in self.in_graph:
             for p in self.units[name].parameters.values():
                 p.grad = None
 
@@ -195,7 +198,7 @@ class ShardedUnits:
         unit = self.units[name]
         if unit.residency.holds_full_grad and not final:
             return
-        self.accumulator.close(unit.accumulated)
+        self._close(unit)
         full, work = unit.full_grad, reduce_scatter(unit.full_grad, unit.reductions)
         if not unit.residency.holds_full_grad:
             unit.full_grad = None  # only the reduction still reads it: the unit's next backward allocates another
@@ -232,11 +235,15 @@ class ShardedUnits:
     def _start_gradient(self, unit: Unit) -> None:
         """Zeroes the gradients of vectors, which autograd adds to, and the padding behind them. Gradients of matrices
         are overwritten by their first matmul."""
-        if unit.name in self.by_autograd:
-            unit.full_grad.zero_()
-            return
         unit.full_grad[unit.layout.decayed :].zero_()
         self.accumulator.open(unit.accumulated)
+
+    def _close(self, unit: Unit) -> None:
+        """The gradients of matrices that no backward has reached become zero."""
+        if unit.name in self.in_graph:
+            self._attach(unit)
+        self.accumulator.close(unit.accumulated)
+        self.close_gradients(unit.name)
 
     def _attach(self, unit: Unit) -> None:
         for name, p in unit.with_gradient():

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from ndtrain.model import Ops
 from ndtrain.model.attention.core import attend
-from ndtrain.model.block import linear
 from ndtrain.model.contiguous import cat
-from ndtrain.model.loss import LOCAL, Vocabulary, chunked_loss
+from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, chunked_loss, cross_entropy
+from ndtrain.parallel import compiled_linear
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.recompute import SavedOps
 
@@ -98,8 +98,8 @@ class MatmulImpl:
         accumulator.accumulate_product(w, dy_NO.t(), x_NI)
 
     def in_graph(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """The same ops as a compiler can trace them, with gradients by autograd."""
-        return linear(x, weights, biases)
+        """The outputs of several weights with one input, as a compiler can trace them (`compiled_linear.py`)."""
+        return compiled_linear.linear(x, weights, biases)
 
 
 PLAIN_MATMUL = MatmulImpl()
@@ -256,16 +256,17 @@ class _HeadLoss(torch.autograd.Function):
         scale: Tensor,
         chunk: int,
         wanted: bool,
+        cross_entropy: CrossEntropy,
     ):
         add = lambda a, b: gradients.accumulate_product(weight, a, b)
-        loss, dx_NE = chunked_loss(x_NE, weight, labels.flatten(), scale, chunk, wanted, add, vocabulary)
+        loss, dx_NE = chunked_loss(x_NE, weight, labels.flatten(), scale, chunk, wanted, add, vocabulary, cross_entropy)
         if wanted:
             ctx.save_for_backward(dx_NE)
         return loss
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return None, None, ctx.saved_tensors[0], *(None,) * 5
+        return None, None, ctx.saved_tensors[0], *(None,) * 6
 
 
 class WeightOps:
@@ -277,6 +278,7 @@ class WeightOps:
         saved_ops: the saved outputs of some matmuls for the recompute of their block.
         matmul: computes the blocks' matmuls.
         fused_weights: the first matrix of each fused weight -> the fused weight.
+        cross_entropy: computes the loss of the logits of a chunk of tokens.
     """
 
     def __init__(
@@ -286,6 +288,7 @@ class WeightOps:
         saved_ops: SavedOps | None = None,
         matmul: MatmulImpl = PLAIN_MATMUL,
         fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
+        cross_entropy: CrossEntropy = cross_entropy,
     ):
         self.accumulator, self.comm_of, self.saved_ops, self.matmul = (
             accumulator,
@@ -293,6 +296,7 @@ class WeightOps:
             saved_ops or SavedOps(),
             matmul,
         )
+        self.cross_entropy = cross_entropy
         self.fused_weights = fused_weights or {}
         self._plans: dict[int, tuple[LinearComm, list[FusedWeights], str | None]] = {}  # by id of the first weight
 
@@ -323,7 +327,9 @@ class WeightOps:
         self, x: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
     ) -> Tensor:
         wanted = torch.is_grad_enabled()  # asked here: inside a Function it never is
-        return _HeadLoss.apply(self.accumulator, vocabulary, x, weight, labels, scale, chunk, wanted)
+        return _HeadLoss.apply(
+            self.accumulator, vocabulary, x, weight, labels, scale, chunk, wanted, self.cross_entropy
+        )
 
 
 def fused_ops(
@@ -331,15 +337,18 @@ def fused_ops(
     saved_ops: SavedOps | None = None,
     matmul: MatmulImpl = PLAIN_MATMUL,
     fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
+    cross_entropy: CrossEntropy = cross_entropy,
 ) -> Ops:
     """The model's ops on one device.
 
     Args:
         gradients: accumulates the gradients of matrices.
-        saved_ops, matmul, fused_weights: as `WeightOps` takes them.
+        saved_ops, matmul, fused_weights, cross_entropy: as `WeightOps` takes them.
     """
     saved_ops = saved_ops or SavedOps()
-    ops = WeightOps(gradients, saved_ops=saved_ops, matmul=matmul, fused_weights=fused_weights)
+    ops = WeightOps(
+        gradients, saved_ops=saved_ops, matmul=matmul, fused_weights=fused_weights, cross_entropy=cross_entropy
+    )
 
     def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
         return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, saved_ops.of("core"))

@@ -18,7 +18,7 @@ class Stages:
         models: stage -> its part of the model.
         segments: stage -> the segments of its part, in order.
         saved_ops: the results that recomputed blocks save in their forward.
-        attention: a line for the user that names the attention kernel and its times; empty on CPU.
+        notes: lines for the user on what was chosen at start, such as the attention kernel.
         recompute: which blocks are recomputed.
     """
 
@@ -28,7 +28,7 @@ class Stages:
     layouts: Layouts
     placement: Placement
     saved_ops: SavedOps
-    attention: str = ""
+    notes: list[str] = field(default_factory=list)
     recompute: RecomputePlan = field(default_factory=RecomputePlan)
 
     @property

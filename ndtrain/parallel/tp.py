@@ -48,7 +48,7 @@ from ndtrain.distributed.collectives import (
 )
 from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout, TensorLayout, balanced_split
 from ndtrain.model import Ops
-from ndtrain.model.loss import LOCAL, Vocabulary
+from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, cross_entropy
 from ndtrain.parallel.fused_grad_accumulation import (
     PLAIN_MATMUL,
     Gathered,
@@ -191,11 +191,22 @@ class VocabParallel(Vocabulary):
 
     def log_softmax(self, logits_CV: Tensor, target_C1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         logits_CV = logits_CV.to(dtype)
-        rows, work = all_gather_row(logits_CV.logsumexp(dim=1), self.group)
+        lse = self.log_sum_exp(logits_CV.logsumexp(dim=1))
+        columns = self.columns(target_C1)  # while the sums are on their way
+        return logits_CV.sub_(lse()[:, None]), *columns
+
+    def columns(self, target_C1: Tensor) -> tuple[Tensor, Tensor]:
         here_C1 = (target_C1 >= self.held.start) & (target_C1 < self.held.stop)
-        column_C1 = (target_C1 - self.held.start).where(here_C1, 0)
-        work.wait()
-        return logits_CV.sub_(rows.logsumexp(dim=0)[:, None]), column_C1, here_C1
+        return (target_C1 - self.held.start).where(here_C1, 0), here_C1
+
+    def log_sum_exp(self, lse_C: Tensor) -> Callable[[], Tensor]:
+        rows, work = all_gather_row(lse_C, self.group)
+
+        def whole() -> Tensor:
+            work.wait()
+            return rows.logsumexp(dim=0)
+
+        return whole
 
     def add_input_gradient(self, out_SE: Tensor, dlogits_CV: Tensor, weight_VE: Tensor, share_C1: Tensor) -> None:
         produce = lambda rows: (dlogits_CV[rows] @ weight_VE).mul_(share_C1[rows])
@@ -238,6 +249,7 @@ class TensorParallel:
         saved_ops: has the outputs of some matmuls when their block is recomputed.
         matmul: how the blocks' matmuls are made.
         fused_weights: the first of some matrices -> these as one.
+        cross_entropy: computes the loss of the logits of a chunk of tokens.
         shards_heads: whether each rank has some of the query heads, and not all.
     """
 
@@ -250,12 +262,13 @@ class TensorParallel:
         saved_ops: SavedOps | None = None,
         matmul: MatmulImpl = PLAIN_MATMUL,
         fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
+        cross_entropy: CrossEntropy = cross_entropy,
         shards_heads: bool = True,
     ):
         self.layouts, self.group, self.sequence_parallel = layouts, group, cfg.sequence_parallel
         self.shards_heads = shards_heads
         self.comm = (SequenceComm if cfg.sequence_parallel else ReplicatedComm)(group, cfg.overlap)
-        self.ops = WeightOps(accumulator, self.comm_of, saved_ops, matmul, fused_weights)
+        self.ops = WeightOps(accumulator, self.comm_of, saved_ops, matmul, fused_weights, cross_entropy)
 
     def over(self, ops: Ops, compiled: bool = False) -> Ops:
         """`ops` with every call over weights replaced.

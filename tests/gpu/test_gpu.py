@@ -27,6 +27,7 @@ SMALL = [
     "model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=3", "model.vocab_size=1024",
     "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=64", "train.seq_len=256",
     "train.micro_batch=2", "train.global_batch=4", "train.loss_chunk=256", "optim.schedule=constant", "optim.lr=1e-3",
+    "train.compile=false",
 ]  # fmt: skip
 BF16 = "precision.compute=bf16"
 BACKENDS = ("auto", "flash", "cudnn", "efficient")

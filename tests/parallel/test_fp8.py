@@ -14,6 +14,7 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel import fp8
 from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
+from ndtrain.parallel.compiled_linear import register
 from ndtrain.parallel.fp8 import Fp8Matmul, cast, multiplies_fp8, multiply, prepare_compile
 from ndtrain.parallel.fused_grad_accumulation import Gathered, MatmulImpl
 from ndtrain.parallel.grad_accumulator import GradAccumulator
@@ -115,17 +116,20 @@ def test_compiled_products_are_those_made_outside():
 
     def run(linear, *tensors):
         """An op before x and one after the outputs, which the compiler may fuse."""
-        x_NI, *weights = (t.clone().requires_grad_() for t in tensors)
+        x_NI, *weights = (torch.nn.Parameter(t.clone()) for t in tensors)
+        register(weights, GradAccumulator())
         with torch._inductor.config.patch(emulate_precision_casts=True):
             y, z = torch.compile(lambda a, b: linear(2 * a, b, [None, None]), fullgraph=True)(x_NI, weights)
-            return [y, z, *torch.autograd.grad([y, z], [x_NI, *weights], dys)]
+            for weight in weights:
+                weight.grad_dtype, weight.grad = torch.float32, torch.zeros(weight.shape)
+            return [y, z, *torch.autograd.grad([y, z], [x_NI], dys), *(weight.grad for weight in weights)]
 
     prepare_compile()
     matmul, factors = Fp8Matmul(), [cast(t, E4M3) for t in (w, v)]
     casts, x_NI = [cast(dy, E5M2) for dy in dys], cast(2 * x, E4M3)
     outside = [matmul.output(x_NI, f) for f in factors]
     outside += [2 * matmul.input_gradient(casts, [f.t() for f in factors])]
-    outside += [multiply(dy.t(), x_NI.t(), torch.bfloat16) for dy in casts]
+    outside += [multiply(dy.t(), x_NI.t(), torch.float32) for dy in casts]
     for got, want in zip(run(matmul.in_graph, x, w, v), outside, strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
 

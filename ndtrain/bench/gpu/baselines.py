@@ -21,6 +21,7 @@ from ndtrain.bench.peers.implementations import Draw, HuggingFace, Loop, fill_pa
 from ndtrain.bench.peers.llama import Llama, Rope, summed_loss
 from ndtrain.config import Config, ConfigError, ModelConfig
 from ndtrain.parallel.build import DTYPES
+from ndtrain.parallel.compile_choice import compiles
 
 
 def check(peer: str, cfg: Config) -> None:
@@ -93,9 +94,9 @@ def native(cfg: Config, device: torch.device, draw: Draw) -> Loop:
     layers = module.model.layers
     for i, block in enumerate(layers):
         layers[i] = _CHECKPOINTS[cfg.recompute.name](block)
-        if cfg.train.compile:
+        if compiles(cfg, device):
             layers[i].compile()
-    if cfg.train.compile:
+    if compiles(cfg, device):
         module.loss = torch.compile(summed_loss)
     _one_rank(device)
     mesh = init_device_mesh(device.type, (1,))
@@ -143,7 +144,7 @@ def transformers(cfg: Config, device: torch.device, draw: Draw) -> Loop:
     if cfg.recompute.name == "full":
         module.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     module.causal_lm.train()
-    if cfg.train.compile:
+    if compiles(cfg, device):
         module.causal_lm.compile()
     return Loop(cfg, Autocast(module, device.type, DTYPES[cfg.precision.compute]))
 

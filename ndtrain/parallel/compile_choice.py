@@ -1,0 +1,76 @@
+"""Whether a run compiles its blocks and its loss (`train.compile`).
+
+With `auto` it does where that pays. On a GPU it does wherever the compiler can generate code. On a CPU it saves some
+percent of a step and costs a minute at the start, so only long runs compile.
+"""
+
+import importlib.util
+import os
+import shutil
+import sys
+
+import torch
+
+from ndtrain.config import Config
+from ndtrain.distributed.collectives import all_gather_row
+from ndtrain.distributed.host_device import upload
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.model import flops
+
+# Model FLOPs of a rank from which on compiling pays on a CPU: some two hours of a core at 150 GFLOP/s, of which
+# llama_small's 5 % (docs/speed.md) are five times the minute that the compiler takes.
+LONG_RUN = 1e15
+
+MISSING = {"cuda": "no Triton for this GPU", "cpu": "no C++ compiler"}
+
+
+def choose_compile(cfg: Config, mesh: Mesh, trains: bool = True) -> tuple[bool, str]:
+    """Returns whether to compile, and a line for the user, empty where the user has decided. Both are the same on every
+    rank of the mesh, which call this together.
+
+    Args:
+        trains: whether the model is trained, and not only evaluated.
+    """
+    if cfg.train.compile_asked is not None:
+        return cfg.train.compile_asked, ""
+    why_not = _unneeded(cfg, mesh.device.type, trains)
+    if not why_not and not _on_every_rank(_compiler_of(mesh.device), mesh):
+        why_not = f"{MISSING[mesh.device.type]} on {'this machine' if mesh.spec.world_size == 1 else 'some rank'}"
+    if why_not:
+        return False, f"train.compile=auto: off: {why_not}"
+    return True, f"train.compile=auto: on: {'a GPU with Triton' if mesh.device.type == 'cuda' else 'a long run'}"
+
+
+def compiles(cfg: Config, device: torch.device, trains: bool = True) -> bool:
+    """What `choose_compile` returns on a mesh whose hosts are all like this one."""
+    asked = cfg.train.compile_asked
+    return asked if asked is not None else not _unneeded(cfg, device.type, trains) and _compiler_of(device)
+
+
+def _unneeded(cfg: Config, device: str, trains: bool) -> str:
+    """Why compiling would not pay, or nothing. It follows from the configuration alone."""
+    if not trains:
+        return "nothing is trained"
+    of_rank = rank_flops(cfg)
+    if device == "cpu" and of_rank < LONG_RUN:
+        return f"{of_rank:.0e} operations a rank are a short run (on a CPU it pays from {LONG_RUN:.0e} on)"
+    return ""
+
+
+def rank_flops(cfg: Config) -> float:
+    """Model FLOPs of each rank over the whole run."""
+    tokens = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
+    return tokens * flops.flops_per_token(cfg.model, cfg.train.seq_len) / MeshSpec.of(cfg.mesh).world_size
+
+
+def _compiler_of(device: torch.device) -> bool:
+    """Whether PyTorch's compiler can generate code for the device on this host."""
+    if device.type == "cuda":
+        return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 0)
+    return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) is not None
+
+
+def _on_every_rank(here: bool, mesh: Mesh) -> bool:
+    rows, work = all_gather_row(upload([float(here)], mesh.device), mesh.world)
+    work.wait()
+    return bool(rows.min() > 0)

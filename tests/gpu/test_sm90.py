@@ -1,0 +1,107 @@
+"""Without a GPU: the compiler generates GPU code for every compiled piece at 1B's and 8B's shapes, and Triton's ptxas
+compiles it for sm_90 with no register spilled.
+
+    pip install --target FOLDER triton
+    PYTHONPATH=FOLDER python -m pytest --full tests/gpu/test_sm90.py -s      # prints kernels, registers and spills
+
+A piece is a function without arguments that calls what is compiled; more belong in `PIECES`.
+"""
+
+import importlib.util
+import time
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from ndtrain.config import load_config, resolve
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.model import loss
+from ndtrain.parallel import fp8
+from ndtrain.parallel.build import build_stages
+from tests.lib.sm90 import DEVICE, capture, compile_kernel, generate
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"),
+]
+BF16 = torch.bfloat16
+ONE_BLOCK = [
+    "model.num_hidden_layers=1", "mesh.fsdp=1", "mesh.zero=1", "train.compile=true", "train.global_batch=1",
+    "data.pack=true", "recompute=none",
+]  # fmt: skip
+
+
+def block_and_loss(recipe: str, precision: str) -> None:
+    """Forward and backward of a block, and the loss, on one microbatch of the recipe. Attention is a call of its own in
+    the graph, as it is with packed documents."""
+    cfg = resolve(load_config([f"recipe={recipe}", f"precision.compute={precision}", *ONE_BLOCK]), 1)
+    stages = build_stages(cfg, Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")))
+    (block,), head = [s for _, s in stages.in_order if s.is_block], stages.in_order[-1][1]
+    ids = torch.zeros(1, cfg.train.seq_len, dtype=torch.int64)
+    context = stages.context(ids, ids, BF16, documents=((0,),))
+    x = torch.empty(cfg.train.seq_len, cfg.model.hidden_size, dtype=BF16, requires_grad=True)
+    y = block.run(x, context)
+    stages.units.open_gradients(block.unit)
+    y.backward(torch.empty_like(y))
+    stages.units.open_gradients(head.unit)
+    head.run(x, context)
+
+
+GRAPHS = ["forward", "backward", "inference", "inference"]  # the block's, and the loss's two pieces
+PIECES = {
+    f"{recipe} {precision}": (partial(block_and_loss, recipe, precision), GRAPHS)
+    for recipe in ("llama3_2_1b", "llama3_8b")
+    for precision in ("bf16", "fp8")
+}
+
+
+@pytest.fixture(autouse=True)
+def a_gpu_with_fp8():
+    """Matmuls of fp8 are those of a GPU. What an earlier test has compiled is made anew, by the capturing compiler."""
+    loss.compiled_cross_entropy.cache_clear()
+    with mock.patch.object(fp8, "multiplies_fp8", lambda device: True):
+        yield
+    loss.compiled_cross_entropy.cache_clear()
+
+
+@pytest.mark.parametrize("name", list(PIECES))
+def test_the_gpu_code_compiles_and_spills_nothing(name, tmp_path):
+    began, (run, kinds) = time.monotonic(), PIECES[name]
+    graphs = capture(run)
+    assert [graph.kind for graph in graphs] == kinds
+    kernels = []
+    for graph in graphs:
+        sources = generate(graph)
+        assert sources, f"no kernel for {graph.kind}"
+        for kernel, source in sources.items():
+            kernels.append(compile_kernel(kernel, source, tmp_path))
+    of_all = [k for configurations in kernels for k in configurations]
+    least = lambda what: [min(getattr(k, what) for k in configurations) for configurations in kernels]
+    print(
+        f"{name}: {len(kernels)} kernels in {len(of_all)} configurations for sm_90, at most {max(least('registers'))} "
+        f"registers, {sum(k.spilled for k in of_all)} bytes spilled, {time.monotonic() - began:.0f} s"
+    )
+    assert not any(least("spilled"))
+
+
+def test_spills_are_told(tmp_path):
+    """A kernel that keeps more values at once than a thread has registers."""
+    source = f"""
+import triton, triton.language as tl
+from torch._inductor.runtime import triton_heuristics
+from torch._inductor.runtime.hints import DeviceProperties
+@triton_heuristics.pointwise(
+    size_hints={{'x': 4096}}, filename=__file__,
+    triton_meta={{'signature': {{'at': '*fp32', 'xnumel': 'i32', 'XBLOCK': 'constexpr'}}, 'constants': {{}},
+                 'device': DeviceProperties(**{DEVICE!r}), 'configs': [{{(0,): [['tt.divisibility', 16]]}}]}},
+    inductor_meta={{'grid_type': 'Grid1D', 'kernel_name': 'wide', 'mutated_arg_names': [], 'min_elem_per_thread': 0}},
+    min_elem_per_thread=0)
+@triton.jit
+def wide(at, xnumel, XBLOCK: tl.constexpr):
+    rows = tl.arange(0, 256)[:, None]
+    x = tl.load(at + rows * 256 + tl.arange(0, 256)[None, :])
+    tl.store(at + rows * 256 + tl.arange(0, 256)[None, :], x / tl.sum(x, 0)[None, :] * tl.max(x, 1)[:, None])
+"""
+    assert max(k.spilled for k in compile_kernel("wide", source, tmp_path)) > 0
