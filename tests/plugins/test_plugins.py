@@ -68,11 +68,9 @@ MOD = [*SHAPE, *FP64, PLUGIN, "model.attention=spaced", "model.spacing=4", "trai
 GROUPED = ["model.num_attention_heads=4", "model.num_key_value_heads=2", "model.hidden_size=32"]
 MOD_MESHES = {  # places in the whole model and sequence, however heads and tokens are cut
     "tp, ring, packed": (4, ["mesh.tp=2", "mesh.cp=2", "data.pack=true", *GROUPED]),
-    "tp, ulysses, recompute": (4, ["mesh.tp=2", "mesh.cp=2", "cp.kind=ulysses", "recompute=selective"]),
+    "tp, ulysses, recompute": (4, ["mesh.tp=2", "mesh.cp=2", "cp.kind=ulysses", "recompute=selective", *GROUPED]),
     "compiled, ring, window": (2, ["mesh.cp=2", "train.compile=true", "recompute=full", "model.model_type=mistral",
                                    "model.sliding_window=5"]),
-    "compiled, tp": (2, ["mesh.tp=2", "train.compile=true", "recompute=selective"]),
-    "heads on every rank": (2, ["mesh.tp=2", "layout.rules.heads=null", "layout.rules.kv_heads=null"]),
 }  # fmt: skip
 
 
