@@ -20,7 +20,7 @@ from ndtrain.config import TOKEN_SOURCES, Config, ConfigError, resolve, to_yaml,
 from ndtrain.data import Data, open_data
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.memory_check import require_memory
-from ndtrain.metrics import keep_freed_memory
+from ndtrain.metrics import grow_segments, keep_freed_memory
 from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.parallel.build import Stages, initialise
 from ndtrain.runtime import exit_status, folder_lock, rendezvous, shared_config, stop_signals
@@ -169,6 +169,7 @@ def device_of(cfg: Config, local_rank: int) -> torch.device:
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if here > gpus:
         raise ConfigError(f"{here} ranks on this host but {gpus} GPUs: lower --nproc-per-node to {gpus}")
+    grow_segments()
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
