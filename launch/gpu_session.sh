@@ -67,6 +67,11 @@ PYTHON
     echo "installed from $wheels: ${#missing[@]} packages"
 }
 
+gpu_tests() { # the files that have them, so that no other needs to be importable here; tests/gpu decides most
+    find tests/gpu -name 'test_*.py' | sort
+    grep -rl --include='test_*.py' 'mark\.gpu' tests | grep -v '^tests/gpu/' | sort
+}
+
 unpack_compiled() {
     local from=${CACHE:-}
     if [ -z "$from" ] && [ -n "$resume" ]; then from=$(dirname "$resume")/compiled.tar.gz; fi
@@ -87,8 +92,9 @@ if [ -f "$wheels/commit" ]; then
 fi
 unpack_compiled
 if [ "$tests" -gt 0 ]; then
+    readarray -t files < <(gpu_tests)
     # SIGINT, so that pytest says what it has by then
-    timeout --signal=INT --kill-after=20 $((60 * tests)) "$python" -m pytest -m gpu -rs --durations=15 2>&1 |
+    timeout --signal=INT --kill-after=20 $((60 * tests)) "$python" -m pytest -m gpu -rs --durations=15 "${files[@]}" 2>&1 |
         tee "$folder/tests.log" || failed=1
 fi
 left=$(((end - SECONDS) / 60))

@@ -41,9 +41,10 @@ class Goal:
 
 
 def measured(rows: Rows, *names: str) -> list[Mapping[str, Any]] | None:
-    """These rows; None where one is not measured."""
+    """These rows; None where one is not measured, or on a CPU: the goals are a GPU's."""
     chosen = [rows.get(name, {}) for name in names]
-    return chosen if all(row.get("status") == "measured" for row in chosen) else None
+    done = all(row.get("status") == "measured" and row.get("device") != "cpu" for row in chosen)
+    return chosen if done else None
 
 
 def from_rows(of: Callable[..., float], *names: str) -> Figure:
