@@ -23,8 +23,8 @@ def longest(peak: Peak, start: int, most: int, grain: int, memory: int | None = 
             bad = length
         else:
             good, peaks[length] = length, needed
-        guess = _on_line(peaks, memory) or 0
-        if not good < guess < bad:
+        guess = _on_line(peaks, memory)
+        if guess is None or guess >= bad:
             guess = min(2 * good, most) if bad > most else (good + bad) // 2
         length = max(good + grain, min(guess, bad - grain)) // grain * grain
     return good
