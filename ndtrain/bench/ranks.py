@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.config import ConfigError, world_from_env
-from ndtrain.metrics import keep_freed_memory
+from ndtrain.metrics import grow_segments, keep_freed_memory
 from ndtrain.runtime import rendezvous
 
 Backend = Literal["auto", "gloo", "nccl"]
@@ -76,6 +76,7 @@ def rank_device(rank: int, device: str) -> torch.device:
     """The device of a rank, cpu or cuda, which becomes the current one."""
     if device == "cpu":
         return torch.device("cpu")
+    grow_segments()
     torch.cuda.set_device(rank)
     torch.set_num_threads(max(1, os.cpu_count() // torch.cuda.device_count()))  # for what is offloaded to the host
     return torch.device("cuda", rank)

@@ -77,9 +77,11 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with `-dirty` where files differ from it; None outside a checkout."""
+    """The checkout's commit, with `-dirty` where files differ from it; outside a checkout what NDTRAIN_COMMIT says, or
+    None. A copy of a working tree on a bare machine is no checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or None
+        commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     except OSError:  # no git
-        return None
+        commit = ""
+    return commit or os.environ.get("NDTRAIN_COMMIT") or None

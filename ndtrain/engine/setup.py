@@ -22,7 +22,7 @@ from ndtrain.data.token_array import Packing
 from ndtrain.distributed.gpu import own_gpu, use_gpu
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.memory_check import require_memory
-from ndtrain.metrics import keep_freed_memory
+from ndtrain.metrics import grow_segments, keep_freed_memory
 from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.parallel.build import Stages, initialise
 from ndtrain.runtime import exit_status, folder_lock, rendezvous, shared_config, stop_signals
@@ -179,6 +179,7 @@ def device_of(cfg: Config, local_rank: int) -> torch.device:
     if index is None or here > gpus > 1:
         raise ConfigError(f"{here} ranks on this host but {gpus} GPUs: lower --nproc-per-node to {gpus}")
     device = torch.device("cuda", index)
+    grow_segments()
     use_gpu(device)
     return device
 

@@ -9,10 +9,19 @@ from ndtrain.config import Config
 from ndtrain.metrics.console import Console
 from ndtrain.metrics.jsonl import JsonlWriter
 from ndtrain.metrics.loggers import make_loggers
-from ndtrain.metrics.memory import free_memory_bytes, keep_freed_memory, peak_memory_bytes, reset_peak_memory
+from ndtrain.metrics.memory import (
+    free_memory_bytes,
+    grow_segments,
+    keep_freed_memory,
+    peak_memory_bytes,
+    reset_peak_memory,
+)
 from ndtrain.metrics.peak import peak_flops
 
-__all__ = ["Metrics", "free_memory_bytes", "keep_freed_memory", "peak_flops", "peak_memory_bytes", "reset_peak_memory"]
+__all__ = [
+    "Metrics", "free_memory_bytes", "grow_segments", "keep_freed_memory", "peak_flops", "peak_memory_bytes",
+    "reset_peak_memory",
+]  # fmt: skip
 
 
 class Metrics:

@@ -120,3 +120,15 @@ def keep_freed_memory() -> None:
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h; 32 MiB is the largest mmap threshold
+
+
+def grow_segments() -> None:
+    """Makes PyTorch's allocator on GPUs grow the segments it has instead of adding new ones, so that less of them is
+    lost in pieces that no tensor fits. Counts for the allocations to come. What the user has said about the allocator
+    stands."""
+    if not os.environ.keys() & _ALLOCATOR_SETTINGS:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # torch has read its environment by now
+
+
+# PyTorch's variable, and the older name, which counts first on CUDA
+_ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}

@@ -22,6 +22,7 @@ from ndtrain.parallel.build import build_stages, initialise
 from tests.lib.helpers import arguments, checkpoint_of, rows, run, write_corpus
 
 pytestmark = pytest.mark.gpu
+FULL = pytest.mark.full  # what makes more than four minutes of `pytest -m gpu`
 
 SMALL = [
     "model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=3", "model.vocab_size=1024",
@@ -108,7 +109,7 @@ def test_bf16_is_near_the_cpu(way):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("way", ["plain", "recompute", "packed", "zero 1"])
+@pytest.mark.parametrize("way", ["plain", *(pytest.param(w, marks=FULL) for w in ("recompute", "packed", "zero 1"))])
 def test_compiled_equals_eager(way, precision):
     more = [*WAYS[way], f"precision.compute={precision}"]
     loss, norm, weights = (1e-5, 1e-4, 2e-2) if precision == "fp32" else (5e-3, 5e-2, 0.4)
@@ -149,10 +150,15 @@ def test_fp8_is_near_bf16_and_not_the_same(compiled):
 
 
 STEADY = {**WAYS, "clip off": ["optim.clip=null"], "fp8": ["precision.compute=fp8"]}
+QUICK = ("plain", "packed", "fp8")  # of those that are compiled first
+WAITING = [
+    pytest.param(way, compiled, marks=FULL if compiled and way not in QUICK else [])
+    for way in STEADY
+    for compiled in (False, True)
+]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("way", STEADY)
+@pytest.mark.parametrize(("way", "compiled"), WAITING)
 def test_a_steady_step_does_not_wait(way, compiled):
     """PyTorch raises at any call of its own that waits for the device."""
     training = Training("cuda", BF16, *STEADY[way], f"train.compile={str(compiled).lower()}")
@@ -204,7 +210,11 @@ ON_GPU = ["hardware.device=cuda", "hardware.peak_tflops=null", BF16, "model.hidd
 ON_GPU += ["model.num_attention_heads=2", "model.num_key_value_heads=2", "train.steps=8"]
 
 
-@pytest.mark.parametrize("more", [[], ["checkpoint.async_save=true"], ["optim.offload=true"], ["train.compile=true"]])
+RESUMED = [[], ["optim.offload=true"]]
+RESUMED += [pytest.param([more], marks=FULL) for more in ("checkpoint.async_save=true", "train.compile=true")]
+
+
+@pytest.mark.parametrize("more", RESUMED)
 def test_training_stops_and_resumes(more, tmp_path):
     corpus = write_corpus(tmp_path / "corpus.txt")
     once = run(arguments(tmp_path / "once", corpus, *ON_GPU, *more), tmp_path, timeout=300)
@@ -239,6 +249,7 @@ def test_preflight_passes(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@FULL
 def test_the_suite_of_benchmarks_runs(tmp_path):
     """Runs every kind of case, and the peers, with tiny shapes."""
     assert bench(["gpu", "suite=smoke", "device=cuda", f"folder={tmp_path}"]) == 0

@@ -17,7 +17,8 @@ from unittest import mock
 import pytest
 import torch
 
-from ndtrain.config import HardwareConfig, load_config
+from ndtrain.config import HardwareConfig, load_config, resolve
+from ndtrain.engine.setup import device_of
 from ndtrain.metrics import Metrics, measured_peak, peak, peak_flops, peak_memory_bytes, reset_peak_memory, wandb_logger
 from ndtrain.metrics.console import Console, duration
 from ndtrain.metrics.jsonl import JsonlWriter
@@ -558,3 +559,18 @@ def _check_peak_memory() -> bool:
     resets = os.access("/proc/self/clear_refs", os.W_OK)
     assert not resets or peak_memory_bytes(device) < with_block - size * 0.9
     return resets
+
+
+@pytest.mark.parametrize("given", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_unless_the_user_says_otherwise(given, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(given, "max_split_size_mb:64")
+    settings = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: settings.append("in use"))
+    assert device_of(resolve(load_config(["recipe=llama_debug"]), 1), 0).type == "cuda"
+    assert settings == [*([] if given else ["expandable_segments:True"]), "in use"]

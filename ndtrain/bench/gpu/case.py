@@ -5,8 +5,7 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,12 +14,16 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ndtrain.bench.gpu import baselines
+from ndtrain.bench.gpu.estimate import PROFILED, state_bytes
+from ndtrain.bench.gpu.longest import longest
+from ndtrain.bench.gpu.parity import compare_with_cpu
 from ndtrain.bench.gpu.suite import Case, Suite, config_of
 from ndtrain.bench.ranks import TIMED_OUT, RankFailed, rank_device, run_ranks
 from ndtrain.bench.training import DifferentWork, QueuedSteps, batches_of, ours, timed
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
+from ndtrain.profiling.profile import record
 
 # Calls of the CUDA runtime that make the host wait for the device; on a CPU the operators that would make them
 WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
@@ -47,6 +50,8 @@ def measure(rank: int, case: Case, cfg: Config, suite: Suite, device: str) -> di
     """In the case's process."""
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
     shape = {"train": asdict(cfg.train), "microbatches": cfg.microbatches}
+    if needed := lacking(cfg, mesh.device):
+        return {"status": "out of memory", "why": needed, "config": shape}
     try:
         return {"status": "measured", **KINDS[case.kind](case, cfg, suite, mesh), "config": shape}
     except DifferentWork as error:
@@ -57,13 +62,22 @@ def measure(rank: int, case: Case, cfg: Config, suite: Suite, device: str) -> di
         return {"status": "out of memory", "why": str(error).splitlines()[0], "config": shape}
 
 
+def lacking(cfg: Config, device: torch.device) -> str:
+    """Why the state cannot fit, by arithmetic and before anything is allocated; "" where it can, or on a CPU."""
+    if device.type != "cuda":
+        return ""
+    needed, memory = state_bytes(cfg), torch.cuda.mem_get_info(device)[1]
+    sizes = f"the state alone needs {needed / 2**30:.1f} GiB, and this GPU has {memory / 2**30:.1f}"
+    return sizes if needed > memory else ""
+
+
 def lacks_memory(error: RuntimeError) -> bool:
     """Whether it is PyTorch's own error, or that of a library with an allocator of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
 
 
 def _timed(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
-    return timed(cfg, mesh, case.implementations, suite)
+    return timed(cfg, mesh, case.implementations, replace(suite, rounds=case.rounds or suite.rounds))
 
 
 def _losses(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
@@ -73,13 +87,27 @@ def _losses(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]
     return {"losses": [read().loss for read in reads]}
 
 
+def _parity(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
+    return compare_with_cpu(cfg, mesh, case.steps)
+
+
+def _profile(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
+    """Where the time of a warm step goes."""
+    step = QueuedSteps(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
+    for _ in range(1 + suite.warmup):
+        step()
+    step.finish()
+    table = record(lambda: (step(), step.finish()), steps=PROFILED, device=mesh.device)
+    return {"lines": table.lines(), "table": table.as_dict()}
+
+
 # ----------------------------------------------------------------------------------------------- host waits
 
 
 def _syncs(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
     """Counts what makes the host wait in warm steps whose results are not read."""
     step = QueuedSteps(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
-    for _ in range(suite.warmup + 2):
+    for _ in range(1 + suite.warmup):
         step()
     step.finish()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs to stderr otherwise
@@ -112,7 +140,7 @@ def _in_fused_kernel(event: FunctionEvent) -> bool:
 def _longest(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
     peaks: dict[int, int | None] = {}
 
-    def fits(length: int) -> bool:
+    def peak(length: int) -> int | None:
         at = cfg.unfrozen()
         at.train.seq_len = length
         at.model.max_position_embeddings = max(length, at.model.max_position_embeddings)
@@ -120,22 +148,11 @@ def _longest(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any
         gc.collect()
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()
-        return peaks[length] is not None
+        return peaks[length]
 
-    tokens = longest(fits, case.start, case.most, case.grain)
+    memory = torch.cuda.mem_get_info(mesh.device)[1] if mesh.device.type == "cuda" else None
+    tokens = longest(peak, case.start, case.most, case.grain, memory)
     return {"tokens": tokens, "searched_to": case.most, "peaks": peaks}
-
-
-def longest(fits: Callable[[int], bool], start: int, most: int, grain: int) -> int:
-    """The largest multiple of `grain`, up to `most`, that fits; 0: none does. It doubles from `start`, then bisects.
-    What fits is assumed to fit when shorter."""
-    good, bad = 0, start
-    while bad <= most and fits(bad):
-        good, bad = bad, min(2 * bad, most) if bad < most else most + grain
-    while bad - good > grain:
-        middle = (good + bad) // 2 // grain * grain
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
 
 
 def _peak(cfg: Config, mesh: Mesh) -> int | None:
@@ -152,4 +169,11 @@ def _peak(cfg: Config, mesh: Mesh) -> int | None:
     return peak_memory_bytes(mesh.device)
 
 
-KINDS = {"timed": _timed, "losses": _losses, "longest": _longest, "syncs": _syncs}
+KINDS = {
+    "timed": _timed,
+    "losses": _losses,
+    "parity": _parity,
+    "profile": _profile,
+    "longest": _longest,
+    "syncs": _syncs,
+}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ndtrain.bench.gpu.goals import GOALS, Rows
+from ndtrain.bench.gpu.goals import Goal, Rows, goals, measured
 from ndtrain.bench.gpu.suite import Case, Suite
 
 GIB = 2**30
@@ -17,7 +17,9 @@ def markdown(name: str, suite: Suite, results: Mapping[str, Any]) -> str:
         name: of the suite. results: `surroundings()`, and under "cases" the rows so far.
     """
     rows = results["cases"]
-    parts = [f"# bench gpu suite={name}, for {suite.device}", "\n".join(_origin(results)), "## Goals", _goals(rows)]
+    aims = goals(suite.large)
+    parts = [f"# bench gpu suite={name}, for {suite.device}", "\n".join(_origin(results))]
+    parts += ["## Goals", _goals(aims, rows), *_behind(aims, rows)]
     for kind, (title, head, cells) in TABLES.items():
         lines = [[_name(case), *_cells(rows.get(case.name), cells, len(head))] for case in of_kind(suite, kind)]
         parts += [f"## {title}", table(["case", *head], lines), *_reasons(suite, kind, rows)] if lines else []
@@ -25,7 +27,7 @@ def markdown(name: str, suite: Suite, results: Mapping[str, Any]) -> str:
     if missing:
         parts.append(
             f"{missing} of {len(suite.cases)} cases are not measured. On a machine with the GPU, "
-            f"`python -m ndtrain.bench gpu suite={name} missing=true` measures them."
+            f"`python -m ndtrain.bench gpu suite={name} missing=true` measures them, in the order of what they decide."
         )
     return "\n\n".join(parts) + "\n"
 
@@ -75,15 +77,25 @@ def _origin(results: Mapping[str, Any]) -> list[str]:
         f"- GPU: {'; '.join(hardware['gpus']) or NOT_MEASURED}",
         f"- CPU: {hardware['cpu']}, {hardware['cores']} cores",
         f"- versions: {', '.join(f'{k} {v}' for k, v in results['versions'].items())}",
-        f"- commit: {', '.join(sorted(map(str, commits))) or NOT_MEASURED}",
+        f"- commit: {', '.join(sorted(map(str, commits))) or results['commit']}",
         "- cases: sequences of a microbatch x tokens (x microbatches); MFU: (6 N_matmul + 12 L H Q T) a token, "
         "attention not halved, against the dense bf16 peak",
     ]
 
 
-def _goals(rows: Rows) -> str:
+def _goals(aims: Sequence[Goal], rows: Rows) -> str:
     aim = lambda g: f"{'at most' if g.at_most else 'at least'} {g.shown.format(g.bound)}"
-    return table(["goal", "aim", "measured", ""], [[g.text, aim(g), *g.outcome(rows)] for g in GOALS])
+    return table(["goal", "aim", "measured", ""], [[g.text, aim(g), *g.outcome(rows)] for g in aims])
+
+
+def _behind(aims: Sequence[Goal], rows: Rows) -> list[str]:
+    """Of the goals that are behind, where the time of their step goes."""
+    names = dict.fromkeys(g.profile for g in aims if g.profile and g.outcome(rows)[1] == "behind")
+    parts = []
+    for name in names:
+        lines = rows[name]["lines"] if measured(rows, name) else [NOT_MEASURED]
+        parts += [f"Behind: where the time of a step goes, {name}", "\n".join(["```text", *lines, "```"])]
+    return parts
 
 
 # ---------------------------------------------------------------------------------------------- one kind of row each
@@ -130,7 +142,19 @@ def _syncs(row: Mapping[str, Any]) -> list[str]:
     return [f"{sum(waits.values()) / row['steps']:g}", ", ".join(f"{n} x {name}" for name, n in waits.items())]
 
 
+def _parity(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row['loss']:.1e}", f"{row['gradient']:.1e}", row["tensor"]]
+
+
+def _profile(row: Mapping[str, Any]) -> list[str]:
+    kinds = row["table"]["kinds"]
+    most = list(kinds.items())[:4]
+    shares = ", ".join(f"{kind} {spent['ms'] / row['table']['step_ms']:.0%}" for kind, spent in most)
+    return [f"{row['table']['step_ms']:.1f}", f"{row['table']['kernel_share']:.1%}", shares]
+
+
 TABLES = {
+    "parity": ("The same steps as on the CPU", ["loss off", "a gradient off", "in"], _parity),
     "timed": (
         "Steps",
         ["ms/step (quartiles)", "tokens/s", "MFU", "HFU", "peak GiB", "state GiB"],
@@ -143,5 +167,6 @@ TABLES = {
     ),
     "losses": ("Losses", ["steps", "first", "last"], _losses),
     "longest": ("The longest sequence that fits", ["tokens", "peak GiB"], _longest),
+    "profile": ("Where a step's time goes", ["ms/step, profiled", "in kernels", "most of it"], _profile),
     "syncs": ("What the host waits for in steady steps", ["a step", "in all"], _syncs),
 }

@@ -1,40 +1,47 @@
 """`bench gpu`: a fixed suite on one device, case by case, into one JSON file and a report beside it.
 
-Each case is written when it is done, so a suite can be measured in parts, on several days or in short calls.
+The cases run in the order of what they decide. Both files are written after each, so a suite can be measured in parts,
+in short calls or on several days, and a call that is killed loses the case at work.
 """
 
 import json
-import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from ndtrain.arguments import option
 from ndtrain.bench.gpu.case import run_case
-from ndtrain.bench.gpu.report import markdown
+from ndtrain.bench.gpu.estimate import GIB, seconds
+from ndtrain.bench.gpu.report import markdown, table
 from ndtrain.bench.gpu.suite import SUITES, Case
 from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device
 from ndtrain.bench.results import surroundings, write
 from ndtrain.config import ConfigError
 
-DONE = ("measured", "out of memory")  # what missing=true need not measure again
+DONE = ("measured", "out of memory")  # what is not measured again
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of `bench gpu`."""
 
-    suite: Literal["h200", "h100", "smoke"] = option("smoke: the same code with tiny shapes, on any device", "h200")
+    suite: Literal["auto", "h200", "h100", "smoke"] = option(
+        "auto: by the GPU's memory, h200 without a GPU; smoke: the same code with tiny shapes, on any device", "auto"
+    )
     device: Device = option(DEVICE_HELP, "auto")
     part: str = option("k/n, the k-th of n parts of the suite", "1/1")
     only: str = option("cases whose names hold this", "")
-    missing: bool = option("leave out what the JSON file has already", False)
+    missing: bool = option("leave out what the JSON file in `folder` has already", False)
+    resume: str = option("a JSON file of an earlier call: its cases are taken over and left out", "")
     folder: str = option("where it is written, gpu-<suite>.json and .md", "benchmarks")
-    limit_s: int = option("seconds for a case", 900)
-    minutes: int = option("for all cases; without end unless given", 0)
+    limit_s: int = option("seconds for a case", 300)
+    minutes: int = option("for all cases; what is not expected to end in time is left; without end unless given", 0)
+    list: bool = option("print the cases with the seconds that each may take, and measure nothing", False)
 
 
 def run(options: Options) -> None:
@@ -44,23 +51,56 @@ def run(options: Options) -> None:
     Raises:
         ConfigError: arguments that do not go together, or a file that holds another device's results.
     """
-    suite, path = SUITES[options.suite], Path(options.folder) / f"gpu-{options.suite}.json"
+    name = choose_suite(options.suite)
+    suite, path = SUITES[name], Path(options.folder) / f"gpu-{name}.json"
     if not path.parent.is_dir():
         raise ConfigError(f"folder={options.folder}: there is no such folder")
     cases = select(suite.cases, options.part, options.only)
     device = choose_device(options.device)
-    if options.device == "cpu" and options.suite != "smoke":
-        raise ConfigError(f"device=cpu: suite={options.suite} is for a GPU; suite=smoke runs on a CPU too")
-    results = _load(path)
-    if device == "cpu" and options.suite != "smoke":
+    if options.device == "cpu" and name != "smoke":
+        raise ConfigError(f"device=cpu: suite={name} is for a GPU; suite=smoke runs on a CPU too")
+    results = _results(path, options.resume)
+    done = [name for name, row in results["cases"].items() if row["status"] in DONE]
+    left = [c for c in cases if c.name not in done] if options.missing or options.resume else cases
+    if options.list:
+        print(listing(name, cases, results["cases"]))
+        return
+    if device == "cpu" and name != "smoke":
         print("This machine has no CUDA device that torch can use: nothing is measured here.\n")
     else:
         _check_same(results, path)
-        done = [name for name, row in results["cases"].items() if row["status"] in DONE]
-        _measure([c for c in cases if not (options.missing and c.name in done)], options, device, results, path)
-    report = markdown(options.suite, suite, results)
-    path.with_suffix(".md").write_text(report)
-    print(report)
+        _measure(left, name, options, device, results, path)
+    print(_write(path, name, results))
+
+
+def choose_suite(asked: str) -> str:
+    """The suite of that name; auto: the one for the most memory that this GPU has.
+
+    Raises:
+        ConfigError: none is for so little.
+    """
+    if asked != "auto":
+        return asked
+    sizes = sorted((s.memory, name) for name, s in SUITES.items() if s.memory)
+    if not torch.cuda.is_available():
+        return sizes[-1][1]
+    have = torch.cuda.get_device_properties(0).total_memory / GIB
+    fitting = [name for size, name in sizes if size <= have + 1]  # drivers keep some of it back
+    if not fitting:
+        least, name = sizes[0]
+        raise ConfigError(f"suite=auto: this GPU has {have:.0f} GiB, and suite={name} needs {least}; try suite=smoke")
+    return fitting[-1]
+
+
+def listing(name: str, cases: Sequence[Case], rows: Mapping[str, Any]) -> str:
+    """The cases in their order, with the seconds each may take, those of all up to it, and what is known of it."""
+    lines, total = [], 0.0
+    for case in cases:
+        needed = seconds(case, SUITES[name])
+        total += needed
+        status = rows.get(case.name, {}).get("status", "not measured")
+        lines.append([case.name, f"{needed:.0f}", f"{total / 60:.1f}", status])
+    return table(["case", "seconds, expected", "minutes so far", ""], lines)
 
 
 def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
@@ -80,26 +120,54 @@ def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
     return chosen
 
 
-def _measure(cases: Sequence[Case], options: Options, device: str, results: dict[str, Any], path: Path) -> None:
+def _measure(
+    cases: Sequence[Case], name: str, options: Options, device: str, results: dict[str, Any], path: Path
+) -> None:
     """Measures one case after the other while there is time; each is in `results` and on disk at once."""
-    suite, here = SUITES[options.suite], surroundings()
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less is lost near the end of memory
+    suite, here, left_out = SUITES[name], surroundings(), []
     end = time.monotonic() + (60 * options.minutes or float("inf"))
     for number, case in enumerate(cases, start=1):
         left = end - time.monotonic()
-        if left <= 0:
-            print(f"{options.minutes} minutes are over: {len(cases) - number + 1} cases are left for missing=true\n")
-            break
+        if seconds(case, suite) > left:
+            left_out.append(case.name)
+            continue
         row = run_case(case, suite, device, min(options.limit_s, left))
         if row["status"] == "timed out" and left < options.limit_s:
-            print(f"{case.name}: cut short after {row['seconds']} s by minutes={options.minutes}\n")
-            break
+            left_out.append(case.name)
+            continue
         why = f": {row['why']}" if "why" in row else ""
         print(f"{number}/{len(cases)} {case.name}: {row['status']} in {row['seconds']} s{why}", flush=True)
         results.update(here)
         results["cases"][case.name] = {**row, "commit": here["commit"], "device": device}
-        write(path, results)
+        _write(path, name, results)
+    if left_out:
+        print(f"\nnot begun or cut short, for minutes={options.minutes}: {', '.join(left_out)}; resume={path} goes on")
     print()
+
+
+def _write(path: Path, name: str, results: dict[str, Any]) -> str:
+    """Both files; the report."""
+    if results["cases"]:
+        write(path, results)
+    report = markdown(name, SUITES[name], results)
+    path.with_suffix(".md").write_text(report)
+    return report
+
+
+def _results(path: Path, resume: str) -> dict[str, Any]:
+    """The results so far: those of the folder, and of the file to resume what the folder lacks.
+
+    Raises:
+        ConfigError: a file is damaged, or there is none to resume.
+    """
+    own = _load(path)
+    if not resume:
+        return own
+    if not Path(resume).is_file():
+        raise ConfigError(f"resume={resume}: there is no such file; without resume= the suite begins anew")
+    earlier = _load(Path(resume))
+    _check_same(earlier, Path(resume))
+    return {**(own if own["cases"] else earlier), "cases": {**earlier["cases"], **own["cases"]}}
 
 
 def _load(path: Path) -> dict[str, Any]:

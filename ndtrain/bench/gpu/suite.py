@@ -1,20 +1,23 @@
-"""What `bench gpu` measures and what it aims for, as tables: every case of a suite is one row here.
+"""What `bench gpu` measures, as a table: every case of a suite is one row here, in the order of what they decide.
 
 Bytes a parameter on one rank (see parallel/fsdp.py; gradients are fp32 and stay): the bf16 copy 2 (`mesh.zero=2` keeps
 it, 3 casts block by block), gradients 4, master 4, moments 8, or 4 with `optim.state_dtype=bf16`; `optim.offload` moves
 master and moments to the host. Activations without recompute, per token and layer: inputs of the matmuls, q, k, v and
-attention's output, about 6.5 E + 3 F values of bf16. In GiB, at the tokens of a microbatch:
+attention's output, about 6.5 E + 3 F values of bf16 (`estimate.activation_bytes`). In GiB, at the tokens of a
+microbatch:
 
 | shape       | parameters | state zero=2 | state zero=3, bf16 moments | state offloaded | activations, none    |
 |-------------|------------|--------------|----------------------------|-----------------|----------------------|
 | 1b          |     1.24 B |           21 |                         14 |               7 | 37 (32,768 tokens)   |
 | 8b          |     8.03 B |          135 |                         90 |              45 | 34 (8,192 tokens)    |
+| 8b16        |     4.54 B |           76 |                         51 |              25 | 17 (8,192 tokens)    |
 | 8b8         |     2.80 B |           47 |                         31 |              16 | 8.5 (8,192 tokens)   |
 
 So 8B fits an H200 (139 GiB) with bf16 moments and zero=3, even without recompute (124 GiB), and an H100 (78 GiB) only
-with master and moments on the host (60 GiB of it with bf16 moments). Plain PyTorch needs 120 GiB of state for 8B, so
-that no peer fits beside ours: they alternate at 1B and at 8B's widths with 8 of its layers (`8b8`, 47 + 42 GiB of
-state), and at 8B each runs alone.
+with master and moments on the host (60 GiB of it with bf16 moments), whose copies are no measure of the GPU. What an
+H100 measures in its place is `8b16`, 8B's widths with the most layers that fit (`estimate.layers_that_fit`): 16 of 32,
+and it is called so. Plain PyTorch needs 120 GiB of state for 8B, so that no peer fits beside ours: they alternate at 1B
+and at 8B's widths with 8 of its layers (`8b8`, 47 + 42 GiB of state), and at 8B each runs alone.
 """
 
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ from typing import Literal
 
 from ndtrain.config import Config, load_config, resolve
 
-Kind = Literal["timed", "losses", "longest", "syncs"]
+Kind = Literal["timed", "losses", "longest", "syncs", "parity", "profile"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,11 @@ class Case:
         overrides: of the configuration, beside the shape's and `BASE`.
         implementations: "ours", and what it is compared with in alternating rounds; or one peer alone.
         kind: timed: steps in alternating rounds; losses: those of `steps` steps; longest: the sequence that still fits;
-            syncs: what makes the host wait.
-        steps: with losses, how many; start, most, grain: with longest, the tokens to begin with, to end at, and how
-            fine to search.
+            syncs: what makes the host wait; parity: the same steps on the device and on the CPU;
+            profile: where the time of a step goes.
+        steps: with losses and parity, how many; start, most, grain: with longest, the tokens to begin with, to end at,
+            and how fine to search.
+        rounds: of a timed case; 0: as many as the suite says.
     """
 
     shape: str
@@ -48,6 +53,7 @@ class Case:
     start: int = 8192
     most: int = 2**20
     grain: int = 4096
+    rounds: int = 0
 
     @property
     def name(self) -> str:
@@ -59,27 +65,36 @@ class Suite:
     """Cases for one kind of device, and how long each implementation of a timed one is measured.
 
     Attributes:
+        memory: GiB of the device; large: the shape that stands for 8B on it.
         rounds: timed blocks; steps: steps a block; warmup: steps before, untimed.
     """
 
     device: str
     cases: tuple[Case, ...]
-    rounds: int = 6
-    steps: int = 3
-    warmup: int = 4
+    memory: int = 0
+    large: str = "8b"
+    rounds: int = 3
+    steps: int = 2
+    warmup: int = 1
 
 
 SHAPES = {
     "1b": ("model=llama3_2_1b",),
     "8b": ("model=llama3_8b",),
+    "8b16": ("model=llama3_8b", "model.num_hidden_layers=16"),
     "8b8": ("model=llama3_8b", "model.num_hidden_layers=8"),
+    "small": (
+        "model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=3", "model.vocab_size=1024",
+        "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=64",
+    ),
     "tiny": (
         "model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=2", "model.vocab_size=256",
         "model.num_attention_heads=4", "model.num_key_value_heads=2", "train.loss_chunk=64",
     ),
 }  # fmt: skip
-BASE = ("precision.compute=bf16", "optim.schedule=constant", "train.loss_chunk=2048", "mesh.zero=2")
+WHAT = {"8b": "8B", "8b16": "8B's widths, 16 of 32 layers", "8b8": "8B's widths, 8 of 32 layers", "1b": "1B"}
 COMPILED, EAGER = "train.compile=true", "train.compile=false"
+BASE = ("precision.compute=bf16", "optim.schedule=constant", "train.loss_chunk=2048", "mesh.zero=2", EAGER)
 NARROW = ("mesh.zero=3", "optim.state_dtype=bf16")
 OFFLOAD = ("optim.state_dtype=bf16", "optim.offload=true")
 FP8 = "precision.compute=fp8"
@@ -92,101 +107,170 @@ def _tokens(seq_len: int, micro_batch: int, microbatches: int = 1) -> tuple[str,
     )  # fmt: skip
 
 
-def _steps(shape: str, tokens: int, state: tuple[str, ...], microbatches: int, budget: str) -> list[Case]:
-    """The timed cases of a shape: lengths, compile, recompute. `tokens` is those of a microbatch without recompute."""
-    at = {length: _tokens(length, max(1, tokens // length), microbatches) for length in (4096, 8192)}
-    make = lambda words, length, *more: Case(shape, words, (*at[length], *state, *more))
-    return [
-        make("8192", 8192, COMPILED),
-        make("8192 eager", 8192, EAGER),
-        make("4096", 4096, COMPILED),
-        make("4096 eager", 4096, EAGER),
-        make("8192 full", 8192, COMPILED, "recompute=full"),
-        make("8192 selective", 8192, COMPILED, "recompute=selective"),
-        make("8192 selective eager", 8192, EAGER, "recompute=selective"),
-        make("8192 budget", 8192, COMPILED, "recompute=budget", f"recompute.budget={budget}"),
-        make("8192 fp8", 8192, COMPILED, FP8),
-        make("8192 fp8 full", 8192, COMPILED, FP8, "recompute=full"),
-    ]
+def _right(tokens: tuple[str, ...]) -> tuple[Case, ...]:
+    """Whether it trains at all, and as on the CPU."""
+    parity = lambda words, *more: Case("small", f"parity {words}", (*tokens, *more), kind="parity", steps=3)
+    return (
+        parity("fp32", "precision.compute=fp32"),
+        parity("bf16"),
+        parity("bf16 compiled", COMPILED),
+        parity("packed", "precision.compute=fp32", "data.pack=true"),
+    )
 
 
-def _attention(shape: str, micro_batch: int, *more: str) -> list[Case]:
+@dataclass(frozen=True)
+class _Steps:
+    """Steps of a shape, the same in all of its timed cases.
+
+    Attributes:
+        tokens: of a microbatch. state: how it is held. rounds: as in `Case`.
+    """
+
+    shape: str
+    tokens: int
+    state: tuple[str, ...] = ()
+    microbatches: int = 1
+    rounds: int = 0
+
+    def case(self, words: str, *more: str, kind: Kind = "timed") -> Case:
+        """`words` begin with the length of a sequence."""
+        length = int(words.split()[0])
+        tokens = _tokens(length, self.tokens // length, self.microbatches)
+        return Case(self.shape, words, (*tokens, *self.state, *more), kind=kind, rounds=self.rounds)
+
+    def speed(self) -> tuple[Case, ...]:
+        """What the goals of MFU are about."""
+        return self.case("8192", COMPILED), self.case("4096", COMPILED)
+
+    def fp8(self) -> Case:
+        return self.case("8192 fp8", COMPILED, FP8)
+
+    def profiles(self) -> tuple[Case, ...]:
+        return (
+            self.case("8192 profile", COMPILED, kind="profile"),
+            self.case("8192 fp8 profile", COMPILED, FP8, kind="profile"),
+        )
+
+    def recompute(self, budget: str) -> tuple[Case, ...]:
+        """selective, full, budget"""
+        modes = {"selective": (), "full": (), "budget": (f"recompute.budget={budget}",)}
+        return tuple(self.case(f"8192 {mode}", COMPILED, f"recompute={mode}", *own) for mode, own in modes.items())
+
+    def rest(self) -> tuple[Case, ...]:
+        """What no goal is about: what compiled blocks gain, and fp8 with recompute."""
+        return (
+            self.case("8192 eager", EAGER),
+            self.case("4096 eager", EAGER),
+            self.case("8192 selective eager", EAGER, "recompute=selective"),
+            self.case("8192 fp8 full", COMPILED, FP8, "recompute=full"),
+        )
+
+
+def _attention(shape: str, micro_batch: int, *more: str) -> tuple[Case, ...]:
     """Each backend. `math` keeps every layer's scores: 2 T^2 bytes a head, a few times, so a microbatch is small."""
     tokens = (*_tokens(4096, micro_batch), COMPILED, *more)
     kinds = ("auto", "flash", "cudnn", "efficient", "math")
-    return [Case(shape, f"4096 attention {kind}", (*tokens, f"hardware.attention={kind}")) for kind in kinds]
+    return tuple(Case(shape, f"4096 attention {kind}", (*tokens, f"hardware.attention={kind}")) for kind in kinds)
 
 
-def _versus(shape: str, micro_batch: int, *more: str) -> list[Case]:
+def _versus(shape: str, micro_batch: int, *more: str) -> tuple[Case, ...]:
     """Ours and a peer in alternating rounds, both with the recompute named."""
     tokens = (*_tokens(8192, micro_batch), COMPILED, *more)
     again = "recompute=selective"
-    pairs = (("", "native", ()), ("selective ", "native", (again,)), ("", "transformers", ()))
-    return [Case(shape, f"8192 {mode}against {peer}", (*tokens, *key), ("ours", peer)) for mode, peer, key in pairs]
+    pairs = (("", "native", ()), ("", "transformers", ()), ("selective ", "native", (again,)))
+    return tuple(
+        Case(shape, f"8192 {mode}against {peer}", (*tokens, *key), ("ours", peer)) for mode, peer, key in pairs
+    )
 
 
-def _losses(shape: str, *more: str) -> list[Case]:
-    tokens = (*_tokens(8192, 1), COMPILED, "optim.warmup=20", *more)
-    return [
-        Case(shape, "8192 losses bf16", tokens, kind="losses"),
-        Case(shape, "8192 losses fp8", (*tokens, FP8), kind="losses"),
-    ]
+def _losses(shape: str, *more: str) -> tuple[Case, ...]:
+    """The curves of fp8 and bf16. Short sequences: 50 steps of 8,192 tokens of 8B are a minute."""
+    tokens = (*_tokens(2048, 1), COMPILED, "optim.warmup=20", *more)
+    return (
+        Case(shape, "2048 losses bf16", tokens, kind="losses", steps=50),
+        Case(shape, "2048 losses fp8", (*tokens, FP8), kind="losses", steps=50),
+    )
 
 
-def _longest(state: tuple[str, ...], budget: str) -> list[Case]:
-    modes = {"none": (), "selective": (), "budget": (f"recompute.budget={budget}",), "full": ()}
-    return [
-        Case("8b", f"longest {mode}", (*_tokens(8192, 1), *state, EAGER, f"recompute={mode}", *more), kind="longest")
-        for mode, more in modes.items()
-    ]
+def _longest(shape: str, state: tuple[str, ...], budget: str) -> tuple[Case, ...]:
+    """The less is recomputed, the shorter they are and the finer the search can be."""
+    modes = {"none": 1024, "selective": 2048, "budget": 2048, "full": 8192}
+    more = {"budget": (f"recompute.budget={budget}",)}
+    tokens = (*_tokens(4096, 1), *state, EAGER)
+    return tuple(
+        Case(shape, f"longest {mode}", (*tokens, f"recompute={mode}", *more.get(mode, ())), kind="longest", start=4096,
+             grain=grain)
+        for mode, grain in modes.items()
+    )  # fmt: skip
 
 
+_RIGHT = (
+    Case("1b", "4096 trains", (*_tokens(4096, 2), COMPILED, "optim.warmup=5"), kind="losses", steps=40),
+    *_right(("train.loss_chunk=256", *_tokens(256, 2, 2))),
+)
 _SYNCS = Case("1b", "4096 host waits", (*_tokens(4096, 1), COMPILED), kind="syncs")
-_H200 = (
-    *_steps("1b", 32768, (), 1, "20GiB"),
-    *_steps("8b", 8192, NARROW, 4, "20GiB"),
-    *_versus("1b", 2),
-    *_versus("8b8", 1),
-    Case("8b", "8192 full, native", (*_tokens(8192, 1, 4), COMPILED, "mesh.zero=3", "recompute=full"), ("native",)),
-    *_attention("1b", 1),
-    *_attention("8b8", 1),
-    _SYNCS,
-    Case("8b", "8192 full offloaded", (*_tokens(8192, 1, 8), *OFFLOAD, COMPILED, "recompute=full")),
-    *_losses("8b", *NARROW),
-    *_longest(NARROW, "40GiB"),
+_OFFLOADED = Case("8b", "8192 full offloaded", (*_tokens(8192, 1), *OFFLOAD, COMPILED, "recompute=full"), rounds=1)
+
+
+def _suite(
+    large: _Steps, ones: _Steps, beside_peer: int, budgets: tuple[str, str], own: tuple[Case, ...] = ()
+) -> tuple[Case, ...]:
+    """Every case, in the order of what they decide. What takes minutes is last.
+
+    Args:
+        large: what stands for 8B; ones: 1B; beside_peer: of 8,192 tokens of 1B how many sequences fit beside a peer.
+        budgets: `recompute.budget` of a step and of the longest sequence. own: cases of this device alone.
+    """
+    selective, full, budget = large.recompute(budgets[0])
+    *short, longest_full = _longest(large.shape, large.state, budgets[1])
+    versus_large, versus_ones = _versus("8b8", 1), _versus("1b", beside_peer)
+    return (
+        *_RIGHT,
+        *large.speed(), selective, full,
+        *ones.speed(),
+        *versus_large[:2], *versus_ones[:2],
+        large.fp8(), *_losses(large.shape, *large.state),
+        *short,
+        *_attention("8b8", 1),
+        _SYNCS,
+        *large.profiles(), *ones.profiles()[:1],
+        *versus_large[2:], *versus_ones[2:], *own, budget,
+        *ones.recompute(budgets[0]), ones.fp8(), *_attention("1b", 1),
+        *large.rest(), *ones.rest(),
+        longest_full, _OFFLOADED,
+    )  # fmt: skip
+
+
+_NATIVE = Case(
+    "8b", "8192 full, native", (*_tokens(8192, 1, 2), COMPILED, "mesh.zero=3", "recompute=full"), ("native",), rounds=2
 )
-_H100 = (
-    *_steps("1b", 16384, (), 1, "12GiB"),
-    *_steps("8b8", 8192, (), 2, "5GiB"),
-    *_versus("1b", 1),
-    *_attention("1b", 1),
-    _SYNCS,
-    Case("8b", "8192 full offloaded", (*_tokens(8192, 1, 8), *OFFLOAD, COMPILED, "recompute=full")),
-    *_losses("8b8"),
-    *_longest(OFFLOAD, "20GiB"),
-)
+_H200 = _suite(_Steps("8b", 8192, NARROW, 2, rounds=2), _Steps("1b", 32768), 2, ("20GiB", "40GiB"), (_NATIVE,))
+_H100 = _suite(_Steps("8b16", 8192, NARROW, 2), _Steps("1b", 16384), 1, ("12GiB", "20GiB"))
 _SMALL = (*_tokens(64, 2), "train.loss_chunk=64")
 _SMOKE = (
+    Case("tiny", "trains", (*_SMALL, "optim.lr=3e-3"), kind="losses", steps=40),
+    *_right((*_SMALL, "model.num_hidden_layers=2")),
     Case("tiny", "eager", _SMALL),
     Case("tiny", "full", (*_SMALL, "recompute=full")),
     Case("tiny", "budget", (*_SMALL, "recompute=budget", "recompute.budget=2MiB")),
     Case("tiny", "compiled", (*_SMALL, COMPILED, "model.num_hidden_layers=1")),
     Case("tiny", "selective", (*_SMALL, COMPILED, "model.num_hidden_layers=1", "recompute=selective")),
-    Case("tiny", "fp8", (*_SMALL, COMPILED, "model.num_hidden_layers=1", FP8)),
-    Case("tiny", "bf16 moments", (*_SMALL, *NARROW)),
-    Case("tiny", "offloaded", (*_SMALL, *OFFLOAD)),
-    Case("tiny", "attention auto", (*_SMALL, "hardware.attention=auto")),
     Case("tiny", "against native", (*_SMALL, "recompute=selective"), ("ours", "native")),
     Case("tiny", "against transformers", _SMALL, ("ours", "transformers")),
-    Case("tiny", "full, native", (*_SMALL, "recompute=full"), ("native",)),
-    Case("tiny", "host waits", _SMALL, kind="syncs"),
+    Case("tiny", "fp8", (*_SMALL, COMPILED, "model.num_hidden_layers=1", FP8)),
     Case("tiny", "losses bf16", (*_SMALL, "optim.lr=3e-3"), kind="losses", steps=40),
     Case("tiny", "losses fp8", (*_SMALL, "optim.lr=3e-3", FP8), kind="losses", steps=40),
     Case("tiny", "longest full", (*_SMALL, "recompute=full"), kind="longest", start=64, most=320, grain=64),
+    Case("tiny", "attention auto", (*_SMALL, "hardware.attention=auto")),
+    Case("tiny", "host waits", _SMALL, kind="syncs"),
+    Case("tiny", "profile", _SMALL, kind="profile"),
+    Case("tiny", "full, native", (*_SMALL, "recompute=full"), ("native",)),
+    Case("tiny", "bf16 moments", (*_SMALL, *NARROW)),
+    Case("tiny", "offloaded", (*_SMALL, *OFFLOAD)),
 )
 SUITES = {
-    "h200": Suite("NVIDIA H200 (139 GiB)", _H200),
-    "h100": Suite("NVIDIA H100 (78 GiB)", _H100),
+    "h200": Suite("NVIDIA H200 (139 GiB)", _H200, memory=139),
+    "h100": Suite("NVIDIA H100 (78 GiB)", _H100, memory=78, large="8b16"),
     "smoke": Suite("any device", _SMOKE, rounds=2, steps=1, warmup=1),
 }
 
