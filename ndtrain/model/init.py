@@ -58,8 +58,19 @@ def fill(
             piece.copy_(draw(seed, name, at, piece.numel()) * std)
 
 
-def fill_all(pieces: Iterable[tuple[Tensor, str, int]], m: ModelConfig, seed: int, draw: Draw, threads: int) -> None:
-    """As `fill` of each (out, name, start), block by block in so many threads. The values do not depend on them."""
+def fill_all(
+    pieces: Iterable[tuple[Tensor, str, int]],
+    m: ModelConfig,
+    seed: int,
+    draw: Draw,
+    threads: int,
+    begin: Callable[[], None] | None = None,
+) -> None:
+    """As `fill` of each (out, name, start), block by block in so many threads. The values do not depend on them.
+
+    Args:
+        begin: what each thread calls first; None: nothing.
+    """
     blocks = ((block, name, at) for out, name, start in pieces for block, at in _blocks(out, start))
     lock = Lock()
 
@@ -75,7 +86,7 @@ def fill_all(pieces: Iterable[tuple[Tensor, str, int]], m: ModelConfig, seed: in
     if threads == 1:
         work()
         return
-    with ThreadPoolExecutor(threads, "initial-weights") as pool:
+    with ThreadPoolExecutor(threads, "initial-weights", begin) as pool:
         for worker in [pool.submit(work) for _ in range(threads)]:
             worker.result()  # raises what the thread raised
 

@@ -3,12 +3,14 @@ that the mesh replaces."""
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from ndtrain.config import Config, ConfigError
 from ndtrain.config.registry import get
+from ndtrain.distributed.gpu import use_gpu
 from ndtrain.distributed.host_device import host_threads, using_threads
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
@@ -270,7 +272,7 @@ def initialise(stages: Stages, cfg: Config, draw: Draw = standard_normal) -> Non
     )
     threads = host_threads(stages.units.device) if draw is standard_normal else 1
     with using_threads(1):  # each of those threads draws a block of its own
-        fill_all(pieces, cfg.model, cfg.run.seed, draw, threads)
+        fill_all(pieces, cfg.model, cfg.run.seed, draw, threads, partial(use_gpu, stages.units.device))
     stages.units.weights_changed()
     stages.units.start_average()
 

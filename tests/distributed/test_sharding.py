@@ -1,5 +1,6 @@
 """Mesh arithmetic, runs and initial weights: properties that hold for every mesh and shape."""
 
+import threading
 from itertools import pairwise
 
 import pytest
@@ -194,7 +195,9 @@ def test_initial_weights_do_not_depend_on_threads(threads, monkeypatch):
     fill(whole, m, 3, name, 0)
     out, cuts = torch.zeros(500, dtype=torch.float64), [0, 1, 6, 100, 333, 500]
     pieces = [(out[a:b], name, a) for a, b in pairwise(cuts)]
-    fill_all(pieces, m, 3, standard_normal, threads)
+    begun = []
+    fill_all(pieces, m, 3, standard_normal, threads, lambda: begun.append(threading.get_ident()))
     assert torch.equal(out, whole)
+    assert threads == 1 or (begun and threading.get_ident() not in begun), "each thread chooses its GPU"
     with pytest.raises(ZeroDivisionError):
         fill_all(pieces, m, 3, lambda *args: 1 / 0, threads)

@@ -114,7 +114,7 @@ def test_the_checkpoint_thread_is_on_the_gpu_of_its_rank():
         assert _in_background(threads, torch.device("cpu")).result(20)[0] == before, "there is nothing to set"
 
 
-# module that starts threads -> whether they touch CUDA
+# module that starts threads -> whether it makes them choose their GPU
 THREADS = {
     "checkpoint/saver.py": True,
     "data/batches.py": True,
@@ -122,6 +122,7 @@ THREADS = {
     "data/prepare.py": False,
     "data/progress.py": False,
     "data/workers.py": False,
+    "model/init.py": False,  # `parallel/build.py` does: the model knows no rank
     "preflight/run.py": True,
     "runtime/folder_lock.py": False,
     "runtime/hang_watchdog.py": False,  # it reads results that another thread has set
