@@ -94,12 +94,17 @@ def _sqrt(x: Tensor) -> Tensor:
 @cache
 def compiled_update() -> Callable[..., None]:
     """`update`, compiled for any number of elements, and again for each number of tensors. Its bits are the same."""
+    return torch.compile(update, dynamic=True, options=exact_options())
+
+
+def exact_options() -> dict[str, bool]:
+    """The compiler's options with which a product and a sum each round, and a GPU's division rounds as IEEE 754 says.
+    Not every version of PyTorch has both."""
     from torch._inductor import config
 
-    # a product and a sum each round, and a GPU's division rounds as IEEE 754 says; not every version has both options
     exact = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
     known = config.get_config_copy()
-    return torch.compile(update, dynamic=True, options={k: v for k, v in exact.items() if k in known})
+    return {name: value for name, value in exact.items() if name in known}
 
 
 def compiles(device: torch.device, elements: int) -> bool:

@@ -4,7 +4,8 @@ compiles it for sm_90 with no register spilled.
     pip install --target FOLDER triton
     PYTHONPATH=FOLDER python -m pytest --full tests/gpu/test_sm90.py -s      # prints kernels, registers and spills
 
-A piece is a function without arguments that calls what is compiled; more belong in `PIECES`.
+A piece is a function without arguments that calls what is compiled, the kinds of its graphs, and the options of the
+compiler; more belong in `PIECES`.
 """
 
 import importlib.util
@@ -14,10 +15,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._inductor import config
 
 from ndtrain.config import load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.model import loss
+from ndtrain.model import flops, loss
+from ndtrain.optim import rounded_adamw
 from ndtrain.parallel import fp8
 from ndtrain.parallel.build import build_stages
 from tests.lib.sm90 import DEVICE, capture, compile_kernel, generate
@@ -49,11 +52,28 @@ def block_and_loss(recipe: str, precision: str) -> None:
     head.run(x, context)
 
 
+def bf16_moments(recipe: str) -> None:
+    """The update of a block's matrices, as many elements as a rank of eight has of them. (On a GPU the number is not
+    compiled in.)"""
+    cfg = resolve(load_config([f"recipe={recipe}", "optim.state_dtype=bf16"]), 8)
+    elements, tensors = flops.block_parameters(cfg.model) // 8, 7
+    buffers = [torch.empty(elements, dtype=dtype) for dtype in (torch.float32, torch.float32, BF16, BF16)]
+    places = torch.zeros(tensors, len(rounded_adamw.Place._fields), dtype=torch.int32)
+    keys = torch.zeros(tensors, 2, dtype=torch.int32)
+    scalars = rounded_adamw.Scalars(*(torch.zeros(()) for _ in rounded_adamw.Scalars._fields))
+    with torch.no_grad():
+        torch.compile(rounded_adamw.update, dynamic=False)(*buffers, places, keys, scalars, True, 0)
+
+
+RECIPES = ("llama3_2_1b", "llama3_8b")
 GRAPHS = ["forward", "backward", "inference", "inference"]  # the block's, and the loss's two pieces
 PIECES = {
-    f"{recipe} {precision}": (partial(block_and_loss, recipe, precision), GRAPHS)
-    for recipe in ("llama3_2_1b", "llama3_8b")
+    f"{recipe} {precision}": (partial(block_and_loss, recipe, precision), GRAPHS, {})
+    for recipe in RECIPES
     for precision in ("bf16", "fp8")
+} | {
+    f"{recipe} bf16 moments": (partial(bf16_moments, recipe), ["inference"], rounded_adamw.exact_options())
+    for recipe in RECIPES
 }
 
 
@@ -68,12 +88,13 @@ def a_gpu_with_fp8():
 
 @pytest.mark.parametrize("name", list(PIECES))
 def test_the_gpu_code_compiles_and_spills_nothing(name, tmp_path):
-    began, (run, kinds) = time.monotonic(), PIECES[name]
+    began, (run, kinds, options) = time.monotonic(), PIECES[name]
     graphs = capture(run)
     assert [graph.kind for graph in graphs] == kinds
     kernels = []
     for graph in graphs:
-        sources = generate(graph)
+        with config.patch(options):
+            sources = generate(graph)
         assert sources, f"no kernel for {graph.kind}"
         for kernel, source in sources.items():
             kernels.append(compile_kernel(kernel, source, tmp_path))
