@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_map_only
 
 CUDA = torch.device("cuda", 0)
 # of an H100 (SXM)
@@ -93,25 +94,25 @@ def _keeping(graphs: list[Graph]) -> Callable:
 def _move(module: GraphModule) -> tuple[FakeTensorMode, list[Any]]:
     """Moves a graph to the pretended GPU. Returns the mode and the inputs of its fake tensors. Integers on the CPU stay
     there: they are handles, which the graph only passes on."""
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    for node in module.graph.nodes:
-        if isinstance(node.kwargs.get("device"), torch.device):
-            node.kwargs = {**node.kwargs, "device": CUDA}
     with mode:
-        inputs = [_on_gpu(node) for node in module.graph.nodes if node.op == "placeholder"]
-    module.recompile()
-    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
-    return mode, inputs
+        for part in (m for m in module.modules() if isinstance(m, GraphModule)):  # functions of scores are parts
+            for node in part.graph.nodes:
+                if isinstance(node.kwargs.get("device"), torch.device):
+                    node.kwargs = {**node.kwargs, "device": CUDA}
+                if "val" in node.meta:
+                    handle = partial(_is_handle, node) if part is module else lambda x: False
+                    node.meta["val"] = tree_map_only(Tensor, partial(_on_gpu, handle), node.meta["val"])
+            part.recompile()
+    return mode, [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
 
 
-def _on_gpu(node: Node) -> Any:
-    value = node.meta["val"]
-    if not isinstance(value, Tensor):
-        return value
-    handle = value.dtype == torch.int64 and value.ndim == 0
-    device = torch.device("cpu") if handle else CUDA
+def _is_handle(node: Node, value: Tensor) -> bool:
+    return node.op == "placeholder" and value.dtype == torch.int64 and value.ndim == 0
+
+
+def _on_gpu(handle: Callable[[Tensor], bool], value: Tensor) -> Tensor:
+    device = torch.device("cpu") if handle(value) else CUDA
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
@@ -137,6 +138,7 @@ def generate(graph: Graph) -> dict[str, str]:
     with (
         pretended_gpu(),
         mock.patch.object(GraphLowering, "compile_to_module", keep_code),
+        mock.patch("torch._inductor.compile_fx.fake_tensor_prop", lambda *_: mode),  # autograd aborts on some operators
         config.patch(force_disable_caches=True),
         tracing(TracingContext(mode)),
         V.set_fake_mode(mode),
@@ -168,6 +170,7 @@ def pretended_gpu() -> Iterator[None]:
         "torch.cuda._exchange_device": lambda _: 0,
         "torch.cuda._maybe_exchange_device": lambda _: 0,
         "torch._inductor.scheduler.has_triton": lambda *_: True,
+        "torch._higher_order_ops.flex_attention._permute_strides": lambda out, _: out,  # queries are contiguous here
     }
     target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
     with contextlib.ExitStack() as stack:
