@@ -34,7 +34,7 @@ class Cast(NamedTuple):
     """A matrix in fp8.
 
     Attributes:
-        values: [R, C], row-major.
+        values: [R, C], row-major unless transposed on a device that does not multiply fp8.
         unit: what a one in it stands for, an fp32 scalar; NaN if something that was cast was not finite.
     """
 
@@ -42,8 +42,10 @@ class Cast(NamedTuple):
     unit: Tensor
 
     def t(self) -> "Cast":
-        """[C, R], row-major."""
-        return Cast(self.values.t().contiguous(), self.unit)
+        """[C, R]; row-major where the device multiplies fp8. (A transposed copy in compiled code for a CPU
+        was seen to hold NaN, with torch 2.13.)"""
+        values = self.values.t()
+        return Cast(values.contiguous() if multiplies_fp8(values.device.type) else values, self.unit)
 
 
 def cast(x_RC: Tensor, dtype: torch.dtype) -> Cast:

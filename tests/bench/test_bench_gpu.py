@@ -176,6 +176,7 @@ def test_half_an_hour_measures_the_whole_suite(name):
 def test_layers_of_8b_are_chosen_by_the_memory():
     assert layers_that_fit(MEMORY["h200"], NARROW) == 32 and layers_that_fit(MEMORY["h100"], NARROW) == 16
     assert SUITES["h100"].large == "8b16" and "model.num_hidden_layers=16" in SHAPES["8b16"]
+    assert SUITES["h100"].paired == "8b4" and "model.num_hidden_layers=4" in SHAPES["8b4"]
     memory = lambda gib: mock.patch.multiple(
         "torch.cuda",
         is_available=lambda: True,

@@ -172,12 +172,13 @@ PUBLIC_BEST = Goal(
 WAITS = Goal("host waits in a steady step", waits_in_step("1b 4096 host waits"), 0, at_most=True, shown="{:g}")
 
 
-def goals(shape: str = "8b") -> tuple[Goal, ...]:
+def goals(shape: str = "8b", paired: str = "8b8") -> tuple[Goal, ...]:
     """The goals in the order of the suite's cases.
 
     Args:
         shape: what stands for 8B on this device. Where that is less than 8B, it has lines of its own, and those of 8B
             itself stay.
+        paired: the shape on which it alternates with its peers.
     """
     shapes = dict.fromkeys(("8b", shape))
     return (
@@ -185,7 +186,7 @@ def goals(shape: str = "8b") -> tuple[Goal, ...]:
         *(goal for name in shapes for goal in large(name)[:2]),
         PUBLIC_BEST,
         *speed("1b", 0.60),
-        *_against("8b8"),
+        *_against(paired),
         *_against("1b"),
         *(goal for name in shapes for goal in large(name)[2:]),
         WAITS,

@@ -17,7 +17,7 @@ def markdown(name: str, suite: Suite, results: Mapping[str, Any]) -> str:
         name: of the suite. results: `surroundings()`, and under "cases" the rows so far.
     """
     rows = results["cases"]
-    aims = goals(suite.large)
+    aims = goals(suite.large, suite.paired)
     parts = [f"# bench gpu suite={name}, for {suite.device}", "\n".join(_origin(results))]
     parts += ["## Goals", _goals(aims, rows), *_behind(aims, rows)]
     for kind, (title, head, cells) in TABLES.items():

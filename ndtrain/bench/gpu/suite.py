@@ -12,12 +12,14 @@ microbatch:
 | 8b          |     8.03 B |          135 |                         90 |              45 | 34 (8,192 tokens)    |
 | 8b16        |     4.54 B |           76 |                         51 |              25 | 17 (8,192 tokens)    |
 | 8b8         |     2.80 B |           47 |                         31 |              16 | 8.5 (8,192 tokens)   |
+| 8b4         |     1.92 B |           32 |                         21 |              11 | 4.3 (8,192 tokens)   |
 
 So 8B fits an H200 (139 GiB) with bf16 moments and zero=3, even without recompute (124 GiB), and an H100 (78 GiB) only
 with master and moments on the host (60 GiB of it with bf16 moments), whose copies are no measure of the GPU. What an
 H100 measures in its place is `8b16`, 8B's widths with the most layers that fit (`estimate.layers_that_fit`): 16 of 32,
 and it is called so. Plain PyTorch needs 120 GiB of state for 8B, so that no peer fits beside ours: they alternate at 1B
-and at 8B's widths with 8 of its layers (`8b8`, 47 + 42 GiB of state), and at 8B each runs alone.
+and at 8B's widths with 8 of its layers (`8b8`, 47 + 42 GiB of state; on an H100 4, `8b4`, 32 + 29), and at 8B each
+runs alone.
 """
 
 from dataclasses import dataclass
@@ -65,7 +67,7 @@ class Suite:
     """Cases for one kind of device, and how long each implementation of a timed one is measured.
 
     Attributes:
-        memory: GiB of the device; large: the shape that stands for 8B on it.
+        memory: GiB of the device; large: the shape that stands for 8B on it; paired: that on which peers alternate.
         rounds: timed blocks; steps: steps a block; warmup: steps before, untimed.
     """
 
@@ -73,6 +75,7 @@ class Suite:
     cases: tuple[Case, ...]
     memory: int = 0
     large: str = "8b"
+    paired: str = "8b8"
     rounds: int = 3
     steps: int = 2
     warmup: int = 1
@@ -83,6 +86,7 @@ SHAPES = {
     "8b": ("model=llama3_8b",),
     "8b16": ("model=llama3_8b", "model.num_hidden_layers=16"),
     "8b8": ("model=llama3_8b", "model.num_hidden_layers=8"),
+    "8b4": ("model=llama3_8b", "model.num_hidden_layers=4"),
     "small": (
         "model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=3", "model.vocab_size=1024",
         "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=64",
@@ -92,7 +96,7 @@ SHAPES = {
         "model.num_attention_heads=4", "model.num_key_value_heads=2", "train.loss_chunk=64",
     ),
 }  # fmt: skip
-WHAT = {"8b": "8B", "8b16": "8B's widths, 16 of 32 layers", "8b8": "8B's widths, 8 of 32 layers", "1b": "1B"}
+WHAT = {"8b": "8B", "1b": "1B"} | {f"8b{n}": f"8B's widths, {n} of 32 layers" for n in (16, 8, 4)}
 COMPILED, EAGER = "train.compile=true", "train.compile=false"
 BASE = ("precision.compute=bf16", "optim.schedule=constant", "train.loss_chunk=2048", "mesh.zero=2", EAGER)
 NARROW = ("mesh.zero=3", "optim.state_dtype=bf16")
@@ -213,17 +217,18 @@ _OFFLOADED = Case("8b", "8192 full offloaded", (*_tokens(8192, 1), *OFFLOAD, COM
 
 
 def _suite(
-    large: _Steps, ones: _Steps, beside_peer: int, budgets: tuple[str, str], own: tuple[Case, ...] = ()
+    large: _Steps, ones: _Steps, paired: str, beside_peer: int, budgets: tuple[str, str], own: tuple[Case, ...] = ()
 ) -> tuple[Case, ...]:
     """Every case, in the order of what they decide. What takes minutes is last.
 
     Args:
-        large: what stands for 8B; ones: 1B; beside_peer: of 8,192 tokens of 1B how many sequences fit beside a peer.
+        large: what stands for 8B; ones: 1B; paired: 8B's widths with layers that fit beside a peer; beside_peer: of
+            8,192 tokens of 1B how many sequences fit there.
         budgets: `recompute.budget` of a step and of the longest sequence. own: cases of this device alone.
     """
     selective, full, budget = large.recompute(budgets[0])
     *short, longest_full = _longest(large.shape, large.state, budgets[1])
-    versus_large, versus_ones = _versus("8b8", 1), _versus("1b", beside_peer)
+    versus_large, versus_ones = _versus(paired, 1), _versus("1b", beside_peer)
     return (
         *_RIGHT,
         *large.speed(), selective, full,
@@ -231,7 +236,7 @@ def _suite(
         *versus_large[:2], *versus_ones[:2],
         large.fp8(), *_losses(large.shape, *large.state),
         *short,
-        *_attention("8b8", 1),
+        *_attention(paired, 1),
         _SYNCS,
         *large.profiles(), *ones.profiles()[:1],
         *versus_large[2:], *versus_ones[2:], *own, budget,
@@ -244,8 +249,8 @@ def _suite(
 _NATIVE = Case(
     "8b", "8192 full, native", (*_tokens(8192, 1, 2), COMPILED, "mesh.zero=3", "recompute=full"), ("native",), rounds=2
 )
-_H200 = _suite(_Steps("8b", 8192, NARROW, 2, rounds=2), _Steps("1b", 32768), 2, ("20GiB", "40GiB"), (_NATIVE,))
-_H100 = _suite(_Steps("8b16", 8192, NARROW, 2), _Steps("1b", 16384), 1, ("12GiB", "20GiB"))
+_H200 = _suite(_Steps("8b", 8192, NARROW, 2, rounds=2), _Steps("1b", 32768), "8b8", 2, ("20GiB", "40GiB"), (_NATIVE,))
+_H100 = _suite(_Steps("8b16", 8192, NARROW, 2), _Steps("1b", 16384), "8b4", 1, ("12GiB", "20GiB"))
 _SMALL = (*_tokens(64, 2), "train.loss_chunk=64")
 _SMOKE = (
     Case("tiny", "trains", (*_SMALL, "optim.lr=3e-3"), kind="losses", steps=40),
@@ -270,7 +275,7 @@ _SMOKE = (
 )
 SUITES = {
     "h200": Suite("NVIDIA H200 (139 GiB)", _H200, memory=139),
-    "h100": Suite("NVIDIA H100 (78 GiB)", _H100, memory=78, large="8b16"),
+    "h100": Suite("NVIDIA H100 (78 GiB)", _H100, memory=78, large="8b16", paired="8b4"),
     "smoke": Suite("any device", _SMOKE, rounds=2, steps=1, warmup=1),
 }
 
