@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ndtrain.distributed.collectives import Pending
+from ndtrain.distributed.collectives import Group, Pending, all_gather_row, size
 from ndtrain.distributed.flight_recorder import RECORDER
 
 
@@ -17,6 +17,20 @@ def upload(numbers: Sequence[float], device: torch.device) -> Tensor:
     """A tensor of the numbers, fp64 [k], on the device."""
     on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
+
+
+def gather_numbers(numbers: Sequence[float], group: Group, device: torch.device) -> Tensor:
+    """Every rank's numbers, fp64 [ranks, k] in host memory. On the meta device there are no other ranks: all are taken
+    to have this rank's.
+
+    Args:
+        device: of the rank, where the numbers travel.
+    """
+    if device.type == "meta":
+        return torch.tensor(numbers, dtype=torch.float64).expand(size(group), -1)
+    rows, work = all_gather_row(upload(numbers, device), group)
+    work.wait()
+    return rows.cpu()
 
 
 class Readback:

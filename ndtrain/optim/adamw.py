@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.config import OptimConfig
+from ndtrain.model.device_kind import kind_of
 from ndtrain.optim.optimizer import Optimizer, OptimTensor, StateSpec, TensorSlice, Update
 from ndtrain.optim.rounding import draw, element_index, halves, round_to_bf16
 from ndtrain.plugins import register_optimizer
@@ -97,7 +98,7 @@ class RoundedAdamW(torch.optim.Optimizer):
                 made = self.state[weight]["step"].double() + 1
                 corrections = [1 - beta**made for beta in group["betas"]]
                 for piece in self.slices[weight]:
-                    for chunk in piece.chunks(_CHUNK[weight.device.type]):
+                    for chunk in piece.chunks(_CHUNK[kind_of(weight.device)]):
                         self._update(weight, chunk, group, corrections)
 
     def _update(self, weight: Tensor, piece: TensorSlice, group: dict[str, Any], corrections: list[Tensor]) -> None:

@@ -14,6 +14,7 @@ from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.distributed.sharding import DATA_AXES, TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.model import Ops, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
+from ndtrain.model.device_kind import kind_of
 from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import fused_names, unit_of
 from ndtrain.parallel.cp import cp_core
@@ -156,7 +157,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     saved_ops = SavedOps(op_names)
     fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
     ops = _ops(cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, in_graph)
-    kernel, attention = choose_kernel(cfg, mesh, plan.compute) if mesh.device.type == "cuda" else (None, "")
+    kernel, attention = choose_kernel(cfg, mesh, plan.compute) if kind_of(mesh.device) == "cuda" else (None, "")
     for model in models.values():
         _complete(model, units, ops, kernel, cfg.train.compile)
     segments = {s: m.segments() for s, m in models.items()}

@@ -59,7 +59,9 @@ class OffloadCopier:
         largest = max(u.grad.numel() for u in self.units)
         # only what copies pass through is pinned: the state itself is many times as large
         pinned = units.device.type == "cuda"
-        buffers = lambda dtype: [torch.empty(largest, dtype=dtype, pin_memory=pinned) for _ in range(_SLOTS)]
+        buffers = lambda dtype: [
+            torch.empty(largest, dtype=dtype, device=units.state_device, pin_memory=pinned) for _ in range(_SLOTS)
+        ]
         grads, weights = buffers(units.master), buffers(units.compute)
         self.gradients = [grads[i % _SLOTS][: u.grad.numel()] for i, u in enumerate(self.units)]
         self._weights = [weights[i % _SLOTS][: u.grad.numel()] for i, u in enumerate(self.units)]
