@@ -20,7 +20,7 @@ def flops_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         q, k = given["query"], given["key"]
         products = _BACKWARD if name.endswith("_backward") else _FORWARD
-        return "attention", 2 * products * q.shape[:2].numel() * _pairs(q, k, given["is_causal"]) * q.shape[-1]
+        return "attention", 2 * products * q.shape[:2].numel() * _pairs(q, k, given.get("is_causal", False)) * q.shape[-1]
     return "", 0
 
 
