@@ -4,7 +4,15 @@ from typing import Any
 
 import torch
 
-_PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}  # -> first factor
+_PRODUCTS = {
+    "mm": 0,
+    "bmm": 0,
+    "_scaled_mm": 0,
+    "addmm": 1,
+    "addmm_": 1,
+    "baddbmm": 1,
+    "baddbmm_": 1,
+}  # -> first factor
 _ATTENTION = "_scaled_dot_product_"
 _FORWARD, _BACKWARD = 2, 5  # products of the size of the scores: in a backward the scores are computed again
 
@@ -18,9 +26,9 @@ def flops_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -
         return "matmul", 2 * a.numel() * b.shape[-1]
     if name.startswith(_ATTENTION):
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        q, k = given["query"], given["key"]
+        q, k, causal = given["query"], given["key"], given.get("is_causal", False)
         products = _BACKWARD if name.endswith("_backward") else _FORWARD
-        return "attention", 2 * products * q.shape[:2].numel() * _pairs(q, k, given.get("is_causal", False)) * q.shape[-1]
+        return "attention", 2 * products * q.shape[:2].numel() * _pairs(q, k, causal) * q.shape[-1]
     return "", 0
 
 

@@ -93,7 +93,7 @@ def record_step(
         stages = build_stages(cfg, mesh)
         classify_state(recording, stages.units)
         fill(stages)
-        with recording.labelled(f"{HOST}copies"):
+        with recording.labelled(f"{HOST}copies" if cfg.optim.offload else "update"):
             step = TrainingStep(cfg, mesh, stages)
         label_step(recording, stages, step)
         gc.collect()
