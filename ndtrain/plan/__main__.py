@@ -14,8 +14,7 @@ from ndtrain.plan.dry import dry_run, plan_alike, stages_at
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.options import Options, split_options, world_of
 from ndtrain.runtime import cli, usage
-
-PLANS = ("dry",)
+from ndtrain.runtime.commands import PLANS
 
 
 def main(args: Sequence[str]) -> int:

@@ -100,7 +100,7 @@ def record_step(
         state = recording.state_bytes()
         recording.restart()
         with recorded_collectives() as collectives:
-            step.run(1, batches)
+            step.run(1, batches).result.wait("the recorded step")
     return RankRecord(
         state=state,
         peak_bytes=recording.peak_bytes,

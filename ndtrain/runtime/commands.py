@@ -14,3 +14,4 @@ COMMANDS = {  # command -> its module
     "torchrun": "ndtrain.runtime.torchrun",
 }
 CONFIGURED = ("train", "preflight", "plan", "torchrun")  # those that take a run's overrides
+PLANS = ("dry",)  # what `ndtrain plan` makes

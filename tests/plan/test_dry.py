@@ -19,6 +19,7 @@ SHAPE = [
     "train.loss_chunk=20", "train.global_batch=8", "train.micro_batch=1", "optim.clip=0.5",
 ]  # fmt: skip
 CONSTANTS = 8  # bytes of constants that a process makes once, in whichever of its steps comes first
+IN_FLIGHT = 0.02  # of the peak: a message holds what it sends until it is waited for, but not in a dry run
 
 DEFAULT = {
     2: ["mesh.fsdp=2 recompute=selective", "mesh.tp=2 tp.overlap=true", "mesh.pp=2 schedule=zb_v", "mesh.cp=2"],
@@ -65,13 +66,14 @@ def _real(cases: list[str]) -> list[RankRecord]:
     return records
 
 
-def _differences(dry: RankRecord, real: RankRecord) -> dict[str, tuple]:
+def _differences(case: str, dry: RankRecord, real: RankRecord) -> dict[str, tuple]:
     """Field -> (dry, real) where they differ."""
     a, b = asdict(dry), asdict(real)
     off = {k: (a[k], b[k]) for k in ("state", "flops", "traffic", "checkpoint") if a[k] != b[k]}
     kinds = {k: (a["at_peak"].get(k, 0), b["at_peak"].get(k, 0)) for k in {*a["at_peak"], *b["at_peak"]}}
-    off |= {f"at_peak: {k}": pair for k, pair in kinds.items() if abs(pair[0] - pair[1]) > CONSTANTS}
-    if abs(dry.peak_bytes - real.peak_bytes) > CONSTANTS:
+    most = IN_FLIGHT * real.peak_bytes if "tp.overlap=true" in case else CONSTANTS
+    off |= {f"at_peak: {k}": pair for k, pair in kinds.items() if abs(pair[0] - pair[1]) > most}
+    if abs(dry.peak_bytes - real.peak_bytes) > most:
         off["peak_bytes"] = dry.peak_bytes, real.peak_bytes
     return off
 
@@ -81,7 +83,7 @@ def _compare(ranks: int, cases: list[str]) -> None:
     for i, case in enumerate(cases):
         for rank, records in enumerate(by_rank):
             dry = dry_run(resolve(load_config([*SHAPE, *case.split()]), ranks), rank, "cpu")
-            off = _differences(dry, records[i])
+            off = _differences(case, dry, records[i])
             assert not off, f"{case}, rank {rank} of {ranks}: (dry, real) {off}"
             assert dry.flops["matmul"] > 1e6 and dry.peak_bytes > sum(dry.state.values()) > 0
 
