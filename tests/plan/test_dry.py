@@ -28,9 +28,9 @@ FULL = {
     1: [
         "", "recompute=full", "recompute=selective", "recompute=every recompute.every=2",
         "recompute=budget recompute.budget=300000", "precision.compute=bf16", "precision.compute=bf16 mesh.zero=1",
-        "precision.params=fp64 precision.compute=fp64", "precision.compute=fp8", "optim.state_dtype=bf16",
+        "precision.params=fp64 precision.compute=fp64", "precision.compute=fp8 model.intermediate_size=96", "optim.state_dtype=bf16",
         "optim.ema=0.9", "optim.offload=true", "optim.offload=true precision.compute=bf16", "optim.clip=null",
-        "model.tie_word_embeddings=true", "model.attn_logit_softcapping=30", "model.sliding_window=8",
+        "model.tie_word_embeddings=true", "model.attn_logit_softcapping=30", "model.sliding_window=8 model.model_type=mistral",
         "model.alibi=true",
     ],
     2: [
