@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +186,19 @@ CASES = [
 ]
 
 
+def hang_of(done: subprocess.CompletedProcess, folder: Path, tmp_path: Path, deadline_s: float, ranks: int) -> str:
+    """Asserts that a run ended by a hang in its third step: in time, all of it, with exit.json and a file of each rank.
+    Returns the diagnosis."""
+    assert done.returncode != 0 and not processes(tmp_path) and len(rows(folder)) == 2
+    reported_at = (folder / "exit.json").stat().st_mtime
+    assert reported_at - float((tmp_path / "failed-at").read_text()) < deadline_s + 10
+    assert done.stderr.count("error: hang:") == 1, done.stderr
+    status = exit_status.read(folder)
+    assert (status.why, status.code, status.requeue, status.step) == ("hang", 75, True, 2)
+    assert {p.name for p in folder.glob("logs/hang-rank-*.json")} == {f"hang-rank-{r}.json" for r in range(ranks)}
+    return done.stderr.partition("error: hang:")[2].partition("the last actions")[0]
+
+
 @pytest.mark.parametrize(("fault", "mesh", "ranks", "victim", "axis"), CASES)
 def test_a_hang_is_diagnosed(fault, mesh, ranks, victim, axis, tmp_path, corpus):
     """One rank sleeps in the third step, or leaves a collective out."""
@@ -193,15 +207,8 @@ def test_a_hang_is_diagnosed(fault, mesh, ranks, victim, axis, tmp_path, corpus)
     args = arguments(folder, corpus, *mesh.split(), f"hardware.timeout_s={DEADLINE_S}", "model.num_hidden_layers=2")
     with mock.patch.object(helpers, "MODULE", [str(tmp_path / "driver.py"), fault, str(victim)]):
         done = run(args, tmp_path, ranks, timeout=120)
-    assert done.returncode != 0 and not processes(tmp_path) and len(rows(folder)) == 2
-    reported_at = (folder / "exit.json").stat().st_mtime
-    assert reported_at - float((tmp_path / "failed-at").read_text()) < DEADLINE_S + 10
-    assert done.stderr.count("error: hang:") == 1, done.stderr
-    diagnosis = done.stderr.partition("error: hang:")[2].partition("the last actions")[0]
-    status = exit_status.read(folder)
-    assert (status.why, status.code, status.requeue, status.step) == ("hang", 75, True, 2)
-    assert diagnosis.split("\n")[1] in status.error
-    assert {p.name for p in folder.glob("logs/hang-rank-*.json")} == {f"hang-rank-{r}.json" for r in range(ranks)}
+    diagnosis = hang_of(done, folder, tmp_path, DEADLINE_S, ranks)
+    assert diagnosis.split("\n")[1] in exit_status.read(folder).error
     last = json.loads((folder / "logs" / f"hang-rank-{victim}.json").read_text())
     assert last["rank"] == victim and last["step"] == 3 and last["last"]
     named = re.search(rf"rank {victim} \([^)]*\)", diagnosis)

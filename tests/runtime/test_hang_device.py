@@ -11,7 +11,8 @@ from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.runtime import exit_status
 from ndtrain.runtime.hang_diagnosis import Report, diagnose
 from tests.lib import helpers
-from tests.lib.helpers import arguments, processes, rows, run, write_corpus
+from tests.lib.helpers import arguments, rows, run, write_corpus
+from tests.runtime.test_hang import hang_of
 
 FULL = pytest.mark.full
 DEADLINE_S = 6
@@ -147,14 +148,7 @@ def test_a_hang_of_a_device_is_diagnosed(fault, mesh, victim, axis, tmp_path, co
     """Nothing blocks the hosts. All is as on a CPU: who, when, the exit code, exit.json and the ranks' files."""
     folder = tmp_path / "run"
     done = train(fault, victim, mesh, DEADLINE_S, tmp_path, corpus)
-    assert done.returncode != 0 and not processes(tmp_path) and len(rows(folder)) == 2
-    reported_at = (folder / "exit.json").stat().st_mtime
-    assert reported_at - float((tmp_path / "failed-at").read_text()) < DEADLINE_S + 10
-    assert done.stderr.count("error: hang:") == 1, done.stderr
-    diagnosis = done.stderr.partition("error: hang:")[2].partition("the last actions")[0]
-    status = exit_status.read(folder)
-    assert (status.why, status.code, status.requeue, status.step) == ("hang", 75, True, 2)
-    assert {p.name for p in folder.glob("logs/hang-rank-*.json")} == {"hang-rank-0.json", "hang-rank-1.json"}
+    diagnosis = hang_of(done, folder, tmp_path, DEADLINE_S, 2)
     other = json.loads((folder / "logs" / f"hang-rank-{1 - victim}.json").read_text())
     assert other["pending"][0]["channel"].startswith(f"{axis} ") and other["pending"][0]["step"] == 3
     assert re.search(rf"over {axis} [^,]*, [^,]*, launched in step 3, \w+\(microbatch", diagnosis), diagnosis
