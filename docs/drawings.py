@@ -161,6 +161,7 @@ PHRASES = {
     "engine": "instructions, executor, training step, trainer",
     "train": "wires a run",
     "evaluate": "the loss of a checkpoint on any mesh",
+    "plan": "what a mesh needs, without its machines",
     "bench": "measurements against peers",
     "preflight": "checks of hosts and links before a run",
     "report": "a page with the curves of runs",

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from ndtrain.distributed.flight_recorder import RECORDER, CollectiveRecord
 from ndtrain.distributed.sharding import even_split
+from ndtrain.model.device_kind import on_gpu
 
 Group = dist.ProcessGroup | None
 
@@ -102,7 +103,7 @@ def all_gather(out: Tensor, part: Tensor, group: Group) -> Pending:
     part of `out`."""
     n, r = size(group), group.rank() if group else 0
     own = out.view(n, -1)[r]
-    if own.data_ptr() != part.data_ptr():
+    if not _same_memory(own, part):
         own.copy_(part)
     if group is None:
         return Pending(())
@@ -224,9 +225,14 @@ def by_distance(group: dist.ProcessGroup) -> list[tuple[int, int]]:
     return [((r + step) % n, (r - step) % n) for step in range(1, n)]
 
 
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin at the same place of one storage (on the meta device no storage has an address)."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+
+
 def _native(x: Tensor) -> bool:
     """Whether the backend's own collectives are used (NCCL's)."""
-    return x.is_cuda
+    return on_gpu(x)
 
 
 def _pair(send: Tensor, receive: Tensor, group: dist.ProcessGroup, to: int, source: int) -> list[dist.Work | None]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ndtrain.distributed.collectives import Pending
+from ndtrain.distributed.collectives import Group, Pending, all_gather_row, size
 from ndtrain.distributed.flight_recorder import RECORDER
 
 
@@ -56,6 +56,20 @@ def using_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def gather_numbers(numbers: Sequence[float], group: Group, device: torch.device) -> Tensor:
+    """Every rank's numbers, fp64 [ranks, k] in host memory. On the meta device there are no other ranks: all are taken
+    to have this rank's.
+
+    Args:
+        device: of the rank, where the numbers travel.
+    """
+    if device.type == "meta":
+        return torch.tensor(numbers, dtype=torch.float64).expand(size(group), -1)
+    rows, work = all_gather_row(upload(numbers, device), group)
+    work.wait()
+    return rows.cpu()
 
 
 class Readback:

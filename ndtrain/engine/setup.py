@@ -70,7 +70,7 @@ def prepare(cfg: Config) -> RunSetup:
     rank, local_rank, world = world_from_env()
     notes, written = [], Written.of(cfg)
     if cfg.init_from and not cfg.frozen:
-        cfg, notes = _model_of_folder(cfg, rank)
+        cfg, notes = model_of_folder(cfg, rank)
     cfg = resolve(cfg, world)
     notes += cfg.notes
     resume, path, state, meeting = cfg.resume, None, None, None
@@ -120,7 +120,7 @@ def meet(
     return rendezvous.join(backend, rank, world, cfg.hardware.timeout_s, device, meeting)
 
 
-def _model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
+def model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
     """The configuration with the model of the Hugging Face folder `init_from`, whose files rank 0 checks; and what the
     user is to know."""
     folder = checkpoint.model_folder(cfg.init_from)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 def cat_if_contiguous(parts: Sequence[Tensor], dim: int) -> Tensor | None:
     """The concatenation of `parts` along `dim` as a view. None if they are not adjacent in one storage."""
-    first, memory = parts[0], parts[0].untyped_storage().data_ptr()
+    first, memory = parts[0], parts[0].untyped_storage()._cdata  # meta tensors have no address
     start, strides = first.storage_offset(), first.stride()
     size, at = 0, start
     for x in parts:
-        if x.storage_offset() != at or x.stride() != strides or x.untyped_storage().data_ptr() != memory:
+        if x.storage_offset() != at or x.stride() != strides or x.untyped_storage()._cdata != memory:
             return None
         size += x.shape[dim]
         at = start + size * strides[dim]

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ndtrain.model.device_kind import on_gpu
+
 
 def accumulate_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
     """total [m, n] += a [m, k] @ b [k, n]. If `fresh`, the product overwrites `total` instead.
@@ -13,7 +15,7 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False)
     beta = 0 if fresh else 1
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)
-    elif a.is_cuda:
+    elif on_gpu(a):
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     elif fresh:
         total.copy_(a @ b)

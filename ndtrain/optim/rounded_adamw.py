@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ndtrain.model.device_kind import kind_of
 from ndtrain.optim.optimizer import TensorSlice
 from ndtrain.optim.rounding import Place, draw, element_index, halves, keys, round_to_bf16, select
 
@@ -109,6 +110,8 @@ def exact_options() -> dict[str, bool]:
 
 def compiles(device: torch.device, elements: int) -> bool:
     """Whether the update of so many elements on a device is compiled: where there is a compiler, and it pays."""
+    if device.type == "meta":
+        return False
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -212,7 +215,8 @@ class RoundedAdamW(torch.optim.Optimizer):
         if self.compiled:
             compiled_update()(*whole, places, tensor_keys, scalars, part.one_row, 0)
             return
-        most = _CHUNK[self._device.type] * (torch.get_num_threads() if self._device.type == "cpu" else 1)
+        kind = kind_of(self._device)
+        most = _CHUNK[kind] * (torch.get_num_threads() if kind == "cpu" else 1)
         for first in range(0, whole[0].numel(), most):
             chunk = [x[first : first + most] for x in whole]
             update(*chunk, places, tensor_keys, scalars, part.one_row, first)

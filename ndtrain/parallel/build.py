@@ -17,6 +17,7 @@ from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.distributed.sharding import DATA_AXES, TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.model import Ops, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
+from ndtrain.model.device_kind import kind_of
 from ndtrain.model.init import Draw, fill_all, standard_normal
 from ndtrain.model.loss import compiled_cross_entropy, cross_entropy
 from ndtrain.model.transformer import EMBED, fused_names, unit_of
@@ -158,7 +159,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     saved_ops = SavedOps(op_names)
     fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
     ops = _ops(cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, compiled, in_graph)
-    kernel, attention = choose_kernel(cfg, mesh, plan.compute) if mesh.device.type == "cuda" else (None, "")
+    kernel, attention = choose_kernel(cfg, mesh, plan.compute) if kind_of(mesh.device) == "cuda" else (None, "")
     for model in models.values():
         _complete(model, units, ops, kernel, compiled)
     segments = {s: m.segments() for s, m in models.items()}

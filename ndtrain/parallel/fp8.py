@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ndtrain.model.device_kind import kind_of
 from ndtrain.parallel.compiled_linear import accumulator_of, add_biases, apply
 from ndtrain.parallel.fused_grad_accumulation import Gathered, MatmulImpl, Rows
 from ndtrain.parallel.grad_accumulator import GradAccumulator
@@ -74,6 +75,8 @@ def multiply(a_RC: Cast, b_KC: Cast, dtype: torch.dtype, fast: bool = False) -> 
 def multiplies_fp8(device: str) -> bool:
     """Whether matmuls of fp8 are to be had there. Not on a CPU: PyTorch's is a plain loop, a thousand times as slow as
     the same product in fp32."""
+    if device == "meta":
+        return kind_of(torch.device(device)) == "cuda"
     return _tried(device)
 
 

@@ -27,7 +27,9 @@ from torch import Tensor
 from ndtrain.distributed.collectives import Pending, all_gather, reduce_scatter
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import FlatLayout, UnitGroups
+from ndtrain.model.device_kind import host_of
 from ndtrain.parallel import compiled_linear
+from ndtrain.parallel.allocations import storage_id
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.grad_accumulator import GradAccumulator
 from ndtrain.parallel.pp import TiedReducer
@@ -67,7 +69,7 @@ class ShardedUnits:
         self.tp_replicas, self.ties = tp_replicas, ties
         self.accumulator, self.in_graph = accumulator, in_graph
         self.compute, self.master, self.offload = plan.compute, plan.master, plan.offload
-        self.state_device = torch.device("cpu") if plan.offload else mesh.device
+        self.state_device = host_of(mesh.device) if plan.offload else mesh.device
         self.before_update: list[Callable[[], None]] = []
         self.whole_tensors: WholeTensors | None = None
         self._reductions: list[tuple[Unit, Tensor, Pending, bool]] = []
@@ -111,7 +113,7 @@ class ShardedUnits:
             state = () if self.offload else (unit.master, *unit.state.values(), unit.ema)
             for x in (unit.full, unit.gather_source, unit.grad, unit.full_grad, *state):
                 if x is not None:
-                    storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+                    storages[storage_id(x)] = x.untyped_storage().nbytes()
         return sum(storages.values())
 
     # -------------------------------------------------------------------------------------------------- parameters

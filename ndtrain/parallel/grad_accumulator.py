@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from ndtrain.model.device_kind import on_gpu
 from ndtrain.model.matmul_accumulate import accumulate_product
 
 
@@ -72,7 +73,7 @@ class GradAccumulator:
         if self._take(p):
             p.grad.zero_()
         rows_NE = rows_NE.to(p.grad.dtype)
-        if rows_NE.is_cuda:
+        if on_gpu(rows_NE):
             p.grad.index_put_((index_N,), rows_NE, accumulate=True)  # sorts; index_add_ would race
         else:
             p.grad.index_add_(0, index_N, rows_NE)

@@ -2,6 +2,7 @@
 al., 2021, arXiv:2101.06840)."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,7 +61,8 @@ class OffloadCopier:
         largest = max(u.grad.numel() for u in self.units)
         # only what copies pass through is pinned: the state itself is many times as large
         pinned = units.device.type == "cuda"
-        make = lambda dtype: page_locked(largest, dtype, self) if pinned else torch.empty(largest, dtype=dtype)
+        plain = partial(torch.empty, device=units.state_device)
+        make = lambda dtype: page_locked(largest, dtype, self) if pinned else plain(largest, dtype=dtype)
         buffers = lambda dtype: [make(dtype) for _ in range(_SLOTS)]
         grads, weights = buffers(units.master), buffers(units.compute)
         self.gradients = [grads[i % _SLOTS][: u.grad.numel()] for i, u in enumerate(self.units)]

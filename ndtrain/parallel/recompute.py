@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ndtrain.config import Config, RecomputeConfig
+from ndtrain.parallel.allocations import storage_id
 
 T = TypeVar("T")
 NOTHING: frozenset[str] = frozenset()
@@ -100,9 +101,9 @@ def _stand_in(made: Any) -> Any:
 
 
 def _storages(made: Any) -> dict[int, int]:
-    """Address -> bytes of each storage."""
+    """Id -> bytes of each storage."""
     if isinstance(made, Tensor):
-        return {made.untyped_storage().data_ptr(): made.untyped_storage().nbytes()}
+        return {storage_id(made): made.untyped_storage().nbytes()}
     return {at: size for x in made for at, size in _storages(x).items()}
 
 

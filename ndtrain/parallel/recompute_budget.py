@@ -12,18 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 from typing import Any, NamedTuple
-from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ndtrain.config import AXES, SAVABLE_OPS, Config, ConfigError, LocalShapes
-from ndtrain.distributed.collectives import all_gather_row
+from ndtrain.data import Batch
+from ndtrain.distributed.host_device import gather_numbers
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import Context, Segment
+from ndtrain.model.device_kind import kind_of
 from ndtrain.model.flops import elementwise_values, recompute_flops
+from ndtrain.parallel.allocations import Allocations
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.recompute import LAST, SavedOps
 from ndtrain.parallel.stages import Stages
@@ -164,39 +164,8 @@ def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
 # -------------------------------------------------------------------------------------------------------- the sizes
 
 
-class _Allocations(TorchDispatchMode):
-    """Follows the storages that operators allocate: their bytes `now`, and their `peak_bytes`. It does not see what
-    kernels allocate and free internally."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._known | given:
-                self._follow(x.untyped_storage())
-        return out
-
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        at, size = storage.data_ptr(), storage.nbytes()
-        if not size:
-            return
-        self._known.add(at)
-        self.now += size
-        self.peak_bytes = max(self.peak_bytes, self.now)
-        finalize(storage, self._forget, at, size)
-
-    def _forget(self, at: int, size: int) -> None:
-        self._known.discard(at)
-        self.now -= size
-
-
 class _CudaAllocations:
-    """The same from the allocator's counters, which see every allocation. `peak_bytes` is set at the end."""
+    """As `Allocations`, from the allocator's counters, which see every allocation. `peak_bytes` is set at the end."""
 
     def __enter__(self) -> "_CudaAllocations":
         self._before = torch.cuda.memory_allocated()
@@ -212,14 +181,14 @@ class _CudaAllocations:
 
 
 @contextmanager
-def _follow(device: torch.device) -> Iterator[_Allocations | _CudaAllocations]:
+def _follow(device: torch.device) -> Iterator[Allocations | _CudaAllocations]:
     """On a CPU nothing is compiled inside: the compiler permanently skips every function that it meets under a dispatch
     mode."""
     if device.type == "cuda":
         with _CudaAllocations() as made:
             yield made
     else:
-        with torch.compiler.set_stance("force_eager"), _Allocations() as made:
+        with torch.compiler.set_stance("force_eager"), Allocations() as made:
             yield made
 
 
@@ -327,10 +296,10 @@ def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> l
     sizes = _largest(measure(segments, units, stages.saved_ops, _context(cfg, mesh, stages), x), mesh)
     besides = sizes.besides * cfg.microbatches + sharding_bytes(units)
     besides += MESSAGES * sizes.boundary if mesh.size("pp") > 1 else 0
-    besides += _unseen(cfg, units.compute) if mesh.device.type == "cpu" else 0
+    besides += _unseen(cfg, units.compute) if kind_of(mesh.device) == "cpu" else 0
     row = schedule.table[mesh.coords["pp"]]
     loads = [load(row, stage, len(stages.placement.layers[stage])) for stage in schedule.stages_of(mesh.coords["pp"])]
-    cost = recompute_cost(cfg, mesh.device.type)
+    cost = recompute_cost(cfg, kind_of(mesh.device))
     return plan(loads, replace(sizes, besides=besides), cfg.recompute.budget, cost, always)
 
 
@@ -346,16 +315,23 @@ def load(row: Sequence[Action], stage: int, blocks: int) -> Load:
     return most
 
 
+def typical_batch(cfg: Config, device: torch.device) -> Batch:
+    """A microbatch as this rank gets them, of zeros. With `data.pack` each row has two documents, which end at another
+    place in each row, so that positions and tiles differ as they do in training."""
+    batch, length, whole = cfg.train.micro_batch, cfg.train.seq_len // cfg.mesh.cp, cfg.train.seq_len
+    tokens, labels = (torch.zeros(batch, length, dtype=torch.long, device=device) for _ in range(2))
+    places = torch.arange(length, device=device) if cfg.mesh.cp > 1 or cfg.data.pack else None
+    if not cfg.data.pack or whole <= batch:
+        return Batch(tokens, labels, places)
+    documents = tuple((0, whole * (i + 1) // (batch + 1)) for i in range(batch))
+    return Batch(tokens, labels, places.expand(batch, length), documents)
+
+
 def _context(cfg: Config, mesh: Mesh, stages: Stages) -> Callable[[], Context]:
     """A function that makes the context of a microbatch."""
-    batch, length = cfg.train.micro_batch, cfg.train.seq_len // cfg.mesh.cp
-    tokens = torch.zeros(batch, length, dtype=torch.long, device=mesh.device)
-    places = torch.arange(length, device=mesh.device)
-    documents = None
-    if cfg.data.pack:  # two a row, so that the rows' positions and tiles differ as they do in training
-        places, whole = places.expand(batch, length), cfg.train.seq_len
-        documents = tuple((0, whole * (i + 1) // (batch + 1)) for i in range(batch)) if whole > batch else None
-    return lambda: stages.context(tokens, tokens, stages.units.compute, None, places, documents)
+    b = typical_batch(cfg, mesh.device)
+    places = torch.arange(b.tokens.shape[1], device=mesh.device) if b.positions is None else b.positions
+    return lambda: stages.context(b.tokens, b.labels, stages.units.compute, None, places, b.documents)
 
 
 def _unseen(cfg: Config, compute: torch.dtype) -> int:
@@ -371,9 +347,8 @@ def _unseen(cfg: Config, compute: torch.dtype) -> int:
 def _largest(sizes: BlockSizes, mesh: Mesh) -> BlockSizes:
     """Of each size the largest on any rank that holds the same layers."""
     names = [f.name for f in fields(sizes) if f.name != "saved"]
-    row = torch.tensor([*(getattr(sizes, n) for n in names), *sizes.saved.values()], dtype=torch.float64)
-    rows, work = all_gather_row(row.to(mesh.device), mesh.group(*(a for a in AXES if a != "pp")))
-    work.wait()
+    row = [*(getattr(sizes, n) for n in names), *sizes.saved.values()]
+    rows = gather_numbers(row, mesh.group(*(a for a in AXES if a != "pp")), mesh.device)
     largest = [int(n) for n in rows.amax(0)]
     saved = dict(zip(sizes.saved, largest[len(names) :], strict=True))
     return BlockSizes(**dict(zip(names, largest, strict=False)), saved=saved)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ndtrain.distributed.collectives import Group, Pending
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import FlatLayout, UnitGroups
+from ndtrain.model.device_kind import host_of
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.grad_accumulator import FusedWeights
@@ -205,7 +206,7 @@ class _Buffers:
         """For `local` elements."""
         resident, shard = not residency.reshard_after_forward, local // shards
         zeros = lambda n, dtype: torch.zeros(n, dtype=dtype, device=device)
-        stored = lambda dtype: torch.zeros(shard, dtype=dtype, device="cpu" if plan.offload else device)
+        stored = lambda dtype: torch.zeros(shard, dtype=dtype, device=host_of(device) if plan.offload else device)
         master = None if residency.shares_master else stored(plan.master)
         return cls(
             full=zeros(local, plan.compute) if resident else None,

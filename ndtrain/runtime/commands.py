@@ -7,9 +7,11 @@ COMMANDS = {  # command -> its module
     "evaluate": "ndtrain.evaluate",
     "generate": "ndtrain.generate",
     "schedule": "ndtrain.schedule",
+    "plan": "ndtrain.plan",
     "bench": "ndtrain.bench",
     "preflight": "ndtrain.preflight",
     "report": "ndtrain.report",
     "torchrun": "ndtrain.runtime.torchrun",
 }
-CONFIGURED = ("train", "preflight", "torchrun")  # those that take a run's overrides
+CONFIGURED = ("train", "preflight", "plan", "torchrun")  # those that take a run's overrides
+PLANS = ("dry",)  # what `ndtrain plan` makes

@@ -17,7 +17,7 @@ from ndtrain.arguments import near
 from ndtrain.config import ConfigError
 from ndtrain.config.keys import Key, config_folders, group_options, known_keys
 from ndtrain.config.registry import load_plugins, names
-from ndtrain.runtime.commands import COMMANDS, CONFIGURED
+from ndtrain.runtime.commands import COMMANDS, CONFIGURED, PLANS
 
 _FLAGS = ("--config-dir", "--cfg", "--multirun", "--info", "--help", "--version", "--resolve", "--package")
 
@@ -112,6 +112,8 @@ def candidates(line: str) -> list[str]:
         return _starting(word, ("--help",))
     if word.startswith("-"):
         return _starting(word, _FLAGS)
+    if before[1:] == ["plan"]:
+        return _starting(word, PLANS)
     return _overrides(word, _searched(before))
 
 

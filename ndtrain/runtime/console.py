@@ -8,6 +8,7 @@ usage: ndtrain COMMAND [arguments of the command]
   evaluate   validation loss:            ndtrain evaluate runs/llama_small
   generate   continues a text:           ndtrain generate runs/llama_small 'def main('
   schedule   shows pipeline schedules:   ndtrain schedule schedule=zb_v pp=4 microbatches=12
+  plan       what a mesh needs:          ndtrain plan dry recipe=llama3_8b hardware=h100 nodes=4
   bench      measures:                   ndtrain bench peers axis=one
   preflight  checks hosts and links:     ndtrain preflight recipe=llama_small
   report     draws the curves of runs:   ndtrain report runs/first runs/second

@@ -73,6 +73,26 @@ exit status: 0 where no check failed, 1 where one did, 2 for a wrong configurati
 
 The overrides are those of the run: `python -m ndtrain.train --help`. reference: docs/launch.md"""
 
+_PLAN = """Says what a run needs on machines that are not at hand.
+
+usage: {command} dry hardware=NAME [nodes=N | ranks=N] [rank=R] [json=FILE] [the run's own KEY=VALUE ...]
+
+examples:
+  {command} dry recipe=llama3_8b hardware=h100 nodes=4 mesh.tp=8
+  {command} dry recipe=llama3_8b hardware=h100 nodes=128 mesh.pp=4 rank=1000 json=rank.json
+  {command} dry recipe=llama_small hardware=cpu mesh.fsdp=2
+
+plans:
+  dry       runs one training step of a rank on tensors without memory: bytes of state, peak memory and what is alive
+            then, FLOPs, every collective by axis with its bytes, files and bytes of a checkpoint
+
+keys:
+{options}
+
+exit status: 0, or 2 where the run cannot be planned
+
+The overrides are those of the run: `python -m ndtrain.train --help`. reference: docs/plan.md"""
+
 
 def train(search: Sequence[str] = ()) -> str:
     """The help of `ndtrain train`, with the groups and options of this installation and of the folders `search`."""
@@ -90,6 +110,11 @@ def train(search: Sequence[str] = ()) -> str:
 def preflight(search: Sequence[str] = ()) -> str:
     """The help of `ndtrain preflight`."""
     return _PREFLIGHT.format(command=command("preflight"))
+
+
+def plan(options: str) -> str:
+    """The help of `ndtrain plan`, with the lines of its options."""
+    return _PLAN.format(command=command("plan"), options=options)
 
 
 def command(name: str) -> str:

@@ -44,7 +44,7 @@ def local_core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
 
 def attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None = None) -> Tensor:
     """`local_core` with explicit scores. The results of the kernels are passed through `recall`, if given."""
-    if recall is None and _by_sdpa(scores):
+    if recall is None and _by_sdpa(scores) and not q_BTND.is_meta:  # no kernel to choose for meta tensors
         return _plain(*(x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD)), scores.kernel).transpose(1, 2)
     return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, recall)
 

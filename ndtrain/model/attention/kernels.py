@@ -20,6 +20,7 @@ from ndtrain.model.attention.math_kernel import Gradients, mask_of, math_backwar
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.attention.tiles import BLOCK, Kind, Slices, Tile, halves, tiles
 from ndtrain.model.attention.varlen import VarlenCall, varlen_calls
+from ndtrain.model.device_kind import on_gpu
 
 aten = torch.ops.aten
 Piece = Tile | VarlenCall | FlexCall
@@ -93,7 +94,7 @@ class Kernel(NamedTuple):
 
     def runs(self, q: Tensor) -> bool:
         """Whether it supports the precision and head size of the queries."""
-        return q.dtype in self.dtypes and (not q.is_cuda or q.shape[-1] % 8 == 0)
+        return q.dtype in self.dtypes and (not on_gpu(q) or q.shape[-1] % 8 == 0)
 
     def takes(self, q: Tensor, t: Tile, scores: Scores) -> bool:
         """Whether it supports this tile with these scores."""
@@ -108,7 +109,7 @@ def _kernel_for(q: Tensor, t: Tile, scores: Scores) -> Kernel:
 
 def _configured(q: Tensor, scores: Scores) -> Kernel:
     """The kernel of this run on the device of q."""
-    return GPU_KERNELS[scores.kernel or "flash"] if q.is_cuda else _CPU
+    return GPU_KERNELS[scores.kernel or "flash"] if on_gpu(q) else _CPU
 
 
 # -------------------------------------------------------------------------------------------------- PyTorch's kernels

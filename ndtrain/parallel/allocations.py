@@ -1,0 +1,72 @@
+"""Follows the memory of a program by its operators: which storages are alive, their bytes, and the peak."""
+
+from collections.abc import Iterable
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def storage_id(x: Tensor) -> int:
+    """Identifies the storage of x among those that are alive, also where it has no address (on the meta device)."""
+    return x.untyped_storage()._cdata
+
+
+class Allocations(TorchDispatchMode):
+    """Follows the storages that operators allocate: their bytes `now`, and their `peak_bytes`. It does not see what
+    kernels allocate and free internally.
+
+    Args:
+        device_type: of the storages to follow; None: all.
+    """
+
+    def __init__(self, device_type: str | None = None) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.now = self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._resized: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {storage_id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        self._read_sizes()
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and self._follows(x) and storage_id(x) not in given:
+                self._allocated(x)
+        return out
+
+    def resizes(self, tensors: Iterable[Tensor]) -> None:
+        """Says that the program resizes the storages of these tensors, which no operator shows."""
+        for x in tensors:
+            if storage_id(x) not in self._sizes:
+                self._add(x.untyped_storage())
+            self._resized[storage_id(x)] = x.untyped_storage()
+
+    def _follows(self, x: Tensor) -> bool:
+        return self.device_type is None or x.device.type == self.device_type
+
+    def _allocated(self, x: Tensor) -> None:
+        if storage_id(x) not in self._sizes and x.untyped_storage().nbytes():
+            self._add(x.untyped_storage())
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._sizes[storage._cdata] = 0
+        self._set_size(storage._cdata, storage.nbytes())
+        finalize(storage, self._freed, storage._cdata)
+
+    def _read_sizes(self) -> None:
+        for at, storage in self._resized.items():
+            if storage.nbytes() != self._sizes[at]:
+                self._set_size(at, storage.nbytes())
+
+    def _set_size(self, at: int, size: int) -> None:
+        """A storage has `size` bytes now."""
+        self.now += size - self._sizes[at]
+        self._sizes[at] = size
+        self.peak_bytes = max(self.peak_bytes, self.now)
+
+    def _freed(self, at: int) -> None:
+        self.now -= self._sizes.pop(at)

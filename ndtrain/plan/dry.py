@@ -1,0 +1,63 @@
+"""A dry run: the program of rank r of N on tensors without memory."""
+
+from collections.abc import Hashable
+
+import torch
+
+from ndtrain.config import Config
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.model import tensor_dims
+from ndtrain.model.transformer import unit_of
+from ndtrain.parallel.build import flat_layouts, layouts_of
+from ndtrain.parallel.pp import Placement
+from ndtrain.parallel.recompute_budget import typical_batch
+from ndtrain.plan.step import RankRecord, record_step
+from ndtrain.plan.world import pretended_world
+
+
+def dry_run(cfg: Config, rank: int, device: str) -> RankRecord:
+    """Builds the stages of a rank and runs one training step, as on a device of this kind.
+
+    Args:
+        cfg: resolved.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: the rank cannot be built.
+    """
+    spec, meta = MeshSpec.of(cfg.mesh), torch.device("meta")
+    with pretended_world(rank, spec.world_size, device):
+        batches = [typical_batch(cfg, meta) for _ in range(cfg.microbatches)]
+        return record_step(cfg, Mesh(spec, rank, meta), batches, separate_host=device == "cuda")
+
+
+def plan_alike(cfg: Config) -> list[list[int]]:
+    """The first, a middle and the last rank of each place in the pipeline, those together whose programs are alike: the
+    first one of them stands for the others."""
+    spec, placement = MeshSpec.of(cfg.mesh), Placement.of(cfg)
+    others = [axis for axis in spec.order if axis != "pp"]
+    alike: dict[Hashable, list[int]] = {}
+    for pp in range(spec.size("pp")):
+        members = spec.members(spec.rank(dict.fromkeys(others, 0) | {"pp": pp}), *others)
+        for rank in dict.fromkeys((members[0], members[len(members) // 2], members[-1])):
+            alike.setdefault(_program(cfg, spec, placement, rank), []).append(rank)
+    return list(alike.values())
+
+
+def _program(cfg: Config, spec: MeshSpec, placement: Placement, rank: int) -> Hashable:
+    """What a rank's program depends on: its row of the schedule and its layers, its part of the sequence, and of each
+    unit how many elements there are, are its own, decay, and are counted or written by this rank."""
+    coords, held_by = spec.coords(rank), placement.pp_coords(cfg.model)
+    layouts = layouts_of(cfg, spec, rank, placement)
+    names = [n for n in tensor_dims(cfg.model) if coords["pp"] in held_by[unit_of(n)]]
+    units = []
+    for unit in flat_layouts(layouts, names).values():
+        own, groups = unit.own, unit.groups
+        counted = [s.stop - s.start for s in unit.slices(*own, lambda t: t.owned)]
+        units.append((unit.numel, own[1] - own[0], unit.decayed_in(*own), tuple(counted), groups.replica == 0))
+    return coords["pp"], coords["cp"], tuple(units)
+
+
+def stages_at(cfg: Config, rank: int) -> tuple[int, ...]:
+    """The stages of the pipeline that a rank has."""
+    return tuple(Placement.of(cfg).schedule.stages_of(MeshSpec.of(cfg.mesh).coords(rank)["pp"]))

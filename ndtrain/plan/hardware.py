@@ -1,0 +1,91 @@
+"""Descriptions of hardware, shipped or of the user's own: `hardware=h100`, `hardware=my_cluster.yaml`."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ndtrain.arguments import near
+from ndtrain.config import ConfigError
+
+_FOLDER = Path(__file__).parent / "hardware_specs"
+_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp8")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster of equal hosts. None: not listed.
+
+    Attributes:
+        name: of the description.
+        device: "cpu" or "cuda".
+        memory_gb: of one device, in 10^9 bytes.
+        gpus_per_node: devices of one host.
+        peak_tflops: precision -> dense matmul peak of one device.
+        memory_gb_s: bandwidth of a device's memory.
+        link_gb_s: bandwidth of one device to those of its host, one direction.
+        network_gb_s: bandwidth of one device to other hosts, one direction.
+    """
+
+    name: str
+    device: str
+    memory_gb: float | None
+    gpus_per_node: int
+    peak_tflops: dict[str, float]
+    memory_gb_s: float | None
+    link_gb_s: float | None
+    network_gb_s: float | None
+
+
+def known_hardware() -> list[str]:
+    """The shipped descriptions."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def load_hardware(name: str) -> Hardware:
+    """The description with this name, or in this YAML file.
+
+    Raises:
+        ConfigError: there is none, or the file is no description. The line names the key that is wrong.
+    """
+    path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else _FOLDER / f"{name}.yaml"
+    if path.parent == _FOLDER and name not in known_hardware():
+        known = known_hardware()
+        raise ConfigError(
+            f"hardware={name}: no such description; {near(name, known)}known: {', '.join(known)}, or a file FILE.yaml"
+        )
+    try:
+        read = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or "it is no YAML"
+        raise ConfigError(f"hardware={name}: cannot be read ({why}): give a description as YAML") from error
+    if problem := _problem(read):
+        raise ConfigError(f"hardware={name}: {problem}")
+    return Hardware(path.stem, **read)
+
+
+def _problem(read: Any) -> str:
+    """What is wrong with a description; "" where nothing is."""
+    keys = [f.name for f in fields(Hardware) if f.name != "name"]
+    if not isinstance(read, dict):
+        return f"must be a mapping with the keys {', '.join(keys)}"
+    for key in read:
+        if key not in keys:
+            return f"{key}: no such key; {near(str(key), keys)}known: {', '.join(keys)}"
+    if missing := [key for key in keys if key not in read]:
+        return f"{missing[0]} is missing; a description has {', '.join(keys)}"
+    if read["device"] not in ("cpu", "cuda"):
+        return f"device={read['device']}: must be cpu or cuda"
+    if type(read["gpus_per_node"]) is not int or read["gpus_per_node"] < 1:
+        return f"gpus_per_node={read['gpus_per_node']}: must be a whole number, at least 1"
+    if not isinstance(read["peak_tflops"], dict):
+        return "peak_tflops: must be a mapping from precision to TFLOP/s"
+    if unknown := [p for p in read["peak_tflops"] if p not in _PRECISIONS]:
+        return f"peak_tflops.{unknown[0]}: no such precision; known: {', '.join(_PRECISIONS)}"
+    rates = {key: read[key] for key in ("memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s")}
+    rates |= {f"peak_tflops.{p}": rate for p, rate in read["peak_tflops"].items()}
+    for key, rate in rates.items():
+        if rate is not None and (type(rate) not in (int, float) or not 0 < rate < float("inf")):
+            return f"{key}={rate}: must be a positive number, or null"
+    return ""

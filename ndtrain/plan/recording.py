@@ -1,0 +1,131 @@
+"""Records a step as it runs, on tensors with memory or without: FLOPs, and the memory by kind."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtrain.engine.train_step import TrainingStep
+from ndtrain.parallel.allocations import Allocations, storage_id
+from ndtrain.parallel.build import Stages
+from ndtrain.parallel.fsdp import ShardedUnits
+from ndtrain.plan.flops import flops_of
+
+ACTIVATIONS, BACKWARD = "activations", "gradients of activations"
+STATE = ("parameters", "gradients", "master weights", "optimizer state", "average")
+HOST = "host: "  # begins a kind that lies in host memory
+
+
+class Recording(Allocations):
+    """Follows memory by kind, and counts FLOPs.
+
+    Args:
+        separate_host: whether host memory is another memory than the device's: it does not count in `now`.
+
+    Attributes:
+        bytes: kind -> bytes alive.
+        at_peak: `bytes` at the peak.
+        flops: "matmul" and "attention" -> FLOPs.
+    """
+
+    def __init__(self, separate_host: bool) -> None:
+        super().__init__()
+        self.separate_host = separate_host
+        self.bytes: Counter[str] = Counter()
+        self.at_peak: dict[str, int] = {}
+        self.flops: Counter[str] = Counter()
+        self._kinds: dict[int, str] = {}
+        self._label: str | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kind, flops = flops_of(func, args, kwargs or {})
+        if flops:
+            self.flops[kind] += flops
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextmanager
+    def labelled(self, kind: str) -> Iterator[None]:
+        """Inside, what is allocated is of this kind."""
+        before, self._label = self._label, kind
+        try:
+            yield
+        finally:
+            self._label = before
+
+    def label_calls(self, owner: Any, method: str, kind: str) -> None:
+        """What a method of an object allocates is of this kind."""
+        call = getattr(owner, method)
+
+        def labelled(*args, **kwargs):
+            with self.labelled(kind):
+                return call(*args, **kwargs)
+
+        setattr(owner, method, labelled)
+
+    def classify(self, kind: str, *tensors: Tensor | None) -> None:
+        """The storages of these tensors are of this kind. Of several calls the first one counts."""
+        for at in {storage_id(x) for x in tensors if x is not None} & self._sizes.keys():
+            before, size = self._kinds[at], self._sizes[at]
+            if before in (ACTIVATIONS, BACKWARD):
+                self._kinds[at] = kind
+                self._count(before, -size)
+                self._count(kind, size)
+
+    def restart(self) -> None:
+        """The peak and the FLOPs count from now on."""
+        self._read_sizes()
+        self.peak_bytes, self.at_peak = self.now, +self.bytes
+        self.flops.clear()
+
+    def state_bytes(self) -> dict[str, int]:
+        """The bytes of each kind of state."""
+        return {kind: n for kind, n in self.bytes.items() if n and kind.removeprefix(HOST) in STATE}
+
+    # -------------------------------------------------------------------------------------------------- bookkeeping
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        by_autograd = torch._C._current_autograd_node() is not None
+        self._kinds[storage._cdata] = self._label or (BACKWARD if by_autograd else ACTIVATIONS)
+        super()._add(storage)
+
+    def _set_size(self, at: int, size: int) -> None:
+        self._count(self._kinds[at], size - self._sizes[at])
+        self._sizes[at] = size
+        if self.now > self.peak_bytes:
+            self.peak_bytes, self.at_peak = self.now, +self.bytes
+
+    def _freed(self, at: int) -> None:
+        self._count(self._kinds.pop(at), -self._sizes.pop(at))
+        self._resized.pop(at, None)
+
+    def _count(self, kind: str, size: int) -> None:
+        self.bytes[kind] += size
+        if not (self.separate_host and kind.startswith(HOST)):
+            self.now += size
+
+
+def classify_state(recording: Recording, units: ShardedUnits) -> None:
+    """Tells the recording what the buffers of the units hold."""
+    host = HOST if units.offload else ""
+    each = list(units.units.values())
+    recording.classify(f"{host}optimizer state", *(x for u in each for x in u.state.values()))
+    recording.classify("parameters", *(u.full for u in each if not u.residency.reshard_after_forward))
+    recording.classify("gathered parameters", *(u.full for u in each if u.residency.reshard_after_forward))
+    recording.classify(f"{host}master weights", *(u.master for u in each))
+    recording.classify("parameters", *(u.gather_source for u in each))
+    recording.classify("gradients", *(u.grad for u in each), *(u.full_grad for u in each))
+    recording.classify(f"{host}average", *(u.ema for u in each))
+    if units.whole_tensors is not None:
+        recording.classify("optimizer state", *(x for t in units.whole_tensors.tensors for x in t.state.values()))
+    recording.resizes(u.full for u in each if u.residency.reshard_after_forward)
+
+
+def label_step(recording: Recording, stages: Stages, step: TrainingStep) -> None:
+    """Tells the recording what the parts of a step allocate."""
+    recording.label_calls(stages.units, "open_gradients", "gradients")
+    recording.label_calls(stages.units, "reduce", "messages")
+    recording.label_calls(step.executor.pipeline, "post_recv", "messages")
+    recording.label_calls(step.optimizer, "step", "update")

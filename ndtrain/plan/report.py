@@ -1,0 +1,135 @@
+"""The tables and the JSON of a plan."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ndtrain.config import Config
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.plan.hardware import Hardware
+from ndtrain.plan.recording import HOST
+from ndtrain.plan.step import RankRecord
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A rank and what it needs.
+
+    Attributes:
+        ranks: this rank, and those that were found to need the same.
+        stages: of the pipeline, that the rank has.
+    """
+
+    ranks: list[int]
+    stages: tuple[int, ...]
+    record: RankRecord
+
+
+def as_json(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
+    """Everything, in bytes and FLOPs."""
+    mesh = MeshSpec.of(cfg.mesh)
+    body = {
+        "hardware": asdict(hardware),
+        "ranks": mesh.world_size,
+        "mesh": dict(zip(mesh.order, mesh.sizes, strict=True)) | {"zero": cfg.mesh.zero},
+        "plans": [{"ranks": p.ranks, "stages": p.stages, **asdict(p.record)} for p in planned],
+    }
+    return json.dumps(body, indent=1)
+
+
+def as_text(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
+    """Tables for people, in powers of ten."""
+    mesh = MeshSpec.of(cfg.mesh)
+    sizes = " ".join(f"{a}={n}" for a, n in zip(mesh.order, mesh.sizes, strict=True) if n > 1) or "one rank"
+    records = {_name(p.ranks): p.record for p in planned}
+    first = planned[0].record
+    files, size = first.checkpoint.files, first.checkpoint.bytes
+    parts = [
+        f"{mesh.world_size} ranks of {hardware.name}: {sizes}, zero={cfg.mesh.zero}, {cfg.microbatches} microbatches"
+        + f"; {first.attention}" * bool(first.attention),
+        _overview(mesh, hardware, planned),
+        "alive at the peak\n" + _by_rank(records, lambda r: {k: _si(n, "B") for k, n in sorted(r.at_peak.items())}),
+        "collectives of a step: how many, and the bytes of their buffers\n" + _by_rank(records, _traffic),
+        f"a checkpoint: {files} files, {_si(size, 'B')}",
+        *_notes(cfg, hardware, planned),
+    ]
+    return "\n\n".join(parts)
+
+
+def _overview(mesh: MeshSpec, hardware: Hardware, planned: Sequence[Planned]) -> str:
+    head = ["rank", "place", "stages", "state", "peak", "of memory", "matmul", "attention", "writes", "seconds"]
+    rows = [head]
+    for p in planned:
+        r = p.record
+        share = f"{r.peak_bytes / hardware.memory_gb / 1e7:.0f} %" if hardware.memory_gb else "-"
+        on_device = sum(n for kind, n in r.state.items() if not kind.startswith(HOST))
+        flops = [_si(r.flops.get(kind, 0), "FLOP") for kind in ("matmul", "attention")]
+        rows.append([
+            _name(p.ranks), mesh.where(p.ranks[0]) or "-", ",".join(map(str, p.stages)), _si(on_device, "B"),
+            _si(r.peak_bytes, "B"), share, *flops, _si(r.checkpoint.rank_bytes, "B"), f"{r.seconds:.1f}",
+        ])  # fmt: skip
+    return table(rows)
+
+
+def _traffic(r: RankRecord) -> dict[str, str]:
+    return {f"{t.axis} {t.op}": f"{t.count} x, {_si(t.bytes, 'B')}" for t in r.traffic}
+
+
+def _by_rank(records: dict[str, RankRecord], cells: Callable[[RankRecord], dict[str, str]]) -> str:
+    """A row for each name that `cells` gives of some record, a column for each record."""
+    columns = {rank: cells(r) for rank, r in records.items()}
+    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    return table([["rank", *columns], *([n, *(c.get(n, "-") for c in columns.values())] for n in names)])
+
+
+def _notes(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> list[str]:
+    notes = []
+    if cfg.train.compile:
+        notes.append(
+            "train.compile=true: the peak is that of blocks that are not compiled, whose elementwise operators store "
+            "their results: compiled blocks need no more"
+        )
+    over = [_name(p.ranks) for p in planned if p.record.peak_bytes > 1e9 * (hardware.memory_gb or float("inf"))]
+    if over:
+        notes.append(f"does not fit into {hardware.memory_gb:g} GB: rank {', '.join(over)}")
+    return notes
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Columns aligned to the right, the first one to the left."""
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+_PREFIXES = ["", "k", "M", "G", "T", "P", "E", "Z"]
+
+
+def _si(number: float, unit: str) -> str:
+    """With three digits and a decimal prefix: 27.9 GB."""
+    for prefix in _PREFIXES:
+        if abs(number) < 999.5:
+            return f"{number:.3g} {prefix}{unit}"
+        number /= 1000
+    return f"{number * 1000:.0f} {_PREFIXES[-1]}{unit}"
+
+
+def merged(planned: Sequence[Planned]) -> list[Planned]:
+    """Equal records of the same stages as one, with all their ranks."""
+    by_record: dict[Any, Planned] = {}
+    for p in planned:
+        body = asdict(p.record) | {"seconds": 0, "stages": p.stages}
+        key = json.dumps(body, sort_keys=True)
+        if key in by_record:
+            by_record[key].ranks.extend(p.ranks)
+        else:
+            by_record[key] = Planned(list(p.ranks), p.stages, p.record)
+    return list(by_record.values())

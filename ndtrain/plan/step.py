@@ -1,0 +1,132 @@
+"""Builds a rank's stages and runs one training step, recorded. A dry run and a real one call the same function."""
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ndtrain.checkpoint.elements import parts_of, plans_of, slices_of
+from ndtrain.config import Config
+from ndtrain.data import Batch
+from ndtrain.distributed.flight_recorder import CollectiveRecord
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.engine.train_step import TrainingStep
+from ndtrain.parallel.build import Stages, build_stages
+from ndtrain.plan.recording import HOST, Recording, classify_state, label_step
+from ndtrain.plan.world import recorded_collectives
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over one axis in a step.
+
+    Attributes:
+        axis: of the mesh, or several as in "fsdp+cp".
+        op: as the flight recorder names it.
+        bytes: of the whole buffers.
+    """
+
+    axis: str
+    op: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """A checkpoint of the run.
+
+    Attributes:
+        files, bytes: of the whole checkpoint.
+        rank_bytes: what this rank writes.
+    """
+
+    files: int
+    bytes: int
+    rank_bytes: int
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank needs for a training step.
+
+    Attributes:
+        state: kind -> bytes between steps. A kind that begins with "host: " lies in host memory.
+        peak_bytes: the most that is alive during a step, without host memory where the device has its own.
+        at_peak: kind -> bytes alive then, host memory included.
+        flops: "matmul" and "attention" -> FLOPs of the step.
+        attention: which kernel; empty on a CPU.
+        seconds: of this record.
+    """
+
+    state: dict[str, int]
+    peak_bytes: int
+    at_peak: dict[str, int]
+    flops: dict[str, int]
+    traffic: tuple[Traffic, ...]
+    checkpoint: CheckpointSize
+    attention: str
+    seconds: float
+
+
+def record_step(
+    cfg: Config,
+    mesh: Mesh,
+    batches: Sequence[Batch],
+    separate_host: bool,
+    fill: Callable[[Stages], None] = lambda stages: None,
+) -> RankRecord:
+    """Builds this rank's stages and runs the first training step.
+
+    The blocks run without the compiler, which skips functions that it meets under a dispatch mode.
+
+    Args:
+        batches: this rank's microbatches.
+        separate_host: whether host memory is another memory than the device's.
+        fill: gives the stages their weights.
+    """
+    began, recording = time.perf_counter(), Recording(separate_host)
+    with torch.compiler.set_stance("force_eager"), recording:
+        stages = build_stages(cfg, mesh)
+        classify_state(recording, stages.units)
+        fill(stages)
+        with recording.labelled(f"{HOST}copies" if cfg.optim.offload else "update"):
+            step = TrainingStep(cfg, mesh, stages)
+        label_step(recording, stages, step)
+        gc.collect()
+        state = recording.state_bytes()
+        recording.restart()
+        with recorded_collectives() as collectives:
+            step.run(1, batches).result.wait("the recorded step")
+    return RankRecord(
+        state=state,
+        peak_bytes=recording.peak_bytes,
+        at_peak=dict(recording.at_peak),
+        flops=dict(recording.flops),
+        traffic=traffic_of(collectives),
+        checkpoint=checkpoint_size(stages, cfg),
+        attention=next(iter(stages.models.values())).kernel or "",
+        seconds=time.perf_counter() - began,
+    )
+
+
+def traffic_of(collectives: Sequence[CollectiveRecord]) -> tuple[Traffic, ...]:
+    """The collectives by axis and operation."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for c in collectives:
+        key = c.channel.partition(" ")[0], c.op
+        counts[key] += 1
+        sizes[key] += c.nbytes
+    return tuple(Traffic(axis, op, counts[axis, op], sizes[axis, op]) for axis, op in sorted(counts))
+
+
+def checkpoint_size(stages: Stages, cfg: Config) -> CheckpointSize:
+    """The files of a checkpoint, and this rank's share."""
+    files = [f for planned in plans_of(stages, cfg).values() for f in planned]
+    parts = [part for of_stem in parts_of(stages.units.plan).values() for part in of_stem]
+    own = sum(s.rows.numel * part.dtype.itemsize for part in parts for s in slices_of(stages, part, owned_only=True))
+    return CheckpointSize(len(files), sum(f.size for f in files), own)
