@@ -1,5 +1,5 @@
-"""What one instruction of the executor asks of a device, as data: kernels, collectives, and waits for them, in the order
-in which the host launches them. `pieces` records them, `price` gives them seconds, `simulate` lays them on streams."""
+"""What one instruction of the executor asks of a device, as data: kernels, collectives, and waits for them, in launch
+order. `pieces` records them, `price` gives them seconds, `simulate` lays them on streams."""
 
 from typing import NamedTuple
 
