@@ -3,6 +3,7 @@ budget of time."""
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 
@@ -48,6 +49,16 @@ def pytest_runtest_setup(item):
     allowed = minutes * (0.1 + 0.9 * places[item.nodeid] / len(places))  # a tenth ahead, then at an even pace
     if time.monotonic() - item.config.began > 60 * allowed:
         pytest.skip(f"left out: behind the pace of --budget {minutes:g} minutes")
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left():
+    """Fails the test that leaves a process group behind, and not the tests that come after it in the same process."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group behind")
 
 
 def pytest_unconfigure(config):

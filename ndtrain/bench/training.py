@@ -3,6 +3,7 @@ in a run, compared at the first step, and timed in alternating rounds."""
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
@@ -158,6 +159,13 @@ def timed(
     Raises:
         DifferentWork: an implementation's first step is not the first one's, or its updates are not.
     """
+    with baselines.world_of_one(mesh.device) if "native" in names else nullcontext():
+        return _timed(cfg, mesh, names, repeats, extra)
+
+
+def _timed(
+    cfg: Config, mesh: Mesh, names: Sequence[str], repeats: Repeats, extra: Callable[[QueuedSteps], Any] | None
+) -> dict[str, Any]:
     batches, tolerance = [batches_of(cfg, mesh, step) for step in range(DISTINCT)], TOLERANCE[cfg.precision.compute]
     steps = {name: QueuedSteps(build(name, cfg, mesh), batches, mesh.device) for name in names}
     for queued in steps.values():

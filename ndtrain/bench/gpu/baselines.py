@@ -5,7 +5,8 @@ ours.
 Shape legend: B batch, T time, N heads, D head_dim, P = D / 2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -87,7 +88,7 @@ _CHECKPOINTS = {
 
 def native(cfg: Config, device: torch.device, draw: Draw) -> Loop:
     """The plain Llama with FSDP2 on one rank, blocks and loss compiled where `train.compile` says so, and `recompute`
-    as torch.utils.checkpoint does it."""
+    as torch.utils.checkpoint does it. Within `world_of_one`."""
     with torch.device(device):
         module = Llama(cfg.model, _norm, rotate)
     fill_parameters(cfg, module, draw)
@@ -98,7 +99,6 @@ def native(cfg: Config, device: torch.device, draw: Draw) -> Loop:
             layers[i].compile()
     if compiles(cfg, device):
         module.loss = torch.compile(summed_loss)
-    _one_rank(device)
     mesh = init_device_mesh(device.type, (1,))
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[cfg.precision.compute], reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -109,11 +109,15 @@ def native(cfg: Config, device: torch.device, draw: Draw) -> Loop:
     return Loop(cfg, module, clip=_clip)
 
 
-def _one_rank(device: torch.device) -> None:
-    """The world of one that FSDP2 asks for."""
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+@contextmanager
+def world_of_one(device: torch.device) -> Iterator[None]:
+    """The process group of one rank that FSDP2 asks for. It does not outlive its use."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _clip(parameters: object, most: float) -> Tensor:
