@@ -3,7 +3,8 @@
 The ranks along the other axes do the same at the same time, so the first one of them stands for all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -16,9 +17,9 @@ from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout
 from ndtrain.engine.instructions import Instruction, Layer, expand, line_up, units_ahead
 from ndtrain.model import Segment, Transformer
-from ndtrain.parallel.build import flat_layouts, layouts_of, state_plan
+from ndtrain.parallel.build import flat_layouts, layouts_of, linear_in_graph, state_plan
 from ndtrain.parallel.pp import Placement, input_of, receives
-from ndtrain.parallel.recompute import RecomputeGroup, always_saved_ops, plan_recompute
+from ndtrain.parallel.recompute import RecomputeGroup, always_saved_ops, plan_recompute, skipped_ops
 from ndtrain.parallel.unit import Residency, StatePlan
 from ndtrain.plan.pieces import Variant, kind_of_unit, variants
 from ndtrain.schedule import Action, Message, Schedule, sends
@@ -43,6 +44,18 @@ class Await(NamedTuple):
     unit: str
 
 
+class Reshard(NamedTuple):
+    """A unit's unsharded weights are freed."""
+
+    unit: str
+
+
+class Open(NamedTuple):
+    """The gradient of a whole unit is allocated, unless it is there."""
+
+    unit: str
+
+
 class Reduce(NamedTuple):
     """A unit's gradient is complete.
 
@@ -55,13 +68,11 @@ class Reduce(NamedTuple):
     final: bool
 
 
-class SendTo(NamedTuple):
-    """The launch of a message to another pipeline rank."""
-
-    message: Message
+class Send(NamedTuple):
+    """The launch of the action's message to another pipeline rank."""
 
 
-Op = Run | Gather | Await | Reduce | SendTo
+Op = Run | Gather | Await | Reshard | Open | Reduce | Send
 
 
 class Turn(NamedTuple):
@@ -70,11 +81,13 @@ class Turn(NamedTuple):
     Attributes:
         receives: the messages whose receive is posted before it, each with its source.
         needs: the message from another rank that it waits for.
+        sends: the message to another rank that its `Send` launches.
     """
 
     action: Action
     receives: tuple[tuple[Message, int], ...]
     needs: Message | None
+    sends: Message | None
     ops: tuple[Op, ...]
 
 
@@ -125,25 +138,24 @@ class RankProgram:
     """The program of a pipeline rank.
 
     Attributes:
-        layers: of its stages.
-        kinds: of these layers.
-        instructions: of each action of its row.
-        groups: its recompute groups.
+        units: the names of those that it holds.
+        turns: its row. Equal ones share what they do.
+        skipped_ops: for each block what its recompute skips, None where it is not recomputed.
     """
 
-    layers: list[Layer]
-    kinds: list[str]
-    instructions: list[list[Instruction]]
-    groups: list[RecomputeGroup]
+    units: tuple[str, ...]
+    turns: list[Turn]
+    skipped_ops: list[frozenset[str] | None]
 
     @cached_property
-    def variants(self) -> list[Variant]:
-        """Of all instructions, one after another."""
-        return list(variants((ins for action in self.instructions for ins in action), self.kinds))
-
-    @cached_property
-    def unit_names(self) -> list[str]:
-        return list(dict.fromkeys(u for layer in self.layers for u in layer.units))
+    def passes(self) -> Counter[Variant]:
+        """How often it makes each pass of a layer in a step."""
+        runs = Counter(op.variants for turn in self.turns for op in turn.ops if isinstance(op, Run))
+        passes: Counter[Variant] = Counter()
+        for variants_of_run, times in runs.items():
+            for variant in variants_of_run:
+                passes[variant] += times
+        return passes
 
 
 @dataclass(frozen=True)
@@ -152,16 +164,21 @@ class StepProgram:
 
     Attributes:
         units: of the whole model, by name.
+        order: (rank, index of its turn) of all turns, in an order in which they can run.
     """
 
     schedule: Schedule
     plan: StatePlan
     units: dict[str, UnitFacts]
     ranks: list[RankProgram]
+    order: list[tuple[int, int]]
 
     @classmethod
-    def of(cls, cfg: Config) -> "StepProgram":
+    def of(cls, cfg: Config, compiled: bool = False) -> "StepProgram":
         """Of a resolved configuration.
+
+        Args:
+            compiled: whether blocks are.
 
         Raises:
             ConfigError: the optimizer cannot keep its state so.
@@ -170,23 +187,21 @@ class StepProgram:
         layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), 0, placement)
         units = {name: UnitFacts.of(f, plan) for name, f in flat_layouts(layouts, layouts.names()).items()}
         segments = _segments(cfg, placement)
-        ranks = [_rank_program(cfg, placement, segments, units, rank) for rank in range(placement.schedule.pp)]
-        return cls(placement.schedule, plan, units, ranks)
+        in_graph = compiled and linear_in_graph(cfg, placement)
+        ranks = [
+            _rank_program(cfg, placement.schedule, rank, segments, units, in_graph)
+            for rank in range(placement.schedule.pp)
+        ]
+        return cls(placement.schedule, plan, units, ranks, _order(placement.schedule))
 
-    @cached_property
-    def turns(self) -> list[list[Turn]]:
-        """Of each rank, in order."""
-        return [_turns(self, rank) for rank in range(self.schedule.pp)]
 
-    @cached_property
-    def order(self) -> list[tuple[int, int]]:
-        """(rank, index of its turn) of all turns, in an order in which they can run."""
-        at = [0] * self.schedule.pp
-        order = []
-        for rank, _, _ in in_order(self.schedule.table):
-            order.append((rank, at[rank]))
-            at[rank] += 1
-        return order
+def _order(schedule: Schedule) -> list[tuple[int, int]]:
+    at = [0] * schedule.pp
+    order = []
+    for rank, _, _ in in_order(schedule.table):
+        order.append((rank, at[rank]))
+        at[rank] += 1
+    return order
 
 
 def _segments(cfg: Config, placement: Placement) -> dict[int, list[Segment]]:
@@ -201,17 +216,26 @@ def _segments(cfg: Config, placement: Placement) -> dict[int, list[Segment]]:
 
 
 def _rank_program(
-    cfg: Config, placement: Placement, segments: dict[int, list[Segment]], units: dict[str, UnitFacts], rank: int
+    cfg: Config,
+    schedule: Schedule,
+    rank: int,
+    segments: dict[int, list[Segment]],
+    units: dict[str, UnitFacts],
+    in_graph: bool,
 ) -> RankProgram:
-    mine = {stage: segments[stage] for stage in placement.schedule.stages_of(rank)}
-    layers = line_up(mine, placement.last)
+    layers = line_up({stage: segments[stage] for stage in schedule.stages_of(rank)}, schedule.stages - 1)
     kinds = [kind_of_unit(layer.units[0], layer.loss) for layer in layers]
-    held = [units[name] for layer in layers for name in layer.units]
+    groups = _recompute_groups(cfg, layers, kinds)
+    names = tuple(dict.fromkeys(u for layer in layers for u in layer.units))
+    held = [units[name] for name in names]
     reshards = any(u.residency.reshard_after_forward for u in held)
     resident = not reshards and all(u.shards == u.replicas == 1 for u in held)
-    groups = _recompute_groups(cfg, layers, kinds)
-    row = placement.schedule.table[rank]
-    return RankProgram(layers, kinds, expand(row, layers, groups, units_ahead(resident, reshards)), groups)
+    row = schedule.table[rank]
+    instructions = expand(row, layers, groups, units_ahead(resident, reshards))
+    passes = variants((ins for action in instructions for ins in action), kinds)
+    turns = _turns(schedule, rank, instructions, passes, _Walk(schedule, rank, layers, units))
+    blocks = [i for i, kind in enumerate(kinds) if kind == "block"]
+    return RankProgram(names, turns, skipped_ops(blocks, groups, in_graph))
 
 
 def _recompute_groups(cfg: Config, layers: Sequence[Layer], kinds: Sequence[str]) -> list[RecomputeGroup]:
@@ -221,14 +245,20 @@ def _recompute_groups(cfg: Config, layers: Sequence[Layer], kinds: Sequence[str]
     return groups
 
 
-def _turns(program: StepProgram, rank: int) -> list[Turn]:
+def _turns(
+    schedule: Schedule,
+    rank: int,
+    instructions: Sequence[Sequence[Instruction]],
+    passes: Iterator[Variant],
+    walk: "_Walk",
+) -> list[Turn]:
     """The row of a rank with what each action launches and waits for."""
-    mine, schedule, walk = program.ranks[rank], program.schedule, _Walk(program, rank)
-    flat, posts, turns = iter(mine.variants), receives(schedule, rank), []
-    for number, (action, instructions) in enumerate(zip(schedule.table[rank], mine.instructions, strict=True)):
-        ops = [op for ins in instructions for op in walk.ops(ins, action, next(flat))]
-        received = tuple(posts[number])
-        turns.append(Turn(action, received, _needs(schedule, rank, action), tuple(_joined(ops))))
+    turns, posts = [], receives(schedule, rank)
+    alike: dict[tuple, tuple[Op, ...]] = {}
+    for action, of_action, posted in zip(schedule.table[rank], instructions, posts, strict=True):
+        ops = tuple(_joined([op for ins in of_action for op in walk.ops(ins, action, next(passes))]))
+        ops = alike.setdefault(tuple((type(op), op) for op in ops), ops)
+        turns.append(Turn(action, tuple(posted), _needs(schedule, rank, action), _sent(schedule, rank, action), ops))
     return turns
 
 
@@ -241,6 +271,13 @@ def _needs(schedule: Schedule, rank: int, action: Action) -> Message | None:
     return None if schedule.rank_of[source] == rank else message
 
 
+def _sent(schedule: Schedule, rank: int, action: Action) -> Message | None:
+    """The message that an action sends to another rank."""
+    message = sends(action)
+    stays = not message or not 0 <= message.stage < schedule.stages or schedule.rank_of[message.stage] == rank
+    return None if stays else message
+
+
 class _Walk:
     """Follows a rank's program, as `Executor` and `ShardedUnits` do: which gathers and reductions it really launches.
 
@@ -249,9 +286,8 @@ class _Walk:
         reduced: units that have been reduced in this step.
     """
 
-    def __init__(self, program: StepProgram, rank: int):
-        self.program, self.schedule, self.rank = program, program.schedule, rank
-        self.layers = program.ranks[rank].layers
+    def __init__(self, schedule: Schedule, rank: int, layers: Sequence[Layer], units: Mapping[str, UnitFacts]):
+        self.schedule, self.rank, self.layers, self.units = schedule, rank, layers, units
         self.whole: set[str] = set()
         self.coming: set[str] = set()
         self.reduced: set[str] = set()
@@ -266,11 +302,16 @@ class _Walk:
                 self.whole.add(unit)
         for unit in ins.prefetch:
             yield from self._gather(unit)
+        layer = self.layers[ins.layer]
+        if ins.kind != "F" or layer.loss:
+            yield from (Open(u) for u in layer.units if not self._residency(u).holds_full_grad)
         yield Run((variant,))
-        if message := self._sent(ins, action):
-            yield SendTo(message)
-        if ins.reshard:
-            self.whole -= {u for u in ins.weights if self._residency(u).reshard_after_forward}
+        if self._sends(ins, layer) and _sent(self.schedule, self.rank, action):
+            yield Send()
+        for unit in ins.weights if ins.reshard else ():
+            if self._residency(unit).reshard_after_forward:
+                self.whole.discard(unit)
+                yield Reshard(unit)
         for unit, final in ins.reduce:
             if final or not self._residency(unit).holds_full_grad:
                 yield Reduce(unit, unit not in self.reduced, final)
@@ -281,21 +322,24 @@ class _Walk:
             self.coming.add(unit)
             yield Gather(unit)
 
-    def _sent(self, ins: Instruction, action: Action) -> Message | None:
-        """The message that an instruction sends to another rank."""
-        layer, message = self.layers[ins.layer], sends(action)
-        at_end = layer.last and ins.feed and not layer.loss if ins.kind == "F" else layer.first and ins.kind in "BI"
-        stays = not message or not 0 <= message.stage < self.schedule.stages
-        return None if not at_end or stays or self.schedule.rank_of[message.stage] == self.rank else message
+    def _sends(self, ins: Instruction, layer: Layer) -> bool:
+        """Whether the result of an instruction leaves its stage."""
+        return layer.last and ins.feed and not layer.loss if ins.kind == "F" else layer.first and ins.kind in "BI"
 
     def _residency(self, unit: str) -> Residency:
-        return self.program.units[unit].residency
+        return self.units[unit].residency
 
 
 def _joined(ops: Sequence[Op]) -> Iterator[Op]:
     """The same with neighbouring passes as one `Run`."""
-    for kind, members in groupby(ops, key=type):
-        if kind is Run:
-            yield Run(tuple(v for run in members for v in run.variants))
-        else:
-            yield from members
+    passes: list[Variant] = []
+    for op in ops:
+        if isinstance(op, Run):
+            passes += op.variants
+            continue
+        if passes:
+            yield Run(tuple(passes))
+            passes = []
+        yield op
+    if passes:
+        yield Run(tuple(passes))
