@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ndtrain.plan.fault_tolerance import DAY, HOUR, Curves
 from ndtrain.plan.predict import Prediction
-from ndtrain.report.picture import Axis, document, heading, ink, text_width, ticks
+from ndtrain.plan.report import si
+from ndtrain.plan.scaling import FAMILIES, REGIMES, Scaling
+from ndtrain.plan.scaling import Curve as ScalingCurve
+from ndtrain.report.picture import Axis, document, heading, ink, text_width, ticks, widened
 
 WIDTH, LEFT, RIGHT = 760, 64, 40  # pixels
 SMALL = ' font-size="12"'
@@ -117,6 +120,83 @@ def _marked(x: Axis, panels: Sequence[Axis], value: float, text: str) -> Iterato
     yield ink(at - 6 if left else at + 6, panels[0].first - 8, text, "end" if left else "start", SMALL)
 
 
+# ------------------------------------------------------------------------------------------------------------ scaling
+
+WIDE, COLUMN = 960, 400  # pixels: of the picture with two columns of plots, of a plot
+FAMILY_COLOURS = dict(zip(FAMILIES, ("c5", "c0", "c1", "c3"), strict=True))
+REGIME_COLOURS = dict(zip(REGIMES, ("c2", "c6", "c4", "c5"), strict=True))
+KINDS = {"strong": "fixed global batch", "weak": "global batch that grows with the GPUs"}
+
+
+def scaling_svg(scaling: Scaling) -> str:
+    """MFU and tokens/s over GPU counts, a column for each curve. Bands are the regimes of meshes of fsdp alone; below
+    it says where each begins, and where further axes begin to pay."""
+    title = f"Scaling of {scaling.model} on {scaling.hardware}"
+    names = {"fsdp": "dp and fsdp alone", "+tp": "tp too", "+cp": "cp too", "+pp": "pp too"}
+    parts = [heading(16, title), _legend(16, 50, [(names[f], colour) for f, colour in FAMILY_COLOURS.items()])]
+    points = [p for curve in scaling.curves for p in curve.points if p.overrides is not None]
+    mfu = Axis(0.0, 10 * math.ceil(max(100 * p.mfu for p in points) / 10), 310, 98)
+    rates = [p.tokens_per_s for p in points]
+    rate = Axis(min(rates) / 1.3, max(rates) * 1.3, 570, 380, log=True)
+    for column, curve in enumerate(scaling.curves):
+        left = 76 + column * (COLUMN + 60)
+        gpus = sorted({p.gpus for p in curve.points})
+        x = Axis(*widened(gpus[0], gpus[-1]), left, left + COLUMN, log=True)
+        marks = gpus[:: math.ceil(len(gpus) / 6)]
+        parts += _bands(x, (mfu, rate), curve)
+        parts += _panel(x, mfu, marks, ticks(mfu.low, mfu.high, 6), lambda t: f"{t:g} %", f"MFU, {KINDS[curve.kind]}")
+        parts += _panel(
+            x, rate, marks, _powers(rate.low, rate.high), lambda t: si(t, ""), f"tokens/s, {KINDS[curve.kind]}"
+        )
+        parts.append(ink(left + COLUMN / 2, rate.first + 40, "GPUs", "middle"))
+        parts += _families(x, mfu, rate, curve)
+        parts += _beginnings(left, rate.first + 72, curve)
+    lines = max(len(curve.regimes) + len(curve.pays) for curve in scaling.curves)
+    return document(title, WIDE, int(rate.first) + 92 + 20 * lines, parts)
+
+
+def _bands(x: Axis, panels: Sequence[Axis], curve: ScalingCurve) -> Iterator[str]:
+    """A band for each regime, from where it begins to where the next one does."""
+    ends = [*(r.gpus for r in curve.regimes[1:]), x.high]
+    for regime, end in zip(curve.regimes, ends, strict=True):
+        colour, left = REGIME_COLOURS[regime.what], x.at(regime.gpus)
+        for y in panels:
+            yield (
+                f'<rect class="{colour}" x="{left:.1f}" y="{y.last:.1f}" width="{x.at(end) - left:.1f}" '
+                f'height="{y.first - y.last:.1f}" fill="currentColor" fill-opacity="0.15"/>'
+            )
+
+
+def _families(x: Axis, mfu: Axis, rate: Axis, curve: ScalingCurve) -> Iterator[str]:
+    """The lines, those of larger families below and thicker: equal ones stay visible."""
+    for i, family in reversed(list(enumerate(FAMILIES))):
+        points = [p for p in curve.points if p.family == family and p.overrides is not None]
+        gpus, colour, width = [p.gpus for p in points], FAMILY_COLOURS[family], 2 + 1.2 * i
+        if points:
+            yield _line(x, mfu, gpus, [100 * p.mfu for p in points], colour, width)
+            yield _line(x, rate, gpus, [p.tokens_per_s for p in points], colour, width)
+
+
+def _beginnings(x: float, y: float, curve: ScalingCurve) -> Iterator[str]:
+    """A line for each regime, then one for each axis that pays."""
+    yield ink(x, y, "dp and fsdp alone are", more=SMALL)
+    for row, begins in enumerate((*curve.regimes, *curve.pays), 1):
+        pays = begins.what not in REGIME_COLOURS
+        colour = FAMILY_COLOURS[f"+{begins.what}"] if pays else REGIME_COLOURS[begins.what]
+        opacity = "" if pays else ' fill-opacity="0.3"'
+        square = f'<rect class="{colour}" x="{x}" y="{y + 20 * row - 11}" width="13" height="13" fill="currentColor"'
+        what = f"{begins.what} pays" if pays else begins.what
+        where = f"from {begins.gpus:,} GPUs, batch {begins.global_batch:,}"
+        yield f"{square}{opacity}/>" + ink(x + 20, y + 20 * row, f"{what} {where}", more=SMALL)
+
+
+def _powers(low: float, high: float) -> list[float]:
+    """Powers of ten from `low` to `high`; where these are fewer than two, 1, 2 and 5 times them."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    marks = [[m * 10.0**k for k in powers for m in of if low <= m * 10.0**k <= high] for of in ((1,), (1, 2, 5))]
+    return marks[0] if len(marks[0]) > 1 else marks[1]
+
+
 # ---------------------------------------------------------------------------------------------- what plots consist of
 
 
@@ -133,10 +213,10 @@ def _panel(
         yield ink(x.at(t), y.first + 20, f"{t:,}", "middle", SMALL)
 
 
-def _line(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float], colour: str) -> str:
+def _line(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float], colour: str, width: float = 2) -> str:
     points = [f"{x.at(a):.1f} {y.at(b):.1f}" for a, b in zip(xs, ys, strict=True)]
-    dots = "".join(f'<circle r="2.5" cx="{p.split()[0]}" cy="{p.split()[1]}"/>' for p in points)
-    path = f'<path d="M{"L".join(points)}" fill="none" stroke="currentColor" stroke-width="2"/>'
+    dots = "".join(f'<circle r="{width / 2 + 1.5:g}" cx="{p.split()[0]}" cy="{p.split()[1]}"/>' for p in points)
+    path = f'<path d="M{"L".join(points)}" fill="none" stroke="currentColor" stroke-width="{width:g}"/>'
     return f'<g class="{colour}" fill="currentColor">{path}{dots}</g>'
 
 

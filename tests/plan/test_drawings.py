@@ -6,10 +6,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ndtrain.plan.drawings import goodput_svg, waterfall_svg
+from ndtrain.plan.drawings import REGIME_COLOURS, goodput_svg, scaling_svg, waterfall_svg
 from ndtrain.plan.failures import Saving, Shares
 from ndtrain.plan.fault_tolerance import Curve, Curves, Plan
 from ndtrain.plan.predict import Prediction
+from ndtrain.plan.scaling import FAMILIES, REGIMES, Beginning, Point, Scaling
+from ndtrain.plan.scaling import Curve as ScalingCurve
 from ndtrain.report.picture import text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -39,7 +41,29 @@ def curves(run: int = 1024) -> Curves:
     )
 
 
+def scaling(*kinds: str, last: int = 131072) -> Scaling:
+    """Each family is faster than the one before it from a later count on; meshes of fsdp alone end at 4,096."""
+
+    def point(kind: str, family: int, gpus: int) -> Point:
+        legal = bool(family) or gpus <= 4096
+        mfu = legal * 0.5 / (1 + gpus / (1024 << 2 * family))
+        batch = 262144 if kind == "strong" else 2 * gpus
+        return Point(gpus, batch, FAMILIES[family], ("x",) if legal else None, 1.0, gpus * 1e4 * mfu, mfu, "")
+
+    def curve(kind: str) -> ScalingCurve:
+        gpus = [g for k in range(3, 18) if (g := 1 << k) <= last]
+        begins = [Beginning(what, gpus[min(4 * i, len(gpus) - 1)], 262144) for i, what in enumerate(REGIMES)]
+        pays = [Beginning(axis, last, 262144) for axis in ("tp", "cp", "pp")]
+        points = [point(kind, family, g) for family in range(len(FAMILIES)) for g in gpus]
+        return ScalingCurve(kind, tuple(points), tuple(begins), tuple(pays))
+
+    return Scaling("llama3_405b", "h100", tuple(curve(kind) for kind in kinds))
+
+
 PICTURES = {
+    "scaling": lambda: scaling_svg(scaling("strong", "weak")),
+    "scaling, one curve": lambda: scaling_svg(scaling("weak")),
+    "scaling, one count": lambda: scaling_svg(scaling("strong", last=8)),
     "waterfall": lambda: waterfall_svg(prediction()),
     "goodput": lambda: goodput_svg(curves()),
     "goodput, the first count": lambda: goodput_svg(curves(8)),
@@ -110,3 +134,24 @@ def test_points_of_goodput_stand_on_their_axes():
         x_of_run = float(re.search(r'class="c5" d="M([\d.]+)', goodput_svg(drawn))[1])
         assert dots[curve.gpus.index(drawn.gpus)][0] == pytest.approx(x_of_run, abs=0.1)
         assert dots[0][0] == float(texts["8"].get("x"))
+
+
+def test_lines_and_bands_of_scaling_stand_on_their_axes():
+    drawn = scaling("strong", "weak")
+    root = ElementTree.fromstring(scaling_svg(drawn))
+    lines = [g for g in root.iter(f"{SVG}g") if g.get("class")]
+    assert len(lines) == 2 * 2 * len(FAMILIES)
+    texts = [(t.text, float(t.get("x")), float(t.get("y"))) for t in root.iter(f"{SVG}text")]
+    zero, half = (next(y for text, _, y in texts if text == mark) - 4 for mark in ("0 %", "50 %"))
+    fsdp = next(g for g in lines if g.get("class") == "c5")
+    points = [p for p in drawn.curves[0].points if p.family == "fsdp" and p.overrides]
+    dots = [(float(c.get("cx")), float(c.get("cy"))) for c in fsdp.iter(f"{SVG}circle")]
+    for (_, y), point in zip(dots, points, strict=True):
+        assert y == pytest.approx(zero + (half - zero) * point.mfu / 0.5, abs=0.1)
+    at_512 = next(x for text, x, _ in texts if text == "512")
+    assert dots[[p.gpus for p in points].index(512)][0] == pytest.approx(at_512, abs=0.1)
+    bands = [r for r in root.iter(f"{SVG}rect") if r.get("fill-opacity") == "0.15"]
+    for band, regime in zip(bands[::2], drawn.curves[0].regimes, strict=False):
+        assert band.get("class") == REGIME_COLOURS[regime.what]
+        begins = dots[[p.gpus for p in points].index(regime.gpus)][0] if regime.gpus <= 4096 else None
+        assert begins is None or float(band.get("x")) == pytest.approx(begins, abs=0.1)
