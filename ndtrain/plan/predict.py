@@ -173,8 +173,8 @@ def _waterfall(plan: StepPlan, prices: Prices) -> dict[str, float]:
     kernels = _kernel_seconds(plan, prices)
     free = [frozenset(CAUSES[i:]) for i in range(len(CAUSES) + 1)]
     steps = [_simulated(plan, prices, causes).times for causes in free]
-    parts = dict(kernels)
-    parts["bubble"] = steps[0].gradients - sum(kernels.values())
+    parts = kernels | {"memory-bound": kernels["memory-bound"] + steps[0].copies}
+    parts["bubble"] = max(0.0, steps[0].gradients - sum(parts.values()))
     for i, cause in enumerate(CAUSES):
         name = cause if cause == "launch" else f"exposed {cause}"
         parts[name] = steps[i + 1].gradients - steps[i].gradients
