@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 
+from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model.flops import flops_per_token, hardware_flops_per_token
 from ndtrain.parallel.build import DTYPES
+from ndtrain.plan.drawings import waterfall_svg
 from ndtrain.plan.events import Kernel, Piece
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.memory import peak_bytes
@@ -25,6 +27,8 @@ from ndtrain.plan.simulate import CAUSES, Simulation, Sizes
 class Options(RunOptions):
     """Of `plan predict`."""
 
+    svg: str | None = option("the file to draw where the step's time goes to", None)
+
 
 def run(options: Options, overrides: Sequence[str]) -> None:
     """Predicts the step, prints the tables and writes the files.
@@ -37,6 +41,8 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     predictor = Predictor(hardware)
     prediction = predictor.predict(cfg)
     print(as_text(cfg, hardware, prediction))
+    if options.svg:
+        write_file("svg", options.svg, waterfall_svg(prediction))
     if options.json:
         body = {"hardware": asdict(hardware), "rates": asdict(predictor.rates), **asdict(prediction)}
         write_file("json", options.json, json.dumps(body, indent=1))
