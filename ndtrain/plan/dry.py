@@ -1,18 +1,70 @@
 """A dry run: the program of rank r of N on tensors without memory."""
 
-from collections.abc import Hashable
+import sys
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from ndtrain.config import Config
+from ndtrain.arguments import option
+from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.model import tensor_dims
 from ndtrain.model.transformer import unit_of
 from ndtrain.parallel.build import flat_layouts, layouts_of
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute_budget import typical_batch
+from ndtrain.plan import report
+from ndtrain.plan.hardware import Hardware, load_hardware
+from ndtrain.plan.options import RunOptions, planned_config, write_file
 from ndtrain.plan.step import RankRecord, record_step
 from ndtrain.plan.world import pretended_world
+
+
+def _rank(key: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{key}={text}: must be a rank, a whole number from 0")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """Of `plan dry`."""
+
+    rank: int | None = option(
+        "the rank to plan, from 0; unless given the first, a middle and the last one of each place in the pipeline",
+        None,
+        read=_rank,
+    )
+
+
+def run(options: Options, overrides: Sequence[str]) -> None:
+    """Plans the ranks, prints the tables and writes the JSON.
+
+    Raises:
+        ConfigError: there is no such run or rank, a rank cannot be built, or the file cannot be written.
+    """
+    hardware = load_hardware(options.hardware)
+    cfg = planned_config(overrides, options, hardware)
+    world = MeshSpec.of(cfg.mesh).world_size
+    if options.rank is not None and options.rank >= world:
+        raise ConfigError(f"rank={options.rank}: there are {world} ranks, 0 to {world - 1}")
+    planned = _planned(cfg, hardware, [[options.rank]] if options.rank is not None else plan_alike(cfg))
+    print(report.as_text(cfg, hardware, planned))
+    if options.json:
+        write_file("json", options.json, report.as_json(cfg, hardware, planned))
+
+
+def _planned(cfg: Config, hardware: Hardware, groups: Sequence[list[int]]) -> list[report.Planned]:
+    """The records of the groups' first ranks, equal ones as one."""
+    planned = []
+    for number, ranks in enumerate(groups, 1):
+        if sys.stderr.isatty():
+            print(f"\rrank {ranks[0]}: {number} of {len(groups)} ", end="", file=sys.stderr, flush=True)
+        planned.append(report.Planned(ranks, stages_at(cfg, ranks[0]), dry_run(cfg, ranks[0], hardware.device)))
+    if sys.stderr.isatty():
+        print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    return report.merged(planned)
 
 
 def dry_run(cfg: Config, rank: int, device: str) -> RankRecord:

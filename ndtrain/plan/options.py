@@ -2,60 +2,94 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from ndtrain.arguments import option, parse
-from ndtrain.config import AXES, Config, ConfigError
+from ndtrain.arguments import option, parse, unknown
+from ndtrain.config import AXES, Config, ConfigError, resolve
+from ndtrain.engine.setup import model_of_folder
 from ndtrain.plan.hardware import Hardware
+from ndtrain.runtime import cli
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Own = TypeVar("Own", bound="DataclassInstance")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a plan is for."""
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Of the plans of a run: on which machines, and where the result goes."""
 
     hardware: str = option("cpu, a100, h100, h200, b200, or a description of your own, FILE.yaml")
     nodes: int | None = option("hosts; their devices make the ranks", None)
     ranks: int | None = option("ranks, in place of nodes; neither: as many as the mesh has", None)
-    rank: int | None = option(
-        "the rank to plan, from 0; unless given the first, a middle and the last one of each place in the pipeline",
-        None,
-        read=lambda key, text: _rank(text),
-    )
     json: str | None = option("the file to write the plan to", None)
 
 
-def _rank(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"rank={text}: must be a rank, a whole number from 0")
-    return int(text)
-
-
-def split_options(args: Sequence[str]) -> tuple[Options, list[str]]:
-    """The plan's options, and the other arguments.
+def split_options(cls: type[Own], args: Sequence[str]) -> tuple[Own, list[str]]:
+    """The plan's options, an instance of the dataclass `cls`, and the other arguments.
 
     Raises:
-        ArgumentError, ConfigError: an option has no such value, or `hardware` is missing.
+        ArgumentError, ConfigError: an option has no such value, or one is missing.
     """
-    own = {f.name for f in fields(Options)}
+    own = {f.metadata.get("key") or f.name for f in fields(cls)}
     mine = [arg for arg in args if arg.partition("=")[0] in own]
-    return parse(Options, mine), [arg for arg in args if arg not in mine]
+    return parse(cls, mine), [arg for arg in args if arg not in mine]
 
 
-def world_of(cfg: Config, options: Options, hardware: Hardware) -> int:
+def refuse_overrides(cls: type, overrides: Sequence[str]) -> None:
+    """For a plan that is of no run.
+
+    Raises:
+        ConfigError: there is an argument beside the plan's own.
+    """
+    if overrides:
+        own = [f.metadata.get("key") or f.name for f in fields(cls)]
+        raise ConfigError(unknown("key", overrides[0].partition("=")[0], own))
+
+
+def planned_config(overrides: Sequence[str], options: RunOptions, hardware: Hardware) -> Config:
+    """The resolved configuration of the run that is planned.
+
+    Raises:
+        ConfigError: there is no such run, or the hardware cannot compute it.
+    """
+    cfg = cli.plain_config(list(overrides))
+    if cfg.init_from:
+        cfg, _ = model_of_folder(cfg, 0)
+    cfg = resolve(cfg, world_of(cfg, options, hardware))
+    if cfg.precision.compute == "fp8" and hardware.device == "cuda" and "fp8" not in hardware.peak_tflops:
+        raise ConfigError(f"precision.compute=fp8: hardware={hardware.name} has no fp8 matmuls: compute in bf16")
+    return cfg
+
+
+def world_of(cfg: Config, options: RunOptions, hardware: Hardware) -> int:
     """The number of ranks.
 
     Raises:
-        ConfigError: it is given twice, or not at all; or there is no such rank.
+        ConfigError: it is given twice, or not at all.
     """
     if options.nodes and options.ranks:
         raise ConfigError(f"nodes={options.nodes} and ranks={options.ranks}: give only one of them")
-    world = options.ranks or (options.nodes or 0) * hardware.gpus_per_node
-    if not world:
-        world = 1
-        for axis in AXES:
-            size = getattr(cfg.mesh, axis)
-            if size == -1:
-                raise ConfigError(f"mesh.{axis}=-1 takes the rest of the ranks: give their number by nodes= or ranks=")
-            world *= max(1, size)
-    if options.rank is not None and options.rank >= world:
-        raise ConfigError(f"rank={options.rank}: there are {world} ranks, 0 to {world - 1}")
+    if options.nodes or options.ranks:
+        return options.ranks or (options.nodes or 0) * hardware.gpus_per_node
+    world = 1
+    for axis in AXES:
+        size = getattr(cfg.mesh, axis)
+        if size == -1:
+            raise ConfigError(f"mesh.{axis}=-1 takes the rest of the ranks: give their number by nodes= or ranks=")
+        world *= max(1, size)
     return world
+
+
+def write_file(key: str, path: str, text: str) -> None:
+    """Writes what the option `key` asks for.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"{key}={path}: cannot be written ({error.strerror})") from error

@@ -1,5 +1,7 @@
 """The commands of `ndtrain`."""
 
+from typing import NamedTuple
+
 COMMANDS = {  # command -> its module
     "train": "ndtrain.train",
     "data": "ndtrain.data",
@@ -14,4 +16,36 @@ COMMANDS = {  # command -> its module
     "torchrun": "ndtrain.runtime.torchrun",
 }
 CONFIGURED = ("train", "preflight", "plan", "torchrun")  # those that take a run's overrides
-PLANS = ("dry",)  # what `ndtrain plan` makes
+
+
+class Plan(NamedTuple):
+    """What `ndtrain plan` makes.
+
+    Attributes:
+        text: for `--help`.
+        examples: arguments after its name.
+    """
+
+    text: str
+    examples: tuple[str, ...]
+
+
+PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
+    "dry": Plan(
+        "runs one training step of a rank on tensors without memory: bytes of state, peak memory and what is alive "
+        "then, FLOPs, every collective by axis with its bytes, files and bytes of a checkpoint",
+        (
+            "recipe=llama3_8b hardware=h100 nodes=4 mesh.tp=8",
+            "recipe=llama3_8b hardware=h100 nodes=128 mesh.pp=4 rank=1000 json=rank.json",
+            "recipe=llama_small hardware=cpu mesh.fsdp=2",
+        ),
+    ),
+    "predict": Plan(
+        "predicts step time, tokens/s, MFU, HFU and memory of a run on machines that are not at hand, and where the "
+        "step's time goes",
+        (
+            "recipe=llama3_8b hardware=h100 nodes=1 mesh.fsdp=8",
+            "recipe=llama3_8b hardware=h100 nodes=16 mesh.tp=8 json=prediction.json",
+        ),
+    ),
+}

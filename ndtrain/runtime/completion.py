@@ -113,7 +113,7 @@ def candidates(line: str) -> list[str]:
     if word.startswith("-"):
         return _starting(word, _FLAGS)
     if before[1:] == ["plan"]:
-        return _starting(word, PLANS)
+        return _starting(word, list(PLANS))
     return _overrides(word, _searched(before))
 
 

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Sequence
 
 from ndtrain.config.keys import Key, config_folders, group_options, known_keys
+from ndtrain.runtime.commands import PLANS
 
 _WIDTH = 118
 _GROUPS = {  # group -> what it chooses
@@ -73,25 +74,34 @@ exit status: 0 where no check failed, 1 where one did, 2 for a wrong configurati
 
 The overrides are those of the run: `python -m ndtrain.train --help`. reference: docs/launch.md"""
 
-_PLAN = """Says what a run needs on machines that are not at hand.
+_PLAN = """Says what a run needs, how fast it is and which mesh is best, on machines that are not at hand.
 
-usage: {command} dry hardware=NAME [nodes=N | ranks=N] [rank=R] [json=FILE] [the run's own KEY=VALUE ...]
-
-examples:
-  {command} dry recipe=llama3_8b hardware=h100 nodes=4 mesh.tp=8
-  {command} dry recipe=llama3_8b hardware=h100 nodes=128 mesh.pp=4 rank=1000 json=rank.json
-  {command} dry recipe=llama_small hardware=cpu mesh.fsdp=2
+usage: {command} PLAN [the plan's own KEY=VALUE ...] [the run's own KEY=VALUE ...]
 
 plans:
-  dry       runs one training step of a rank on tensors without memory: bytes of state, peak memory and what is alive
-            then, FLOPs, every collective by axis with its bytes, files and bytes of a checkpoint
+{plans}
+
+examples:
+{examples}
+
+exit status: 0, or 2 where the plan cannot be made
+
+`{command} PLAN --help` lists the plan's own keys; those of the run: `python -m ndtrain.train --help`.
+reference: docs/plan.md"""
+
+_ONE_PLAN = """usage: {command} {plan} [KEY=VALUE ...]
+
+{text}
+
+examples:
+{examples}
 
 keys:
 {options}
 
-exit status: 0, or 2 where the run cannot be planned
+exit status: 0, or 2 where the plan cannot be made
 
-The overrides are those of the run: `python -m ndtrain.train --help`. reference: docs/plan.md"""
+The overrides of a run: `python -m ndtrain.train --help`. reference: docs/plan.md"""
 
 
 def train(search: Sequence[str] = ()) -> str:
@@ -112,9 +122,24 @@ def preflight(search: Sequence[str] = ()) -> str:
     return _PREFLIGHT.format(command=command("preflight"))
 
 
-def plan(options: str) -> str:
-    """The help of `ndtrain plan`, with the lines of its options."""
-    return _PLAN.format(command=command("plan"), options=options)
+def plans() -> str:
+    """The help of `ndtrain plan`."""
+    examples = [_plan_call(name, plan.examples[0]) for name, plan in PLANS.items()]
+    rows = [_row(name, plan.text) for name, plan in PLANS.items()]
+    return _PLAN.format(command=command("plan"), plans="\n".join(rows), examples="\n".join(examples))
+
+
+def plan(name: str, options: str) -> str:
+    """The help of one plan, with the lines of its options."""
+    text, examples = PLANS[name]
+    return _ONE_PLAN.format(
+        command=command("plan"), plan=name, text=textwrap.fill(text[0].upper() + text[1:] + ".", _WIDTH),
+        examples="\n".join(_plan_call(name, example) for example in examples), options=options,
+    )  # fmt: skip
+
+
+def _plan_call(name: str, args: str) -> str:
+    return f"  {command('plan')} {name} {args}"
 
 
 def command(name: str) -> str:
