@@ -12,7 +12,7 @@ from ndtrain.model.flops import flops_per_token, hardware_flops_per_token
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.events import Kernel, Piece
 from ndtrain.plan.hardware import Hardware, load_hardware
-from ndtrain.plan.memory import peak_bytes
+from ndtrain.plan.memory import context_bytes, peak_bytes
 from ndtrain.plan.options import RunOptions, planned_config, write_file
 from ndtrain.plan.pieces import Pieces, Variant, record_pieces, update_bytes
 from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
@@ -133,7 +133,8 @@ class StepPlan:
     @cached_property
     def tensor_bytes(self) -> int:
         """The most that tensors take at one time on the pipeline rank that needs most."""
-        return max(peak_bytes(self.program, rank, self.pieces, self.sizes) for rank in self.program.ranks)
+        of_ranks = (peak_bytes(self.program, rank, self.pieces, self.sizes) for rank in self.program.ranks)
+        return max(of_ranks) + context_bytes(self.cfg)
 
     @cached_property
     def hardware_flops_per_token(self) -> float:
@@ -153,6 +154,11 @@ def plan_step(cfg: Config, device: str) -> StepPlan:
         raise ConfigError(
             "optim.offload=true: a prediction needs the rate between host and device, which no description has: set "
             "it to false"
+        )
+    if cfg.recompute.name == "budget":
+        raise ConfigError(
+            "recompute.name=budget: what it chooses is measured when a run starts; predict recompute=full, selective "
+            "or none"
         )
     recorded: Pieces = record_pieces(cfg, device)
     dtypes = DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params]
