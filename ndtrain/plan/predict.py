@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 
+from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model.flops import flops_per_token, hardware_flops_per_token
@@ -25,6 +26,8 @@ from ndtrain.plan.simulate import CAUSES, Simulation, Sizes
 class Options(RunOptions):
     """Of `plan predict`."""
 
+    svg: str | None = option("the file to draw in where the step's time goes", None)
+
 
 def run(options: Options, overrides: Sequence[str]) -> None:
     """Predicts the step, prints the tables and writes the files.
@@ -40,6 +43,10 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     if options.json:
         body = {"hardware": asdict(hardware), "rates": asdict(predictor.rates), **asdict(prediction)}
         write_file("json", options.json, json.dumps(body, indent=1))
+    if options.svg:
+        from ndtrain.plan.drawings import waterfall_svg  # which draws other plans too, that predict
+
+        write_file("svg", options.svg, waterfall_svg(prediction))
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,11 @@ def test_mfu_is_what_a_run_logs():
 
 def test_the_command(tmp_path, capsys):
     run = ["recipe=llama3_8b", "hardware=h100", "nodes=1", "mesh.fsdp=8"]
-    assert main(["predict", *run, f"json={tmp_path}/prediction.json"]) == 0
+    assert main(["predict", *run, f"json={tmp_path}/prediction.json", f"svg={tmp_path}/step.svg"]) == 0
     out = capsys.readouterr().out
     assert "8 ranks of h100: fsdp=8, zero=3, 16 microbatches" in out and "where the step goes" in out
     body = json.loads((tmp_path / "prediction.json").read_text())
+    assert "exposed fsdp" in (tmp_path / "step.svg").read_text()
     assert body["rates"]["matmul"] > 0 and sum(body["waterfall"].values()) == pytest.approx(body["step_time_s"])
 
 
