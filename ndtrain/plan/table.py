@@ -10,7 +10,7 @@ from ndtrain.arguments import option
 from ndtrain.config import ConfigError
 from ndtrain.plan.options import refuse_overrides
 from ndtrain.plan.predict import Prediction, Predictor
-from ndtrain.plan.published.cells import Row, text
+from ndtrain.plan.published.cells import Row
 from ndtrain.plan.published.run import Run, run_of
 
 NECESSARY = ("layers", "hidden", "heads", "seq_len", "global_batch_seqs", "gpu")
@@ -45,7 +45,8 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     if sys.stderr.isatty():
         print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
     own = [*PREDICTED, REFUSED]
-    write_table(options.out, [*(c for c in columns if c not in own), *own], [r | p for r, p in zip(rows, predicted)])
+    both = [row | p for row, p in zip(rows, predicted, strict=True)]
+    write_table(options.out, [*(c for c in columns if c not in own), *own], both)
     refusals = [f"line {line}: {p[REFUSED]}" for line, p in enumerate(predicted, 2) if p[REFUSED]]
     print("\n".join([*refusals, f"{len(rows) - len(refusals)} of {len(rows)} rows predicted: {options.out}"]))
 

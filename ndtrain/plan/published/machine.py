@@ -88,8 +88,8 @@ def _peaks(hardware: Hardware, bf16: float | None, stated: float | None) -> dict
 
 
 def _network(notes: str, gpus_per_node: int) -> float | None:
-    """GB/s of one device to other hosts, where the notes state it: `400Gb/s RDMA per GPU` is of a device; a rate without
-    "per GPU" is of a host, and one with `4x` before it of one of four adapters."""
+    """GB/s of one device to other hosts, where the notes state it: `400Gb/s RDMA per GPU` is of a device; a rate
+    without "per GPU" is of a host, and one with `4x` before it of one of four adapters."""
     stated = re.search(r"(?:(\d+) ?x [\w -]*?)?([\d.]+) ?(?:Gb/s|Gbps|Gbit/s)([^;,.]*)", notes)
     if stated is None:
         return None

@@ -23,10 +23,9 @@ def _parameters(most: float = 1.0):
 
 def test_parameters_are_found_again_though_some_rows_are_wrong():
     measured = _curve(TRUTH)
-    measured[::20] *= 3
-    measured[10::20] /= 3
+    measured[::10] *= 3
     fitted = fit(lambda p: np.log(_curve(p) / measured), _parameters(), np.ones(len(X)), pull=1e-3, rounds=20)
-    assert fitted == pytest.approx(TRUTH, rel=0.03)
+    assert fitted == pytest.approx(TRUTH, rel=0.06)
 
 
 def test_a_parameter_stays_within_its_bounds():
