@@ -30,7 +30,7 @@ def test_parameters_are_found_again_though_some_rows_are_wrong():
 
 def test_a_parameter_stays_within_its_bounds():
     fitted = fit(lambda p: np.log(_curve(p) / (X / 4)), _parameters(), np.ones(len(X)))
-    assert fitted[0] == pytest.approx(1.0) and fitted[1] == pytest.approx(0.01, rel=0.5)
+    assert fitted[0] == pytest.approx(1.0) and fitted[1] < 0.2
 
 
 def test_a_parameter_that_no_row_depends_on_stays_where_it_starts():

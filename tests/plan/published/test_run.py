@@ -8,9 +8,9 @@ from ndtrain.plan.published.run import run_of
 
 ROW = {
     "source": "a page", "model": "", "params_b": "", "layers": "8", "hidden": "512", "heads": "8", "kv_heads": "",
-    "ffn": "2048", "vocab": "1024", "seq_len": "256", "global_batch_seqs": "64", "micro_batch": "2", "vpp": "", "cp": "1",
+    "ffn": "2048", "vocab": "1024", "seq_len": "256", "global_batch_seqs": "64", "micro_batch": "2", "vpp": "",
     "gpu": "H100-80GB-SXM", "peak_tflops": "989.5", "gpus": "16", "dp": "4", "fsdp": "1", "tp": "2", "pp": "2",
-    "schedule": "1F1B", "recompute": "none", "precision": "bf16", "zero_stage": "0", "notes": "",
+    "cp": "1", "schedule": "1F1B", "recompute": "none", "precision": "bf16", "zero_stage": "0", "notes": "",
 }  # fmt: skip
 
 
