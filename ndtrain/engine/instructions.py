@@ -126,6 +126,12 @@ def _joined(layers: list[Layer]) -> Layer:
     )
 
 
+def units_ahead(fully_resident: bool, reshards: bool) -> int:
+    """How many units a rank prefetches, as `ShardedUnits` says of them: none where nothing is gathered, one where each
+    is resharded after its use, which holds memory, else two."""
+    return 0 if fully_resident else 1 if reshards else 2
+
+
 def expand(
     row: Sequence[Action], layers: Sequence[Layer], recompute_groups: Sequence[RecomputeGroup], ahead: int
 ) -> list[list[Instruction]]:
