@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ndtrain.arguments import option
-from ndtrain.config import Config, ConfigError
+from ndtrain.config import ConfigError
 from ndtrain.plan.fitting.accuracy import Accuracy, accuracy, folds
 from ndtrain.plan.fitting.least_squares import Parameter, fit
 from ndtrain.plan.fitting.scatter import Points, scatter_svg
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import refuse_overrides, write_file
-from ndtrain.plan.predict import Predictor
+from ndtrain.plan.predict import Prediction, Predictor, StepPlan, plan_step
 from ndtrain.plan.price import Rates
 from ndtrain.plan.published.cells import Row, count, number, text
 from ndtrain.plan.published.run import run_of
@@ -54,11 +54,12 @@ class Measurement(NamedTuple):
     Attributes:
         source: of the row, without the number of an experiment.
         step_time_s: measured.
+        plan: of its step.
         memory: measured, in GiB; None: not measured.
     """
 
     source: str
-    cfg: Config
+    plan: StepPlan
     hardware: Hardware
     step_time_s: float
     memory: float | None
@@ -96,11 +97,13 @@ def measurements(rows: Iterable[Row]) -> list[Measurement]:
         try:
             run = run_of(row)
             cfg, measured = run.config(), _step_time(row)
+            if measured is None:
+                continue
+            plan = plan_step(cfg, run.hardware.device)
         except ConfigError:
             continue
-        if measured is not None:
-            source = re.sub(r" exp \d+$", "", text(row, "source"))
-            made.append(Measurement(source, cfg, run.hardware, measured, number(row, "memory_gb")))
+        source = re.sub(r" exp \d+$", "", text(row, "source"))
+        made.append(Measurement(source, plan, run.hardware, measured, number(row, "memory_gb")))
     return made
 
 
@@ -152,7 +155,11 @@ def cross_validated(rows: Sequence[Measurement]) -> np.ndarray:
 
 def step_times(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
     """Predicted seconds of a step."""
-    return np.array([Predictor(m.hardware, rates).predict(m.cfg).step_time_s for m in rows])
+    return np.array([_predicted(m, rates).step_time_s for m in rows])
+
+
+def _predicted(m: Measurement, rates: Rates) -> Prediction:
+    return Predictor(m.hardware, rates).price(m.plan, explain=False)
 
 
 # -------------------------------------------------------------------------------------------------------- the report
@@ -160,7 +167,7 @@ def step_times(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
 
 def by_source(rows: Sequence[Measurement], predicted: np.ndarray, rates: Rates) -> dict[str, Accuracy]:
     """Source -> its errors; "all" for all rows."""
-    memory = [Predictor(m.hardware, rates).predict(m.cfg).memory_bytes / GIB if m.memory else 0.0 for m in rows]
+    memory = [_predicted(m, rates).memory_bytes / GIB if m.memory else 0.0 for m in rows]
     groups = {s: [i for i, m in enumerate(rows) if m.source == s] for s in dict.fromkeys(m.source for m in rows)}
     return {
         name: accuracy(
@@ -174,14 +181,14 @@ def by_source(rows: Sequence[Measurement], predicted: np.ndarray, rates: Rates) 
 
 def as_text(title: str, sources: dict[str, Accuracy]) -> str:
     """A table of errors."""
-    percent = lambda share: "" if share is None else f"{100 * share:.1f}"
-    lines = [title, f"{'source':44} rows median  quartiles     worst  <25 %   tau  memory median"]
+    share = lambda value: "" if value is None else f"{100 * value:.1f}"
+    plain = lambda value: "" if value is None else f"{value:.2f}"
+    lines = [title, f"{'source':44} rows median  quartiles     worst  <25 %   tau  memory"]
     for name, a in sources.items():
-        tau = "" if a.tau is None else f"{a.tau:.2f}"
-        lines.append(
-            f"{name[:44]:44} {a.rows:4} {percent(a.median):>6} {percent(a.quartiles[0]):>5} {percent(a.quartiles[1]):>5}"
-            f" {percent(a.worst):>9} {percent(a.within_25):>6} {tau:>5} {percent(a.memory_median):>7} of {a.memory_rows}"
-        )
+        low, high = map(share, a.quartiles)
+        times = f"{a.rows:4} {share(a.median):>6} {low:>5} {high:>5} {share(a.worst):>9} {share(a.within_25):>6}"
+        memory = f"{share(a.memory_median):>7} of {a.memory_rows}" if a.memory_rows else ""
+        lines.append(f"{name[:44]:44} {times} {plain(a.tau):>5} {memory}".rstrip())
     return "\n".join(lines)
 
 

@@ -41,8 +41,8 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
         ),
     ),
     "table": Plan(
-        "predicts step time, tokens/s, MFU and memory of the rows of a CSV file of published measurements, and says why "
-        "a row cannot be expressed; other trainers' runs are priced as if ndtrain ran them",
+        "predicts step time, tokens/s, MFU and memory of the rows of a CSV file of published measurements, and says "
+        "why a row cannot be expressed; other trainers' runs are priced as if ndtrain ran them",
         ("in=published.csv out=predicted.csv",),
     ),
     "fit": Plan(
