@@ -1,7 +1,9 @@
 """Predicts the time, the memory and the MFU of a training step on described hardware."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import MeshSpec
@@ -71,22 +73,20 @@ class Predictor:
         rate = t.global_batch * t.seq_len / seconds
         per_device = rate / mesh.world_size
         peak = peak_flops(self.hardware, "bf16" if cfg.precision.compute == "fp8" else cfg.precision.compute)
-        skipped = [ops for rank in plan.program.ranks for ops in rank.skipped_ops]
         return Prediction(
             step_time_s=seconds,
             tokens_per_s=rate,
             tokens_per_s_per_device=per_device,
             mfu=per_device * flops_per_token(m, t.seq_len) / peak,
-            hfu=per_device * hardware_flops_per_token(m, t.seq_len, skipped) / peak,
+            hfu=per_device * plan.hardware_flops_per_token / peak,
             memory_bytes=self._memory(plan),
             waterfall=_waterfall(plan, prices) if explain else {},
         )
 
     def _memory(self, plan: "StepPlan") -> int:
-        tensors = max(peak_bytes(plan.program, rank, plan.pieces, plan.sizes) for rank in plan.program.ranks)
         if self.hardware.device == "cpu":
-            return tensors
-        return int(tensors * self.rates.memory_factor + 1e9 * self.rates.memory_gb)
+            return plan.tensor_bytes
+        return int(plan.tensor_bytes * self.rates.memory_factor + 1e9 * self.rates.memory_gb)
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,18 @@ class StepPlan:
     program: StepProgram
     pieces: Mapping[Variant, Piece]
     sizes: Sizes
+
+    @cached_property
+    def tensor_bytes(self) -> int:
+        """The most that tensors take at one time on the pipeline rank that needs most."""
+        return max(peak_bytes(self.program, rank, self.pieces, self.sizes) for rank in self.program.ranks)
+
+    @cached_property
+    def hardware_flops_per_token(self) -> float:
+        """As in `model.flops`, of the recompute of all blocks."""
+        skipped = Counter(ops for rank in self.program.ranks for ops in rank.skipped_ops)
+        of = partial(hardware_flops_per_token, self.cfg.model, self.cfg.train.seq_len)
+        return sum(times * of([ops]) for ops, times in skipped.items()) / skipped.total()
 
 
 def plan_step(cfg: Config, device: str) -> StepPlan:
