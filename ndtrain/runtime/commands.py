@@ -50,4 +50,12 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
         "errors of each source",
         ("in=published.csv json=fit.json svg=fit.svg", "in=published.csv fit=false"),
     ),
+    "predict": Plan(
+        "predicts step time, tokens/s, MFU, HFU and memory of a run on machines that are not at hand, and where the "
+        "step's time goes",
+        (
+            "recipe=llama3_8b hardware=h100 nodes=1 mesh.fsdp=8",
+            "recipe=llama3_8b hardware=h100 nodes=16 mesh.tp=8 json=prediction.json",
+        ),
+    ),
 }

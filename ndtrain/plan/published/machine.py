@@ -89,7 +89,10 @@ def _peaks(hardware: Hardware, bf16: float | None, stated: float | None) -> dict
 
 def _network(notes: str, gpus_per_node: int) -> float | None:
     """GB/s of one device to other hosts, where the notes state it: `400Gb/s RDMA per GPU` is of a device; a rate
-    without "per GPU" is of a host, and one with `4x` before it of one of four adapters."""
+    without "per GPU" is of a host, and one with `4x` before it of one of four adapters. `AllReduce 160 intra 450 GB/s`
+    is the bus bandwidth that was measured over the run's hosts, which the devices of a host share."""
+    if measured := re.search(r"AllReduce ([\d.]+) intra [\d.]+ ?GB/s", notes):
+        return float(measured[1]) / gpus_per_node
     stated = re.search(r"(?:(\d+) ?x [\w -]*?)?([\d.]+) ?(?:Gb/s|Gbps|Gbit/s)([^;,.]*)", notes)
     if stated is None:
         return None

@@ -30,6 +30,8 @@ _RECOMPUTE = (
     (r"selective|sac|attention|attn|partial|core", "selective"),
     (r"full|all|block|layer|uniform|true|yes|on|1", "full"),
 )
+_WHOLE = 2**30  # tokens: other trainers make all logits of a microbatch at once
+_EAGER = r"\beager\b|nanotron|llm-foundry"  # trainers whose blocks are neither compiled nor made of fused kernels
 _PRECISION = ((r"fp8|float8|e4m3|mxfp8", "fp8"), (r"tf32|fp32|float32", "fp32"), (r"16|half|mixed|amp", "bf16"))
 
 
@@ -80,6 +82,7 @@ def run_of(row: Row) -> Run:
         "train.seq_len": count(row, "seq_len"),
         "train.global_batch": count(row, "global_batch_seqs"),
         "train.micro_batch": None if stated is None else count(row, "micro_batch"),
+        "train.loss_chunk": _WHOLE,
         "data.name": "bin",
         "data.path": "tokens.bin",
     }
@@ -146,10 +149,9 @@ def _precision(row: Row, hardware: Hardware) -> dict[str, str]:
 
 
 def _of_notes(row: Row) -> dict[str, Any]:
-    """Settings that the notes state."""
-    notes = text(row, "notes")
-    says = lambda pattern: re.search(pattern, notes, re.IGNORECASE) is not None
-    overrides: dict[str, Any] = {"train.compile": "false" if says(r"\beager\b") else "true"}
+    """Settings that follow from the trainer's software, or that the notes state."""
+    says = lambda pattern: re.search(pattern, text(row, "source") + " " + text(row, "notes"), re.IGNORECASE) is not None
+    overrides: dict[str, Any] = {"train.compile": "false" if says(_EAGER) else "true"}
     if says(r"\bno sequence[- ]parallel"):
         overrides["tp.sequence_parallel"] = False
     if says(r"\bulysses\b"):
