@@ -95,6 +95,8 @@ def test_settings():
     cfg = of(recompute="full", precision="amp_bf16", notes="eager; NO sequence parallel; grad-accum 4").config()
     assert (cfg.recompute.name, cfg.precision.compute, cfg.train.compile) == ("full", "bf16", "false")
     assert not cfg.tp.sequence_parallel and cfg.microbatches == 8
+    assert of(source="HF nanotron").config().train.compile == "false" and of().config().train.compile == "true"
+    assert of().config().train.loss_chunk >= 2 * 256, "other trainers make all logits at once"
     assert of(precision="FP8 (delayed scaling)").config().precision.compute == "fp8"
     assert of(recompute="selective (attention)").config().recompute.name == "selective"
 
@@ -106,6 +108,7 @@ def test_a_device_and_what_notes_say_of_it():
     h = of(gpu="NVIDIA A100 80GB", peak_tflops="", notes="4x Omni-Path 100Gb/s per node").hardware
     assert (h.peak_tflops["bf16"], h.network_gb_s, h.link_gb_s) == (312, 6.25, 300)
     assert of(gpu="H100", notes="node-node: 1600Gb/s RoCE/node").hardware.network_gb_s == 25
+    assert of(gpu="H100", notes="AllReduce 160.4 intra 450.1 GB/s").hardware.network_gb_s == pytest.approx(20.05)
     assert of(gpu="H100", notes="14.5 samples/s").hardware.network_gb_s == 50
     h = of(gpu="H100", peak_tflops="1979", precision="fp8").hardware
     assert (h.peak_tflops["bf16"], h.peak_tflops["fp8"]) == (989.5, 1979)
