@@ -3,7 +3,7 @@ were not fitted to."""
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ from ndtrain.plan.published.cells import Row, count, number, text
 from ndtrain.plan.published.run import run_of
 from ndtrain.plan.table import GIB, read_table
 
-# The rates that step times are fitted by, with the least and the most that they can be.
-FITTED = {
+# The rates that are fitted, with the least and the most that they can be: to step times, and then to memory.
+TIME = {
     "matmul": (0.4, 1.0),
     "attention": (0.2, 1.0),
     "memory": (0.3, 1.0),
@@ -31,11 +31,14 @@ FITTED = {
     "launch_s": (1e-6, 3e-5),
     "link": (0.2, 1.0),
     "network": (0.1, 1.0),
-    "link_hop_s": (1e-7, 2e-5),
     "network_hop_s": (1e-6, 1e-4),
     "interference": (0.01, 1.0),
     "step_s": (1e-4, 0.2),
 }
+MEMORY = {"memory_factor": (1.0, 1.5), "memory_gb": (0.5, 10.0)}
+
+
+Bounds = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,16 @@ class Measurement(NamedTuple):
     memory: float | None
 
 
+class Predicted(NamedTuple):
+    """Of some rows: seconds of a step, and GiB."""
+
+    step_times: np.ndarray
+    memories: np.ndarray
+
+
+Predict = Callable[[Sequence[Measurement], Rates], np.ndarray]
+
+
 def run(options: Options, overrides: Sequence[str]) -> None:
     """Fits, prints the tables and writes the files.
 
@@ -76,18 +89,17 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     if not rows:
         raise ConfigError(f"in={options.source}: no row has a measured step time and can be priced")
     rates = fitted(rows) if options.fit else Rates()
-    predicted = step_times(rows, rates)
-    report = {"rates": asdict(rates), "sources": by_source(rows, predicted, rates)}
+    predicted = Predicted(step_times(rows, rates), memories(rows, rates))
+    report = {"rates": asdict(rates), "sources": by_source(rows, predicted)}
     print(as_text("rates of " + ("all rows" if options.fit else "the planner"), report["sources"]))
     if options.fit:
-        across = cross_validated(rows)
-        report["cross_validation"] = by_source(rows, across, rates)
+        report["cross_validation"] = by_source(rows, cross_validated(rows))
         print("\n" + as_text("five-fold cross-validation: rates of the other sources", report["cross_validation"]))
     print("\n" + "\n".join(f"{name:16} {value:.4g}" for name, value in asdict(rates).items()))
     if options.json:
         write_file("json", options.json, json.dumps(report, indent=1, default=asdict))
     if options.svg:
-        write_file("svg", options.svg, drawn(rows, predicted))
+        write_file("svg", options.svg, drawn(rows, predicted.step_times))
 
 
 def measurements(rows: Iterable[Row]) -> list[Measurement]:
@@ -118,16 +130,23 @@ def _step_time(row: Row) -> float | None:
 
 
 def fitted(rows: Sequence[Measurement]) -> Rates:
-    """The rates with the least error of step times. A source with four times the rows counts twice as much."""
-    start, names = Rates(), list(FITTED)
+    """The rates with the least error of step times and of memory."""
     sample = sampled(rows)
-    measured = np.log([m.step_time_s for m in sample])
-    sources = [m.source for m in sample]
+    rates = _fitted(sample, Rates(), TIME, [m.step_time_s for m in sample], step_times)
+    known = [m for m in rows if m.memory]
+    return _fitted(known, rates, MEMORY, [m.memory or 0.0 for m in known], memories) if known else rates
+
+
+def _fitted(
+    rows: Sequence[Measurement], start: Rates, bounds: Bounds, measured: list[float], predict: Predict
+) -> Rates:
+    """The rates `bounds` with the least error. A source with four times the rows counts twice as much."""
+    logarithms, sources = np.log(measured), [m.source for m in rows]
     weights = np.array([sources.count(s) ** -0.5 for s in sources])
-    rates = lambda values: replace(start, **dict(zip(names, map(float, values), strict=True)))
+    rates = lambda values: replace(start, **dict(zip(bounds, map(float, values), strict=True)))
     values = fit(
-        lambda values: np.log(step_times(sample, rates(values))) - measured,
-        [Parameter(getattr(start, name), *FITTED[name]) for name in names],
+        lambda values: np.log(predict(rows, rates(values))) - logarithms,
+        [Parameter(getattr(start, name), *bound) for name, bound in bounds.items()],
         weights,
     )
     return rates(values)
@@ -143,19 +162,25 @@ def sampled(rows: Sequence[Measurement], most: int = 60) -> list[Measurement]:
     return kept
 
 
-def cross_validated(rows: Sequence[Measurement]) -> np.ndarray:
-    """The step times of the rows, each by rates that were fitted without its source."""
-    times = np.zeros(len(rows))
+def cross_validated(rows: Sequence[Measurement]) -> Predicted:
+    """Each row predicted by rates that were fitted without its source."""
+    made = Predicted(np.zeros(len(rows)), np.zeros(len(rows)))
     for held_out in folds([m.source for m in rows]):
         rates = fitted([m for m in rows if m.source not in held_out])
         mine = [i for i, m in enumerate(rows) if m.source in held_out]
-        times[mine] = step_times([rows[i] for i in mine], rates)
-    return times
+        made.step_times[mine] = step_times([rows[i] for i in mine], rates)
+        made.memories[mine] = memories([rows[i] for i in mine], rates)
+    return made
 
 
 def step_times(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
     """Predicted seconds of a step."""
     return np.array([_predicted(m, rates).step_time_s for m in rows])
+
+
+def memories(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
+    """Predicted GiB."""
+    return np.array([Predictor(m.hardware, rates).memory(m.plan) / GIB for m in rows])
 
 
 def _predicted(m: Measurement, rates: Rates) -> Prediction:
@@ -165,15 +190,14 @@ def _predicted(m: Measurement, rates: Rates) -> Prediction:
 # -------------------------------------------------------------------------------------------------------- the report
 
 
-def by_source(rows: Sequence[Measurement], predicted: np.ndarray, rates: Rates) -> dict[str, Accuracy]:
+def by_source(rows: Sequence[Measurement], predicted: Predicted) -> dict[str, Accuracy]:
     """Source -> its errors; "all" for all rows."""
-    memory = [_predicted(m, rates).memory_bytes / GIB if m.memory else 0.0 for m in rows]
     groups = {s: [i for i, m in enumerate(rows) if m.source == s] for s in dict.fromkeys(m.source for m in rows)}
     return {
         name: accuracy(
             [rows[i].step_time_s for i in mine],
-            [float(predicted[i]) for i in mine],
-            [(known, memory[i]) for i in mine if (known := rows[i].memory)],
+            [float(predicted.step_times[i]) for i in mine],
+            [(known, float(predicted.memories[i])) for i in mine if (known := rows[i].memory)],
         )
         for name, mine in {**groups, "all": list(range(len(rows)))}.items()
     }
