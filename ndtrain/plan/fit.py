@@ -26,12 +26,12 @@ from ndtrain.plan.table import GIB, read_table
 TIME = {
     "matmul": (0.4, 1.0),
     "attention": (0.2, 1.0),
+    "sustained": (0.6, 1.0),
     "memory": (0.3, 1.0),
     "kernel_s": (1e-7, 2e-5),
     "launch_s": (1e-6, 3e-5),
     "link": (0.2, 1.0),
     "network": (0.1, 1.0),
-    "network_hop_s": (1e-6, 1e-4),
     "interference": (0.01, 1.0),
     "step_s": (1e-4, 0.2),
 }

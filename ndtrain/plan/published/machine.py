@@ -70,8 +70,8 @@ def hardware_of(row: Row) -> Hardware:
     if stated := re.search(r"([\d.]+) ?TB/s", notes):
         changes["memory_gb_s"] = 1000 * float(stated[1])
     changes["peak_tflops"] = _peaks(hardware, device.changes.get("bf16"), number(row, "peak_tflops"))
-    if network := _network(notes, changes.get("gpus_per_node", hardware.gpus_per_node)):
-        changes["network_gb_s"] = network
+    gpus, listed = changes.get("gpus_per_node", hardware.gpus_per_node), changes.get("network_gb_s")
+    changes["network_gb_s"] = _network(notes, gpus, listed or hardware.network_gb_s or 0.0)
     return replace(hardware, name=gpu.lower(), **changes)
 
 
@@ -87,15 +87,18 @@ def _peaks(hardware: Hardware, bf16: float | None, stated: float | None) -> dict
     }
 
 
-def _network(notes: str, gpus_per_node: int) -> float | None:
-    """GB/s of one device to other hosts, where the notes state it: `400Gb/s RDMA per GPU` is of a device; a rate
-    without "per GPU" is of a host, and one with `4x` before it of one of four adapters. `AllReduce 160 intra 450 GB/s`
-    is the bus bandwidth that was measured over the run's hosts, which the devices of a host share."""
+def _network(notes: str, gpus_per_node: int, listed: float) -> float:
+    """GB/s of one device to other hosts, as the notes state it, else as listed.
+
+    `400Gb/s RDMA per GPU` is of a device; a rate without "per GPU" is of a host, and one with `4x` before it of one of
+    four adapters. `AllReduce 160 intra 450 GB/s` is the bus bandwidth that was measured over the run's hosts, which the
+    devices of a host share. A measurement of less than a quarter of what is listed is not believed to be of large
+    messages: it counts as a quarter."""
     if measured := re.search(r"AllReduce ([\d.]+) intra [\d.]+ ?GB/s", notes):
-        return float(measured[1]) / gpus_per_node
+        return min(listed, max(float(measured[1]) / gpus_per_node, listed / 4))
     stated = re.search(r"(?:(\d+) ?x [\w -]*?)?([\d.]+) ?(?:Gb/s|Gbps|Gbit/s)([^;,.]*)", notes)
     if stated is None:
-        return None
+        return listed
     adapters, rate, of = int(stated[1] or 1), float(stated[2]), stated[3]
     devices = 1 if re.search(r"(per |/ ?)(GPU|device)", of, re.IGNORECASE) else gpus_per_node
     return adapters * rate / 8 / devices

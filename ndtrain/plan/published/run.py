@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ndtrain.config import Config, ConfigError, ModelConfig, resolve
+from ndtrain.config.checks import SAVABLE_OPS
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.published.cells import Row, count, number, text
 from ndtrain.plan.published.machine import hardware_of
@@ -78,7 +79,7 @@ def run_of(row: Row) -> Run:
         **_schedule(row, model, mesh["mesh.pp"]),
         **_precision(row, hardware),
         **_of_notes(row),
-        "recompute.name": _named(text(row, "recompute"), _RECOMPUTE, "recompute", "none"),
+        **_recompute(row),
         "train.seq_len": count(row, "seq_len"),
         "train.global_batch": count(row, "global_batch_seqs"),
         "train.micro_batch": None if stated is None else count(row, "micro_batch"),
@@ -146,6 +147,16 @@ def _precision(row: Row, hardware: Hardware) -> dict[str, str]:
     if compute == "fp8" and "fp8" not in hardware.peak_tflops:
         raise ConfigError(f"precision={text(row, 'precision')}: gpu={text(row, 'gpu')} has no fp8 matmuls")
     return {"precision.compute": compute}
+
+
+def _recompute(row: Row) -> dict[str, Any]:
+    """Selective is Megatron's (Korthikanti et al., 2022, arXiv:2205.05198), which repeats the attention core and
+    what is cheap, or torchtitan's, which repeats every second matmul: gate and up are half of a block's."""
+    name = _named(text(row, "recompute"), _RECOMPUTE, "recompute", "none")
+    if name != "selective":
+        return {"recompute.name": name}
+    repeated = "gate_up_proj" if re.search(r"every[- ](2nd|second)|\bop[- ]level", text(row, "notes")) else "core"
+    return {"recompute.name": name, "recompute.keep": [op for op in SAVABLE_OPS if op != repeated]}
 
 
 def _of_notes(row: Row) -> dict[str, Any]:

@@ -98,7 +98,10 @@ def test_settings():
     assert of(source="HF nanotron").config().train.compile == "false" and of().config().train.compile == "true"
     assert of().config().train.loss_chunk >= 2 * 256, "other trainers make all logits at once"
     assert of(precision="FP8 (delayed scaling)").config().precision.compute == "fp8"
-    assert of(recompute="selective (attention)").config().recompute.name == "selective"
+    selective = of(recompute="selective (attention)").config().recompute
+    assert selective.name == "selective" and "core" not in selective.keep and "gate_up_proj" in selective.keep
+    every_second = of(recompute="selective", notes="SAC (every-2nd-matmul op-level)").config().recompute
+    assert "core" in every_second.keep and "gate_up_proj" not in every_second.keep
 
 
 def test_a_device_and_what_notes_say_of_it():
@@ -109,6 +112,10 @@ def test_a_device_and_what_notes_say_of_it():
     assert (h.peak_tflops["bf16"], h.network_gb_s, h.link_gb_s) == (312, 6.25, 300)
     assert of(gpu="H100", notes="node-node: 1600Gb/s RoCE/node").hardware.network_gb_s == 25
     assert of(gpu="H100", notes="AllReduce 160.4 intra 450.1 GB/s").hardware.network_gb_s == pytest.approx(20.05)
+    assert of(gpu="H100", notes="AllReduce 24.3 intra 427.4 GB/s").hardware.network_gb_s == 12.5, (
+        "not of large messages"
+    )
+    assert of(gpu="H100", notes="AllReduce 458.8 intra 458.1 GB/s").hardware.network_gb_s == 50, "of one host"
     assert of(gpu="H100", notes="14.5 samples/s").hardware.network_gb_s == 50
     h = of(gpu="H100", peak_tflops="1979", precision="fp8").hardware
     assert (h.peak_tflops["bf16"], h.peak_tflops["fp8"]) == (989.5, 1979)
