@@ -16,7 +16,7 @@ from ndtrain.plan.fitting.least_squares import Parameter, fit
 from ndtrain.plan.fitting.scatter import Points, scatter_svg
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import refuse_overrides, write_file
-from ndtrain.plan.predict import Prediction, Predictor, StepPlan, plan_step
+from ndtrain.plan.predict import Prediction, Predictor, StepPlan
 from ndtrain.plan.price import Rates
 from ndtrain.plan.published.cells import Row, count, number, text
 from ndtrain.plan.published.run import run_of
@@ -108,10 +108,10 @@ def measurements(rows: Iterable[Row]) -> list[Measurement]:
     for row in rows:
         try:
             run = run_of(row)
-            cfg, measured = run.config(), _step_time(row)
+            measured = _step_time(row)
             if measured is None:
                 continue
-            plan = plan_step(cfg, run.hardware.device)
+            plan = run.plan()
         except ConfigError:
             continue
         source = re.sub(r" exp \d+$", "", text(row, "source"))

@@ -55,7 +55,7 @@ def predicted_columns(row: Row) -> dict[str, str]:
     """The new columns of a row. If `refused` says why it cannot be expressed, the others are empty."""
     try:
         priced = run_of(row)
-        prediction = predictor_of(priced).predict(priced.config(), explain=False)
+        prediction = predictor_of(priced).price(priced.plan(), explain=False)
     except ConfigError as error:
         return dict.fromkeys(PREDICTED, "") | {REFUSED: str(error)}
     return dict(zip(PREDICTED, _cells(prediction), strict=True)) | {REFUSED: ""}

@@ -12,9 +12,11 @@ from typing import Any
 from ndtrain.config import Config, ConfigError, ModelConfig, resolve
 from ndtrain.config.checks import SAVABLE_OPS
 from ndtrain.plan.hardware import Hardware
+from ndtrain.plan.predict import StepPlan, plan_step
 from ndtrain.plan.published.cells import Row, count, number, text
 from ndtrain.plan.published.machine import hardware_of
 from ndtrain.plan.published.model import model_of
+from ndtrain.plan.published.unfused import is_unfused, with_unfused_attention
 
 # Schedules by how they work: the pattern is looked for in the name without its punctuation. zb2p is ZB-H2, whose bubble
 # is nearest to zb_v's. Breadth-first is gpipe with chunks.
@@ -42,12 +44,23 @@ class Run:
 
     Attributes:
         overrides: dotted key -> value, beside the model's.
+        unfused: whether its attention is not fused.
     """
 
     model: ModelConfig
     overrides: dict[str, Any]
     ranks: int
     hardware: Hardware
+    unfused: bool
+
+    def plan(self) -> StepPlan:
+        """Its step.
+
+        Raises:
+            ConfigError: ndtrain cannot run it.
+        """
+        plan = plan_step(self.config(), self.hardware.device)
+        return with_unfused_attention(plan) if self.unfused else plan
 
     def config(self) -> Config:
         """The resolved configuration.
@@ -87,7 +100,7 @@ def run_of(row: Row) -> Run:
         "data.name": "bin",
         "data.path": "tokens.bin",
     }
-    return Run(model, overrides, ranks, hardware)
+    return Run(model, overrides, ranks, hardware, is_unfused(row))
 
 
 def _mesh(row: Row) -> dict[str, int]:
@@ -163,7 +176,7 @@ def _of_notes(row: Row) -> dict[str, Any]:
     """Settings that follow from the trainer's software, or that the notes state."""
     says = lambda pattern: re.search(pattern, text(row, "source") + " " + text(row, "notes"), re.IGNORECASE) is not None
     overrides: dict[str, Any] = {"train.compile": "false" if says(_EAGER) else "true"}
-    if says(r"\bno sequence[- ]parallel"):
+    if says(r"\bno sequence[- ]parallel") or (is_unfused(row) and not says(r"sequence[- ]parallel")):  # of one time
         overrides["tp.sequence_parallel"] = False
     if says(r"\bulysses\b"):
         overrides["cp.kind"] = "ulysses"
