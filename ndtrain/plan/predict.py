@@ -114,11 +114,11 @@ class Predictor:
             tokens_per_s_per_device=per_device,
             mfu=per_device * flops_per_token(m, t.seq_len) / peak,
             hfu=per_device * plan.hardware_flops_per_token / peak,
-            memory_bytes=self._memory(plan),
+            memory_bytes=self.memory(plan),
             waterfall=_waterfall(plan, prices) if explain else {},
         )
 
-    def _memory(self, plan: "StepPlan") -> int:
+    def memory(self, plan: "StepPlan") -> int:
         if self.hardware.device == "cpu":
             return plan.tensor_bytes
         return int(plan.tensor_bytes * self.rates.memory_factor + 1e9 * self.rates.memory_gb)

@@ -13,7 +13,7 @@ from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
 # 1 TFLOP/s, 1 GB/s of memory, links of 10 GB/s, a network of 1 GB/s a device, everything reached
 MACHINE = Hardware("mine", "cuda", 80, 8, {"bf16": 1}, 1, 10, 1)
 RATES = Rates(
-    matmul=0.5, attention=0.25, memory=0.5, kernel_s=0.125, launch_s=0.5, link=1, network=1, link_hop_s=0.001,
+    matmul=0.5, attention=0.25, sustained=0.8, memory=0.5, kernel_s=0.125, launch_s=0.5, link=1, network=1, link_hop_s=0.001,
     network_hop_s=0.01, interference=0, step_s=0,
 )  # fmt: skip
 GB = 10**9
@@ -30,6 +30,12 @@ def test_a_kernel_takes_what_bounds_it():
     assert p.kernel(Kernel("attention", 10**12, 0, "bf16")) == pytest.approx(4 + 0.125)
     assert p.kernel(Kernel("matmul", 10**12, 5 * GB, "bf16")) == pytest.approx(10 + 0.125)  # memory bounds it
     assert p.kernel(Kernel("memory", 0, GB, "fp32")) == pytest.approx(2 + 0.125)
+
+
+def test_a_gpu_with_fp8_holds_a_share_of_its_peak():
+    hopper = Prices(replace(MACHINE, peak_tflops={"bf16": 1, "fp8": 2}), RATES, MeshSpec(("tp",), (1,)))
+    assert hopper.kernel(Kernel("matmul", 10**12, 0, "bf16")) == pytest.approx(2 / 0.8 + 0.125)
+    assert hopper.kernel(Kernel("matmul", 10**12, 0, "fp8")) == pytest.approx(1 / 0.8 + 0.125)
 
 
 def test_a_cpu_is_its_own_host():
