@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ndtrain.plan.drawings import REGIME_COLOURS, goodput_svg, scaling_svg, waterfall_svg
+from ndtrain.plan.drawings import FAMILY_COLOURS, REGIME_COLOURS, goodput_svg, scaling_svg, waterfall_svg
 from ndtrain.plan.failures import Saving, Shares
 from ndtrain.plan.fault_tolerance import Curve, Curves, Plan
 from ndtrain.plan.predict import Prediction
@@ -134,6 +134,10 @@ def test_points_of_goodput_stand_on_their_axes():
         x_of_run = float(re.search(r'class="c5" d="M([\d.]+)', goodput_svg(drawn))[1])
         assert dots[curve.gpus.index(drawn.gpus)][0] == pytest.approx(x_of_run, abs=0.1)
         assert dots[0][0] == float(texts["8"].get("x"))
+
+
+def test_every_family_and_regime_has_a_colour():
+    assert tuple(FAMILY_COLOURS) == FAMILIES and tuple(REGIME_COLOURS) == REGIMES
 
 
 def test_lines_and_bands_of_scaling_stand_on_their_axes():
