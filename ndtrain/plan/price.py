@@ -34,10 +34,10 @@ class Rates:
         memory_gb: of the CUDA context and of NCCL's buffers.
     """
 
-    matmul: float = 0.75  # cuBLAS in bf16 on an H100 at its power limit: 700 to 750 of 989 TFLOP/s
-    attention: float = 0.52  # FlashAttention-3 (arXiv:2407.08608), head_dim 128, causal: 450 to 650 of 989 TFLOP/s
+    matmul: float = 0.75  # cuBLAS in bf16, large products, at the clock that is held
+    attention: float = 0.50  # FlashAttention-3 (arXiv:2407.08608), head_dim 128, causal: 400 to 650 of 989 TFLOP/s
     sustained: float = 0.9
-    memory: float = 0.80  # STREAM-like kernels reach 80 to 90 %
+    memory: float = 0.75  # copies reach 80 to 90 %, fused elementwise kernels less
     kernel_s: float = 3e-6
     launch_s: float = 6e-6
     link: float = 0.75  # NCCL within a DGX H100: 330 to 370 GB/s of 450

@@ -55,7 +55,15 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
         "step's time goes",
         (
             "recipe=llama3_8b hardware=h100 nodes=1 mesh.fsdp=8",
-            "recipe=llama3_8b hardware=h100 nodes=16 mesh.tp=8 json=prediction.json",
+            "recipe=llama3_8b hardware=h100 nodes=16 mesh.tp=8 json=prediction.json svg=waterfall.svg",
+        ),
+    ),
+    "goodput": Plan(
+        "the best checkpoint interval, the expected goodput, and the days and cost of a run whose hosts fail, with "
+        "synchronous and asynchronous saves and with replicas that may be lost; drawn over GPU counts",
+        (
+            "recipe=llama3_8b hardware=h100 nodes=16 price=2",
+            "recipe=llama3_8b hardware=h100 nodes=16 mesh.dp=16 step_time_s=1.5 svg=goodput.svg",
         ),
     ),
 }
