@@ -1,6 +1,7 @@
 """Follows the memory of a program by its operators: which storages are alive, their bytes, and the peak."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from weakref import finalize
 
 import torch
@@ -8,15 +9,31 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ndtrain.model.opaque import FUNCTIONS
+
 
 def storage_id(x: Tensor) -> int:
     """Identifies the storage of x among those that are alive, also where it has no address (on the meta device)."""
     return x.untyped_storage()._cdata
 
 
+_fused = False  # whether operators are parts of a kernel, which keeps their results in registers
+
+
+@contextmanager
+def fused() -> Iterator[None]:
+    """What operators allocate inside is no memory: they stand for a part of one kernel."""
+    global _fused
+    before, _fused = _fused, True
+    try:
+        yield
+    finally:
+        _fused = before
+
+
 class Allocations(TorchDispatchMode):
     """Follows the storages that operators allocate: their bytes `now`, and their `peak_bytes`. It does not see what
-    kernels allocate and free internally.
+    kernels allocate and free internally, nor what compiled code allocates (but see `fused`).
 
     Args:
         device_type: of the storages to follow; None: all.
@@ -29,7 +46,15 @@ class Allocations(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._resized: dict[int, torch.UntypedStorage] = {}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """PyTorch asks. Otherwise nothing could be compiled while memory is followed."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in FUNCTIONS:
+            with self:
+                return FUNCTIONS[func](*args)
         out = func(*args, **(kwargs or {}))
         given = {storage_id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         self._read_sizes()
@@ -46,7 +71,7 @@ class Allocations(TorchDispatchMode):
             self._resized[storage_id(x)] = x.untyped_storage()
 
     def _follows(self, x: Tensor) -> bool:
-        return self.device_type is None or x.device.type == self.device_type
+        return not _fused and (self.device_type is None or x.device.type == self.device_type)
 
     def _allocated(self, x: Tensor) -> None:
         if storage_id(x) not in self._sizes and x.untyped_storage().nbytes():

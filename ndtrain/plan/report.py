@@ -47,7 +47,7 @@ def as_text(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
     files, size = first.checkpoint.files, first.checkpoint.bytes
     parts = [
         f"{mesh.world_size} ranks of {hardware.name}: {sizes}, zero={cfg.mesh.zero}, {cfg.microbatches} microbatches"
-        + f"; {first.attention}" * bool(first.attention),
+        + f"; attention by {first.attention}" * bool(first.attention),
         _overview(mesh, hardware, planned),
         "alive at the peak\n" + _by_rank(records, lambda r: {k: _si(n, "B") for k, n in sorted(r.at_peak.items())}),
         "collectives of a step: how many, and the bytes of their buffers\n" + _by_rank(records, _traffic),

@@ -15,6 +15,7 @@ from ndtrain.distributed.flight_recorder import CollectiveRecord
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.build import Stages, build_stages
+from ndtrain.plan.compiled import pretended_compiler
 from ndtrain.plan.recording import HOST, Recording, classify_state, label_step
 from ndtrain.plan.world import recorded_collectives
 
@@ -81,7 +82,7 @@ def record_step(
 ) -> RankRecord:
     """Builds this rank's stages and runs the first training step.
 
-    The blocks run without the compiler, which skips functions that it meets under a dispatch mode.
+    On tensors with memory nothing is compiled, since what compiled code allocates cannot be followed.
 
     Args:
         batches: this rank's microbatches.
@@ -89,7 +90,8 @@ def record_step(
         fill: gives the stages their weights.
     """
     began, recording = time.perf_counter(), Recording(separate_host)
-    with torch.compiler.set_stance("force_eager"), recording:
+    pretends = mesh.device.type == "meta"
+    with pretended_compiler() if pretends else torch.compiler.set_stance("force_eager"), recording:
         stages = build_stages(cfg, mesh)
         classify_state(recording, stages.units)
         fill(stages)
@@ -118,7 +120,7 @@ def traffic_of(collectives: Sequence[CollectiveRecord]) -> tuple[Traffic, ...]:
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for c in collectives:
-        key = c.channel.partition(" ")[0], c.op
+        key = c.axis, c.op
         counts[key] += 1
         sizes[key] += c.nbytes
     return tuple(Traffic(axis, op, counts[axis, op], sizes[axis, op]) for axis, op in sorted(counts))
