@@ -1,7 +1,6 @@
 """Follows the memory of a program by its operators: which storages are alive, their bytes, and the peak."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from weakref import finalize
 
 import torch
@@ -17,23 +16,9 @@ def storage_id(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-_fused = False  # whether operators are parts of a kernel, which keeps their results in registers
-
-
-@contextmanager
-def fused() -> Iterator[None]:
-    """What operators allocate inside is no memory: they stand for a part of one kernel."""
-    global _fused
-    before, _fused = _fused, True
-    try:
-        yield
-    finally:
-        _fused = before
-
-
 class Allocations(TorchDispatchMode):
     """Follows the storages that operators allocate: their bytes `now`, and their `peak_bytes`. It does not see what
-    kernels allocate and free internally, nor what compiled code allocates (but see `fused`).
+    kernels allocate and free internally, nor what compiled code allocates.
 
     Args:
         device_type: of the storages to follow; None: all.
@@ -71,7 +56,7 @@ class Allocations(TorchDispatchMode):
             self._resized[storage_id(x)] = x.untyped_storage()
 
     def _follows(self, x: Tensor) -> bool:
-        return not _fused and (self.device_type is None or x.device.type == self.device_type)
+        return self.device_type is None or x.device.type == self.device_type
 
     def _allocated(self, x: Tensor) -> None:
         if storage_id(x) not in self._sizes and x.untyped_storage().nbytes():

@@ -1,13 +1,13 @@
-"""Compiled code without a device: its graphs, cut and partitioned as PyTorch's compiler does it, and run operator by
-operator on tensors without memory.
+"""Compiled code without a device: its graphs, cut and partitioned as PyTorch's compiler does it, and run on tensors
+without memory.
 
-What the generated kernels keep in registers is not counted. A kernel of the compiler computes neighbouring elementwise
-operators and reductions, so it stores only what the graph returns and what an operator that is no such kernel reads: a
-matmul, attention, an op of ndtrain.
+A kernel of the compiler computes neighbouring elementwise operators and reductions, and keeps what is between them in
+registers. So of their results only those exist that the graph returns, or that an operator reads which is no part of
+such a kernel: a matmul, attention, an op of ndtrain.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from operator import getitem
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter, Node
 
-from ndtrain.parallel.allocations import fused
 from ndtrain.plan.flops import multiplies
 
 
@@ -33,7 +32,11 @@ def pretended_compiler() -> Iterator[None]:
         decompositions=select_decomp_table(),
     )
     torch.compiler.reset()
-    with torch.compiler.set_stance("default", force_backend=lambda graph, inputs, **_: backend(graph, inputs)):
+    sizes_known = torch._dynamo.config.patch(automatic_dynamic_shapes=False, run_gc_after_compile=False)
+    with (
+        sizes_known,
+        torch.compiler.set_stance("default", force_backend=lambda graph, inputs, **_: backend(graph, inputs)),
+    ):
         yield
     torch.compiler.reset()
 
@@ -50,22 +53,31 @@ def _as_kernels(graph: GraphModule, inputs: Any) -> Callable[[list], Any]:
 
 
 class _Kernels(Interpreter):
-    """Runs a graph; what is not stored is no memory."""
+    """Runs a graph. Operators without a kernel of their own are not called: their results are made if they exist."""
 
     def __init__(self, graph: GraphModule):
         super().__init__(graph)
         self._stored = stored_nodes(graph)
 
     def run_node(self, n: Node) -> Any:
-        with nullcontext() if n in self._stored else fused():
+        if n.op != "call_function" or _has_own_kernel(n.target):
             return super().run_node(n)
+        if n not in self._stored:
+            return None
+        if _is_view(n):
+            return super().run_node(n)
+        return _made_like(n.meta["val"])
 
 
 def stored_nodes(graph: GraphModule) -> set[Node]:
-    """The nodes whose results lie in memory."""
-    own_kernel = {n for n in graph.graph.nodes if n.op == "call_function" and _has_own_kernel(n.target)}
-    read = [source for n in graph.graph.nodes if n in own_kernel or n.op == "output" for source in n.all_input_nodes]
-    return own_kernel | {_base(source) for source in read} | {n for n in graph.graph.nodes if n.op != "call_function"}
+    """The nodes whose results lie in memory, and views of them that are read."""
+    stored: set[Node] = set()
+    for n in reversed(graph.graph.nodes):
+        if n.op == "output" or (
+            n.op == "call_function" and (_has_own_kernel(n.target) or (_is_view(n) and n in stored))
+        ):
+            stored.update(n.all_input_nodes)
+    return stored
 
 
 def _has_own_kernel(func: Any) -> bool:
@@ -73,8 +85,13 @@ def _has_own_kernel(func: Any) -> bool:
     return isinstance(func, OpOverload) and (func.namespace not in ("aten", "prims") or multiplies(func))
 
 
-def _base(node: Node) -> Node:
-    """The node that makes the memory that a view or an item of this one is in."""
-    while node.op == "call_function" and (node.target is getitem or getattr(node.target, "is_view", False)):
-        node = node.all_input_nodes[0]
-    return node
+def _is_view(n: Node) -> bool:
+    """Whether its result is in the memory of another node's, or an item of another node's."""
+    return n.target is getitem or getattr(n.target, "is_view", False)
+
+
+def _made_like(value: Any) -> Any:
+    """New tensors of these shapes."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return type(value)(_made_like(v) for v in value) if isinstance(value, tuple | list) else value
