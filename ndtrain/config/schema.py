@@ -4,7 +4,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from omegaconf import II
 
@@ -76,7 +76,7 @@ class Section:
     def frozen(self) -> bool:
         return bool(self.__dict__.get("_frozen"))
 
-    def unfrozen(self) -> "Section":
+    def unfrozen(self) -> Self:
         """A deep copy whose fields can be set."""
         made = copy.deepcopy(self)
         made._thaw()

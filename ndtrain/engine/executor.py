@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ndtrain.distributed.flight_recorder import RECORDER
-from ndtrain.engine.instructions import Instruction, Layer, expand, join
+from ndtrain.engine.instructions import Instruction, Layer, expand, join, units_ahead
 from ndtrain.model import Context
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Pipeline
@@ -52,9 +52,7 @@ class Executor:
         self.row, self.layers, self.units, self.pipeline, self.saved_ops = row, layers, units, pipeline, saved_ops
         self.trains = any(a.kind != "F" for a in row)
         self._names = [show(a) for a in row]
-        self.program = expand(
-            row, layers, recompute_groups, ahead=0 if units.fully_resident else 1 if units.reshards else 2
-        )
+        self.program = expand(row, layers, recompute_groups, units_ahead(units.fully_resident, units.reshards))
         self._passes = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._finish_weights}
         self.timings: list[ActionTiming] | None = None
         self._exit = {layer.stage: i for i, layer in enumerate(layers) if layer.last}

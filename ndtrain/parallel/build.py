@@ -134,7 +134,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
     trains, plan = plan is None, plan or state_plan(cfg)
     compiled, compile_note = choose_compile(cfg, mesh, trains)
-    in_graph = compiled and _linear_in_graph(cfg, placement)
+    in_graph = compiled and linear_in_graph(cfg, placement)
     accumulator = GradAccumulator()
     models = _models(cfg, placement, mesh.coords["pp"])
     names = _check_declared(models.values(), layouts)
@@ -194,7 +194,7 @@ def _plan_recompute(cfg: Config, mesh: Mesh, stages: Stages) -> RecomputePlan:
     return RecomputePlan(groups, skipped_ops(blocks, groups, compiled=bool(stages.units.in_graph)))
 
 
-def _linear_in_graph(cfg: Config, placement: Placement) -> bool:
+def linear_in_graph(cfg: Config, placement: Placement) -> bool:
     """Whether the matmuls of compiled blocks are part of their graphs. A compiled graph defers no gradient, saves no
     result for a recompute and sends no message, so configurations that need one of these are excluded."""
     outside_graph = cfg.mesh.tp > 1, needs_saved_ops(cfg), placement.schedule.splits_backward

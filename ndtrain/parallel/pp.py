@@ -86,7 +86,7 @@ class Pipeline:
         self.schedule, self.rank, self.device = schedule, mesh.coords["pp"], mesh.device
         self.shape, self.dtype = shape, dtype
         self._links = mesh.links("pp", schedules.links(schedule))
-        self._posts = self._plan()
+        self._posts = receives(schedule, self.rank)
         self._coming: dict[Message, tuple[Tensor, Pending]] = {}
         self._here: dict[Message, Tensor] = {}  # messages between two stages of this rank
         self._leaving: list[tuple[Tensor, Pending]] = []
@@ -121,32 +121,37 @@ class Pipeline:
             work.wait()
         self._leaving.clear()
 
-    def _plan(self) -> list[list[tuple[Message, int]]]:
-        """For each action of the row: the messages whose receive is posted before it, each with its source."""
-        row = self.schedule.table[self.rank]
-        sources = [source for source, target in self._links if target == self.rank]
-        queues = {source: schedules.messages(self.schedule, source, self.rank) for source in sources}
-        position = {m: (source, i) for source, queue in queues.items() for i, m in enumerate(queue)}
-        posted = dict.fromkeys(queues, 0)
-        needs = [self.needed(a) for a in row]
-        plan = []
-        for k in range(len(row)):
-            now: list[tuple[Message, int]] = []
-            for needed in needs[k : k + 1 + AHEAD]:
-                if needed in position:
-                    source, i = position[needed]
-                    now += [(m, source) for m in queues[source][posted[source] : i + 1]]
-                    posted[source] = max(posted[source], i + 1)
-            plan.append(now)
-        return plan
-
     def needed(self, a: Action) -> Message | None:
         """The message that an action needs from another stage; None: it needs none."""
-        if a.kind == "F" and a.stage > 0:
-            return Message("F", a.microbatch, a.stage)
-        if a.kind in "BI" and a.stage < self.schedule.stages - 1:
-            return Message("B", a.microbatch, a.stage)
-        return None
+        return input_of(self.schedule, a)
+
+
+def receives(schedule: Schedule, rank: int) -> list[list[tuple[Message, int]]]:
+    """For each action of a rank's row: the messages whose receive is posted before it, each with its source."""
+    sources = [source for source, target in schedules.links(schedule) if target == rank]
+    queues = {source: schedules.messages(schedule, source, rank) for source in sources}
+    position = {m: (source, i) for source, queue in queues.items() for i, m in enumerate(queue)}
+    posted = dict.fromkeys(queues, 0)
+    needs = [input_of(schedule, a) for a in schedule.table[rank]]
+    plan = []
+    for k in range(len(needs)):
+        now: list[tuple[Message, int]] = []
+        for message in needs[k : k + 1 + AHEAD]:
+            if message in position:
+                source, i = position[message]
+                now += [(m, source) for m in queues[source][posted[source] : i + 1]]
+                posted[source] = max(posted[source], i + 1)
+        plan.append(now)
+    return plan
+
+
+def input_of(schedule: Schedule, a: Action) -> Message | None:
+    """The message that an action needs from another stage; None: it needs none."""
+    if a.kind == "F" and a.stage > 0:
+        return Message("F", a.microbatch, a.stage)
+    if a.kind in "BI" and a.stage < schedule.stages - 1:
+        return Message("B", a.microbatch, a.stage)
+    return None
 
 
 class TiedReducer:

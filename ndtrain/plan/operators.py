@@ -1,0 +1,139 @@
+"""What one operator call asks of a device: the memory that it reads and writes, and the matrices that it multiplies."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ndtrain.parallel.allocations import storage_id
+from ndtrain.plan.events import Kernel
+from ndtrain.plan.flops import flops_of
+
+Func = torch._ops.OpOverload
+
+_DTYPES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16",
+    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
+}  # fmt: skip
+_COMMUNICATION = ("c10d", "_c10d_functional")
+# they compute nothing, though PyTorch does not call them views
+_FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "alias",
+    "lift_fresh", "resize_", "set_", "_local_scalar_dense",
+}  # fmt: skip
+_NO_READS = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}  # only the shape of a tensor
+_OVERWRITES = {"copy_", "fill_", "zero_"}  # their first argument is written and not read
+# of their first argument they touch only the rows or elements that an index names
+_READS_SOME = {"embedding", "gather", "index_select", "index"}
+_WRITES_SOME = {"index_put_", "_index_put_impl_", "index_add_", "scatter_add_", "index_copy_"}
+
+
+class Part(NamedTuple):
+    """A part of a storage that an operator reads or writes.
+
+    Attributes:
+        start: where it begins, in elements.
+        bytes: its size; an expanded dim counts once.
+    """
+
+    storage: int
+    start: int
+    bytes: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Part":
+        numel = math.prod(int(n) for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
+        return cls(storage_id(x), int(x.storage_offset()), numel * x.element_size())
+
+
+class Access(NamedTuple):
+    """The memory of one call."""
+
+    reads: tuple[Part, ...]
+    writes: tuple[Part, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(p.bytes for p in {*self.reads}) + sum(p.bytes for p in {*self.writes})
+
+
+def is_free(func: Func) -> bool:
+    """Whether a call launches no kernel: views, allocations, and what `Collective`s stand for."""
+    return func.is_view or func.namespace in _COMMUNICATION or _name(func) in _FREE
+
+
+def multiplies(func: Func, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is a matmul or attention."""
+    return bool(flops_of(func, args, kwargs)[0])
+
+
+def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -> Kernel:
+    """The kernel of a call that is not free."""
+    kind, flops = flops_of(func, args, kwargs)
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if kind == "matmul":
+        factors = _factors(func, args)
+        return Kernel(kind, flops, access.bytes, _DTYPES[factors[0].dtype], _matmul_shape(*factors))
+    if kind == "attention":
+        q, k = _given(func, args, kwargs)["query"], _given(func, args, kwargs)["key"]
+        shape = (*q.shape[:3], k.shape[2], q.shape[3])
+        return Kernel(kind, flops, access.bytes, _DTYPES[q.dtype], tuple(shape))
+    floats = [_DTYPES[x.dtype] for x in tensors if x.dtype in _DTYPES]
+    return Kernel("memory", 0, access.bytes, floats[0] if floats else "fp32")
+
+
+def access_of(func: Func, args: tuple, kwargs: dict[str, Any], out: Any) -> Access:
+    """What a call reads and writes."""
+    name = _name(func)
+    made = [Part.of(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
+    given = [(arg, Part.of(x)) for arg, x in _tensors(func, args, kwargs)]
+    if name in _NO_READS:
+        return Access((), tuple(made))
+    if name in _READS_SOME | _WRITES_SOME:
+        return _of_some(name, [part for _, part in given], made)
+    written = [part for arg, part in given if arg.alias_info is not None and arg.alias_info.is_write]
+    unread = {arg.name for arg, _ in given if arg.is_out}
+    if name in _OVERWRITES or kwargs.get("beta", 1) == 0:
+        unread.add(func._schema.arguments[0].name)
+    reads = tuple(part for arg, part in given if arg.name not in unread)
+    return Access(reads, tuple(dict.fromkeys([*written, *made])))
+
+
+def _of_some(name: str, given: list[Part], made: list[Part]) -> Access:
+    """Of calls that touch some rows of their first argument: as many as they return, or as they are given."""
+    whole, *others = given
+    if name in _READS_SOME:
+        return Access((whole._replace(bytes=made[0].bytes), *others), tuple(made))
+    touched = whole._replace(bytes=others[-1].bytes)
+    return Access((touched, *others), (touched,))
+
+
+def _tensors(func: Func, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    """(argument of the schema, tensor) of each tensor that is given, lists of tensors one by one."""
+    arguments = {a.name: a for a in func._schema.arguments}
+    for name, value in _given(func, args, kwargs).items():
+        for x in tree_leaves(value):
+            if isinstance(x, Tensor):
+                yield arguments[name], x
+
+
+def _given(func: Func, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+
+
+def _factors(func: Func, args: tuple) -> tuple[Tensor, Tensor]:
+    """The two factors: the first two matrices behind what the product is added to."""
+    first = 1 if "add" in _name(func) else 0
+    return args[first], args[first + 1]
+
+
+def _matmul_shape(a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
+    """(batch, M, N, K)."""
+    return math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]
+
+
+def _name(func: Func) -> str:
+    return func._schema.name.partition("::")[2]

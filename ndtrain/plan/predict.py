@@ -1,0 +1,244 @@
+"""Predicts the time, the memory and the MFU of a training step on described hardware."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+
+from ndtrain.config import Config, ConfigError
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.model.flops import flops_per_token, hardware_flops_per_token
+from ndtrain.parallel.build import DTYPES
+from ndtrain.plan.events import Kernel, Piece
+from ndtrain.plan.hardware import Hardware, load_hardware
+from ndtrain.plan.memory import peak_bytes
+from ndtrain.plan.options import RunOptions, planned_config, write_file
+from ndtrain.plan.pieces import Pieces, Variant, record_pieces, update_bytes
+from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
+from ndtrain.plan.program import StepProgram
+from ndtrain.plan.report import table
+from ndtrain.plan.simulate import CAUSES, Simulation, Sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """Of `plan predict`."""
+
+
+def run(options: Options, overrides: Sequence[str]) -> None:
+    """Predicts the step, prints the tables and writes the files.
+
+    Raises:
+        ConfigError: there is no such run, it cannot be priced, or a file cannot be written.
+    """
+    hardware = load_hardware(options.hardware)
+    cfg = planned_config(overrides, options, hardware)
+    predictor = Predictor(hardware)
+    prediction = predictor.predict(cfg)
+    print(as_text(cfg, hardware, prediction))
+    if options.json:
+        body = {"hardware": asdict(hardware), "rates": asdict(predictor.rates), **asdict(prediction)}
+        write_file("json", options.json, json.dumps(body, indent=1))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A training step in steady state.
+
+    Attributes:
+        tokens_per_s: of the whole mesh.
+        mfu, hfu: as ndtrain logs them, over the hardware's peak of the compute precision (fp8: that of bf16).
+        memory_bytes: the peak of the rank that needs most, with what the allocator and NCCL add.
+        waterfall: where the step's seconds go, mean over the pipeline's ranks. Their sum is `step_time_s`. Empty where
+            it was not asked for.
+    """
+
+    step_time_s: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    mfu: float
+    hfu: float
+    memory_bytes: int
+    waterfall: dict[str, float]
+
+
+class Predictor:
+    """Predicts the steps of runs on one kind of hardware.
+
+    Args:
+        rates: what machines reach of their peaks; None: the defaults. What the hardware's description has measured
+            itself goes before.
+
+    Raises:
+        ConfigError: the description names a rate that there is not.
+    """
+
+    def __init__(self, hardware: Hardware, rates: Rates | None = None):
+        self.hardware, self.rates = hardware, rates_of(hardware, rates)
+
+    def predict(self, cfg: Config, explain: bool = True) -> Prediction:
+        """The prediction for a resolved configuration.
+
+        Args:
+            explain: whether to make the waterfall, which takes some more simulations.
+
+        Raises:
+            ConfigError: there is no such program, or the hardware's description lacks a rate.
+        """
+        return self.price(plan_step(cfg, self.hardware.device), explain)
+
+    def price(self, plan: "StepPlan", explain: bool = True) -> Prediction:
+        """The prediction for a program that is planned already.
+
+        Raises:
+            ConfigError: the hardware's description lacks a rate.
+        """
+        cfg, mesh = plan.cfg, MeshSpec.of(plan.cfg.mesh)
+        prices = Prices(self.hardware, self.rates, mesh)
+        seconds = _simulated(plan, prices).times.end
+        m, t = cfg.model, cfg.train
+        rate = t.global_batch * t.seq_len / seconds
+        per_device = rate / mesh.world_size
+        peak = peak_flops(self.hardware, "bf16" if cfg.precision.compute == "fp8" else cfg.precision.compute)
+        return Prediction(
+            step_time_s=seconds,
+            tokens_per_s=rate,
+            tokens_per_s_per_device=per_device,
+            mfu=per_device * flops_per_token(m, t.seq_len) / peak,
+            hfu=per_device * plan.hardware_flops_per_token / peak,
+            memory_bytes=self._memory(plan),
+            waterfall=_waterfall(plan, prices) if explain else {},
+        )
+
+    def _memory(self, plan: "StepPlan") -> int:
+        if self.hardware.device == "cpu":
+            return plan.tensor_bytes
+        return int(plan.tensor_bytes * self.rates.memory_factor + 1e9 * self.rates.memory_gb)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step does, whatever the rates of the hardware are.
+
+    Attributes:
+        pieces: of each pass of a layer in `program`.
+    """
+
+    cfg: Config
+    program: StepProgram
+    pieces: Mapping[Variant, Piece]
+    sizes: Sizes
+
+    @cached_property
+    def tensor_bytes(self) -> int:
+        """The most that tensors take at one time on the pipeline rank that needs most."""
+        return max(peak_bytes(self.program, rank, self.pieces, self.sizes) for rank in self.program.ranks)
+
+    @cached_property
+    def hardware_flops_per_token(self) -> float:
+        """As in `model.flops`, of the recompute of all blocks."""
+        skipped = Counter(ops for rank in self.program.ranks for ops in rank.skipped_ops)
+        of = partial(hardware_flops_per_token, self.cfg.model, self.cfg.train.seq_len)
+        return sum(times * of([ops]) for ops, times in skipped.items()) / skipped.total()
+
+
+def plan_step(cfg: Config, device: str) -> StepPlan:
+    """Of a resolved configuration, on devices of this kind, "cpu" or "cuda".
+
+    Raises:
+        ConfigError: there is no such program, or it cannot be priced.
+    """
+    if cfg.optim.offload:
+        raise ConfigError(
+            "optim.offload=true: a prediction needs the rate between host and device, which no description has: set "
+            "it to false"
+        )
+    recorded: Pieces = record_pieces(cfg, device)
+    dtypes = DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params]
+    sizes = Sizes(dtypes[0].itemsize, dtypes[1].itemsize, recorded.boundary_bytes, update_bytes(cfg))
+    return StepPlan(cfg, StepProgram.of(cfg, recorded.compiled), recorded.recorded, sizes)
+
+
+# -------------------------------------------------------------------------------------------------------- the waterfall
+
+
+def _simulated(plan: StepPlan, prices: Prices, free: frozenset[str] = frozenset()) -> Simulation:
+    return Simulation(plan.program, plan.pieces, plan.sizes, prices, free)
+
+
+def _waterfall(plan: StepPlan, prices: Prices) -> dict[str, float]:
+    """Seconds by what they go to. Kernels count by their kind; each cause of `CAUSES` is what the step takes longer
+    when it takes time too, after those before it. So a wait that delays other ranks counts for what made it."""
+    kernels = _kernel_seconds(plan, prices)
+    free = [frozenset(CAUSES[i:]) for i in range(len(CAUSES) + 1)]
+    steps = [_simulated(plan, prices, causes).times for causes in free]
+    parts = kernels | {"memory-bound": kernels["memory-bound"] + steps[0].copies}
+    parts["bubble"] = max(0.0, steps[0].gradients - sum(parts.values()))
+    for i, cause in enumerate(CAUSES):
+        name = cause if cause == "launch" else f"exposed {cause}"
+        parts[name] = steps[i + 1].gradients - steps[i].gradients
+    parts["fixed"] = prices.rates.step_s
+    parts["optimizer"] = steps[-1].end - steps[-1].gradients - parts["fixed"]
+    return parts
+
+
+def _kernel_seconds(plan: StepPlan, prices: Prices) -> dict[str, float]:
+    """Seconds of the passes' kernels by kind, mean over the pipeline's ranks."""
+    parts = dict.fromkeys(("matmul at peak", "matmul below peak", "attention", "memory-bound", "recompute"), 0.0)
+    of_pass = {
+        v: _pass_seconds(plan.pieces[v], v.recompute, prices) for rank in plan.program.ranks for v in rank.passes
+    }
+    for rank in plan.program.ranks:
+        for variant, times in rank.passes.items():
+            for name, seconds in of_pass[variant].items():
+                parts[name] += times * seconds / len(plan.program.ranks)
+    return parts
+
+
+def _pass_seconds(piece: Piece, recompute: bool, prices: Prices) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    add = lambda name, seconds: parts.__setitem__(name, parts.get(name, 0.0) + seconds)
+    for k in piece.events:
+        if not isinstance(k, Kernel):
+            continue
+        seconds = prices.kernel(k)
+        if recompute:
+            add("recompute", seconds)
+        elif k.kind == "matmul":
+            at_peak = k.flops / peak_flops(prices.hardware, k.dtype)
+            add("matmul at peak", at_peak)
+            add("matmul below peak", seconds - at_peak)
+        else:
+            add("attention" if k.kind == "attention" else "memory-bound", seconds)
+    return parts
+
+
+# ------------------------------------------------------------------------------------------------------------- the text
+
+
+def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
+    """Tables for people."""
+    mesh = MeshSpec.of(cfg.mesh)
+    sizes = " ".join(f"{a}={n}" for a, n in zip(mesh.order, mesh.sizes, strict=True) if n > 1) or "one rank"
+    limit = hardware.memory_gb
+    of_limit = f", {p.memory_bytes / limit / 1e7:.0f} % of {limit:g} GB" if limit else ""
+    facts = [
+        ("step time", f"{p.step_time_s:.4g} s"),
+        ("tokens/s", f"{p.tokens_per_s:,.0f}"),
+        ("tokens/s of a device", f"{p.tokens_per_s_per_device:,.0f}"),
+        ("MFU", f"{100 * p.mfu:.1f} %"),
+        ("HFU", f"{100 * p.hfu:.1f} %"),
+        ("memory", f"{p.memory_bytes / 1e9:.1f} GB{of_limit}"),
+    ]
+    parts = [
+        (name, f"{seconds:.4f}", f"{100 * seconds / p.step_time_s:.1f} %") for name, seconds in p.waterfall.items()
+    ]
+    blocks = [
+        f"{mesh.world_size} ranks of {hardware.name}: {sizes}, zero={cfg.mesh.zero}, {cfg.microbatches} microbatches",
+        table(facts),
+        table([("where the step goes", "seconds", "share"), *parts]),
+    ]
+    if limit and p.memory_bytes > 1e9 * limit:
+        blocks.append(f"does not fit into {limit:g} GB")
+    return "\n\n".join(blocks)

@@ -1,0 +1,216 @@
+"""Seconds of a kernel and of a collective on described hardware.
+
+Every figure that no data sheet has is a constant of `Rates`: the same for all models, meshes and GPUs.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+
+from ndtrain.arguments import near
+from ndtrain.config import ConfigError
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.plan.events import Kernel
+from ndtrain.plan.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What real machines reach of their data sheet. Efficiencies are shares of a peak or of a bandwidth.
+
+    The defaults come from published figures, which the comments name.
+
+    Attributes:
+        matmul: of a large matmul.
+        attention: of the attention kernel, forward and backward, where only visible pairs count.
+        memory: of kernels that are bound by memory.
+        kernel_s: of every kernel on the device, beside its work: start and tail.
+        launch_s: host time of a launch.
+        link, network: of collectives within a host and across hosts.
+        link_hop_s, network_hop_s: latency of one hop of a ring.
+        interference: how much longer compute takes while a collective runs beside it, as a share of that time.
+        step_s: of every step, beside its program.
+        memory_factor: allocated memory over the tensors' bytes, which blocks of fixed sizes and fragmentation raise.
+        memory_gb: of the CUDA context and of NCCL's buffers.
+    """
+
+    matmul: float = 0.75  # cuBLAS in bf16 on an H100 at its power limit: 700 to 750 of 989 TFLOP/s
+    attention: float = 0.52  # FlashAttention-3 (arXiv:2407.08608), head_dim 128, causal: 450 to 650 of 989 TFLOP/s
+    memory: float = 0.80  # STREAM-like kernels reach 80 to 90 %
+    kernel_s: float = 3e-6
+    launch_s: float = 6e-6
+    link: float = 0.75  # NCCL within a DGX H100: 330 to 370 GB/s of 450
+    network: float = 0.80
+    link_hop_s: float = 1e-6
+    network_hop_s: float = 5e-6
+    interference: float = 0.15  # NCCL's kernels take some of the SMs and of the memory's bandwidth
+    step_s: float = 5e-3
+    memory_factor: float = 1.03
+    memory_gb: float = 3.0
+
+
+def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:
+    """The rates, with what the description of the hardware has measured in their place.
+
+    Raises:
+        ConfigError: the description names a rate that there is not.
+    """
+    known = [f.name for f in fields(Rates)]
+    if strange := [name for name in hardware.rates if name not in known]:
+        raise ConfigError(
+            f"hardware={hardware.name}: rates.{strange[0]}: no such rate; {near(strange[0], known)}known: "
+            f"{', '.join(known)}"
+        )
+    return replace(rates or Rates(), **hardware.rates)
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """Where the ranks of a process group are.
+
+    Attributes:
+        ranks: their number.
+        hosts: that they are on.
+    """
+
+    ranks: int
+    hosts: int
+
+
+@lru_cache(maxsize=4096)
+def _group_shape(mesh: MeshSpec, axes: tuple[str, ...], gpus_per_node: int) -> GroupShape:
+    members = mesh.members(0, *axes)
+    return GroupShape(len(members), len({rank // gpus_per_node for rank in members}))
+
+
+class Prices:
+    """Seconds on one kind of hardware.
+
+    Args:
+        mesh: which ranks communicate along which axes.
+
+    Attributes:
+        launch_s: host time of a kernel's launch, while which the device may work. On a CPU the host is the device, and
+            the time is part of the kernel's.
+    """
+
+    def __init__(self, hardware: Hardware, rates: Rates, mesh: MeshSpec):
+        self.hardware, self.rates, self.mesh = hardware, rates, mesh
+        own_host = hardware.device == "cuda"
+        self.launch_s = rates.launch_s if own_host else 0.0
+        self._fixed = rates.kernel_s + (0.0 if own_host else rates.launch_s)
+
+    # ------------------------------------------------------------------------------------------------------ kernels
+
+    def kernel(self, k: Kernel) -> float:
+        """Seconds on the device: the longer one of its arithmetic and of its memory traffic, and the fixed part.
+
+        Raises:
+            ConfigError: the description of the hardware lacks a rate that is needed.
+        """
+        return max(self.arithmetic(k), k.bytes / self._memory) + self._fixed
+
+    def arithmetic(self, k: Kernel) -> float:
+        """Seconds of the kernel's FLOPs alone; 0 where memory bounds it."""
+        efficiency = {"matmul": self.rates.matmul, "attention": self.rates.attention}.get(k.kind)
+        return k.flops / (efficiency * peak_flops(self.hardware, k.dtype)) if efficiency else 0.0
+
+    @cached_property
+    def _memory(self) -> float:
+        return self.rates.memory * listed(self.hardware, "memory_gb_s")
+
+    # -------------------------------------------------------------------------------------------------- collectives
+
+    def collective(self, axis: str, op: str, nbytes: int) -> float:
+        """Seconds of a collective of `nbytes` (as in `events.Collective`) along an axis, or several: "fsdp+cp".
+
+        Gathers and reductions go around a ring. Where it crosses hosts, the ranks of the group on one host share the
+        ring's traffic to the next host among their network adapters. A hop within a host and one between hosts have a
+        latency each; an all-reduce goes around twice, or where that is faster up and down a tree.
+        """
+        group = self.group(*axis.split("+"))
+        if group.ranks == 1:
+            return 0.0
+        if op == "send_recv":
+            return self._message(nbytes, group.hosts > 1)
+        if op == "all_to_all":
+            return self._all_to_all(nbytes, group)
+        turns = 2 if op == "all_reduce" else 1
+        hops = turns * self._hops(group.ranks - group.hosts, group.hosts - 1)
+        if op == "all_reduce":
+            hops = min(hops, 2 * self._hops(_doublings(group.ranks // group.hosts), _doublings(group.hosts)))
+        return hops + turns * nbytes * (group.ranks - 1) / group.ranks / self._ring(group)
+
+    def message(self, axis: str, nbytes: int) -> float:
+        """Seconds of a message to the next rank of an axis."""
+        return self._message(nbytes, self.group(axis).hosts > 1)
+
+    def group(self, *axes: str) -> GroupShape:
+        """The ranks that differ only along these axes, as the first rank sees them."""
+        return _group_shape(self.mesh, axes, self.hardware.gpus_per_node)
+
+    def _ring(self, group: GroupShape) -> float:
+        """Bytes a second that pass each rank."""
+        within = self._link if group.ranks > group.hosts else float("inf")
+        if group.hosts == 1:
+            return within
+        return min(within, self._network * group.ranks / group.hosts)
+
+    def _all_to_all(self, nbytes: int, group: GroupShape) -> float:
+        """Each rank sends an equal part to each other one, those to its host beside those to other hosts."""
+        on_host = group.ranks // group.hosts
+        part = nbytes / group.ranks
+        inside = self._hops(on_host - 1, 0) + (part * (on_host - 1) / self._link if on_host > 1 else 0.0)
+        if group.hosts == 1:
+            return inside
+        return max(inside, self._hops(0, 1) + part * (group.ranks - on_host) / self._network)
+
+    def _message(self, nbytes: int, across: bool) -> float:
+        return self._hops(0, 1) + nbytes / self._network if across else self._hops(1, 0) + nbytes / self._link
+
+    def _hops(self, within: int, across: int) -> float:
+        return within * self.rates.link_hop_s + across * self.rates.network_hop_s
+
+    @cached_property
+    def _link(self) -> float:
+        return self.rates.link * listed(self.hardware, "link_gb_s")
+
+    @cached_property
+    def _network(self) -> float:
+        return self.rates.network * listed(self.hardware, "network_gb_s")
+
+
+def peak_flops(hardware: Hardware, dtype: str) -> float:
+    """FLOP/s of matmuls of this dtype as the description lists them. fp8 falls back to bf16, on GPUs without fp8.
+
+    Raises:
+        ConfigError: the description has no such peak.
+    """
+    peaks = hardware.peak_tflops
+    if dtype == "fp8" and "fp8" not in peaks:
+        dtype = "bf16"
+    if dtype not in peaks:
+        raise ConfigError(
+            f"hardware={hardware.name}: peak_tflops.{dtype} is not listed: add it to a description of your own, or "
+            "measure it with `ndtrain plan calibrate`"
+        )
+    return 1e12 * peaks[dtype]
+
+
+def listed(hardware: Hardware, key: str) -> float:
+    """A bandwidth of the description, in bytes a second.
+
+    Raises:
+        ConfigError: it is null.
+    """
+    rate = getattr(hardware, key)
+    if rate is None:
+        raise ConfigError(
+            f"hardware={hardware.name}: {key} is not listed: add it to a description of your own, or measure it with "
+            "`ndtrain plan calibrate`"
+        )
+    return 1e9 * rate
+
+
+def _doublings(n: int) -> int:
+    """The depth of a binary tree of n leaves."""
+    return (n - 1).bit_length()

@@ -1,0 +1,345 @@
+"""Every pipeline rank's program of a training step as the executor would run it: data, from the configuration alone.
+
+The ranks along the other axes do the same at the same time, so the first one of them stands for all.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from ndtrain.config import Config
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout
+from ndtrain.engine.instructions import Instruction, Layer, expand, line_up, units_ahead
+from ndtrain.model import Segment, Transformer
+from ndtrain.parallel.build import flat_layouts, layouts_of, linear_in_graph, state_plan
+from ndtrain.parallel.pp import Placement, input_of, receives
+from ndtrain.parallel.recompute import RecomputeGroup, always_saved_ops, plan_recompute, skipped_ops
+from ndtrain.parallel.unit import Residency, StatePlan
+from ndtrain.plan.pieces import Variant, kind_of_unit, variants
+from ndtrain.schedule import Action, Message, Schedule, sends
+from ndtrain.schedule.check import in_order
+
+
+class Run(NamedTuple):
+    """Passes of layers, one after another."""
+
+    variants: tuple[Variant, ...]
+
+
+class Gather(NamedTuple):
+    """The launch of a unit's all-gather."""
+
+    unit: str
+
+
+class Await(NamedTuple):
+    """The wait for it."""
+
+    unit: str
+
+
+class Reshard(NamedTuple):
+    """A unit's unsharded weights are freed."""
+
+    unit: str
+
+
+class Open(NamedTuple):
+    """The gradient of a whole unit is allocated, unless it is there."""
+
+    unit: str
+
+
+class Reduce(NamedTuple):
+    """A unit's gradient is complete.
+
+    Attributes:
+        first, final: whether it is the step's first reduction of the unit, or its last.
+    """
+
+    unit: str
+    first: bool
+    final: bool
+
+
+class Send(NamedTuple):
+    """The launch of the action's message to another pipeline rank."""
+
+
+Op = Run | Gather | Await | Reshard | Open | Reduce | Send
+
+
+class Turn(NamedTuple):
+    """An action of a rank's row.
+
+    Attributes:
+        receives: the messages whose receive is posted before it, each with its source.
+        needs: the message from another rank that it waits for.
+        sends: the message to another rank that its `Send` launches.
+    """
+
+    action: Action
+    receives: tuple[tuple[Message, int], ...]
+    needs: Message | None
+    sends: Message | None
+    ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """What a rank holds of a unit.
+
+    Attributes:
+        numel: elements of its flat buffer, after the cut over tp.
+        shards, axes: the number of parts that the buffer is cut into, and along which axes, "fsdp+cp".
+        replicas, replica_axes: ranks that hold the same part, along which axes.
+        tp_replicated: elements whose gradients are summed over the ranks of tp.
+        tied: whether another stage holds it too.
+    """
+
+    numel: int
+    shards: int
+    axes: str
+    replicas: int
+    replica_axes: str
+    residency: Residency
+    tp_replicated: int
+    tied: bool
+
+    @classmethod
+    def of(cls, layout: FlatLayout, plan: StatePlan) -> "UnitFacts":
+        groups = layout.groups
+        summed = sum(t.local_numel for t in layout.tensors if t.tp_replicas > 1 and TENSOR_AXIS in t.partial)
+        return cls(
+            numel=layout.numel,
+            shards=groups.shards,
+            axes="+".join(groups.shard_axes),
+            replicas=groups.replicas,
+            replica_axes="+".join(groups.replica_axes),
+            residency=Residency.of(plan, groups.shards),
+            tp_replicated=summed,
+            tied=any(t.pp_replicas > 1 for t in layout.tensors),
+        )
+
+    @property
+    def shard(self) -> int:
+        """Elements of a part."""
+        return self.numel // self.shards
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """The program of a pipeline rank.
+
+    Attributes:
+        units: the names of those that it holds.
+        turns: its row. Equal ones share what they do.
+        skipped_ops: for each block what its recompute skips, None where it is not recomputed.
+    """
+
+    units: tuple[str, ...]
+    turns: list[Turn]
+    skipped_ops: list[frozenset[str] | None]
+
+    @cached_property
+    def passes(self) -> Counter[Variant]:
+        """How often it makes each pass of a layer in a step."""
+        runs = Counter(op.variants for turn in self.turns for op in turn.ops if isinstance(op, Run))
+        passes: Counter[Variant] = Counter()
+        for variants_of_run, times in runs.items():
+            for variant in variants_of_run:
+                passes[variant] += times
+        return passes
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The programs of all pipeline ranks.
+
+    Attributes:
+        units: of the whole model, by name.
+        order: (rank, index of its turn) of all turns, in an order in which they can run.
+    """
+
+    schedule: Schedule
+    plan: StatePlan
+    units: dict[str, UnitFacts]
+    ranks: list[RankProgram]
+    order: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, cfg: Config, compiled: bool = False) -> "StepProgram":
+        """Of a resolved configuration.
+
+        Args:
+            compiled: whether blocks are.
+
+        Raises:
+            ConfigError: the optimizer cannot keep its state so.
+        """
+        placement, plan = Placement.of(cfg), state_plan(cfg)
+        layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), 0, placement)
+        units = {name: UnitFacts.of(f, plan) for name, f in flat_layouts(layouts, layouts.names()).items()}
+        segments = _segments(cfg, placement)
+        in_graph = compiled and linear_in_graph(cfg, placement)
+        ranks = [
+            _rank_program(cfg, placement.schedule, rank, segments, units, in_graph)
+            for rank in range(placement.schedule.pp)
+        ]
+        return cls(placement.schedule, plan, units, ranks, _order(placement.schedule))
+
+
+def _order(schedule: Schedule) -> list[tuple[int, int]]:
+    at = [0] * schedule.pp
+    order = []
+    for rank, _, _ in in_order(schedule.table):
+        order.append((rank, at[rank]))
+        at[rank] += 1
+    return order
+
+
+def _segments(cfg: Config, placement: Placement) -> dict[int, list[Segment]]:
+    """Stage -> its segments, cut out of those of a whole model without weights."""
+    with torch.device("meta"):
+        whole = Transformer(cfg.model).segments()
+    blocks = [s for s in whole if s.is_block]
+    cut = {stage: [blocks[i] for i in layers] for stage, layers in enumerate(placement.layers)}
+    cut[0] = [whole[0], *cut[0]]
+    cut[placement.last] = [*cut[placement.last], *whole[-2:]]
+    return cut
+
+
+def _rank_program(
+    cfg: Config,
+    schedule: Schedule,
+    rank: int,
+    segments: dict[int, list[Segment]],
+    units: dict[str, UnitFacts],
+    in_graph: bool,
+) -> RankProgram:
+    layers = line_up({stage: segments[stage] for stage in schedule.stages_of(rank)}, schedule.stages - 1)
+    kinds = [kind_of_unit(layer.units[0], layer.loss) for layer in layers]
+    groups = _recompute_groups(cfg, layers, kinds)
+    names = tuple(dict.fromkeys(u for layer in layers for u in layer.units))
+    held = [units[name] for name in names]
+    reshards = any(u.residency.reshard_after_forward for u in held)
+    resident = not reshards and all(u.shards == u.replicas == 1 for u in held)
+    row = schedule.table[rank]
+    instructions = expand(row, layers, groups, units_ahead(resident, reshards))
+    passes = variants((ins for action in instructions for ins in action), kinds)
+    turns = _turns(schedule, rank, instructions, passes, _Walk(schedule, rank, layers, units))
+    blocks = [i for i, kind in enumerate(kinds) if kind == "block"]
+    return RankProgram(names, turns, skipped_ops(blocks, groups, in_graph))
+
+
+def _recompute_groups(cfg: Config, layers: Sequence[Layer], kinds: Sequence[str]) -> list[RecomputeGroup]:
+    always, groups = always_saved_ops(cfg), []
+    for _, members in groupby(range(len(layers)), key=lambda i: layers[i].stage):
+        groups += plan_recompute([i for i in members if kinds[i] == "block"], cfg.recompute, always)
+    return groups
+
+
+def _turns(
+    schedule: Schedule,
+    rank: int,
+    instructions: Sequence[Sequence[Instruction]],
+    passes: Iterator[Variant],
+    walk: "_Walk",
+) -> list[Turn]:
+    """The row of a rank with what each action launches and waits for."""
+    turns, posts = [], receives(schedule, rank)
+    alike: dict[tuple, tuple[Op, ...]] = {}
+    for action, of_action, posted in zip(schedule.table[rank], instructions, posts, strict=True):
+        ops = tuple(_joined([op for ins in of_action for op in walk.ops(ins, action, next(passes))]))
+        ops = alike.setdefault(tuple((type(op), op) for op in ops), ops)
+        turns.append(Turn(action, tuple(posted), _needs(schedule, rank, action), _sent(schedule, rank, action), ops))
+    return turns
+
+
+def _needs(schedule: Schedule, rank: int, action: Action) -> Message | None:
+    """The message from another rank that an action waits for."""
+    message = input_of(schedule, action)
+    if message is None:
+        return None
+    source = message.stage - 1 if message.kind == "F" else message.stage + 1
+    return None if schedule.rank_of[source] == rank else message
+
+
+def _sent(schedule: Schedule, rank: int, action: Action) -> Message | None:
+    """The message that an action sends to another rank."""
+    message = sends(action)
+    stays = not message or not 0 <= message.stage < schedule.stages or schedule.rank_of[message.stage] == rank
+    return None if stays else message
+
+
+class _Walk:
+    """Follows a rank's program, as `Executor` and `ShardedUnits` do: which gathers and reductions it really launches.
+
+    Attributes:
+        whole, coming: units that are unsharded, or being gathered.
+        reduced: units that have been reduced in this step.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, layers: Sequence[Layer], units: Mapping[str, UnitFacts]):
+        self.schedule, self.rank, self.layers, self.units = schedule, rank, layers, units
+        self.whole: set[str] = set()
+        self.coming: set[str] = set()
+        self.reduced: set[str] = set()
+
+    def ops(self, ins: Instruction, action: Action, variant: Variant) -> Iterator[Op]:
+        """What one instruction launches, runs and waits for, in order."""
+        for unit in ins.weights:
+            if unit not in self.whole:
+                yield from self._gather(unit)
+                yield Await(unit)
+                self.coming.discard(unit)
+                self.whole.add(unit)
+        for unit in ins.prefetch:
+            yield from self._gather(unit)
+        layer = self.layers[ins.layer]
+        if ins.kind != "F" or layer.loss:
+            yield from (Open(u) for u in layer.units if not self._residency(u).holds_full_grad)
+        yield Run((variant,))
+        if self._sends(ins, layer) and _sent(self.schedule, self.rank, action):
+            yield Send()
+        for unit in ins.weights if ins.reshard else ():
+            if self._residency(unit).reshard_after_forward:
+                self.whole.discard(unit)
+                yield Reshard(unit)
+        for unit, final in ins.reduce:
+            if final or not self._residency(unit).holds_full_grad:
+                yield Reduce(unit, unit not in self.reduced, final)
+                self.reduced.add(unit)
+
+    def _gather(self, unit: str) -> Iterator[Op]:
+        if unit not in self.whole and unit not in self.coming:
+            self.coming.add(unit)
+            yield Gather(unit)
+
+    def _sends(self, ins: Instruction, layer: Layer) -> bool:
+        """Whether the result of an instruction leaves its stage."""
+        return layer.last and ins.feed and not layer.loss if ins.kind == "F" else layer.first and ins.kind in "BI"
+
+    def _residency(self, unit: str) -> Residency:
+        return self.units[unit].residency
+
+
+def _joined(ops: Sequence[Op]) -> Iterator[Op]:
+    """The same with neighbouring passes as one `Run`."""
+    passes: list[Variant] = []
+    for op in ops:
+        if isinstance(op, Run):
+            passes += op.variants
+            continue
+        if passes:
+            yield Run(tuple(passes))
+            passes = []
+        yield op
+    if passes:
+        yield Run(tuple(passes))

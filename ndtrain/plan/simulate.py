@@ -1,0 +1,350 @@
+"""The time of a training step: every pipeline rank's program laid on its host, its device and its communicators.
+
+A rank is a vector of clocks: when its host is free, when its compute stream is, and when each communicator is. A kernel
+starts when the stream is free and the host has launched it. A collective starts when its communicator is free, the host
+has launched it and the stream has come to the launch, as NCCL's do. A wait moves the stream's clock to the collective's
+end. All of this only adds durations and takes maxima. So what a pass of a layer does to the clocks is a matrix over
+(max, +), made once for each kind of pass (`Passage`), and time is exact however often it repeats.
+
+Compute that runs beside a collective is slower (`Rates.interference`): where a collective of d seconds is waited for,
+the stream has lost that share of d.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import NamedTuple
+
+from ndtrain.parallel.dp import BUCKET_BYTES
+from ndtrain.plan.events import Collective, Event, Kernel, Piece
+from ndtrain.plan.pieces import Variant
+from ndtrain.plan.price import Prices
+from ndtrain.plan.program import Await, Gather, Reduce, Run, Send, StepProgram, Turn, UnitFacts
+from ndtrain.schedule import Message
+
+HOST, STREAM = 0, 1
+_NEVER = -math.inf
+CAUSES = ("launch", "tp", "cp", "fsdp", "dp", "pp")  # what takes time beside kernels
+
+
+class Sizes(NamedTuple):
+    """Bytes that a step's durations depend on beside its pieces.
+
+    Attributes:
+        compute, master: of an element of weights and of gradients.
+        message: of an activation that a stage sends.
+        update: that the optimizer reads and writes for an element.
+    """
+
+    compute: int
+    master: int
+    message: int
+    update: int
+
+
+class Costs:
+    """Durations of what a program does. What is in `free` takes no time.
+
+    Args:
+        free: some of `CAUSES`.
+    """
+
+    def __init__(self, prices: Prices, free: frozenset[str] = frozenset()):
+        self.prices, self.free = prices, free
+        self.launch_s = 0.0 if "launch" in free else prices.launch_s
+        self.interference = prices.rates.interference
+
+    def collective(self, cause: str, axis: str, op: str, nbytes: float) -> float:
+        return 0.0 if cause in self.free else self.prices.collective(axis, op, int(nbytes))
+
+    def message(self, nbytes: int) -> float:
+        return 0.0 if "pp" in self.free else self.prices.message("pp", nbytes)
+
+    def copy(self, nbytes: float) -> float:
+        """Seconds of a kernel that moves so many bytes, the fixed part included; 0 for none."""
+        return self.prices.kernel(Kernel("memory", 0, int(nbytes), "fp32")) if nbytes else 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------ passages
+
+Row = list[tuple[int, float]]  # (old clock, seconds): a new clock is the largest of the old ones + seconds
+
+
+class Passage:
+    """What some events do to the clocks.
+
+    Args:
+        rows: of each clock.
+    """
+
+    def __init__(self, rows: list[Row]):
+        self.rows = rows
+
+    @classmethod
+    def of(cls, events: Sequence[Event], costs: Costs, axes: Sequence[str]) -> "Passage":
+        """Of recorded events.
+
+        Args:
+            axes: those with a communicator, whose clocks follow that of the stream.
+        """
+        clocks = range(2 + len(axes))
+        columns = [_clocks_after(events, costs, axes, start) for start in clocks]
+        return cls([[(j, columns[j][i]) for j in clocks if columns[j][i] > _NEVER] for i in clocks])
+
+    def then(self, other: "Passage") -> "Passage":
+        """This one, and then the other one."""
+        rows = []
+        for row in other.rows:
+            best: dict[int, float] = {}
+            for k, later in row:
+                for j, sooner in self.rows[k]:
+                    best[j] = max(best.get(j, _NEVER), sooner + later)
+            rows.append(sorted(best.items()))
+        return Passage(rows)
+
+    def apply(self, clocks: list[float]) -> None:
+        """Moves the clocks."""
+        clocks[:] = [max([clocks[j] + seconds for j, seconds in row]) for row in self.rows]
+
+
+def _clocks_after(events: Sequence[Event], costs: Costs, axes: Sequence[str], start: int) -> list[float]:
+    """The clocks after the events where only clock `start` holds anything back, from 0."""
+    clocks = [_NEVER] * (2 + len(axes))
+    clocks[start] = 0.0
+    ends: dict[int, tuple[float, float]] = {}  # ticket -> (end, seconds)
+    for event in events:
+        if isinstance(event, Kernel):
+            clocks[HOST] += costs.launch_s
+            clocks[STREAM] = max(clocks[STREAM], clocks[HOST]) + costs.prices.kernel(event)
+        elif isinstance(event, Collective):
+            at = 2 + axes.index(event.axis)
+            clocks[HOST] += costs.launch_s
+            seconds = costs.collective(event.axis, event.axis, event.op, event.bytes)
+            clocks[at] = max(clocks[at], clocks[HOST], clocks[STREAM]) + seconds
+            ends[event.ticket] = clocks[at], seconds
+        else:
+            end, seconds = ends[event.ticket]
+            clocks[STREAM] = max(clocks[STREAM] + costs.interference * seconds, end)
+    return clocks
+
+
+# ------------------------------------------------------------------------------------------------------------- a rank
+
+
+@dataclass
+class _Rank:
+    """The clocks of a rank, and what it has in flight.
+
+    Attributes:
+        clocks: host, stream, and the communicators of the axes inside passes of layers.
+        lanes: the clocks of the other communicators.
+        gathers: unit -> (end, seconds) of the gather that it waits for.
+        reductions: those that are not waited for yet, with what they cost.
+        bucket: bytes that are added to the sums over replicas and not yet launched.
+        sums: (end, seconds) of the sums over replicas.
+        copies: seconds of kernels outside the passes of layers.
+    """
+
+    step: "Simulation"
+    clocks: list[float]
+
+    def __post_init__(self) -> None:
+        self.lanes: dict[str, float] = {}
+        self.gathers: dict[str, tuple[float, float]] = {}
+        self.reductions: list[tuple[Reduce, float, float]] = []
+        self.bucket: dict[str, int] = {}
+        self.sums: list[tuple[float, float]] = []
+        self.copies = 0.0
+
+    def launch(self, lane: str, seconds: float) -> float:
+        """Launches a collective. Returns its end."""
+        clocks = self.clocks
+        clocks[HOST] += self.step.costs.launch_s
+        self.lanes[lane] = max(self.lanes.get(lane, 0.0), clocks[HOST], clocks[STREAM]) + seconds
+        return self.lanes[lane]
+
+    def wait(self, end: float, seconds: float) -> None:
+        self.clocks[STREAM] = max(self.clocks[STREAM] + self.step.costs.interference * seconds, end)
+
+    def kernel(self, nbytes: float) -> None:
+        """A kernel that moves so many bytes."""
+        if nbytes:
+            seconds = self.step.costs.copy(nbytes)
+            self.copies += seconds
+            self.clocks[HOST] += self.step.costs.launch_s
+            self.clocks[STREAM] = max(self.clocks[STREAM], self.clocks[HOST]) + seconds
+
+    # ---------------------------------------------------------------------------------------------------- the units
+
+    def gather(self, name: str) -> None:
+        u, sizes = self.step.program.units[name], self.step.sizes
+        self.kernel(copied_bytes(u, sizes))
+        seconds = 0.0
+        if u.shards > 1:
+            seconds = self.step.costs.collective("fsdp", u.axes, "all_gather", u.numel * sizes.compute)
+        end = self.launch("gathers", seconds) if u.shards > 1 else 0.0
+        self.gathers[name] = end, seconds
+
+    def reduce(self, op: Reduce) -> None:
+        u, end, seconds = self.step.program.units[op.unit], 0.0, 0.0
+        if u.shards > 1:
+            nbytes = u.numel * self.step.sizes.master
+            seconds = self.step.costs.collective("fsdp", u.axes, "reduce_scatter", nbytes)
+            end = self.launch("reductions" if u.residency.reshard_after_forward else "gathers", seconds)
+        self.wait_for_reductions()
+        self.reductions.append((op, end, seconds))
+
+    def wait_for_reductions(self) -> None:
+        for op, end, seconds in self.reductions:
+            u, width = self.step.program.units[op.unit], self.step.sizes.master
+            self.wait(end, seconds)
+            self.kernel(added_bytes(u, op, self.step.sizes))
+            if op.final and u.replicas > 1:
+                self.bucket[u.replica_axes] = self.bucket.get(u.replica_axes, 0) + u.shard * width
+                if self.bucket[u.replica_axes] >= BUCKET_BYTES:
+                    self._sum(u.replica_axes)
+        self.reductions.clear()
+
+    def _sum(self, axes: str) -> None:
+        seconds = self.step.costs.collective("dp", axes, "all_reduce", self.bucket.pop(axes))
+        self.sums.append((self.launch(axes, seconds), seconds))
+
+    def finish(self, units: Sequence[UnitFacts], sent: Sequence[Message]) -> None:
+        """The end of the messages and the sums of gradients that a step ends with."""
+        for message in sent:
+            self.wait(self.step.arrived[message], 0.0)
+        self.wait_for_reductions()
+        for axes in list(self.bucket):
+            self._sum(axes)
+        for end, seconds in self.sums:
+            self.wait(end, seconds)
+        costs, width = self.step.costs, self.step.sizes.master
+        if summed := sum(u.tp_replicated for u in units):
+            seconds = costs.collective("tp", "tp", "all_reduce", summed * width)
+            self.wait(self.launch("tp replicas", seconds), seconds)
+        for u in units:
+            if u.tied:
+                seconds = costs.message(u.shard * width)
+                self.wait(self.launch("ties", seconds), seconds)
+
+
+def copied_bytes(u: UnitFacts, sizes: Sizes) -> int:
+    """Bytes that a rank reads and writes to put its own part of a unit in place for a gather."""
+    return 0 if u.residency.shares_master else u.shard * (sizes.master + sizes.compute)
+
+
+def added_bytes(u: UnitFacts, op: Reduce, sizes: Sizes) -> int:
+    """Bytes that a rank reads and writes to add a reduced gradient to that of earlier microbatches, or to copy it."""
+    return 0 if u.residency.holds_full_grad else u.shard * sizes.master * (2 if op.first else 3)
+
+
+# ------------------------------------------------------------------------------------------------------ the whole step
+
+
+class StepTimes(NamedTuple):
+    """Seconds from the start of a step.
+
+    Attributes:
+        gradients: when the last rank has its gradients.
+        end: when the last rank has updated its weights.
+        copies: seconds of kernels outside the passes of layers until then, which put weights in place and add
+            gradients; mean over the ranks.
+    """
+
+    gradients: float
+    end: float
+    copies: float
+
+
+class Simulation:
+    """One training step of all pipeline ranks.
+
+    Args:
+        pieces: what a pass of each kind does.
+        free: those of `CAUSES` that take no time.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        pieces: Mapping[Variant, Piece],
+        sizes: Sizes,
+        prices: Prices,
+        free: frozenset[str] = frozenset(),
+    ):
+        self.program, self.pieces, self.sizes, self.costs = program, pieces, sizes, Costs(prices, free)
+        used = {v for rank in program.ranks for v in rank.passes}
+        self.axes = sorted({e.axis for v in used for e in pieces[v].events if isinstance(e, Collective)})
+        self._passages: dict[tuple[Variant, ...], Passage] = {}
+        self._sent: dict[Message, float] = {}  # when the sender has come to it
+        self.arrived: dict[Message, float] = {}
+        self._links: dict[tuple[int, int], float] = {}  # (source, target) -> when it is free
+        self._posted: dict[tuple[int, int], list[tuple[Message, float]]] = {}  # not yet arrived, in order
+
+    @cached_property
+    def times(self) -> StepTimes:
+        """Runs the step."""
+        program, costs = self.program, self.costs
+        ranks = [_Rank(self, [0.0] * (2 + len(self.axes))) for _ in program.ranks]
+        for rank, index in program.order:
+            self._turn(rank, ranks[rank], program.ranks[rank].turns[index])
+        gradients, norms, updates = [], [], []
+        for state, own in zip(ranks, program.ranks, strict=True):
+            state.finish([program.units[name] for name in own.units], [t.sends for t in own.turns if t.sends])
+            elements = sum(program.units[name].shard for name in own.units)
+            gradients.append(max(state.clocks[:2]))
+            norms.append(gradients[-1] + costs.copy(elements * self.sizes.master))
+            updates.append(costs.copy(elements * self.sizes.update))
+        end = max(norms) + self._statistics() + max(updates)
+        copies = sum(state.copies for state in ranks) / len(ranks)
+        return StepTimes(max(gradients), end + costs.prices.rates.step_s, copies)
+
+    def _statistics(self) -> float:
+        """Seconds in which the ranks exchange loss and norm, two fp64 each."""
+        mesh = self.costs.prices.mesh
+        return self.costs.prices.collective("+".join(mesh.order), "all_gather", 16 * mesh.world_size)
+
+    def _turn(self, number: int, rank: _Rank, turn: Turn) -> None:
+        clocks, launch_s = rank.clocks, self.costs.launch_s
+        for message, source in turn.receives:
+            clocks[HOST] += launch_s
+            self._posted.setdefault((source, number), []).append((message, max(clocks[HOST], clocks[STREAM])))
+        if turn.needs:
+            clocks[STREAM] = max(clocks[STREAM], self._arrival(turn.needs, number))
+        for op in turn.ops:
+            match op:
+                case Run():
+                    self._passage(op.variants).apply(clocks)
+                case Gather():
+                    rank.gather(op.unit)
+                case Await():
+                    rank.wait(*rank.gathers.pop(op.unit))
+                case Reduce():
+                    rank.reduce(op)
+                case Send():
+                    clocks[HOST] += launch_s
+                    assert turn.sends, "it sends to another rank"
+                    self._sent[turn.sends] = max(clocks[HOST], clocks[STREAM])
+
+    def _arrival(self, message: Message, target: int) -> float:
+        """When a message is there. Those of one pair of ranks go one after another, and each begins when both ends have
+        come to it."""
+        source = self.program.schedule.rank_of[message.stage - 1 if message.kind == "F" else message.stage + 1]
+        queue, link = self._posted[source, target], (source, target)
+        while message not in self.arrived:
+            first, posted = queue.pop(0)
+            begin = max(self._links.get(link, 0.0), self._sent[first], posted)
+            self._links[link] = self.arrived[first] = begin + self.costs.message(self.sizes.message)
+        return self.arrived[message]
+
+    def _passage(self, passes: tuple[Variant, ...]) -> Passage:
+        """Of passes of layers, one after another."""
+        if passes not in self._passages:
+            self._passages[passes] = reduce(Passage.then, (self._single(v) for v in passes))
+        return self._passages[passes]
+
+    def _single(self, v: Variant) -> Passage:
+        if (v,) not in self._passages:
+            self._passages[v,] = Passage.of(self.pieces[v].events, self.costs, self.axes)
+        return self._passages[v,]
