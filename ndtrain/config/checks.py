@@ -88,7 +88,7 @@ def _resolve_schedule(cfg: Config) -> None:
         require(
             len(s.split) == table.stages and sum(s.split) == layers and least,
             f"schedule.split={s.split}: must name a number of layers for each of {table.stages} stages, {layers} "
-            "together, at least 1 for those between the first, which has the embedding, and the last, which has the head",
+            "together, at least 1 but for the first, which has the embedding, and the last, which has the head",
         )
         return
     chunked = " or schedule.chunks" if s.name in ("gpipe", "interleaved") and s.chunks > 1 else ""

@@ -39,7 +39,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in FUNCTIONS:
             with self:
-                return FUNCTIONS[func](*args)
+                return FUNCTIONS[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         given = {storage_id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         self._read_sizes()
