@@ -46,7 +46,10 @@ def _as_kernels(graph: GraphModule, inputs: Any) -> Callable[[list], Any]:
     kernels = _Kernels(graph)
 
     def run(args: list) -> Any:
-        return kernels.boxed_run(args)
+        try:
+            return kernels.boxed_run(args)
+        finally:
+            kernels.env = {}  # it would hold what is returned
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

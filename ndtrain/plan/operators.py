@@ -78,9 +78,8 @@ def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -
         factors = _factors(func, args)
         return Kernel(kind, flops, access.bytes, _DTYPES[factors[0].dtype], _matmul_shape(*factors))
     if kind == "attention":
-        q, k = _given(func, args, kwargs)["query"], _given(func, args, kwargs)["key"]
-        shape = (*q.shape[:3], k.shape[2], q.shape[3])
-        return Kernel(kind, flops, access.bytes, _DTYPES[q.dtype], tuple(shape))
+        given = _given(func, args, kwargs)
+        return Kernel(kind, flops, access.bytes, _DTYPES[given["query"].dtype], _attention_shape(given))
     floats = [_DTYPES[x.dtype] for x in tensors if x.dtype in _DTYPES]
     return Kernel("memory", 0, access.bytes, floats[0] if floats else "fp32")
 
@@ -133,6 +132,15 @@ def _factors(func: Func, args: tuple) -> tuple[Tensor, Tensor]:
 def _matmul_shape(a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
     """(batch, M, N, K)."""
     return math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]
+
+
+def _attention_shape(given: dict[str, Any]) -> tuple[int, int, int, int, int]:
+    """(B, heads, T of queries, T of keys, head_dim); of packed segments as if they were equally long."""
+    q, k = given["query"], given["key"]
+    if given.get("cum_seq_q") is None:
+        return *q.shape[:3], k.shape[2], q.shape[3]
+    segments = given["cum_seq_q"].numel() - 1
+    return segments, q.shape[1], q.shape[0] // segments, k.shape[0] // segments, q.shape[2]
 
 
 def _name(func: Func) -> str:

@@ -15,6 +15,7 @@ from ndtrain.distributed.flight_recorder import CollectiveRecord
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.build import Stages, build_stages
+from ndtrain.parallel.compile_choice import compiles
 from ndtrain.plan.compiled import pretended_compiler
 from ndtrain.plan.recording import HOST, Recording, classify_state, label_step
 from ndtrain.plan.world import recorded_collectives
@@ -60,6 +61,7 @@ class RankRecord:
         at_peak: kind -> bytes alive then, host memory included.
         flops: "matmul" and "attention" -> FLOPs of the step.
         attention: which kernel; empty on a CPU.
+        compiled: whether the run compiles its blocks and its loss.
         seconds: of this record.
     """
 
@@ -70,6 +72,7 @@ class RankRecord:
     traffic: tuple[Traffic, ...]
     checkpoint: CheckpointSize
     attention: str
+    compiled: bool
     seconds: float
 
 
@@ -111,6 +114,7 @@ def record_step(
         traffic=traffic_of(collectives),
         checkpoint=checkpoint_size(stages, cfg),
         attention=next(iter(stages.models.values())).kernel or "",
+        compiled=compiles(cfg, mesh.device),
         seconds=time.perf_counter() - began,
     )
 
