@@ -14,7 +14,8 @@ _PRODUCTS = {
     "baddbmm": 1,
     "baddbmm_": 1,
 }  # -> first factor
-_ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
+_ATTENTION = "_scaled_dot_product_"
+_VARLEN_ATTENTION = "_flash_attention_"  # of segments of different lengths (`model/attention/varlen.py`)
 _FORWARD, _BACKWARD = 2, 5  # products of the size of the scores: in a backward the scores are computed again
 
 
@@ -25,43 +26,44 @@ def flops_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -
     if name in _PRODUCTS:
         a, b = args[_PRODUCTS[name]], args[_PRODUCTS[name] + 1]
         return "matmul", 2 * a.numel() * b.shape[-1]
-    if not name.startswith(_ATTENTION):
+    if not multiplies(func):
         return "", 0
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    products = _BACKWARD if name.endswith("_backward") else _FORWARD
-    return "attention", 2 * products * _scores(given) * given["query"].shape[-1]
-
-
-def _scores(given: dict[str, Any]) -> int:
-    """Visible scores of a call of an attention operator: of all rows and heads."""
-    q, k, causal = given["query"], given["key"], given.get("is_causal", False)
-    if given.get("cum_seq_q") is None:
-        return q.shape[:2].numel() * _pairs(q.shape[-2], k.shape[-2], causal)
-    segments = given["cum_seq_q"].numel() - 1  # of unknown lengths on the meta device: taken to be equal
-    left, right = (-1 if (w := given.get(f"window_size_{side}")) is None else w for side in ("left", "right"))
-    return segments * q.shape[1] * _band(q.shape[0] // segments, k.shape[0] // segments, left, 0 if causal else right)
+    q, products = given["query"], _BACKWARD if name.endswith("_backward") else _FORWARD
+    if name.startswith(_ATTENTION):
+        pairs = q.shape[:2].numel() * _pairs(q, given["key"], given.get("is_causal", False))
+    else:
+        pairs = q.shape[1] * _varlen_pairs(given)
+    return "attention", 2 * products * pairs * q.shape[-1]
 
 
 def multiplies(func: torch._ops.OpOverload) -> bool:
     """Whether an operator multiplies matrices."""
-    return _name(func) in _PRODUCTS or _name(func).startswith(_ATTENTION)
+    return _name(func) in _PRODUCTS or _name(func).startswith((_ATTENTION, _VARLEN_ATTENTION))
 
 
 def _name(func: torch._ops.OpOverload) -> str:
     return func._schema.name.partition("::")[2]
 
 
-def _pairs(queries: int, keys: int, causal: bool) -> int:
+def _pairs(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
     """Visible pairs of a query and a key. Query i sees the keys up to i."""
+    queries, keys = q.shape[-2], k.shape[-2]
     if not causal:
         return queries * keys
     first = min(queries, keys)
     return first * (first + 1) // 2 + (queries - first) * keys
 
 
-def _band(queries: int, keys: int, left: int, right: int) -> int:
-    """Visible pairs of a window as in `attention/varlen.py`, aligned at the last query and the last key."""
-    at = np.arange(queries) + keys - queries
-    first = np.maximum(at - left, 0) if left >= 0 else np.zeros_like(at)
-    last = np.minimum(at + right, keys - 1) if right >= 0 else np.full_like(at, keys - 1)
-    return int(np.maximum(last - first + 1, 0).sum())
+def _varlen_pairs(given: dict[str, Any]) -> int:
+    """Visible pairs of one head in a call over segments, whose first tokens are on the host. Of m queries and n keys,
+    query i sees key j if i + n - m - left <= j <= i + n - m + right."""
+    left, right = (given.get(f"window_size_{side}") for side in ("left", "right"))
+    right = 0 if given["is_causal"] else right
+    total, bounds = 0, (np.diff(given[f"cum_seq_{side}"].numpy()) for side in "qk")
+    for queries, keys in zip(*bounds, strict=True):
+        last = np.arange(queries) + keys - queries
+        first_key = np.maximum(0, last - left) if left is not None and left >= 0 else 0
+        last_key = np.minimum(keys - 1, last + right) if right is not None and right >= 0 else keys - 1
+        total += int(np.maximum(0, last_key - first_key + np.ones_like(last)).sum())
+    return total

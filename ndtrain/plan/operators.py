@@ -70,6 +70,11 @@ def multiplies(func: Func, args: tuple, kwargs: dict[str, Any]) -> bool:
     return bool(flops_of(func, args, kwargs)[0])
 
 
+def copies(func: Func) -> bool:
+    """Whether a call copies a tensor as it is."""
+    return _name(func) in ("copy_", "clone")
+
+
 def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -> Kernel:
     """The kernel of a call that is not free."""
     kind, flops = flops_of(func, args, kwargs)
@@ -78,8 +83,12 @@ def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -
         factors = _factors(func, args)
         return Kernel(kind, flops, access.bytes, _DTYPES[factors[0].dtype], _matmul_shape(*factors))
     if kind == "attention":
-        given = _given(func, args, kwargs)
-        return Kernel(kind, flops, access.bytes, _DTYPES[given["query"].dtype], _attention_shape(given))
+        q, k = (_given(func, args, kwargs)[name] for name in ("query", "key"))
+        if q.ndim == 3:  # segments: tokens, heads, head_dim
+            shape = (1, q.shape[1], q.shape[0], k.shape[0], q.shape[2])
+        else:
+            shape = (*q.shape[:3], k.shape[2], q.shape[3])
+        return Kernel(kind, flops, access.bytes, _DTYPES[q.dtype], shape)
     floats = [_DTYPES[x.dtype] for x in tensors if x.dtype in _DTYPES]
     return Kernel("memory", 0, access.bytes, floats[0] if floats else "fp32")
 
@@ -132,15 +141,6 @@ def _factors(func: Func, args: tuple) -> tuple[Tensor, Tensor]:
 def _matmul_shape(a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
     """(batch, M, N, K)."""
     return math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]
-
-
-def _attention_shape(given: dict[str, Any]) -> tuple[int, int, int, int, int]:
-    """(B, heads, T of queries, T of keys, head_dim); of packed segments as if they were equally long."""
-    q, k = given["query"], given["key"]
-    if given.get("cum_seq_q") is None:
-        return *q.shape[:3], k.shape[2], q.shape[3]
-    segments = given["cum_seq_q"].numel() - 1
-    return segments, q.shape[1], q.shape[0] // segments, k.shape[0] // segments, q.shape[2]
 
 
 def _name(func: Func) -> str:
