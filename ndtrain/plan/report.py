@@ -53,7 +53,7 @@ def as_text(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
         "alive at the peak\n" + _by_rank(records, lambda r: {k: si(n, "B") for k, n in sorted(r.at_peak.items())}),
         "collectives of a step: how many, and the bytes of their buffers\n" + _by_rank(records, _traffic),
         f"a checkpoint: {files} files, {si(size, 'B')}",
-        *_notes(cfg, hardware, planned),
+        *_notes(hardware, planned),
     ]
     return "\n\n".join(parts)
 
