@@ -32,7 +32,8 @@ JOINED = 4  # parts of the residual stream, that a rank which joins its layers f
 
 DEFAULT = ["mesh.tp=2 recompute=selective", "mesh.cp=2 mesh.fsdp=2"]
 FULL = [
-    "mesh.pp=2 schedule=zb_v precision.compute=bf16",
+    "mesh.pp=2 schedule=zb_v precision.compute=bf16", "mesh.fsdp=2 train.compile=true precision.compute=bf16",
+    "mesh.tp=2 mesh.fsdp=2 train.compile=true recompute=full",
     "", "recompute=full", "recompute=selective", "recompute=every recompute.every=2",
     "recompute=every recompute.every=4", "model.tie_word_embeddings=true", "precision.compute=fp8",
     "model.sliding_window=8 model.model_type=mistral", "data.pack=true", "mesh.tp=2 tp.sequence_parallel=false",
