@@ -23,8 +23,9 @@ from ndtrain.engine.executor import Executor
 from ndtrain.engine.instructions import Instruction, Layer, line_up
 from ndtrain.engine.train_step import contexts
 from ndtrain.model import Context
+from ndtrain.model.device_kind import meta_stands_for
+from ndtrain.parallel import compile_choice
 from ndtrain.parallel.build import DTYPES, build_stages
-from ndtrain.parallel.compile_choice import LONG_RUN, rank_flops
 from ndtrain.parallel.pp import Pipeline, Placement
 from ndtrain.parallel.recompute import RecomputeGroup, needs_saved_ops
 from ndtrain.parallel.recompute_budget import typical_batch
@@ -56,8 +57,8 @@ class Recorded(NamedTuple):
 
 def compiles(cfg: Config, device: str) -> bool:
     """Whether a run on such devices compiles its blocks."""
-    asked = cfg.train.compile_asked
-    return asked if asked is not None else device == "cuda" or rank_flops(cfg) >= LONG_RUN
+    with meta_stands_for(device):
+        return compile_choice.compiles(cfg, torch.device("meta"))
 
 
 def accumulates(cfg: Config) -> bool:

@@ -1,20 +1,24 @@
 """The pieces along a rank's program against the dry run of the whole step, and what they say of single instructions."""
 
 from collections import Counter
+from itertools import accumulate
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.instructions import Instruction, expand, line_up
-from ndtrain.parallel.build import build_stages
+from ndtrain.engine.train_step import TrainingStep
+from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan import step
 from ndtrain.plan.dry import dry_run
 from ndtrain.plan.events import Collective, Kernel, Piece, Wait
 from ndtrain.plan.pieces import kind_of_unit, record_pieces, update_bytes
 from ndtrain.plan.step import RankRecord
 from ndtrain.plan.world import pretended_world
+from tests.lib.parity import make_batches
 
 SHAPE = [
     "recipe=llama_debug", "model.vocab_size=101", "model.hidden_size=64", "model.intermediate_size=96",
@@ -28,7 +32,8 @@ JOINED = 4  # parts of the residual stream, that a rank which joins its layers f
 
 DEFAULT = ["mesh.tp=2 recompute=selective", "mesh.cp=2 mesh.fsdp=2"]
 FULL = [
-    "mesh.pp=2 schedule=zb_v precision.compute=bf16",
+    "mesh.pp=2 schedule=zb_v precision.compute=bf16", "mesh.fsdp=2 train.compile=true precision.compute=bf16",
+    "mesh.tp=2 mesh.fsdp=2 train.compile=true recompute=full",
     "", "recompute=full", "recompute=selective", "recompute=every recompute.every=2",
     "recompute=every recompute.every=4", "model.tie_word_embeddings=true", "precision.compute=fp8",
     "model.sliding_window=8 model.model_type=mistral", "data.pack=true", "mesh.tp=2 tp.sequence_parallel=false",
@@ -115,6 +120,41 @@ def test_pieces_add_up_to_the_step(case, monkeypatch):
 @pytest.mark.parametrize("case", DEFAULT + FULL)
 def test_pieces_add_up_to_the_step_in_every_mode(case, device, monkeypatch):
     compare(case, device, monkeypatch)
+
+
+# --------------------------------------------------------------------------------------------- memory of a real step
+
+LARGER = [
+    "recipe=llama_debug", "model.vocab_size=101", "model.hidden_size=256", "model.intermediate_size=384",
+    "model.num_hidden_layers=4", "model.num_attention_heads=8", "model.num_key_value_heads=4", "train.seq_len=256",
+    "train.loss_chunk=64", "train.global_batch=2", "train.micro_batch=1",
+]  # fmt: skip
+
+
+def allocated_by_a_step(cfg: Config) -> int:
+    """The most that the CPU's allocator holds during a step beyond what it held before, compiled code included."""
+    mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    train, batches = TrainingStep(cfg, mesh, stages), make_batches(cfg, mesh, 1, "none")
+    for number in (1, 2):
+        train.run(number, batches).result.wait("a step")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train.run(3, batches).result.wait("a step")
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_memory_is_that_of_a_real_step(recompute, compiled):
+    """A compiled backward keeps one part of the residual stream between two kernels that are one here."""
+    cfg = resolve(load_config([*LARGER, f"train.compile={compiled}", f"recompute={recompute}"]), 1)
+    recorded = record_pieces(cfg, "cpu")
+    _, peak = peak_of(list(recorded.along(*program_of(cfg, 0, "cpu"))))
+    between = recorded.boundary_bytes if compiled == "true" else 0
+    assert 0 <= allocated_by_a_step(cfg) - peak <= between + 64  # and a few numbers
 
 
 # ------------------------------------------------------------------------------------------------- single instructions
