@@ -83,18 +83,20 @@ def _resolve_schedule(cfg: Config) -> None:
         table = schedules.build(s.name, cfg.mesh.pp, cfg.microbatches, s.chunks, s.path)
     except schedules.ScheduleError as error:
         raise ConfigError(f"schedule={s.name}: {error}") from error
+    if s.split is not None:
+        least = min(s.split, default=0) >= 0 and min(s.split[1:-1], default=1) >= 1
+        require(
+            len(s.split) == table.stages and sum(s.split) == layers and least,
+            f"schedule.split={s.split}: must name a number of layers for each of {table.stages} stages, {layers} "
+            "together, at least 1 but for the first, which has the embedding, and the last, which has the head",
+        )
+        return
     chunked = " or schedule.chunks" if s.name in ("gpipe", "interleaved") and s.chunks > 1 else ""
     require(
         table.stages <= layers,
         f"schedule={s.name} cuts the model into {table.stages} stages, more than its "
         f"model.num_hidden_layers={layers}: lower mesh.pp{chunked}",
     )
-    if s.split is not None:
-        require(
-            len(s.split) == table.stages and sum(s.split) == layers and min(s.split) >= 1,
-            f"schedule.split={s.split}: must name a number of layers, at least 1, for each of {table.stages} stages, "
-            f"{layers} together",
-        )
 
 
 def _check_model(m: ModelConfig) -> None:

@@ -206,7 +206,7 @@ class PrecisionConfig(Section):
 class ScheduleConfig(Section):
     name: str = choice("1f1b", *SCHEDULES)
     chunks: int | None = None  # stages a rank; null: 1, or 2 with interleaved, zb_v and dualpipe_v
-    split: list[int] | None = None  # layers of each stage; null: balanced by cost
+    split: list[int] | None = None  # layers of each stage, perhaps 0 of the first and last; null: balanced by cost
     path: str | None = None  # csv: the table, a row for each pp rank
 
 

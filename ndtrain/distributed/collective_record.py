@@ -30,3 +30,9 @@ class CollectiveRecord:
     waited: float = 0.0
     ended: float = 0.0
     on_device: bool = False
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis that it went along, or several as in "fsdp+cp": the first word of its channel, whatever the
+        lane or pair."""
+        return self.channel.partition(" ")[0]

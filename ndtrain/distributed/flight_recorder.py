@@ -70,7 +70,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------------------ recording
 
     def name_group(self, group: Any, axis: str, ranks: Sequence[int]) -> None:
-        """Names the process group `group` after its mesh axis and its global ranks."""
+        """Names the process group `group` after its mesh axis, perhaps with a lane after it, and its global ranks."""
         channel = f"{axis} {list(ranks)}"
         self._channels[group.group_name] = channel
         self.members[channel] = tuple(ranks)

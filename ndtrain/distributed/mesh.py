@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ndtrain.config import AXES, MeshConfig
 from ndtrain.distributed.flight_recorder import RECORDER
+from ndtrain.model.device_kind import kind_of
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Mesh:
     def __init__(self, spec: MeshSpec, rank: int, device: torch.device, in_order: bool | None = None):
         self.spec, self.rank, self.device = spec, rank, device
         self.coords = spec.coords(rank)
-        self.in_order = device.type == "cuda" if in_order is None else in_order
+        self.in_order = kind_of(device) == "cuda" if in_order is None else in_order
         self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup | None] = {}
         self._links: dict[tuple[str, Pair], dist.ProcessGroup] = {}  # those of this rank
         self._made: set[tuple[str, Pair]] = set()  # those of all ranks
@@ -189,7 +190,9 @@ class Mesh:
 
     def _set_timeout(self, group: dist.ProcessGroup) -> None:
         """Gives a group the timeout of the world. PyTorch gives a new one 10 minutes on NCCL, so it would end a run
-        before the hang watchdog does, and without its diagnosis."""
+        before the hang watchdog does, and without its diagnosis. On the meta device nothing waits."""
+        if self.device.type == "meta":
+            return
         world = dist.distributed_c10d._get_default_group()._get_backend(self.device)
         if world.options is not None:  # PyTorch's fake process group has none: nothing waits there
             dist.distributed_c10d._set_pg_timeout(world.options._timeout, group)
@@ -219,7 +222,8 @@ class Mesh:
 
     def _new_groups(self, name: str, blocks: list[list[int]]) -> dist.ProcessGroup | None:
         """Creates a process group of each list of ranks, which have no rank in common. Returns this rank's; None where
-        it is in none. Every group but the world's and `background` is created here.
+        it is in none. Every group but the world's and `background` is created here. On the meta device no other rank
+        asks for its group.
 
         NCCL splits the world's communicator once for all lists. (`new_group` would split it once for each.) The ranks
         in no list then get a group of themselves alone: PyTorch names a split group after the number of groups that
@@ -232,8 +236,9 @@ class Mesh:
                 split_ranks=[*blocks, *([rank] for rank in sorted(alone))], pg_options=nccl_options()
             )
             return None if self.rank in alone else self._named(name, group)
-        groups = [dist.new_group(ranks) for ranks in blocks]
-        return next((self._named(name, g) for ranks, g in zip(blocks, groups, strict=True) if self.rank in ranks), None)
+        made = blocks if self.device.type != "meta" else [ranks for ranks in blocks if self.rank in ranks]
+        groups = [dist.new_group(ranks) for ranks in made]
+        return next((self._named(name, g) for ranks, g in zip(made, groups, strict=True) if self.rank in ranks), None)
 
 
 def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:

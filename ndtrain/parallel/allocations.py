@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ndtrain.model.opaque import FUNCTIONS
+
 
 def storage_id(x: Tensor) -> int:
     """Identifies the storage of x among those that are alive, also where it has no address (on the meta device)."""
@@ -16,7 +18,7 @@ def storage_id(x: Tensor) -> int:
 
 class Allocations(TorchDispatchMode):
     """Follows the storages that operators allocate: their bytes `now`, and their `peak_bytes`. It does not see what
-    kernels allocate and free internally.
+    kernels allocate and free internally, nor what compiled code allocates.
 
     Args:
         device_type: of the storages to follow; None: all.
@@ -29,7 +31,15 @@ class Allocations(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._resized: dict[int, torch.UntypedStorage] = {}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """PyTorch asks. Otherwise nothing could be compiled while memory is followed."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in FUNCTIONS:
+            with self:
+                return FUNCTIONS[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         given = {storage_id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         self._read_sizes()

@@ -12,10 +12,10 @@ import sys
 import torch
 
 from ndtrain.config import Config
-from ndtrain.distributed.collectives import all_gather_row
-from ndtrain.distributed.host_device import upload
+from ndtrain.distributed.host_device import gather_numbers
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.model import flops
+from ndtrain.model.device_kind import kind_of
 
 # Model FLOPs of a rank from which on compiling pays on a CPU: some two hours of a core at 150 GFLOP/s, of which
 # llama_small's 5 % (docs/speed.md) are five times the minute that the compiler takes.
@@ -33,18 +33,19 @@ def choose_compile(cfg: Config, mesh: Mesh, trains: bool = True) -> tuple[bool, 
     """
     if cfg.train.compile_asked is not None:
         return cfg.train.compile_asked, ""
-    why_not = _unneeded(cfg, mesh.device.type, trains)
+    kind = kind_of(mesh.device)
+    why_not = _unneeded(cfg, kind, trains)
     if not why_not and not _on_every_rank(_compiler_of(mesh.device), mesh):
-        why_not = f"{MISSING[mesh.device.type]} on {'this machine' if mesh.spec.world_size == 1 else 'some rank'}"
+        why_not = f"{MISSING[kind]} on {'this machine' if mesh.spec.world_size == 1 else 'some rank'}"
     if why_not:
         return False, f"train.compile=auto: off: {why_not}"
-    return True, f"train.compile=auto: on: {'a GPU with Triton' if mesh.device.type == 'cuda' else 'a long run'}"
+    return True, f"train.compile=auto: on: {'a GPU with Triton' if kind == 'cuda' else 'a long run'}"
 
 
 def compiles(cfg: Config, device: torch.device, trains: bool = True) -> bool:
     """What `choose_compile` returns on a mesh whose hosts are all like this one."""
     asked = cfg.train.compile_asked
-    return asked if asked is not None else not _unneeded(cfg, device.type, trains) and _compiler_of(device)
+    return asked if asked is not None else not _unneeded(cfg, kind_of(device), trains) and _compiler_of(device)
 
 
 def _unneeded(cfg: Config, device: str, trains: bool) -> str:
@@ -64,13 +65,14 @@ def rank_flops(cfg: Config) -> float:
 
 
 def _compiler_of(device: torch.device) -> bool:
-    """Whether PyTorch's compiler can generate code for the device on this host."""
+    """Whether PyTorch's compiler can generate code for the device on this host. Machines that are not at hand are taken
+    to have what it needs."""
+    if device.type == "meta":
+        return True
     if device.type == "cuda":
         return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 0)
     return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) is not None
 
 
 def _on_every_rank(here: bool, mesh: Mesh) -> bool:
-    rows, work = all_gather_row(upload([float(here)], mesh.device), mesh.world)
-    work.wait()
-    return bool(rows.min() > 0)
+    return bool(gather_numbers([float(here)], mesh.world, mesh.device).min() > 0)

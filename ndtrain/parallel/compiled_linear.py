@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ndtrain.model.opaque import opaque
 from ndtrain.parallel.grad_accumulator import GradAccumulator
 
 _accumulators = WeakIdKeyDictionary()  # parameter -> what accumulates its gradient
@@ -73,7 +74,7 @@ class _Linear(torch.autograd.Function):
         return linear_backward(grads, x_NI, weights_OI), *[None] * len(weights_OI)
 
 
-@torch.library.custom_op("ndtrain::linear_backward", mutates_args=())
+@opaque
 def linear_backward(dys_NO: Sequence[Tensor], x_NI: Tensor, weights_OI: Sequence[Tensor]) -> Tensor:
     """The gradient [N, I] of the input: the sum of dy @ w. Accumulates dy.T @ x for each weight."""
     dx_NI = torch.mm(dys_NO[0], weights_OI[0])

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ndtrain.model.device_kind import kind_of
+from ndtrain.model.opaque import opaque
 from ndtrain.parallel.compiled_linear import accumulator_of, add_biases, apply
 from ndtrain.parallel.fused_grad_accumulation import Gathered, MatmulImpl, Rows
 from ndtrain.parallel.grad_accumulator import GradAccumulator
@@ -174,7 +175,7 @@ class _Linear(torch.autograd.Function):
         return linear_backward_fp8(values, units, weights_OI), *[None] * len(weights_OI)
 
 
-@torch.library.custom_op("ndtrain::linear_backward_fp8", mutates_args=())
+@opaque
 def linear_backward_fp8(values: Sequence[Tensor], units: Sequence[Tensor], weights_OI: Sequence[Tensor]) -> Tensor:
     """As `compiled_linear.linear_backward`, of factors in fp8.
 

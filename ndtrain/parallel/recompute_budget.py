@@ -182,10 +182,12 @@ class _CudaAllocations:
 
 @contextmanager
 def _follow(device: torch.device) -> Iterator[Allocations | _CudaAllocations]:
-    """On a CPU nothing is compiled inside: the compiler permanently skips every function that it meets under a dispatch
-    mode."""
+    """On a CPU nothing is compiled inside: what compiled code allocates cannot be followed there."""
     if device.type == "cuda":
         with _CudaAllocations() as made:
+            yield made
+    elif kind_of(device) == "cuda":
+        with Allocations() as made:
             yield made
     else:
         with torch.compiler.set_stance("force_eager"), Allocations() as made:
@@ -291,8 +293,10 @@ def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> l
         ConfigError: the budget is less than the least that works.
     """
     units, schedule = stages.units, stages.placement.schedule
-    x = torch.zeros(LocalShapes.of(cfg).stream, dtype=units.compute, device=mesh.device)
     segments = [segment for _, segment in stages.in_order]
+    if not any(segment.is_block for segment in segments):
+        return []
+    x = torch.zeros(LocalShapes.of(cfg).stream, dtype=units.compute, device=mesh.device)
     sizes = _largest(measure(segments, units, stages.saved_ops, _context(cfg, mesh, stages), x), mesh)
     besides = sizes.besides * cfg.microbatches + sharding_bytes(units)
     besides += MESSAGES * sizes.boundary if mesh.size("pp") > 1 else 0

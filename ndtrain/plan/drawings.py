@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ndtrain.plan.fault_tolerance import DAY, HOUR, Curves
-from ndtrain.plan.predict import Prediction
 from ndtrain.plan.report import si
-from ndtrain.plan.scaling import FAMILIES, REGIMES, Scaling
-from ndtrain.plan.scaling import Curve as ScalingCurve
 from ndtrain.report.picture import Axis, document, heading, ink, text_width, ticks, widened
+
+if TYPE_CHECKING:  # these modules draw
+    from ndtrain.plan.predict import Prediction
+    from ndtrain.plan.scaling import Curve as ScalingCurve
+    from ndtrain.plan.scaling import Scaling
 
 WIDTH, LEFT, RIGHT = 760, 64, 40  # pixels
 SMALL = ' font-size="12"'
@@ -26,7 +29,7 @@ LEAST = 0.0005  # of the step: smaller parts are left out
 ROW, LABEL, VALUE = 26, 168, 150  # pixels: of a row; of its name, its value
 
 
-def waterfall_svg(prediction: Prediction) -> str:
+def waterfall_svg(prediction: "Prediction") -> str:
     """Where the peak goes: from the whole step down to the matmuls at peak, one bar for each loss."""
     step = prediction.step_time_s
     losses = [(name, s / step) for name, s in prediction.waterfall.items() if name != USEFUL and abs(s) > LEAST * step]
@@ -83,10 +86,10 @@ GAP = 70  # pixels between panels
 def goodput_svg(curves: Curves) -> str:
     """Goodput over GPU counts, and below it the training time between two saves. A dashed line marks the run."""
     gpus = sorted({g for curve in curves.curves for g in curve.gpus})
-    x = Axis(gpus[0], gpus[-1], LEFT, WIDTH - RIGHT, log=True)
+    x = Axis(*widened(gpus[0], gpus[-1]), LEFT, WIDTH - RIGHT, log=True)
     shares = lambda curve: [100 * p.shares.training for p in curve.plans]
     least = min(min(shares(curve)) for curve in curves.curves)
-    y = Axis(10 * math.floor(least / 10), 100.0, 320, 92)
+    y = Axis(min(90, 10 * math.floor(least / 10)), 100.0, 320, 92)
     intervals = lambda curve: [p.interval_s for p in curve.plans]
     times = [s for curve in curves.curves for s in intervals(curve)]
     below = Axis(min(times) / 1.3, max(times) * 1.3, 320 + GAP + 180, 320 + GAP, log=True)
@@ -123,12 +126,17 @@ def _marked(x: Axis, panels: Sequence[Axis], value: float, text: str) -> Iterato
 # ------------------------------------------------------------------------------------------------------------ scaling
 
 WIDE, COLUMN = 960, 400  # pixels: of the picture with two columns of plots, of a plot
-FAMILY_COLOURS = dict(zip(FAMILIES, ("c5", "c0", "c1", "c3"), strict=True))
-REGIME_COLOURS = dict(zip(REGIMES, ("c2", "c6", "c4", "c5"), strict=True))
+FAMILY_COLOURS = {"fsdp": "c5", "+tp": "c0", "+cp": "c1", "+pp": "c3"}  # as scaling.FAMILIES
+REGIME_COLOURS = {  # as scaling.REGIMES
+    "compute bound": "c2",
+    "communication hidden": "c6",
+    "communication bound": "c4",
+    "batch exhausted": "c5",
+}
 KINDS = {"strong": "fixed global batch", "weak": "global batch that grows with the GPUs"}
 
 
-def scaling_svg(scaling: Scaling) -> str:
+def scaling_svg(scaling: "Scaling") -> str:
     """MFU and tokens/s over GPU counts, a column for each curve. Bands are the regimes of meshes of fsdp alone; below
     it says where each begins, and where further axes begin to pay."""
     title = f"Scaling of {scaling.model} on {scaling.hardware}"
@@ -155,7 +163,7 @@ def scaling_svg(scaling: Scaling) -> str:
     return document(title, WIDE, int(rate.first) + 92 + 20 * lines, parts)
 
 
-def _bands(x: Axis, panels: Sequence[Axis], curve: ScalingCurve) -> Iterator[str]:
+def _bands(x: Axis, panels: Sequence[Axis], curve: "ScalingCurve") -> Iterator[str]:
     """A band for each regime, from where it begins to where the next one does."""
     ends = [*(r.gpus for r in curve.regimes[1:]), x.high]
     for regime, end in zip(curve.regimes, ends, strict=True):
@@ -167,9 +175,9 @@ def _bands(x: Axis, panels: Sequence[Axis], curve: ScalingCurve) -> Iterator[str
             )
 
 
-def _families(x: Axis, mfu: Axis, rate: Axis, curve: ScalingCurve) -> Iterator[str]:
+def _families(x: Axis, mfu: Axis, rate: Axis, curve: "ScalingCurve") -> Iterator[str]:
     """The lines, those of larger families below and thicker: equal ones stay visible."""
-    for i, family in reversed(list(enumerate(FAMILIES))):
+    for i, family in reversed(list(enumerate(FAMILY_COLOURS))):
         points = [p for p in curve.points if p.family == family and p.overrides is not None]
         gpus, colour, width = [p.gpus for p in points], FAMILY_COLOURS[family], 2 + 1.2 * i
         if points:
@@ -177,7 +185,7 @@ def _families(x: Axis, mfu: Axis, rate: Axis, curve: ScalingCurve) -> Iterator[s
             yield _line(x, rate, gpus, [p.tokens_per_s for p in points], colour, width)
 
 
-def _beginnings(x: float, y: float, curve: ScalingCurve) -> Iterator[str]:
+def _beginnings(x: float, y: float, curve: "ScalingCurve") -> Iterator[str]:
     """A line for each regime, then one for each axis that pays."""
     yield ink(x, y, "dp and fsdp alone are", more=SMALL)
     for row, begins in enumerate((*curve.regimes, *curve.pays), 1):

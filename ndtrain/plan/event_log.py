@@ -7,16 +7,13 @@ from typing import Any
 import torch
 
 from ndtrain.distributed.flight_recorder import RECORDER, Entry
+from ndtrain.model.opaque import FUNCTIONS
 from ndtrain.parallel.allocations import Allocations
-from ndtrain.parallel.compiled_linear import linear_backward
-from ndtrain.parallel.fp8 import linear_backward_fp8
 from ndtrain.plan.events import Collective, Event, Piece, Wait
 from ndtrain.plan.fused_kernel import FusedKernel, Recomputed
 from ndtrain.plan.operators import access_of, is_free, kernel_of, multiplies
 
 _OPS = {"shift": "send_recv"}  # the flight recorder's name -> the event's, where they differ
-# On the meta device these run as one operator that computes nothing: what they call instead is recorded.
-_PROGRAMS: dict[Any, Callable] = {op._opoverload: op._init_fn for op in (linear_backward, linear_backward_fp8)}
 
 
 class EventLog(Allocations):
@@ -38,9 +35,9 @@ class EventLog(Allocations):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _PROGRAMS:
+        if func in FUNCTIONS:
             with self:
-                return _PROGRAMS[func](*args, **kwargs)
+                return FUNCTIONS[func](*args, **kwargs)
         self._recomputed.calling(func)
         if is_free(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -109,7 +106,7 @@ class EventLog(Allocations):
                 self._events.append(Wait(self._tickets[at]))
             return
         ticket = self._tickets[at] = len(self._tickets)
-        axis, op = record.channel.partition(" ")[0], _OPS.get(record.op, record.op)
+        axis, op = record.axis, _OPS.get(record.op, record.op)
         self._events.append(Collective(axis, op, record.nbytes, ticket))
 
     def _launch(self) -> None:

@@ -22,11 +22,11 @@ _FORWARD, _BACKWARD = 2, 5  # products of the size of the scores: in a backward 
 def flops_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> tuple[str, int]:
     """("matmul" or "attention", FLOPs) of a call; ("", 0) where it multiplies no matrices. Of causal attention only the
     visible pairs count."""
-    name = func._schema.name.partition("::")[2]
+    name = _name(func)
     if name in _PRODUCTS:
         a, b = args[_PRODUCTS[name]], args[_PRODUCTS[name] + 1]
         return "matmul", 2 * a.numel() * b.shape[-1]
-    if not name.startswith((_ATTENTION, _VARLEN_ATTENTION)):
+    if not multiplies(func):
         return "", 0
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     q, products = given["query"], _BACKWARD if name.endswith("_backward") else _FORWARD
@@ -35,6 +35,15 @@ def flops_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -
     else:
         pairs = q.shape[1] * _varlen_pairs(given)
     return "attention", 2 * products * pairs * q.shape[-1]
+
+
+def multiplies(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator multiplies matrices."""
+    return _name(func) in _PRODUCTS or _name(func).startswith((_ATTENTION, _VARLEN_ATTENTION))
+
+
+def _name(func: torch._ops.OpOverload) -> str:
+    return func._schema.name.partition("::")[2]
 
 
 def _pairs(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:

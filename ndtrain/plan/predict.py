@@ -11,6 +11,7 @@ from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model.flops import flops_per_token, hardware_flops_per_token
 from ndtrain.parallel.build import DTYPES
+from ndtrain.plan.drawings import waterfall_svg
 from ndtrain.plan.events import Kernel, Piece
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.memory import peak_bytes
@@ -41,13 +42,11 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     predictor = Predictor(hardware)
     prediction = predictor.predict(cfg)
     print(as_text(cfg, hardware, prediction))
+    if options.svg:
+        write_file("svg", options.svg, waterfall_svg(prediction))
     if options.json:
         body = {"hardware": asdict(hardware), "rates": asdict(predictor.rates), **asdict(prediction)}
         write_file("json", options.json, json.dumps(body, indent=1))
-    if options.svg:
-        from ndtrain.plan.drawings import waterfall_svg  # which draws other plans too, that predict
-
-        write_file("svg", options.svg, waterfall_svg(prediction))
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,13 @@ def as_text(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
     files, size = first.checkpoint.files, first.checkpoint.bytes
     parts = [
         f"{mesh.world_size} ranks of {hardware.name}: {sizes}, zero={cfg.mesh.zero}, {cfg.microbatches} microbatches"
-        + f"; {first.attention}" * bool(first.attention),
+        + f"; attention by {first.attention}" * bool(first.attention)
+        + "; compiled" * first.compiled,
         _overview(mesh, hardware, planned),
         "alive at the peak\n" + _by_rank(records, lambda r: {k: si(n, "B") for k, n in sorted(r.at_peak.items())}),
         "collectives of a step: how many, and the bytes of their buffers\n" + _by_rank(records, _traffic),
         f"a checkpoint: {files} files, {si(size, 'B')}",
-        *_notes(cfg, hardware, planned),
+        *_notes(hardware, planned),
     ]
     return "\n\n".join(parts)
 
@@ -83,17 +84,9 @@ def _by_rank(records: dict[str, RankRecord], cells: Callable[[RankRecord], dict[
     return table([["rank", *columns], *([n, *(c.get(n, "-") for c in columns.values())] for n in names)])
 
 
-def _notes(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> list[str]:
-    notes = []
-    if cfg.train.compile:
-        notes.append(
-            "train.compile=true: the peak is that of blocks that are not compiled, whose elementwise operators store "
-            "their results: compiled blocks need no more"
-        )
+def _notes(hardware: Hardware, planned: Sequence[Planned]) -> list[str]:
     over = [_name(p.ranks) for p in planned if p.record.peak_bytes > 1e9 * (hardware.memory_gb or float("inf"))]
-    if over:
-        notes.append(f"does not fit into {hardware.memory_gb:g} GB: rank {', '.join(over)}")
-    return notes
+    return [f"does not fit into {hardware.memory_gb:g} GB: rank {', '.join(over)}"] if over else []
 
 
 def _name(ranks: Sequence[int]) -> str:

@@ -15,6 +15,8 @@ from ndtrain.distributed.flight_recorder import CollectiveRecord
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.build import Stages, build_stages
+from ndtrain.parallel.compile_choice import compiles
+from ndtrain.plan.compiled import pretended_compiler
 from ndtrain.plan.recording import HOST, Recording, classify_state, label_step
 from ndtrain.plan.world import recorded_collectives
 
@@ -59,6 +61,7 @@ class RankRecord:
         at_peak: kind -> bytes alive then, host memory included.
         flops: "matmul" and "attention" -> FLOPs of the step.
         attention: which kernel; empty on a CPU.
+        compiled: whether the run compiles its blocks and its loss.
         seconds: of this record.
     """
 
@@ -69,6 +72,7 @@ class RankRecord:
     traffic: tuple[Traffic, ...]
     checkpoint: CheckpointSize
     attention: str
+    compiled: bool
     seconds: float
 
 
@@ -81,7 +85,7 @@ def record_step(
 ) -> RankRecord:
     """Builds this rank's stages and runs the first training step.
 
-    The blocks run without the compiler, which skips functions that it meets under a dispatch mode.
+    On tensors with memory nothing is compiled, since what compiled code allocates cannot be followed.
 
     Args:
         batches: this rank's microbatches.
@@ -89,7 +93,8 @@ def record_step(
         fill: gives the stages their weights.
     """
     began, recording = time.perf_counter(), Recording(separate_host)
-    with torch.compiler.set_stance("force_eager"), recording:
+    pretends = mesh.device.type == "meta"
+    with pretended_compiler() if pretends else torch.compiler.set_stance("force_eager"), recording:
         stages = build_stages(cfg, mesh)
         classify_state(recording, stages.units)
         fill(stages)
@@ -109,6 +114,7 @@ def record_step(
         traffic=traffic_of(collectives),
         checkpoint=checkpoint_size(stages, cfg),
         attention=next(iter(stages.models.values())).kernel or "",
+        compiled=compiles(cfg, mesh.device),
         seconds=time.perf_counter() - began,
     )
 
@@ -118,7 +124,7 @@ def traffic_of(collectives: Sequence[CollectiveRecord]) -> tuple[Traffic, ...]:
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for c in collectives:
-        key = c.channel.partition(" ")[0], c.op
+        key = c.axis, c.op
         counts[key] += 1
         sizes[key] += c.nbytes
     return tuple(Traffic(axis, op, counts[axis, op], sizes[axis, op]) for axis, op in sorted(counts))

@@ -1,17 +1,17 @@
 """A process group of many ranks in one process: every collective is accepted, and nothing is sent."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
+from torch import Tensor
 
-from ndtrain.distributed.collectives import Pending
 from ndtrain.distributed.flight_recorder import RECORDER, CollectiveRecord
-from ndtrain.model.device_kind import meta_stands_for
+from ndtrain.model.device_kind import kind_of, meta_stands_for
 
 _BACKEND = "dry"
 
@@ -20,15 +20,52 @@ class _Store(dist.Store):
     """No rank but this one asks it for anything."""
 
 
+class _Sent(dist._Work):
+    """An operation in flight. As a real one it holds its tensors until it is waited for."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        """NCCL's messages are sent before the sender's next action, gloo's when they are waited for."""
+        return kind_of(self._tensors[0].device) == "cuda"
+
+
+class _Group(dist.ProcessGroup):
+    """The operations that ndtrain's collectives use.
+
+    Attributes:
+        group_name: PyTorch's, which sets it.
+    """
+
+    group_name = ""
+
+    def _set_group_name(self, name: str) -> None:
+        self.group_name = name
+
+    def allreduce(self, tensors: list[Tensor], *_: Any) -> _Sent:
+        return _Sent(tensors)
+
+    def _allgather_base(self, out: Tensor, part: Tensor, *_: Any) -> _Sent:
+        return _Sent((out, part))
+
+    def _reduce_scatter_base(self, out: Tensor, full: Tensor, *_: Any) -> _Sent:
+        return _Sent((out, full))
+
+    def send(self, tensors: list[Tensor], *_: Any) -> _Sent:
+        return _Sent(tensors)
+
+    recv = send
+
+
 @cache
 def _register() -> None:
-    """PyTorch registers its fake backend for devices with memory only."""
-
-    def make(common: Any, options: Any) -> FakeProcessGroup:
-        options = options or FakeProcessGroup.Options()
-        return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)
-
-    dist.Backend.register_backend(_BACKEND, make, extended_api=True, devices=["cpu", "meta"])
+    make = lambda store, rank, size, timeout: _Group(rank, size)
+    dist.Backend.register_backend(_BACKEND, make, devices=["cpu", "meta"])
 
 
 @contextmanager
@@ -36,7 +73,7 @@ def pretended_world(rank: int, world: int, kind: str) -> Iterator[None]:
     """Inside, this process is `rank` of `world` ranks, and its tensors on the meta device stand for tensors on a device
     of this kind, "cpu" or "cuda"."""
     _register()
-    with meta_stands_for(kind), _sends_end(at_once=kind == "cuda"):
+    with meta_stands_for(kind):
         if world > 1:
             dist.init_process_group(_BACKEND, rank=rank, world_size=world, store=_Store())
         try:
@@ -44,17 +81,6 @@ def pretended_world(rank: int, world: int, kind: str) -> Iterator[None]:
         finally:
             if world > 1:
                 dist.destroy_process_group()
-
-
-@contextmanager
-def _sends_end(at_once: bool) -> Iterator[None]:
-    """When a message counts as sent: on NCCL before the sender's next action, on gloo when it is waited for."""
-    asked = Pending.done
-    Pending.done = (lambda self: True) if at_once else asked  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Pending.done = asked  # type: ignore[method-assign]
 
 
 @contextmanager

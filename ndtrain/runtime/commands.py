@@ -62,8 +62,8 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
         "the best checkpoint interval, the expected goodput, and the days and cost of a run whose hosts fail, with "
         "synchronous and asynchronous saves and with replicas that may be lost; drawn over GPU counts",
         (
-            "recipe=llama3_8b hardware=h100 nodes=128 step_time_s=6 train.steps=100000 price=2",
-            "recipe=llama3_8b hardware=h100 nodes=128 mesh.dp=16 step_time_s=6 svg=goodput.svg",
+            "recipe=llama3_8b hardware=h100 nodes=16 price=2",
+            "recipe=llama3_8b hardware=h100 nodes=16 mesh.dp=16 step_time_s=1.5 svg=goodput.svg",
         ),
     ),
 }

@@ -9,7 +9,7 @@ from ndtrain.runtime import cli
 from tests.lib.helpers import refusal
 
 GLOBAL = "# @package _global_\n"
-MODELS = "llama3_2_1b, llama3_8b, llama_debug, llama_small"
+MODELS = "llama3_2_1b, llama3_405b, llama3_70b, llama3_8b, llama_debug, llama_small"
 GROUPS = "checkpoint, data, hardware, logger, mesh, model, optim, recipe, recompute, schedule"
 RECIPES = {  # content of the recipe -> the line; {file} is its path
     "misspelt key": (
@@ -119,7 +119,7 @@ RECIPES = {  # content of the recipe -> the line; {file} is its path
     ),
 }  # fmt: skip
 
-SHIPPED = "known: llama3_2_1b, llama3_8b, llama_debug, llama_small"
+SHIPPED = "known: llama3_2_1b, llama3_405b, llama3_405b_long, llama3_70b, llama3_8b, llama_debug, llama_small"
 COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     "sweep of numbers": (
         ["optim.lr=1e-3,3e-3"],
@@ -226,13 +226,13 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     ),
     "recipe by its file's name": (
         ["--config-dir", "{dir}", "recipe=own.yaml"],
-        "recipe=own.yaml: no such recipe; write recipe=own, without folder and ending; known: llama3_2_1b, llama3_8b, "
-        "llama_debug, llama_small, own",
+        "recipe=own.yaml: no such recipe; write recipe=own, without folder and ending; "
+        f"{SHIPPED}, own",
     ),
     "recipe in the wrong folder": (
         ["--config-dir", "{dir}", "recipe=stray"],
-        "recipe=stray: no such recipe; move {dir}/stray.yaml into {dir}/recipe/; known: llama3_2_1b, llama3_8b, "
-        "llama_debug, llama_small, own",
+        "recipe=stray: no such recipe; move {dir}/stray.yaml into {dir}/recipe/; "
+        f"{SHIPPED}, own",
     ),
     "multirun, a word for a number": (
         ["--multirun", "train.steps=5,many"],

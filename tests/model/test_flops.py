@@ -28,7 +28,13 @@ def tiny(**changes) -> ModelConfig:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("llama3_2_1b", 1_235_814_400), ("llama3_8b", 8_030_261_248), ("llama_small", 9_965_824)],
+    [
+        ("llama3_2_1b", 1_235_814_400),
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("llama3_405b", 405_853_388_800),
+        ("llama_small", 9_965_824),
+    ],
 )
 def test_parameter_count_of_known_models(name, count):
     assert flops.parameter_count(model(name)) == count

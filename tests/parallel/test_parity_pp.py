@@ -98,6 +98,11 @@ def test_mesh_order_and_split():
     check({"pp": 2, "tp": 2}, 3, extra)
 
 
+def test_stages_without_a_block():
+    """The first stage has the embedding alone and the last one the head, as Llama 3 405B's have."""
+    check({"pp": 2}, 4, ["schedule=interleaved", "schedule.split=[0,4,5,0]", "recompute=selective"])
+
+
 def shuffled(draw: random.Random) -> tuple[int, int, list[list[Action]]]:
     """(pp, microbatches, table): the table of a schedule in which some actions of a rank are swapped."""
     pp, m = draw.choice((2, 3)), draw.choice((2, 3, 4))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ndtrain.config import AXES
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.hardware import known_hardware, load_hardware
 from ndtrain.runtime.commands import PLANS
@@ -12,15 +13,17 @@ from ndtrain.runtime.completion import candidates
 RUN = ["dry", "recipe=llama_debug", "hardware=h100"]
 
 
-def test_a_plan_of_a_gpu_mesh(tmp_path, capsys):
-    args = [*RUN, "nodes=2", "mesh.pp=2", "mesh.fsdp=4", "mesh.tp=2", "precision.compute=bf16", "train.compile=true"]
+def test_a_plan_of_a_gpu_mesh(tmp_path, capsys, recwarn):
+    args = [*RUN, "nodes=2", "mesh.pp=2", "mesh.fsdp=4", "mesh.tp=2", "mesh.zero=3", "precision.compute=bf16"]
     assert main([*args, f"json={tmp_path}/plan.json"]) == 0
     out = capsys.readouterr().out
-    assert "16 ranks of h100: pp=2 fsdp=4 tp=2" in out and "attention by flash" in out and "train.compile=true" in out
+    assert "16 ranks of h100: pp=2 fsdp=4 tp=2" in out and "; attention by flash; compiled" in out
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert {p["stages"][0] for p in plan["plans"]} == {0, 1} and plan["mesh"]["fsdp"] == 4
     ops = {(t["axis"], t["op"]) for p in plan["plans"] for t in p["traffic"]}
     assert {("tp", "all_gather"), ("fsdp", "reduce_scatter"), ("pp", "send")} <= ops
+    assert all(part in AXES for axis, _ in ops for part in axis.split("+")), "a lane or a pair is taken for an axis"
+    assert not [w for w in recwarn if "timeout" in str(w.message)]
 
 
 def test_offloaded_state_is_no_device_memory(tmp_path, capsys):

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ndtrain.plan.drawings import REGIME_COLOURS, goodput_svg, scaling_svg, waterfall_svg
+from ndtrain.plan.drawings import FAMILY_COLOURS, REGIME_COLOURS, goodput_svg, scaling_svg, waterfall_svg
 from ndtrain.plan.failures import Saving, Shares
 from ndtrain.plan.fault_tolerance import Curve, Curves, Plan
 from ndtrain.plan.predict import Prediction
@@ -26,11 +26,11 @@ def prediction() -> Prediction:
     return Prediction(sum(PARTS.values()), 1e6, 1e4, 0.52, 0.55, 2**30, PARTS)
 
 
-def curves(run: int = 1024) -> Curves:
+def curves(run: int = 1024, counts: int = 15) -> Curves:
     plan = lambda name, share, interval: Plan(
         name, Saving(1.0, 0.0), 600.0, interval, 1.0, 1.0, Shares(share, 1 - share, 0, 0)
     )
-    gpus = tuple(8 << k for k in range(15))
+    gpus = tuple(8 << k for k in range(counts))
     return Curves(
         "Goodput of a run on h100",
         run,
@@ -67,6 +67,7 @@ PICTURES = {
     "waterfall": lambda: waterfall_svg(prediction()),
     "goodput": lambda: goodput_svg(curves()),
     "goodput, the first count": lambda: goodput_svg(curves(8)),
+    "goodput, one count": lambda: goodput_svg(curves(8, counts=1)),
     "goodput, the last count": lambda: goodput_svg(curves(131072)),
 }
 
@@ -134,6 +135,10 @@ def test_points_of_goodput_stand_on_their_axes():
         x_of_run = float(re.search(r'class="c5" d="M([\d.]+)', goodput_svg(drawn))[1])
         assert dots[curve.gpus.index(drawn.gpus)][0] == pytest.approx(x_of_run, abs=0.1)
         assert dots[0][0] == float(texts["8"].get("x"))
+
+
+def test_every_family_and_regime_has_a_colour():
+    assert tuple(FAMILY_COLOURS) == FAMILIES and tuple(REGIME_COLOURS) == REGIMES
 
 
 def test_lines_and_bands_of_scaling_stand_on_their_axes():

@@ -159,7 +159,7 @@ WORLDS = {  # (ranks started, overrides) -> what the error must contain; refused
     "batch over the mesh": (8, ["mesh.fsdp=8"], ["train.global_batch=8", "= 16", "try train.global_batch=16"]),
     "layers over pp": (8, ["mesh.pp=8"], ["8 stages", "model.num_hidden_layers=2", "mesh.pp"]),
     "layers over chunks": (4, ["mesh.pp=4", "schedule=zb_v"], ["8 stages", "model.num_hidden_layers=2", "mesh.pp"]),
-    "split over pp": (2, ["mesh.pp=2", "schedule.split=[4,0]"], ["schedule.split=[4, 0]", "2 stages", "at least 1"]),
+    "split over pp": (3, ["mesh.pp=3", "schedule.split=[1,0,1]"], ["split=[1, 0, 1]", "3 stages", "at least 1"]),
     "heads over tp": (3, ["mesh.tp=3"], ["mesh.tp=3", "model.num_attention_heads=4"]),
     "K/V heads over tp": (
         4,

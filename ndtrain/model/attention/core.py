@@ -37,21 +37,22 @@ Recall = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
 def local_core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
     """Softmax attention over the whole sequence on this device -> [B, T, N, D]. `ctx.scores` gives windows, biases and
     documents. Query head n uses the key/value head `n * K // N` (Ainslie et al., 2023, arXiv:2305.13245)."""
-    if torch.compiler.is_compiling() and not _by_sdpa(ctx.scores):
+    if torch.compiler.is_compiling() and not _by_sdpa(ctx.scores, q_BTND):
         return as_custom_op(TILED, q_BTND, k_BTKD, v_BTKD, ctx.scores, ctx.handle)
     return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores)
 
 
 def attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None = None) -> Tensor:
     """`local_core` with explicit scores. The results of the kernels are passed through `recall`, if given."""
-    if recall is None and _by_sdpa(scores) and not q_BTND.is_meta:  # no kernel to choose for meta tensors
+    if recall is None and _by_sdpa(scores, q_BTND):
         return _plain(*(x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD)), scores.kernel).transpose(1, 2)
     return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, recall)
 
 
-def _by_sdpa(scores: Scores) -> bool:
-    """Whether PyTorch's `scaled_dot_product_attention` computes it."""
-    return scores.plain and (scores.kernel is None or GPU_KERNELS[scores.kernel].backend is not None)
+def _by_sdpa(scores: Scores, q: Tensor) -> bool:
+    """Whether PyTorch's `scaled_dot_product_attention` computes it. For meta tensors it would choose no kernel."""
+    chooses = not q.is_meta and (scores.kernel is None or GPU_KERNELS[scores.kernel].backend is not None)
+    return scores.plain and chooses
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, kernel: str | None) -> Tensor:

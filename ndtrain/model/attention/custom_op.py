@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.model.attention.scores import Scores
+from ndtrain.model.opaque import opaque
 
 
 class Attention(Protocol):
@@ -53,7 +54,7 @@ def as_custom_op(
 ) -> Tensor:
     """The output [B, T, N, D] of an attention, in a graph that is being compiled. When the graph runs, the scores are
     those of `handle`; only the first head is taken from `scores`."""
-    return _attend(q_BTND, k_BTKD, v_BTKD, handle, attention.number, scores.first_head)[0]
+    return attend(q_BTND, k_BTKD, v_BTKD, handle, attention.number, scores.first_head)[0]
 
 
 class AttentionOp:
@@ -77,8 +78,8 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-@torch.library.custom_op("ndtrain::attend", mutates_args=())
-def _attend(
+@opaque
+def attend(
     q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, handle: Tensor, number: int, first_head: int
 ) -> tuple[Tensor, Tensor]:
     """(output [B, T, N, D], log-sum-exp [B, N, T]), both contiguous and in their own memory."""
@@ -86,15 +87,15 @@ def _attend(
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 
-@_attend.register_fake
+@attend.register_fake
 def _(q_BTND, k_BTKD, v_BTKD, handle, number, first_head):
     B, T, N, _ = q_BTND.shape
     wide = torch.promote_types(q_BTND.dtype, torch.float32)
     return q_BTND.new_empty(q_BTND.shape), q_BTND.new_empty(B, N, T, dtype=wide)
 
 
-@torch.library.custom_op("ndtrain::attend_backward", mutates_args=())
-def _attend_backward(
+@opaque
+def attend_backward(
     grad_BTND: Tensor,
     q_BTND: Tensor,
     k_BTKD: Tensor,
@@ -110,7 +111,7 @@ def _attend_backward(
     return tuple(x.transpose(1, 2).to(q_BTND.dtype).contiguous() for x in gradients)
 
 
-@_attend_backward.register_fake
+@attend_backward.register_fake
 def _(grad_BTND, q_BTND, k_BTKD, v_BTKD, out_BTND, lse_BNT, handle, number, first_head):
     return tuple(x.new_empty(x.shape) for x in (q_BTND, k_BTKD, v_BTKD))
 
@@ -121,8 +122,8 @@ def _save_for_backward(ctx, inputs: tuple, output: tuple) -> None:
 
 
 def _backward(ctx, grad_BTND: Tensor, _: Tensor | None):
-    gradients = _attend_backward(grad_BTND, *ctx.saved_tensors, ctx.number, ctx.first_head)
+    gradients = attend_backward(grad_BTND, *ctx.saved_tensors, ctx.number, ctx.first_head)
     return *gradients, None, None, None
 
 
-_attend.register_autograd(_backward, setup_context=_save_for_backward)
+attend.register_autograd(_backward, setup_context=_save_for_backward)

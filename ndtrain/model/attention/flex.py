@@ -28,6 +28,7 @@ from ndtrain.model.attention.scores import AttentionMod, Scores
 from ndtrain.model.attention.tiles import Documents, Slices
 from ndtrain.model.attention.uploads import upload_array
 
+aten = torch.ops.aten
 BLOCK_SIZE = 128  # queries and keys of a block of scores that is skipped or computed as one
 compile_kernel = partial(torch.compile, dynamic=False, fullgraph=True)
 
@@ -64,11 +65,12 @@ class FlexCall:
     """One call of the kernel.
 
     Attributes:
+        inputs: None on the meta device.
         rows, q, k: the part of the shard that it takes and returns, as in `Tile`: all of it.
         first: as in `Tile`.
     """
 
-    inputs: Inputs
+    inputs: Inputs | None
     rows = q = k = slice(None)
     first = True
 
@@ -98,6 +100,22 @@ class FlexCall:
         slopes = scores.local_slopes(q.shape[1])
         wide = torch.promote_types(q.dtype, torch.float32)
         return self.inputs._replace(slopes=None if slopes is None else on_device(slopes, wide, q.device))
+
+
+class MetaFlexCall(FlexCall):
+    """A call on the meta device, where PyTorch has no FlexAttention: the operators of flash attention, whose results
+    have the same shapes, and which compute as much of causal scores."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:2]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        again, none = self.forward(q, k, v, scores), torch.empty(2, dtype=torch.uint64, device=q.device)
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, *again, None, None, q.shape[2], k.shape[2], 0.0, True, none, none
+        )
 
 
 @lru_cache(maxsize=64)
@@ -152,6 +170,8 @@ def _functions(operations: Operations, inputs: Inputs) -> tuple[Callable, Callab
 
 def flex_call(scores: Scores, queries: Slices, keys: Slices, length: int, like: Tensor) -> FlexCall:
     """The call for queries and keys in these slices of a sequence of `length` tokens, on the device of `like`."""
+    if like.is_meta:
+        return MetaFlexCall(None)
     masked = scores.mod is not None and scores.mod.mask is not None
     return _flex_call(queries, keys, scores.documents, scores.window, masked, like.device)
 

@@ -1,0 +1,15 @@
+"""Custom ops: functions that compiled code calls, and that the compiler does not look into."""
+
+from collections.abc import Callable
+
+import torch
+from torch._ops import OpOverload
+
+FUNCTIONS: dict[OpOverload, Callable] = {}  # op -> the function that it calls
+
+
+def opaque(function: Callable) -> torch.library.CustomOpDef:
+    """The function as the custom op `ndtrain::<its name>`. It changes none of its arguments."""
+    op = torch.library.custom_op(f"ndtrain::{function.__name__}", function, mutates_args=())
+    FUNCTIONS[getattr(torch.ops.ndtrain, function.__name__).default] = function
+    return op

@@ -1,0 +1,50 @@
+"""The recipes of the Llama 3 paper (arXiv:2407.21783): its meshes and batches, and that they fit."""
+
+import pytest
+
+from ndtrain.config import Config, load_config, resolve
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.parallel.pp import Placement
+from ndtrain.plan.dry import dry_run
+
+GPU_BYTES = 80e9
+BESIDES = 6e9  # for what no tensor holds: CUDA's context, NCCL's buffers, fragmentation
+RECIPES = {  # recipe -> (GPUs, overrides that leave the peak as it is)
+    "llama3_70b": (512, ["train.global_batch=128"]),  # two microbatches instead of 32
+    "llama3_405b": (16_384, []),
+    "llama3_405b_long": (16_384, []),
+}
+
+
+def config(name: str, *more: str) -> Config:
+    return resolve(load_config([f"recipe={name}", *more]), RECIPES[name][0])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_has_16_million_tokens(name):
+    cfg = config(name)
+    assert cfg.train.global_batch * cfg.train.seq_len == 2**24
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("llama3_405b", (8, 1, 16, 128)), ("llama3_405b_long", (8, 16, 16, 8))])
+def test_meshes_are_those_of_table_4(name, sizes):
+    cfg = config(name)
+    spec = MeshSpec.of(cfg.mesh)
+    assert tuple(spec.size(axis) for axis in ("tp", "cp", "pp", "fsdp")) == sizes and cfg.microbatches == 16
+    assert spec.members(0, "tp") == list(range(8)), "tp is inside a host"
+
+
+def test_the_first_stage_of_405b_is_the_embedding_and_the_last_one_the_head():
+    layers = [len(stage) for stage in Placement.of(config("llama3_405b")).layers]
+    assert layers == [0, *[1] * 126, 0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_first_and_the_last_rank_fit(name):
+    gpus, same_peak = RECIPES[name]
+    cfg = config(name, *same_peak)
+    for rank in (0, gpus - 1):
+        record = dry_run(cfg, rank, "cuda")
+        assert record.compiled and record.attention == "flash"
+        assert sum(record.state.values()) < record.peak_bytes < GPU_BYTES - BESIDES, f"rank {rank}"
