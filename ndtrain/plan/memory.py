@@ -2,15 +2,10 @@
 
 from collections.abc import Mapping
 
-import torch
-
-from ndtrain.config import Config
-from ndtrain.config.schema import resolved
-from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.events import Piece
-from ndtrain.plan.pieces import Variant
 from ndtrain.plan.program import Gather, Open, RankProgram, Reduce, Reshard, Run, Send, StepProgram, UnitFacts
 from ndtrain.plan.simulate import Sizes
+from ndtrain.plan.variants import Variant
 
 
 def peak_bytes(program: StepProgram, rank: RankProgram, pieces: Mapping[Variant, Piece], sizes: Sizes) -> int:
@@ -31,7 +26,8 @@ def peak_bytes(program: StepProgram, rank: RankProgram, pieces: Mapping[Variant,
                     walk.reduce(op.unit)
                 case Send():
                     walk.now -= sizes.message
-    return walk.peak + sum(state_bytes(program.units[name], program, sizes) for name in rank.units)
+    contexts = sizes.context * program.schedule.microbatches
+    return walk.peak + contexts + sum(state_bytes(program.units[name], program, sizes) for name in rank.units)
 
 
 def state_bytes(u: UnitFacts, program: StepProgram, sizes: Sizes) -> int:
@@ -43,18 +39,6 @@ def state_bytes(u: UnitFacts, program: StepProgram, sizes: Sizes) -> int:
     gradients = (u.numel if residency.holds_full_grad else u.shard) * sizes.master
     of_state = sum((spec.dtype or plan.master).itemsize for spec in plan.spec) + (sizes.master if plan.ema else 0)
     return weights + master + source + gradients + (0 if plan.offload else u.shard * of_state)
-
-
-def context_bytes(cfg: Config) -> int:
-    """Bytes of the rotary tables (`model.rope.rope_table`): one for the run, or one for each microbatch where positions
-    differ."""
-    t, pack = cfg.train, cfg.data.pack
-    if cfg.model.alibi:
-        return 0
-    positions = t.seq_len // cfg.mesh.cp * (resolved(t.micro_batch) if pack else 1)
-    width = torch.promote_types(DTYPES[cfg.precision.compute], torch.float32).itemsize
-    angles = resolved(cfg.model.head_dim) // 2
-    return positions * 3 * angles * width * (cfg.microbatches if pack or cfg.mesh.cp > 1 else 1)
 
 
 class _Memory:

@@ -14,13 +14,14 @@ from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.drawings import waterfall_svg
 from ndtrain.plan.events import Kernel, Piece
 from ndtrain.plan.hardware import Hardware, load_hardware
-from ndtrain.plan.memory import context_bytes, peak_bytes
+from ndtrain.plan.memory import peak_bytes
 from ndtrain.plan.options import RunOptions, planned_config, write_file
-from ndtrain.plan.pieces import Pieces, Variant, record_pieces, update_bytes
+from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
 from ndtrain.plan.program import StepProgram
 from ndtrain.plan.report import table
 from ndtrain.plan.simulate import CAUSES, Simulation, Sizes
+from ndtrain.plan.variants import Variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,7 @@ class Predictor:
         )
 
     def memory(self, plan: "StepPlan") -> int:
+        """Bytes that the pipeline rank that needs most takes of its device."""
         if self.hardware.device == "cpu":
             return plan.tensor_bytes
         return int(plan.tensor_bytes * self.rates.memory_factor + 1e9 * self.rates.memory_gb)
@@ -139,8 +141,7 @@ class StepPlan:
     @cached_property
     def tensor_bytes(self) -> int:
         """The most that tensors take at one time on the pipeline rank that needs most."""
-        of_ranks = (peak_bytes(self.program, rank, self.pieces, self.sizes) for rank in self.program.ranks)
-        return max(of_ranks) + context_bytes(self.cfg)
+        return max(peak_bytes(self.program, rank, self.pieces, self.sizes) for rank in self.program.ranks)
 
     @cached_property
     def hardware_flops_per_token(self) -> float:
@@ -161,14 +162,11 @@ def plan_step(cfg: Config, device: str) -> StepPlan:
             "optim.offload=true: a prediction needs the rate between host and device, which no description has: set "
             "it to false"
         )
-    if cfg.recompute.name == "budget":
-        raise ConfigError(
-            "recompute.name=budget: what it chooses is measured when a run starts; predict recompute=full, selective "
-            "or none"
-        )
-    recorded: Pieces = record_pieces(cfg, device)
+    recorded = record_pieces(cfg, device)
     dtypes = DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params]
-    sizes = Sizes(dtypes[0].itemsize, dtypes[1].itemsize, recorded.boundary_bytes, update_bytes(cfg))
+    sizes = Sizes(
+        dtypes[0].itemsize, dtypes[1].itemsize, recorded.boundary_bytes, recorded.context_bytes, update_bytes(cfg)
+    )
     return StepPlan(cfg, StepProgram.of(cfg, recorded.compiled), recorded.recorded, sizes)
 
 

@@ -17,7 +17,8 @@ from ndtrain.plan.hardware import Hardware
 class Rates:
     """What real machines reach of their data sheet. Efficiencies are shares of a peak or of a bandwidth.
 
-    The defaults come from published figures, which the comments name.
+    The defaults are estimates from before a fit (`plan fit`). The comments say what machines are believed to reach;
+    none of it was measured here.
 
     Attributes:
         matmul: of a large matmul.
@@ -36,18 +37,18 @@ class Rates:
 
     matmul: float = 0.75  # cuBLAS in bf16, large products, at the clock that is held
     attention: float = 0.50  # FlashAttention-3 (arXiv:2407.08608), head_dim 128, causal: 400 to 650 of 989 TFLOP/s
-    sustained: float = 0.9
+    sustained: float = 0.9  # with the share of `matmul`: 620 to 750 of 989 TFLOP/s on an H100 of 700 W
     memory: float = 0.75  # copies reach 80 to 90 %, fused elementwise kernels less
-    kernel_s: float = 3e-6
-    launch_s: float = 6e-6
+    kernel_s: float = 3e-6  # an empty CUDA kernel: 2 to 5 us
+    launch_s: float = 6e-6  # an eager PyTorch operator: 5 to 10 us
     link: float = 0.75  # NCCL within a DGX H100: 330 to 370 GB/s of 450
-    network: float = 0.80
-    link_hop_s: float = 1e-6
-    network_hop_s: float = 5e-6
+    network: float = 0.80  # NCCL over 400 Gb/s InfiniBand: 40 to 48 of 50 GB/s
+    link_hop_s: float = 1e-6  # NCCL over NVLink: 10 to 20 us for a small message around 8 ranks
+    network_hop_s: float = 5e-6  # InfiniBand, with NCCL on both ends
     interference: float = 0.15  # NCCL's kernels take some of the SMs and of the memory's bandwidth
     step_s: float = 5e-3
     memory_factor: float = 1.03
-    memory_gb: float = 3.0
+    memory_gb: float = 3.0  # CUDA context 0.5, NCCL some 10 to 100 MB a communicator, workspaces of cuBLAS
 
 
 def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:

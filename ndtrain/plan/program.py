@@ -21,7 +21,7 @@ from ndtrain.parallel.build import flat_layouts, layouts_of, linear_in_graph, st
 from ndtrain.parallel.pp import Placement, input_of, receives
 from ndtrain.parallel.recompute import RecomputeGroup, always_saved_ops, plan_recompute, skipped_ops
 from ndtrain.parallel.unit import Residency, StatePlan
-from ndtrain.plan.pieces import Variant, kind_of_unit, variants
+from ndtrain.plan.variants import Variant, kind_of_unit, variants
 from ndtrain.schedule import Action, Message, Schedule, sends
 from ndtrain.schedule.check import in_order
 

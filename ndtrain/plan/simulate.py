@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from ndtrain.parallel.dp import BUCKET_BYTES
 from ndtrain.plan.events import Collective, Event, Kernel, Piece
-from ndtrain.plan.pieces import Variant
 from ndtrain.plan.price import Prices
 from ndtrain.plan.program import Await, Gather, Reduce, Run, Send, StepProgram, Turn, UnitFacts
+from ndtrain.plan.variants import Variant
 from ndtrain.schedule import Message
 
 HOST, STREAM = 0, 1
@@ -34,12 +34,14 @@ class Sizes(NamedTuple):
     Attributes:
         compute, master: of an element of weights and of gradients.
         message: of an activation that a stage sends.
+        context: that a microbatch holds over the whole step.
         update: that the optimizer reads and writes for an element.
     """
 
     compute: int
     master: int
     message: int
+    context: int
     update: int
 
 

@@ -8,10 +8,10 @@ from ndtrain.config import Config, load_config, resolve
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.plan.events import Collective, Event, Kernel, Piece, Wait
 from ndtrain.plan.hardware import Hardware
-from ndtrain.plan.pieces import Variant
 from ndtrain.plan.price import Prices, Rates
 from ndtrain.plan.program import StepProgram, UnitFacts
 from ndtrain.plan.simulate import CAUSES, Simulation, Sizes
+from ndtrain.plan.variants import Variant
 from ndtrain.schedule import COST
 from ndtrain.schedule import simulate as simulated
 
@@ -53,7 +53,7 @@ def simulation(
 
     pieces = {v: piece(v) for rank in program.ranks for v in rank.passes}
     prices = Prices(hardware, rates, MeshSpec.of(cfg.mesh))
-    return Simulation(program, pieces, Sizes(4, 4, message, 0), prices, free)
+    return Simulation(program, pieces, Sizes(4, 4, message, 0, 0), prices, free)
 
 
 def seconds(*args, **options) -> float:
