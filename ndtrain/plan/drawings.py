@@ -86,10 +86,10 @@ GAP = 70  # pixels between panels
 def goodput_svg(curves: Curves) -> str:
     """Goodput over GPU counts, and below it the training time between two saves. A dashed line marks the run."""
     gpus = sorted({g for curve in curves.curves for g in curve.gpus})
-    x = Axis(gpus[0], gpus[-1], LEFT, WIDTH - RIGHT, log=True)
+    x = Axis(*widened(gpus[0], gpus[-1]), LEFT, WIDTH - RIGHT, log=True)
     shares = lambda curve: [100 * p.shares.training for p in curve.plans]
     least = min(min(shares(curve)) for curve in curves.curves)
-    y = Axis(10 * math.floor(least / 10), 100.0, 320, 92)
+    y = Axis(min(90, 10 * math.floor(least / 10)), 100.0, 320, 92)
     intervals = lambda curve: [p.interval_s for p in curve.plans]
     times = [s for curve in curves.curves for s in intervals(curve)]
     below = Axis(min(times) / 1.3, max(times) * 1.3, 320 + GAP + 180, 320 + GAP, log=True)

@@ -1,9 +1,8 @@
 """The goodput of a run whose hosts fail: how often to save, how many days it takes, and what they cost."""
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ndtrain.arguments import option
 from ndtrain.checkpoint.elements import checkpoint_bytes
@@ -34,15 +33,13 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     """
     hardware = load_hardware(options.hardware)
     cfg = planned_config(overrides, options, hardware)
-    cluster = cluster_of(cfg, hardware, options, MeshSpec.of(cfg.mesh).world_size)
     step_s = options.step_time_s or _predicted(cfg, hardware)
-    plans = plans_of(cluster, options, step_s)
-    bills = [bill_of(cfg, cluster, plan, step_s, options.price) for plan in plans]
-    print(as_text(cfg, hardware, options, cluster, plans, bills))
+    result = result_of(cfg, hardware, options, step_s)
+    print(as_text(result))
     if options.svg:
         write_file("svg", options.svg, goodput_svg(curves_of(cfg, hardware, options, step_s)))
     if options.json:
-        write_file("json", options.json, as_json(cfg, options, cluster, plans, bills))
+        write_file("json", options.json, as_json(result))
 
 
 def _predicted(cfg: Config, hardware: Hardware) -> float:
@@ -68,10 +65,47 @@ class Bill:
     cost: float | None
 
 
+@dataclass(frozen=True)
+class Result:
+    """What is printed.
+
+    Attributes:
+        configured: the goodput of each plan with the run's own `checkpoint.every`; empty where that is 0.
+    """
+
+    cfg: Config
+    options: Options
+    cluster: Cluster
+    step_s: float
+    plans: tuple[Plan, ...]
+    bills: tuple[Bill, ...]
+    configured: tuple[float, ...]
+
+
+def result_of(cfg: Config, hardware: Hardware, options: Options, step_s: float) -> Result:
+    """The plans of a run whose steps take `step_s`.
+
+    Raises:
+        ConfigError: its failures leave no time to train.
+    """
+    cluster = cluster_of(cfg, hardware, options, MeshSpec.of(cfg.mesh).world_size)
+    plans = plans_of(cluster, options, step_s)
+    own = replace(options, interval_s=cfg.checkpoint.every * step_s)
+    configured = plans_of(cluster, own, step_s) if cfg.checkpoint.every else []
+    bills = tuple(bill_of(cfg, cluster, plan, step_s, options.price) for plan in plans)
+    return Result(cfg, options, cluster, step_s, tuple(plans), bills, tuple(p.shares.training for p in configured))
+
+
 def bill_of(cfg: Config, cluster: Cluster, plan: Plan, step_s: float, price: float | None) -> Bill:
-    """What the run takes with this plan. A goodput of 0 never ends."""
-    goodput = plan.shares.training
-    days = cfg.train.steps * step_s / goodput / DAY if goodput else math.inf
+    """What the run takes with this plan.
+
+    Raises:
+        ConfigError: it never ends.
+    """
+    if not plan.shares.training:
+        rate = f"a failure every {duration(cluster.mtbf_s)} and restarts of {duration(plan.restart_s)}"
+        raise ConfigError(f"{rate}: the run never ends: raise mtbf_gpu_h and mtbf_host_h")
+    days = cfg.train.steps * step_s / plan.shares.training / DAY
     hours = 24 * days * cluster.gpus
     return Bill(step_s, max(1, round(plan.interval_s / step_s)), days, hours, price and price * hours)
 
@@ -79,39 +113,46 @@ def bill_of(cfg: Config, cluster: Cluster, plan: Plan, step_s: float, price: flo
 # ------------------------------------------------------------------------------------------------------------- output
 
 
-def as_json(cfg: Config, options: Options, cluster: Cluster, plans: Sequence[Plan], bills: Sequence[Bill]) -> str:
+def as_json(result: Result) -> str:
     """Everything, in seconds and shares of 1."""
-    body = {"options": asdict(options), "checkpoint_bytes": checkpoint_bytes(cfg), "cluster": asdict(cluster)}
-    both = [asdict(plan) | asdict(bill) for plan, bill in zip(plans, bills, strict=True)]
-    return json.dumps(body | {"plans": both}, indent=1)
+    body = {
+        "options": asdict(result.options),
+        "checkpoint_bytes": checkpoint_bytes(result.cfg),
+        "cluster": asdict(result.cluster),
+        "configured_goodput": result.configured,
+        "plans": [asdict(plan) | asdict(bill) for plan, bill in zip(result.plans, result.bills, strict=True)],
+    }
+    return json.dumps(body, indent=1)
 
 
-def as_text(
-    cfg: Config,
-    hardware: Hardware,
-    options: Options,
-    cluster: Cluster,
-    plans: Sequence[Plan],
-    bills: Sequence[Bill],
-) -> str:
+def as_text(result: Result) -> str:
     """A table for people."""
+    cells = [_cells(plan, bill) for plan, bill in zip(result.plans, result.bills, strict=True)]
+    rows = [["", *(p.name for p in result.plans)], *([name, *(c[name] for c in cells)] for name in cells[0])]
+    if result.configured:
+        every = f"goodput at checkpoint.every={result.cfg.checkpoint.every}"
+        rows.append([every, *(f"{100 * goodput:.2f} %" for goodput in result.configured)])
+    parts = ["\n".join(_assumed(result)), table(rows)]
+    if result.cluster.replicas > 1:
+        parts.append(f"replica-tolerant: {result.cluster.replicas} replicas; ndtrain does not train on without one yet")
+    return "\n\n".join(parts)
+
+
+def _assumed(result: Result) -> list[str]:
+    """What the plans are made of: failures, a checkpoint, a restart, and the run."""
+    cfg, options, cluster = result.cfg, result.options, result.cluster
     tokens = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
     how = "predicted" if options.step_time_s is None else "given"
-    lines = [
-        f"{cluster.gpus} ranks of {hardware.name} on {cluster.hosts} hosts: a failure every {duration(cluster.mtbf_s)}",
+    return [
+        f"{cluster.gpus} ranks of {options.hardware} on {cluster.hosts} hosts: a failure every "
+        f"{duration(cluster.mtbf_s)}",
         f"a checkpoint: {si(checkpoint_bytes(cfg), 'B')}, {duration(cluster.write_s)} to storage, "
         f"{duration(cluster.copy_s)} to host memory",
-        f"a restart: {duration(plans[0].restart_s)}: detect {duration(options.detect_s)}, reschedule "
+        f"a restart: {duration(result.plans[0].restart_s)}: detect {duration(options.detect_s)}, reschedule "
         f"{duration(options.reschedule_s)}, load {duration(cluster.load_s)}",
-        f"the run: {cfg.train.steps} steps of {duration(bills[0].step_time_s)} ({how}), {si(tokens, 'tokens')}; "
+        f"the run: {cfg.train.steps} steps of {duration(result.step_s)} ({how}), {si(tokens, 'tokens')}; "
         f"checkpoint.async_save={str(cfg.checkpoint.async_save).lower()}",
     ]
-    cells = [_cells(plan, bill) for plan, bill in zip(plans, bills, strict=True)]
-    rows = [["", *(p.name for p in plans)], *([name, *(c[name] for c in cells)] for name in cells[0])]
-    parts = ["\n".join(lines), table(rows)]
-    if cluster.replicas > 1:
-        parts.append(f"replica-tolerant: {cluster.replicas} replicas; ndtrain does not train on without one yet")
-    return "\n\n".join(parts)
 
 
 def _cells(plan: Plan, bill: Bill) -> dict[str, str]:

@@ -26,11 +26,11 @@ def prediction() -> Prediction:
     return Prediction(sum(PARTS.values()), 1e6, 1e4, 0.52, 0.55, 2**30, PARTS)
 
 
-def curves(run: int = 1024) -> Curves:
+def curves(run: int = 1024, counts: int = 15) -> Curves:
     plan = lambda name, share, interval: Plan(
         name, Saving(1.0, 0.0), 600.0, interval, 1.0, 1.0, Shares(share, 1 - share, 0, 0)
     )
-    gpus = tuple(8 << k for k in range(15))
+    gpus = tuple(8 << k for k in range(counts))
     return Curves(
         "Goodput of a run on h100",
         run,
@@ -67,6 +67,7 @@ PICTURES = {
     "waterfall": lambda: waterfall_svg(prediction()),
     "goodput": lambda: goodput_svg(curves()),
     "goodput, the first count": lambda: goodput_svg(curves(8)),
+    "goodput, one count": lambda: goodput_svg(curves(8, counts=1)),
     "goodput, the last count": lambda: goodput_svg(curves(131072)),
 }
 

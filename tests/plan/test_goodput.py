@@ -97,7 +97,7 @@ def test_curves_hold_the_run_and_keep_the_size_of_its_replicas():
 
 def test_the_table_the_json_and_the_drawing(tmp_path, capsys):
     files = [f"json={tmp_path}/plan.json", f"svg={tmp_path}/plan.svg"]
-    args = [*RUN, "nodes=4", "mesh.fsdp=-1", "train.steps=100000", "price=3", *files]
+    args = [*RUN, "nodes=4", "mesh.fsdp=-1", "train.steps=100000", "price=3", "checkpoint.every=1000", *files]
     assert main([*args, "train.global_batch=64"]) == 0
     out = capsys.readouterr().out
     assert "32 ranks of h100 on 4 hosts: a failure every 66 days" in out and "100000 steps of 2 s (given)" in out
@@ -106,6 +106,7 @@ def test_the_table_the_json_and_the_drawing(tmp_path, capsys):
     first = plan["plans"][0]
     assert first["days"] == pytest.approx(200000 / 86400 / first["shares"]["training"])
     assert first["cost"] == pytest.approx(3 * first["gpu_hours"]) and first["gpu_hours"] == first["days"] * 24 * 32
+    assert plan["configured_goodput"][0] < first["shares"]["training"] and "at checkpoint.every=1000 " in out
     assert first["checkpoint_every"] == round(first["interval_s"] / 2)
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
 
@@ -125,6 +126,7 @@ MISTAKES = {
     "time": (["detect_s=-1"], "detect_s=-1: must be a number at least 0"),
     "infinite": (["load_s=inf"], "load_s=inf: must be a number at least 0"),
     "replicas": (["ranks=4", "mesh.fsdp=4", "replicas=3"], "replicas=3: 4 ranks are not so many equal replicas"),
+    "no time": (["mtbf_gpu_h=0.0001"], "a failure every 0.36 s and restarts of 10 min: the run never ends"),
     "file": (["svg=/nowhere/plan.svg"], "svg=/nowhere/plan.svg: cannot be written"),
     "key": (["priced=3"], "priced"),
 }

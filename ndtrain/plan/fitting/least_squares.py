@@ -28,7 +28,7 @@ def fit(
     parameters: list[Parameter],
     weights: Array,
     pull: float = 0.1,
-    rounds: int = 8,
+    rounds: int = 5,
     tolerance: float = 2e-4,
 ) -> Array:
     """The parameters with the least weighted Huber loss of the residuals, by Levenberg's damped Gauss-Newton steps.
