@@ -42,4 +42,5 @@ def _module(plan: str) -> Any:
 if __name__ == "__main__":
     logging.getLogger("ndtrain").addHandler(logging.NullHandler())
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch._dynamo")
     sys.exit(main(sys.argv[1:]))

@@ -10,6 +10,7 @@ from tests.lib.helpers import refusal
 
 GLOBAL = "# @package _global_\n"
 MODELS = "llama3_2_1b, llama3_405b, llama3_70b, llama3_8b, llama_debug, llama_small"
+SHIPPED = "known: llama3_2_1b, llama3_405b, llama3_405b_long, llama3_70b, llama3_8b, llama_debug, llama_small"
 GROUPS = "checkpoint, data, hardware, logger, mesh, model, optim, recipe, recompute, schedule"
 RECIPES = {  # content of the recipe -> the line; {file} is its path
     "misspelt key": (
@@ -85,7 +86,7 @@ RECIPES = {  # content of the recipe -> the line; {file} is its path
     ),
     "a base recipe that there is not": (
         f"{GLOBAL}defaults:\n  - llama_smal\n",
-        f"{{file}}:3: recipe: llama_smal: no such recipe; did you mean 'llama_small'? known: {MODELS}, own",
+        f"{{file}}:3: recipe: llama_smal: no such recipe; did you mean 'llama_small'? {SHIPPED}, own",
     ),
     "itself as its base": (
         f"{GLOBAL}defaults:\n  - own\n",
@@ -119,7 +120,6 @@ RECIPES = {  # content of the recipe -> the line; {file} is its path
     ),
 }  # fmt: skip
 
-SHIPPED = "known: llama3_2_1b, llama3_405b, llama3_405b_long, llama3_70b, llama3_8b, llama_debug, llama_small"
 COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     "sweep of numbers": (
         ["optim.lr=1e-3,3e-3"],

@@ -15,9 +15,9 @@ RUN = ["dry", "recipe=llama_debug", "hardware=h100"]
 
 def test_a_plan_of_a_gpu_mesh(tmp_path, capsys, recwarn):
     args = [*RUN, "nodes=2", "mesh.pp=2", "mesh.fsdp=4", "mesh.tp=2", "mesh.zero=3", "precision.compute=bf16"]
-    assert main([*args, f"json={tmp_path}/plan.json"]) == 0
+    assert main([*args, "train.compile=false", f"json={tmp_path}/plan.json"]) == 0
     out = capsys.readouterr().out
-    assert "16 ranks of h100: pp=2 fsdp=4 tp=2" in out and "; attention by flash; compiled" in out
+    assert "16 ranks of h100: pp=2 fsdp=4 tp=2" in out and "; attention by flash" in out
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert {p["stages"][0] for p in plan["plans"]} == {0, 1} and plan["mesh"]["fsdp"] == 4
     ops = {(t["axis"], t["op"]) for p in plan["plans"] for t in p["traffic"]}
@@ -33,6 +33,7 @@ def test_offloaded_state_is_no_device_memory(tmp_path, capsys):
         assert main(args) == 0
         plan = json.loads((tmp_path / "plan.json").read_text())["plans"][0]
         peaks.append(plan["peak_bytes"])
+        assert "; compiled" in capsys.readouterr().out
     assert peaks[1] < peaks[0] and plan["state"]["host: optimizer state"] > 0
 
 
