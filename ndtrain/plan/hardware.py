@@ -26,6 +26,7 @@ class Hardware:
         memory_gb_s: bandwidth of a device's memory.
         link_gb_s: bandwidth of one device to those of its host, one direction.
         network_gb_s: bandwidth of one device to other hosts, one direction.
+        measured: times on such a host, in place of the figures above (`plan calibrate`).
     """
 
     name: str
@@ -36,6 +37,7 @@ class Hardware:
     memory_gb_s: float | None
     link_gb_s: float | None
     network_gb_s: float | None
+    measured: Measured | None = None
 
 
 def known_hardware() -> list[str]:

@@ -76,13 +76,13 @@ def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if kind == "matmul":
         factors = _factors(func, args)
-        return Kernel(kind, flops, access.bytes, _DTYPES[factors[0].dtype], _matmul_shape(*factors))
+        return Kernel(kind, flops, access.bytes, _DTYPES[factors[0].dtype], _matmul_shape(*factors), _name(func))
     if kind == "attention":
         q, k = _given(func, args, kwargs)["query"], _given(func, args, kwargs)["key"]
         shape = (*q.shape[:3], k.shape[2], q.shape[3])
-        return Kernel(kind, flops, access.bytes, _DTYPES[q.dtype], tuple(shape))
+        return Kernel(kind, flops, access.bytes, _DTYPES[q.dtype], tuple(shape), _name(func))
     floats = [_DTYPES[x.dtype] for x in tensors if x.dtype in _DTYPES]
-    return Kernel("memory", 0, access.bytes, floats[0] if floats else "fp32")
+    return Kernel("memory", 0, access.bytes, floats[0] if floats else "fp32", (), _name(func))
 
 
 def access_of(func: Func, args: tuple, kwargs: dict[str, Any], out: Any) -> Access:
