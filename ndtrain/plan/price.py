@@ -3,10 +3,10 @@
 Every figure that no data sheet has is a constant of `Rates`: the same for all models, meshes and GPUs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 
+from ndtrain.arguments import near
 from ndtrain.config import ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.plan.events import Kernel
@@ -48,6 +48,21 @@ class Rates:
     memory_gb: float = 3.0
 
 
+def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:
+    """The rates, with what the description of the hardware has measured in their place.
+
+    Raises:
+        ConfigError: the description names a rate that there is not.
+    """
+    known = [f.name for f in fields(Rates)]
+    if strange := [name for name in hardware.rates if name not in known]:
+        raise ConfigError(
+            f"hardware={hardware.name}: rates.{strange[0]}: no such rate; {near(strange[0], known)}known: "
+            f"{', '.join(known)}"
+        )
+    return replace(rates or Rates(), **hardware.rates)
+
+
 @dataclass(frozen=True)
 class GroupShape:
     """Where the ranks of a process group are.
@@ -60,28 +75,38 @@ class GroupShape:
     ranks: int
     hosts: int
 
-    @classmethod
-    def of(cls, members: Sequence[int], gpus_per_node: int) -> "GroupShape":
-        return cls(len(members), len({rank // gpus_per_node for rank in members}))
+
+@lru_cache(maxsize=4096)
+def _group_shape(mesh: MeshSpec, axes: tuple[str, ...], gpus_per_node: int) -> GroupShape:
+    members = mesh.members(0, *axes)
+    return GroupShape(len(members), len({rank // gpus_per_node for rank in members}))
 
 
 class Prices:
     """Seconds on one kind of hardware.
 
+    Where the hardware's times are measured, they count, and the formulas only between hosts.
+
     Args:
         mesh: which ranks communicate along which axes.
+        computing: ranks of a host that compute at once; None: all that it has.
 
     Attributes:
         launch_s: host time of a kernel's launch, while which the device may work. On a CPU the host is the device, and
             the time is part of the kernel's.
     """
 
-    def __init__(self, hardware: Hardware, rates: Rates, mesh: MeshSpec):
-        self.hardware, self.rates, self.mesh = hardware, rates, mesh
+    def __init__(self, hardware: Hardware, rates: Rates, mesh: MeshSpec, computing: int | None = None):
+        self.hardware, self.rates, self.mesh, self._measured = hardware, rates, mesh, hardware.measured
+        self._on_host = min(mesh.world_size, hardware.gpus_per_node)
+        self._computing = computing or self._on_host
         own_host = hardware.device == "cuda"
         self.launch_s = rates.launch_s if own_host else 0.0
-        self._fixed = rates.kernel_s + (0.0 if own_host else rates.launch_s)
-        self._shapes: dict[tuple[str, ...], GroupShape] = {}
+        self._fixed = 0.0 if own_host else rates.launch_s
+        if self._measured:
+            self._fixed *= max(1.0, self._computing / self._measured.cores)
+        else:
+            self._fixed += rates.kernel_s
 
     # ------------------------------------------------------------------------------------------------------ kernels
 
@@ -91,6 +116,8 @@ class Prices:
         Raises:
             ConfigError: the description of the hardware lacks a rate that is needed.
         """
+        if self._measured:
+            return self._measured.kernel(k, self._computing) + self._fixed
         return max(self.arithmetic(k), k.bytes / self._memory) + self._fixed
 
     def arithmetic(self, k: Kernel) -> float:
@@ -114,6 +141,8 @@ class Prices:
         group = self.group(*axis.split("+"))
         if group.ranks == 1:
             return 0.0
+        if self._measured and group.hosts == 1:
+            return self._measured.collective(op, nbytes, group.ranks, self._on_host)
         if op == "send_recv":
             return self._message(nbytes, group.hosts > 1)
         if op == "all_to_all":
@@ -126,13 +155,14 @@ class Prices:
 
     def message(self, axis: str, nbytes: int) -> float:
         """Seconds of a message to the next rank of an axis."""
-        return self._message(nbytes, self.group(axis).hosts > 1)
+        across = self.group(axis).hosts > 1
+        if self._measured and not across:
+            return self._measured.collective("send_recv", nbytes, 2, self._on_host)
+        return self._message(nbytes, across)
 
     def group(self, *axes: str) -> GroupShape:
         """The ranks that differ only along these axes, as the first rank sees them."""
-        if axes not in self._shapes:
-            self._shapes[axes] = GroupShape.of(self.mesh.members(0, *axes), self.hardware.gpus_per_node)
-        return self._shapes[axes]
+        return _group_shape(self.mesh, axes, self.hardware.gpus_per_node)
 
     def _ring(self, group: GroupShape) -> float:
         """Bytes a second that pass each rank."""
