@@ -18,11 +18,11 @@ _DTYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16",
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
 }  # fmt: skip
-_COMMUNICATION = ("c10d", "_c10d_functional")
+_NO_KERNELS = ("c10d", "_c10d_functional", "profiler")  # namespaces
 # they compute nothing, though PyTorch does not call them views
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "alias",
-    "lift_fresh", "resize_", "set_", "_local_scalar_dense",
+    "lift_fresh", "resize_", "set_", "_local_scalar_dense", "promote_types",
 }  # fmt: skip
 _NO_READS = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}  # only the shape of a tensor
 _OVERWRITES = {"copy_", "fill_", "zero_"}  # their first argument is written and not read
@@ -62,7 +62,7 @@ class Access(NamedTuple):
 
 def is_free(func: Func) -> bool:
     """Whether a call launches no kernel: views, allocations, and what `Collective`s stand for."""
-    return func.is_view or func.namespace in _COMMUNICATION or _name(func) in _FREE
+    return func.is_view or func.namespace in _NO_KERNELS or _name(func) in _FREE
 
 
 def multiplies(func: Func, args: tuple, kwargs: dict[str, Any]) -> bool:

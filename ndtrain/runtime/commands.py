@@ -48,4 +48,9 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
             "recipe=llama3_8b hardware=h100 nodes=16 mesh.tp=8 json=prediction.json",
         ),
     ),
+    "calibrate": Plan(
+        "measures matmuls, attention, memory, host and links of this machine, and writes a description of it that "
+        "hardware= takes",
+        ("out=this_machine.yaml", "out=this_machine.yaml dtypes=fp32 ranks=4"),
+    ),
 }
