@@ -41,7 +41,6 @@ SHAPES = [
 ]  # fmt: skip
 AXES = ("tp", "cp", "fsdp")  # of the cases on several ranks, in turn
 MOST_RANKS = 8  # that share a host's links
-SMALLEST = 3  # cases whose host time counts: it is a large part of theirs
 OPERATIONS = {
     "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce",
     "all_to_all": "all_to_all", "send/recv": "send_recv", "broadcast": "broadcast",
@@ -155,13 +154,13 @@ def _place(k: Kernel) -> tuple[str, tuple[float, ...]]:
 
 def host_rates(times: Sequence[CaseTimes]) -> dict[str, float]:
     """Names of `price.Rates` -> seconds of the host: for each operator, and in each step beside its program."""
-    smallest = sorted(times, key=lambda case: min(case.passes))[:SMALLEST]
     launches = [
-        (min(case.passes) - _sum(case.passes_kernels, case.steps)) / _count(case.passes_kernels, case.steps)
-        for case in smallest
+        (statistics.median(case.passes) - _sum(case.passes_kernels, case.steps))
+        / _count(case.passes_kernels, case.steps)
+        for case in times
     ]
     known = lambda case: {k: s for k, s in case.update_kernels.items() if k.op in OF_UPDATE}
-    steps = [min(case.updates) - _sum(known(case), case.steps) for case in smallest]
+    steps = [statistics.median(case.updates) - _sum(known(case), case.steps) for case in times]
     return {"launch_s": max(1e-7, statistics.median(launches)), "step_s": max(1e-7, statistics.median(steps))}
 
 

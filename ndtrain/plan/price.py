@@ -89,23 +89,24 @@ class Prices:
 
     Args:
         mesh: which ranks communicate along which axes.
-        computing: ranks of a host that compute at once; None: all that it has.
+        own_core: whether kernels are as fast as on a core of their own where the ranks have to share measured cores.
 
     Attributes:
         launch_s: host time of a kernel's launch, while which the device may work. On a CPU the host is the device, and
             the time is part of the kernel's.
+        ranks_a_core: how many ranks share a core, where that is measured.
     """
 
-    def __init__(self, hardware: Hardware, rates: Rates, mesh: MeshSpec, computing: int | None = None):
+    def __init__(self, hardware: Hardware, rates: Rates, mesh: MeshSpec, own_core: bool = False):
         self.hardware, self.rates, self.mesh, self._measured = hardware, rates, mesh, hardware.measured
         self._on_host = min(mesh.world_size, hardware.gpus_per_node)
-        self._computing = computing or self._on_host
+        cores = self._measured.cores if self._measured else self._on_host
+        self._computing = min(self._on_host, cores) if own_core else self._on_host
+        self.ranks_a_core = max(1.0, self._computing / cores)
         own_host = hardware.device == "cuda"
         self.launch_s = rates.launch_s if own_host else 0.0
-        self._fixed = 0.0 if own_host else rates.launch_s
-        if self._measured:
-            self._fixed *= max(1.0, self._computing / self._measured.cores)
-        else:
+        self._fixed = 0.0 if own_host else rates.launch_s * self.ranks_a_core
+        if not self._measured:
             self._fixed += rates.kernel_s
 
     # ------------------------------------------------------------------------------------------------------ kernels

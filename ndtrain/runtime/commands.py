@@ -53,4 +53,9 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
         "hardware= takes",
         ("out=this_machine.yaml", "out=this_machine.yaml dtypes=fp32 ranks=4"),
     ),
+    "validate": Plan(
+        "runs the steps of some fifty small models on this machine and compares their times with the predictions for "
+        "its description",
+        ("hardware=this_machine.yaml", "hardware=this_machine.yaml ranks=1,2 json=validation.json"),
+    ),
 }
