@@ -249,7 +249,9 @@ def _description(options: Options, device: str, measured: Measured, host: dict[s
     peaks = {p: peak_flops(HardwareConfig(), device, DTYPES[p]) / 1e12 for p in options.precisions}
     copies = [bytes / seconds for bytes, seconds in measured.kernels[1]["memory"].get("add fp32", [])]
     gathers = measured.collectives.get("all_gather", {}).get("2 of 2", [])
-    return {
+    return {  # what a description must have comes last, so that no part of a file is one
+        "measured": measured.plain(),
+        "rates": {name: float(f"{rate:.4g}") for name, rate in host.items()},
         "device": device,
         "memory_gb": round(memory / 1e9, 2),
         "gpus_per_node": _cores(device) if device == "cuda" else max(options.ranks, measured.cores),
@@ -257,8 +259,6 @@ def _description(options: Options, device: str, measured: Measured, host: dict[s
         "memory_gb_s": float(f"{max(copies) / 1e9:.3g}") if copies else None,
         "link_gb_s": float(f"{gathers[-1][0] / 2 / gathers[-1][1] / 1e9:.3g}") if gathers else None,
         "network_gb_s": None,
-        "rates": {name: float(f"{rate:.4g}") for name, rate in host.items()},
-        "measured": measured.plain(),
     }
 
 
