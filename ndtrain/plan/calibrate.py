@@ -5,6 +5,7 @@ them is timed (`kernel_times`). Collectives are those of `bench collectives`. A 
 steps take beyond their operators.
 """
 
+import math
 import os
 import statistics
 import time
@@ -153,14 +154,16 @@ def _place(k: Kernel) -> tuple[str, tuple[float, ...]]:
 
 
 def host_rates(times: Sequence[CaseTimes]) -> dict[str, float]:
-    """Names of `price.Rates` -> seconds of the host: for each operator, and in each step beside its program."""
+    """Names of `price.Rates` -> seconds of the host: for each operator, and in each step beside its program. Those
+    of the smallest cases count, since host time is most of theirs."""
+    smallest = sorted(times, key=lambda case: statistics.median(case.passes))[: max(1, len(times) // 3)]
     launches = [
         (statistics.median(case.passes) - _sum(case.passes_kernels, case.steps))
         / _count(case.passes_kernels, case.steps)
-        for case in times
+        for case in smallest
     ]
     known = lambda case: {k: s for k, s in case.update_kernels.items() if k.op in OF_UPDATE}
-    steps = [statistics.median(case.updates) - _sum(known(case), case.steps) for case in times]
+    steps = [statistics.median(case.updates) - _sum(known(case), case.steps) for case in smallest]
     return {"launch_s": max(1e-7, statistics.median(launches)), "step_s": max(1e-7, statistics.median(steps))}
 
 
@@ -285,9 +288,11 @@ def write(path: Path, body: dict[str, Any], conditions: str) -> None:
 
 def _show(body: dict[str, Any], measured: Measured, seconds: float) -> None:
     for precision, peak in body["peak_tflops"].items():
-        rates = sorted(2 * b * m * n * k / s / 1e12 for b, m, n, k, s in measured.kernels[1]["matmul"].get(precision, []))
+        points = measured.kernels[1]["matmul"].get(precision, [])
+        rates = sorted(2 * math.prod(p[:4]) / p[4] / 1e12 for p in points)
         if rates:
-            print(f"matmul {precision}: best {peak:.3g} TFLOP/s; {len(rates)} shapes from {rates[0]:.2g} to {rates[-1]:.2g}")
+            said = f"{len(rates)} shapes from {rates[0]:.2g} to {rates[-1]:.2g}"
+            print(f"matmul {precision}: best {peak:.3g} TFLOP/s; {said}")
     print(f"memory: {body['memory_gb_s']} GB/s; links: {body['link_gb_s']} GB/s between two ranks")
     print("; ".join(f"{name} {rate:.3g}" for name, rate in body["rates"].items()))
     print(f"{seconds:.0f} s")

@@ -87,26 +87,25 @@ class CaseTimes:
 
 
 def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
-    """Times a configuration's step, plainly and operator by operator."""
+    """Times a configuration's step, plainly and operator by operator in turn."""
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step, batches, clock = TrainingStep(cfg, mesh, stages), batches_of(cfg, mesh, 0), Clock(mesh.device)
-    times = CaseTimes(steps)
-    for i in range(WARM_UP + steps):
+    times, of_passes, of_updates = CaseTimes(steps), KernelTimes(clock), KernelTimes(clock)
+    for i in range(WARM_UP):
+        step.run(i + 1, batches).wait()
+    for i in range(WARM_UP + 1, WARM_UP + 2 * steps, 2):
         start = clock.now()
-        loss = step.forward_backward(i + 1, batches)
+        loss = step.forward_backward(i, batches)
         middle = clock.now()
-        step.update(i + 1, loss).wait()
+        step.update(i, loss).wait()
         end = clock.now()
-        if i >= WARM_UP:
-            times.passes.append(clock.between(start, middle))
-            times.updates.append(clock.between(middle, end))
-    of_passes, of_updates = KernelTimes(clock), KernelTimes(clock)
-    for i in range(steps):
+        times.passes.append(clock.between(start, middle))
+        times.updates.append(clock.between(middle, end))
         with of_passes:
-            loss = step.forward_backward(WARM_UP + steps + i + 1, batches)
+            loss = step.forward_backward(i + 1, batches)
         with of_updates:
-            step.update(WARM_UP + steps + i + 1, loss).wait()
+            step.update(i + 1, loss).wait()
     times.passes_kernels, times.update_kernels = of_passes.seconds(), of_updates.seconds()
     return times
 

@@ -3,14 +3,18 @@ the measured sizes.
 
 Its plain form is the section `measured` of a description of hardware:
 
-    cores: 2                       # ranks that compute at full speed side by side
+    cores: 2
     kernels:
-      1:                           # ranks that computed meanwhile
-        matmul: {fp32: [[1, 1024, 256, 256, 7.9e-4]]}             # batch, M, N, K, seconds
-        attention: {"_scaled_dot_product_flash_attention fp32": [[8, 8, 128, 128, 32, 17039360, 1.2e-3]]}   # shape, FLOPs, seconds
-        memory: {"mul fp32": [[4096, 2.0e-6], [1048576, 7.3e-5]]}   # bytes, seconds
+      1:
+        matmul: {fp32: [[1, 1024, 256, 256, 7.9e-4]]}
+        attention: {"_scaled_dot_product_flash_attention fp32": [[8, 8, 128, 128, 32, 17039360, 1.2e-3]]}
+        memory: {"mul fp32": [[4096, 2.0e-6], [1048576, 7.3e-5]]}
     collectives:
-      all_gather: {"2 of 2": [[4096, 9.0e-5]]}                    # ranks of a group of those of the mesh: bytes, seconds
+      all_gather: {"2 of 2": [[4096, 9.0e-5]]}
+
+A number under `kernels` says how many ranks computed meanwhile. The last number of a point is its seconds. Before it
+stand a matmul's batch, M, N and K, an attention's shape and FLOPs, and bytes elsewhere. "2 of 4" are the ranks of a group
+and of the mesh, whose groups were busy at once.
 """
 
 import math
@@ -75,7 +79,8 @@ class Measured:
             if (seconds := _READERS[k.kind](tables[k.kind], k)) is not None:
                 return seconds
         raise ConfigError(
-            f"measured.kernels: no {k.kind} in {k.dtype} is measured: add {k.dtype} to dtypes= of `ndtrain plan calibrate`"
+            f"measured.kernels: no {k.kind} in {k.dtype} is measured: add {k.dtype} to dtypes= of `ndtrain plan "
+            "calibrate`"
         )
 
     def _by_busy(self, busy: int) -> list[dict[str, Tables]]:
@@ -162,7 +167,7 @@ def _memory(tables: Tables, k: Kernel) -> float | None:
 _READERS = {"matmul": _matmul, "attention": _attention, "memory": _memory}
 
 
-# ------------------------------------------------------------------------------------------------------------ the checks
+# ----------------------------------------------------------------------------------------------------------- the checks
 
 
 def _problem(read: Any) -> str:

@@ -22,6 +22,7 @@ from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import refuse_overrides, write_file
 from ndtrain.plan.predict import Predictor
 
+WITHIN = 0.15  # that an error is to be
 TOGETHER = 6  # cases that are in memory at one time
 # no size is one that `calibrate` measures
 MODEL = [
@@ -163,11 +164,8 @@ def summary(rows: Sequence[Row], cores: int) -> list[str]:
     ):
         if part:
             errors = sorted(abs(r.error) for r in part)
-            within = sum(e <= 0.15 for e in errors)
-            said.append(
-                f"{name}: error median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; {within} of {len(part)} "
-                "within 15 %"
-            )
+            within = f"{sum(e <= WITHIN for e in errors)} of {len(part)} within {WITHIN:.0%}"
+            said.append(f"{name}: error median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; {within}")
     if len(rows) > 1:
         said.append(f"Kendall's tau of the order: {_tau(rows):.2f}")
     for ranks in sorted({r.ranks for r in rows}):
