@@ -18,7 +18,7 @@ from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.operators import access_of, is_free, kernel_of
 
-WARM_UP = 2  # untimed steps of a case
+WARM_UP = 1  # untimed steps of a case
 LEAST_S = 1e-7  # a clock may not see shorter kernels
 
 

@@ -13,8 +13,8 @@ Its plain form is the section `measured` of a description of hardware:
       all_gather: {"2 of 2": [[4096, 9.0e-5]]}
 
 A number under `kernels` says how many ranks computed meanwhile. The last number of a point is its seconds. Before it
-stand a matmul's batch, M, N and K, an attention's shape and FLOPs, and bytes elsewhere. "2 of 4" are the ranks of a group
-and of the mesh, whose groups were busy at once.
+stand a matmul's batch, M, N and K, an attention's shape and FLOPs, and bytes elsewhere. "2 of 4" are the ranks of a
+group and of the mesh, whose groups were busy at once.
 """
 
 import math

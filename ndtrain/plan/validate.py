@@ -81,6 +81,15 @@ class Options:
         return [int(w) for w in words]
 
 
+@dataclass
+class Blocks:
+    """How often each case is measured, as `bench.rounds.Repeats`."""
+
+    rounds: int
+    steps: int
+    warmup: int
+
+
 class Row(NamedTuple):
     """A case.
 
@@ -146,7 +155,7 @@ def measure(rank: int, cfgs: Sequence[Config], options: Options, device: str) ->
         batches = [batches_of(cfg, mesh, step) for step in range(DISTINCT)]
         queued = QueuedSteps(ours(cfg, mesh), batches, mesh.device)
         timers[str(i)] = BlockTimer(queued, queued.finish)
-    run_rounds(timers, options)
+    run_rounds(timers, Blocks(options.rounds, options.steps, options.warmup))
     return [[ms / 1e3 for ms in timer.block_ms] for timer in timers.values()]
 
 
