@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import yaml
 
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.plan import calibrate
@@ -98,6 +99,7 @@ def test_a_calibration_prices_a_run(tmp_path, monkeypatch, capsys):
     path = tmp_path / "this.yaml"
     assert main(["calibrate", f"out={path}", "dtypes=fp32", "ranks=2", "steps=1", "device=cpu"]) == 0
     assert "wrote" in capsys.readouterr().out
+    assert list(yaml.safe_load(path.read_text()))[:2] == ["measured", "rates"], "so that no part of it is a description"
     hardware = load_hardware(str(path))
     assert set(hardware.rates) >= {"launch_s", "step_s"} and hardware.measured.collectives["all_gather"]["2 of 2"]
     for ranks in (1, 2):

@@ -6,14 +6,16 @@ import math
 import pytest
 import yaml
 
-from ndtrain.config import ConfigError, MeshConfig
+from ndtrain.config import ConfigError, MeshConfig, load_config, resolve
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.plan.calibrate import write
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.measured import Measured, along, near_rate
+from ndtrain.plan.predict import Predictor
 from ndtrain.plan.price import Prices, Rates
 
+SDPA = "_scaled_dot_product_flash_attention_for_cpu"
 TABLES = {
     "matmul": {"fp32": [[1, 64, 64, 64, 2 * 64**3 / 1e10], [1, 256, 256, 256, 2 * 256**3 / 1e11]]},
     "attention": {"sdpa fp32": [[1, 4, 64, 64, 32, 1_000_000, 1e-3]]},
@@ -40,7 +42,7 @@ def matmul(size: int) -> Kernel:
 
 def test_between_two_sizes_time_is_a_line_in_logarithms():
     points = [[100, 1e-6], [10_000, 1e-4]]
-    assert along(points, 1000) == pytest.approx(1e-5)
+    assert along(points, 300) == pytest.approx(3e-6)
     assert along(points, 10) == 1e-6 and along(points, 20_000) == 2e-4
 
 
@@ -86,6 +88,22 @@ def test_measured_times_count_instead_of_formulas(tmp_path):
     assert prices.kernel(memory("mul", 100)) == pytest.approx(2 * (2e-6 + 1e-5)), "the host's time is shared, too"
     assert Prices(prices.hardware, Rates(launch_s=1e-5), mesh, own_core=True).kernel(memory("mul", 100)) == 1.2e-5
     assert prices.collective("dp", "all_gather", 1000) == 3e-4 and prices.ranks_a_core == 2
+
+
+def test_ranks_that_wait_leave_their_core_to_others(tmp_path):
+    """Four pipeline ranks on two cores: the bubble of a rank is another one's time."""
+    attention = {f"{op} fp32": [[1, 4, 64, 64, 32, 1_000_000, 1e-3]] for op in (SDPA, f"{SDPA}_backward")}
+    collectives = {op: {"4 of 4": [[1000, 1e-6]]} for op in ("all_gather", "all_reduce", "send_recv")}
+    kernels = {1: TABLES | {"attention": attention}}
+    times = {}
+    for cores in (2, 4):
+        plain = {"cores": cores, "kernels": kernels, "collectives": collectives}
+        cfg = resolve(load_config(["recipe=llama_debug", "mesh.pp=4", "train.global_batch=4", "train.micro_batch=1",
+                                   "model.num_hidden_layers=4", "train.compile=false"]), 4)  # fmt: skip
+        prediction = Predictor(described(tmp_path, measured=plain)).predict(cfg)
+        assert sum(prediction.waterfall.values()) == pytest.approx(prediction.step_time_s)
+        times[cores] = prediction.step_time_s
+    assert times[4] <= times[2] < 1.9 * times[4]
 
 
 def broken(*path, value):
