@@ -14,6 +14,7 @@ class Kernel(NamedTuple):
             kernel, whose intermediate results count nothing.
         dtype: of the operands: "fp64", "fp32", "bf16" or "fp8".
         shape: matmul: (batch, M, N, K); attention: (B, heads, T of queries, T of keys, head_dim); memory: ().
+        op: the operator's name; "" for several in one kernel.
     """
 
     kind: str
@@ -21,6 +22,7 @@ class Kernel(NamedTuple):
     bytes: int
     dtype: str
     shape: tuple[int, ...] = ()
+    op: str = ""
 
 
 class Collective(NamedTuple):

@@ -34,7 +34,7 @@ class FusedKernel:
             self.allocated.clear()
 
     def add(self, kernel: Kernel, access: Access) -> None:
-        self._first = self._first or kernel
+        self._first = self._first._replace(op="") if self._first else kernel
         for part in access.reads:
             if part.storage not in self._written:
                 self._read.setdefault(part.storage, set()).add(part)

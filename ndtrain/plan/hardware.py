@@ -8,6 +8,7 @@ import yaml
 
 from ndtrain.arguments import near
 from ndtrain.config import ConfigError
+from ndtrain.plan.measured import Measured
 
 _FOLDER = Path(__file__).parent / "hardware_specs"
 _PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp8")
@@ -28,6 +29,7 @@ class Hardware:
         network_gb_s: bandwidth of one device to other hosts, one direction.
         rates: names of `price.Rates` -> what was measured on these machines in place of the planner's figure. A
             description need not have them.
+        measured: times on such a host, in place of what follows from the figures above (`plan calibrate`).
     """
 
     name: str
@@ -39,6 +41,7 @@ class Hardware:
     link_gb_s: float | None
     network_gb_s: float | None
     rates: dict[str, float] = field(default_factory=dict)
+    measured: Measured | None = None
 
 
 def known_hardware() -> list[str]:
@@ -65,13 +68,21 @@ def load_hardware(name: str) -> Hardware:
         raise ConfigError(f"hardware={name}: cannot be read ({why}): give a description as YAML") from error
     if problem := _problem(read):
         raise ConfigError(f"hardware={name}: {problem}")
-    return Hardware(path.stem, **read)
+    measured = read.pop("measured", None)
+    return Hardware(path.stem, **read, measured=_measured(name, measured) if measured is not None else None)
+
+
+def _measured(name: str, read: Any) -> Measured:
+    try:
+        return Measured.of(read)
+    except ConfigError as error:
+        raise ConfigError(f"hardware={name}: {error}") from error
 
 
 def _problem(read: Any) -> str:
     """What is wrong with a description; "" where nothing is."""
     keys = [f.name for f in fields(Hardware) if f.name != "name"]
-    optional = [f.name for f in fields(Hardware) if f.default_factory is not MISSING]
+    optional = [f.name for f in fields(Hardware) if f.default is not MISSING or f.default_factory is not MISSING]
     if not isinstance(read, dict):
         return f"must be a mapping with the keys {', '.join(keys)}"
     for key in read:

@@ -18,11 +18,11 @@ _DTYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16",
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
 }  # fmt: skip
-_COMMUNICATION = ("c10d", "_c10d_functional")
+_NO_KERNELS = ("c10d", "_c10d_functional", "profiler")  # namespaces
 # they compute nothing, though PyTorch does not call them views
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "alias",
-    "lift_fresh", "resize_", "set_", "_local_scalar_dense",
+    "lift_fresh", "resize_", "set_", "_local_scalar_dense", "promote_types",
 }  # fmt: skip
 _NO_READS = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}  # only the shape of a tensor
 _OVERWRITES = {"copy_", "fill_", "zero_"}  # their first argument is written and not read
@@ -62,7 +62,7 @@ class Access(NamedTuple):
 
 def is_free(func: Func) -> bool:
     """Whether a call launches no kernel: views, allocations, and what `Collective`s stand for."""
-    return func.is_view or func.namespace in _COMMUNICATION or _name(func) in _FREE
+    return func.is_view or func.namespace in _NO_KERNELS or _name(func) in _FREE
 
 
 def multiplies(func: Func, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -81,16 +81,16 @@ def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if kind == "matmul":
         factors = _factors(func, args)
-        return Kernel(kind, flops, access.bytes, _DTYPES[factors[0].dtype], _matmul_shape(*factors))
+        return Kernel(kind, flops, access.bytes, _DTYPES[factors[0].dtype], _matmul_shape(*factors), _name(func))
     if kind == "attention":
         q, k = (_given(func, args, kwargs)[name] for name in ("query", "key"))
         if q.ndim == 3:  # segments: tokens, heads, head_dim
             shape = (1, q.shape[1], q.shape[0], k.shape[0], q.shape[2])
         else:
             shape = (*q.shape[:3], k.shape[2], q.shape[3])
-        return Kernel(kind, flops, access.bytes, _DTYPES[q.dtype], shape)
+        return Kernel(kind, flops, access.bytes, _DTYPES[q.dtype], shape, _name(func))
     floats = [_DTYPES[x.dtype] for x in tensors if x.dtype in _DTYPES]
-    return Kernel("memory", 0, access.bytes, floats[0] if floats else "fp32")
+    return Kernel("memory", 0, access.bytes, floats[0] if floats else "fp32", (), _name(func))
 
 
 def access_of(func: Func, args: tuple, kwargs: dict[str, Any], out: Any) -> Access:

@@ -102,8 +102,13 @@ class Predictor:
             ConfigError: the hardware's description lacks a rate.
         """
         cfg, mesh = plan.cfg, MeshSpec.of(plan.cfg.mesh)
-        prices = Prices(self.hardware, self.rates, mesh)
+        prices, waterfall = Prices(self.hardware, self.rates, mesh), {}
         seconds = _simulated(plan, prices).times.end
+        if explain or prices.ranks_a_core > 1:
+            waterfall = _waterfall(plan, prices)
+        if prices.ranks_a_core > 1:
+            seconds = self._on_shared_cores(plan, mesh, seconds - waterfall["bubble"])
+            waterfall["bubble"] += seconds - sum(waterfall.values())
         m, t = cfg.model, cfg.train
         rate = t.global_batch * t.seq_len / seconds
         per_device = rate / mesh.world_size
@@ -115,8 +120,18 @@ class Predictor:
             mfu=per_device * flops_per_token(m, t.seq_len) / peak,
             hfu=per_device * plan.hardware_flops_per_token / peak,
             memory_bytes=self.memory(plan),
-            waterfall=_waterfall(plan, prices) if explain else {},
+            waterfall=waterfall if explain else {},
         )
+
+    def _on_shared_cores(self, plan: "StepPlan", mesh: MeshSpec, work: float) -> float:
+        """Seconds of a step where there are more ranks than cores: a rank that waits leaves its core to another one, so
+        that a bubble costs nothing as long as there is other work.
+
+        Args:
+            work: seconds of a rank that never waits for another one, and gets its share of a core.
+        """
+        own_core = Prices(self.hardware, self.rates, mesh, own_core=True)
+        return max(work, _simulated(plan, own_core).times.end)
 
     def memory(self, plan: "StepPlan") -> int:
         """Bytes that the pipeline rank that needs most takes of its device."""

@@ -88,19 +88,29 @@ def _group_shape(mesh: MeshSpec, axes: tuple[str, ...], gpus_per_node: int) -> G
 class Prices:
     """Seconds on one kind of hardware.
 
+    Where the hardware's times are measured, they count, and the formulas only between hosts.
+
     Args:
         mesh: which ranks communicate along which axes.
+        own_core: whether kernels are as fast as on a core of their own where the ranks have to share measured cores.
 
     Attributes:
         launch_s: host time of a kernel's launch, while which the device may work. On a CPU the host is the device, and
             the time is part of the kernel's.
+        ranks_a_core: how many ranks share a core, where that is measured.
     """
 
-    def __init__(self, hardware: Hardware, rates: Rates, mesh: MeshSpec):
-        self.hardware, self.rates, self.mesh = hardware, rates, mesh
+    def __init__(self, hardware: Hardware, rates: Rates, mesh: MeshSpec, own_core: bool = False):
+        self.hardware, self.rates, self.mesh, self._measured = hardware, rates, mesh, hardware.measured
+        self._on_host = min(mesh.world_size, hardware.gpus_per_node)
+        cores = self._measured.cores if self._measured else self._on_host
+        self._computing = min(self._on_host, cores) if own_core else self._on_host
+        self.ranks_a_core = max(1.0, self._computing / cores)
         own_host = hardware.device == "cuda"
         self.launch_s = rates.launch_s if own_host else 0.0
-        self._fixed = rates.kernel_s + (0.0 if own_host else rates.launch_s)
+        self._fixed = 0.0 if own_host else rates.launch_s * self.ranks_a_core
+        if not self._measured:
+            self._fixed += rates.kernel_s
 
     # ------------------------------------------------------------------------------------------------------ kernels
 
@@ -110,6 +120,8 @@ class Prices:
         Raises:
             ConfigError: the description of the hardware lacks a rate that is needed.
         """
+        if self._measured:
+            return self._measured.kernel(k, self._computing) + self._fixed
         return max(self.arithmetic(k), k.bytes / self._memory) + self._fixed
 
     def arithmetic(self, k: Kernel) -> float:
@@ -136,6 +148,8 @@ class Prices:
         group = self.group(*axis.split("+"))
         if group.ranks == 1:
             return 0.0
+        if self._measured and group.hosts == 1:
+            return self._measured.collective(op, nbytes, group.ranks, self._on_host)
         if op == "send_recv":
             return self._message(nbytes, group.hosts > 1)
         if op == "all_to_all":
@@ -148,7 +162,10 @@ class Prices:
 
     def message(self, axis: str, nbytes: int) -> float:
         """Seconds of a message to the next rank of an axis."""
-        return self._message(nbytes, self.group(axis).hosts > 1)
+        across = self.group(axis).hosts > 1
+        if self._measured and not across:
+            return self._measured.collective("send_recv", nbytes, 2, self._on_host)
+        return self._message(nbytes, across)
 
     def group(self, *axes: str) -> GroupShape:
         """The ranks that differ only along these axes, as the first rank sees them."""

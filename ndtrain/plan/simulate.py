@@ -63,9 +63,9 @@ class Costs:
     def message(self, nbytes: int) -> float:
         return 0.0 if "pp" in self.free else self.prices.message("pp", nbytes)
 
-    def copy(self, nbytes: float) -> float:
-        """Seconds of a kernel that moves so many bytes, the fixed part included; 0 for none."""
-        return self.prices.kernel(Kernel("memory", 0, int(nbytes), "fp32")) if nbytes else 0.0
+    def copy(self, nbytes: float, op: str = "copy_") -> float:
+        """Seconds of an operator that moves so many bytes, the fixed part included; 0 for none."""
+        return self.prices.kernel(Kernel("memory", 0, int(nbytes), "fp32", (), op)) if nbytes else 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------ passages
@@ -296,8 +296,8 @@ class Simulation:
             state.finish([program.units[name] for name in own.units], [t.sends for t in own.turns if t.sends])
             elements = sum(program.units[name].shard for name in own.units)
             gradients.append(max(state.clocks[:2]))
-            norms.append(gradients[-1] + costs.copy(elements * self.sizes.master))
-            updates.append(costs.copy(elements * self.sizes.update))
+            norms.append(gradients[-1] + costs.copy(elements * self.sizes.master, "linalg_vector_norm"))
+            updates.append(costs.copy(elements * self.sizes.update, "_fused_adamw_"))
         end = max(norms) + self._statistics() + max(updates)
         copies = sum(state.copies for state in ranks) / len(ranks)
         return StepTimes(max(gradients), end + costs.prices.rates.step_s, copies)

@@ -66,4 +66,14 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
             "recipe=llama3_8b hardware=h100 nodes=16 mesh.dp=16 step_time_s=1.5 svg=goodput.svg",
         ),
     ),
+    "calibrate": Plan(
+        "measures matmuls, attention, memory, host and links of this machine, and writes a description of it that "
+        "hardware= takes",
+        ("out=this_machine.yaml", "out=this_machine.yaml dtypes=fp32 ranks=4"),
+    ),
+    "validate": Plan(
+        "runs the steps of some fifty small models on this machine and compares their times with the predictions for "
+        "its description",
+        ("hardware=this_machine.yaml", "hardware=this_machine.yaml ranks=1,2 json=validation.json"),
+    ),
 }

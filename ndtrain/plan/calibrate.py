@@ -1,0 +1,292 @@
+"""`ndtrain plan calibrate out=FILE.yaml`: measures this machine and writes a description that `hardware=` takes.
+
+Real training steps of a few sizes run, on one rank and then on as many as the machine has cores, and each operator in
+them is timed (`kernel_times`). Collectives are those of `bench collectives`. A small model's host time is what its
+steps take beyond their operators.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from ndtrain.arguments import one_of, option
+from ndtrain.bench.collectives import run as links
+from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, device_under, run_ranks
+from ndtrain.bench.results import require_folder
+from ndtrain.bench.rounds import max_over_ranks
+from ndtrain.config import Config, ConfigError, HardwareConfig, load_config, resolve
+from ndtrain.metrics import peak_flops
+from ndtrain.metrics.measured_peak import cpu_model
+from ndtrain.parallel.build import DTYPES
+from ndtrain.plan.events import Kernel
+from ndtrain.plan.kernel_times import CaseTimes, time_cases
+from ndtrain.plan.measured import Measured, Tables
+from ndtrain.plan.options import refuse_overrides
+
+PRECISIONS = ("fp32", "bf16", "fp64")
+# hidden_size, intermediate_size, heads, K/V heads, vocab_size, seq_len, micro_batch
+SHAPES = [
+    (64, 176, 4, 2, 512, 64, 2), (128, 512, 4, 4, 1024, 128, 2), (256, 688, 8, 4, 2048, 128, 4),
+    (256, 1024, 8, 2, 4096, 256, 4), (512, 1376, 8, 8, 4096, 128, 1), (512, 2048, 8, 4, 2048, 512, 1),
+    (1024, 2816, 16, 8, 1024, 128, 1), (384, 1024, 8, 4, 4096, 1024, 1),
+]  # fmt: skip
+AXES = ("tp", "cp", "fsdp")  # of the cases on several ranks, in turn
+MOST_RANKS = 8  # that share a host's links
+OPERATIONS = {
+    "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all", "send/recv": "send_recv", "broadcast": "broadcast",
+}  # fmt: skip   # the bench's name -> the planner's
+OF_UPDATE = ("linalg_vector_norm", "_fused_adamw_")  # kernels that the planner knows; the rest is the same in each step
+OVERLAP_BYTES, OVERLAP_ROUNDS = 8 * 2**20, 9
+BUSY = 0.9  # with less of the cores other programs took the rest
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `plan calibrate`."""
+
+    out: str = option("the description to write, FILE.yaml")
+    dtypes: str = option('precisions to measure, of fp32, bf16 and fp64: "fp32,bf16"', "fp32,bf16")
+    ranks: int = option("measure links of up to so many ranks", MOST_RANKS)
+    steps: int = option("timed steps of each model", 3)
+    device: Device = option(DEVICE_HELP, "auto")
+
+    @property
+    def precisions(self) -> list[str]:
+        return [one_of("dtype", word, list(PRECISIONS)) for word in self.dtypes.replace(",", " ").split()]
+
+
+def run(options: Options, overrides: Sequence[str]) -> None:
+    """Measures, says what was found, and writes `options.out`.
+
+    Raises:
+        ConfigError: the file cannot be written, or there is an argument beside the plan's own.
+    """
+    refuse_overrides(Options, overrides)
+    if not options.out.endswith((".yaml", ".yml")):
+        raise ConfigError(f"out={options.out}: must be a YAML file, which hardware= takes")
+    require_folder("out", options.out)
+    device, began = choose_device(options.device), time.perf_counter()
+    cores = min(MOST_RANKS, 1 << (_cores(device).bit_length() - 1))
+    alone, host, share = _kernels(options, device, 1)
+    kernels = {1: alone}
+    if cores > 1:
+        kernels[cores] = _kernels(options, device, cores)[0]
+    collectives = _collectives(options, device)
+    if cores > 1:
+        backend = "nccl" if device == "cuda" else "gloo"
+        host["interference"] = run_ranks(interference, cores, backend, backend=backend)
+    measured = Measured.of({"cores": cores, "kernels": kernels, "collectives": collectives})
+    body = _description(options, device, measured, host)
+    write(Path(options.out), body, _conditions(share))
+    _show(body, measured, time.perf_counter() - began)
+    print(f"{_conditions(share)}\nwrote {options.out}: hardware={options.out}")
+
+
+def _cores(device: str) -> int:
+    return torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+def cases(precision: str, ranks: int, device: str) -> list[Config]:
+    """The models whose steps are timed, on one rank or cut over several."""
+    made = []
+    for i, (hidden, intermediate, heads, kv_heads, vocab, length, micro) in enumerate(SHAPES):
+        axis = AXES[i % len(AXES)]
+        overrides = [
+            "recipe=llama_small", "model.num_hidden_layers=1", f"model.hidden_size={hidden}",
+            f"model.intermediate_size={intermediate}", f"model.num_attention_heads={heads}",
+            f"model.num_key_value_heads={kv_heads}", f"model.vocab_size={vocab}",
+            f"model.max_position_embeddings={length}", f"train.seq_len={length}", f"train.micro_batch={micro}",
+            f"train.global_batch={2 * micro * (ranks if axis == 'fsdp' else 1)}", f"precision.compute={precision}",
+            "train.compile=false", *([f"mesh.{axis}={ranks}"] if ranks > 1 else []),
+        ]  # fmt: skip
+        if precision == "fp64":
+            overrides.append("precision.params=fp64")
+        made.append(resolve(load_config(overrides), ranks))
+    return made
+
+
+def _kernels(options: Options, device: str, ranks: int) -> tuple[dict[str, Tables], dict[str, float], float]:
+    """Of so many ranks at once: the tables of kernels, the rates of the host, and the share of a core that they had."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    cfgs = [cfg for precision in options.precisions for cfg in cases(precision, ranks, device)]
+    began, used = time.perf_counter(), os.times()
+    times: list[CaseTimes] = run_ranks(time_cases, ranks, cfgs, options.steps, device, backend=backend)
+    ended = os.times()
+    cpu = ended.children_user + ended.children_system - used.children_user - used.children_system
+    return tables_of(times), host_rates(times), cpu / (time.perf_counter() - began) / ranks
+
+
+def tables_of(times: Sequence[CaseTimes]) -> dict[str, Tables]:
+    """kind -> operator and precision -> points, each the median of all times that a kernel ran."""
+    samples: dict[tuple[str, str, tuple[float, ...]], list[float]] = defaultdict(list)
+    for case in times:
+        for kernels in (case.passes_kernels, case.update_kernels):
+            for k, seconds in kernels.items():
+                samples[k.kind, *_place(k)] += seconds
+    tables: dict[str, Tables] = {kind: {} for kind in ("matmul", "attention", "memory")}
+    for kind, key, at in sorted(samples):
+        point = [*at, float(f"{statistics.median(samples[kind, key, at]):.4g}")]
+        tables[kind].setdefault(key, []).append(point)
+    return tables
+
+
+def _place(k: Kernel) -> tuple[str, tuple[float, ...]]:
+    """The table of its kind that a kernel belongs to, and where in it."""
+    if k.kind == "matmul":
+        return k.dtype, tuple(max(1, n) for n in k.shape)
+    if k.kind == "attention":
+        return f"{k.op} {k.dtype}", (*k.shape, k.flops)
+    return f"{k.op} {k.dtype}", (max(1, k.bytes),)
+
+
+def host_rates(times: Sequence[CaseTimes]) -> dict[str, float]:
+    """Names of `price.Rates` -> seconds of the host: for each operator, and in each step beside its program. Those
+    of the smallest cases count, since host time is most of theirs."""
+    smallest = sorted(times, key=lambda case: statistics.median(case.passes))[: max(1, len(times) // 3)]
+    launches = [
+        (statistics.median(case.passes) - _sum(case.passes_kernels, case.steps))
+        / _count(case.passes_kernels, case.steps)
+        for case in smallest
+    ]
+    known = lambda case: {k: s for k, s in case.update_kernels.items() if k.op in OF_UPDATE}
+    steps = [statistics.median(case.updates) - _sum(known(case), case.steps) for case in smallest]
+    return {"launch_s": max(1e-7, statistics.median(launches)), "step_s": max(1e-7, statistics.median(steps))}
+
+
+def _sum(kernels: Mapping[Kernel, list[float]], steps: int) -> float:
+    return sum(statistics.median(seconds) * len(seconds) for seconds in kernels.values()) / steps
+
+
+def _count(kernels: Mapping[Kernel, list[float]], steps: int) -> float:
+    return sum(map(len, kernels.values())) / steps
+
+
+# ---------------------------------------------------------------------------------------------------------------- links
+
+
+def _collectives(options: Options, device: str) -> dict[str, Tables]:
+    """operation -> "ranks of a group of those of the mesh" -> (bytes, seconds), the slowest rank's, medians."""
+    tables: dict[str, Tables] = defaultdict(dict)
+    most = min(options.ranks, _cores(device)) if device == "cuda" else options.ranks
+    backend = "nccl" if device == "cuda" else "gloo"
+    for world, mesh in _meshes(most):
+        asked = links.Options(ranks=world, mesh=mesh, min="1KiB", max="16MiB", factor=16, rounds=3)
+        by_axis = run_ranks(links.measure, world, asked, backend, backend=backend)
+        for axis in by_axis.values():
+            for row in axis["rows"]:
+                if op := OPERATIONS.get(row["operation"]):
+                    form = row["forms"].get("ours") or row["forms"]["torch"]
+                    points = tables[op].setdefault(f"{row['n']} of {world}", [])
+                    if row["bytes"] not in [p[0] for p in points]:
+                        points.append([row["bytes"], float(f"{form['ms'] / 1e3:.4g}")])
+    return {op: {key: sorted(points) for key, points in by_size.items()} for op, by_size in tables.items()}
+
+
+def _meshes(most: int) -> list[tuple[int, str]]:
+    """(ranks, mesh): one axis of 2, 4, 8 ranks, and groups of two beside each other."""
+    made = [(world, f"dp={world}") for world in (2, 4, 8) if world <= most]
+    return made + [(4, "dp=2 tp=2")] * (most >= 4)
+
+
+def interference(rank: int, backend: str) -> float:
+    """How much longer compute takes while a collective runs beside it, as a share of the collective's time, of the
+    slowest rank; runs in each rank's process."""
+    device = device_under(backend)
+    x, buffer = torch.randn(512, 512, device=device), torch.zeros(OVERLAP_BYTES // 4, device=device)
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    reduce = lambda: dist.all_reduce(buffer, async_op=True)
+    once = _seconds(lambda: x @ x, finish)
+    alone = _seconds(lambda: reduce().wait(), finish)
+    calls = max(1, round(2 * alone / once))
+
+    def compute() -> None:
+        for _ in range(calls):
+            x @ x
+
+    def both() -> None:
+        work = reduce()
+        compute()
+        work.wait()
+
+    longer = (_seconds(both, finish) - _seconds(compute, finish)) / alone
+    return min(1.0, max(0.01, longer))
+
+
+def _seconds(call: Callable[[], object], finish: Callable[[], object]) -> float:
+    """Of a call on the slowest rank, median of some rounds."""
+    took = []
+    for _ in range(OVERLAP_ROUNDS):
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        finish()
+        took.append(max_over_ranks(time.perf_counter() - began))
+    return statistics.median(took)
+
+
+# ------------------------------------------------------------------------------------------------------ the description
+
+
+def _description(options: Options, device: str, measured: Measured, host: dict[str, float]) -> dict[str, Any]:
+    memory = torch.cuda.mem_get_info()[1] if device == "cuda" else _host_memory() / measured.cores
+    peaks = {p: peak_flops(HardwareConfig(), device, DTYPES[p]) / 1e12 for p in options.precisions}
+    copies = [bytes / seconds for bytes, seconds in measured.kernels[1]["memory"].get("add fp32", [])]
+    gathers = measured.collectives.get("all_gather", {}).get("2 of 2", [])
+    return {  # what a description must have comes last, so that no part of a file is one
+        "measured": measured.plain(),
+        "rates": {name: float(f"{rate:.4g}") for name, rate in host.items()},
+        "device": device,
+        "memory_gb": round(memory / 1e9, 2),
+        "gpus_per_node": _cores(device) if device == "cuda" else max(options.ranks, measured.cores),
+        "peak_tflops": {p: float(f"{peak:.4g}") for p, peak in peaks.items()},
+        "memory_gb_s": float(f"{max(copies) / 1e9:.3g}") if copies else None,
+        "link_gb_s": float(f"{gathers[-1][0] / 2 / gathers[-1][1] / 1e9:.3g}") if gathers else None,
+        "network_gb_s": None,
+    }
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _conditions(share: float) -> str:
+    """On what was measured, and whether it was alone there."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_model()
+    load = os.getloadavg()[0]
+    text = f"measured on {name}, {os.cpu_count()} cores, torch {torch.__version__}; load average {load:.1f}"
+    if share < BUSY:
+        text += f"; BUSY: other programs took {1 - share:.0%} of a core's time, so links are slower than they are alone"
+    return text
+
+
+def write(path: Path, body: dict[str, Any], conditions: str) -> None:
+    """Writes a description, by a rename: a call that is cut off leaves no half of one."""
+    part = path.with_suffix(".part")
+    part.write_text(f"# {conditions}.\n" + yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=118))
+    part.replace(path)
+
+
+def _show(body: dict[str, Any], measured: Measured, seconds: float) -> None:
+    for precision, peak in body["peak_tflops"].items():
+        points = measured.kernels[1]["matmul"].get(precision, [])
+        rates = sorted(2 * math.prod(p[:4]) / p[4] / 1e12 for p in points)
+        if rates:
+            said = f"{len(rates)} shapes from {rates[0]:.2g} to {rates[-1]:.2g}"
+            print(f"matmul {precision}: best {peak:.3g} TFLOP/s; {said}")
+    print(f"memory: {body['memory_gb_s']} GB/s; links: {body['link_gb_s']} GB/s between two ranks")
+    print("; ".join(f"{name} {rate:.3g}" for name, rate in body["rates"].items()))
+    print(f"{seconds:.0f} s")

@@ -1,0 +1,116 @@
+"""Times the operators of real training steps, one by one, as the kernels that the planner knows."""
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ndtrain.bench.ranks import rank_device
+from ndtrain.bench.training import batches_of
+from ndtrain.config import Config
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.engine.train_step import TrainingStep
+from ndtrain.parallel.build import build_stages, initialise
+from ndtrain.plan.events import Kernel
+from ndtrain.plan.operators import access_of, is_free, kernel_of
+
+WARM_UP = 1  # untimed steps of a case
+LEAST_S = 1e-7  # a clock may not see shorter kernels
+
+
+class Clock:
+    """Seconds of this thread's work. On a CPU they are those that it had a core, so that other programs count only as
+    far as they slow memory down. On a GPU they pass between two events of the stream."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+
+    def now(self) -> Any:
+        if not self._cuda:
+            return time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Any, end: Any) -> float:
+        if not self._cuda:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class KernelTimes(TorchDispatchMode):
+    """Times each operator inside it.
+
+    Attributes:
+        spans: kernel -> (start, end) of each time that it ran.
+    """
+
+    def __init__(self, clock: Clock):
+        super().__init__()
+        self.clock = clock
+        self.spans: dict[Kernel, list[tuple[Any, Any]]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if is_free(func):
+            return func(*args, **kwargs)
+        start = self.clock.now()
+        out = func(*args, **kwargs)
+        span = start, self.clock.now()
+        self.spans[kernel_of(func, args, kwargs, access_of(func, args, kwargs, out))].append(span)
+        return out
+
+    def seconds(self) -> dict[Kernel, list[float]]:
+        return {k: [max(LEAST_S, self.clock.between(*s)) for s in spans] for k, spans in self.spans.items()}
+
+
+@dataclass
+class CaseTimes:
+    """Of a training step on one rank.
+
+    Attributes:
+        steps: how many were timed.
+        passes_kernels, update_kernels: of forward and backward, and of the update: kernel -> seconds of each time.
+        passes, updates: seconds of each forward and backward, and of each update, without the mode.
+    """
+
+    steps: int
+    passes_kernels: dict[Kernel, list[float]] = field(default_factory=dict)
+    update_kernels: dict[Kernel, list[float]] = field(default_factory=dict)
+    passes: list[float] = field(default_factory=list)
+    updates: list[float] = field(default_factory=list)
+
+
+def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
+    """Times a configuration's step, plainly and operator by operator in turn."""
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    step, batches, clock = TrainingStep(cfg, mesh, stages), batches_of(cfg, mesh, 0), Clock(mesh.device)
+    times, of_passes, of_updates = CaseTimes(steps), KernelTimes(clock), KernelTimes(clock)
+    for i in range(WARM_UP):
+        step.run(i + 1, batches).wait()
+    for i in range(WARM_UP + 1, WARM_UP + 2 * steps, 2):
+        start = clock.now()
+        loss = step.forward_backward(i, batches)
+        middle = clock.now()
+        step.update(i, loss).wait()
+        end = clock.now()
+        times.passes.append(clock.between(start, middle))
+        times.updates.append(clock.between(middle, end))
+        with of_passes:
+            loss = step.forward_backward(i + 1, batches)
+        with of_updates:
+            step.update(i + 1, loss).wait()
+    times.passes_kernels, times.update_kernels = of_passes.seconds(), of_updates.seconds()
+    return times
+
+
+def time_cases(rank: int, cfgs: Sequence[Config], steps: int, device: str) -> list[CaseTimes]:
+    """Times configurations one after another; runs in each rank's process."""
+    own = rank_device(rank, device)
+    return [time_case(cfg, Mesh(MeshSpec.of(cfg.mesh), rank, own), steps) for cfg in cfgs]

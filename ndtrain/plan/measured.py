@@ -1,0 +1,217 @@
+"""What `plan calibrate` has measured on a machine: seconds of kernels and of collectives, and how to read them between
+the measured sizes.
+
+Its plain form is the section `measured` of a description of hardware:
+
+    cores: 2
+    kernels:
+      1:
+        matmul: {fp32: [[1, 1024, 256, 256, 7.9e-4]]}
+        attention: {"_scaled_dot_product_flash_attention fp32": [[8, 8, 128, 128, 32, 17039360, 1.2e-3]]}
+        memory: {"mul fp32": [[4096, 2.0e-6], [1048576, 7.3e-5]]}
+    collectives:
+      all_gather: {"2 of 2": [[4096, 9.0e-5]]}
+
+A number under `kernels` says how many ranks computed meanwhile. The last number of a point is its seconds. Before it
+stand a matmul's batch, M, N and K, an attention's shape and FLOPs, and bytes elsewhere. "2 of 4" are the ranks of a
+group and of the mesh, whose groups were busy at once.
+"""
+
+import math
+import re
+import statistics
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from ndtrain.config import ConfigError
+from ndtrain.plan.events import Kernel
+
+Point = Sequence[float]  # what a time depends on, and last the seconds
+Tables = dict[str, list[list[float]]]
+NEAREST = 4  # measured shapes that a shape between them is read from
+_KINDS = {"matmul": 5, "attention": 7, "memory": 2}  # kind -> numbers of a point
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Times on a machine.
+
+    Attributes:
+        cores: ranks that compute at full speed side by side: CPU cores, or GPUs.
+        kernels: number of ranks that computed meanwhile -> kind -> "operator dtype", of matmuls "dtype" -> points.
+        collectives: operation -> "ranks of the group of ranks of the mesh" -> points.
+    """
+
+    cores: int
+    kernels: dict[int, dict[str, Tables]]
+    collectives: dict[str, Tables]
+
+    @classmethod
+    def of(cls, read: Any) -> "Measured":
+        """From the plain form.
+
+        Raises:
+            ConfigError: it is none. The message names what is wrong.
+        """
+        if problem := _problem(read):
+            raise ConfigError(f"measured{problem}: run `ndtrain plan calibrate` again")
+        return cls(**read)
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    # ------------------------------------------------------------------------------------------------------- kernels
+
+    def kernel(self, k: Kernel, ranks: int) -> float:
+        """Seconds of a kernel where so many ranks of this machine compute. More ranks than cores share them.
+
+        Raises:
+            ConfigError: nothing of its kind is measured in its precision.
+        """
+        return max(1.0, ranks / self.cores) * self._alone(k, min(ranks, self.cores))
+
+    @lru_cache(maxsize=100_000)  # noqa: B019 - a description lives as long as its program
+    def _alone(self, k: Kernel, busy: int) -> float:
+        for tables in self._by_busy(busy):
+            if (seconds := _READERS[k.kind](tables[k.kind], k)) is not None:
+                return seconds
+        raise ConfigError(
+            f"measured.kernels: no {k.kind} in {k.dtype} is measured: add {k.dtype} to dtypes= of `ndtrain plan "
+            "calibrate`"
+        )
+
+    def _by_busy(self, busy: int) -> list[dict[str, Tables]]:
+        """The tables, those of the nearest number of ranks first."""
+        return [self.kernels[n] for n in sorted(self.kernels, key=lambda n: abs(n - busy))]
+
+    # --------------------------------------------------------------------------------------------------- collectives
+
+    def collective(self, op: str, nbytes: int, group: int, ranks: int) -> float:
+        """Seconds of a collective of `nbytes` (as in `events.Collective`) in each of the groups of a mesh at once.
+
+        Args:
+            group: ranks of a group. ranks: those of the mesh.
+
+        Raises:
+            ConfigError: the operation is not measured.
+        """
+        if op not in self.collectives:
+            raise ConfigError(f"measured.collectives: {op} is not measured: run `ndtrain plan calibrate` again")
+        sizes = {tuple(int(n) for n in key.split(" of ")): key for key in self.collectives[op]}
+        near = min(sizes, key=lambda s: (abs(math.log(s[1] / ranks)), abs(math.log(s[0] / group))))
+        seconds = along(self.collectives[op][sizes[near]], nbytes)
+        return seconds * max(1.0, ranks / near[1]) * _share(op, group) / _share(op, near[0])
+
+
+def _share(op: str, group: int) -> float:
+    """Of its bytes what passes a rank."""
+    return 1.0 if op == "send_recv" else (group - 1) / group
+
+
+# ------------------------------------------------------------------------------------------------- between the points
+
+
+def along(points: Sequence[Point], size: float) -> float:
+    """Seconds at a size, from sorted points (size, seconds): a line between two neighbours in logarithms. Below the
+    first point they stay, and beyond the last one they grow with the size."""
+    sizes = [p[0] for p in points]
+    if size <= sizes[0]:
+        return points[0][1]
+    if size >= sizes[-1]:
+        return points[-1][1] * size / sizes[-1]
+    i = bisect_left(sizes, size)
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    share = math.log(size / x0) / math.log(x1 / x0)
+    return math.exp((1 - share) * math.log(y0) + share * math.log(y1))
+
+
+def near_rate(points: Sequence[tuple[Sequence[float], float]], shape: Sequence[float]) -> float:
+    """A rate at a shape: the mean of the nearest shapes' rates in logarithms, weighted by the inverse square of their
+    distance, each dim by its logarithm (Shepard's method).
+
+    Args:
+        points: (shape, rate).
+    """
+    logs = [math.log2(n) for n in shape]
+    away = sorted((sum((math.log2(n) - x) ** 2 for n, x in zip(p, logs, strict=True)), rate) for p, rate in points)
+    if away[0][0] == 0:
+        return away[0][1]
+    weights = [(1 / d, rate) for d, rate in away[:NEAREST]]
+    return math.exp(sum(w * math.log(r) for w, r in weights) / sum(w for w, _ in weights))
+
+
+def _matmul(tables: Tables, k: Kernel) -> float | None:
+    if k.dtype not in tables:
+        return None
+    points = [(p[:4], 2 * math.prod(p[:4]) / p[4]) for p in tables[k.dtype]]
+    return k.flops / near_rate(points, [max(1, n) for n in k.shape]) if k.flops else 0.0
+
+
+def _attention(tables: Tables, k: Kernel) -> float | None:
+    points = [(p[:5], p[5] / p[6]) for p in tables.get(f"{k.op} {k.dtype}", ())]
+    return k.flops / near_rate(points, k.shape) if points else None
+
+
+def _memory(tables: Tables, k: Kernel) -> float | None:
+    """An operator that is not measured takes as long as the usual one."""
+    points = tables.get(f"{k.op} {k.dtype}")
+    if points is None:
+        alike = [key for key in tables if key.partition(" ")[0] == k.op]
+        points = tables[alike[0]] if alike else None
+    return along(points, k.bytes) if points else statistics.median(along(p, k.bytes) for p in tables.values())
+
+
+_READERS = {"matmul": _matmul, "attention": _attention, "memory": _memory}
+
+
+# ----------------------------------------------------------------------------------------------------------- the checks
+
+
+def _problem(read: Any) -> str:
+    """What is wrong with the plain form; "" where nothing is."""
+    keys = ["cores", "kernels", "collectives"]
+    if not isinstance(read, dict) or sorted(read) != sorted(keys):
+        return f": must be a mapping with the keys {', '.join(keys)}"
+    if type(read["cores"]) is not int or read["cores"] < 1:
+        return f".cores={read['cores']}: must be a whole number, at least 1"
+    kernels, collectives = read["kernels"], read["collectives"]
+    if not isinstance(kernels, dict) or not kernels or not isinstance(collectives, dict):
+        return ": kernels and collectives must be mappings, and some kernels measured"
+    for busy, tables in kernels.items():
+        if type(busy) is not int or not isinstance(tables, dict) or sorted(tables) != sorted(_KINDS):
+            return f".kernels.{busy}: must have the keys {', '.join(_KINDS)}"
+        for kind, width in _KINDS.items():
+            if bad := _bad_table(tables[kind], width):
+                return f".kernels.{busy}.{kind}{bad}"
+        if not tables["memory"]:
+            return f".kernels.{busy}.memory: nothing is measured"
+    for op, tables in collectives.items():
+        if bad := _bad_table(tables, 2) or _bad_sizes(tables):
+            return f".collectives.{op}{bad}"
+    return ""
+
+
+def _bad_table(tables: Any, width: int) -> str:
+    if not isinstance(tables, dict):
+        return ": must be a mapping"
+    for key, points in tables.items():
+        if not isinstance(points, list) or not points:
+            return f".{key}: must be a list of points"
+        for p in points:
+            if not isinstance(p, list) or len(p) != width or not all(_positive(x) for x in p):
+                return f".{key}: {p}: a point has {width} positive numbers"
+        if width == 2 and [p[0] for p in points] != sorted({p[0] for p in points}):
+            return f".{key}: sizes must grow"
+    return ""
+
+
+def _bad_sizes(tables: Mapping[str, Any]) -> str:
+    bad = [key for key in tables if not re.fullmatch(r"[1-9]\d* of [1-9]\d*", str(key))]
+    return f".{bad[0]}: must be ranks of a group of those of the mesh, like 2 of 4" if bad else ""
+
+
+def _positive(x: Any) -> bool:
+    return type(x) in (int, float) and 0 < x < math.inf

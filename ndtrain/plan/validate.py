@@ -1,0 +1,194 @@
+"""`ndtrain plan validate hardware=FILE.yaml`: real steps of small models on this machine against their predictions.
+
+The file is that of `plan calibrate` here. Cases of one number of ranks run in the same processes, in alternating
+rounds. A case's time is the median of its blocks, of the slowest rank.
+"""
+
+import json
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from ndtrain.arguments import option
+from ndtrain.bench.ranks import choose_device, rank_device, run_ranks
+from ndtrain.bench.rounds import BlockTimer, run_rounds
+from ndtrain.bench.training import DISTINCT, QueuedSteps, batches_of, ours
+from ndtrain.config import Config, ConfigError, load_config, resolve
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.plan.hardware import load_hardware
+from ndtrain.plan.options import refuse_overrides, write_file
+from ndtrain.plan.predict import Predictor
+
+WITHIN = 0.15  # that an error is to be
+TOGETHER = 6  # cases that are in memory at one time
+# no size is one that `calibrate` measures
+MODEL = [
+    "recipe=llama_small", "model.vocab_size=3000", "model.hidden_size=320", "model.intermediate_size=864",
+    "model.num_hidden_layers=4", "model.num_attention_heads=8", "model.num_key_value_heads=8",
+    "model.max_position_embeddings=512", "train.seq_len=128", "train.global_batch=8", "train.micro_batch=1",
+    "train.compile=false",
+]  # fmt: skip
+CASES = {  # ranks -> overrides
+    1: [
+        "", "recompute=full", "recompute=selective", "recompute=every recompute.every=2", "precision.compute=bf16",
+        "precision.compute=bf16 recompute=full", "train.micro_batch=4", "train.seq_len=512 train.global_batch=2",
+        "model.hidden_size=192 model.intermediate_size=520", "model.hidden_size=640 model.intermediate_size=1728",
+        "model.vocab_size=6000", "model.tie_word_embeddings=true",
+    ],
+    2: [
+        "mesh.dp=2", "mesh.fsdp=2 mesh.zero=1", "mesh.fsdp=2 mesh.zero=2", "mesh.fsdp=2 mesh.zero=3",
+        "mesh.fsdp=2 precision.compute=bf16", "mesh.fsdp=2 mesh.zero=3 recompute=full", "mesh.dp=2 train.micro_batch=4",
+        "mesh.tp=2 train.micro_batch=4", "mesh.tp=2 train.micro_batch=2 tp.sequence_parallel=false",
+        "mesh.tp=2 recompute=selective", "mesh.tp=2 precision.compute=bf16 train.micro_batch=4", "mesh.cp=2",
+        "mesh.cp=2 cp.kind=ulysses", "mesh.cp=2 train.seq_len=512 train.global_batch=2", "mesh.pp=2 schedule=gpipe",
+        "mesh.pp=2 schedule=1f1b", "mesh.pp=2 schedule=interleaved", "mesh.pp=2 schedule=zb_h1",
+        "mesh.pp=2 schedule=dualpipe_v", "mesh.pp=2 schedule=1f1b precision.compute=bf16",
+    ],
+    4: [
+        "mesh.dp=4", "mesh.fsdp=4 mesh.zero=3", "mesh.tp=4", "mesh.cp=4", "mesh.pp=4 schedule=1f1b",
+        "mesh.pp=2 mesh.dp=2", "mesh.tp=2 mesh.fsdp=2", "mesh.pp=2 mesh.tp=2", "mesh.cp=2 mesh.fsdp=2",
+    ],
+    8: [
+        "mesh.fsdp=8", "mesh.tp=8", "mesh.pp=2 mesh.fsdp=2 mesh.tp=2", "mesh.pp=4 mesh.dp=2",
+        "mesh.dp=2 mesh.fsdp=2 mesh.cp=2", "mesh.pp=2 mesh.cp=2 mesh.tp=2",
+    ],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `plan validate`."""
+
+    hardware: str = option("the description of this machine that `plan calibrate` wrote")
+    ranks: str = option("only cases of these numbers of ranks, 1,2", ",".join(map(str, CASES)))
+    rounds: int = option("timed blocks of each case", 5)
+    steps: int = option("steps of a block", 2)
+    warmup: int = option("untimed steps before", 2)
+    json: str | None = option("the file to write everything to", None)
+
+    @property
+    def worlds(self) -> list[int]:
+        """
+        Raises:
+            ConfigError: there are no such cases.
+        """
+        words = self.ranks.replace(",", " ").split()
+        if strange := [w for w in words if w not in map(str, CASES)]:
+            raise ConfigError(f"ranks={strange[0]}: there are cases of {', '.join(map(str, CASES))} ranks")
+        return [int(w) for w in words]
+
+
+@dataclass
+class Blocks:
+    """How often each case is measured, as `bench.rounds.Repeats`."""
+
+    rounds: int
+    steps: int
+    warmup: int
+
+
+class Row(NamedTuple):
+    """A case.
+
+    Attributes:
+        blocks: seconds of a step, of each block.
+        predicted: seconds.
+    """
+
+    ranks: int
+    case: str
+    blocks: list[float]
+    predicted: float
+
+    @property
+    def measured(self) -> float:
+        return statistics.median(self.blocks)
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def run(options: Options, overrides: Sequence[str]) -> None:
+    """Measures, predicts, and prints both.
+
+    Raises:
+        ConfigError: the description is not one of a machine that was measured, or a file cannot be written.
+    """
+    refuse_overrides(Options, overrides)
+    hardware = load_hardware(options.hardware)
+    if hardware.measured is None:
+        raise ConfigError(f"hardware={options.hardware}: has nothing measured: give a file of `ndtrain plan calibrate`")
+    device, predictor, rows = choose_device(hardware.device), Predictor(hardware), []
+    print(f"{'ranks':>5} {'measured ms':>12} {'least':>9} {'predicted':>9} {'error':>7}  case")
+    for ranks in options.worlds:
+        for cases in _parts(CASES[ranks]):
+            cfgs = [config_of(case, ranks) for case in cases]
+            backend = "nccl" if device == "cuda" else "gloo"
+            times = run_ranks(measure, ranks, cfgs, options, device, backend=backend)
+            for case, cfg, blocks in zip(cases, cfgs, times, strict=True):
+                rows.append(Row(ranks, case, blocks, predictor.predict(cfg, explain=False).step_time_s))
+                print(_line(rows[-1]), flush=True)
+    print(*summary(rows, hardware.measured.cores), sep="\n")
+    if options.json:
+        write_file("json", options.json, json.dumps([{**r._asdict(), "error": r.error} for r in rows], indent=1))
+
+
+def _parts(cases: list[str]) -> Iterator[list[str]]:
+    for i in range(0, len(cases), TOGETHER):
+        yield cases[i : i + TOGETHER]
+
+
+def config_of(case: str, ranks: int) -> Config:
+    """The resolved configuration of a case."""
+    return resolve(load_config([*MODEL, *case.split()]), ranks)
+
+
+def measure(rank: int, cfgs: Sequence[Config], options: Options, device: str) -> list[list[float]]:
+    """Seconds of a step in each block, of each case; runs in each rank's process."""
+    timers = {}
+    for i, cfg in enumerate(cfgs):
+        mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
+        batches = [batches_of(cfg, mesh, step) for step in range(DISTINCT)]
+        queued = QueuedSteps(ours(cfg, mesh), batches, mesh.device)
+        timers[str(i)] = BlockTimer(queued, queued.finish)
+    run_rounds(timers, Blocks(options.rounds, options.steps, options.warmup))
+    return [[ms / 1e3 for ms in timer.block_ms] for timer in timers.values()]
+
+
+def _line(row: Row) -> str:
+    times = f"{1e3 * row.measured:12.1f} {1e3 * min(row.blocks):9.1f} {1e3 * row.predicted:9.1f}"
+    return f"{row.ranks:5} {times} {row.error:+7.1%}  {row.case or 'as it is'}"
+
+
+def summary(rows: Sequence[Row], cores: int) -> list[str]:
+    """Errors where each rank has a core, and where not; how alike the orders are."""
+    said = [f"\n{len(rows)} runs on {cores} cores; load average {os.getloadavg()[0]:.1f}"]
+    for name, part in (
+        ("ranks <= cores", [r for r in rows if r.ranks <= cores]),
+        ("ranks > cores", [r for r in rows if r.ranks > cores]),
+    ):
+        if part:
+            errors = sorted(abs(r.error) for r in part)
+            within = f"{sum(e <= WITHIN for e in errors)} of {len(part)} within {WITHIN:.0%}"
+            said.append(f"{name}: error median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; {within}")
+    if len(rows) > 1:
+        said.append(f"Kendall's tau of the order: {_tau(rows):.2f}")
+    for ranks in sorted({r.ranks for r in rows}):
+        part = [r for r in rows if r.ranks == ranks]
+        if len(part) > 1:
+            said.append(f"  of {ranks} ranks alone: {_tau(part):.2f}")
+    return said
+
+
+def _tau(rows: Sequence[Row]) -> float:
+    return kendall([r.measured for r in rows], [r.predicted for r in rows])
+
+
+def kendall(a: Sequence[float], b: Sequence[float]) -> float:
+    """Kendall's tau: of all pairs the share that both order alike, less the share that they order otherwise."""
+    signs: list[Any] = [(a[i] - a[j]) * (b[i] - b[j]) for i, j in combinations(range(len(a)), 2)]
+    return sum((s > 0) - (s < 0) for s in signs) / len(signs)

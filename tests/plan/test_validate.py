@@ -1,0 +1,57 @@
+"""`plan validate`: which runs are compared, and what is said of them."""
+
+import pytest
+import torch
+
+from ndtrain.plan import validate
+from ndtrain.plan.__main__ import main
+from ndtrain.plan.validate import CASES, Options, Row, config_of, kendall, summary
+
+
+def test_at_least_forty_runs_of_every_kind():
+    cases = [f"{ranks} {case}" for ranks, of_ranks in CASES.items() for case in of_ranks]
+    assert len(cases) >= 40 and len(set(cases)) == len(cases)
+    words = {word for case in cases for word in case.split()}
+    assert words >= {f"mesh.{axis}=2" for axis in ("pp", "dp", "fsdp", "cp", "tp")} | {"precision.compute=bf16"}
+    assert words >= {f"mesh.zero={n}" for n in (1, 2, 3)} | {f"recompute={n}" for n in ("full", "selective", "every")}
+    assert len([word for word in words if word.startswith("schedule=")]) == 5
+
+
+@pytest.mark.full
+def test_every_case_can_run():
+    for ranks, cases in CASES.items():
+        for case in cases:
+            config_of(case, ranks)
+
+
+def test_kendall():
+    assert kendall([1, 2, 3], [4, 5, 6]) == 1 and kendall([1, 2, 3], [6, 5, 4]) == -1
+    assert kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+
+
+def test_the_summary_parts_runs_by_cores():
+    rows = [Row(1, "a", [1.0, 3.0, 2.0], 2.2), Row(2, "b", [1.0], 0.8), Row(4, "c", [1.0], 3.0)]
+    said = "\n".join(summary(rows, 2))
+    assert "ranks <= cores: error median 15.0%, worst 20.0%; 1 of 2 within 15%" in said
+    assert "ranks > cores: error median 200.0%, worst 200.0%; 0 of 1 within 15%" in said
+
+
+def test_blocks_are_steps_of_each_case(monkeypatch):
+    torch.set_num_threads(1)
+    small = [config_of(f"model.hidden_size=64 model.num_hidden_layers={n} train.global_batch=1", 1) for n in (1, 6)]
+    one, six = validate.measure(0, small, Options(hardware="", rounds=3, steps=1, warmup=1), "cpu")
+    assert len(one) == len(six) == 3 and 0 < min(one) < min(six)
+
+
+MISTAKES = {
+    "not measured": (["hardware=h100"], "hardware=h100: has nothing measured: give a file of `ndtrain plan calibrate`"),
+    "override": (["hardware=h100", "mesh.tp=2"], "mesh.tp"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(name, capsys):
+    args, text = MISTAKES[name]
+    assert main(["validate", *args]) == 2
+    err = capsys.readouterr().err
+    assert text in err and err.startswith("error: ") and err.count("\n") == 1
