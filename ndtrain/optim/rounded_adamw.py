@@ -30,9 +30,10 @@ class Scalars(NamedTuple):
 
     Attributes:
         rest1, rest2: 1 - beta1, 1 - beta2.
+        eps: epsilon * sqrt(1 - beta2^t) after t updates: both corrections of the moments are factors of `rate`, in the
+            order of Kingma & Ba (2014, arXiv:1412.6980, section 2), which saves each element a division.
         decay: 1 - lr * weight decay.
-        rate: lr / (1 - beta1^t) after t updates.
-        width: sqrt(1 - beta2^t).
+        rate: lr * sqrt(1 - beta2^t) / (1 - beta1^t).
         found_inf: not 0: the update changes nothing.
         grad_scale: the divisor of the gradient; None: 1.
     """
@@ -44,7 +45,6 @@ class Scalars(NamedTuple):
     eps: Tensor
     decay: Tensor
     rate: Tensor
-    width: Tensor
     found_inf: Tensor
     grad_scale: Tensor | None
 
@@ -74,7 +74,7 @@ def update(
     old_m, old_v = exp_avg.float(), exp_avg_sq.float()
     m = old_m.mul(s.beta1).add_(grad * s.rest1)
     v = old_v.mul(s.beta2).add_(grad.square().mul_(s.rest2))
-    new = weight.mul(s.decay).sub_((m / _sqrt(v).div_(s.width).add_(s.eps)).mul_(s.rate))
+    new = weight.mul(s.decay).sub_(m.mul(s.rate).div_(_sqrt(v).add_(s.eps)))
     position = torch.arange(first, first + weight.numel(), dtype=torch.int32, device=weight.device)
     rows = [(*p.unbind(), *key.unbind()) for p, key in zip(places.unbind(), tensor_keys.unbind(), strict=True)]
     shift, *of_rows, key1, key2 = select(position, [(r[0], r[1], *r[5:]) for r in rows] if one_row else rows)
@@ -168,7 +168,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         self._parts: dict[Tensor, list[_Part]] = {}
         places = [place for weight, of in slices.items() for place in self._divide(weight, of)]
         self._places = self._on_device(places)
-        constants = (betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps)
+        constants = (betas[0], 1 - betas[0], betas[1], 1 - betas[1])
         self._constants = torch.tensor(constants, dtype=torch.float32).to(self._device).unbind()
 
     def _divide(self, weight: Tensor, slices: Sequence[TensorSlice]) -> list[Place]:
@@ -199,12 +199,13 @@ class RoundedAdamW(torch.optim.Optimizer):
         group = self.param_groups[0]
         made = self.state[group["params"][0]]["step"].double() + 1
         corrections = [1 - beta**made for beta in group["betas"]]
-        rate, width = (group["lr"] / corrections[0]).float(), corrections[1].sqrt().float()
+        width = corrections[1].sqrt()
+        rate, eps = (group["lr"] * width / corrections[0]).float(), (group["eps"] * width).float()
         scale = None if self.grad_scale is None else self.grad_scale.float()
         tensor_keys = self._on_device([keys(name, group["number"]) for name in self._names])
         for group in self.param_groups:
             decay = torch.full_like(rate, 1 - group["lr"] * group["weight_decay"])
-            scalars = Scalars(*self._constants, decay, rate, width, self.found_inf, scale)
+            scalars = Scalars(*self._constants, eps, decay, rate, self.found_inf, scale)
             for part in (part for weight in group["params"] for part in self._parts[weight]):
                 self._update(part, tensor_keys[part.rows], scalars)
 

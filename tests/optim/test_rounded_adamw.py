@@ -72,10 +72,11 @@ def expected(slices: list[TensorSlice], special: Tensor, scaled: bool = True) ->
     for made, step in ((1, 1), (2, 3)):
         g = grad_of(n, step, special).numpy()[at]
         g = g / f(1.7) if scaled else g
-        rate, width = f(LR / (1 - BETAS[0] ** made)), f((1 - BETAS[1] ** made) ** 0.5)
+        width = (1 - BETAS[1] ** made) ** 0.5
+        rate, eps = f(LR * width / (1 - BETAS[0] ** made)), f(EPS * width)
         new_m = m[at] * f(BETAS[0]) + g * f(1 - BETAS[0])
         new_v = v[at] * f(BETAS[1]) + g * g * f(1 - BETAS[1])
-        w[at] = w[at] * f(1 - LR * DECAY) - new_m / (np.sqrt(new_v) / width + f(EPS)) * rate
+        w[at] = w[at] * f(1 - LR * DECAY) - new_m * rate / (np.sqrt(new_v) + eps)
         bits = np.concatenate([random_bits(piece, step) for piece in slices])
         m[at], v[at] = rounded(new_m, bits >> 16), rounded(new_v, bits & 0xFFFF)
     moments = (torch.from_numpy(x).bfloat16() for x in (m, v))
