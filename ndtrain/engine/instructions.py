@@ -6,7 +6,7 @@ prefetch while it runs, the units to reshard after it, and the units whose gradi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,8 +19,7 @@ from ndtrain.schedule import Action
 Units = tuple[str, ...]  # names
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One pass of one layer for one microbatch.
 
     Attributes:
@@ -150,7 +149,7 @@ def expand(
     for number, a in enumerate(row):
         passes = {"F": forward, "B": _backward, "I": _backward, "W": _weights}[a.kind]
         for ins in passes(a, layers, of_stage[a.stage], recompute_groups):
-            program.append(replace(ins, action=number))
+            program.append(ins._replace(action=number))
     program = _with_reductions(_with_gathers(program, ahead), layers)
     return [list(same) for _, same in groupby(program, key=lambda ins: ins.action)]
 
@@ -177,7 +176,7 @@ def _forward(
         ins = _instruction("F", a, i, layers[i].units)
         if g := group.get(i):
             inner = i != g.layers[0]
-            ins = replace(ins, keep_graph=False, drop_input=inner, save=g.save, shape_only=g.shape_only(i))
+            ins = ins._replace(keep_graph=False, drop_input=inner, save=g.save, shape_only=g.shape_only(i))
         instructions.append(ins)
     return instructions
 
@@ -209,7 +208,7 @@ def _with_gathers(instructions: list[Instruction], ahead: int) -> list[Instructi
     for ins in reversed(instructions):
         reshard = bool(ins.weights) and (not upcoming or upcoming[0] != ins.weights)
         others = [units for units in upcoming if units != ins.weights][:ahead]
-        out.append(replace(ins, prefetch=tuple(u for units in others for u in units), reshard=reshard))
+        out.append(ins._replace(prefetch=tuple(u for units in others for u in units), reshard=reshard))
         if reshard:
             upcoming = [ins.weights, *upcoming[:ahead]]
     return out[::-1]
@@ -225,7 +224,7 @@ def _with_reductions(instructions: list[Instruction], layers: Sequence[Layer]) -
         if ins.kind != "F":
             units = layers[ins.layer].units[::-1]
             complete = [(u, u not in in_step) for u in units if (ins.microbatch, u) not in in_microbatch]
-            ins = replace(ins, reduce=tuple(complete))
+            ins = ins._replace(reduce=tuple(complete))
             in_microbatch |= {(ins.microbatch, u) for u in units}
             in_step |= {*units}
         out.append(ins)

@@ -1,6 +1,6 @@
 """Descriptions of hardware, shipped or of the user's own: `hardware=h100`, `hardware=my_cluster.yaml`."""
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class Hardware:
         memory_gb_s: bandwidth of a device's memory.
         link_gb_s: bandwidth of one device to those of its host, one direction.
         network_gb_s: bandwidth of one device to other hosts, one direction.
+        rates: names of `price.Rates` -> what was measured on these machines in place of the planner's figure. A
+            description need not have them.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Hardware:
     memory_gb_s: float | None
     link_gb_s: float | None
     network_gb_s: float | None
+    rates: dict[str, float] = field(default_factory=dict)
 
 
 def known_hardware() -> list[str]:
@@ -68,12 +71,13 @@ def load_hardware(name: str) -> Hardware:
 def _problem(read: Any) -> str:
     """What is wrong with a description; "" where nothing is."""
     keys = [f.name for f in fields(Hardware) if f.name != "name"]
+    optional = [f.name for f in fields(Hardware) if f.default_factory is not MISSING]
     if not isinstance(read, dict):
         return f"must be a mapping with the keys {', '.join(keys)}"
     for key in read:
         if key not in keys:
             return f"{key}: no such key; {near(str(key), keys)}known: {', '.join(keys)}"
-    if missing := [key for key in keys if key not in read]:
+    if missing := [key for key in keys if key not in read and key not in optional]:
         return f"{missing[0]} is missing; a description has {', '.join(keys)}"
     if read["device"] not in ("cpu", "cuda"):
         return f"device={read['device']}: must be cpu or cuda"
@@ -83,8 +87,11 @@ def _problem(read: Any) -> str:
         return "peak_tflops: must be a mapping from precision to TFLOP/s"
     if unknown := [p for p in read["peak_tflops"] if p not in _PRECISIONS]:
         return f"peak_tflops.{unknown[0]}: no such precision; known: {', '.join(_PRECISIONS)}"
+    if not isinstance(read.get("rates", {}), dict):
+        return "rates: must be a mapping from names of rates to numbers"
     rates = {key: read[key] for key in ("memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s")}
     rates |= {f"peak_tflops.{p}": rate for p, rate in read["peak_tflops"].items()}
+    rates |= {f"rates.{name}": rate for name, rate in read.get("rates", {}).items()}
     for key, rate in rates.items():
         if rate is not None and (type(rate) not in (int, float) or not 0 < rate < float("inf")):
             return f"{key}={rate}: must be a positive number, or null"

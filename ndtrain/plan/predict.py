@@ -1,19 +1,45 @@
 """Predicts the time, the memory and the MFU of a training step on described hardware."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model.flops import flops_per_token, hardware_flops_per_token
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.events import Kernel, Piece
-from ndtrain.plan.hardware import Hardware
+from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.memory import peak_bytes
+from ndtrain.plan.options import RunOptions, planned_config, write_file
 from ndtrain.plan.pieces import Pieces, Variant, record_pieces, update_bytes
-from ndtrain.plan.price import Prices, Rates, peak_flops
+from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
 from ndtrain.plan.program import StepProgram
+from ndtrain.plan.report import table
 from ndtrain.plan.simulate import CAUSES, Simulation, Sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """Of `plan predict`."""
+
+
+def run(options: Options, overrides: Sequence[str]) -> None:
+    """Predicts the step, prints the tables and writes the files.
+
+    Raises:
+        ConfigError: there is no such run, it cannot be priced, or a file cannot be written.
+    """
+    hardware = load_hardware(options.hardware)
+    cfg = planned_config(overrides, options, hardware)
+    predictor = Predictor(hardware)
+    prediction = predictor.predict(cfg)
+    print(as_text(cfg, hardware, prediction))
+    if options.json:
+        body = {"hardware": asdict(hardware), "rates": asdict(predictor.rates), **asdict(prediction)}
+        write_file("json", options.json, json.dumps(body, indent=1))
 
 
 @dataclass(frozen=True)
@@ -41,11 +67,15 @@ class Predictor:
     """Predicts the steps of runs on one kind of hardware.
 
     Args:
-        rates: what machines reach of their peaks; None: the defaults.
+        rates: what machines reach of their peaks; None: the defaults. What the hardware's description has measured
+            itself goes before.
+
+    Raises:
+        ConfigError: the description names a rate that there is not.
     """
 
     def __init__(self, hardware: Hardware, rates: Rates | None = None):
-        self.hardware, self.rates = hardware, rates or Rates()
+        self.hardware, self.rates = hardware, rates_of(hardware, rates)
 
     def predict(self, cfg: Config, explain: bool = True) -> Prediction:
         """The prediction for a resolved configuration.
@@ -71,22 +101,20 @@ class Predictor:
         rate = t.global_batch * t.seq_len / seconds
         per_device = rate / mesh.world_size
         peak = peak_flops(self.hardware, "bf16" if cfg.precision.compute == "fp8" else cfg.precision.compute)
-        skipped = [ops for rank in plan.program.ranks for ops in rank.skipped_ops]
         return Prediction(
             step_time_s=seconds,
             tokens_per_s=rate,
             tokens_per_s_per_device=per_device,
             mfu=per_device * flops_per_token(m, t.seq_len) / peak,
-            hfu=per_device * hardware_flops_per_token(m, t.seq_len, skipped) / peak,
+            hfu=per_device * plan.hardware_flops_per_token / peak,
             memory_bytes=self._memory(plan),
             waterfall=_waterfall(plan, prices) if explain else {},
         )
 
     def _memory(self, plan: "StepPlan") -> int:
-        tensors = max(peak_bytes(plan.program, rank, plan.pieces, plan.sizes) for rank in plan.program.ranks)
         if self.hardware.device == "cpu":
-            return tensors
-        return int(tensors * self.rates.memory_factor + 1e9 * self.rates.memory_gb)
+            return plan.tensor_bytes
+        return int(plan.tensor_bytes * self.rates.memory_factor + 1e9 * self.rates.memory_gb)
 
 
 @dataclass(frozen=True)
@@ -101,6 +129,18 @@ class StepPlan:
     program: StepProgram
     pieces: Mapping[Variant, Piece]
     sizes: Sizes
+
+    @cached_property
+    def tensor_bytes(self) -> int:
+        """The most that tensors take at one time on the pipeline rank that needs most."""
+        return max(peak_bytes(self.program, rank, self.pieces, self.sizes) for rank in self.program.ranks)
+
+    @cached_property
+    def hardware_flops_per_token(self) -> float:
+        """As in `model.flops`, of the recompute of all blocks."""
+        skipped = Counter(ops for rank in self.program.ranks for ops in rank.skipped_ops)
+        of = partial(hardware_flops_per_token, self.cfg.model, self.cfg.train.seq_len)
+        return sum(times * of([ops]) for ops, times in skipped.items()) / skipped.total()
 
 
 def plan_step(cfg: Config, device: str) -> StepPlan:
@@ -133,8 +173,8 @@ def _waterfall(plan: StepPlan, prices: Prices) -> dict[str, float]:
     kernels = _kernel_seconds(plan, prices)
     free = [frozenset(CAUSES[i:]) for i in range(len(CAUSES) + 1)]
     steps = [_simulated(plan, prices, causes).times for causes in free]
-    parts = dict(kernels)
-    parts["bubble"] = steps[0].gradients - sum(kernels.values())
+    parts = kernels | {"memory-bound": kernels["memory-bound"] + steps[0].copies}
+    parts["bubble"] = max(0.0, steps[0].gradients - sum(parts.values()))
     for i, cause in enumerate(CAUSES):
         name = cause if cause == "launch" else f"exposed {cause}"
         parts[name] = steps[i + 1].gradients - steps[i].gradients
@@ -172,3 +212,33 @@ def _pass_seconds(piece: Piece, recompute: bool, prices: Prices) -> dict[str, fl
         else:
             add("attention" if k.kind == "attention" else "memory-bound", seconds)
     return parts
+
+
+# ------------------------------------------------------------------------------------------------------------- the text
+
+
+def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
+    """Tables for people."""
+    mesh = MeshSpec.of(cfg.mesh)
+    sizes = " ".join(f"{a}={n}" for a, n in zip(mesh.order, mesh.sizes, strict=True) if n > 1) or "one rank"
+    limit = hardware.memory_gb
+    of_limit = f", {p.memory_bytes / limit / 1e7:.0f} % of {limit:g} GB" if limit else ""
+    facts = [
+        ("step time", f"{p.step_time_s:.4g} s"),
+        ("tokens/s", f"{p.tokens_per_s:,.0f}"),
+        ("tokens/s of a device", f"{p.tokens_per_s_per_device:,.0f}"),
+        ("MFU", f"{100 * p.mfu:.1f} %"),
+        ("HFU", f"{100 * p.hfu:.1f} %"),
+        ("memory", f"{p.memory_bytes / 1e9:.1f} GB{of_limit}"),
+    ]
+    parts = [
+        (name, f"{seconds:.4f}", f"{100 * seconds / p.step_time_s:.1f} %") for name, seconds in p.waterfall.items()
+    ]
+    blocks = [
+        f"{mesh.world_size} ranks of {hardware.name}: {sizes}, zero={cfg.mesh.zero}, {cfg.microbatches} microbatches",
+        table(facts),
+        table([("where the step goes", "seconds", "share"), *parts]),
+    ]
+    if limit and p.memory_bytes > 1e9 * limit:
+        blocks.append(f"does not fit into {limit:g} GB")
+    return "\n\n".join(blocks)

@@ -3,10 +3,10 @@
 Every figure that no data sheet has is a constant of `Rates`: the same for all models, meshes and GPUs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 
+from ndtrain.arguments import near
 from ndtrain.config import ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.plan.events import Kernel
@@ -48,6 +48,21 @@ class Rates:
     memory_gb: float = 3.0
 
 
+def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:
+    """The rates, with what the description of the hardware has measured in their place.
+
+    Raises:
+        ConfigError: the description names a rate that there is not.
+    """
+    known = [f.name for f in fields(Rates)]
+    if strange := [name for name in hardware.rates if name not in known]:
+        raise ConfigError(
+            f"hardware={hardware.name}: rates.{strange[0]}: no such rate; {near(strange[0], known)}known: "
+            f"{', '.join(known)}"
+        )
+    return replace(rates or Rates(), **hardware.rates)
+
+
 @dataclass(frozen=True)
 class GroupShape:
     """Where the ranks of a process group are.
@@ -60,9 +75,11 @@ class GroupShape:
     ranks: int
     hosts: int
 
-    @classmethod
-    def of(cls, members: Sequence[int], gpus_per_node: int) -> "GroupShape":
-        return cls(len(members), len({rank // gpus_per_node for rank in members}))
+
+@lru_cache(maxsize=4096)
+def _group_shape(mesh: MeshSpec, axes: tuple[str, ...], gpus_per_node: int) -> GroupShape:
+    members = mesh.members(0, *axes)
+    return GroupShape(len(members), len({rank // gpus_per_node for rank in members}))
 
 
 class Prices:
@@ -81,7 +98,6 @@ class Prices:
         own_host = hardware.device == "cuda"
         self.launch_s = rates.launch_s if own_host else 0.0
         self._fixed = rates.kernel_s + (0.0 if own_host else rates.launch_s)
-        self._shapes: dict[tuple[str, ...], GroupShape] = {}
 
     # ------------------------------------------------------------------------------------------------------ kernels
 
@@ -130,9 +146,7 @@ class Prices:
 
     def group(self, *axes: str) -> GroupShape:
         """The ranks that differ only along these axes, as the first rank sees them."""
-        if axes not in self._shapes:
-            self._shapes[axes] = GroupShape.of(self.mesh.members(0, *axes), self.hardware.gpus_per_node)
-        return self._shapes[axes]
+        return _group_shape(self.mesh, axes, self.hardware.gpus_per_node)
 
     def _ring(self, group: GroupShape) -> float:
         """Bytes a second that pass each rank."""

@@ -143,6 +143,7 @@ class _Rank:
         reductions: those that are not waited for yet, with what they cost.
         bucket: bytes that are added to the sums over replicas and not yet launched.
         sums: (end, seconds) of the sums over replicas.
+        copies: seconds of kernels outside the passes of layers.
     """
 
     step: "Simulation"
@@ -154,6 +155,7 @@ class _Rank:
         self.reductions: list[tuple[Reduce, float, float]] = []
         self.bucket: dict[str, int] = {}
         self.sums: list[tuple[float, float]] = []
+        self.copies = 0.0
 
     def launch(self, lane: str, seconds: float) -> float:
         """Launches a collective. Returns its end."""
@@ -168,8 +170,10 @@ class _Rank:
     def kernel(self, nbytes: float) -> None:
         """A kernel that moves so many bytes."""
         if nbytes:
+            seconds = self.step.costs.copy(nbytes)
+            self.copies += seconds
             self.clocks[HOST] += self.step.costs.launch_s
-            self.clocks[STREAM] = max(self.clocks[STREAM], self.clocks[HOST]) + self.step.costs.copy(nbytes)
+            self.clocks[STREAM] = max(self.clocks[STREAM], self.clocks[HOST]) + seconds
 
     # ---------------------------------------------------------------------------------------------------- the units
 
@@ -244,10 +248,13 @@ class StepTimes(NamedTuple):
     Attributes:
         gradients: when the last rank has its gradients.
         end: when the last rank has updated its weights.
+        copies: seconds of kernels outside the passes of layers until then, which put weights in place and add
+            gradients; mean over the ranks.
     """
 
     gradients: float
     end: float
+    copies: float
 
 
 class Simulation:
@@ -290,7 +297,8 @@ class Simulation:
             norms.append(gradients[-1] + costs.copy(elements * self.sizes.master))
             updates.append(costs.copy(elements * self.sizes.update))
         end = max(norms) + self._statistics() + max(updates)
-        return StepTimes(max(gradients), end + costs.prices.rates.step_s)
+        copies = sum(state.copies for state in ranks) / len(ranks)
+        return StepTimes(max(gradients), end + costs.prices.rates.step_s, copies)
 
     def _statistics(self) -> float:
         """Seconds in which the ranks exchange loss and norm, two fp64 each."""

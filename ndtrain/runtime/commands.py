@@ -40,4 +40,12 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
             "recipe=llama_small hardware=cpu mesh.fsdp=2",
         ),
     ),
+    "predict": Plan(
+        "predicts step time, tokens/s, MFU, HFU and memory of a run on machines that are not at hand, and where the "
+        "step's time goes",
+        (
+            "recipe=llama3_8b hardware=h100 nodes=1 mesh.fsdp=8",
+            "recipe=llama3_8b hardware=h100 nodes=16 mesh.tp=8 json=prediction.json",
+        ),
+    ),
 }
