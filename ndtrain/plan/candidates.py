@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from ndtrain.config import AXES, Config, ConfigError, resolve
@@ -87,19 +88,27 @@ class Space:
         ]
 
     def places(self, mesh: tuple[int, ...]) -> Iterator[tuple[Candidate, Config]]:
-        """The legal sizes of a microbatch and kinds of cp on a mesh, each as a candidate whose other choices are the
-        first ones, with the resolved configuration."""
+        """The legal ones of `unchecked`, with their resolved configurations."""
+        for place in self.unchecked(mesh):
+            try:
+                yield place, self.resolved(place)
+            except ConfigError:
+                continue
+
+    def unchecked(self, mesh: tuple[int, ...]) -> Iterator[Candidate]:
+        """The sizes of a microbatch and kinds of cp on a mesh, with the first one of every other choice."""
         pp, dp, fsdp, cp, _ = mesh
         share = max(1, self.cfg.train.global_batch // (dp * fsdp))
         sizes = [n for n in _divisors(share) if n <= MOST_MICRO_BATCH and pp * share // n <= MOST_FORWARDS]
         kinds = ["ring", "ulysses"] if cp > 1 else [self.cfg.cp.kind]
         for size in self._choices("train.micro_batch", self.cfg.train.micro_batch, sizes):
             for kind in self._choices("cp.kind", self.cfg.cp.kind, kinds):
-                place = Candidate(mesh, size, kind, self.zeros(mesh)[0], self.schedules(pp)[0], self.recomputes()[0])
-                try:
-                    yield place, self.resolved(place)
-                except ConfigError:
-                    continue
+                yield Candidate(mesh, size, kind, self.zeros(mesh)[0], self.schedules(pp)[0], self.recomputes()[0])
+
+    def on(self, place: Candidate) -> Iterator[Candidate]:
+        """All candidates with the mesh, the microbatch and the kind of cp of one."""
+        choices = product(self.zeros(place.mesh), self.schedules(place.size("pp")), self.recomputes())
+        return (place._replace(zero=z, schedule=s, recompute=r) for z, s, r in choices)
 
     def zeros(self, mesh: tuple[int, ...]) -> list[int]:
         """Stages of ZeRO; where nothing is sharded, only the first one."""

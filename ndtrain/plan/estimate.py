@@ -3,7 +3,7 @@ fit, and a time, to say which candidates are worth a prediction. No figure of it
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ndtrain import schedule as schedules
 from ndtrain.config import Config, LocalShapes
@@ -12,12 +12,14 @@ from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model import flops
 from ndtrain.parallel.build import DTYPES, state_plan
 from ndtrain.parallel.recompute import always_saved_ops
+from ndtrain.parallel.unit import StatePlan
 from ndtrain.plan.candidates import Candidate
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.pieces import update_bytes
 from ndtrain.plan.price import Prices, Rates
 
+_RANKS = 8  # of a pipeline that is simulated
 _STEADY = 2  # microbatches for each pipeline rank, from which on a step only gets longer
 
 
@@ -60,11 +62,15 @@ class Place:
             seconds + self._sharding_seconds(candidate, of_microbatch), self._memory(candidate, live)
         )
 
+    @cached_property
+    def _plan(self) -> StatePlan:
+        return state_plan(self.cfg)
+
     # --------------------------------------------------------------------------------------------------------- memory
 
     def _memory(self, candidate: Candidate, live: float) -> float:
         """State, and what a block keeps of each live microbatch at least."""
-        plan, c = state_plan(self.cfg), DTYPES[self.cfg.precision.compute]
+        plan, c = self._plan, DTYPES[self.cfg.precision.compute]
         state = flops.state_bytes(
             self.parameters, self.fsdp * self.cp, candidate.zero, c.itemsize, plan.master.itemsize,
             shared=c == plan.master, optim_bytes=sum((s.dtype or plan.master).itemsize for s in plan.spec),
@@ -86,7 +92,7 @@ class Place:
         saved = set(kept if name == "selective" else ()) | always_saved_ops(self.cfg)
         return stream + sum(size for op, size in ops.items() if op in saved)
 
-    @property
+    @cached_property
     def _op_elements(self) -> Mapping[str, float]:
         """Op -> elements of its result on a rank."""
         s, width = self.shapes, self.cfg.model.head_dim
@@ -99,7 +105,7 @@ class Place:
 
     # ------------------------------------------------------------------------------------------------------------ time
 
-    @property
+    @cached_property
     def _op_seconds(self) -> dict[str, float]:
         """Op of a block -> seconds of a forward of a microbatch on a rank."""
         m, tokens, dtype = self.cfg.model, self.shapes.tokens, self.cfg.precision.compute
@@ -112,7 +118,7 @@ class Place:
         values = flops.elementwise_values(m) * tokens / self.tp * DTYPES[dtype].itemsize
         return seconds | {"elementwise": self.prices.kernel(Kernel("memory", 0, int(values), dtype))}
 
-    @property
+    @cached_property
     def _head_seconds(self) -> float:
         count = flops.head_flops(self.cfg.model) * self.shapes.tokens / self.tp / self.pp
         return self.prices.arithmetic(Kernel("matmul", int(count), 0, "bf16"))
@@ -124,12 +130,12 @@ class Place:
         saved = set(kept if name == "selective" else ()) | always_saved_ops(self.cfg) | {"down_proj"}
         return self.layers * sum(seconds for op, seconds in self._op_seconds.items() if op not in saved)
 
-    @property
+    @cached_property
     def _stream_bytes(self) -> int:
         """Of a microbatch's residual stream on all ranks of tp."""
         return self.shapes.tokens * self.cfg.model.hidden_size * DTYPES[self.cfg.precision.compute].itemsize
 
-    @property
+    @cached_property
     def _tp_seconds(self) -> float:
         """Of a block: two gathers and two reductions forward, four gathers and two reductions backward."""
         if self.tp == 1:
@@ -137,7 +143,7 @@ class Place:
         gather, scatter = (self.prices.collective("tp", op, self._stream_bytes) for op in ("all_gather", "reduce_scatter"))
         return 6 * gather + 4 * scatter
 
-    @property
+    @cached_property
     def _cp_seconds(self) -> float:
         """Of a block. A ring hides its messages behind attention; exchanges of heads for sequence are not hidden."""
         if self.cp == 1:
@@ -151,26 +157,42 @@ class Place:
 
     def _sharding_seconds(self, candidate: Candidate, of_microbatch: float) -> float:
         """Gathers and reductions of units, beyond the compute that hides them, and the update."""
-        compute, master = (DTYPES[d].itemsize for d in (self.cfg.precision.compute, self.cfg.precision.params))
-        gather = self.prices.collective("fsdp+cp", "all_gather", self.parameters * compute)
-        scatter = self.prices.collective("fsdp+cp", "reduce_scatter", self.parameters * master)
-        shard = self.parameters / (self.fsdp * self.cp)
-        total = self.prices.collective("dp", "all_reduce", int(shard * master))
+        gather, scatter, total, update = self._unit_seconds
         passes = self.cfg.microbatches
         gathers, scatters = {1: (1, 1), 2: (1, passes), 3: (2 * passes, passes)}[candidate.zero]
         moved = gathers * gather + scatters * scatter
         beside = of_microbatch * (1 if candidate.zero == 1 else passes)
-        update = self.prices.kernel(Kernel("memory", 0, int(shard) * update_bytes(self.cfg), "fp32"))
         return self.rates.interference * moved + max(0.0, moved + total - beside) + update
+
+    @cached_property
+    def _unit_seconds(self) -> tuple[float, float, float, float]:
+        """Of all units of a rank: a gather, a reduction, a sum over replicas, an update."""
+        compute, master = (DTYPES[d].itemsize for d in (self.cfg.precision.compute, self.cfg.precision.params))
+        shard = self.parameters // (self.fsdp * self.cp)
+        update = Kernel("memory", 0, shard * update_bytes(self.cfg), "fp32")
+        return (
+            self.prices.collective("fsdp+cp", "all_gather", self.parameters * compute),
+            self.prices.collective("fsdp+cp", "reduce_scatter", self.parameters * master),
+            self.prices.collective("dp", "all_reduce", shard * master),
+            self.prices.kernel(update),
+        )
 
 
 @lru_cache(maxsize=4096)
 def pipeline(name: str, pp: int, microbatches: int, chunks: int | None, path: str | None) -> tuple[float, float]:
     """(idle time of a rank in forwards of a microbatch, most live microbatches of a rank), by the schedule's simulator.
-    A step of many microbatches is as one of a few, and longer."""
+    Both grow with the pipeline, so that a long one is simulated as a short one, and no longer than until it is full."""
     chunks = chunks or schedules.default_chunks(name) or 1
-    few = microbatches if name == "csv" else min(microbatches, _STEADY * pp)
-    table = schedules.build(name, pp, few, chunks, path)
-    timeline = schedules.simulate(table, {kind: cost / chunks for kind, cost in schedules.COST.items()})
-    live = max(timeline.peak_shares)
-    return timeline.makespan - 3 * few, float(microbatches) if live == few < microbatches else live
+    ranks, few = (pp, microbatches) if name == "csv" else _shortened(pp, microbatches)
+    timeline = schedules.simulate(
+        schedules.build(name, ranks, few, chunks, path),
+        {kind: cost / chunks for kind, cost in schedules.COST.items()},
+    )
+    live, idle = max(timeline.peak_shares), timeline.makespan - 3 * few
+    live = microbatches if live == few else live * pp / ranks
+    return idle * (pp - 1) / max(1, ranks - 1), min(live, float(microbatches))
+
+
+def _shortened(pp: int, microbatches: int) -> tuple[int, int]:
+    ranks = min(pp, _RANKS)
+    return ranks, max(1, min(microbatches * ranks // pp, _STEADY * ranks))

@@ -1,6 +1,7 @@
 """Finds the fastest mesh: every candidate is estimated, what cannot fit is left out, the most promising ones are
 predicted, and then those next to the best, until none of them is better."""
 
+import heapq
 import json
 import multiprocessing
 import os
@@ -20,10 +21,10 @@ from ndtrain.plan.estimate import Place
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import RunOptions, unresolved_config, world_of, write_file
 from ndtrain.plan.predict import Prediction, Predictor
-from ndtrain.plan.price import Rates
 
 T, R = TypeVar("T"), TypeVar("R")
 SHOWN = 10
+_OF_MESH = 200  # candidates of a mesh that are kept
 _ROUNDS = 4  # of predicting those next to the best
 
 
@@ -72,7 +73,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
         ConfigError: there is no such run, no candidate is legal or fits, or the file cannot be written.
     """
     hardware = load_hardware(options.hardware)
-    cfg = unresolved_config(overrides)
+    cfg = unresolved_config(overrides, hardware)
     space = Space(cfg, world_of(cfg, options, hardware), hardware)
     with workers(options.processes) as pool:
         found = search(space, pool, options.predict, shlex.split(options.against or ""))
@@ -125,8 +126,12 @@ def rank_all(space: Space, pool: Executor | None) -> tuple[list[Ranked], dict[st
     """
     meshes = space.meshes()
     made = _mapped(pool, partial(_rank_mesh, space), meshes)
-    ranked = sorted(r for of_mesh, _ in made for r in of_mesh)
-    counts = {"meshes": len(meshes), "candidates": sum(n for _, n in made), "not pruned by memory": len(ranked)}
+    ranked = sorted(r for of_mesh in made for r in of_mesh.ranked)
+    counts = {
+        "meshes": len(meshes),
+        "candidates": sum(of_mesh.candidates for of_mesh in made),
+        "not pruned by memory": sum(of_mesh.fitting for of_mesh in made),
+    }
     if not counts["candidates"]:
         raise ConfigError(f"ranks={space.ranks}: no mesh is legal with what is given: {_a_reason(space, meshes)}")
     if not ranked:
@@ -150,17 +155,26 @@ def _a_reason(space: Space, meshes: Sequence[tuple[int, ...]]) -> str:
     return "train.micro_batch has no size that divides the batch of a rank"
 
 
-def _rank_mesh(space: Space, mesh: tuple[int, ...]) -> tuple[list[Ranked], int]:
-    """The candidates on a mesh that may fit, and how many there are."""
+class _OnMesh(NamedTuple):
+    """The best candidates on a mesh by their estimates, and how many there are and may fit."""
+
+    ranked: list[Ranked]
+    candidates: int
+    fitting: int
+
+
+def _rank_mesh(space: Space, mesh: tuple[int, ...]) -> _OnMesh:
+    load_plugins(space.cfg.plugins)
     ranked, count = [], 0
+    rates = Predictor(space.hardware, space.rates).rates
     for place, cfg in space.places(mesh):
-        shared = Place(cfg, space.hardware, space.rates or Rates())
+        shared = Place(cfg, space.hardware, rates)
         for candidate in space.on(place):
             count += 1
             estimate = shared.estimate(candidate)
             if fits(space, estimate.memory_bytes):
                 ranked.append(Ranked(estimate.seconds, candidate))
-    return ranked, count
+    return _OnMesh(heapq.nsmallest(_OF_MESH, ranked), count, len(ranked))
 
 
 def fits(space: Space, nbytes: float) -> bool:

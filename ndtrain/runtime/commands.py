@@ -48,4 +48,13 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
             "recipe=llama3_8b hardware=h100 nodes=16 mesh.tp=8 json=prediction.json",
         ),
     ),
+    "search": Plan(
+        "finds the fastest legal mesh, zero stage, schedule, recompute, microbatch and kind of cp that fits, among "
+        "those that the overrides leave open; says why the next ones lose, and prints their overrides",
+        (
+            "recipe=llama3_8b hardware=h100 nodes=16",
+            "recipe=llama3_8b hardware=h100 nodes=16 mesh.tp=8 schedule=1f1b json=search.json",
+            "recipe=llama3_8b hardware=h100 nodes=16 against='mesh.tp=8 mesh.fsdp=16'",
+        ),
+    ),
 }
