@@ -25,6 +25,7 @@ from ndtrain.engine.instructions import Instruction, Layer, expand, line_up  # n
 from ndtrain.model import Segment, dim_sizes, tensor_dims  # noqa: E402
 from ndtrain.model.transformer import layer, unit_of  # noqa: E402
 from ndtrain.parallel.recompute import plan_recompute  # noqa: E402
+from ndtrain.report import picture  # noqa: E402
 from ndtrain.report.runs import read_run  # noqa: E402
 from ndtrain.report.svg import render_svg  # noqa: E402
 from ndtrain.schedule import Action, Schedule, build, simulate  # noqa: E402
@@ -48,11 +49,7 @@ MONO = "Menlo,Consolas,'DejaVu Sans Mono',monospace"
 
 def text_width(text: str, size: float, mono: bool = False, bold: bool = False) -> float:
     """Pixels that a text takes at most, in the widest of the fonts named above."""
-    if mono:
-        return 0.61 * size * len(text)
-    narrow, wide = "iljtfrI.,:;'|()[]/ ", "mwMW%@"
-    ems = sum(0.36 if c in narrow else 0.97 if c in wide else 0.71 if c.isupper() else 0.62 for c in text)
-    return ems * size * (1.1 if bold else 1)
+    return 0.61 * size * len(text) if mono else picture.text_width(text, size, bold)
 
 
 class Canvas:
@@ -161,10 +158,10 @@ PHRASES = {
     "engine": "instructions, executor, training step, trainer",
     "train": "wires a run",
     "evaluate": "the loss of a checkpoint on any mesh",
+    "report": "a page with the curves of runs",
     "plan": "what a mesh needs, without its machines",
     "bench": "measurements against peers",
     "preflight": "checks of hosts and links before a run",
-    "report": "a page with the curves of runs",
 }
 STEP = [
     ("data", "the batch of (seed, step)", "this rank's rows, and its tokens of each"),

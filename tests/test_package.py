@@ -10,8 +10,8 @@ ROOT = Path(ndtrain.__file__).parent
 # data flows down this list: a file imports only from packages above its own
 ORDER = [
     "arguments", "schedule", "config", "plugins", "model", "distributed", "data", "optim", "parallel", "checkpoint",
-    "generate", "profiling", "metrics", "runtime", "engine", "train", "evaluate", "plan", "bench", "preflight",
-    "report",
+    "generate", "profiling", "metrics", "runtime", "engine", "train", "evaluate", "report", "plan", "bench",
+    "preflight",
 ]  # fmt: skip
 LOOSE = {"__init__.py", "plugins.py", "train.py"}  # all other modules live in a folder
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,8 +17,9 @@ from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.row_map import Rows
 from ndtrain.distributed.sharding import even_split
+from ndtrain.model import tensor_shapes
 from ndtrain.optim import StateSpec
-from ndtrain.parallel.build import Stages
+from ndtrain.parallel.build import Stages, state_plan
 from ndtrain.parallel.unit import StatePlan, Unit
 
 FORMAT = 2
@@ -88,6 +90,14 @@ def parts_of(plan: StatePlan, average: bool | None = None) -> Parts:
 def model_part(plan: StatePlan) -> Part:
     """The weights, in master precision."""
     return Part("", "master", plan.master)
+
+
+def checkpoint_bytes(cfg: Config) -> int:
+    """Of one checkpoint: weights, the average of the weights if there is one, and the optimizer's state."""
+    shapes = tensor_shapes(cfg.model).values()
+    parts = [part for of_stem in parts_of(state_plan(cfg)).values() for part in of_stem]
+    numel = lambda part: sum(math.prod(part.spec.shape_of(s) if part.spec else s) for s in shapes)
+    return sum(numel(part) * part.dtype.itemsize for part in parts)
 
 
 # ------------------------------------------------------------------------------------------------------ placement

@@ -2,6 +2,11 @@
 
 from collections.abc import Mapping
 
+import torch
+
+from ndtrain.config import Config
+from ndtrain.config.schema import resolved
+from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.events import Piece
 from ndtrain.plan.pieces import Variant
 from ndtrain.plan.program import Gather, Open, RankProgram, Reduce, Reshard, Run, Send, StepProgram, UnitFacts
@@ -38,6 +43,18 @@ def state_bytes(u: UnitFacts, program: StepProgram, sizes: Sizes) -> int:
     gradients = (u.numel if residency.holds_full_grad else u.shard) * sizes.master
     of_state = sum((spec.dtype or plan.master).itemsize for spec in plan.spec) + (sizes.master if plan.ema else 0)
     return weights + master + source + gradients + (0 if plan.offload else u.shard * of_state)
+
+
+def context_bytes(cfg: Config) -> int:
+    """Bytes of the rotary tables (`model.rope.rope_table`): one for the run, or one for each microbatch where positions
+    differ."""
+    t, pack = cfg.train, cfg.data.pack
+    if cfg.model.alibi:
+        return 0
+    positions = t.seq_len // cfg.mesh.cp * (resolved(t.micro_batch) if pack else 1)
+    width = torch.promote_types(DTYPES[cfg.precision.compute], torch.float32).itemsize
+    angles = resolved(cfg.model.head_dim) // 2
+    return positions * 3 * angles * width * (cfg.microbatches if pack or cfg.mesh.cp > 1 else 1)
 
 
 class _Memory:

@@ -70,6 +70,11 @@ def multiplies(func: Func, args: tuple, kwargs: dict[str, Any]) -> bool:
     return bool(flops_of(func, args, kwargs)[0])
 
 
+def copies(func: Func) -> bool:
+    """Whether a call copies a tensor as it is."""
+    return _name(func) in ("copy_", "clone")
+
+
 def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -> Kernel:
     """The kernel of a call that is not free."""
     kind, flops = flops_of(func, args, kwargs)

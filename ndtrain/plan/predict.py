@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 
+from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model.flops import flops_per_token, hardware_flops_per_token
 from ndtrain.parallel.build import DTYPES
+from ndtrain.plan.drawings import waterfall_svg
 from ndtrain.plan.events import Kernel, Piece
 from ndtrain.plan.hardware import Hardware, load_hardware
-from ndtrain.plan.memory import peak_bytes
+from ndtrain.plan.memory import context_bytes, peak_bytes
 from ndtrain.plan.options import RunOptions, planned_config, write_file
 from ndtrain.plan.pieces import Pieces, Variant, record_pieces, update_bytes
 from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
@@ -24,6 +26,8 @@ from ndtrain.plan.simulate import CAUSES, Simulation, Sizes
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
     """Of `plan predict`."""
+
+    svg: str | None = option("the file to draw in where the step's time goes", None)
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
@@ -37,9 +41,15 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     predictor = Predictor(hardware)
     prediction = predictor.predict(cfg)
     print(as_text(cfg, hardware, prediction))
+    if options.svg:
+        write_file("svg", options.svg, waterfall_svg(prediction))
     if options.json:
         body = {"hardware": asdict(hardware), "rates": asdict(predictor.rates), **asdict(prediction)}
         write_file("json", options.json, json.dumps(body, indent=1))
+    if options.svg:
+        from ndtrain.plan.drawings import waterfall_svg  # which draws other plans too, that predict
+
+        write_file("svg", options.svg, waterfall_svg(prediction))
 
 
 @dataclass(frozen=True)
@@ -107,11 +117,11 @@ class Predictor:
             tokens_per_s_per_device=per_device,
             mfu=per_device * flops_per_token(m, t.seq_len) / peak,
             hfu=per_device * plan.hardware_flops_per_token / peak,
-            memory_bytes=self._memory(plan),
+            memory_bytes=self.memory(plan),
             waterfall=_waterfall(plan, prices) if explain else {},
         )
 
-    def _memory(self, plan: "StepPlan") -> int:
+    def memory(self, plan: "StepPlan") -> int:
         if self.hardware.device == "cpu":
             return plan.tensor_bytes
         return int(plan.tensor_bytes * self.rates.memory_factor + 1e9 * self.rates.memory_gb)
@@ -133,7 +143,8 @@ class StepPlan:
     @cached_property
     def tensor_bytes(self) -> int:
         """The most that tensors take at one time on the pipeline rank that needs most."""
-        return max(peak_bytes(self.program, rank, self.pieces, self.sizes) for rank in self.program.ranks)
+        of_ranks = (peak_bytes(self.program, rank, self.pieces, self.sizes) for rank in self.program.ranks)
+        return max(of_ranks) + context_bytes(self.cfg)
 
     @cached_property
     def hardware_flops_per_token(self) -> float:
@@ -153,6 +164,11 @@ def plan_step(cfg: Config, device: str) -> StepPlan:
         raise ConfigError(
             "optim.offload=true: a prediction needs the rate between host and device, which no description has: set "
             "it to false"
+        )
+    if cfg.recompute.name == "budget":
+        raise ConfigError(
+            "recompute.name=budget: what it chooses is measured when a run starts; predict recompute=full, selective "
+            "or none"
         )
     recorded: Pieces = record_pieces(cfg, device)
     dtypes = DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params]

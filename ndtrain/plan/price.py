@@ -22,6 +22,7 @@ class Rates:
     Attributes:
         matmul: of a large matmul.
         attention: of the attention kernel, forward and backward, where only visible pairs count.
+        sustained: share of the listed peak that GPUs with fp8, Hopper's and later ones, hold under their power limit.
         memory: of kernels that are bound by memory.
         kernel_s: of every kernel on the device, beside its work: start and tail.
         launch_s: host time of a launch.
@@ -33,9 +34,10 @@ class Rates:
         memory_gb: of the CUDA context and of NCCL's buffers.
     """
 
-    matmul: float = 0.75  # cuBLAS in bf16 on an H100 at its power limit: 700 to 750 of 989 TFLOP/s
-    attention: float = 0.52  # FlashAttention-3 (arXiv:2407.08608), head_dim 128, causal: 450 to 650 of 989 TFLOP/s
-    memory: float = 0.80  # STREAM-like kernels reach 80 to 90 %
+    matmul: float = 0.75  # cuBLAS in bf16, large products, at the clock that is held
+    attention: float = 0.50  # FlashAttention-3 (arXiv:2407.08608), head_dim 128, causal: 400 to 650 of 989 TFLOP/s
+    sustained: float = 0.9
+    memory: float = 0.75  # copies reach 80 to 90 %, fused elementwise kernels less
     kernel_s: float = 3e-6
     launch_s: float = 6e-6
     link: float = 0.75  # NCCL within a DGX H100: 330 to 370 GB/s of 450
@@ -112,7 +114,10 @@ class Prices:
     def arithmetic(self, k: Kernel) -> float:
         """Seconds of the kernel's FLOPs alone; 0 where memory bounds it."""
         efficiency = {"matmul": self.rates.matmul, "attention": self.rates.attention}.get(k.kind)
-        return k.flops / (efficiency * peak_flops(self.hardware, k.dtype)) if efficiency else 0.0
+        if not efficiency:
+            return 0.0
+        held = self.rates.sustained if "fp8" in self.hardware.peak_tflops else 1.0
+        return k.flops / (efficiency * held * peak_flops(self.hardware, k.dtype))
 
     @cached_property
     def _memory(self) -> float:

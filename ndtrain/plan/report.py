@@ -49,9 +49,9 @@ def as_text(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
         f"{mesh.world_size} ranks of {hardware.name}: {sizes}, zero={cfg.mesh.zero}, {cfg.microbatches} microbatches"
         + f"; {first.attention}" * bool(first.attention),
         _overview(mesh, hardware, planned),
-        "alive at the peak\n" + _by_rank(records, lambda r: {k: _si(n, "B") for k, n in sorted(r.at_peak.items())}),
+        "alive at the peak\n" + _by_rank(records, lambda r: {k: si(n, "B") for k, n in sorted(r.at_peak.items())}),
         "collectives of a step: how many, and the bytes of their buffers\n" + _by_rank(records, _traffic),
-        f"a checkpoint: {files} files, {_si(size, 'B')}",
+        f"a checkpoint: {files} files, {si(size, 'B')}",
         *_notes(cfg, hardware, planned),
     ]
     return "\n\n".join(parts)
@@ -64,16 +64,16 @@ def _overview(mesh: MeshSpec, hardware: Hardware, planned: Sequence[Planned]) ->
         r = p.record
         share = f"{r.peak_bytes / hardware.memory_gb / 1e7:.0f} %" if hardware.memory_gb else "-"
         on_device = sum(n for kind, n in r.state.items() if not kind.startswith(HOST))
-        flops = [_si(r.flops.get(kind, 0), "FLOP") for kind in ("matmul", "attention")]
+        flops = [si(r.flops.get(kind, 0), "FLOP") for kind in ("matmul", "attention")]
         rows.append([
-            _name(p.ranks), mesh.where(p.ranks[0]) or "-", ",".join(map(str, p.stages)), _si(on_device, "B"),
-            _si(r.peak_bytes, "B"), share, *flops, _si(r.checkpoint.rank_bytes, "B"), f"{r.seconds:.1f}",
+            _name(p.ranks), mesh.where(p.ranks[0]) or "-", ",".join(map(str, p.stages)), si(on_device, "B"),
+            si(r.peak_bytes, "B"), share, *flops, si(r.checkpoint.rank_bytes, "B"), f"{r.seconds:.1f}",
         ])  # fmt: skip
     return table(rows)
 
 
 def _traffic(r: RankRecord) -> dict[str, str]:
-    return {f"{t.axis} {t.op}": f"{t.count} x, {_si(t.bytes, 'B')}" for t in r.traffic}
+    return {f"{t.axis} {t.op}": f"{t.count} x, {si(t.bytes, 'B')}" for t in r.traffic}
 
 
 def _by_rank(records: dict[str, RankRecord], cells: Callable[[RankRecord], dict[str, str]]) -> str:
@@ -113,7 +113,7 @@ def table(rows: Iterable[Sequence[str]]) -> str:
 _PREFIXES = ["", "k", "M", "G", "T", "P", "E", "Z"]
 
 
-def _si(number: float, unit: str) -> str:
+def si(number: float, unit: str) -> str:
     """With three digits and a decimal prefix: 27.9 GB."""
     for prefix in _PREFIXES:
         if abs(number) < 999.5:

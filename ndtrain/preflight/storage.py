@@ -1,7 +1,6 @@
 """Checks of the run folder: every rank can write it, how fast, all see the same one, and the checkpoints fit."""
 
 import errno
-import math
 import os
 import shutil
 import time
@@ -12,10 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from ndtrain.checkpoint.directory import list_checkpoints
-from ndtrain.checkpoint.elements import parts_of
+from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config
-from ndtrain.model import tensor_shapes
-from ndtrain.parallel.build import state_plan
 from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, bytes_of, per_second, slow, usual_rate
 
@@ -29,14 +26,6 @@ SLOW = (0.0, 0.2)  # shares of the usual rate: disks vary, so there is a warning
 FULL = 0.9  # share of the free space above which there is a warning
 
 # ---------------------------------------------------------------------------------------------------------- free space
-
-
-def checkpoint_bytes(cfg: Config) -> int:
-    """Of one checkpoint: weights, the average of the weights if there is one, and the optimizer's state."""
-    shapes = tensor_shapes(cfg.model).values()
-    parts = [part for of_stem in parts_of(state_plan(cfg)).values() for part in of_stem]
-    numel = lambda part: sum(math.prod(part.spec.shape_of(s) if part.spec else s) for s in shapes)
-    return sum(numel(part) * part.dtype.itemsize for part in parts)
 
 
 def planned_bytes(cfg: Config, folder: Path) -> int:

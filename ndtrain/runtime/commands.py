@@ -40,12 +40,30 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
             "recipe=llama_small hardware=cpu mesh.fsdp=2",
         ),
     ),
+    "table": Plan(
+        "predicts step time, tokens/s, MFU and memory of the rows of a CSV file of published measurements, and says "
+        "why a row cannot be expressed; other trainers' runs are priced as if ndtrain ran them",
+        ("in=published.csv out=predicted.csv",),
+    ),
+    "fit": Plan(
+        "fits the planner's rates to the measurements of such a file, with a cross-validation by source, and tells the "
+        "errors of each source",
+        ("in=published.csv json=fit.json svg=fit.svg", "in=published.csv fit=false"),
+    ),
     "predict": Plan(
         "predicts step time, tokens/s, MFU, HFU and memory of a run on machines that are not at hand, and where the "
         "step's time goes",
         (
             "recipe=llama3_8b hardware=h100 nodes=1 mesh.fsdp=8",
-            "recipe=llama3_8b hardware=h100 nodes=16 mesh.tp=8 json=prediction.json",
+            "recipe=llama3_8b hardware=h100 nodes=16 mesh.tp=8 json=prediction.json svg=waterfall.svg",
+        ),
+    ),
+    "goodput": Plan(
+        "the best checkpoint interval, the expected goodput, and the days and cost of a run whose hosts fail, with "
+        "synchronous and asynchronous saves and with replicas that may be lost; drawn over GPU counts",
+        (
+            "recipe=llama3_8b hardware=h100 nodes=16 price=2",
+            "recipe=llama3_8b hardware=h100 nodes=16 mesh.dp=16 step_time_s=1.5 svg=goodput.svg",
         ),
     ),
     "search": Plan(

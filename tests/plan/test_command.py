@@ -6,6 +6,7 @@ import pytest
 
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.hardware import known_hardware, load_hardware
+from ndtrain.runtime.commands import PLANS
 from ndtrain.runtime.completion import candidates
 
 RUN = ["dry", "recipe=llama_debug", "hardware=h100"]
@@ -62,4 +63,4 @@ def test_shipped_hardware():
 
 
 def test_completion():
-    assert candidates("ndtrain plan ") == ["dry"] and "mesh.tp=" in candidates("ndtrain plan dry mesh.t")
+    assert candidates("ndtrain plan ") == list(PLANS) and "mesh.tp=" in candidates("ndtrain plan dry mesh.t")

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config, MeshConfig, load_config, resolve, world_from_env
 from ndtrain.distributed import collectives
 from ndtrain.distributed.mesh import MeshSpec
@@ -341,9 +342,9 @@ def config(*overrides: str) -> Config:
 
 
 def test_planned_bytes(tmp_path):
-    one = storage.checkpoint_bytes(config())
-    assert storage.checkpoint_bytes(config("optim.ema=0.9")) * 3 == one * 4
-    assert storage.checkpoint_bytes(config("precision.params=fp64")) == 2 * one
+    one = checkpoint_bytes(config())
+    assert checkpoint_bytes(config("optim.ema=0.9")) * 3 == one * 4
+    assert checkpoint_bytes(config("precision.params=fp64")) == 2 * one
     assert storage.planned_bytes(config("checkpoint.keep=3"), tmp_path) == 4 * one
     kept = config("checkpoint.keep=3", "train.steps=100", "checkpoint.keep_every=30", "optim.warmup=2")
     assert storage.planned_bytes(kept, tmp_path) == 7 * one

@@ -16,8 +16,8 @@ from ndtrain.report import ReportError, find_runs, render_page, render_svg
 from ndtrain.report.__main__ import main
 from ndtrain.report.curves import reduce_curve, thin
 from ndtrain.report.page import COLOURS, page_data
+from ndtrain.report.picture import ticks
 from ndtrain.report.runs import METRICS, differences, read_runs
-from ndtrain.report.svg import ticks
 
 CONFIG = "run: {{name: {name}, dir: x}}\noptim: {{lr: {lr}, betas: [0.9, 0.95]}}\nmodel: {{rope_scaling: {{}}}}\n"
 

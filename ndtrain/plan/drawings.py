@@ -1,0 +1,242 @@
+"""Draws plans as SVG, for light and dark surroundings."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ndtrain.plan.fault_tolerance import DAY, HOUR, Curves
+from ndtrain.plan.report import si
+from ndtrain.report.picture import Axis, document, heading, ink, text_width, ticks, widened
+
+if TYPE_CHECKING:  # these modules draw
+    from ndtrain.plan.predict import Prediction
+    from ndtrain.plan.scaling import Curve as ScalingCurve
+    from ndtrain.plan.scaling import Scaling
+
+WIDTH, LEFT, RIGHT = 760, 64, 40  # pixels
+SMALL = ' font-size="12"'
+
+# ---------------------------------------------------------------------------------------------------------- waterfall
+
+USEFUL = "matmul at peak"
+CAUSES = {  # what a loss is due to -> its colour, and how the names of its parts begin
+    "compute": ("c1", ("matmul", "attention", "memory-bound", "recompute", "launch")),
+    "communication": ("c0", ("exposed",)),
+    "pipeline": ("c3", ("bubble",)),
+    "update and the rest": ("c4", ("",)),
+}
+LEAST = 0.0005  # of the step: smaller parts are left out
+ROW, LABEL, VALUE = 26, 168, 150  # pixels: of a row; of its name, its value
+
+
+def waterfall_svg(prediction: "Prediction") -> str:
+    """Where the peak goes: from the whole step down to the matmuls at peak, one bar for each loss."""
+    step = prediction.step_time_s
+    losses = [(name, s / step) for name, s in prediction.waterfall.items() if name != USEFUL and abs(s) > LEAST * step]
+    rest = prediction.waterfall[USEFUL] / step
+    top, foot = 84, 84 + ROW * (len(losses) + 2)
+    x = Axis(0.0, 1.0, LABEL, WIDTH - VALUE)
+    title = f"Where a step's {_seconds(step)} go: MFU {_percent(prediction.mfu)}"
+    parts = [heading(16, title), _legend(16, 50, [(cause, colour) for cause, (colour, _) in CAUSES.items()])]
+    parts += [_rule(x.at(t / 5), top, x.at(t / 5), foot) for t in range(6)]
+    parts += [ink(x.at(t / 5), foot + 18, f"{20 * t} %", "middle", SMALL) for t in range(6)]
+    parts.append(ink((x.first + x.last) / 2, foot + 38, "share of the step, which is the share of the peak", "middle"))
+    parts.append(_bar(x, top, "the peak", 0.0, 1.0, "c5", "100 %"))
+    end = 1.0
+    for row, (name, share) in enumerate(losses, 1):
+        y = top + ROW * row
+        parts.append(_bar(x, y, name, end, end - share, _cause(name), f"{_percent(share)}, {_seconds(share * step)}"))
+        end -= share
+    parts.append(_bar(x, foot - ROW, USEFUL, 0.0, rest, "c2", f"{_percent(rest)}, {_seconds(rest * step)}"))
+    mfu = x.at(prediction.mfu)
+    parts.append(f'<path class="c2" d="M{mfu:.1f} {top}V{foot}" stroke="currentColor" stroke-dasharray="5 4"/>')
+    note = f"Dashed: MFU, {_percent(prediction.mfu)}. It counts attention's FLOPs too, the masked ones included."
+    parts.append(ink(16, foot + 64, note, more=SMALL))
+    return document(title, WIDTH, foot + 80, parts)
+
+
+def _bar(x: Axis, y: float, name: str, start: float, end: float, colour: str, value: str) -> str:
+    left, right = sorted((x.at(start), x.at(end)))
+    rect = f'<rect class="{colour}" x="{left:.1f}" y="{y + 3}" width="{max(1.0, right - left):.1f}" height="{ROW - 6}"'
+    return "".join([
+        ink(LABEL - 10, y + 17, name, "end"),
+        f'{rect} fill="currentColor"/>',
+        ink(WIDTH - VALUE + 10, y + 17, value),
+    ])  # fmt: skip
+
+
+def _cause(part: str) -> str:
+    """The colour of a part of the step."""
+    return next(colour for colour, names in CAUSES.values() if part.startswith(names))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+# ------------------------------------------------------------------------------------------------------------ goodput
+
+GAP = 70  # pixels between panels
+
+
+def goodput_svg(curves: Curves) -> str:
+    """Goodput over GPU counts, and below it the training time between two saves. A dashed line marks the run."""
+    gpus = sorted({g for curve in curves.curves for g in curve.gpus})
+    x = Axis(gpus[0], gpus[-1], LEFT, WIDTH - RIGHT, log=True)
+    shares = lambda curve: [100 * p.shares.training for p in curve.plans]
+    least = min(min(shares(curve)) for curve in curves.curves)
+    y = Axis(10 * math.floor(least / 10), 100.0, 320, 92)
+    intervals = lambda curve: [p.interval_s for p in curve.plans]
+    times = [s for curve in curves.curves for s in intervals(curve)]
+    below = Axis(min(times) / 1.3, max(times) * 1.3, 320 + GAP + 180, 320 + GAP, log=True)
+    names = [(curve.name, f"c{i}") for i, curve in enumerate(curves.curves)]
+    parts = [heading(LEFT - 48, curves.title), _legend(LEFT - 48, 50, names)]
+    parts += _panel(
+        x, y, gpus[::2], ticks(y.low, y.high, 6), lambda t: f"{t:g} %", "goodput: share of time that trains"
+    )
+    marks = [t for t in DURATIONS.values() if below.low <= t <= below.high]
+    parts += _panel(x, below, gpus[::2], marks, _duration, "training between two saves")
+    parts.append(ink((x.first + x.last) / 2, below.first + 40, "GPUs", "middle"))
+    for axis, values in ((y, shares), (below, intervals)):
+        parts += [_line(x, axis, c.gpus, values(c), f"c{i}") for i, c in enumerate(curves.curves)]
+    parts += _marked(x, (y, below), curves.gpus, f"this run: {curves.gpus:,} GPUs")
+    return document(curves.title, WIDTH, int(below.first) + 54, parts)
+
+
+DURATIONS = {"1 s": 1, "10 s": 10, "1 min": 60, "10 min": 600, "1 h": HOUR, "6 h": 6 * HOUR, "1 day": DAY}
+
+
+def _duration(seconds: float) -> str:
+    return next(name for name, s in DURATIONS.items() if s == seconds)
+
+
+def _marked(x: Axis, panels: Sequence[Axis], value: float, text: str) -> Iterator[str]:
+    """A dashed line through all panels, with a text beside its foot in the first one."""
+    at = x.at(value)
+    dashed = 'stroke="currentColor" stroke-dasharray="5 4"'
+    yield from (f'<path class="c5" d="M{at:.1f} {y.last:.1f}V{y.first:.1f}" {dashed}/>' for y in panels)
+    left = at - x.first > text_width(text, 12) + 12
+    yield ink(at - 6 if left else at + 6, panels[0].first - 8, text, "end" if left else "start", SMALL)
+
+
+# ------------------------------------------------------------------------------------------------------------ scaling
+
+WIDE, COLUMN = 960, 400  # pixels: of the picture with two columns of plots, of a plot
+FAMILY_COLOURS = {"fsdp": "c5", "+tp": "c0", "+cp": "c1", "+pp": "c3"}  # as scaling.FAMILIES
+REGIME_COLOURS = {  # as scaling.REGIMES
+    "compute bound": "c2",
+    "communication hidden": "c6",
+    "communication bound": "c4",
+    "batch exhausted": "c5",
+}
+KINDS = {"strong": "fixed global batch", "weak": "global batch that grows with the GPUs"}
+
+
+def scaling_svg(scaling: "Scaling") -> str:
+    """MFU and tokens/s over GPU counts, a column for each curve. Bands are the regimes of meshes of fsdp alone; below
+    it says where each begins, and where further axes begin to pay."""
+    title = f"Scaling of {scaling.model} on {scaling.hardware}"
+    names = {"fsdp": "dp and fsdp alone", "+tp": "tp too", "+cp": "cp too", "+pp": "pp too"}
+    parts = [heading(16, title), _legend(16, 50, [(names[f], colour) for f, colour in FAMILY_COLOURS.items()])]
+    points = [p for curve in scaling.curves for p in curve.points if p.overrides is not None]
+    mfu = Axis(0.0, 10 * math.ceil(max(100 * p.mfu for p in points) / 10), 310, 98)
+    rates = [p.tokens_per_s for p in points]
+    rate = Axis(min(rates) / 1.3, max(rates) * 1.3, 570, 380, log=True)
+    for column, curve in enumerate(scaling.curves):
+        left = 76 + column * (COLUMN + 60)
+        gpus = sorted({p.gpus for p in curve.points})
+        x = Axis(*widened(gpus[0], gpus[-1]), left, left + COLUMN, log=True)
+        marks = gpus[:: math.ceil(len(gpus) / 6)]
+        parts += _bands(x, (mfu, rate), curve)
+        parts += _panel(x, mfu, marks, ticks(mfu.low, mfu.high, 6), lambda t: f"{t:g} %", f"MFU, {KINDS[curve.kind]}")
+        parts += _panel(
+            x, rate, marks, _powers(rate.low, rate.high), lambda t: si(t, ""), f"tokens/s, {KINDS[curve.kind]}"
+        )
+        parts.append(ink(left + COLUMN / 2, rate.first + 40, "GPUs", "middle"))
+        parts += _families(x, mfu, rate, curve)
+        parts += _beginnings(left, rate.first + 72, curve)
+    lines = max(len(curve.regimes) + len(curve.pays) for curve in scaling.curves)
+    return document(title, WIDE, int(rate.first) + 92 + 20 * lines, parts)
+
+
+def _bands(x: Axis, panels: Sequence[Axis], curve: "ScalingCurve") -> Iterator[str]:
+    """A band for each regime, from where it begins to where the next one does."""
+    ends = [*(r.gpus for r in curve.regimes[1:]), x.high]
+    for regime, end in zip(curve.regimes, ends, strict=True):
+        colour, left = REGIME_COLOURS[regime.what], x.at(regime.gpus)
+        for y in panels:
+            yield (
+                f'<rect class="{colour}" x="{left:.1f}" y="{y.last:.1f}" width="{x.at(end) - left:.1f}" '
+                f'height="{y.first - y.last:.1f}" fill="currentColor" fill-opacity="0.15"/>'
+            )
+
+
+def _families(x: Axis, mfu: Axis, rate: Axis, curve: "ScalingCurve") -> Iterator[str]:
+    """The lines, those of larger families below and thicker: equal ones stay visible."""
+    for i, family in reversed(list(enumerate(FAMILY_COLOURS))):
+        points = [p for p in curve.points if p.family == family and p.overrides is not None]
+        gpus, colour, width = [p.gpus for p in points], FAMILY_COLOURS[family], 2 + 1.2 * i
+        if points:
+            yield _line(x, mfu, gpus, [100 * p.mfu for p in points], colour, width)
+            yield _line(x, rate, gpus, [p.tokens_per_s for p in points], colour, width)
+
+
+def _beginnings(x: float, y: float, curve: "ScalingCurve") -> Iterator[str]:
+    """A line for each regime, then one for each axis that pays."""
+    yield ink(x, y, "dp and fsdp alone are", more=SMALL)
+    for row, begins in enumerate((*curve.regimes, *curve.pays), 1):
+        pays = begins.what not in REGIME_COLOURS
+        colour = FAMILY_COLOURS[f"+{begins.what}"] if pays else REGIME_COLOURS[begins.what]
+        opacity = "" if pays else ' fill-opacity="0.3"'
+        square = f'<rect class="{colour}" x="{x}" y="{y + 20 * row - 11}" width="13" height="13" fill="currentColor"'
+        what = f"{begins.what} pays" if pays else begins.what
+        where = f"from {begins.gpus:,} GPUs, batch {begins.global_batch:,}"
+        yield f"{square}{opacity}/>" + ink(x + 20, y + 20 * row, f"{what} {where}", more=SMALL)
+
+
+def _powers(low: float, high: float) -> list[float]:
+    """Powers of ten from `low` to `high`; where these are fewer than two, 1, 2 and 5 times them."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    marks = [[m * 10.0**k for k in powers for m in of if low <= m * 10.0**k <= high] for of in ((1,), (1, 2, 5))]
+    return marks[0] if len(marks[0]) > 1 else marks[1]
+
+
+# ---------------------------------------------------------------------------------------------- what plots consist of
+
+
+def _panel(
+    x: Axis, y: Axis, x_marks: Sequence[float], y_marks: Sequence[float], word: Callable[[float], str], title: str
+) -> Iterator[str]:
+    """Grid lines with their values, and above them the title. `word`: a value of the y axis."""
+    yield ink(x.first, y.last - 12, title, more=' font-weight="600"')
+    for t in y_marks:
+        yield _rule(x.first, y.at(t), x.last, y.at(t))
+        yield ink(x.first - 6, y.at(t) + 4, word(t), "end", SMALL)
+    for t in x_marks:
+        yield _rule(x.at(t), y.first, x.at(t), y.first + 5)
+        yield ink(x.at(t), y.first + 20, f"{t:,}", "middle", SMALL)
+
+
+def _line(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float], colour: str, width: float = 2) -> str:
+    points = [f"{x.at(a):.1f} {y.at(b):.1f}" for a, b in zip(xs, ys, strict=True)]
+    dots = "".join(f'<circle r="{width / 2 + 1.5:g}" cx="{p.split()[0]}" cy="{p.split()[1]}"/>' for p in points)
+    path = f'<path d="M{"L".join(points)}" fill="none" stroke="currentColor" stroke-width="{width:g}"/>'
+    return f'<g class="{colour}" fill="currentColor">{path}{dots}</g>'
+
+
+def _rule(x0: float, y0: float, x1: float, y1: float) -> str:
+    return f'<line class="grid" x1="{x0:.1f}" x2="{x1:.1f}" y1="{y0:.1f}" y2="{y1:.1f}"/>'
+
+
+def _legend(x: float, y: float, names: Sequence[tuple[str, str]]) -> str:
+    """Squares of colours and what they stand for, in one row."""
+    parts = []
+    for name, colour in names:
+        parts.append(f'<rect class="{colour}" x="{x:.1f}" y="{y - 10}" width="12" height="12" fill="currentColor"/>')
+        parts.append(ink(x + 18, y, name))
+        x += 18 + text_width(name, 13) + 22
+    return "".join(parts)

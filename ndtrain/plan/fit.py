@@ -1,0 +1,230 @@
+"""Fits the rates of the planner to a table of published measurements, and says how well they predict sources that they
+were not fitted to."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ndtrain.arguments import option
+from ndtrain.config import ConfigError
+from ndtrain.plan.fitting.accuracy import Accuracy, accuracy, folds
+from ndtrain.plan.fitting.least_squares import Parameter, fit
+from ndtrain.plan.fitting.scatter import Points, scatter_svg
+from ndtrain.plan.hardware import Hardware
+from ndtrain.plan.options import refuse_overrides, write_file
+from ndtrain.plan.predict import Prediction, Predictor, StepPlan
+from ndtrain.plan.price import Rates
+from ndtrain.plan.published.cells import Row, count, number, text
+from ndtrain.plan.published.run import run_of
+from ndtrain.plan.table import GIB, read_table
+
+# The rates that are fitted, with the least and the most that they can be: to step times, and then to memory.
+TIME = {
+    "matmul": (0.4, 1.0),
+    "attention": (0.2, 1.0),
+    "sustained": (0.6, 1.0),
+    "memory": (0.3, 1.0),
+    "kernel_s": (1e-7, 2e-5),
+    "launch_s": (1e-6, 3e-5),
+    "link": (0.2, 1.0),
+    "network": (0.1, 1.0),
+    "interference": (0.01, 1.0),
+    "step_s": (1e-4, 0.2),
+}
+MEMORY = {"memory_factor": (1.0, 1.5), "memory_gb": (0.5, 10.0)}
+
+
+Bounds = dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of `plan fit`."""
+
+    source: str = option("the table of measurements, a CSV file; docs/plan_table.md names its columns", key="in")
+    fit: bool = option("fit the rates; false: only say how far those of the planner are off", True)
+    json: str | None = option("the file to write everything to", None)
+    svg: str | None = option("the file to draw predicted over measured step times in", None)
+
+
+class Measurement(NamedTuple):
+    """A row that can be priced.
+
+    Attributes:
+        source: of the row, without the number of an experiment.
+        step_time_s: measured.
+        plan: of its step.
+        memory: measured, in GiB; None: not measured.
+    """
+
+    source: str
+    plan: StepPlan
+    hardware: Hardware
+    step_time_s: float
+    memory: float | None
+
+
+class Predicted(NamedTuple):
+    """Of some rows: seconds of a step, and GiB."""
+
+    step_times: np.ndarray
+    memories: np.ndarray
+
+
+Predict = Callable[[Sequence[Measurement], Rates], np.ndarray]
+
+
+def run(options: Options, overrides: Sequence[str]) -> None:
+    """Fits, prints the tables and writes the files.
+
+    Raises:
+        ConfigError: a file cannot be read or written, or no row of it can be priced.
+    """
+    refuse_overrides(Options, overrides)
+    rows = measurements(read_table("in", options.source)[1])
+    if not rows:
+        raise ConfigError(f"in={options.source}: no row has a measured step time and can be priced")
+    rates = fitted(rows) if options.fit else Rates()
+    predicted = Predicted(step_times(rows, rates), memories(rows, rates))
+    report = {"rates": asdict(rates), "sources": by_source(rows, predicted)}
+    print(as_text("rates of " + ("all rows" if options.fit else "the planner"), report["sources"]))
+    if options.fit:
+        report["cross_validation"] = by_source(rows, cross_validated(rows))
+        print("\n" + as_text("five-fold cross-validation: rates of the other sources", report["cross_validation"]))
+    print("\n" + "\n".join(f"{name:16} {value:.4g}" for name, value in asdict(rates).items()))
+    if options.json:
+        write_file("json", options.json, json.dumps(report, indent=1, default=asdict))
+    if options.svg:
+        write_file("svg", options.svg, drawn(rows, predicted.step_times))
+
+
+def measurements(rows: Iterable[Row]) -> list[Measurement]:
+    """The rows with a measured step time, or measured tokens, that can be priced."""
+    made = []
+    for row in rows:
+        try:
+            run = run_of(row)
+            measured = _step_time(row)
+            if measured is None:
+                continue
+            plan = run.plan()
+        except ConfigError:
+            continue
+        source = re.sub(r" exp \d+$", "", text(row, "source"))
+        made.append(Measurement(source, plan, run.hardware, measured, number(row, "memory_gb")))
+    return made
+
+
+def _step_time(row: Row) -> float | None:
+    measured, tokens = number(row, "derived_step_time_s"), number(row, "derived_tokens_s_gpu")
+    if measured is None and tokens is not None:
+        return count(row, "global_batch_seqs") * count(row, "seq_len") / (tokens * count(row, "gpus"))
+    return measured
+
+
+# ----------------------------------------------------------------------------------------------------------- the fit
+
+
+def fitted(rows: Sequence[Measurement]) -> Rates:
+    """The rates with the least error of step times and of memory."""
+    sample = sampled(rows)
+    rates = _fitted(sample, Rates(), TIME, [m.step_time_s for m in sample], step_times)
+    known = [m for m in rows if m.memory]
+    return _fitted(known, rates, MEMORY, [m.memory or 0.0 for m in known], memories) if known else rates
+
+
+def _fitted(
+    rows: Sequence[Measurement], start: Rates, bounds: Bounds, measured: list[float], predict: Predict
+) -> Rates:
+    """The rates `bounds` with the least error. A source with four times the rows counts twice as much."""
+    logarithms, sources = np.log(measured), [m.source for m in rows]
+    weights = np.array([sources.count(s) ** -0.5 for s in sources])
+    rates = lambda values: replace(start, **dict(zip(bounds, map(float, values), strict=True)))
+    values = fit(
+        lambda values: np.log(predict(rows, rates(values))) - logarithms,
+        [Parameter(getattr(start, name), *bound) for name, bound in bounds.items()],
+        weights,
+    )
+    return rates(values)
+
+
+def sampled(rows: Sequence[Measurement], most: int = 60) -> list[Measurement]:
+    """Of each source at most so many rows, evenly spread over its step times."""
+    kept: list[Measurement] = []
+    for source in dict.fromkeys(m.source for m in rows):
+        mine = sorted((m for m in rows if m.source == source), key=lambda m: m.step_time_s)
+        stride = -(-len(mine) // most)
+        kept += mine[stride // 2 :: stride]
+    return kept
+
+
+def cross_validated(rows: Sequence[Measurement]) -> Predicted:
+    """Each row predicted by rates that were fitted without its source."""
+    made = Predicted(np.zeros(len(rows)), np.zeros(len(rows)))
+    for held_out in folds([m.source for m in rows]):
+        rates = fitted([m for m in rows if m.source not in held_out])
+        mine = [i for i, m in enumerate(rows) if m.source in held_out]
+        made.step_times[mine] = step_times([rows[i] for i in mine], rates)
+        made.memories[mine] = memories([rows[i] for i in mine], rates)
+    return made
+
+
+def step_times(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
+    """Predicted seconds of a step."""
+    return np.array([_predicted(m, rates).step_time_s for m in rows])
+
+
+def memories(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
+    """Predicted GiB."""
+    return np.array([Predictor(m.hardware, rates).memory(m.plan) / GIB for m in rows])
+
+
+def _predicted(m: Measurement, rates: Rates) -> Prediction:
+    return Predictor(m.hardware, rates).price(m.plan, explain=False)
+
+
+# -------------------------------------------------------------------------------------------------------- the report
+
+
+def by_source(rows: Sequence[Measurement], predicted: Predicted) -> dict[str, Accuracy]:
+    """Source -> its errors; "all" for all rows."""
+    groups = {s: [i for i, m in enumerate(rows) if m.source == s] for s in dict.fromkeys(m.source for m in rows)}
+    return {
+        name: accuracy(
+            [rows[i].step_time_s for i in mine],
+            [float(predicted.step_times[i]) for i in mine],
+            [(known, float(predicted.memories[i])) for i in mine if (known := rows[i].memory)],
+        )
+        for name, mine in {**groups, "all": list(range(len(rows)))}.items()
+    }
+
+
+def as_text(title: str, sources: dict[str, Accuracy]) -> str:
+    """A table of errors."""
+    share = lambda value: "" if value is None else f"{100 * value:.1f}"
+    plain = lambda value: "" if value is None else f"{value:.2f}"
+    lines = [title, f"{'source':44} rows median  quartiles     worst  <25 %   tau  memory"]
+    for name, a in sources.items():
+        low, high = map(share, a.quartiles)
+        times = f"{a.rows:4} {share(a.median):>6} {low:>5} {high:>5} {share(a.worst):>9} {share(a.within_25):>6}"
+        memory = f"{share(a.memory_median):>7} of {a.memory_rows}" if a.memory_rows else ""
+        lines.append(f"{name[:44]:44} {times} {plain(a.tau):>5} {memory}".rstrip())
+    return "\n".join(lines)
+
+
+def drawn(rows: Sequence[Measurement], predicted: np.ndarray) -> str:
+    """The picture of predicted over measured step times, the largest sources behind the others."""
+    sources = [m.source for m in rows]
+    points = [
+        Points(
+            source[:44],
+            [m.step_time_s for m in rows if m.source == source],
+            [float(p) for m, p in zip(rows, predicted, strict=True) if m.source == source],
+        )
+        for source in sorted(dict.fromkeys(sources), key=lambda s: -sources.count(s))
+    ]
+    return scatter_svg("Step times of published runs; dashed: 25 % off", "step time, s", points)

@@ -1,0 +1,1 @@
+"""Fits the rates of the planner to measurements, and says how far the predictions are off."""

@@ -1,0 +1,188 @@
+"""Runs a small model as one rank of a mesh, instruction by instruction, and records each one's piece."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ndtrain.config import Config, LocalShapes
+from ndtrain.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    LoggerConfig,
+    OptimConfig,
+    RecomputeConfig,
+    RunConfig,
+    ScheduleConfig,
+    resolved,
+)
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.engine.executor import Executor
+from ndtrain.engine.instructions import Instruction, Layer, line_up
+from ndtrain.engine.train_step import contexts
+from ndtrain.model import Context
+from ndtrain.parallel.build import DTYPES, build_stages
+from ndtrain.parallel.compile_choice import LONG_RUN, rank_flops
+from ndtrain.parallel.pp import Pipeline, Placement
+from ndtrain.parallel.recompute import RecomputeGroup, needs_saved_ops
+from ndtrain.parallel.recompute_budget import typical_batch
+from ndtrain.parallel.stages import Stages
+from ndtrain.parallel.unit import Residency, StatePlan
+from ndtrain.plan.event_log import EventLog
+from ndtrain.plan.events import Piece
+from ndtrain.plan.variants import Save, Variant, kind_of_unit, variants
+from ndtrain.plan.world import pretended_world
+from ndtrain.schedule import Action, Schedule
+
+COMPILED_KINDS = ("block", "head")  # of layers
+# Of attention and its messages, which a compiled graph calls as one operator or not at all; of matmuls with messages.
+_EAGER_NODES = frozenset({"_TiledBackward", "_RingBackward", "_ToHeadsBackward", "_ToTokensBackward"})
+_EAGER_LINEAR = frozenset({"_LinearBackward"})
+
+
+class Recorded(NamedTuple):
+    """What a recording gives.
+
+    Attributes:
+        pieces: variant -> its piece.
+        context_bytes: what each microbatch holds from the begin of the step to its end.
+    """
+
+    pieces: dict[Variant, Piece]
+    context_bytes: int
+
+
+def compiles(cfg: Config, device: str) -> bool:
+    """Whether a run on such devices compiles its blocks."""
+    asked = cfg.train.compile_asked
+    return asked if asked is not None else device == "cuda" or rank_flops(cfg) >= LONG_RUN
+
+
+def accumulates(cfg: Config) -> bool:
+    """Whether the matmuls of weight gradients add to those of earlier microbatches."""
+    plan = StatePlan(resolved(cfg.mesh.zero), DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params], ())
+    return Residency.of(plan, cfg.mesh.fsdp * cfg.mesh.cp).holds_full_grad
+
+
+def reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
+    """The small model's configuration. What no piece depends on is the same for all. Two replicas, so that the executor
+    does not join layers."""
+    small = cfg.unfrozen()
+    splits = Placement.of(cfg).schedule.splits_backward
+    mesh, m, t = small.mesh, small.model, small.train
+    small.run, small.optim, small.checkpoint = RunConfig(), OptimConfig(), CheckpointConfig()
+    small.logger, small.data = LoggerConfig(), DataConfig(pack=cfg.data.pack)
+    small.resume, small.init_from, small.callbacks, m.name = "none", None, {}, ""
+    small.schedule = ScheduleConfig(name="zb_h1" if splits else "1f1b", chunks=1)
+    small.recompute = RecomputeConfig(name="selective" if needs_saved_ops(cfg) else "none")
+    m.tie_word_embeddings = m.tie_word_embeddings and mesh.pp == 1
+    m.num_hidden_layers = blocks
+    mesh.pp, mesh.dp, mesh.fsdp, mesh.zero = 1, 2, 1, 1
+    t.compile, t.global_batch, t.steps = compiled, mesh.dp * resolved(t.micro_batch) * (3 if splits else 2), 1
+    small.freeze()
+    return small
+
+
+def record(cfg: Config, device: str, groups: Sequence[tuple[Save, ...]], fresh: bool) -> Recorded:
+    """Records the rank of the reduced configuration that has the last part of the sequence.
+
+    Args:
+        device: "cpu" or "cuda".
+        groups: for each group of neighbouring blocks what its blocks save for a recompute; None: there is none.
+        fresh: whether gradients of weights overwrite those of the microbatch before.
+    """
+    spec, meta = MeshSpec.of(cfg.mesh), torch.device("meta")
+    last = spec.rank({"pp": 0, "dp": 0, "fsdp": 0, "cp": cfg.mesh.cp - 1, "tp": 0})
+    log = EventLog()
+    with (
+        pretended_world(last, spec.world_size, device),
+        torch.compiler.set_stance("force_eager"),
+        log,
+        log.with_collectives(),
+    ):
+        return _record(cfg, Mesh(spec, last, meta), groups, fresh, log)
+
+
+def _record(cfg: Config, mesh: Mesh, groups: Sequence[tuple[Save, ...]], fresh: bool, log: EventLog) -> Recorded:
+    stages = build_stages(cfg, mesh)
+    if cfg.train.compile:
+        _leave_eager(stages, log)
+    layers = line_up(stages.segments, stages.placement.last)
+    stepper = _Stepper(cfg, stages, mesh, layers, groups, log, fresh)
+    for name in stages.units.units:
+        stages.units.unshard(name)
+    scale = torch.ones((), dtype=torch.float64, device=mesh.device)
+    batches = [typical_batch(cfg, mesh.device) for _ in range(cfg.microbatches)]
+    made = [contexts(stages, [batch], lambda: scale) for batch in batches[:-1]]
+    before = log.now
+    made.append(contexts(stages, batches[-1:], lambda: scale))
+    context_bytes = log.now - before
+    stepper.run([ctx for each in made for ctx in each])
+    return Recorded(stepper.pieces, context_bytes)
+
+
+def _leave_eager(stages: Stages, log: EventLog) -> None:
+    """Tells the log which of the blocks' ops are no part of compiled graphs."""
+    in_graph = bool(stages.units.in_graph)
+    log.eager_nodes = _EAGER_NODES | (frozenset() if in_graph else _EAGER_LINEAR)
+    for model in stages.models.values():
+        linear = model.ops.linear if in_graph else log.apart(model.ops.linear)
+        model.use(replace(model.ops, linear=linear, core=log.apart(model.ops.core)))
+
+
+class _Stepper(Executor):
+    """Runs the instructions one by one, without the units' gathers and reductions: a warm-up, in which constants are
+    made, a microbatch with whole backwards, and one with split ones where the schedule has some.
+
+    Attributes:
+        pieces: variant -> its piece, in its last microbatch.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        stages: Stages,
+        mesh: Mesh,
+        layers: Sequence[Layer],
+        groups: Sequence[tuple[Save, ...]],
+        log: EventLog,
+        fresh: bool,
+    ):
+        row = [Action(kind, m, 0) for m in range(2) for kind in "FB"]
+        row += [Action(kind, 2, 0) for kind in "FIW"] if cfg.microbatches > 2 else []
+        pipeline = Pipeline(
+            Schedule("pieces", [row], cfg.microbatches, (0,)), mesh, LocalShapes.of(cfg).stream, stages.units.compute
+        )
+        kinds = [kind_of_unit(layer.units[0], layer.loss) for layer in layers]
+        recomputed = _recompute_groups(groups, kinds.index("block"))
+        super().__init__(row, layers, stages.units, pipeline, stages.saved_ops, recomputed)
+        self.log, self.fresh, self.pieces = log, fresh, dict[Variant, Piece]()
+        self._compiled = [bool(cfg.train.compile) and kind in COMPILED_KINDS for kind in kinds]
+        self._variants = variants((ins for action in self.program for ins in action), kinds)
+
+    def run(self, contexts: Sequence[Context]) -> Tensor:
+        with self.log.with_collectives():
+            return super().run(contexts)
+
+    def _enter(self, a: Action) -> None:
+        if self.fresh and a.kind == "F":
+            self.units.begin_step()
+        super()._enter(a)
+
+    def _run(self, ins: Instruction) -> None:
+        variant = next(self._variants)
+        with self.log.piece(variant, self._compiled[ins.layer]) as made:
+            self._passes[ins.kind](ins)
+        self.pieces[variant] = made[0]
+
+
+def _recompute_groups(groups: Sequence[tuple[Save, ...]], at: int) -> list[RecomputeGroup]:
+    """The groups of the small model, whose first block is layer `at`."""
+    made = []
+    for saves in groups:
+        if saves[0] is not None:
+            made.append(RecomputeGroup(list(range(at, at + len(saves))), saves[0]))
+        at += len(saves)
+    return made

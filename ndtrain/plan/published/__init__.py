@@ -1,0 +1,1 @@
+"""Published measurements of other trainers, read as runs of ndtrain."""

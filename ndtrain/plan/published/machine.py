@@ -1,0 +1,104 @@
+"""The hardware of a published run: its `gpu` column, and what its notes state about memory and network."""
+
+import re
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ndtrain.config import ConfigError
+from ndtrain.plan.hardware import Hardware, known_hardware, load_hardware
+from ndtrain.plan.published.cells import Row, number, text
+
+
+class _Like(NamedTuple):
+    """A device that is a shipped one but for some figures, those of its data sheet."""
+
+    name: str  # a pattern
+    base: str
+    changes: dict[str, Any]
+
+
+# What comes first is looked for first. Bandwidths are of one device in one direction, peaks are dense.
+_DEVICES = (
+    _Like(r"GB200", "b200", {"bf16": 2500, "memory_gb": 186, "gpus_per_node": 72}),
+    _Like(r"B200", "b200", {}),
+    _Like(r"GH200", "h100", {"memory_gb": 96, "memory_gb_s": 4000, "gpus_per_node": 4, "network_gb_s": 25}),
+    _Like(r"H800", "h100", {"link_gb_s": 200}),
+    _Like(r"H20\b", "h100", {"bf16": 148, "memory_gb": 96, "memory_gb_s": 4000}),
+    _Like(r"H200", "h200", {}),
+    _Like(r"H100.*PCIe", "h100", {"bf16": 756, "memory_gb_s": 2000, "link_gb_s": 64}),
+    _Like(r"H100", "h100", {}),
+    _Like(r"A800", "a100", {"link_gb_s": 200}),
+    _Like(r"A100.*40 ?GB.*PCIe|A100.*PCIe.*40 ?GB", "a100", {"memory_gb": 40, "memory_gb_s": 1555, "link_gb_s": 32}),
+    _Like(r"A100.*PCIe", "a100", {"memory_gb_s": 1935, "link_gb_s": 32}),
+    _Like(r"A100.*40 ?GB", "a100", {"memory_gb": 40, "memory_gb_s": 1555}),
+    _Like(r"A100", "a100", {}),
+    _Like(
+        r"V100",
+        "a100",
+        {"bf16": 125, "memory_gb": 32, "memory_gb_s": 900, "link_gb_s": 150, "network_gb_s": 6.25},
+    ),  # in 16 bits, whichever; DGX-1V: four adapters of 100Gb/s
+    _Like(r"MI300X", "h100", {"bf16": 1307, "memory_gb": 192, "memory_gb_s": 5300, "link_gb_s": 448}),
+    _Like(
+        r"MI250X?",
+        "a100",
+        {"bf16": 191.5, "memory_gb": 64, "memory_gb_s": 1600, "link_gb_s": 50, "network_gb_s": 12.5},
+    ),  # one of its two dies, as programs see it; Frontier: four adapters of 200Gb/s for eight dies
+)
+
+
+def hardware_of(row: Row) -> Hardware:
+    """The hardware of a row.
+
+    Its `gpu` column names a device and may state its memory (96GB), the devices of a host (4 per node) and another
+    connection (PCIe). `peak_tflops` is the peak of the device in 16 bits, or in fp8 if it is nearer to that. The notes
+    may state the bandwidth of the memory (2.4TB/s) and of the network (`_network`).
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    gpu, notes = text(row, "gpu"), text(row, "notes")
+    device = next((d for d in _DEVICES if re.search(d.name, gpu, re.IGNORECASE)), None)
+    if device is None:
+        known = [name for name in known_hardware() if name != "cpu"]
+        raise ConfigError(f"gpu={gpu}: no description of such a device; known: {', '.join(known)} and their variants")
+    hardware = load_hardware(device.base)
+    changes = {key: value for key, value in device.changes.items() if key != "bf16"}
+    if stated := re.search(r"(\d+) ?GB", gpu, re.IGNORECASE):
+        changes["memory_gb"] = float(stated[1])
+    if stated := re.search(r"(\d+) per node", gpu, re.IGNORECASE):
+        changes["gpus_per_node"] = int(stated[1])
+    if stated := re.search(r"([\d.]+) ?TB/s", notes):
+        changes["memory_gb_s"] = 1000 * float(stated[1])
+    changes["peak_tflops"] = _peaks(hardware, device.changes.get("bf16"), number(row, "peak_tflops"))
+    gpus, listed = changes.get("gpus_per_node", hardware.gpus_per_node), changes.get("network_gb_s")
+    changes["network_gb_s"] = _network(notes, gpus, listed or hardware.network_gb_s or 0.0)
+    return replace(hardware, name=gpu.lower(), **changes)
+
+
+def _peaks(hardware: Hardware, bf16: float | None, stated: float | None) -> dict[str, float]:
+    """The peaks of a device whose peak in 16 bits is `bf16` (None: as described), of which the row states one. All
+    tensor peaks stand in the same proportion."""
+    peaks = dict(hardware.peak_tflops)
+    usual = bf16 or peaks["bf16"]
+    fp8 = "fp8" in peaks and stated is not None and stated > 1.5 * usual
+    scale = (stated / (2 if fp8 else 1) if stated else usual) / peaks["bf16"]
+    return {
+        precision: peak * (scale if precision in ("bf16", "fp8", "tf32") else 1) for precision, peak in peaks.items()
+    }
+
+
+def _network(notes: str, gpus_per_node: int, listed: float) -> float:
+    """GB/s of one device to other hosts, as the notes state it, else as listed.
+
+    `400Gb/s RDMA per GPU` is of a device; a rate without "per GPU" is of a host, and one with `4x` before it of one of
+    four adapters. `AllReduce 160 intra 450 GB/s` is the bus bandwidth that was measured over the run's hosts, which the
+    devices of a host share. A measurement of less than a quarter of what is listed is not believed to be of large
+    messages: it counts as a quarter."""
+    if measured := re.search(r"AllReduce ([\d.]+) intra [\d.]+ ?GB/s", notes):
+        return min(listed, max(float(measured[1]) / gpus_per_node, listed / 4))
+    stated = re.search(r"(?:(\d+) ?x [\w -]*?)?([\d.]+) ?(?:Gb/s|Gbps|Gbit/s)([^;,.]*)", notes)
+    if stated is None:
+        return listed
+    adapters, rate, of = int(stated[1] or 1), float(stated[2]), stated[3]
+    devices = 1 if re.search(r"(per |/ ?)(GPU|device)", of, re.IGNORECASE) else gpus_per_node
+    return adapters * rate / 8 / devices

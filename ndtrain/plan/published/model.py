@@ -1,0 +1,78 @@
+"""The shape of a published model. A table tells neither whether its MLP has a gate nor whether its head is tied to the
+embedding: both follow from the number of parameters."""
+
+import re
+from dataclasses import replace
+
+from ndtrain.config import ConfigError, ModelConfig
+from ndtrain.model.flops import parameter_count
+from ndtrain.plan.published.cells import Row, count, number, text
+from ndtrain.plan.published.gpt import GPT
+
+VOCAB = 50304  # where the table has none: that of GPT-2, padded to a multiple of 128
+_CLOSE = 0.01  # two counts of parameters that differ by less are alike: positions, biases and rounding
+_FAR = 0.3  # with more, the model is another one: it has experts, or an encoder
+_GATED = re.compile(r"llama|mistral|qwen|gemma|palm|olmo|deepseek|yi-|smollm|internlm|baichuan", re.IGNORECASE)
+_UNGATED = re.compile(r"gpt|mpt|opt|bloom|falcon|pythia|neox|megatron|turing|bert", re.IGNORECASE)
+
+
+def model_of(row: Row) -> ModelConfig:
+    """The model of a row: of the gated and ungated, tied and untied ones with its sizes the likeliest whose parameters
+    are as many as the row says.
+
+    Raises:
+        ConfigError: a size is missing, or no dense decoder of these sizes has so many parameters.
+    """
+    hidden = count(row, "hidden")
+    heads = count(row, "heads")
+    sizes = ModelConfig(
+        vocab_size=count(row, "vocab", VOCAB),
+        hidden_size=hidden,
+        intermediate_size=count(row, "ffn", 4 * hidden),
+        num_hidden_layers=count(row, "layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=count(row, "kv_heads", heads),
+        max_position_embeddings=count(row, "seq_len"),
+    )
+    if hidden % heads:
+        raise ConfigError(f"hidden={hidden} is no multiple of heads={heads}, and the table has no head_dim")
+    sizes.head_dim = hidden // heads
+    candidates = _candidates(sizes, text(row, "model"))
+    stated = number(row, "params_b")
+    if stated is None:
+        return candidates[0][0]
+    off = [abs(parameters / (stated * 1e9) - 1) for _, parameters in candidates]
+    if min(off) > _FAR:
+        closest = candidates[off.index(min(off))][1] / 1e9
+        raise ConfigError(
+            f"params_b={stated:g}: a dense decoder of these sizes has {closest:.3g}; models with experts are not priced"
+        )
+    alike = [model for (model, _), error in zip(candidates, off, strict=True) if error < _CLOSE]
+    return alike[0] if alike else candidates[off.index(min(off))][0]
+
+
+def _candidates(sizes: ModelConfig, name: str) -> list[tuple[ModelConfig, int]]:
+    """(model, parameters), the likeliest first. GPTs tie their tables, and may have learned positions; the heads of
+    gated models are mostly their own."""
+    kinds = _kinds(sizes, name)
+    positions = sizes.max_position_embeddings * sizes.hidden_size
+    made = []
+    for kind in kinds:
+        for tied in (True, False) if kind == GPT.model_type else (False, True):
+            model = replace(sizes, model_type=kind, tie_word_embeddings=tied)
+            made.append((model, parameter_count(model)))
+            if kind == GPT.model_type and tied:
+                made.append((model, parameter_count(model) + positions))
+    return made
+
+
+def _kinds(sizes: ModelConfig, name: str) -> list[str]:
+    """The families that a model may be of, the likeliest first; only one where its name says it."""
+    if _GATED.search(name):
+        return ["llama"]
+    if _UNGATED.search(name):
+        return [GPT.model_type]
+    gated_first = (
+        sizes.intermediate_size != 4 * sizes.hidden_size or sizes.num_key_value_heads != sizes.num_attention_heads
+    )
+    return ["llama", GPT.model_type] if gated_first else [GPT.model_type, "llama"]

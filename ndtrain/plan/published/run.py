@@ -1,0 +1,198 @@
+"""A row of a table of measurements as a run of ndtrain: overrides of its configuration, and the hardware.
+
+The trainer of the row is priced as if ndtrain ran its settings. What ndtrain has not gets what is nearest in how it
+works, where there is such a thing; otherwise the row is refused.
+"""
+
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ndtrain.config import Config, ConfigError, ModelConfig, resolve
+from ndtrain.config.checks import SAVABLE_OPS
+from ndtrain.plan.hardware import Hardware
+from ndtrain.plan.predict import StepPlan, plan_step
+from ndtrain.plan.published.cells import Row, count, number, text
+from ndtrain.plan.published.machine import hardware_of
+from ndtrain.plan.published.model import model_of
+from ndtrain.plan.published.unfused import is_unfused, with_unfused_attention
+
+# Schedules by how they work: the pattern is looked for in the name without its punctuation. zb2p is ZB-H2, whose bubble
+# is nearest to zb_v's. Breadth-first is gpipe with chunks.
+_SCHEDULES = (
+    (r"dualpipe", "dualpipe_v"),
+    (r"zbv|vzb|zb2p|zbh2|zerobubblev", "zb_v"),
+    (r"zb|zerobubble", "zb_h1"),
+    (r"gpipe|afab|fillfdrain|filldrain|breadthfirst|bfs", "gpipe"),
+    (r"interleav|1f1bi|vpp|virtual|looped|circular", "interleaved"),
+    (r"1f1b|pipedream|onefoneb|nonint", "1f1b"),
+)
+_RECOMPUTE = (
+    (r"^(no|off|false|0)", "none"),
+    (r"selective|sac|attention|attn|partial|core", "selective"),
+    (r"full|all|block|layer|uniform|true|yes|on|1", "full"),
+)
+_WHOLE = 2**30  # tokens: other trainers make all logits of a microbatch at once
+_EAGER = r"\beager\b|nanotron|llm-foundry"  # trainers whose blocks are neither compiled nor made of fused kernels
+_PRECISION = ((r"fp8|float8|e4m3|mxfp8", "fp8"), (r"tf32|fp32|float32", "fp32"), (r"16|half|mixed|amp", "bf16"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A priced run.
+
+    Attributes:
+        overrides: dotted key -> value, beside the model's.
+        unfused: whether its attention is not fused.
+    """
+
+    model: ModelConfig
+    overrides: dict[str, Any]
+    ranks: int
+    hardware: Hardware
+    unfused: bool
+
+    def plan(self) -> StepPlan:
+        """Its step.
+
+        Raises:
+            ConfigError: ndtrain cannot run it.
+        """
+        plan = plan_step(self.config(), self.hardware.device)
+        return with_unfused_attention(plan) if self.unfused else plan
+
+    def config(self) -> Config:
+        """The resolved configuration.
+
+        Raises:
+            ConfigError: ndtrain cannot run it.
+        """
+        cfg = Config()
+        for f in fields(ModelConfig):
+            setattr(cfg.model, f.name, getattr(self.model, f.name))
+        for key, value in self.overrides.items():
+            section, name = key.split(".")
+            setattr(getattr(cfg, section), name, value)
+        return resolve(cfg, self.ranks)
+
+
+def run_of(row: Row) -> Run:
+    """The run of a row.
+
+    Raises:
+        ConfigError: it cannot be expressed; the line says why.
+    """
+    model, hardware = model_of(row), hardware_of(row)
+    mesh = _mesh(row)
+    ranks = math.prod(size for key, size in mesh.items() if key != "mesh.zero")
+    stated = number(row, "micro_batch")
+    overrides = {
+        **mesh,
+        **_schedule(row, model, mesh["mesh.pp"]),
+        **_precision(row, hardware),
+        **_of_notes(row),
+        **_recompute(row),
+        "train.seq_len": count(row, "seq_len"),
+        "train.global_batch": count(row, "global_batch_seqs"),
+        "train.micro_batch": None if stated is None else count(row, "micro_batch"),
+        "train.loss_chunk": _WHOLE,
+        "data.name": "bin",
+        "data.path": "tokens.bin",
+    }
+    return Run(model, overrides, ranks, hardware, is_unfused(row))
+
+
+def _mesh(row: Row) -> dict[str, int]:
+    """Sizes of the axes. ndtrain cuts its state over fsdp, so data parallelism whose state is sharded is fsdp.
+
+    Raises:
+        ConfigError: the sizes do not make the number of GPUs.
+    """
+    sizes = {axis: count(row, axis, 1) for axis in ("pp", "cp", "tp")}
+    fsdp, gpus = count(row, "fsdp", 1), count(row, "gpus", 0)
+    model_ranks = math.prod(sizes.values())
+    dp = count(row, "dp", max(1, gpus // (model_ranks * fsdp)))
+    if gpus and dp * fsdp * model_ranks != gpus:
+        if max(dp, fsdp) * model_ranks != gpus:  # both columns name one axis
+            raise ConfigError(
+                f"gpus={gpus} are not dp x fsdp x tp x pp x cp = "
+                f"{dp} x {fsdp} x {sizes['tp']} x {sizes['pp']} x {sizes['cp']}"
+            )
+        dp, fsdp = (dp, 1) if dp > fsdp else (1, fsdp)
+    zero = _zero(row, fsdp)
+    if fsdp == 1 and zero:
+        dp, fsdp = 1, dp
+    return {f"mesh.{axis}": size for axis, size in sizes.items()} | {
+        "mesh.dp": dp,
+        "mesh.fsdp": fsdp,
+        "mesh.zero": zero or 1,
+    }
+
+
+def _zero(row: Row, fsdp: int) -> int:
+    stated = text(row, "zero_stage")
+    if not stated:
+        return 3 if fsdp > 1 else 0
+    if stated not in ("0", "0.0", "1", "1.0", "2", "2.0", "3", "3.0"):
+        raise ConfigError(f"zero_stage={stated}: must be 0, 1, 2 or 3")
+    return int(stated[0])
+
+
+def _schedule(row: Row, model: ModelConfig, pp: int) -> dict[str, Any]:
+    """The schedule, and its chunks where it has any number of them. A pipeline without a name is 1F1B."""
+    chunks = count(row, "vpp", 1)
+    stated = re.sub(r"[^a-z0-9]", "", text(row, "schedule").lower())
+    name = "1f1b" if pp == 1 else _named(stated, _SCHEDULES, "schedule", "1f1b")
+    if pp == 1:
+        chunks = 1
+    if name == "1f1b" and chunks > 1:
+        name = "interleaved"
+    if name in ("zb_v", "dualpipe_v") and 2 * pp > model.num_hidden_layers:
+        name = "zb_h1"
+    free = name == "gpipe" or (name == "interleaved" and chunks > 1)
+    return {"schedule.name": name, "schedule.chunks": chunks if free else None}
+
+
+def _precision(row: Row, hardware: Hardware) -> dict[str, str]:
+    """fp16 costs what bf16 costs."""
+    compute = _named(text(row, "precision"), _PRECISION, "precision", "bf16")
+    if compute == "fp8" and "fp8" not in hardware.peak_tflops:
+        raise ConfigError(f"precision={text(row, 'precision')}: gpu={text(row, 'gpu')} has no fp8 matmuls")
+    return {"precision.compute": compute}
+
+
+def _recompute(row: Row) -> dict[str, Any]:
+    """Selective is Megatron's (Korthikanti et al., 2022, arXiv:2205.05198), which repeats the attention core and
+    what is cheap, or torchtitan's, which repeats every second matmul: gate and up are half of a block's."""
+    name = _named(text(row, "recompute"), _RECOMPUTE, "recompute", "none")
+    if name != "selective":
+        return {"recompute.name": name}
+    repeated = "gate_up_proj" if re.search(r"every[- ](2nd|second)|\bop[- ]level", text(row, "notes")) else "core"
+    return {"recompute.name": name, "recompute.keep": [op for op in SAVABLE_OPS if op != repeated]}
+
+
+def _of_notes(row: Row) -> dict[str, Any]:
+    """Settings that follow from the trainer's software, or that the notes state."""
+    says = lambda pattern: re.search(pattern, text(row, "source") + " " + text(row, "notes"), re.IGNORECASE) is not None
+    overrides: dict[str, Any] = {"train.compile": "false" if says(_EAGER) else "true"}
+    if says(r"\bno sequence[- ]parallel") or (is_unfused(row) and not says(r"sequence[- ]parallel")):  # of one time
+        overrides["tp.sequence_parallel"] = False
+    if says(r"\bulysses\b"):
+        overrides["cp.kind"] = "ulysses"
+    return overrides
+
+
+def _named(stated: str, patterns: tuple[tuple[str, str], ...], column: str, default: str) -> str:
+    """Our name for what a cell says; `default` where it says nothing.
+
+    Raises:
+        ConfigError: no pattern fits.
+    """
+    if not stated:
+        return default
+    for pattern, name in patterns:
+        if re.search(pattern, stated.lower()):
+            return name
+    known = ", ".join(dict.fromkeys(name for _, name in patterns))
+    raise ConfigError(f"{column}={stated}: ndtrain has none that is like it; it has {known}")

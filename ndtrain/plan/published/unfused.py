@@ -1,0 +1,57 @@
+"""Attention as trainers computed it before FlashAttention (Dao et al., 2022, arXiv:2205.14135): the scores of all pairs
+of tokens are written to memory and read again, masked ones too, and their softmax, its dropout mask and the dropped
+softmax are kept for the backward, 5 bytes a score (Korthikanti et al., 2022, arXiv:2205.05198, section 4.1)."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ndtrain.plan.events import Event, Kernel, Piece
+from ndtrain.plan.pieces import Variant
+from ndtrain.plan.predict import StepPlan
+from ndtrain.plan.published.cells import Row, text
+
+KEPT = 5  # bytes a score
+_PRODUCTS = {False: 2, True: 4}  # whether it is a backward -> products with the scores, which it keeps
+# bytes a score of the fused kernels of scale, mask and softmax, and of dropout, that read and write it
+_ELEMENTWISE = {False: 4 + 5, True: 6 + 5}
+# publications of before June 2022 by their number or year, and later ones whose stated memory holds the scores
+_BEFORE = re.compile(
+    r"arxiv:(0\d|1\d|20|21|220[1-5])\d*\.|\b(2019|2020|2021)\b|bigscience|zero bubble pp", re.IGNORECASE
+)
+
+
+def is_unfused(row: Row) -> bool:
+    """Whether the trainer of a row had no fused attention."""
+    return _BEFORE.search(text(row, "source")) is not None
+
+
+def with_unfused_attention(plan: StepPlan) -> StepPlan:
+    """The plan with each attention kernel as the kernels it replaces."""
+    return replace(plan, pieces={variant: _piece(variant, piece) for variant, piece in plan.pieces.items()})
+
+
+def _piece(variant: Variant, piece: Piece) -> Piece:
+    scores = sum(_scores(e) for e in piece.events if isinstance(e, Kernel) and e.kind == "attention")
+    stays = variant.save is None or variant.recompute or "core" in variant.save
+    kept = KEPT * scores * (0 if variant.kind == "F" and not stays else 1 if variant.kind == "F" else -1)
+    peak = KEPT * scores if variant.kind == "F" else 0
+    return Piece(tuple(_events(piece)), piece.kept_bytes + kept, piece.peak_bytes + peak)
+
+
+def _events(piece: Piece) -> Iterator[Event]:
+    for event in piece.events:
+        if not isinstance(event, Kernel) or event.kind != "attention":
+            yield event
+            continue
+        batch, heads, queries, keys, width = event.shape
+        scores, backward = _scores(event), event.flops > 6 * _scores(event) * width / 2
+        for _ in range(_PRODUCTS[backward]):
+            shape = (batch * heads, queries, keys, width)
+            yield Kernel("matmul", 2 * scores * width, 2 * scores, event.dtype, shape)
+        yield Kernel("memory", 0, _ELEMENTWISE[backward] * scores, event.dtype)
+
+
+def _scores(attention: Kernel) -> int:
+    return math.prod(attention.shape[:4])

@@ -1,0 +1,122 @@
+"""Predicts the rows of a table of published measurements, with other trainers' runs priced as if ndtrain ran them."""
+
+import csv
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ndtrain.arguments import option
+from ndtrain.config import ConfigError
+from ndtrain.plan.options import refuse_overrides
+from ndtrain.plan.predict import Prediction, Predictor
+from ndtrain.plan.published.cells import Row
+from ndtrain.plan.published.run import Run, run_of
+
+NECESSARY = ("layers", "hidden", "heads", "seq_len", "global_batch_seqs", "gpu")
+PREDICTED = ("predicted_step_time_s", "predicted_tokens_s_gpu", "predicted_mfu_full", "predicted_memory_gb")
+REFUSED = "refused"
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of `plan table`."""
+
+    source: str = option(
+        "the table, a CSV file with a row for each run; docs/plan_table.md names its columns", key="in"
+    )
+    out: str = option("the file to write: the same rows with the predicted columns behind them")
+
+
+def run(options: Options, overrides: Sequence[str]) -> None:
+    """Predicts every row, writes the table and prints what was refused.
+
+    Raises:
+        ConfigError: a file cannot be read or written, or lacks a column.
+    """
+    refuse_overrides(Options, overrides)
+    columns, rows = read_table("in", options.source)
+    predicted = []
+    for number, row in enumerate(rows, 1):
+        if sys.stderr.isatty():
+            print(f"\rrow {number} of {len(rows)} ", end="", file=sys.stderr, flush=True)
+        predicted.append(predicted_columns(row))
+    if sys.stderr.isatty():
+        print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    own = [*PREDICTED, REFUSED]
+    both = [row | p for row, p in zip(rows, predicted, strict=True)]
+    write_table(options.out, [*(c for c in columns if c not in own), *own], both)
+    refusals = [f"line {line}: {p[REFUSED]}" for line, p in enumerate(predicted, 2) if p[REFUSED]]
+    print("\n".join([*refusals, f"{len(rows) - len(refusals)} of {len(rows)} rows predicted: {options.out}"]))
+
+
+def predicted_columns(row: Row) -> dict[str, str]:
+    """The new columns of a row. If `refused` says why it cannot be expressed, the others are empty."""
+    try:
+        priced = run_of(row)
+        prediction = predictor_of(priced).price(priced.plan(), explain=False)
+    except ConfigError as error:
+        return dict.fromkeys(PREDICTED, "") | {REFUSED: str(error)}
+    return dict(zip(PREDICTED, _cells(prediction), strict=True)) | {REFUSED: ""}
+
+
+def _cells(p: Prediction) -> tuple[str, ...]:
+    return (
+        f"{p.step_time_s:.4f}",
+        f"{p.tokens_per_s_per_device:.2f}",
+        f"{p.mfu:.4f}",
+        f"{p.memory_bytes / GIB:.2f}",
+    )
+
+
+_predictors: dict[str, Predictor] = {}
+
+
+def predictor_of(priced: Run) -> Predictor:
+    """The predictor of a run's hardware, which keeps what it has recorded."""
+    return _predictors.setdefault(repr(priced.hardware), Predictor(priced.hardware))
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def read_table(key: str, path: str) -> tuple[list[str], list[dict[str, str]]]:
+    """(columns, rows) of a CSV file with a header.
+
+    Raises:
+        ConfigError: it cannot be read, lacks a necessary column, or a line has more cells than the header.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, restval="", strict=True)
+            columns = [name.strip() for name in reader.fieldnames or []]
+            reader.fieldnames = columns
+            rows = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = getattr(error, "strerror", None) or "it is no CSV in UTF-8"
+        raise ConfigError(f"{key}={path}: cannot be read ({why}): give a CSV file with a header") from error
+    if missing := [name for name in NECESSARY if name not in columns]:
+        raise ConfigError(f"{key}={path}: no column {missing[0]}; necessary are {', '.join(NECESSARY)}")
+    for line in _too_long(rows):
+        raise ConfigError(f"{key}={path}: line {line} has more cells than the header: quote texts that hold a comma")
+    return columns, rows
+
+
+def _too_long(rows: Sequence[dict]) -> Iterator[int]:
+    return (line for line, row in enumerate(rows, 2) if None in row)
+
+
+def write_table(path: str, columns: Sequence[str], rows: Sequence[dict[str, str]]) -> None:
+    """Writes a CSV file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise ConfigError(f"out={path}: cannot be written ({error.strerror})") from error

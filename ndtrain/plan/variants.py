@@ -1,0 +1,50 @@
+"""What the work of an instruction depends on."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ndtrain.engine.instructions import Instruction
+
+Save = frozenset[str] | None
+NOTHING: frozenset[str] = frozenset()
+
+
+class Variant(NamedTuple):
+    """Instructions of one variant do the same.
+
+    Attributes:
+        kind: F, B, I or W.
+        layer: "embed", "block", "norm" or "head".
+        save, shape_only: (F) of the block's recompute group, for its forward and its recompute; None: it is not
+            recomputed.
+        drop_input, recompute: as in `Instruction`.
+    """
+
+    kind: str
+    layer: str
+    save: Save = None
+    shape_only: frozenset[str] = NOTHING
+    drop_input: bool = False
+    recompute: bool = False
+
+
+def variants(program: Iterable[Instruction], layers: Sequence[str]) -> Iterator[Variant]:
+    """The variant of each instruction of a program of whole steps.
+
+    Args:
+        layers: the kind of each of the rank's layers.
+    """
+    saved: dict[tuple[int, int], tuple[Save, frozenset[str]]] = {}  # what a recompute replays, its forward has said
+    for ins in program:
+        at = ins.microbatch, ins.layer
+        if ins.kind == "F" and not ins.recompute:
+            saved[at] = ins.save, ins.shape_only
+        of_group = saved[at] if ins.kind == "F" else (None, NOTHING)
+        yield Variant(ins.kind, layers[ins.layer], *of_group, ins.drop_input, ins.recompute)
+
+
+def kind_of_unit(unit: str, loss: bool) -> str:
+    """The kind of the layer that reads a unit, which is the loss or not."""
+    if loss:
+        return "head"
+    return "block" if ".layers." in unit else "norm" if unit.endswith("norm") else "embed"

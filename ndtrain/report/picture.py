@@ -1,0 +1,85 @@
+"""What pictures of plots share, as SVG text: the frame for light and dark surroundings, colours, axes and ticks."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+# as page.css, on light and on dark
+COLOURS = ("#0072b2", "#d55e00", "#008a64", "#b5478f", "#8f6b00", "#444444", "#3a95d0")
+DARK_COLOURS = ("#56b4e9", "#ff8f45", "#2fcf9f", "#e596c5", "#f0e442", "#d0d0d0", "#8aa4ff")
+FONT = "Helvetica,Arial,'DejaVu Sans',sans-serif"
+SIZE = 13  # of text, in pixels
+
+
+def document(title: str, width: int, height: int, parts: Sequence[str]) -> str:
+    """The whole SVG. Its parts use the classes `ink` (text), `grid` (lines), and `c0`, `c1`, ..., which set the current
+    colour."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="{escape(FONT)}" font-size="{SIZE}" role="img"><title>{escape(title)}</title>{_style()}'
+        f'<rect class="back" width="{width}" height="{height}"/>'
+    )
+    return "\n".join([head, *parts, "</svg>"]) + "\n"
+
+
+def _style() -> str:
+    def rules(back: str, ink: str, rule: str, colours: Sequence[str]) -> str:
+        runs = "".join(f".c{i}{{color:{colour}}}" for i, colour in enumerate(colours))
+        return f".back{{fill:{back}}}.ink{{fill:{ink}}}.grid{{stroke:{rule}}}{runs}"
+
+    light, dark = rules("#ffffff", "#1a1a1a", "#d5d9df", COLOURS), rules("#14171a", "#e8eaed", "#3a4047", DARK_COLOURS)
+    return f"<style>{light}@media (prefers-color-scheme:dark){{{dark}}}</style>"
+
+
+def heading(x: float, text: str) -> str:
+    return f'<text class="ink" x="{x}" y="24" font-size="15" font-weight="600">{escape(text)}</text>'
+
+
+def ink(x: float, y: float, text: str, anchor: str = "start", more: str = "") -> str:
+    """A text whose baseline is at y. more: further attributes."""
+    place = f' text-anchor="{anchor}"' * (anchor != "start")
+    return f'<text class="ink" x="{x:.1f}" y="{y:.1f}"{place}{more}>{escape(text)}</text>'
+
+
+def text_width(text: str, size: float, bold: bool = False) -> float:
+    """Pixels that a text takes at most, in the widest of the fonts of `FONT`."""
+    narrow, wide = "iljtfrI.,:;'|()[]/ ", "mwMW%@"
+    ems = sum(0.36 if c in narrow else 0.97 if c in wide else 0.71 if c.isupper() else 0.62 for c in text)
+    return ems * size * (1.1 if bold else 1)
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Round numbers from `low` to `high`, about `count` of them."""
+    rough = (high - low) / count
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
+    return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def widened(low: float, high: float) -> tuple[float, float]:
+    """The range of an axis, which is not empty."""
+    if low < high:
+        return low, high
+    pad = abs(low) / 2 or 0.5
+    return low - pad, high + pad
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values from `low` to `high` on pixels from `first` to `last`.
+
+    Attributes:
+        log: equal ratios take equal room.
+    """
+
+    low: float
+    high: float
+    first: float
+    last: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        scale = math.log if self.log else float
+        low, high = scale(self.low), scale(self.high)
+        return self.first + (scale(value) - low) / (high - low) * (self.last - self.first)

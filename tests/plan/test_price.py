@@ -1,0 +1,95 @@
+"""Seconds of kernels and collectives, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from ndtrain.config import ConfigError
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.plan.events import Kernel
+from ndtrain.plan.hardware import Hardware, load_hardware
+from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
+
+# 1 TFLOP/s, 1 GB/s of memory, links of 10 GB/s, a network of 1 GB/s a device, everything reached
+MACHINE = Hardware("mine", "cuda", 80, 8, {"bf16": 1}, 1, 10, 1)
+RATES = Rates(
+    matmul=0.5, attention=0.25, sustained=0.8, memory=0.5, kernel_s=0.125, launch_s=0.5, link=1, network=1, link_hop_s=0.001,
+    network_hop_s=0.01, interference=0, step_s=0,
+)  # fmt: skip
+GB = 10**9
+
+
+def prices(**sizes: int) -> Prices:
+    axes = ("pp", "dp", "fsdp", "cp", "tp")
+    return Prices(MACHINE, RATES, MeshSpec(axes, tuple(sizes.get(a, 1) for a in axes)))
+
+
+def test_a_kernel_takes_what_bounds_it():
+    p = prices()
+    assert p.kernel(Kernel("matmul", 10**12, 0, "bf16")) == pytest.approx(2 + 0.125)
+    assert p.kernel(Kernel("attention", 10**12, 0, "bf16")) == pytest.approx(4 + 0.125)
+    assert p.kernel(Kernel("matmul", 10**12, 5 * GB, "bf16")) == pytest.approx(10 + 0.125)  # memory bounds it
+    assert p.kernel(Kernel("memory", 0, GB, "fp32")) == pytest.approx(2 + 0.125)
+
+
+def test_a_gpu_with_fp8_holds_a_share_of_its_peak():
+    hopper = Prices(replace(MACHINE, peak_tflops={"bf16": 1, "fp8": 2}), RATES, MeshSpec(("tp",), (1,)))
+    assert hopper.kernel(Kernel("matmul", 10**12, 0, "bf16")) == pytest.approx(2 / 0.8 + 0.125)
+    assert hopper.kernel(Kernel("matmul", 10**12, 0, "fp8")) == pytest.approx(1 / 0.8 + 0.125)
+
+
+def test_a_cpu_is_its_own_host():
+    cpu = Prices(replace(MACHINE, device="cpu"), RATES, MeshSpec(("tp",), (1,)))
+    assert cpu.launch_s == 0 and cpu.kernel(Kernel("memory", 0, 0, "fp32")) == pytest.approx(0.125 + 0.5)
+    assert prices().launch_s == 0.5
+
+
+COLLECTIVES = {  # mesh, axis, op, seconds of 8 GB
+    "gather on a host": ({"tp": 8}, "tp", "all_gather", 7 / 8 * 0.8 + 7 * 0.001),
+    "reduction on a host": ({"tp": 4}, "tp", "reduce_scatter", 3 / 4 * 0.8 + 3 * 0.001),
+    "all-reduce on a host": ({"tp": 8}, "tp", "all_reduce", 2 * 7 / 8 * 0.8 + 2 * 3 * 0.001),  # the tree has 3 levels
+    "one member a host": ({"fsdp": 4, "tp": 8}, "fsdp", "all_gather", 3 / 4 * 8 + 3 * 0.01),
+    "two members a host": ({"fsdp": 4, "tp": 4}, "fsdp", "all_gather", 3 / 4 * 8 / 2 + 2 * 0.001 + 0.01),
+    "whole hosts": ({"fsdp": 16}, "fsdp", "all_gather", 15 / 16 * 8 / 8 + 14 * 0.001 + 0.01),
+    "two axes": ({"fsdp": 2, "cp": 2, "tp": 8}, "fsdp+cp", "all_gather", 3 / 4 * 8 + 3 * 0.01),
+    "heads for tokens on a host": ({"cp": 4}, "cp", "all_to_all", 3 / 4 * 0.8 + 3 * 0.001),
+    "heads for tokens across": ({"cp": 2, "tp": 8}, "cp", "all_to_all", 1 / 2 * 8 + 0.01),
+    "neighbours on a host": ({"cp": 8}, "cp", "send_recv", 0.8 + 0.001),
+    "neighbours across": ({"cp": 2, "tp": 8}, "cp", "send_recv", 8 + 0.01),
+    "alone": ({"tp": 8}, "cp", "all_gather", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_takes_what_its_tier_takes(name):
+    sizes, axis, op, seconds = COLLECTIVES[name]
+    assert prices(**sizes).collective(axis, op, 8 * GB) == pytest.approx(seconds)
+
+
+def test_an_all_reduce_of_many_bytes_goes_around_a_ring_and_a_small_one_up_a_tree():
+    many, host = prices(dp=512, tp=8), prices(tp=8)
+    assert many.collective("dp", "all_reduce", 0) == pytest.approx(2 * 9 * 0.01)
+    assert host.collective("tp", "all_gather", 0) == pytest.approx(7 * 0.001)
+
+
+def test_a_message_crosses_hosts_where_the_next_stage_is_on_another():
+    assert prices(pp=2, tp=8).message("pp", GB) == pytest.approx(1.01)
+    assert prices(pp=2, tp=4).message("pp", GB) == pytest.approx(0.101)
+
+
+def test_fp8_falls_back_to_bf16():
+    assert peak_flops(MACHINE, "fp8") == 10**12
+    assert peak_flops(load_hardware("h100"), "fp8") == 1979e12
+
+
+def test_a_missing_rate_is_one_line():
+    with pytest.raises(ConfigError, match=r"^hardware=cpu: peak_tflops\.bf16 is not listed: .*calibrate`$"):
+        peak_flops(load_hardware("cpu"), "bf16")
+    with pytest.raises(ConfigError, match="hardware=cpu: memory_gb_s is not listed"):
+        Prices(load_hardware("cpu"), RATES, MeshSpec(("tp",), (1,))).kernel(Kernel("memory", 0, GB, "fp32"))
+
+
+def test_measured_rates_of_a_description_go_before_the_planners():
+    assert rates_of(replace(MACHINE, rates={"matmul": 0.9}), RATES) == replace(RATES, matmul=0.9)
+    with pytest.raises(ConfigError, match=r"rates\.matmull: no such rate; did you mean 'matmul'\?"):
+        rates_of(replace(MACHINE, rates={"matmull": 0.9}))
