@@ -58,9 +58,7 @@ class Place:
         again = self._recompute_seconds(candidate.recompute)
         of_microbatch = 3 * self.forward_s + again + self.tp_s + self.cp_s
         seconds = (self.cfg.microbatches + idle / 3) * of_microbatch
-        return Estimate(
-            seconds + self._sharding_seconds(candidate, of_microbatch), self._memory(candidate, live)
-        )
+        return Estimate(seconds + self._sharding_seconds(candidate, of_microbatch), self._memory(candidate, live))
 
     @cached_property
     def _plan(self) -> StatePlan:
@@ -110,7 +108,9 @@ class Place:
         """Op of a block -> seconds of a forward of a microbatch on a rank."""
         m, tokens, dtype = self.cfg.model, self.shapes.tokens, self.cfg.precision.compute
         of_token = flops.op_flops(m, self.cfg.train.seq_len)
-        kind = lambda op: ("attention", 0.5, "bf16" if dtype == "fp8" else dtype) if op == "core" else ("matmul", 1, dtype)
+        kind = lambda op: (
+            ("attention", 0.5, "bf16" if dtype == "fp8" else dtype) if op == "core" else ("matmul", 1, dtype)
+        )
         seconds = {}
         for op, count in of_token.items():
             name, visible, of = kind(op)
@@ -140,7 +140,9 @@ class Place:
         """Of a block: two gathers and two reductions forward, four gathers and two reductions backward."""
         if self.tp == 1:
             return 0.0
-        gather, scatter = (self.prices.collective("tp", op, self._stream_bytes) for op in ("all_gather", "reduce_scatter"))
+        gather, scatter = (
+            self.prices.collective("tp", op, self._stream_bytes) for op in ("all_gather", "reduce_scatter")
+        )
         return 6 * gather + 4 * scatter
 
     @cached_property

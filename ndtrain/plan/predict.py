@@ -106,7 +106,8 @@ class Predictor:
         """
         cfg, mesh = plan.cfg, MeshSpec.of(plan.cfg.mesh)
         prices = Prices(self.hardware, self.rates, mesh)
-        seconds = _simulated(plan, prices).times.end
+        slower = self.rates.slower
+        seconds = slower * _simulated(plan, prices).times.end
         m, t = cfg.model, cfg.train
         rate = t.global_batch * t.seq_len / seconds
         per_device = rate / mesh.world_size
@@ -118,7 +119,7 @@ class Predictor:
             mfu=per_device * flops_per_token(m, t.seq_len) / peak,
             hfu=per_device * plan.hardware_flops_per_token / peak,
             memory_bytes=self.memory(plan),
-            waterfall=_waterfall(plan, prices) if explain else {},
+            waterfall={part: slower * s for part, s in _waterfall(plan, prices).items()} if explain else {},
         )
 
     def memory(self, plan: "StepPlan") -> int:

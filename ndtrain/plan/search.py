@@ -22,7 +22,8 @@ from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import RunOptions, unresolved_config, world_of, write_file
 from ndtrain.plan.predict import Prediction, Predictor
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 SHOWN = 10
 _OF_MESH = 200  # candidates of a mesh that are kept
 _ROUNDS = 4  # of predicting those next to the best
@@ -99,7 +100,7 @@ def search(space: Space, pool: Executor | None, predict: int, against: Sequence[
     if against and not like:
         raise ConfigError(f"against={shlex.join(against)}: no legal candidate has these overrides and may fit")
     predicted: dict[Candidate, Prediction] = {}
-    _predict_all(space, pool, shortlist(ranked, predict) + shortlist(like, max(8, predict // 8)), predicted)
+    predict_all(space, pool, shortlist(ranked, predict) + shortlist(like, max(8, predict // 8)), predicted)
     for group in (ranked, like):
         _climb(space, pool, group, predicted)
     best = _fastest(space, predicted)
@@ -203,15 +204,19 @@ def shortlist(ranked: Sequence[Ranked], count: int) -> list[Candidate]:
 # ---------------------------------------------------------------------------------------------------------- predicting
 
 
-def _climb(space: Space, pool: Executor | None, ranked: Sequence[Ranked], predicted: dict[Candidate, Prediction]) -> None:
+def _climb(
+    space: Space, pool: Executor | None, ranked: Sequence[Ranked], predicted: dict[Candidate, Prediction]
+) -> None:
     """Predicts what is next to the best ones, as long as that finds better ones."""
     within = {r.candidate for r in ranked}
     for _ in range(_ROUNDS):
         best = [row.candidate for row in _fastest(space, predicted) if row.candidate in within][:3]
-        near = [r.candidate for r in ranked if r.candidate not in predicted and any(r.candidate.is_next_to(b) for b in best)]
+        near = [
+            r.candidate for r in ranked if r.candidate not in predicted and any(r.candidate.is_next_to(b) for b in best)
+        ]
         if not near:
             return
-        _predict_all(space, pool, near[:60], predicted)
+        predict_all(space, pool, near[:60], predicted)
 
 
 def _fastest(space: Space, predicted: dict[Candidate, Prediction]) -> list[Row]:
@@ -219,7 +224,7 @@ def _fastest(space: Space, predicted: dict[Candidate, Prediction]) -> list[Row]:
     return sorted(rows, key=lambda row: row.prediction.step_time_s)
 
 
-def _predict_all(
+def predict_all(
     space: Space, pool: Executor | None, candidates: Sequence[Candidate], into: dict[Candidate, Prediction]
 ) -> None:
     """Those that share recorded pieces go to one process, one after another."""
@@ -288,7 +293,10 @@ def as_text(space: Space, found: Found, given: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-HEAD = f"{'':>3}  {'step s':>8} {'tokens/s/dev':>13} {'MFU':>6} {'HFU':>6} {'memory GB':>10}   mesh, zero, microbatch, schedule"
+HEAD = (
+    f"{'':>3}  {'step s':>8} {'tokens/s/dev':>13} {'MFU':>6} {'HFU':>6} {'memory GB':>10}   "
+    "mesh, zero, microbatch, schedule, recompute"
+)
 
 
 def _line(name: str, row: Row) -> str:
