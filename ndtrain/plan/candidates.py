@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ndtrain.config import AXES, Config, ConfigError, resolve
+from ndtrain.parallel.recompute import always_saved_ops
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.price import Rates
 
@@ -105,9 +106,18 @@ class Space:
             for kind in self._choices("cp.kind", self.cfg.cp.kind, kinds):
                 yield Candidate(mesh, size, kind, self.zeros(mesh)[0], self.schedules(pp)[0], self.recomputes()[0])
 
-    def on(self, place: Candidate) -> Iterator[Candidate]:
-        """All candidates with the mesh, the microbatch and the kind of cp of one."""
-        choices = product(self.zeros(place.mesh), self.schedules(place.size("pp")), self.recomputes())
+    def on(self, place: Candidate, cfg: Config) -> Iterator[Candidate]:
+        """All candidates with the mesh, the microbatch and the kind of cp of one. Of modes of recompute that save the
+        same on this mesh, only the first one.
+
+        Args:
+            cfg: resolved, of one of them.
+        """
+        always = always_saved_ops(cfg)
+        by_saved: dict[Any, tuple[str, tuple[str, ...]]] = {}
+        for name, kept in self.recomputes():
+            by_saved.setdefault(always | set(kept) if name in ("full", "selective") else name, (name, kept))
+        choices = product(self.zeros(place.mesh), self.schedules(place.size("pp")), by_saved.values())
         return (place._replace(zero=z, schedule=s, recompute=r) for z, s, r in choices)
 
     def zeros(self, mesh: tuple[int, ...]) -> list[int]:
@@ -131,7 +141,7 @@ class Space:
         r = self.cfg.recompute
         if any(key.partition(".")[0] == "recompute" for key in self.cfg.given):
             return [(r.name, tuple(r.keep))]
-        return [("none", ()), *(("selective", kept) for kept in KEPT_OPS), ("full", ())]
+        return [("none", ()), ("full", ()), *(("selective", kept) for kept in KEPT_OPS)]
 
     def resolved(self, candidate: Candidate) -> Config:
         """The candidate's configuration.

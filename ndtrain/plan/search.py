@@ -11,6 +11,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from ndtrain.arguments import option
@@ -27,6 +28,7 @@ R = TypeVar("R")
 SHOWN = 10
 _OF_MESH = 200  # candidates of a mesh that are kept
 _ROUNDS = 4  # of predicting those next to the best
+_NEAR = 40  # of them in a round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,7 @@ def search(space: Space, pool: Executor | None, predict: int, against: Sequence[
     if against and not like:
         raise ConfigError(f"against={shlex.join(against)}: no legal candidate has these overrides and may fit")
     predicted: dict[Candidate, Prediction] = {}
-    predict_all(space, pool, shortlist(ranked, predict) + shortlist(like, max(8, predict // 8)), predicted)
+    predict_all(space, pool, shortlist(ranked, predict) + shortlist(like, max(8, predict // 4)), predicted)
     for group in (ranked, like):
         _climb(space, pool, group, predicted)
     best = _fastest(space, predicted)
@@ -170,7 +172,7 @@ def _rank_mesh(space: Space, mesh: tuple[int, ...]) -> _OnMesh:
     rates = Predictor(space.hardware, space.rates).rates
     for place, cfg in space.places(mesh):
         shared = Place(cfg, space.hardware, rates)
-        for candidate in space.on(place):
+        for candidate in space.on(place, cfg):
             count += 1
             estimate = shared.estimate(candidate)
             if fits(space, estimate.memory_bytes):
@@ -207,16 +209,17 @@ def shortlist(ranked: Sequence[Ranked], count: int) -> list[Candidate]:
 def _climb(
     space: Space, pool: Executor | None, ranked: Sequence[Ranked], predicted: dict[Candidate, Prediction]
 ) -> None:
-    """Predicts what is next to the best ones, as long as that finds better ones."""
+    """Predicts what is next to the best ones, as long as that finds others; while none fits, to the smallest ones."""
     within = {r.candidate for r in ranked}
     for _ in range(_ROUNDS):
-        best = [row.candidate for row in _fastest(space, predicted) if row.candidate in within][:3]
-        near = [
-            r.candidate for r in ranked if r.candidate not in predicted and any(r.candidate.is_next_to(b) for b in best)
-        ]
+        known = [c for c in predicted if c in within]
+        fitting = [row.candidate for row in _fastest(space, predicted) if row.candidate in within]
+        best = (fitting or sorted(known, key=lambda c: predicted[c].memory_bytes))[:3]
+        open_ones = (r.candidate for r in ranked if r.candidate not in predicted)
+        near = list(islice((c for c in open_ones if any(c.is_next_to(b) for b in best)), _NEAR))
         if not near:
             return
-        predict_all(space, pool, near[:60], predicted)
+        predict_all(space, pool, near, predicted)
 
 
 def _fastest(space: Space, predicted: dict[Candidate, Prediction]) -> list[Row]:
