@@ -52,6 +52,7 @@ class GradAccumulator:
     def accumulate_product(self, p: nn.Parameter, a: Tensor, b: Tensor) -> None:
         """p.grad += a @ b"""
         if self._later is not None:
+            # detached: a factor that the forward saved would keep its graph, and so the block's input with its gradient
             self._later.append(partial(self.accumulate_product, p, a.detach(), b.detach()))
             return
         accumulate_product(p.grad, a, b, fresh=self._take(p))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 _PRODUCTS = {
@@ -14,6 +15,7 @@ _PRODUCTS = {
     "baddbmm_": 1,
 }  # -> first factor
 _ATTENTION = "_scaled_dot_product_"
+_VARLEN_ATTENTION = "_flash_attention_"  # of segments of different lengths (`model/attention/varlen.py`)
 _FORWARD, _BACKWARD = 2, 5  # products of the size of the scores: in a backward the scores are computed again
 
 
@@ -24,12 +26,15 @@ def flops_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -
     if name in _PRODUCTS:
         a, b = args[_PRODUCTS[name]], args[_PRODUCTS[name] + 1]
         return "matmul", 2 * a.numel() * b.shape[-1]
+    if not name.startswith((_ATTENTION, _VARLEN_ATTENTION)):
+        return "", 0
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    q, products = given["query"], _BACKWARD if name.endswith("_backward") else _FORWARD
     if name.startswith(_ATTENTION):
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        q, k, causal = given["query"], given["key"], given.get("is_causal", False)
-        products = _BACKWARD if name.endswith("_backward") else _FORWARD
-        return "attention", 2 * products * q.shape[:2].numel() * _pairs(q, k, causal) * q.shape[-1]
-    return "", 0
+        pairs = q.shape[:2].numel() * _pairs(q, given["key"], given.get("is_causal", False))
+    else:
+        pairs = q.shape[1] * _varlen_pairs(given)
+    return "attention", 2 * products * pairs * q.shape[-1]
 
 
 def _pairs(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
@@ -39,3 +44,17 @@ def _pairs(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
         return queries * keys
     first = min(queries, keys)
     return first * (first + 1) // 2 + (queries - first) * keys
+
+
+def _varlen_pairs(given: dict[str, Any]) -> int:
+    """Visible pairs of one head in a call over segments, whose first tokens are on the host. Of m queries and n keys,
+    query i sees key j if i + n - m - left <= j <= i + n - m + right."""
+    left, right = (given.get(f"window_size_{side}") for side in ("left", "right"))
+    right = 0 if given["is_causal"] else right
+    total, bounds = 0, (np.diff(given[f"cum_seq_{side}"].numpy()) for side in "qk")
+    for queries, keys in zip(*bounds, strict=True):
+        last = np.arange(queries) + keys - queries
+        first_key = np.maximum(0, last - left) if left is not None and left >= 0 else 0
+        last_key = np.minimum(keys - 1, last + right) if right is not None and right >= 0 else keys - 1
+        total += int(np.maximum(0, last_key - first_key + np.ones_like(last)).sum())
+    return total

@@ -83,9 +83,12 @@ def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -
         factors = _factors(func, args)
         return Kernel(kind, flops, access.bytes, _DTYPES[factors[0].dtype], _matmul_shape(*factors))
     if kind == "attention":
-        q, k = _given(func, args, kwargs)["query"], _given(func, args, kwargs)["key"]
-        shape = (*q.shape[:3], k.shape[2], q.shape[3])
-        return Kernel(kind, flops, access.bytes, _DTYPES[q.dtype], tuple(shape))
+        q, k = (_given(func, args, kwargs)[name] for name in ("query", "key"))
+        if q.ndim == 3:  # segments: tokens, heads, head_dim
+            shape = (1, q.shape[1], q.shape[0], k.shape[0], q.shape[2])
+        else:
+            shape = (*q.shape[:3], k.shape[2], q.shape[3])
+        return Kernel(kind, flops, access.bytes, _DTYPES[q.dtype], shape)
     floats = [_DTYPES[x.dtype] for x in tensors if x.dtype in _DTYPES]
     return Kernel("memory", 0, access.bytes, floats[0] if floats else "fp32")
 

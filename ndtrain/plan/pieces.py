@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from ndtrain.config import Config, LocalShapes
 from ndtrain.config.registry import get
+from ndtrain.config.schema import require
 from ndtrain.engine.instructions import Instruction
 from ndtrain.parallel.build import DTYPES
 from ndtrain.parallel.recompute import always_saved_ops, blocks_a_group
@@ -83,11 +84,27 @@ def record_pieces(cfg: Config, device: str) -> Pieces:
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: a rank cannot be built.
+        ConfigError: a rank cannot be built, or what it does depends on a machine at hand.
     """
+    _check(cfg, device)
     groups = _groups(cfg)
     small = reduced(cfg, sum(map(len, groups)), compiles(cfg, device))
     return _cached(_Key(small, repr(small), device, groups, fresh=not accumulates(cfg)))
+
+
+def _check(cfg: Config, device: str) -> None:
+    m = cfg.model
+    require(
+        cfg.recompute.name != "budget",
+        "recompute=budget: which blocks are recomputed is decided on the machine: plan each of recompute=none, "
+        "selective and full instead",
+    )
+    changed = m.alibi or m.attn_logit_softcapping is not None or m.attention is not None
+    require(
+        device == "cpu" or not changed or cfg.hardware.attention == "math",
+        "model.alibi, model.attn_logit_softcapping and model.attention: on a GPU a kernel is generated for them, which "
+        "can be planned on none: set hardware.attention=math",
+    )
 
 
 def update_bytes(cfg: Config) -> int:

@@ -46,10 +46,6 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     if options.json:
         body = {"hardware": asdict(hardware), "rates": asdict(predictor.rates), **asdict(prediction)}
         write_file("json", options.json, json.dumps(body, indent=1))
-    if options.svg:
-        from ndtrain.plan.drawings import waterfall_svg  # which draws other plans too, that predict
-
-        write_file("svg", options.svg, waterfall_svg(prediction))
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from collections import Counter
 import pytest
 import torch
 
-from ndtrain.config import Config, load_config, resolve
+from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.instructions import Instruction, expand, line_up
 from ndtrain.parallel.build import build_stages
 from ndtrain.plan import step
 from ndtrain.plan.dry import dry_run
-from ndtrain.plan.events import Collective, Kernel, Piece
-from ndtrain.plan.pieces import kind_of_unit, record_pieces
+from ndtrain.plan.events import Collective, Kernel, Piece, Wait
+from ndtrain.plan.pieces import kind_of_unit, record_pieces, update_bytes
 from ndtrain.plan.step import RankRecord
 from ndtrain.plan.world import pretended_world
 
@@ -26,12 +26,15 @@ OPS = {"shift": "send_recv"}
 CONSTANTS = 4096  # bytes of numbers and tables that a step makes once
 JOINED = 4  # parts of the residual stream, that a rank which joins its layers frees earlier
 
-DEFAULT = ["mesh.tp=2 recompute=selective", "mesh.cp=2 mesh.fsdp=2", "mesh.pp=2 schedule=zb_v precision.compute=bf16"]
+DEFAULT = ["mesh.tp=2 recompute=selective", "mesh.cp=2 mesh.fsdp=2"]
 FULL = [
+    "mesh.pp=2 schedule=zb_v precision.compute=bf16",
     "", "recompute=full", "recompute=selective", "recompute=every recompute.every=2",
     "recompute=every recompute.every=4", "model.tie_word_embeddings=true", "precision.compute=fp8",
     "model.sliding_window=8 model.model_type=mistral", "data.pack=true", "mesh.tp=2 tp.sequence_parallel=false",
-    "mesh.tp=4 tp.overlap=true precision.compute=bf16", "mesh.tp=4 recompute=full", "mesh.tp=8 mesh.fsdp=2 mesh.zero=1", "mesh.tp=2 layout.rules.vocab=null",
+    "mesh.tp=4 tp.overlap=true precision.compute=bf16", "mesh.tp=4 recompute=full",
+    "mesh.tp=8 mesh.fsdp=2 mesh.zero=1",
+    "mesh.tp=2 layout.rules.vocab=null",
     "mesh.cp=4 mesh.fsdp=2 cp.ulysses=2 recompute=full", "mesh.cp=2 mesh.fsdp=2 cp.kind=ulysses recompute=selective",
     "mesh.cp=4 mesh.fsdp=2 cp.balance=none", "mesh.pp=2 schedule=zb_v mesh.tp=2", "mesh.pp=2 schedule=zb_h1",
     "mesh.pp=2 model.tie_word_embeddings=true mesh.fsdp=2 mesh.zero=2",
@@ -112,3 +115,106 @@ def test_pieces_add_up_to_the_step(case, monkeypatch):
 @pytest.mark.parametrize("case", DEFAULT + FULL)
 def test_pieces_add_up_to_the_step_in_every_mode(case, device, monkeypatch):
     compare(case, device, monkeypatch)
+
+
+# ------------------------------------------------------------------------------------------------- single instructions
+
+BF16 = "precision.compute=bf16 train.seq_len=64 train.micro_batch=2"  # 128 tokens
+N, E, F = 128, 64, 96
+
+
+def piece(case: str, kind: str = "F", device: str = "cuda", **variant) -> Piece:
+    return record_pieces(config(case), device).of(kind, "block", **variant)
+
+
+def kernels(p: Piece, kind: str) -> list[Kernel]:
+    return [e for e in p.events if isinstance(e, Kernel) and e.kind == kind]
+
+
+def test_matmuls_have_their_shapes_and_bytes():
+    down = kernels(piece(BF16), "matmul")[-1]
+    assert down == Kernel("matmul", 2 * N * E * F, 2 * (N * F + F * E + N * E), "bf16", (1, N, E, F))
+    dx, dw = kernels(piece(BF16, "B"), "matmul")[:2]
+    assert (dx.shape, dw.shape) == ((1, N, F, E), (1, E, F, N))
+    assert dw.bytes == 2 * (N * E + N * F) + 2 * 4 * E * F  # it adds to the gradient in fp32
+    fresh = kernels(piece(f"{BF16} mesh.fsdp=2 mesh.zero=3", "B"), "matmul")[1]
+    assert fresh.bytes == dw.bytes - 4 * E * F  # or overwrites it
+
+
+def test_attention_is_one_kernel():
+    forward, backward = (kernels(piece(BF16, kind), "attention") for kind in "FB")
+    pairs = 2 * 8 * 64 * 65 // 2
+    assert [(k.shape, k.flops) for k in forward] == [((2, 8, 64, 64, 8), 4 * 8 * pairs)]
+    assert [k.flops for k in backward] == [10 * 8 * pairs]
+
+
+def test_packed_documents_are_one_call_of_their_visible_pairs():
+    """On a GPU one kernel computes all documents; on a CPU each is a tile."""
+    case = f"{BF16} data.pack=true"
+    on_gpu, on_cpu = (kernels(piece(case, device=device), "attention") for device in ("cuda", "cpu"))
+    assert len(on_gpu) == 1 and len(on_cpu) == 4
+    assert on_gpu[0].flops == sum(k.flops for k in on_cpu)
+
+
+def test_a_window_hides_pairs():
+    window = kernels(piece(f"{BF16} model.sliding_window=16 model.model_type=mistral"), "attention")
+    assert [k.flops for k in window] == [4 * 8 * 2 * 8 * (16 * 17 // 2 + 48 * 16)]
+
+
+def test_overlapped_messages_travel_while_matmuls_run():
+    events = piece("mesh.tp=4 tp.overlap=true").events
+    launched = {e.ticket: i for i, e in enumerate(events) if isinstance(e, Collective)}
+    waited = {e.ticket: i for i, e in enumerate(events) if isinstance(e, Wait)}
+    assert len(launched) == 4 * 3 and launched.keys() == waited.keys()
+    between = [events[launched[ticket] : waited[ticket]] for ticket in launched]
+    assert all(any(isinstance(e, Kernel) and e.kind == "matmul" for e in meanwhile) for meanwhile in between)
+
+
+def test_a_recompute_skips_what_is_saved():
+    saved = frozenset({"core", "gate_up_proj"})
+    case = f"{BF16} recompute=selective recompute.keep=[core,gate_up_proj]"
+    shape_only = frozenset({"down_proj"})
+    first = piece(case, save=saved, shape_only=shape_only)
+    again = piece(case, save=saved, shape_only=shape_only, recompute=True)
+    assert len(kernels(first, "matmul")) == 5 and len(kernels(again, "matmul")) == 3  # q and k are one, gate and up too
+    assert kernels(first, "attention") and not kernels(again, "attention")
+
+
+def test_split_backwards_do_the_same_work():
+    whole, *halves = (piece("mesh.pp=2 schedule=zb_v", kind) for kind in "BIW")
+    assert totals([whole])[0] == totals(halves)[0]
+    assert halves[0].kept_bytes > whole.kept_bytes == sum(p.kept_bytes for p in halves)
+
+
+def test_compiled_blocks_fuse_and_make_cheap_results_again():
+    eager, compiled = (piece(f"{BF16} mesh.tp=2 train.compile={on}") for on in ("false", "true"))
+    assert [e for e in compiled.events if not isinstance(e, Kernel) or e.kind != "memory"] == [
+        e for e in eager.events if not isinstance(e, Kernel) or e.kind != "memory"
+    ]
+    assert len(kernels(compiled, "memory")) < len(kernels(eager, "memory")) / 2
+    assert sum(k.bytes for k in kernels(compiled, "memory")) < sum(k.bytes for k in kernels(eager, "memory")) / 2
+    assert eager.kept_bytes - compiled.kept_bytes == 2 * N * F // 2  # silu(gate)
+
+
+def test_other_ranks_and_layers_need_no_other_recording(monkeypatch):
+    cases = [
+        "mesh.tp=2", "mesh.tp=2 model.num_hidden_layers=9", "mesh.tp=2 mesh.dp=4", "mesh.tp=2 train.global_batch=16",
+        "mesh.tp=2 mesh.pp=2 mesh.fsdp=2", "mesh.tp=2 optim.lr=1",
+    ]  # fmt: skip
+    pieces = [record_pieces(config(case), "cpu") for case in cases]
+    assert all(p is pieces[0] for p in pieces)
+    for case in ("mesh.tp=2 train.seq_len=64", "mesh.tp=2 recompute=full", "mesh.tp=2 mesh.fsdp=2"):
+        assert record_pieces(config(case), "cpu") is not pieces[0]
+
+
+def test_what_cannot_be_planned_is_refused():
+    with pytest.raises(ConfigError, match=r"^recompute=budget: "):
+        record_pieces(config("recompute=budget recompute.budget=1GB"), "cpu")
+    with pytest.raises(ConfigError, match=r"hardware.attention=math"):
+        record_pieces(config("model.alibi=true"), "cuda")
+    assert record_pieces(config("model.alibi=true"), "cpu").of("F", "block").events
+
+
+def test_bytes_of_an_update():
+    assert update_bytes(config("")) == 4 + 3 * 8
+    assert update_bytes(config("optim.state_dtype=bf16 optim.ema=0.9")) == 4 + 8 + 2 * 4 + 8

@@ -13,7 +13,8 @@ from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
 # 1 TFLOP/s, 1 GB/s of memory, links of 10 GB/s, a network of 1 GB/s a device, everything reached
 MACHINE = Hardware("mine", "cuda", 80, 8, {"bf16": 1}, 1, 10, 1)
 RATES = Rates(
-    matmul=0.5, attention=0.25, sustained=0.8, memory=0.5, kernel_s=0.125, launch_s=0.5, link=1, network=1, link_hop_s=0.001,
+    matmul=0.5, attention=0.25, sustained=0.8, memory=0.5, kernel_s=0.125, launch_s=0.5, link=1, network=1,
+    link_hop_s=0.001,
     network_hop_s=0.01, interference=0, step_s=0,
 )  # fmt: skip
 GB = 10**9

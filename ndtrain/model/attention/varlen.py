@@ -181,4 +181,6 @@ def _segments(pieces: Sequence[tuple[int, slice]], tokens: int, rows: int, devic
     index = np.concatenate([np.arange(row * tokens + p.start, row * tokens + p.stop) for row, p in pieces])
     whole = np.array_equal(index, np.arange(rows * tokens))
     cu = np.cumsum([0, *lengths], dtype=np.int32)
-    return Segments(upload_array(cu, device), max(lengths), None if whole else upload_array(index, device))
+    # the cost of a call depends on these numbers, and the meta device has none
+    at = torch.device("cpu") if device.type == "meta" else device
+    return Segments(upload_array(cu, at), max(lengths), None if whole else upload_array(index, device))
