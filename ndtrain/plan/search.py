@@ -238,12 +238,17 @@ def predict_all(
 
 
 def predict(space: Space, candidate: Candidate, explain: bool = False) -> Prediction | None:
-    """None: the candidate is not legal."""
+    """None: the candidate is not legal.
+
+    Raises:
+        ConfigError: it is, and cannot be predicted.
+    """
     load_plugins(space.cfg.plugins)
     try:
-        return Predictor(space.hardware, space.rates).predict(space.resolved(candidate), explain)
+        cfg = space.resolved(candidate)
     except ConfigError:
         return None
+    return Predictor(space.hardware, space.rates).predict(cfg, explain)
 
 
 def _explained(space: Space, row: Row) -> Row:
