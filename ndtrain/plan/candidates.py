@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
         schedule: name and chunks. recompute: name and kept ops.
     """
 
-    mesh: tuple[int, int, int, int, int]
+    mesh: tuple[int, ...]
     micro_batch: int
     cp_kind: str
     zero: int

@@ -93,7 +93,7 @@ class Place:
     @cached_property
     def _op_elements(self) -> Mapping[str, float]:
         """Op -> elements of its result on a rank."""
-        s, width = self.shapes, self.cfg.model.head_dim
+        s, width = self.shapes, resolved(self.cfg.model.head_dim)
         return {
             "qkv_proj": s.tokens * (s.heads + 2 * s.kv_heads) * width,
             "core": s.tokens * s.heads * width,

@@ -10,7 +10,9 @@ from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.predict import Predictor
 from ndtrain.plan.tune import Table, Trial, Tuned, described, measured_over_predicted, ranking
 
-FAST, SLOW, BROKEN = (Trial(f"recipe=llama_debug mesh.{axis}=2", 2, ms) for axis, ms in zip("abc", (4.0, 8.0, None)))
+FAST, SLOW, BROKEN = (
+    Trial(f"recipe=llama_debug mesh.{axis}=2", 2, ms) for axis, ms in zip("abc", (4.0, 8.0, None), strict=True)
+)
 ARGS = ["tune", "recipe=llama_debug", "hardware=cpu", "ranks=2", "rounds=2", "candidates=mesh.fsdp=2 | mesh.tp=2"]
 
 
