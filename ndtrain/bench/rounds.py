@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ndtrain.arguments import option
 
+T = TypeVar("T")
 BLOCK_S = 0.02  # how long a block of short calls should take; a long call takes longer alone
 
 
@@ -80,7 +81,7 @@ def run_rounds(timers: Mapping[str, BlockTimer], repeats: Repeats) -> None:
             timers[name].time_block(repeats.steps)
 
 
-def in_round(names: Iterable[str], i: int) -> list[str]:
+def in_round(names: Iterable[T], i: int) -> list[T]:
     """The order of round i: every other one runs backwards, so that a drift of the machine's speed meets all alike."""
     return list(names)[:: -1 if i % 2 else 1]
 

@@ -61,7 +61,8 @@ def _check_field(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
         known = list(dict.fromkeys((*metadata["choices"], *(registry.names(part) if part else ()))))
         for one in value if metadata["several"] and isinstance(value, list) else [value]:
             text = written(one)
-            require(text in known, f"{key}={text}: no such choice; {near(str(text), known)}known: {', '.join(known)}")
+            if text not in known:
+                raise ConfigError(f"{key}={text}: no such choice; {near(str(text), known)}known: {', '.join(known)}")
     if "least" in metadata:
         least = metadata["least"]
         require(value is None or value >= least, f"{key}={value}: must be at least {least}")

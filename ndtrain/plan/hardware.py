@@ -49,13 +49,18 @@ def known_hardware() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
+def description_path(name: str) -> Path:
+    """Where the description with this name, or this YAML file, is."""
+    return Path(name).expanduser() if name.endswith((".yaml", ".yml")) else _FOLDER / f"{name}.yaml"
+
+
 def load_hardware(name: str) -> Hardware:
     """The description with this name, or in this YAML file.
 
     Raises:
         ConfigError: there is none, or the file is no description. The line names the key that is wrong.
     """
-    path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else _FOLDER / f"{name}.yaml"
+    path = description_path(name)
     if path.parent == _FOLDER and name not in known_hardware():
         known = known_hardware()
         raise ConfigError(

@@ -55,10 +55,19 @@ def planned_config(overrides: Sequence[str], options: RunOptions, hardware: Hard
     Raises:
         ConfigError: there is no such run, or the hardware cannot compute it.
     """
+    cfg = unresolved_config(overrides, hardware)
+    return resolve(cfg, world_of(cfg, options, hardware))
+
+
+def unresolved_config(overrides: Sequence[str], hardware: Hardware) -> Config:
+    """The configuration of the run before its mesh is known.
+
+    Raises:
+        ConfigError: there is no such run, or the hardware cannot compute it.
+    """
     cfg = cli.plain_config(list(overrides))
     if cfg.init_from:
         cfg, _ = model_of_folder(cfg, 0)
-    cfg = resolve(cfg, world_of(cfg, options, hardware))
     if cfg.precision.compute == "fp8" and hardware.device == "cuda" and "fp8" not in hardware.peak_tflops:
         raise ConfigError(f"precision.compute=fp8: hardware={hardware.name} has no fp8 matmuls: compute in bf16")
     return cfg

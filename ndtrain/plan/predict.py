@@ -109,6 +109,8 @@ class Predictor:
         if prices.ranks_a_core > 1:
             seconds = self._on_shared_cores(plan, mesh, seconds - waterfall["bubble"])
             waterfall["bubble"] += seconds - sum(waterfall.values())
+        slower = self.rates.slower
+        seconds *= slower
         m, t = cfg.model, cfg.train
         rate = t.global_batch * t.seq_len / seconds
         per_device = rate / mesh.world_size
@@ -120,7 +122,7 @@ class Predictor:
             mfu=per_device * flops_per_token(m, t.seq_len) / peak,
             hfu=per_device * plan.hardware_flops_per_token / peak,
             memory_bytes=self.memory(plan),
-            waterfall=waterfall if explain else {},
+            waterfall={part: slower * s for part, s in waterfall.items()} if explain else {},
         )
 
     def _on_shared_cores(self, plan: "StepPlan", mesh: MeshSpec, work: float) -> float:

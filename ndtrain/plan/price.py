@@ -31,6 +31,7 @@ class Rates:
         link_hop_s, network_hop_s: latency of one hop of a ring.
         interference: how much longer compute takes while a collective runs beside it, as a share of that time.
         step_s: of every step, beside its program.
+        slower: a step over what all the others say, where `plan tune` has measured it.
         memory_factor: allocated memory over the tensors' bytes, which blocks of fixed sizes and fragmentation raise.
         memory_gb: of the CUDA context and of NCCL's buffers.
     """
@@ -47,6 +48,7 @@ class Rates:
     network_hop_s: float = 5e-6  # InfiniBand, with NCCL on both ends
     interference: float = 0.15  # NCCL's kernels take some of the SMs and of the memory's bandwidth
     step_s: float = 5e-3
+    slower: float = 1.0
     memory_factor: float = 1.03
     memory_gb: float = 3.0  # CUDA context 0.5, NCCL some 10 to 100 MB a communicator, workspaces of cuBLAS
 

@@ -1,6 +1,24 @@
 """How throughput and MFU change with the number of GPUs, at a fixed and at a growing global batch."""
 
-from dataclasses import dataclass
+import json
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+
+from ndtrain.arguments import option
+from ndtrain.config import Config, ConfigError
+from ndtrain.config.schema import resolved
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.model import flops
+from ndtrain.parallel.build import DTYPES
+from ndtrain.plan.candidates import Candidate, Space
+from ndtrain.plan.hardware import Hardware, load_hardware
+from ndtrain.plan.options import unresolved_config, write_file
+from ndtrain.plan.predict import Prediction, Predictor
+from ndtrain.plan.price import Prices
+from ndtrain.plan.search import Ranked, fits, override_line, predict_all, rank_all, shortlist, workers
 
 REGIMES = ("compute bound", "communication hidden", "communication bound", "batch exhausted")  # of meshes of fsdp alone
 FAMILIES = ("fsdp", "+tp", "+cp", "+pp")  # meshes of dp and fsdp alone; each further family may use one axis more
@@ -68,3 +86,184 @@ class Scaling:
     model: str
     hardware: str
     curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of `plan scaling`."""
+
+    hardware: str = option("a100, h100, h200, b200, or a description of your own, FILE.yaml")
+    least: int = option("the smallest number of GPUs", 8)
+    most: int = option("the largest number of GPUs; the ones between are doubled", 1024)
+    predict: int = option("candidates to predict for each point of each family", 8)
+    processes: int = option("processes to work in; unless given one for each core", os.cpu_count() or 1)
+    json: str | None = option("the file to write the curves to", None)
+
+
+FAMILY_AXES = {"fsdp": (), "+tp": ("tp",), "+cp": ("tp", "cp"), "+pp": ("tp", "cp", "pp")}  # that may be above 1
+HIDDEN = 0.1  # communication over compute from which on it would be felt if nothing overlapped
+EXPOSED = 0.1  # exposed communication over the step from which on it bounds the step
+GAIN = 1.01
+
+
+def run(options: Options, overrides: Sequence[str]) -> None:
+    """Prints both curves and writes the JSON.
+
+    Raises:
+        ConfigError: there is no such run, or the file cannot be written.
+    """
+    hardware = load_hardware(options.hardware)
+    cfg = unresolved_config(overrides, hardware)
+    if options.most < options.least:
+        raise ConfigError(f"most={options.most} is below least={options.least}: give GPUs from least to most")
+    with workers(options.processes) as pool:
+        made = scaling(cfg, hardware, gpu_counts(options.least, options.most), options.predict, overrides, pool)
+    print(as_text(made))
+    if options.json:
+        write_file("json", options.json, json.dumps(asdict(made), indent=1))
+
+
+def gpu_counts(least: int, most: int) -> list[int]:
+    """From `least` to `most`, doubled."""
+    return [least << i for i in range((most // least).bit_length())]
+
+
+def scaling(
+    cfg: Config, hardware: Hardware, gpus: Sequence[int], predict: int, given: Sequence[str], pool: Executor | None
+) -> Scaling:
+    """The curves of a run that is not resolved. Its global batch is that of the strong curve at all GPU counts, and of
+    the weak curve at the first one.
+
+    Args:
+        predict: candidates to predict for each point. given: the user's overrides.
+    """
+    curves = []
+    for kind in ("strong", "weak"):
+        points: list[Point] = []
+        for n in gpus:
+            batch = cfg.train.global_batch * (n // gpus[0] if kind == "weak" else 1)
+            sized = cfg.unfrozen()
+            sized.train.global_batch = batch
+            words = [w for w in given if not w.startswith("train.global_batch=")] + [f"train.global_batch={batch}"]
+            points += points_of(Space(sized, n, hardware), predict, words, pool)
+        curves.append(Curve(kind, tuple(points), tuple(regimes(points)), tuple(pays(points))))
+    return Scaling(cfg.run.name, hardware.name, tuple(curves))
+
+
+def points_of(space: Space, predict: int, given: Sequence[str], pool: Executor | None) -> Iterator[Point]:
+    """The point of each family on a number of GPUs. A family has the meshes of the ones before it too."""
+    try:
+        ranked, _ = rank_all(space, pool)
+    except ConfigError:
+        ranked = []
+    chosen = {family: _of_family(ranked, family, predict) for family in FAMILIES}
+    predicted: dict[Candidate, Prediction] = {}
+    predict_all(space, pool, [c for of_family in chosen.values() for c in of_family], predicted)
+    within: list[Candidate] = []
+    for family in FAMILIES:
+        within += chosen[family]
+        running = [c for c in within if c in predicted and fits(space, predicted[c].memory_bytes)]
+        best = min(running, key=lambda c: predicted[c].step_time_s, default=None)
+        yield _point(space, family, best, predicted, given)
+
+
+def _of_family(ranked: Sequence[Ranked], family: str, count: int) -> list[Candidate]:
+    others = [a for a in ("tp", "cp", "pp") if a not in FAMILY_AXES[family]]
+    return shortlist([r for r in ranked if all(r.candidate.size(a) == 1 for a in others)], count)
+
+
+def _point(
+    space: Space, family: str, best: Candidate | None, predicted: dict[Candidate, Prediction], given: Sequence[str]
+) -> Point:
+    batch, exhausted = space.cfg.train.global_batch, space.ranks > space.cfg.train.global_batch
+    if best is None:
+        regime = REGIMES[3] if family == "fsdp" and exhausted else ""
+        return Point(space.ranks, batch, family, None, 0.0, 0.0, 0.0, regime)
+    p = predicted[best]
+    regime = regime_of(space, best) if family == "fsdp" else ""
+    words = tuple(shlex.split(override_line(best, given)))
+    return Point(space.ranks, batch, family, words, p.step_time_s, p.tokens_per_s, p.mfu, regime)
+
+
+# ------------------------------------------------------------------------------------------------------------- regimes
+
+
+def regime_of(space: Space, candidate: Candidate) -> str:
+    """The regime of a mesh of dp and fsdp alone, from its prediction's waterfall and from what its collectives would
+    take one after another."""
+    cfg = space.resolved(candidate)
+    predictor = Predictor(space.hardware, space.rates)
+    p = predictor.predict(cfg)
+    exposed = sum(s for part, s in p.waterfall.items() if part in ("exposed fsdp", "exposed dp"))
+    if exposed > EXPOSED * p.step_time_s:
+        return REGIMES[2]
+    moved = unit_seconds(cfg, Prices(space.hardware, predictor.rates, MeshSpec.of(cfg.mesh)))
+    return REGIMES[1] if moved > HIDDEN * (p.step_time_s - exposed) else REGIMES[0]
+
+
+def unit_seconds(cfg: Config, prices: Prices) -> float:
+    """Seconds of all gathers and reductions of a step on a mesh of dp and fsdp, one after another."""
+    compute, master = (DTYPES[d].itemsize for d in (cfg.precision.compute, cfg.precision.params))
+    parameters, passes = flops.parameter_count(cfg.model), cfg.microbatches
+    gathers, reductions = {1: (1, 1), 2: (1, passes), 3: (2 * passes, passes)}[resolved(cfg.mesh.zero)]
+    return (
+        gathers * prices.collective("fsdp+cp", "all_gather", parameters * compute)
+        + reductions * prices.collective("fsdp+cp", "reduce_scatter", parameters * master)
+        + prices.collective("dp", "all_reduce", parameters // cfg.mesh.fsdp * master)
+    )
+
+
+def regimes(points: Sequence[Point]) -> list[Beginning]:
+    """Where each regime of the family "fsdp" begins."""
+    first: dict[str, Beginning] = {}
+    for p in points:
+        if p.regime:
+            first.setdefault(p.regime, Beginning(p.regime, p.gpus, p.global_batch))
+    return list(first.values())
+
+
+def pays(points: Sequence[Point]) -> list[Beginning]:
+    """Where each axis begins to pay."""
+    at = {(p.gpus, p.family): p for p in points}
+    first: dict[str, Beginning] = {}
+    for p in points:
+        if p.family == FAMILIES[0] or p.overrides is None:
+            continue
+        before = at[p.gpus, FAMILIES[FAMILIES.index(p.family) - 1]]
+        if p.tokens_per_s > GAIN * before.tokens_per_s:
+            axis = p.family.removeprefix("+")
+            first.setdefault(axis, Beginning(axis, p.gpus, p.global_batch))
+    return list(first.values())
+
+
+# -------------------------------------------------------------------------------------------------------------- output
+
+
+def as_text(made: Scaling) -> str:
+    parts = [f"{made.model} on {made.hardware}"]
+    for curve in made.curves:
+        growth = "fixed global batch" if curve.kind == "strong" else "global batch grows with the GPUs"
+        parts.append(f"{curve.kind} scaling: {growth}\n" + "\n".join(_table(curve)))
+        parts.append("\n".join(_beginnings(curve)))
+    return "\n\n".join(parts)
+
+
+def _table(curve: Curve) -> Iterator[str]:
+    yield (
+        f"{'GPUs':>7} {'batch':>7}"
+        + "".join(f"{family + ' tokens/s':>16} {'MFU':>6}" for family in FAMILIES)
+        + "   regime of fsdp"
+    )
+    for i in range(0, len(curve.points), len(FAMILIES)):
+        row = curve.points[i : i + len(FAMILIES)]
+        cells = "".join(
+            f"{'-':>16} {'-':>6}" if p.overrides is None else f"{p.tokens_per_s:16,.0f} {p.mfu:6.1%}" for p in row
+        )
+        yield f"{row[0].gpus:7} {row[0].global_batch:7}{cells}   {row[0].regime or 'does not fit'}"
+
+
+def _beginnings(curve: Curve) -> Iterator[str]:
+    for one in curve.regimes:
+        yield f"fsdp alone is {one.what} from {one.gpus} GPUs on, {one.global_batch} sequences"
+    for one in curve.pays:
+        yield f"{one.what} begins to pay at {one.gpus} GPUs, {one.global_batch} sequences"

@@ -76,4 +76,29 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
         "its description",
         ("hardware=this_machine.yaml", "hardware=this_machine.yaml ranks=1,2 json=validation.json"),
     ),
+    "search": Plan(
+        "finds the fastest legal mesh, zero stage, schedule, recompute, microbatch and kind of cp that fits, among "
+        "those that the overrides leave open; says why the next ones lose, and prints their overrides",
+        (
+            "recipe=llama3_8b hardware=h100 nodes=16",
+            "recipe=llama3_8b hardware=h100 nodes=16 mesh.tp=8 schedule=1f1b json=search.json",
+            "recipe=llama3_8b hardware=h100 nodes=16 against='mesh.tp=8 mesh.fsdp=16'",
+        ),
+    ),
+    "scaling": Plan(
+        "says tokens/s and MFU over numbers of GPUs, at a fixed and at a growing global batch: where fsdp alone is "
+        "bound by compute, by communication and by the batch, and from where on tp, cp and pp pay",
+        (
+            "recipe=llama3_8b hardware=h100 least=8 most=1024",
+            "recipe=llama3_8b hardware=h100 train.global_batch=512 json=scaling.json",
+        ),
+    ),
+    "tune": Plan(
+        "measures the best candidates of a search, or given ones, for a few steps each on this machine, names the "
+        "fastest, and writes what was measured over what was predicted into a description of the hardware",
+        (
+            "recipe=llama_small hardware=mine.yaml ranks=2 folder=tuning",
+            "recipe=llama_small hardware=cpu ranks=2 folder=tuning candidates='mesh.fsdp=2 | mesh.tp=2 | mesh.pp=2'",
+        ),
+    ),
 }

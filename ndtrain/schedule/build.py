@@ -1,5 +1,7 @@
 """A schedule by its name."""
 
+from functools import lru_cache
+
 from ndtrain.arguments import unknown
 from ndtrain.schedule.check import check
 from ndtrain.schedule.file import Path, read
@@ -27,9 +29,16 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, path
         table = read(path, pp, microbatches, chunks)
     else:
         chunks = chunks or GENERATORS[name].chunks
-        table = generate(name, pp, microbatches, chunks)
-        check(table, microbatches, pp * chunks)
+        table = _generated(name, pp, microbatches, chunks)
     return Schedule(name, table, microbatches, _rank_of(table))
+
+
+@lru_cache(maxsize=128)
+def _generated(name: str, pp: int, microbatches: int, chunks: int) -> Table:
+    """A planner asks for the same tables again and again. Nobody changes one."""
+    table = generate(name, pp, microbatches, chunks)
+    check(table, microbatches, pp * chunks)
+    return table
 
 
 def forwards(schedule: Schedule) -> Schedule:

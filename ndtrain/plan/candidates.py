@@ -1,0 +1,178 @@
+"""The runs that a search chooses among: the ways to lay a model on a number of ranks."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+from ndtrain.config import AXES, Config, ConfigError, resolve
+from ndtrain.parallel.recompute import always_saved_ops
+from ndtrain.plan.hardware import Hardware
+from ndtrain.plan.price import Rates
+
+SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zb_v", "dualpipe_v")
+INTERLEAVED_CHUNKS = (2, 3, 4, 6, 8)
+KEPT_OPS = (("core", "o_proj", "gate_up_proj"), ("core", "o_proj"), ("core",))  # of recompute=selective
+MOST_MICRO_BATCH = 16
+LEAST_TOKENS = 1024  # of a sequence on a rank: less is too little work for a GPU
+MOST_FORWARDS = 8192  # of all pipeline ranks in a step, of one stage each: longer tables take seconds each
+
+
+class Candidate(NamedTuple):
+    """What a search chooses.
+
+    Attributes:
+        mesh: sizes of pp, dp, fsdp, cp and tp.
+        schedule: name and chunks. recompute: name and kept ops.
+    """
+
+    mesh: tuple[int, ...]
+    micro_batch: int
+    cp_kind: str
+    zero: int
+    schedule: tuple[str, int | None]
+    recompute: tuple[str, tuple[str, ...]]
+
+    def size(self, axis: str) -> int:
+        return self.mesh[AXES.index(axis)]
+
+    def overrides(self) -> tuple[str, ...]:
+        """Those that make a run this one."""
+        (schedule, chunks), (recompute, kept) = self.schedule, self.recompute
+        return (
+            *(f"mesh.{axis}={size}" for axis, size in zip(AXES, self.mesh, strict=True)),
+            f"mesh.zero={self.zero}",
+            f"train.micro_batch={self.micro_batch}",
+            f"schedule={schedule}",
+            *((f"schedule.chunks={chunks}",) if schedule == "interleaved" else ()),
+            f"recompute={recompute}",
+            *((f"recompute.keep=[{','.join(kept)}]",) if recompute == "selective" else ()),
+            *((f"cp.kind={self.cp_kind}",) if self.size("cp") > 1 else ()),
+        )
+
+    def is_next_to(self, other: "Candidate") -> bool:
+        """Whether they differ in one choice; in the mesh, by what one axis gives another one."""
+        axes = sum(a != b for a, b in zip(self.mesh, other.mesh, strict=True))
+        return axes in (0, 2) and axes // 2 + sum(a != b for a, b in zip(self[1:], other[1:], strict=True)) == 1
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates.
+
+    Attributes:
+        cfg: the run, not resolved. What its command line gives is not searched.
+        rates: None: the defaults.
+    """
+
+    cfg: Config
+    ranks: int
+    hardware: Hardware
+    rates: Rates | None = None
+
+    def meshes(self) -> list[tuple[int, ...]]:
+        """Sizes of pp, dp, fsdp, cp and tp. Not all are legal. A size that is not given has a bound: pp is at most the
+        number of blocks, on GPUs tp stays within a host, where its links are, and cp leaves `LEAST_TOKENS`."""
+        most = {"pp": self.cfg.model.num_hidden_layers}
+        if self.hardware.device == "cuda":
+            most |= {"tp": self.hardware.gpus_per_node, "cp": max(1, self.cfg.train.seq_len // LEAST_TOKENS)}
+        fixed = {a: getattr(self.cfg.mesh, a) for a in AXES if f"mesh.{a}" in self.cfg.given}
+        fixed = {axis: size for axis, size in fixed.items() if size > 0}  # -1 is the rest
+        return [
+            sizes
+            for sizes in _factorings(self.ranks, len(AXES))
+            if all(
+                sizes[i] == fixed.get(a, sizes[i]) and (a in fixed or sizes[i] <= most.get(a, self.ranks))
+                for i, a in enumerate(AXES)
+            )
+        ]
+
+    def places(self, mesh: tuple[int, ...]) -> Iterator[tuple[Candidate, Config]]:
+        """The legal ones of `unchecked`, with their resolved configurations."""
+        for place in self.unchecked(mesh):
+            try:
+                yield place, self.resolved(place)
+            except ConfigError:
+                continue
+
+    def unchecked(self, mesh: tuple[int, ...]) -> Iterator[Candidate]:
+        """The sizes of a microbatch and kinds of cp on a mesh, with the first one of every other choice."""
+        pp, dp, fsdp, cp, _ = mesh
+        share = max(1, self.cfg.train.global_batch // (dp * fsdp))
+        sizes = [n for n in _divisors(share) if n <= MOST_MICRO_BATCH and pp * share // n <= MOST_FORWARDS]
+        kinds = ["ring", "ulysses"] if cp > 1 else [self.cfg.cp.kind]
+        for size in self._choices("train.micro_batch", self.cfg.train.micro_batch, sizes):
+            for kind in self._choices("cp.kind", self.cfg.cp.kind, kinds):
+                yield Candidate(mesh, size, kind, self.zeros(mesh)[0], self.schedules(pp)[0], self.recomputes()[0])
+
+    def on(self, place: Candidate, cfg: Config) -> Iterator[Candidate]:
+        """All candidates with the mesh, the microbatch and the kind of cp of one. Of modes of recompute that save the
+        same on this mesh, only the first one.
+
+        Args:
+            cfg: resolved, of one of them.
+        """
+        always = always_saved_ops(cfg)
+        by_saved: dict[Any, tuple[str, tuple[str, ...]]] = {}
+        for name, kept in self.recomputes():
+            by_saved.setdefault(always | set(kept) if name in ("full", "selective") else name, (name, kept))
+        choices = product(self.zeros(place.mesh), self.schedules(place.size("pp")), by_saved.values())
+        return (place._replace(zero=z, schedule=s, recompute=r) for z, s, r in choices)
+
+    def zeros(self, mesh: tuple[int, ...]) -> list[int]:
+        """Stages of ZeRO; where nothing is sharded, only the first one."""
+        _, _, fsdp, cp, _ = mesh
+        return self._choices("mesh.zero", self.cfg.mesh.zero, [1, 2, 3] if fsdp * cp > 1 else [1])
+
+    def schedules(self, pp: int) -> list[tuple[str, int | None]]:
+        """Names and chunks; without a pipeline, only 1f1b."""
+        s = self.cfg.schedule
+        every: list[tuple[str, int | None]] = [(name, None) for name in SCHEDULES]
+        every += [("interleaved", n) for n in INTERLEAVED_CHUNKS]
+        if self.cfg.given & {"schedule", "schedule.name"}:
+            chunks = "schedule.chunks" in self.cfg.given or s.name != "interleaved"
+            return [(s.name, s.chunks)] if chunks else [one for one in every if one[0] == s.name]
+        if "schedule.chunks" in self.cfg.given:
+            return [("interleaved", s.chunks)] if pp > 1 else [("1f1b", None)]
+        return every if pp > 1 else [("1f1b", None)]
+
+    def recomputes(self) -> list[tuple[str, tuple[str, ...]]]:
+        r = self.cfg.recompute
+        if any(key.partition(".")[0] == "recompute" for key in self.cfg.given):
+            return [(r.name, tuple(r.keep))]
+        return [("none", ()), ("full", ()), *(("selective", kept) for kept in KEPT_OPS)]
+
+    def resolved(self, candidate: Candidate) -> Config:
+        """The candidate's configuration.
+
+        Raises:
+            ConfigError: it is not legal.
+        """
+        cfg = self.cfg.unfrozen()
+        for axis, size in zip(AXES, candidate.mesh, strict=True):
+            setattr(cfg.mesh, axis, size)
+        cfg.mesh.zero, cfg.train.micro_batch = candidate.zero, candidate.micro_batch
+        cfg.schedule.name, cfg.schedule.chunks = candidate.schedule
+        cfg.recompute.name, cfg.recompute.keep = candidate.recompute[0], list(candidate.recompute[1])
+        cfg.cp.kind = candidate.cp_kind
+        return resolve(cfg, self.ranks)
+
+    def _choices(self, key: str, given: object, choices: Sequence) -> list:
+        """Only what the user gives, where they give something."""
+        return [given] if key in self.cfg.given and given is not None else list(choices)
+
+
+def _factorings(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """The ways to write n as a product of so many numbers, in order."""
+    if parts == 1:
+        yield (n,)
+        return
+    for first in _divisors(n):
+        for others in _factorings(n // first, parts - 1):
+            yield first, *others
+
+
+def _divisors(n: int) -> list[int]:
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return small + [n // i for i in reversed(small) if i * i != n]

@@ -1,0 +1,200 @@
+"""A coarse estimate of a candidate's step, in closed form: a bound of its memory from below, to leave out what cannot
+fit, and a time, to say which candidates are worth a prediction. No figure of it is shown to users."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from ndtrain import schedule as schedules
+from ndtrain.config import Config, LocalShapes
+from ndtrain.config.schema import resolved
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.model import flops
+from ndtrain.parallel.build import DTYPES, state_plan
+from ndtrain.parallel.recompute import always_saved_ops
+from ndtrain.parallel.unit import StatePlan
+from ndtrain.plan.candidates import Candidate
+from ndtrain.plan.events import Kernel
+from ndtrain.plan.hardware import Hardware
+from ndtrain.plan.pieces import update_bytes
+from ndtrain.plan.price import Prices, Rates
+
+_RANKS = 8  # of a pipeline that is simulated
+_STEADY = 2  # microbatches for each pipeline rank, from which on a step only gets longer
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """
+    Attributes:
+        seconds: of a step.
+        memory_bytes: that the worst rank needs at least.
+    """
+
+    seconds: float
+    memory_bytes: float
+
+
+class Place:
+    """What candidates share that differ only in zero, schedule and recompute.
+
+    Args:
+        cfg: resolved, of one of them.
+    """
+
+    def __init__(self, cfg: Config, hardware: Hardware, rates: Rates):
+        self.cfg, self.hardware, self.rates = cfg, hardware, rates
+        self.shapes, self.prices = LocalShapes.of(cfg), Prices(hardware, rates, MeshSpec.of(cfg.mesh))
+        self.pp, self.fsdp, self.cp, self.tp = (cfg.mesh.pp, cfg.mesh.fsdp, cfg.mesh.cp, cfg.mesh.tp)
+        self.layers = cfg.model.num_hidden_layers / self.pp
+        self.parameters = flops.parameter_count(cfg.model) // (self.pp * self.tp)
+        self.forward_s = self.layers * sum(self._op_seconds.values()) + self._head_seconds
+        self.tp_s, self.cp_s = self.layers * self._tp_seconds, self.layers * self._cp_seconds
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        idle, live = pipeline(
+            candidate.schedule[0], self.pp, self.cfg.microbatches, candidate.schedule[1], self.cfg.schedule.path
+        )
+        again = self._recompute_seconds(candidate.recompute)
+        of_microbatch = 3 * self.forward_s + again + self.tp_s + self.cp_s
+        seconds = (self.cfg.microbatches + idle / 3) * of_microbatch
+        return Estimate(seconds + self._sharding_seconds(candidate, of_microbatch), self._memory(candidate, live))
+
+    @cached_property
+    def _plan(self) -> StatePlan:
+        return state_plan(self.cfg)
+
+    # --------------------------------------------------------------------------------------------------------- memory
+
+    def _memory(self, candidate: Candidate, live: float) -> float:
+        """State, and what a block keeps of each live microbatch at least."""
+        plan, c = self._plan, DTYPES[self.cfg.precision.compute]
+        state = flops.state_bytes(
+            self.parameters, self.fsdp * self.cp, candidate.zero, c.itemsize, plan.master.itemsize,
+            shared=c == plan.master, optim_bytes=sum((s.dtype or plan.master).itemsize for s in plan.spec),
+        )  # fmt: skip
+        stages = self.pp * (candidate.schedule[1] or schedules.default_chunks(candidate.schedule[0]) or 1)
+        blocks = self.cfg.model.num_hidden_layers // stages * stages / self.pp
+        kept = live * blocks * self._kept_elements(candidate.recompute) * c.itemsize
+        if self.hardware.device == "cpu":
+            return state + kept
+        return (state + kept) * self.rates.memory_factor + 1e9 * self.rates.memory_gb
+
+    def _kept_elements(self, recompute: tuple[str, Sequence[str]]) -> float:
+        """Of a block, its input and what its ops make; without what a compiler may make again."""
+        name, kept = recompute
+        ops = self._op_elements
+        stream = ops["o_proj"]
+        if name == "none":
+            return stream + sum(ops.values())
+        saved = set(kept if name == "selective" else ()) | always_saved_ops(self.cfg)
+        return stream + sum(size for op, size in ops.items() if op in saved)
+
+    @cached_property
+    def _op_elements(self) -> Mapping[str, float]:
+        """Op -> elements of its result on a rank."""
+        s, width = self.shapes, resolved(self.cfg.model.head_dim)
+        return {
+            "qkv_proj": s.tokens * (s.heads + 2 * s.kv_heads) * width,
+            "core": s.tokens * s.heads * width,
+            "o_proj": s.stream[0] * s.stream[1],
+            "gate_up_proj": 2 * s.tokens * s.intermediate_size,
+        }
+
+    # ------------------------------------------------------------------------------------------------------------ time
+
+    @cached_property
+    def _op_seconds(self) -> dict[str, float]:
+        """Op of a block -> seconds of a forward of a microbatch on a rank."""
+        m, tokens, dtype = self.cfg.model, self.shapes.tokens, self.cfg.precision.compute
+        of_token = flops.op_flops(m, self.cfg.train.seq_len)
+        kind = lambda op: (
+            ("attention", 0.5, "bf16" if dtype == "fp8" else dtype) if op == "core" else ("matmul", 1, dtype)
+        )
+        seconds = {}
+        for op, count in of_token.items():
+            name, visible, of = kind(op)
+            seconds[op] = self.prices.arithmetic(Kernel(name, int(tokens * count * visible / self.tp), 0, of))
+        values = flops.elementwise_values(m) * tokens / self.tp * DTYPES[dtype].itemsize
+        return seconds | {"elementwise": self.prices.kernel(Kernel("memory", 0, int(values), dtype))}
+
+    @cached_property
+    def _head_seconds(self) -> float:
+        count = flops.head_flops(self.cfg.model) * self.shapes.tokens / self.tp / self.pp
+        return self.prices.arithmetic(Kernel("matmul", int(count), 0, "bf16"))
+
+    def _recompute_seconds(self, recompute: tuple[str, Sequence[str]]) -> float:
+        name, kept = recompute
+        if name == "none":
+            return 0.0
+        saved = set(kept if name == "selective" else ()) | always_saved_ops(self.cfg) | {"down_proj"}
+        return self.layers * sum(seconds for op, seconds in self._op_seconds.items() if op not in saved)
+
+    @cached_property
+    def _stream_bytes(self) -> int:
+        """Of a microbatch's residual stream on all ranks of tp."""
+        return self.shapes.tokens * self.cfg.model.hidden_size * DTYPES[self.cfg.precision.compute].itemsize
+
+    @cached_property
+    def _tp_seconds(self) -> float:
+        """Of a block: two gathers and two reductions forward, four gathers and two reductions backward."""
+        if self.tp == 1:
+            return 0.0
+        gather, scatter = (
+            self.prices.collective("tp", op, self._stream_bytes) for op in ("all_gather", "reduce_scatter")
+        )
+        return 6 * gather + 4 * scatter
+
+    @cached_property
+    def _cp_seconds(self) -> float:
+        """Of a block. A ring hides its messages behind attention; exchanges of heads for sequence are not hidden."""
+        if self.cp == 1:
+            return 0.0
+        s, width = self.shapes, DTYPES[self.cfg.precision.compute].itemsize * resolved(self.cfg.model.head_dim)
+        rows = s.tokens * width
+        if self.cfg.cp.kind == "ulysses":
+            return 3 * self.prices.collective("cp", "all_to_all", rows * 2 * (s.heads + s.kv_heads))
+        ring = 3 * (self.cp - 1) * self.prices.collective("cp", "send_recv", rows * 2 * s.kv_heads)
+        return max(0.0, ring - 3 * self._op_seconds["core"])
+
+    def _sharding_seconds(self, candidate: Candidate, of_microbatch: float) -> float:
+        """Gathers and reductions of units, beyond the compute that hides them, and the update."""
+        gather, scatter, total, update = self._unit_seconds
+        passes = self.cfg.microbatches
+        gathers, scatters = {1: (1, 1), 2: (1, passes), 3: (2 * passes, passes)}[candidate.zero]
+        moved = gathers * gather + scatters * scatter
+        beside = of_microbatch * (1 if candidate.zero == 1 else passes)
+        return self.rates.interference * moved + max(0.0, moved + total - beside) + update
+
+    @cached_property
+    def _unit_seconds(self) -> tuple[float, float, float, float]:
+        """Of all units of a rank: a gather, a reduction, a sum over replicas, an update."""
+        compute, master = (DTYPES[d].itemsize for d in (self.cfg.precision.compute, self.cfg.precision.params))
+        shard = self.parameters // (self.fsdp * self.cp)
+        update = Kernel("memory", 0, shard * update_bytes(self.cfg), "fp32")
+        return (
+            self.prices.collective("fsdp+cp", "all_gather", self.parameters * compute),
+            self.prices.collective("fsdp+cp", "reduce_scatter", self.parameters * master),
+            self.prices.collective("dp", "all_reduce", shard * master),
+            self.prices.kernel(update),
+        )
+
+
+@lru_cache(maxsize=4096)
+def pipeline(name: str, pp: int, microbatches: int, chunks: int | None, path: str | None) -> tuple[float, float]:
+    """(idle time of a rank in forwards of a microbatch, most live microbatches of a rank), by the schedule's simulator.
+    Both grow with the pipeline, so that a long one is simulated as a short one, and no longer than until it is full."""
+    chunks = chunks or schedules.default_chunks(name) or 1
+    ranks, few = (pp, microbatches) if name == "csv" else _shortened(pp, microbatches)
+    timeline = schedules.simulate(
+        schedules.build(name, ranks, few, chunks, path),
+        {kind: cost / chunks for kind, cost in schedules.COST.items()},
+    )
+    live, idle = max(timeline.peak_shares), timeline.makespan - 3 * few
+    live = microbatches if live == few else live * pp / ranks
+    return idle * (pp - 1) / max(1, ranks - 1), min(live, float(microbatches))
+
+
+def _shortened(pp: int, microbatches: int) -> tuple[int, int]:
+    ranks = min(pp, _RANKS)
+    return ranks, max(1, min(microbatches * ranks // pp, _STEADY * ranks))

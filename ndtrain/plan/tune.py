@@ -1,0 +1,249 @@
+"""Measures the most promising candidates on this machine and names the fastest.
+
+Every measurement is a process of `ndtrain bench step` and a line of `FOLDER/tune.jsonl`, so that a call that was cut
+off goes on where it stopped, and a candidate that fails does not end the others. Candidates are measured in rounds,
+every other one backwards, so that a drift of the machine's speed meets all alike.
+"""
+
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from ndtrain.arguments import option
+from ndtrain.bench.rounds import in_round
+from ndtrain.config import ConfigError, resolve
+from ndtrain.metrics.measured_peak import cpu_model
+from ndtrain.plan.candidates import Space
+from ndtrain.plan.hardware import Hardware, description_path, load_hardware
+from ndtrain.plan.options import RunOptions, unresolved_config, world_of, write_file
+from ndtrain.plan.predict import Predictor
+from ndtrain.plan.price import Rates
+from ndtrain.plan.search import override_line, search, workers
+from ndtrain.runtime import cli
+
+TABLE, DESCRIPTION = "tune.jsonl", "hardware.yaml"
+LIMIT_S = 600  # of a measurement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """Of `plan tune`. Its hardware is that of this machine."""
+
+    folder: str = option("where the table of measurements is kept; what is there is not measured again")
+    best: int = option("candidates of the search to measure", 6)
+    candidates: str | None = option('measure these instead: their overrides, " | " between two', None)
+    rounds: int = option("measurements of each candidate", 2)
+    steps: int = option("timed steps of a measurement, after as many untimed ones", 4)
+    predict: int = option("candidates that the search predicts at first", 40)
+    processes: int = option("processes to search in", 1)
+
+
+def run(options: Options, overrides: Sequence[str]) -> None:
+    """Measures what the table lacks, prints it with the winner, and writes the description with the measured rate.
+
+    Raises:
+        ConfigError: there is no such run, a candidate is not legal, all fail, or the folder cannot be used.
+    """
+    hardware = load_hardware(options.hardware)
+    table = Table.open(options.folder)
+    candidates = _candidates(options, overrides, hardware)
+    for number in range(options.rounds):
+        for candidate in in_round(candidates, number):
+            if not table.has(candidate, number):
+                print(_progress(table.add(candidate, number, measure(candidate, options.steps))), flush=True)
+    tuned = ranking(table, candidates)
+    if tuned[0].step_ms is None:
+        raise ConfigError(f"folder={options.folder}: every candidate failed, the first one with: {tuned[0].error}")
+    print(as_text(tuned))
+    if ratio := measured_over_predicted(tuned):
+        path = Path(options.folder) / DESCRIPTION
+        write_file("folder", str(path), described(options.hardware, hardware, ratio))
+        print(f"\nmeasured / predicted: {ratio:.3f}. hardware={path} predicts with it")
+    if options.json:
+        write_file("json", options.json, json.dumps([t._asdict() for t in tuned], indent=1))
+
+
+class Trial(NamedTuple):
+    """A candidate to measure.
+
+    Attributes:
+        overrides: all of the run, in one line.
+        predicted_ms: None: the hardware's description has no rates.
+    """
+
+    overrides: str
+    ranks: int
+    predicted_ms: float | None
+
+
+def _candidates(options: Options, overrides: Sequence[str], hardware: Hardware) -> list[Trial]:
+    """
+    Raises:
+        ConfigError: one is not legal, or none is.
+    """
+    if not any(word.startswith("recipe=") for word in overrides):
+        raise ConfigError("recipe is missing: the steps of a bench need one, e.g. recipe=llama_small")
+    cfg = unresolved_config(overrides, hardware)
+    ranks = world_of(cfg, options, hardware)
+    if options.candidates is None:
+        with workers(options.processes) as pool:
+            best = search(Space(cfg, ranks, hardware), pool, options.predict).best[: options.best]
+        return [Trial(override_line(row.candidate, overrides), ranks, 1e3 * row.prediction.step_time_s) for row in best]
+    trials = []
+    for own in options.candidates.split("|"):
+        words = [*overrides, *shlex.split(own)]
+        run = resolve(cli.plain_config(words), ranks)
+        seconds = Predictor(hardware).predict(run, explain=False).step_time_s if hardware.peak_tflops else None
+        trials.append(Trial(shlex.join(words), ranks, None if seconds is None else 1e3 * seconds))
+    return trials
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def measure(trial: Trial, steps: int) -> dict[str, Any]:
+    """Of one measurement, the milliseconds of each step, or the error."""
+    words = shlex.split(trial.overrides)
+    recipe = next(word for word in words if word.startswith("recipe="))
+    case = shlex.join(word for word in words if word != recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "step.json"
+        command = [
+            sys.executable, "-m", "ndtrain.bench", "step", recipe, f"cases={case}", f"ranks={trial.ranks}",
+            f"rounds={steps}", "steps=1", f"warmup={steps}", f"out={out}",
+        ]  # fmt: skip
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return {"block_ms": [], "error": f"not done within {LIMIT_S} s"}
+        if ended.returncode:
+            said = (ended.stderr.strip() or ended.stdout.strip() or f"exit status {ended.returncode}").splitlines()
+            return {"block_ms": [], "error": said[-1]}
+        (result,) = json.loads(out.read_text())["found"].values()
+        return {"block_ms": result["sides"]["ours"]["block_ms"], "error": ""}
+
+
+@dataclass
+class Table:
+    """The measurements in a folder. A row is of one candidate in one round on one machine.
+
+    Attributes:
+        rows: of this machine.
+    """
+
+    path: Path
+    machine: str
+    rows: list[dict[str, Any]]
+
+    @classmethod
+    def open(cls, folder: str) -> "Table":
+        """The table of a folder, which is made. A last line that was cut off does not count, and is overwritten.
+
+        Raises:
+            ConfigError: the folder cannot be used, or the table is none.
+        """
+        path, machine = Path(folder) / TABLE, f"{os.cpu_count()} x {cpu_model()}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = path.read_text() if path.exists() else ""
+            whole = text[: text.rfind("\n") + 1]
+            if whole != text:
+                path.write_text(whole)
+            rows = [json.loads(line) for line in whole.splitlines()]
+            return cls(path, machine, [row for row in rows if row["machine"] == machine])
+        except OSError as error:
+            raise ConfigError(f"folder={folder}: cannot be used ({error.strerror})") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"folder={folder}: {path} is no table of plan tune: take another folder") from error
+
+    def has(self, trial: Trial, number: int) -> bool:
+        return any(row["overrides"] == trial.overrides and row["round"] == number for row in self._of(trial))
+
+    def add(self, trial: Trial, number: int, measured: dict[str, Any]) -> dict[str, Any]:
+        """Appends a row, and returns it."""
+        row = {"machine": self.machine, **trial._asdict(), "round": number, **measured}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.rows.append(row)
+        return row
+
+    def blocks(self, trial: Trial) -> list[float]:
+        """Milliseconds of all measured steps of a candidate."""
+        return [ms for row in self._of(trial) for ms in row["block_ms"]]
+
+    def error(self, trial: Trial) -> str:
+        return next((row["error"] for row in self._of(trial) if row["error"]), "")
+
+    def _of(self, trial: Trial) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["overrides"] == trial.overrides and row["ranks"] == trial.ranks]
+
+
+# -------------------------------------------------------------------------------------------------------------- result
+
+
+class Tuned(NamedTuple):
+    """A candidate that was measured.
+
+    Attributes:
+        step_ms: its fastest step, which a busy machine disturbs least; None: it failed.
+        median_ms: of all steps.
+        error: the last line of what a failed measurement wrote.
+    """
+
+    overrides: str
+    step_ms: float | None
+    median_ms: float | None
+    predicted_ms: float | None
+    error: str
+
+
+def ranking(table: Table, trials: Sequence[Trial]) -> list[Tuned]:
+    """The fastest first, the failed ones last."""
+    tuned = []
+    for trial in trials:
+        blocks = table.blocks(trial)
+        step, median = (min(blocks), statistics.median(blocks)) if blocks else (None, None)
+        tuned.append(Tuned(trial.overrides, step, median, trial.predicted_ms, table.error(trial)))
+    return sorted(tuned, key=lambda t: float("inf") if t.step_ms is None else t.step_ms)
+
+
+def measured_over_predicted(tuned: Sequence[Tuned]) -> float | None:
+    """The median over the candidates that ran; None where nothing was predicted."""
+    ratios = [t.step_ms / t.predicted_ms for t in tuned if t.step_ms is not None and t.predicted_ms is not None]
+    return statistics.median(ratios) if ratios else None
+
+
+def described(name: str, hardware: Hardware, ratio: float) -> str:
+    """The description `name` as YAML, whose predictions are longer by this ratio.
+
+    Args:
+        hardware: what it says.
+    """
+    body = yaml.safe_load(description_path(name).read_text())
+    rates = body.get("rates") or {}
+    body["rates"] = rates | {"slower": round(ratio * rates.get("slower", Rates().slower), 6)}
+    return yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=118).rstrip()
+
+
+def as_text(tuned: Sequence[Tuned]) -> str:
+    """A table for people; the first row is the winner."""
+    ms = lambda value: "-" if value is None else f"{value:.1f}"
+    lines = [f"{'fastest ms':>10} {'median ms':>10} {'predicted ms':>13}   overrides"]
+    for t in tuned:
+        lines.append(f"{ms(t.step_ms):>10} {ms(t.median_ms):>10} {ms(t.predicted_ms):>13}   {t.error or t.overrides}")
+    return "\n".join([*lines, "", f"winner: {tuned[0].overrides}"])
+
+
+def _progress(row: dict[str, Any]) -> str:
+    what = row["error"] or f"{min(row['block_ms']):.1f} ms"
+    return f"round {row['round']}: {what}   {row['overrides']}"

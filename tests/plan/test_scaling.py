@@ -1,0 +1,53 @@
+"""`plan scaling`: points, where regimes begin and axes pay, and its command."""
+
+import json
+
+import pytest
+
+from ndtrain.plan.__main__ import main
+from ndtrain.plan.scaling import FAMILIES, REGIMES, Beginning, Point, gpu_counts, pays, regimes
+
+RUN = ["recipe=llama_debug", "hardware=h100", "precision.compute=bf16", "train.compile=true", "train.global_batch=4"]
+
+
+def point(gpus: int, family: str, tokens_per_s: float, regime: str = "") -> Point:
+    return Point(gpus, 64, family, () if tokens_per_s else None, 1.0, tokens_per_s, 0.4, regime)
+
+
+def test_gpu_counts_are_doubled():
+    assert gpu_counts(8, 100) == [8, 16, 32, 64] and gpu_counts(3, 3) == [3]
+
+
+def test_a_regime_begins_where_it_is_first_met():
+    points = [point(8 << i, "fsdp", 1.0, regime) for i, regime in enumerate(("", *REGIMES[:2], REGIMES[1], REGIMES[3]))]
+    assert regimes(points) == [
+        Beginning(REGIMES[0], 16, 64), Beginning(REGIMES[1], 32, 64), Beginning(REGIMES[3], 128, 64)
+    ]  # fmt: skip
+
+
+def test_an_axis_pays_where_its_family_is_faster_or_alone_runs():
+    points = [point(8, f, rate) for f, rate in zip(FAMILIES, (100, 100.5, 100.5, 100.5), strict=True)]
+    points += [point(16, f, rate) for f, rate in zip(FAMILIES, (100, 110, 110, 110), strict=True)]
+    points += [point(32, f, rate) for f, rate in zip(FAMILIES, (0, 0, 0, 150), strict=True)]
+    assert pays(points) == [Beginning("tp", 16, 64), Beginning("pp", 32, 64)]
+
+
+@pytest.mark.full
+def test_the_command(tmp_path, capsys):
+    assert main(["scaling", *RUN, "least=2", "most=8", "predict=1", "processes=1", f"json={tmp_path}/s.json"]) == 0
+    out = capsys.readouterr().out
+    strong, weak = json.loads((tmp_path / "s.json").read_text())["curves"]
+    assert {p["global_batch"] for p in strong["points"]} == {4}
+    assert [p["global_batch"] for p in weak["points"][:: len(FAMILIES)]] == [4, 8, 16]
+    at = {(p["gpus"], p["family"]): p for p in strong["points"]}
+    assert at[8, "fsdp"]["overrides"] is None and at[8, "fsdp"]["regime"] == "batch exhausted"
+    assert at[8, "+pp"]["tokens_per_s"] > 0 and "batch exhausted from 8 GPUs on" in out
+    for n in (2, 4, 8):
+        rates = [at[n, family]["tokens_per_s"] for family in FAMILIES]
+        assert rates == sorted(rates)
+
+
+def test_counts_in_the_wrong_order_are_one_line(capsys):
+    assert main(["scaling", *RUN, "least=8", "most=4"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: most=4 is below least=8") and err.count("\n") == 1

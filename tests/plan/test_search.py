@@ -1,0 +1,151 @@
+"""`plan search`: candidates, the bound of their memory, the choice of the best one, and its command."""
+
+import json
+import shlex
+
+import pytest
+
+from ndtrain.config import Config, ConfigError, resolve
+from ndtrain.plan.__main__ import main
+from ndtrain.plan.candidates import Space
+from ndtrain.plan.estimate import Place, pipeline
+from ndtrain.plan.hardware import load_hardware
+from ndtrain.plan.predict import Predictor
+from ndtrain.plan.search import Row, predict, rank_all, reason, search, shortlist
+from ndtrain.runtime import cli
+
+H100 = load_hardware("h100")
+RUN = ["recipe=llama_debug", "precision.compute=bf16", "train.compile=true", "model.num_hidden_layers=4"]
+LARGE = [
+    "recipe=llama3_8b", "train.compile=true", "train.seq_len=4096", "train.global_batch=64",
+    "model.num_hidden_layers=8",
+]  # fmt: skip
+
+
+def space_of(*overrides: str, ranks: int = 4) -> Space:
+    return Space(cli.plain_config([*RUN, *overrides]), ranks, H100)
+
+
+def test_every_legal_mesh_and_no_other_is_a_candidate():
+    space = space_of()
+    placed = {mesh for mesh in space.meshes() for _ in space.places(mesh)}
+    legal = set()
+    for mesh in space.meshes():
+        axes = zip(("pp", "dp", "fsdp", "cp", "tp"), mesh, strict=True)
+        try:
+            resolve(cli.plain_config([*RUN, *(f"mesh.{a}={n}" for a, n in axes), "train.micro_batch=1"]), 4)
+            legal.add(mesh)
+        except ConfigError:
+            pass
+    assert placed == legal and (1, 1, 1, 1, 4) in legal and (4, 1, 1, 1, 1) in legal
+    assert all(mesh[3] == 1 for mesh in space.meshes())  # 64 tokens are too few for cp on a GPU
+
+
+def test_what_is_given_is_not_searched():
+    space = space_of("mesh.tp=2", "schedule=zb_v", "recompute=full", "train.micro_batch=2", "mesh.zero=1")
+    ranked, _ = rank_all(space, None)
+    candidates = [r.candidate for r in ranked]
+    assert {c.size("tp") for c in candidates} == {2} and {c.micro_batch for c in candidates} == {2}
+    assert {c.schedule[0] for c in candidates} == {"zb_v"} and {c.recompute[0] for c in candidates} == {"full"}
+    assert {c.zero for c in candidates} == {1}
+
+
+def test_modes_of_recompute_that_save_the_same_are_one_candidate():
+    space = space_of(ranks=2)
+    for mesh, kept in (((1, 1, 1, 1, 2), 4), ((1, 1, 2, 1, 1), 5)):
+        place, cfg = next(iter(space.places(mesh)))
+        assert len({c.recompute for c in space.on(place, cfg)}) == kept
+    place, cfg = next(iter(Space(cli.plain_config([*LARGE]), 4, H100).places((1, 1, 1, 2, 2))))
+    assert [r for r, _ in sorted({c.recompute for c in space.on(place, cfg)})] == ["full", "none", "selective"]
+
+
+@pytest.mark.full
+def test_the_bound_is_below_the_predicted_memory():
+    space = Space(cli.plain_config(LARGE), 16, H100)
+    predictor, tried = Predictor(H100), 0
+    for mesh in ((1, 1, 16, 1, 1), (4, 1, 2, 1, 2), (2, 2, 1, 2, 2)):
+        place, cfg = next(iter(space.places(mesh)))
+        shared = Place(cfg, H100, predictor.rates)
+        for candidate in list(space.on(place, cfg))[::17]:
+            prediction = predict(space, candidate)
+            if prediction is None:  # not legal with this schedule
+                continue
+            bound = shared.estimate(candidate).memory_bytes
+            assert 0.2 * prediction.memory_bytes < bound <= prediction.memory_bytes, candidate
+            tried += 1
+    assert tried > 10
+
+
+@pytest.mark.parametrize("name, chunks", [("1f1b", None), ("interleaved", 4), ("zb_h1", None), ("gpipe", None)])
+def test_a_long_pipeline_is_as_a_short_one(name, chunks):
+    from ndtrain import schedule as schedules
+
+    table = schedules.build(name, 16, 48, chunks)
+    pieces = chunks or 1
+    timeline = schedules.simulate(table, {kind: cost / pieces for kind, cost in schedules.COST.items()})
+    idle, live = pipeline(name, 16, 48, chunks, None)
+    assert idle == pytest.approx(timeline.makespan - 3 * 48, rel=0.1)
+    assert live == pytest.approx(max(timeline.peak_shares), rel=0.1)
+
+
+@pytest.mark.full
+def test_the_best_of_a_small_space_is_the_fastest_of_all():
+    space = space_of("schedule=1f1b", "recompute=none", "mesh.cp=1")
+    ranked, counts = rank_all(space, None)
+    found = search(space, None, 6)
+    every = [p.step_time_s for r in ranked if (p := predict(space, r.candidate))]
+    assert len(every) > 2 * 6
+    ordered = sorted(every)
+    assert found.best[0].prediction.step_time_s <= 1.03 * ordered[0] < ordered[len(every) // 2]
+    assert found.counts["candidates"] == counts["candidates"]
+
+
+def test_the_shortlist_has_each_family():
+    ranked, _ = rank_all(space_of(), None)
+    chosen = shortlist(ranked, 30)
+    families = {(c.size("pp"), c.size("tp")) for c in chosen}
+    assert families == {(r.candidate.size("pp"), r.candidate.size("tp")) for r in ranked} and len(families) == 6
+
+
+@pytest.mark.full
+def test_a_reason_names_what_grew():
+    space = space_of()
+    found = search(space, None, 4)
+    first, last = found.best[0], found.best[-1]
+    grown = max(last.prediction.waterfall, key=lambda p: last.prediction.waterfall[p] - first.prediction.waterfall[p])
+    assert grown in reason(last, first)
+    assert reason(Row(first.candidate, first.prediction), first) == "+0 s"
+
+
+def test_the_command(tmp_path, capsys):
+    args = [*RUN, "hardware=h100", "ranks=4", "predict=3", "processes=1", "schedule=1f1b", "recompute=none"]
+    assert main(["search", *args, "against=mesh.tp=4", f"json={tmp_path}/found.json"]) == 0
+    out = capsys.readouterr().out
+    plan = json.loads((tmp_path / "found.json").read_text())
+    assert plan["against"]["overrides"] in out and "mesh.tp=4" in plan["against"]["overrides"]
+    times = [row["step_time_s"] for row in plan["best"]]
+    assert times == sorted(times) and plan["best"][0]["reason"] == "" and plan["best"][1]["reason"]
+    pasted: Config = resolve(cli.plain_config(shlex.split(plan["best"][0]["overrides"])), 4)
+    assert Predictor(H100).predict(pasted, explain=False).step_time_s == times[0]
+
+
+MISTAKES = {
+    "no mesh": (["mesh.tp=3"], "no mesh is legal"),
+    "heads": (["mesh.tp=4", "model.num_attention_heads=6", "model.num_key_value_heads=2"], "model.num_attention_heads"),
+    "against": (["against=mesh.tp=3"], "against=mesh.tp=3: no legal candidate"),
+    "ranks": (["nodes=1"], "give only one of them"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(name, capsys):
+    own, text = MISTAKES[name]
+    assert main(["search", *RUN, "hardware=h100", "ranks=4", "processes=1", "predict=2", *own]) == 2
+    err = capsys.readouterr().err
+    assert text in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_what_fits_nowhere_is_said(capsys):
+    args = [*LARGE, "hardware=h100", "ranks=1", "processes=1", "model.num_hidden_layers=80"]
+    assert main(["search", *args]) == 2
+    assert "fits into 80 GB" in capsys.readouterr().err
