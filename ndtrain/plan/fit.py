@@ -218,7 +218,7 @@ def drawn(rows: Sequence[Measurement], predicted: np.ndarray) -> str:
     sources = [m.source for m in rows]
     points = [
         Points(
-            source[:44],
+            source if len(source) < 38 else f"{source[:22]}...{source[-13:]}",
             [m.step_time_s for m in rows if m.source == source],
             [float(p) for m, p in zip(rows, predicted, strict=True) if m.source == source],
         )

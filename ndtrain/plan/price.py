@@ -17,8 +17,7 @@ from ndtrain.plan.hardware import Hardware
 class Rates:
     """What real machines reach of their data sheet. Efficiencies are shares of a peak or of a bandwidth.
 
-    The defaults are estimates from before a fit (`plan fit`). The comments say what machines are believed to reach;
-    none of it was measured here.
+    The defaults are fitted to 451 published runs of ten sources: docs/plan_table.md has the errors.
 
     Attributes:
         matmul: of a large matmul.
@@ -36,21 +35,21 @@ class Rates:
         memory_gb: of the CUDA context and of NCCL's buffers.
     """
 
-    matmul: float = 0.75  # cuBLAS in bf16, large products, at the clock that is held
-    attention: float = 0.50  # FlashAttention-3 (arXiv:2407.08608), head_dim 128, causal: 400 to 650 of 989 TFLOP/s
-    sustained: float = 0.9  # with the share of `matmul`: 620 to 750 of 989 TFLOP/s on an H100 of 700 W
-    memory: float = 0.75  # copies reach 80 to 90 %, fused elementwise kernels less
-    kernel_s: float = 3e-6  # an empty CUDA kernel: 2 to 5 us
-    launch_s: float = 6e-6  # an eager PyTorch operator: 5 to 10 us
-    link: float = 0.75  # NCCL within a DGX H100: 330 to 370 GB/s of 450
-    network: float = 0.80  # NCCL over 400 Gb/s InfiniBand: 40 to 48 of 50 GB/s
-    link_hop_s: float = 1e-6  # NCCL over NVLink: 10 to 20 us for a small message around 8 ranks
-    network_hop_s: float = 5e-6  # InfiniBand, with NCCL on both ends
-    interference: float = 0.15  # NCCL's kernels take some of the SMs and of the memory's bandwidth
-    step_s: float = 5e-3
+    matmul: float = 0.76
+    attention: float = 0.45
+    sustained: float = 0.87
+    memory: float = 0.60
+    kernel_s: float = 6.4e-6
+    launch_s: float = 6e-6
+    link: float = 0.60
+    network: float = 0.67
+    link_hop_s: float = 1e-6  # not fitted
+    network_hop_s: float = 5e-6  # not fitted
+    interference: float = 0.18
+    step_s: float = 6.1e-3
     slower: float = 1.0
-    memory_factor: float = 1.03
-    memory_gb: float = 3.0  # CUDA context 0.5, NCCL some 10 to 100 MB a communicator, workspaces of cuBLAS
+    memory_factor: float = 1.17
+    memory_gb: float = 3.1
 
 
 def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:

@@ -28,10 +28,11 @@ def fit(
     parameters: list[Parameter],
     weights: Array,
     pull: float = 0.1,
-    rounds: int = 5,
+    rounds: int = 8,
     tolerance: float = 2e-4,
 ) -> Array:
-    """The parameters with the least weighted Huber loss of the residuals, by Levenberg's damped Gauss-Newton steps.
+    """The parameters with the least weighted Huber loss of the residuals, by Levenberg's damped Gauss-Newton steps. The
+    Jacobian is made once, and then follows the steps (Broyden, 1965).
 
     Args:
         residuals: parameters [P] -> residuals [N].
@@ -45,13 +46,17 @@ def fit(
     loss = lambda x, r: float(weights @ _huber(r) + np.sum((pull * (x - start)) ** 2))
     x, damping = np.clip(start, least, most), 1e-2
     r = residuals(np.exp(x))
+    jacobian = _jacobian(residuals, x, r, most)
     for _ in range(rounds):
-        gradient, hessian = _normal_equations(residuals, x, r, weights, pull, start, most)
+        slopes = weights * np.minimum(1.0, _TURN / np.maximum(np.abs(r), 1e-12))
+        gradient = jacobian.T @ (slopes * r) + pull**2 * (x - start)
+        hessian = (jacobian.T * slopes) @ jacobian + pull**2 * np.eye(len(x))
         before = loss(x, r)
         for _ in range(6):
             step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -gradient)
             tried = np.clip(x + np.clip(step, -0.7, 0.7), least, most)
-            r_tried = residuals(np.exp(tried))
+            r_tried, moved = residuals(np.exp(tried)), tried - x
+            jacobian += np.outer(r_tried - r - jacobian @ moved, moved) / max(float(moved @ moved), 1e-12)
             if loss(tried, r_tried) < before:
                 x, r, damping = tried, r_tried, damping / 4
                 break
@@ -61,18 +66,15 @@ def fit(
     return np.exp(x)
 
 
-def _normal_equations(residuals, x: Array, r: Array, weights: Array, pull: float, start: Array, most: Array):
-    """Gradient and Gauss-Newton Hessian of the loss, halved, by differences away from the upper bound."""
+def _jacobian(residuals: Callable[[Array], Array], x: Array, r: Array, most: Array) -> Array:
+    """By differences, [N, P], away from the upper bounds."""
     columns = []
     for i in range(len(x)):
         h = -_STEP if x[i] + _STEP > most[i] else _STEP
         moved = x.copy()
         moved[i] += h
         columns.append((residuals(np.exp(moved)) - r) / h)
-    jacobian = np.stack(columns, axis=1)
-    slopes = weights * np.minimum(1.0, _TURN / np.maximum(np.abs(r), 1e-12))
-    gradient = jacobian.T @ (slopes * r) + pull**2 * (x - start)
-    return gradient, (jacobian.T * slopes) @ jacobian + pull**2 * np.eye(len(x))
+    return np.stack(columns, axis=1)
 
 
 def _huber(r: Array) -> Array:
