@@ -88,9 +88,9 @@ def unknown(what: str, word: str, known: Sequence[str]) -> str:
     return f"{word or what}: no such {what}; {near(word, known)}known: {', '.join(known)}"
 
 
-def near(word: str, known: Sequence[str]) -> str:
-    """`did you mean 'x'? ` for the closest known word, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+def near(word: str, known: Sequence[str], alike: float = 0.5) -> str:
+    """`did you mean 'x'? ` for the closest known word, or nothing where none is as much `alike` (1: the same)."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=alike)
     return f"did you mean {close[0]!r}? " if close else ""
 
 

@@ -26,6 +26,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     if cfg.frozen:
         return cfg
     _check_fields(cfg)
+    require(cfg.run.name != "", "run.name is empty: give the run a name, e.g. run.name=first")
     require(cfg.run.dir != "", "run.dir is empty: name a folder, e.g. run.dir=runs/first")
     _check_model(cfg.model)
     resolve_mesh(cfg, world_size)

@@ -83,12 +83,12 @@ def _plugins_named(parsed: Sequence[Override], folders: Sequence[Path]) -> list[
 
 
 def _check_init_from(given: Mapping[str, Override]) -> None:
-    """A field of the model beside `init_from` would have no effect: the folder says what the model is."""
-    lost = [key for key in given if key.startswith("model.")]
+    """A model, or a field of it, beside `init_from` would have no effect: the folder says what the model is."""
+    lost = [key for key in given if key == "model" or key.startswith("model.")]
     if lost and "init_from" in given and given["init_from"].value() is not None:
         raise ConfigError(
             f"{given[lost[0]].input_line}: init_from={given['init_from'].value()} takes the model from the folder's "
-            "config.json: leave model.* out"
+            "config.json: leave model out"
         )
 
 

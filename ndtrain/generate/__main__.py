@@ -18,7 +18,7 @@ from typing import Literal
 import tokenizers
 import torch
 
-from ndtrain.arguments import ArgumentError, help_lines, option, parse, wants_help
+from ndtrain.arguments import ArgumentError, help_lines, near, option, parse, wants_help
 from ndtrain.checkpoint import list_checkpoints
 from ndtrain.checkpoint.verifying import SHORT
 from ndtrain.config import ConfigError
@@ -64,15 +64,26 @@ def main(args: Sequence[str]) -> int:
         print((__doc__ or "").format(options=help_lines(Options)).strip())
         return 0 if args else 2
     try:
-        keys = Options.__dataclass_fields__
+        keys = list(Options.__dataclass_fields__)
         words = [w for w in args[1:] if w.partition("=")[0] in keys and "=" in w]
         texts = [w for w in args[1:] if w not in words]
+        _refuse_misspelt(texts, keys)
         if not texts:
             raise ArgumentError("no text is given: ndtrain generate CHECKPOINT 'text' [key=value ...]")
         return run(Path(args[0]).expanduser(), texts, parse(Options, words))
     except (ArgumentError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _refuse_misspelt(texts: Sequence[str], keys: Sequence[str]) -> None:
+    """Raises:
+    ArgumentError: a text is all but one of the keys with a value.
+    """
+    for text in texts:
+        key, equals, _ = text.partition("=")
+        if equals and key.isidentifier() and (hint := near(key, keys, alike=0.8)):
+            raise ArgumentError(f"{text}: no such key; {hint}If it is a text, begin it with a space")
 
 
 def run(path: Path, texts: Sequence[str], o: Options) -> int:

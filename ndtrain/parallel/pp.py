@@ -85,7 +85,7 @@ class Pipeline:
     def __init__(self, schedule: Schedule, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype):
         self.schedule, self.rank, self.device = schedule, mesh.coords["pp"], mesh.device
         self.shape, self.dtype = shape, dtype
-        self._links = mesh.links("pp", schedules.links(schedule))
+        self._links = mesh.links("pp", schedule.messages)
         self._posts = receives(schedule, self.rank)
         self._coming: dict[Message, tuple[Tensor, Pending]] = {}
         self._here: dict[Message, Tensor] = {}  # messages between two stages of this rank
@@ -128,8 +128,7 @@ class Pipeline:
 
 def receives(schedule: Schedule, rank: int) -> list[list[tuple[Message, int]]]:
     """For each action of a rank's row: the messages whose receive is posted before it, each with its source."""
-    sources = [source for source, target in schedules.links(schedule) if target == rank]
-    queues = {source: schedules.messages(schedule, source, rank) for source in sources}
+    queues = {source: queue for (source, target), queue in schedule.messages.items() if target == rank}
     position = {m: (source, i) for source, queue in queues.items() for i, m in enumerate(queue)}
     posted = dict.fromkeys(queues, 0)
     needs = [input_of(schedule, a) for a in schedule.table[rank]]

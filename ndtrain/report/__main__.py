@@ -9,7 +9,7 @@ RUN is a run folder, or a folder with run folders in it, as a sweep makes. The p
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +20,21 @@ from ndtrain.report.runs import METRICS, read_runs
 KEYS = [m.key for m in METRICS]
 
 
+def _ending(ending: str) -> Callable[[str, str], str]:
+    """A reader of names of files of one kind."""
+
+    def read(key: str, text: str) -> str:
+        if Path(text).suffix.lower() != ending:
+            raise ArgumentError(f"{key}={text}: what is written is {ending[1:].upper()}: let the name end in {ending}")
+        return text
+
+    return read
+
+
 @dataclass(frozen=True)
 class Options:
-    out: str | None = option("the page; report.html unless given", None)
-    svg: str | None = option("an SVG of one metric instead of a page", None)
+    out: str | None = option("the page; report.html unless given", None, read=_ending(".html"))
+    svg: str | None = option("an SVG of one metric instead of a page", None, read=_ending(".svg"))
     metric: str = option(
         f"of svg: {', '.join(KEYS)}", "loss", read=lambda key, text: one_of(key, text, KEYS)
     )  # fmt: skip

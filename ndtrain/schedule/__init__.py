@@ -14,7 +14,6 @@ from ndtrain.schedule.table import (
     ScheduleError,
     Table,
     links,
-    messages,
     sends,
 )
 
@@ -34,7 +33,6 @@ __all__ = [
     "default_chunks",
     "forwards",
     "links",
-    "messages",
     "sends",
     "simulate",
 ]

@@ -72,15 +72,16 @@ class Schedule:
         """Whether any backward is split into input and weight gradient."""
         return any(a.kind in "IW" for row in self.table for a in row)
 
-
-def messages(schedule: Schedule, source: int, target: int) -> list[Message]:
-    """The messages from pp rank `source` to `target`, in order: activations after F, gradients after B or I. Data that
-    stays on a rank is no message."""
-    if source == target:
-        return []
-    sent = [sends(a) for a in schedule.table[source]]
-    last = schedule.stages
-    return [m for m in sent if m and 0 <= m.stage < last and schedule.rank_of[m.stage] == target]
+    @cached_property
+    def messages(self) -> dict[tuple[int, int], list[Message]]:
+        """(source, target) -> the messages from one pp rank to another, in order: activations after F, gradients after
+        B or I. Data that stays on a rank is no message. The pairs are those of `links`."""
+        pairs: dict[tuple[int, int], list[Message]] = {pair: [] for pair in links(self)}
+        for source, row in enumerate(self.table):
+            for message in map(sends, row):
+                if message and 0 <= message.stage < self.stages and self.rank_of[message.stage] != source:
+                    pairs[source, self.rank_of[message.stage]].append(message)
+        return pairs
 
 
 def links(schedule: Schedule) -> list[tuple[int, int]]:

@@ -80,12 +80,15 @@ def test_the_command(window, capsys):
         assert main([str(window), "the", "max_new_tokens=12", "temperature=2", f"seed={seed}"]) == 0
         drawn.append(capsys.readouterr().out)
     assert drawn[0] == drawn[1] != drawn[2]
+    assert main([str(window), "x=3", " topk=3", "max_new_tokens=1"]) == 0
+    assert capsys.readouterr().out.startswith("x=3")
     assert end_tokens(window / "checkpoints" / "step-00000003") == {256}
     for words, line in (
         ([str(window)], "no text is given"),
         (["nowhere", "a"], "nowhere: no such folder"),
         ([str(window), "a", "temperature=-1"], "temperature=-1: must be a number"),
         ([str(window), "a", "top_k=0"], "top_k=0: must be a whole number"),
+        ([str(window), "a", "topk=3"], "topk=3: no such key; did you mean 'top_k'?"),
         ([str(window.parent), "a"], "there is no tokenizer.json"),
     ):
         assert main(words) == 2

@@ -44,28 +44,34 @@ def pipeline(schedule: Schedule, comm: NameComm = a_pair_each, seconds: float = 
         comm: the communicator of each pair.
         seconds: of a message, where a forward takes 1.
     """
-    programs: dict[int, list[Step]] = {rank: [] for rank in range(schedule.pp)}
-    for rank, steps in programs.items():
+    programs: dict[int, list[Step]] = {}
+    for rank in range(schedule.pp):
+        programs[rank] = steps = []
         ends = {"send": _stub(steps, "sends", seconds), "receive": _stub(steps, "receives", seconds)}
-        with mock.patch.multiple(pp, **ends):
+        with mock.patch.multiple(pp, **ends, torch=_TORCH):
             _run_row(pp.Pipeline(schedule, _mesh(rank, comm), (0,), torch.float32), steps)
     return programs
 
 
+_NOTHING = torch.empty(0)
+_TORCH = SimpleNamespace(empty=lambda *args, **kwargs: _NOTHING)
+_COSTS = {kind: Compute(seconds) for kind, seconds in COST.items()}
+
+
 def _run_row(pipeline: pp.Pipeline, steps: list[Step]) -> None:
     """As `Executor.run` does with the layers left out. (A test compares the two.)"""
-    schedule, nothing = pipeline.schedule, torch.empty(0)
-    costs = {kind: Compute(seconds) for kind, seconds in COST.items()}
+    schedule, rank = pipeline.schedule, pipeline.rank
+    rank_of, stages = schedule.rank_of, schedule.stages
     sent: list[Step] = []
-    for number, action in enumerate(schedule.table[pipeline.rank]):
+    for number, action in enumerate(schedule.table[rank]):
         pipeline.post_recv(number)
         if needed := pipeline.needed(action):
             pipeline.recv(needed)
-        steps.append(costs[action.kind])
+        steps.append(_COSTS[action.kind])
         message = sends(action)
-        if message and 0 <= message.stage < schedule.stages:
-            pipeline.send(message, nothing)
-            if schedule.rank_of[message.stage] != pipeline.rank:
+        if message and 0 <= message.stage < stages:
+            pipeline.send(message, _NOTHING)
+            if rank_of[message.stage] != rank:
                 sent.append(Wait(steps[-1]))
     steps += sent  # `Pipeline.finish`, which leaves out those that are done
 
@@ -84,8 +90,10 @@ class _Stubbed(Pending):
 
 
 def _stub(steps: list[Step], way: str, seconds: float) -> Callable[..., Pending]:
+    out = way == "sends"
+
     def launch(x: torch.Tensor, comm: str, peer: int) -> Pending:
-        op = Op(way, comm, seconds=seconds, **{way: (peer,)})
+        op = Op(way, comm, (peer,), (), (), 0, seconds) if out else Op(way, comm, (), (peer,), (), 0, seconds)
         steps.append(op)
         return _Stubbed(op, steps)
 

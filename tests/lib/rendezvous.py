@@ -36,7 +36,7 @@ class Op:
 
     __slots__ = (
         "at", "began", "comm", "ended", "launched", "left", "members", "name", "nbytes", "rank", "receives", "seconds",
-        "sends", "until", "waiter",
+        "sends", "stream", "until", "waiter",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +57,7 @@ class Op:
         self.began: float | None = None
         self.ended: float | None = None
         self.waiter: _Thread | None = None
+        self.stream: _Stream | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.at})" if self.at else self.name
@@ -104,6 +105,20 @@ class _Thread:
         self.waits: Op | None = None
 
 
+class _Stream(deque):
+    """The operations of one communicator on one rank that have not ended, in the order of their launches.
+
+    Attributes:
+        free: when the last operation ended.
+    """
+
+    __slots__ = ("free",)
+
+    def __init__(self):
+        super().__init__()
+        self.free = 0.0
+
+
 class _Ranks:
     """The state of all ranks."""
 
@@ -112,8 +127,7 @@ class _Ranks:
         self.threads = {(r, t): _Thread(r, p) for r, mine in by_thread.items() for t, p in mine.items()}
         started = {(r, step.thread) for (r, _), t in self.threads.items() for step in t.program if type(step) is Start}
         self.ready = [thread for key, thread in self.threads.items() if key not in started]
-        self.streams: dict[tuple[int, str], deque[Op]] = defaultdict(deque)  # by rank and communicator
-        self.free: dict[tuple[int, str], float] = defaultdict(float)  # when the last operation of a stream ended
+        self.streams: dict[tuple[int, str], _Stream] = defaultdict(_Stream)  # by rank and communicator
         # what has begun and needs others: by communicator and source and target, or members. A rank has begun one
         # operation of a communicator at most.
         self.sending: dict[tuple[str, int, int], Op] = {}
@@ -147,14 +161,14 @@ class _Ranks:
 
     def _launch(self, op: Op, thread: _Thread) -> None:
         op.rank, op.launched = thread.rank, thread.now
-        stream = self.streams[op.rank, op.comm]
+        op.stream = stream = self.streams[op.rank, op.comm]
         stream.append(op)
         if stream[0] is op:
             self._begin(op)
 
     def _begin(self, op: Op) -> None:
         """The operation is the first of its stream. Ends all that this completes."""
-        op.began = op.until = max(op.launched, self.free[op.rank, op.comm])
+        op.began = op.until = max(op.launched, op.stream.free)
         ended = [] if op.left else [op]
         for peer in op.sends:
             self._meet(op, (op.comm, op.rank, peer), self.sending, self.receiving, ended)
@@ -195,13 +209,13 @@ class _Ranks:
         ended += together
 
     def _end(self, op: Op) -> None:
-        op.ended = self.free[op.rank, op.comm] = op.until
-        stream = self.streams[op.rank, op.comm]
+        stream = op.stream
+        op.ended = stream.free = op.until
         stream.popleft()
         if stream:
             self._begin(stream[0])
         if thread := op.waiter:
-            thread.waits = None
+            thread.waits = op.waiter = None  # no cycle of objects
             self.ready.append(thread)
 
     # ------------------------------------------------------------------------------------------------------- reporting

@@ -215,6 +215,8 @@ def test_the_command_writes_what_is_asked(tmp_path, capsys):
         (["{tmp}/new"], "has no complete row yet"),
         (["{tmp}/new", "metric=los"], "los: no such metric; did you mean 'loss'?"),
         (["{tmp}/new", "ouT=a"], "did you mean 'out'?"),
+        (["{tmp}/ok", "svg={tmp}/x.png"], "x.png: what is written is SVG: let the name end in .svg"),
+        (["{tmp}/ok", "out={tmp}/x.png"], "x.png: what is written is HTML: let the name end in .html"),
         (["{tmp}/ok", "out={tmp}/no/page.html"], "cannot be written"),
     ],
     ids=lambda value: None if isinstance(value, list) else value,

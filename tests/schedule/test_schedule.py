@@ -24,7 +24,6 @@ from ndtrain.schedule import (
     build,
     check,
     default_chunks,
-    messages,
     simulate,
 )
 from ndtrain.schedule.__main__ import main
@@ -263,15 +262,15 @@ def test_each_need_that_crosses_ranks_is_one_message(name):
                 expected.setdefault((source, rank), set()).add(message)
     for source in range(3):
         for target in range(3):
-            sent = messages(schedule, source, target)
+            sent = schedule.messages.get((source, target), [])
             assert len(sent) == len(set(sent)) and set(sent) == expected.get((source, target), set())
 
 
 def test_messages_keep_the_order_of_the_row():
-    assert messages(build("1f1b", 2, 2), 0, 1) == [Message("F", 0, 1), Message("F", 1, 1)]
+    assert build("1f1b", 2, 2).messages[0, 1] == [Message("F", 0, 1), Message("F", 1, 1)]
     vee = build("zb_v", 2, 3)
-    assert messages(vee, 1, 0)[:4] == [Message("F", 0, 3), Message("F", 1, 3), Message("B", 0, 0), Message("F", 2, 3)]
-    assert messages(build("zb_v", 1, 3), 0, 0) == []
+    assert vee.messages[1, 0][:4] == [Message("F", 0, 3), Message("F", 1, 3), Message("B", 0, 0), Message("F", 2, 3)]
+    assert build("zb_v", 1, 3).messages == {}
 
 
 # the checker
