@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from ndtrain.arguments import option
-from ndtrain.bench.rounds import in_round
 from ndtrain.config import ConfigError, resolve
 from ndtrain.metrics.measured_peak import cpu_model
 from ndtrain.plan.candidates import Space
@@ -58,7 +57,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     table = Table.open(options.folder)
     candidates = _candidates(options, overrides, hardware)
     for number in range(options.rounds):
-        for candidate in in_round(candidates, number):
+        for candidate in candidates[:: -1 if number % 2 else 1]:
             if not table.has(candidate, number):
                 print(_progress(table.add(candidate, number, measure(candidate, options.steps))), flush=True)
     tuned = ranking(table, candidates)
