@@ -159,8 +159,8 @@ PHRASES = {
     "train": "wires a run",
     "evaluate": "the loss of a checkpoint on any mesh",
     "report": "a page with the curves of runs",
-    "plan": "what a mesh needs, without its machines",
     "bench": "measurements against peers",
+    "plan": "what a mesh needs, without its machines",
     "preflight": "checks of hosts and links before a run",
 }
 STEP = [

@@ -173,7 +173,7 @@ def kernels(p: Piece, kind: str) -> list[Kernel]:
 
 def test_matmuls_have_their_shapes_and_bytes():
     down = kernels(piece(BF16), "matmul")[-1]
-    assert down == Kernel("matmul", 2 * N * E * F, 2 * (N * F + F * E + N * E), "bf16", (1, N, E, F))
+    assert down == Kernel("matmul", 2 * N * E * F, 2 * (N * F + F * E + N * E), "bf16", (1, N, E, F), "mm")
     dx, dw = kernels(piece(BF16, "B"), "matmul")[:2]
     assert (dx.shape, dw.shape) == ((1, N, F, E), (1, E, F, N))
     assert dw.bytes == 2 * (N * E + N * F) + 2 * 4 * E * F  # it adds to the gradient in fp32

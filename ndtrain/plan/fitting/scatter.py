@@ -8,7 +8,7 @@ from typing import NamedTuple
 # Okabe and Ito's palette, which can be told apart with every kind of colour vision, and greys
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#111111", "#8c6d00", "#7f7f7f", "#5b3a8c")
 SIDE, LEFT, TOP, LEGEND = 560, 64, 44, 300  # pixels
-STYLE = """text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#333}
+STYLE = """text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#333}
 .t{font-size:14px;font-weight:600;fill:#111}.m{text-anchor:middle}.e{text-anchor:end}
 .g{stroke:#e2e5e9}.d{stroke:#333}.b{stroke:#999;stroke-dasharray:5 4}"""
 
@@ -33,7 +33,9 @@ def scatter_svg(title: str, axis: str, sources: Sequence[Points], band: float = 
     place = lambda v: (log10(v) - low) / (high - low) * SIDE
     width, height = LEFT + SIDE + LEGEND, TOP + SIDE + 56
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-size="12">',
+        f"<title>{escape(title)}</title>",
         f'<style>{STYLE}</style><rect width="{width}" height="{height}" fill="#fff"/>',
         f'<text class="t" x="{LEFT}" y="26">{escape(title)}</text>',
         f'<g transform="translate({LEFT} {TOP})">',
