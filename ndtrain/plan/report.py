@@ -17,7 +17,7 @@ class Planned:
     """A rank and what it needs.
 
     Attributes:
-        ranks: this rank, and those that were found to need the same.
+        ranks: this rank, and those that need the same.
         stages: of the pipeline, that the rank has.
     """
 

@@ -14,6 +14,7 @@ from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model import flops
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.candidates import Candidate, Space
+from ndtrain.plan.drawings import scaling_svg
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.options import unresolved_config, write_file
 from ndtrain.plan.predict import Prediction, Predictor
@@ -98,6 +99,7 @@ class Options:
     predict: int = option("candidates to predict for each point of each family", 8)
     processes: int = option("processes to work in; unless given one for each core", os.cpu_count() or 1)
     json: str | None = option("the file to write the curves to", None)
+    svg: str | None = option("the file to draw them in", None)
 
 
 FAMILY_AXES = {"fsdp": (), "+tp": ("tp",), "+cp": ("tp", "cp"), "+pp": ("tp", "cp", "pp")}  # that may be above 1
@@ -107,10 +109,10 @@ GAIN = 1.01
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Prints both curves and writes the JSON.
+    """Prints both curves and writes the files.
 
     Raises:
-        ConfigError: there is no such run, or the file cannot be written.
+        ConfigError: there is no such run, or a file cannot be written.
     """
     hardware = load_hardware(options.hardware)
     cfg = unresolved_config(overrides, hardware)
@@ -119,6 +121,8 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     with workers(options.processes) as pool:
         made = scaling(cfg, hardware, gpu_counts(options.least, options.most), options.predict, overrides, pool)
     print(as_text(made))
+    if options.svg:
+        write_file("svg", options.svg, scaling_svg(made))
     if options.json:
         write_file("json", options.json, json.dumps(asdict(made), indent=1))
 

@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     """The result of a search.
 
     Attributes:
@@ -79,14 +79,14 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     cfg = unresolved_config(overrides, hardware)
     space = Space(cfg, world_of(cfg, options, hardware), hardware)
     with workers(options.processes) as pool:
-        found = search(space, pool, options.predict, shlex.split(options.against or ""))
+        result = search(space, pool, options.predict, shlex.split(options.against or ""))
     given = [arg for arg in overrides if not arg.startswith("mesh.") or not arg.endswith("=-1")]
-    print(as_text(space, found, given))
+    print(as_text(space, result, given))
     if options.json:
-        write_file("json", options.json, as_json(space, found, given))
+        write_file("json", options.json, as_json(space, result, given))
 
 
-def search(space: Space, pool: Executor | None, predict: int, against: Sequence[str] = ()) -> Found:
+def search(space: Space, pool: Executor | None, predict: int, against: Sequence[str] = ()) -> Result:
     """The best candidates of a space.
 
     Args:
@@ -115,7 +115,7 @@ def search(space: Space, pool: Executor | None, predict: int, against: Sequence[
     counts |= {"predicted": len(predicted), "predicted to fit": len(best)}
     rivals = [row for row in best if set(against) <= set(row.candidate.overrides())] if against else []
     explained = [_explained(space, row) for row in [*best[:SHOWN], *rivals[:1]]]
-    return Found(explained[: len(best[:SHOWN])], explained[-1] if rivals else None, counts)
+    return Result(explained[: len(best[:SHOWN])], explained[-1] if rivals else None, counts)
 
 
 # ------------------------------------------------------------------------------------------------------------- ranking
@@ -288,10 +288,12 @@ def reason(row: Row, best: Row) -> str:
     return f"{slower:+.3g} s: " + ", ".join(said) if said else f"{slower:+.3g} s"
 
 
-def as_text(space: Space, found: Found, given: Sequence[str]) -> str:
+def as_text(space: Space, result: Result, given: Sequence[str]) -> str:
     """A table for people, with the override line of each row below it."""
-    first, counts = found.best[0], ", ".join(f"{n} {what}" for what, n in found.counts.items())
-    rows = [(str(i), row) for i, row in enumerate(found.best, 1)] + ([("vs", found.against)] if found.against else [])
+    first, counts = result.best[0], ", ".join(f"{n} {what}" for what, n in result.counts.items())
+    rows = [(str(i), row) for i, row in enumerate(result.best, 1)] + (
+        [("vs", result.against)] if result.against else []
+    )
     lines = [f"{space.ranks} ranks of {space.hardware.name}: {counts}", "", HEAD]
     lines += [_line(name, row) for name, row in rows]
     lines += ["", "why each is slower than the first, and its overrides"]
@@ -324,8 +326,8 @@ def override_line(candidate: Candidate, given: Sequence[str]) -> str:
     return shlex.join([*given, *own])
 
 
-def as_json(space: Space, found: Found, given: Sequence[str]) -> str:
-    first = found.best[0]
+def as_json(space: Space, result: Result, given: Sequence[str]) -> str:
+    first = result.best[0]
     body = lambda row: {
         **asdict(row.prediction),
         "overrides": override_line(row.candidate, given),
@@ -334,8 +336,8 @@ def as_json(space: Space, found: Found, given: Sequence[str]) -> str:
     plan = {
         "hardware": asdict(space.hardware),
         "ranks": space.ranks,
-        "counts": found.counts,
-        "best": [body(row) for row in found.best],
-        "against": body(found.against) if found.against else None,
+        "counts": result.counts,
+        "best": [body(row) for row in result.best],
+        "against": body(result.against) if result.against else None,
     }
     return json.dumps(plan, indent=1)

@@ -90,7 +90,7 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
         "bound by compute, by communication and by the batch, and from where on tp, cp and pp pay",
         (
             "recipe=llama3_8b hardware=h100 least=8 most=1024",
-            "recipe=llama3_8b hardware=h100 train.global_batch=512 json=scaling.json",
+            "recipe=llama3_8b hardware=h100 train.global_batch=512 json=scaling.json svg=scaling.svg",
         ),
     ),
     "tune": Plan(

@@ -92,12 +92,12 @@ def test_a_long_pipeline_is_as_a_short_one(name, chunks):
 def test_the_best_of_a_small_space_is_the_fastest_of_all():
     space = space_of("schedule=1f1b", "recompute=none", "mesh.cp=1")
     ranked, counts = rank_all(space, None)
-    found = search(space, None, 6)
+    result = search(space, None, 6)
     every = [p.step_time_s for r in ranked if (p := predict(space, r.candidate))]
     assert len(every) > 2 * 6
     ordered = sorted(every)
-    assert found.best[0].prediction.step_time_s <= 1.03 * ordered[0] < ordered[len(every) // 2]
-    assert found.counts["candidates"] == counts["candidates"]
+    assert result.best[0].prediction.step_time_s <= 1.03 * ordered[0] < ordered[len(every) // 2]
+    assert result.counts["candidates"] == counts["candidates"]
 
 
 def test_the_shortlist_has_each_family():
@@ -110,8 +110,8 @@ def test_the_shortlist_has_each_family():
 @pytest.mark.full
 def test_a_reason_names_what_grew():
     space = space_of()
-    found = search(space, None, 4)
-    first, last = found.best[0], found.best[-1]
+    result = search(space, None, 4)
+    first, last = result.best[0], result.best[-1]
     grown = max(last.prediction.waterfall, key=lambda p: last.prediction.waterfall[p] - first.prediction.waterfall[p])
     assert grown in reason(last, first)
     assert reason(Row(first.candidate, first.prediction), first) == "+0 s"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 # Okabe and Ito's palette, which can be told apart with every kind of colour vision, and greys
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#111111", "#8c6d00", "#7f7f7f", "#5b3a8c")
-SIDE, LEFT, TOP, LEGEND = 560, 64, 44, 300  # pixels
+SIDE, LEFT, TOP, LEGEND = 560, 64, 44, 330  # pixels
 STYLE = """text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#333}
 .t{font-size:14px;font-weight:600;fill:#111}.m{text-anchor:middle}.e{text-anchor:end}
 .g{stroke:#e2e5e9}.d{stroke:#333}.b{stroke:#999;stroke-dasharray:5 4}"""
