@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ndtrain.config import AXES, Config, ConfigError, resolve
 from ndtrain.parallel.recompute import always_saved_ops
 from ndtrain.plan.hardware import Hardware
+from ndtrain.plan.options import unresolved_config
 from ndtrain.plan.price import Rates
 
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zb_v", "dualpipe_v")
@@ -55,6 +56,20 @@ class Candidate(NamedTuple):
         """Whether they differ in one choice; in the mesh, by what one axis gives another one."""
         axes = sum(a != b for a, b in zip(self.mesh, other.mesh, strict=True))
         return axes in (0, 2) and axes // 2 + sum(a != b for a, b in zip(self[1:], other[1:], strict=True)) == 1
+
+
+def searched_run(overrides: Sequence[str], hardware: Hardware) -> tuple[Config, list[str]]:
+    """The run to search for, not resolved, and its overrides. A recipe's `schedule.split` belongs to the recipe's own
+    mesh and schedule: where no override gives it, it does not count.
+
+    Raises:
+        ConfigError: there is no such run, or the hardware cannot compute it.
+    """
+    cfg = unresolved_config(overrides, hardware)
+    if cfg.schedule.split is None or "schedule.split" in cfg.given:
+        return cfg, list(overrides)
+    balanced = [*overrides, "schedule.split=null"]
+    return unresolved_config(balanced, hardware), balanced
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from ndtrain.config.schema import resolved
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model import flops
 from ndtrain.parallel.build import DTYPES
-from ndtrain.plan.candidates import Candidate, Space
+from ndtrain.plan.candidates import Candidate, Space, searched_run
 from ndtrain.plan.drawings import scaling_svg
 from ndtrain.plan.hardware import Hardware, load_hardware
-from ndtrain.plan.options import unresolved_config, write_file
+from ndtrain.plan.options import write_file
 from ndtrain.plan.predict import Prediction, Predictor
 from ndtrain.plan.price import Prices
 from ndtrain.plan.search import Ranked, fits, override_line, predict_all, rank_all, shortlist, workers
@@ -115,7 +115,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
         ConfigError: there is no such run, or a file cannot be written.
     """
     hardware = load_hardware(options.hardware)
-    cfg = unresolved_config(overrides, hardware)
+    cfg, overrides = searched_run(overrides, hardware)
     if options.most < options.least:
         raise ConfigError(f"most={options.most} is below least={options.least}: give GPUs from least to most")
     with workers(options.processes) as pool:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 from ndtrain.arguments import option
 from ndtrain.config import ConfigError
 from ndtrain.config.registry import load_plugins
-from ndtrain.plan.candidates import Candidate, Space
+from ndtrain.plan.candidates import Candidate, Space, searched_run
 from ndtrain.plan.estimate import Place
 from ndtrain.plan.hardware import load_hardware
-from ndtrain.plan.options import RunOptions, unresolved_config, world_of, write_file
+from ndtrain.plan.options import RunOptions, world_of, write_file
 from ndtrain.plan.predict import Prediction, Predictor
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
         ConfigError: there is no such run, no candidate is legal or fits, or the file cannot be written.
     """
     hardware = load_hardware(options.hardware)
-    cfg = unresolved_config(overrides, hardware)
+    cfg, overrides = searched_run(overrides, hardware)
     space = Space(cfg, world_of(cfg, options, hardware), hardware)
     with workers(options.processes) as pool:
         result = search(space, pool, options.predict, shlex.split(options.against or ""))

@@ -22,9 +22,9 @@ import yaml
 from ndtrain.arguments import option
 from ndtrain.config import ConfigError, resolve
 from ndtrain.metrics.measured_peak import cpu_model
-from ndtrain.plan.candidates import Space
+from ndtrain.plan.candidates import Space, searched_run
 from ndtrain.plan.hardware import Hardware, description_path, load_hardware
-from ndtrain.plan.options import RunOptions, unresolved_config, world_of, write_file
+from ndtrain.plan.options import RunOptions, world_of, write_file
 from ndtrain.plan.predict import Predictor
 from ndtrain.plan.price import Rates
 from ndtrain.plan.search import override_line, search, workers
@@ -92,7 +92,7 @@ def _candidates(options: Options, overrides: Sequence[str], hardware: Hardware) 
     """
     if not any(word.startswith("recipe=") for word in overrides):
         raise ConfigError("recipe is missing: the steps of a bench need one, e.g. recipe=llama_small")
-    cfg = unresolved_config(overrides, hardware)
+    cfg, overrides = searched_run(overrides, hardware)
     ranks = world_of(cfg, options, hardware)
     if options.candidates is None:
         with workers(options.processes) as pool:

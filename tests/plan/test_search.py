@@ -7,7 +7,7 @@ import pytest
 
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.plan.__main__ import main
-from ndtrain.plan.candidates import Space
+from ndtrain.plan.candidates import Space, searched_run
 from ndtrain.plan.estimate import Place, pipeline
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.predict import Predictor
@@ -48,6 +48,15 @@ def test_what_is_given_is_not_searched():
     assert {c.size("tp") for c in candidates} == {2} and {c.micro_batch for c in candidates} == {2}
     assert {c.schedule[0] for c in candidates} == {"zb_v"} and {c.recompute[0] for c in candidates} == {"full"}
     assert {c.zero for c in candidates} == {1}
+
+
+def test_the_split_of_a_recipe_is_of_its_own_mesh():
+    recipe = "recipe=llama3_405b"
+    cfg, given = searched_run([recipe], H100)
+    assert cfg.schedule.split is None and given == [recipe, "schedule.split=null"]
+    own = [recipe, "schedule.split=[63,63]"]
+    cfg, given = searched_run(own, H100)
+    assert cfg.schedule.split == [63, 63] and given == own
 
 
 def test_modes_of_recompute_that_save_the_same_are_one_candidate():
