@@ -7,7 +7,7 @@ A text that would leave its box raises an error, so a picture that is written ca
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -674,19 +674,23 @@ DRAWINGS = [
 ]
 
 
-def main(args: Sequence[str]) -> int:
-    """Writes the pictures, or with --check compares them; the exit status."""
-    folder, stale = DOCS / "img", []
-    for name, draw in DRAWINGS:
-        path, made = folder / name, draw()
+def update(made: Iterable[tuple[str, str]], script: str, args: Sequence[str]) -> int:
+    """Writes pictures, (file name, text) each, or with --check compares them; the exit status.
+
+    Args:
+        script: that makes them.
+    """
+    stale = []
+    for name, text in made:
+        path = DOCS / "img" / name
         if "--check" not in args:
-            path.write_text(made)
-        elif not path.is_file() or path.read_text() != made:
+            path.write_text(text)
+        elif not path.is_file() or path.read_text() != text:
             stale.append(name)
     if stale:
-        print(f"stale: {', '.join(stale)}; run python docs/drawings.py", file=sys.stderr)
+        print(f"stale: {', '.join(stale)}; run python docs/{script}", file=sys.stderr)
     return 1 if stale else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(update(((name, draw()) for name, draw in DRAWINGS), "drawings.py", sys.argv[1:]))

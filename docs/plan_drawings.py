@@ -9,13 +9,14 @@ They take some seconds each, so that drawings.py does not make them.
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ndtrain.plan.__main__ import main as plan  # noqa: E402
+from drawings import update
+
+from ndtrain.plan.__main__ import main as plan
 
 LLAMA3 = ["recipe=llama3_405b", "hardware=h100", "nodes=2048"]
 PICTURES = {  # file of docs/img -> arguments of `ndtrain plan`
@@ -24,23 +25,16 @@ PICTURES = {  # file of docs/img -> arguments of `ndtrain plan`
 }
 
 
-def main(args: Sequence[str]) -> int:
-    """Writes the pictures, or with --check compares them; the exit status."""
+def drawn() -> Iterator[tuple[str, str]]:
+    """Each picture's name and text."""
     warnings.filterwarnings("ignore", module="torch")
-    stale = []
     with tempfile.TemporaryDirectory() as folder:
         for name, arguments in PICTURES.items():
-            made, path = Path(folder) / name, DOCS / "img" / name
+            made = Path(folder) / name
             if plan([*arguments, f"svg={made}"]):
-                return 1
-            if "--check" not in args:
-                path.write_text(made.read_text())
-            elif not path.is_file() or path.read_text() != made.read_text():
-                stale.append(name)
-    if stale:
-        print(f"stale: {', '.join(stale)}; run python docs/plan_drawings.py", file=sys.stderr)
-    return 1 if stale else 0
+                sys.exit(1)
+            yield name, made.read_text()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(update(drawn(), "plan_drawings.py", sys.argv[1:]))

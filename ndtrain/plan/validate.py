@@ -9,8 +9,7 @@ import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ndtrain.arguments import option
 from ndtrain.bench.ranks import choose_device, rank_device, run_ranks
@@ -18,6 +17,7 @@ from ndtrain.bench.rounds import BlockTimer, run_rounds
 from ndtrain.bench.training import DISTINCT, QueuedSteps, batches_of, ours
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.plan.fitting.accuracy import kendall_tau
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import refuse_overrides, write_file
 from ndtrain.plan.predict import Predictor
@@ -176,19 +176,14 @@ def summary(rows: Sequence[Row], cores: int) -> list[str]:
             within = f"{sum(e <= WITHIN for e in errors)} of {len(part)} within {WITHIN:.0%}"
             said.append(f"{name}: error median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; {within}")
     if len(rows) > 1:
-        said.append(f"Kendall's tau of the order: {_tau(rows):.2f}")
+        said.append(f"Kendall's tau of the order: {_tau(rows)}")
     for ranks in sorted({r.ranks for r in rows}):
         part = [r for r in rows if r.ranks == ranks]
         if len(part) > 1:
-            said.append(f"  of {ranks} ranks alone: {_tau(part):.2f}")
+            said.append(f"  of {ranks} ranks alone: {_tau(part)}")
     return said
 
 
-def _tau(rows: Sequence[Row]) -> float:
-    return kendall([r.measured for r in rows], [r.predicted for r in rows])
-
-
-def kendall(a: Sequence[float], b: Sequence[float]) -> float:
-    """Kendall's tau: of all pairs the share that both order alike, less the share that they order otherwise."""
-    signs: list[Any] = [(a[i] - a[j]) * (b[i] - b[j]) for i, j in combinations(range(len(a)), 2)]
-    return sum((s > 0) - (s < 0) for s in signs) / len(signs)
+def _tau(rows: Sequence[Row]) -> str:
+    tau = kendall_tau([r.measured for r in rows], [r.predicted for r in rows])
+    return "none, as all are alike" if tau is None else f"{tau:.2f}"

@@ -5,7 +5,8 @@ import torch
 
 from ndtrain.plan import validate
 from ndtrain.plan.__main__ import main
-from ndtrain.plan.validate import CASES, Options, Row, config_of, kendall, summary
+from ndtrain.plan.fitting.accuracy import kendall_tau
+from ndtrain.plan.validate import CASES, Options, Row, config_of, summary
 
 
 def test_at_least_forty_runs_of_every_kind():
@@ -25,8 +26,8 @@ def test_every_case_can_run():
 
 
 def test_kendall():
-    assert kendall([1, 2, 3], [4, 5, 6]) == 1 and kendall([1, 2, 3], [6, 5, 4]) == -1
-    assert kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+    assert kendall_tau([1, 2, 3], [4, 5, 6]) == 1 and kendall_tau([1, 2, 3], [6, 5, 4]) == -1
+    assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
 
 
 def test_the_summary_parts_runs_by_cores():
