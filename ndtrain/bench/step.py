@@ -65,7 +65,7 @@ def run(options: Options) -> None:
     for name, result in by_case.items():
         if options.profile:
             print(f"\nwhere the time goes: {name or 'as it is'}", *result["extra"]["lines"], sep="\n  ")
-    save("step", options, device=device, **{"found": by_case})
+    save("step", options, device=device, results=by_case)
 
 
 def config_of(options: Options, overrides: Sequence[str]) -> Config:

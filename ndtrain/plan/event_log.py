@@ -31,7 +31,7 @@ class EventLog(Allocations):
         self._most = 0  # bytes alive at one time in the piece
         self._kernel = FusedKernel()
         self._recomputed = Recomputed()
-        self._tickets: dict[int, int] = {}  # id of a collective's record -> its ticket
+        self._works: dict[int, int] = {}  # id of a collective's record -> its number as work
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -67,7 +67,7 @@ class EventLog(Allocations):
         """
         self._recomputed.begin(name)
         before = self._most = self.now
-        self._events, self._compiled, self._tickets, self._kernel = [], compiled, {}, FusedKernel()
+        self._events, self._compiled, self._works, self._kernel = [], compiled, {}, FusedKernel()
         made: list[Piece] = []
         yield made
         self._launch()
@@ -102,12 +102,12 @@ class EventLog(Allocations):
         self._launch()
         record, at = entry.record, id(entry.record)
         if entry.group is None:
-            if at in self._tickets:
-                self._events.append(Wait(self._tickets[at]))
+            if at in self._works:
+                self._events.append(Wait(self._works[at]))
             return
-        ticket = self._tickets[at] = len(self._tickets)
+        work = self._works[at] = len(self._works)
         axis, op = record.axis, _OPS.get(record.op, record.op)
-        self._events.append(Collective(axis, op, record.nbytes, ticket))
+        self._events.append(Collective(axis, op, record.nbytes, work))
 
     def _launch(self) -> None:
         """What was called since the last event becomes a kernel."""

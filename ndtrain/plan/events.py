@@ -32,19 +32,19 @@ class Collective(NamedTuple):
         axis: of the mesh, or several as in "fsdp+cp".
         op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv" (both of a neighbour), "broadcast".
         bytes: of the whole buffer (all_gather: the result; reduce_scatter: the input; send_recv: what is sent).
-        ticket: names it in a `Wait`.
+        work: its number, by which a `Wait` names it.
     """
 
     axis: str
     op: str
     bytes: int
-    ticket: int
+    work: int
 
 
 class Wait(NamedTuple):
     """The compute stream goes on when the collective has ended."""
 
-    ticket: int
+    work: int
 
 
 Event = Kernel | Collective | Wait

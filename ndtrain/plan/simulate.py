@@ -114,7 +114,7 @@ def _clocks_after(events: Sequence[Event], costs: Costs, axes: Sequence[str], st
     """The clocks after the events where only clock `start` holds anything back, from 0."""
     clocks = [_NEVER] * (2 + len(axes))
     clocks[start] = 0.0
-    ends: dict[int, tuple[float, float]] = {}  # ticket -> (end, seconds)
+    ends: dict[int, tuple[float, float]] = {}  # work -> (end, seconds)
     for event in events:
         if isinstance(event, Kernel):
             clocks[HOST] += costs.launch_s
@@ -124,9 +124,9 @@ def _clocks_after(events: Sequence[Event], costs: Costs, axes: Sequence[str], st
             clocks[HOST] += costs.launch_s
             seconds = costs.collective(event.axis, event.axis, event.op, event.bytes)
             clocks[at] = max(clocks[at], clocks[HOST], clocks[STREAM]) + seconds
-            ends[event.ticket] = clocks[at], seconds
+            ends[event.work] = clocks[at], seconds
         else:
-            end, seconds = ends[event.ticket]
+            end, seconds = ends[event.work]
             clocks[STREAM] = max(clocks[STREAM] + costs.interference * seconds, end)
     return clocks
 

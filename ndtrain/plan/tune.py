@@ -128,7 +128,7 @@ def measure(trial: Trial, steps: int) -> dict[str, Any]:
         if ended.returncode:
             said = (ended.stderr.strip() or ended.stdout.strip() or f"exit status {ended.returncode}").splitlines()
             return {"block_ms": [], "error": said[-1]}
-        (result,) = json.loads(out.read_text())["found"].values()
+        (result,) = json.loads(out.read_text())["results"].values()
         return {"block_ms": result["sides"]["ours"]["block_ms"], "error": ""}
 
 

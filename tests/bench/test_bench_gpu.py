@@ -69,8 +69,8 @@ def test_step_measures_a_case(tmp_path, capsys):
     args = ["recipe=llama_debug", f"cases={case}", "rounds=2", "steps=1", "device=cpu", f"out={tmp_path}/results.json"]
     assert main(["step", *args]) == 0
     saved = json.loads((tmp_path / "results.json").read_text())
-    assert saved["commit"] and saved["versions"]["torch"] and list(saved["found"]) == [case]
-    own = saved["found"][case]["sides"]["ours"]
+    assert saved["commit"] and saved["versions"]["torch"] and list(saved["results"]) == [case]
+    own = saved["results"][case]["sides"]["ours"]
     assert len(own["block_ms"]) == 2 and own["q1"] <= own["ms_per_step"] <= own["q3"]
     assert own["tokens_per_s"] == pytest.approx(8 * 64 / own["ms_per_step"] * 1e3)
     m = resolve(load_config(["recipe=llama_debug"]), 1).model

@@ -203,10 +203,10 @@ def test_a_window_hides_pairs():
 
 def test_overlapped_messages_travel_while_matmuls_run():
     events = piece("mesh.tp=4 tp.overlap=true").events
-    launched = {e.ticket: i for i, e in enumerate(events) if isinstance(e, Collective)}
-    waited = {e.ticket: i for i, e in enumerate(events) if isinstance(e, Wait)}
+    launched = {e.work: i for i, e in enumerate(events) if isinstance(e, Collective)}
+    waited = {e.work: i for i, e in enumerate(events) if isinstance(e, Wait)}
     assert len(launched) == 4 * 3 and launched.keys() == waited.keys()
-    between = [events[launched[ticket] : waited[ticket]] for ticket in launched]
+    between = [events[launched[work] : waited[work]] for work in launched]
     assert all(any(isinstance(e, Kernel) and e.kind == "matmul" for e in meanwhile) for meanwhile in between)
 
 
