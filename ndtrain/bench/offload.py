@@ -1,7 +1,7 @@
 """`bench offload`: the update of optimizer state in host memory, against PyTorch's fused AdamW with fp32 moments.
 
-Both update tensors of one size on the same number of threads, by turns. The copies over the link are not part of it: a
-GPU makes them beside the update. Beside it stands how fast initial weights are drawn, on one thread and on all.
+Both update the same weights by turns, on the same number of threads. The copies over the link are not part of it: a GPU
+makes them beside the update. Beside it stands how fast initial weights are drawn, on one thread and on all.
 """
 
 import time
@@ -22,11 +22,12 @@ from ndtrain.model.init import fill_all, standard_normal
 from ndtrain.optim import OptimTensor, TensorSlice, Update
 
 NAME = "model.layers.0.mlp.up_proj.weight"
+Weights = list[tuple[torch.Tensor, torch.Tensor]]  # (weight, gradient) of each tensor
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `bench offload`. It needs 24 bytes an element, and 28 with moments in fp32."""
+    """Options of `bench offload`. It needs 20 bytes an element, and 24 with moments in fp32."""
 
     elements: int = option("elements of all tensors", 1 << 27)
     tensors: int = option("tensors that they are split over: a model's units", 4)
@@ -42,7 +43,8 @@ def run(options: Options) -> None:
     """Measures, prints and writes `options.out`."""
     require_folder("out", options.out)
     with using_threads(options.threads):
-        timers = {"ours": BlockTimer(ours(options)), "fused": BlockTimer(fused(options))}
+        weights = make_weights(options)
+        timers = {"ours": BlockTimer(ours(options, weights)), "fused": BlockTimer(fused(weights))}
         run_rounds(timers, options)
     ns = {name: quartiles([ms * 1e6 / options.elements for ms in t.block_ms]) for name, t in timers.items()}
     speed = ratio(timers["fused"], timers["ours"])
@@ -56,18 +58,17 @@ def run(options: Options) -> None:
     save("offload", options, ns_per_element=ns, ratio=speed, drawn_per_s=drawn)
 
 
-def weights_of(options: Options) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(weight, gradient) of each tensor."""
+def make_weights(options: Options) -> Weights:
     n = options.elements // options.tensors
-    return [(torch.randn(n), torch.randn(n) * 1e-3) for _ in range(options.tensors)]
+    return [(torch.randn(n), torch.randn(n).mul_(1e-3)) for _ in range(options.tensors)]
 
 
-def ours(options: Options) -> Callable[[], Any]:
+def ours(options: Options, weights: Weights) -> Callable[[], Any]:
     """One optimizer a unit, as `OffloadCopier.run` calls them."""
     cfg = OptimConfig(state_dtype=options.moments)
     kind, dtype = get("optimizer", "adamw"), {"fp32": torch.float32, "bf16": torch.bfloat16}[options.moments]
     units = []
-    for weight, grad in weights_of(options):
+    for weight, grad in weights:
         n = weight.numel()
         layout = TensorLayout(NAME, (Dim("mlp", n),), ((0, n),), frozenset())
         state = {spec.name: torch.zeros(n, dtype=dtype) for spec in kind.state_spec(cfg)}
@@ -77,10 +78,10 @@ def ours(options: Options) -> Callable[[], Any]:
     return lambda: [optimizer.step([tensor], update) for optimizer, tensor in units]
 
 
-def fused(options: Options) -> Callable[[], Any]:
+def fused(weights: Weights) -> Callable[[], Any]:
     """PyTorch's own, with the same clipping and check for what is not finite."""
     adamws = []
-    for weight, grad in weights_of(options):
+    for weight, grad in weights:
         weight.grad = grad
         adamws.append(torch.optim.AdamW([weight], lr=1e-3, fused=True))
         adamws[-1].grad_scale, adamws[-1].found_inf = torch.tensor(1.5), torch.zeros(())
