@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ndtrain.parallel.dp import BUCKET_BYTES
 from ndtrain.plan.events import Collective, Event, Kernel, Piece
 from ndtrain.plan.price import Prices
-from ndtrain.plan.program import Await, Gather, Reduce, Run, Send, StepProgram, Turn, UnitFacts
+from ndtrain.plan.program import Await, Gather, Receive, Reduce, Run, Send, StepProgram, Turn, UnitFacts
 from ndtrain.plan.variants import Variant
 from ndtrain.schedule import Message
 
@@ -312,8 +312,6 @@ class Simulation:
         for message, source in turn.receives:
             clocks[HOST] += launch_s
             self._posted.setdefault((source, number), []).append((message, max(clocks[HOST], clocks[STREAM])))
-        if turn.needs:
-            clocks[STREAM] = max(clocks[STREAM], self._arrival(turn.needs, number))
         for op in turn.ops:
             match op:
                 case Run():
@@ -324,6 +322,9 @@ class Simulation:
                     rank.wait(*rank.gathers.pop(op.unit))
                 case Reduce():
                     rank.reduce(op)
+                case Receive():
+                    assert turn.needs, "it receives from another rank"
+                    clocks[STREAM] = max(clocks[STREAM], self._arrival(turn.needs, number))
                 case Send():
                     clocks[HOST] += launch_s
                     assert turn.sends, "it sends to another rank"

@@ -1,6 +1,7 @@
 """The simulated step against times that are calculated by hand, with pieces made by hand."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -146,6 +147,17 @@ def test_gathers_and_reductions_are_hidden_behind_the_passes_beside_them():
     head = slow.program.units["lm_head"].numel
     assert head == embed
     assert slow.times.gradients == pytest.approx(PASSES + 2 + 1 + 1 + 2, abs=0.01)
+
+
+@pytest.mark.parametrize(("zero", "expected"), [(1, 44), (2, 44), (3, 52)])
+def test_weights_arrive_while_a_stage_waits_for_its_message(zero, expected):
+    """Each gather takes 2 s and each block's forward 10. Exposed are the embedding's and the first block's, and under
+    zero 3 those of the last stage's backward, which takes no time: of head, norm and its two blocks."""
+    cfg = configured(
+        f"mesh.pp=2 mesh.fsdp=2 mesh.zero={zero} train.global_batch=2 schedule=gpipe schedule.split=[2,2]", 4
+    )
+    with mock.patch.object(Prices, "collective", lambda self, axis, op, nbytes: 2.0 * (op == "all_gather")):
+        assert seconds(cfg, {("F", "block"): 10.0}) == pytest.approx(expected)
 
 
 def test_a_reduction_that_is_slower_than_a_backward_holds_up_the_next_one():
