@@ -7,7 +7,7 @@ end. All of this only adds durations and takes maxima. So what a pass of a layer
 (max, +), made once for each kind of pass (`Passage`), and time is exact however often it repeats.
 
 Compute that runs beside a collective is slower (`Rates.interference`): where a collective of d seconds is waited for,
-the stream has lost that share of d.
+the stream has lost that share of d. A rank sees its end late (`Rates.late_s`), which compute beside it hides too.
 """
 
 import math
@@ -55,10 +55,16 @@ class Costs:
     def __init__(self, prices: Prices, free: frozenset[str] = frozenset()):
         self.prices, self.free = prices, free
         self.launch_s = 0.0 if "launch" in free else prices.launch_s
-        self.interference = prices.rates.interference
 
     def collective(self, cause: str, axis: str, op: str, nbytes: float) -> float:
         return 0.0 if cause in self.free else self.prices.collective(axis, op, int(nbytes))
+
+    def after(self, clock: float, end: float, seconds: float) -> float:
+        """A stream's clock after its wait for a collective that took so many seconds until `end`; 0: it is free."""
+        if not seconds:
+            return max(clock, end)
+        rates = self.prices.rates
+        return max(clock + rates.interference * seconds, end + rates.late_s)
 
     def message(self, nbytes: int) -> float:
         return 0.0 if "pp" in self.free else self.prices.message("pp", nbytes)
@@ -127,7 +133,7 @@ def _clocks_after(events: Sequence[Event], costs: Costs, axes: Sequence[str], st
             ends[event.ticket] = clocks[at], seconds
         else:
             end, seconds = ends[event.ticket]
-            clocks[STREAM] = max(clocks[STREAM] + costs.interference * seconds, end)
+            clocks[STREAM] = costs.after(clocks[STREAM], end, seconds)
     return clocks
 
 
@@ -167,7 +173,7 @@ class _Rank:
         return self.lanes[lane]
 
     def wait(self, end: float, seconds: float) -> None:
-        self.clocks[STREAM] = max(self.clocks[STREAM] + self.step.costs.interference * seconds, end)
+        self.clocks[STREAM] = self.step.costs.after(self.clocks[STREAM], end, seconds)
 
     def kernel(self, nbytes: float) -> None:
         """A kernel that moves so many bytes."""

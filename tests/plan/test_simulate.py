@@ -110,6 +110,16 @@ def test_compute_beside_a_collective_is_slower():
     assert seconds(cfg, events={("F", "block"): ROUND}, hardware=linked, rates=slowed) == pytest.approx(4 * 3.5)
 
 
+@pytest.mark.parametrize(("rate", "expected"), [(1.0, 3), (0.25, 4.5)])
+def test_a_rank_goes_on_late_after_a_collective_that_nothing_hides(rate, expected):
+    """As after the sum of the norms' gradients over tp, which a step ends with."""
+    cfg = configured("mesh.tp=2 train.global_batch=1", 2)
+    step = {"events": {("F", "block"): ROUND}, "hardware": replace(FAST, link_gb_s=rate)}
+    late = replace(RATES, late_s=0.5)
+    assert seconds(cfg, **step, rates=late) == pytest.approx(4 * expected + 0.5)
+    assert seconds(cfg, **step, rates=late, free=frozenset({"tp"})) == pytest.approx(4 * 3)
+
+
 def test_collectives_of_an_axis_run_one_after_another():
     cfg = configured("mesh.tp=2 train.global_batch=1", 2)
     both = (*(Collective("tp", "all_gather", 2 * GB, i) for i in range(2)), Wait(1), Wait(0))
