@@ -120,6 +120,8 @@ def run(options: Options, overrides: Sequence[str]) -> None:
         raise ConfigError(f"most={options.most} is below least={options.least}: give GPUs from least to most")
     with workers(options.processes) as pool:
         made = scaling(cfg, hardware, gpu_counts(options.least, options.most), options.predict, overrides, pool)
+    if all(point.overrides is None for curve in made.curves for point in curve.points):
+        raise ConfigError(f"most={options.most}: no mesh of at most so many {hardware.name} fits: give more GPUs")
     print(as_text(made))
     if options.svg:
         write_file("svg", options.svg, scaling_svg(made))
