@@ -200,7 +200,9 @@ class _Rank:
             nbytes = u.numel * self.step.sizes.master
             seconds = self.step.costs.collective("fsdp", u.axes, "reduce_scatter", nbytes)
             end = self.launch("reductions" if u.residency.reshard_after_forward else "gathers", seconds)
-        self.wait_for_reductions()
+        on_gpu = self.step.costs.prices.hardware.device == "cuda"
+        if not (u.residency.holds_full_grad and u.replicas == 1 and on_gpu):
+            self.wait_for_reductions()
         self.reductions.append((op, end, seconds))
 
     def wait_for_reductions(self) -> None:

@@ -171,7 +171,7 @@ def test_weights_arrive_while_a_stage_waits_for_its_message(zero, expected):
 
 
 def test_a_reduction_that_is_slower_than_a_backward_holds_up_the_next_one():
-    cfg = configured("mesh.fsdp=2 mesh.zero=1 train.global_batch=2", 2)
+    cfg = configured("mesh.fsdp=2 mesh.zero=2 train.global_batch=2", 2)
     units = units_of(simulation(cfg))
     reduced = sum(u.numel for u in units.values())
     last = units["lm_head"].numel
@@ -179,6 +179,17 @@ def test_a_reduction_that_is_slower_than_a_backward_holds_up_the_next_one():
     gathers = reductions = 2.0 * 50 * reduced / last
     assert seconds(cfg, EVERY, hardware=linked) == pytest.approx(gathers + reductions + PASSES, rel=0.1)
     assert seconds(cfg, EVERY, hardware=linked, free=frozenset({"fsdp"})) == pytest.approx(PASSES)
+
+
+@pytest.mark.parametrize(("zero", "expected"), [(1, 4 * 20), (2, 41 + 1 + 3 * 20)])
+def test_only_reductions_that_hold_memory_hold_up_the_backward(zero, expected):
+    """Each takes 20 s. Zero 1: they run one after another, and the last stage has four units. Zero 2: the
+    last stage's second block waits for the reductions of head and norm, and so does what the first stage waits for."""
+    cfg = configured(
+        f"mesh.pp=2 mesh.fsdp=2 mesh.zero={zero} train.global_batch=2 schedule=gpipe schedule.split=[2,2]", 4
+    )
+    with mock.patch.object(Prices, "collective", lambda self, axis, op, nbytes: 20.0 * (op == "reduce_scatter")):
+        assert seconds(cfg, {("B", "block"): 1.0}) == pytest.approx(expected)
 
 
 def test_sums_over_replicas_are_waited_for_at_the_end():
