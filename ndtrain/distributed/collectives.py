@@ -15,7 +15,7 @@ send lasts until it is received. Operations of different groups overlap with com
 | operations                           | group, on NCCL              | waited for                                |
 |--------------------------------------|-----------------------------|-------------------------------------------|
 | fsdp: all-gathers                    | fsdp x cp                   | before use                                |
-| fsdp: reduce-scatters                | the same; zero 3: a second  | one unit later (`fsdp.py`)                |
+| fsdp: reduce-scatters                | the same; zero 3: a second  | one unit later, or at the end (`fsdp.py`) |
 | dp: all-reduces of summed gradients  | dp                          | at the end of the step                    |
 | tp: gathers and sums around matmuls  | tp                          | chunk by chunk (`tp.overlap`), or at once |
 | cp: keys and values, their gradients | cp                          | one block of attention later              |
@@ -111,6 +111,11 @@ def all_gather(out: Tensor, part: Tensor, group: Group) -> Pending:
     if _native(out):
         return Pending([dist.all_gather_into_tensor(out, own, group=group, async_op=True)], record=record)
     return Pending(_exchange([own] * n, list(out.view(n, -1)), group), record=record)
+
+
+def reduces_in_place(full: Tensor) -> bool:
+    """Whether a `reduce_scatter` of it takes no memory of its own while it is in progress."""
+    return _native(full)
 
 
 def reduce_scatter(full: Tensor, group: Group) -> Pending:

@@ -74,6 +74,7 @@ class Executor:
         for number, (action, instructions) in enumerate(zip(self.row, self.program, strict=True)):
             RECORDER.action = self._names[number]
             self.pipeline.post_recv(number)
+            self._start_gathers(instructions[0])  # weights and input arrive meanwhile
             self._enter(action)
             began = self._now()
             for ins in instructions:
@@ -100,11 +101,14 @@ class Executor:
         elif x is not None:
             self._gradients[a.microbatch, self._exit[a.stage]] = x
 
+    def _start_gathers(self, ins: Instruction) -> None:
+        for name in (*ins.weights, *ins.prefetch):
+            self.units.prefetch(name)
+
     def _run(self, ins: Instruction) -> None:
+        self._start_gathers(ins)
         for name in ins.weights:
             self.units.unshard(name)
-        for name in ins.prefetch:
-            self.units.prefetch(name)
         self._passes[ins.kind](ins)
         if ins.reshard:
             for name in ins.weights:

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ndtrain.distributed.collectives import Pending, all_gather, reduce_scatter
+from ndtrain.distributed.collectives import Pending, all_gather, reduce_scatter, reduces_in_place
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import FlatLayout, UnitGroups
 from ndtrain.model.device_kind import host_of
@@ -206,7 +206,8 @@ class ShardedUnits:
             unit.full_grad = None  # only the reduction still reads it: the unit's next backward allocates another
             for _, p in unit.with_gradient():
                 p.grad = None
-        self._wait_for_reductions()  # waits for the previous reduction, so that at most one is in progress
+        if not (unit.residency.holds_full_grad and unit.replicas.alone and reduces_in_place(full)):
+            self._wait_for_reductions()  # at most one that holds memory or that replicas sum next is in progress
         self._reductions.append((unit, full, work, final))
 
     def finish_step(self) -> None:

@@ -25,6 +25,7 @@ from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, device_under
 from ndtrain.bench.results import require_folder
 from ndtrain.bench.rounds import max_over_ranks
 from ndtrain.config import Config, ConfigError, HardwareConfig, load_config, resolve
+from ndtrain.distributed.collectives import all_gather
 from ndtrain.metrics import peak_flops
 from ndtrain.metrics.measured_peak import cpu_model
 from ndtrain.parallel.build import DTYPES
@@ -47,7 +48,9 @@ OPERATIONS = {
     "all_to_all": "all_to_all", "send/recv": "send_recv", "broadcast": "broadcast",
 }  # fmt: skip   # the bench's name -> the planner's
 OF_UPDATE = ("linalg_vector_norm", "_fused_adamw_")  # kernels that the planner knows; the rest is the same in each step
+MATMUL = 512  # rows and columns of a matmul beside or between collectives
 OVERLAP_BYTES, OVERLAP_ROUNDS = 8 * 2**20, 9
+LATE_BYTES, LATE_ROUNDS, LATE_CALLS = 256 * 2**10, 15, 20  # calls of a round
 BUSY = 0.9  # with less of the cores other programs took the rest
 
 
@@ -86,6 +89,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     if cores > 1:
         backend = "nccl" if device == "cuda" else "gloo"
         host["interference"] = run_ranks(interference, cores, backend, backend=backend)
+        host["late_s"] = run_ranks(lateness, cores, backend, backend=backend)
     measured = Measured.of({"cores": cores, "kernels": kernels, "collectives": collectives})
     body = _description(options, device, measured, host)
     write(Path(options.out), body, _conditions(share))
@@ -206,7 +210,8 @@ def interference(rank: int, backend: str) -> float:
     """How much longer compute takes while a collective runs beside it, as a share of the collective's time, of the
     slowest rank; runs in each rank's process."""
     device = device_under(backend)
-    x, buffer = torch.randn(512, 512, device=device), torch.zeros(OVERLAP_BYTES // 4, device=device)
+    x = torch.randn(MATMUL, MATMUL, device=device)
+    buffer = torch.zeros(OVERLAP_BYTES // 4, device=device)
     finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     reduce = lambda: dist.all_reduce(buffer, async_op=True)
     once = _seconds(lambda: x @ x, finish)
@@ -224,6 +229,31 @@ def interference(rank: int, backend: str) -> float:
 
     longer = (_seconds(both, finish) - _seconds(compute, finish)) / alone
     return min(1.0, max(0.01, longer))
+
+
+def lateness(rank: int, backend: str) -> float:
+    """Seconds that a rank spends longer in a collective between matmuls, as a step's, than in a loop of its own; mean
+    of the ranks, the median of rounds of both in turn; runs in each rank's process."""
+    device, ranks = device_under(backend), dist.get_world_size()
+    x, full = torch.randn(MATMUL, MATMUL, device=device), torch.zeros(LATE_BYTES // 4, device=device)
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def inside(compute: Callable[[], object]) -> float:
+        took = 0.0
+        dist.barrier()
+        for _ in range(LATE_CALLS):
+            compute()
+            finish()
+            began = time.perf_counter()
+            all_gather(full, full.view(ranks, -1)[rank], dist.group.WORLD).wait()
+            finish()
+            took += time.perf_counter() - began
+        return took / LATE_CALLS
+
+    rounds = [inside(lambda: x @ x) - inside(lambda: None) for _ in range(LATE_ROUNDS)]
+    longer = torch.tensor(rounds, dtype=torch.float64, device=device)
+    dist.all_reduce(longer)
+    return max(0.0, longer.median().item() / ranks)
 
 
 def _seconds(call: Callable[[], object], finish: Callable[[], object]) -> float:

@@ -165,7 +165,7 @@ def scaling_svg(scaling: "Scaling") -> str:
 
 def _bands(x: Axis, panels: Sequence[Axis], curve: "ScalingCurve") -> Iterator[str]:
     """A band for each regime, from where it begins to where the next one does."""
-    ends = [*(r.gpus for r in curve.regimes[1:]), x.high]
+    ends = [*(r.gpus for r in curve.regimes), x.high][1:]
     for regime, end in zip(curve.regimes, ends, strict=True):
         colour, left = REGIME_COLOURS[regime.what], x.at(regime.gpus)
         for y in panels:

@@ -29,6 +29,8 @@ class Rates:
         link, network: of collectives within a host and across hosts.
         link_hop_s, network_hop_s: latency of one hop of a ring.
         interference: how much longer compute takes while a collective runs beside it, as a share of that time.
+        late_s: from a collective's end until a rank that waits for it goes on: ranks come to it at different times, and
+            a thread that waits wakes up late. `plan calibrate` measures it.
         step_s: of every step, beside its program.
         slower: a step over what all the others say, where `plan tune` has measured it.
         memory_factor: allocated memory over the tensors' bytes, which blocks of fixed sizes and fragmentation raise.
@@ -46,6 +48,7 @@ class Rates:
     link_hop_s: float = 1e-6  # not fitted
     network_hop_s: float = 5e-6  # not fitted
     interference: float = 0.18
+    late_s: float = 0.0  # not fitted
     step_s: float = 6.1e-3
     slower: float = 1.0
     memory_factor: float = 1.17

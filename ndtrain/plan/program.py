@@ -68,11 +68,15 @@ class Reduce(NamedTuple):
     final: bool
 
 
+class Receive(NamedTuple):
+    """The wait for the action's message from another pipeline rank."""
+
+
 class Send(NamedTuple):
     """The launch of the action's message to another pipeline rank."""
 
 
-Op = Run | Gather | Await | Reshard | Open | Reduce | Send
+Op = Run | Gather | Await | Reshard | Open | Reduce | Receive | Send
 
 
 class Turn(NamedTuple):
@@ -80,7 +84,7 @@ class Turn(NamedTuple):
 
     Attributes:
         receives: the messages whose receive is posted before it, each with its source.
-        needs: the message from another rank that it waits for.
+        needs: the message from another rank that its `Receive` waits for.
         sends: the message to another rank that its `Send` launches.
     """
 
@@ -256,9 +260,11 @@ def _turns(
     turns, posts = [], receives(schedule, rank)
     alike: dict[tuple, tuple[Op, ...]] = {}
     for action, of_action, posted in zip(schedule.table[rank], instructions, posts, strict=True):
-        ops = tuple(_joined([op for ins in of_action for op in walk.ops(ins, action, next(passes))]))
+        needs = _needs(schedule, rank, action)
+        before = [*walk.gathers(of_action[0]), *([Receive()] if needs else [])]
+        ops = tuple(_joined([*before, *(op for ins in of_action for op in walk.ops(ins, action, next(passes)))]))
         ops = alike.setdefault(tuple((type(op), op) for op in ops), ops)
-        turns.append(Turn(action, tuple(posted), _needs(schedule, rank, action), _sent(schedule, rank, action), ops))
+        turns.append(Turn(action, tuple(posted), needs, _sent(schedule, rank, action), ops))
     return turns
 
 
@@ -292,16 +298,21 @@ class _Walk:
         self.coming: set[str] = set()
         self.reduced: set[str] = set()
 
+    def gathers(self, ins: Instruction) -> Iterator[Op]:
+        """The gathers that an instruction starts, of its own weights and of later ones."""
+        for unit in (*ins.weights, *ins.prefetch):
+            if unit not in self.whole and unit not in self.coming:
+                self.coming.add(unit)
+                yield Gather(unit)
+
     def ops(self, ins: Instruction, action: Action, variant: Variant) -> Iterator[Op]:
         """What one instruction launches, runs and waits for, in order."""
+        yield from self.gathers(ins)
         for unit in ins.weights:
             if unit not in self.whole:
-                yield from self._gather(unit)
                 yield Await(unit)
                 self.coming.discard(unit)
                 self.whole.add(unit)
-        for unit in ins.prefetch:
-            yield from self._gather(unit)
         layer = self.layers[ins.layer]
         if ins.kind != "F" or layer.loss:
             yield from (Open(u) for u in layer.units if not self._residency(u).holds_full_grad)
@@ -316,11 +327,6 @@ class _Walk:
             if final or not self._residency(unit).holds_full_grad:
                 yield Reduce(unit, unit not in self.reduced, final)
                 self.reduced.add(unit)
-
-    def _gather(self, unit: str) -> Iterator[Op]:
-        if unit not in self.whole and unit not in self.coming:
-            self.coming.add(unit)
-            yield Gather(unit)
 
     def _sends(self, ins: Instruction, layer: Layer) -> bool:
         """Whether the result of an instruction leaves its stage."""

@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 
@@ -19,7 +19,7 @@ from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.options import write_file
 from ndtrain.plan.predict import Prediction, Predictor
 from ndtrain.plan.price import Prices
-from ndtrain.plan.search import Ranked, fits, override_line, predict_all, rank_all, shortlist, workers
+from ndtrain.plan.search import climb, fits, override_line, predict_all, rank_all, shortlist, workers
 
 REGIMES = ("compute bound", "communication hidden", "communication bound", "batch exhausted")  # of meshes of fsdp alone
 FAMILIES = ("fsdp", "+tp", "+cp", "+pp")  # meshes of dp and fsdp alone; each further family may use one axis more
@@ -120,6 +120,8 @@ def run(options: Options, overrides: Sequence[str]) -> None:
         raise ConfigError(f"most={options.most} is below least={options.least}: give GPUs from least to most")
     with workers(options.processes) as pool:
         made = scaling(cfg, hardware, gpu_counts(options.least, options.most), options.predict, overrides, pool)
+    if all(point.overrides is None for curve in made.curves for point in curve.points):
+        raise ConfigError(f"most={options.most}: no mesh of at most so many {hardware.name} fits: give more GPUs")
     print(as_text(made))
     if options.svg:
         write_file("svg", options.svg, scaling_svg(made))
@@ -144,36 +146,53 @@ def scaling(
     curves = []
     for kind in ("strong", "weak"):
         points: list[Point] = []
+        fastest: dict[str, Candidate] = {}
         for n in gpus:
             batch = cfg.train.global_batch * (n // gpus[0] if kind == "weak" else 1)
             sized = cfg.unfrozen()
             sized.train.global_batch = batch
             words = [w for w in given if not w.startswith("train.global_batch=")] + [f"train.global_batch={batch}"]
-            points += points_of(Space(sized, n, hardware), predict, words, pool)
+            space = Space(sized, n, hardware)
+            won, predicted = fastest_of(space, predict, fastest, pool)
+            points += [_point(space, f, won.get(f), predicted, words) for f in FAMILIES]
+            fastest = won
         curves.append(Curve(kind, tuple(points), tuple(regimes(points)), tuple(pays(points))))
     return Scaling(cfg.run.name, hardware.name, tuple(curves))
 
 
-def points_of(space: Space, predict: int, given: Sequence[str], pool: Executor | None) -> Iterator[Point]:
-    """The point of each family on a number of GPUs. A family has the meshes of the ones before it too."""
+def fastest_of(
+    space: Space, predict: int, before: Mapping[str, Candidate], pool: Executor | None
+) -> tuple[dict[str, Candidate], dict[Candidate, Prediction]]:
+    """The fastest candidate of each family that has one which fits, and all predictions. A family has the meshes of the
+    ones before it too.
+
+    Args:
+        before: those on fewer GPUs, where the search begins beside the first ones by their estimates.
+    """
     try:
         ranked, _ = rank_all(space, pool)
     except ConfigError:
         ranked = []
-    chosen = {family: _of_family(ranked, family, predict) for family in FAMILIES}
     predicted: dict[Candidate, Prediction] = {}
-    predict_all(space, pool, [c for of_family in chosen.values() for c in of_family], predicted)
-    within: list[Candidate] = []
+    fastest: dict[str, Candidate] = {}
     for family in FAMILIES:
-        within += chosen[family]
-        running = [c for c in within if c in predicted and fits(space, predicted[c].memory_bytes)]
-        best = min(running, key=lambda c: predicted[c].step_time_s, default=None)
-        yield _point(space, family, best, predicted, given)
+        own = [r for r in ranked if _is_of(family, r.candidate)]
+        wider = [r.candidate for r in own if family in before and _is_wider(r.candidate, before[family])]
+        predict_all(space, pool, [c for c in (*shortlist(own, predict), *wider) if c not in predicted], predicted)
+        climb(space, pool, own, predicted, predict)
+        running = [c for c, p in predicted.items() if _is_of(family, c) and fits(space, p.memory_bytes)]
+        if running:
+            fastest[family] = min(running, key=lambda c: predicted[c].step_time_s)
+    return fastest, predicted
 
 
-def _of_family(ranked: Sequence[Ranked], family: str, count: int) -> list[Candidate]:
-    others = [a for a in ("tp", "cp", "pp") if a not in FAMILY_AXES[family]]
-    return shortlist([r for r in ranked if all(r.candidate.size(a) == 1 for a in others)], count)
+def _is_of(family: str, c: Candidate) -> bool:
+    return all(c.size(axis) == 1 for axis in ("tp", "cp", "pp") if axis not in FAMILY_AXES[family])
+
+
+def _is_wider(c: Candidate, other: Candidate) -> bool:
+    """Whether it differs from the other one in the sizes of dp and fsdp alone."""
+    return c[1:] == other[1:] and all(c.size(axis) == other.size(axis) for axis in ("tp", "cp", "pp"))
 
 
 def _point(

@@ -104,7 +104,7 @@ def search(space: Space, pool: Executor | None, predict: int, against: Sequence[
     predicted: dict[Candidate, Prediction] = {}
     predict_all(space, pool, shortlist(ranked, predict) + shortlist(like, max(8, predict // 4)), predicted)
     for group in (ranked, like):
-        _climb(space, pool, group, predicted)
+        climb(space, pool, group, predicted)
     best = _fastest(space, predicted)
     if not best:
         least = min((p.memory_bytes for p in predicted.values()), default=0) / 1e9
@@ -206,20 +206,28 @@ def shortlist(ranked: Sequence[Ranked], count: int) -> list[Candidate]:
 # ---------------------------------------------------------------------------------------------------------- predicting
 
 
-def _climb(
-    space: Space, pool: Executor | None, ranked: Sequence[Ranked], predicted: dict[Candidate, Prediction]
+def climb(
+    space: Space,
+    pool: Executor | None,
+    ranked: Sequence[Ranked],
+    predicted: dict[Candidate, Prediction],
+    near: int = _NEAR,
 ) -> None:
-    """Predicts what is next to the best ones, as long as that finds others; while none fits, to the smallest ones."""
+    """Predicts what is next to the best ones, as long as that finds others; while none fits, to the smallest ones.
+
+    Args:
+        near: how many to predict in a round.
+    """
     within = {r.candidate for r in ranked}
     for _ in range(_ROUNDS):
         known = [c for c in predicted if c in within]
         fitting = [row.candidate for row in _fastest(space, predicted) if row.candidate in within]
         best = (fitting or sorted(known, key=lambda c: predicted[c].memory_bytes))[:3]
         open_ones = (r.candidate for r in ranked if r.candidate not in predicted)
-        near = list(islice((c for c in open_ones if any(c.is_next_to(b) for b in best)), _NEAR))
-        if not near:
+        beside = list(islice((c for c in open_ones if any(c.is_next_to(b) for b in best)), near))
+        if not beside:
             return
-        predict_all(space, pool, near, predicted)
+        predict_all(space, pool, beside, predicted)
 
 
 def _fastest(space: Space, predicted: dict[Candidate, Prediction]) -> list[Row]:

@@ -7,7 +7,7 @@ end. All of this only adds durations and takes maxima. So what a pass of a layer
 (max, +), made once for each kind of pass (`Passage`), and time is exact however often it repeats.
 
 Compute that runs beside a collective is slower (`Rates.interference`): where a collective of d seconds is waited for,
-the stream has lost that share of d.
+the stream has lost that share of d. A rank sees its end late (`Rates.late_s`), which compute beside it hides too.
 """
 
 import math
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ndtrain.parallel.dp import BUCKET_BYTES
 from ndtrain.plan.events import Collective, Event, Kernel, Piece
 from ndtrain.plan.price import Prices
-from ndtrain.plan.program import Await, Gather, Reduce, Run, Send, StepProgram, Turn, UnitFacts
+from ndtrain.plan.program import Await, Gather, Receive, Reduce, Run, Send, StepProgram, Turn, UnitFacts
 from ndtrain.plan.variants import Variant
 from ndtrain.schedule import Message
 
@@ -55,10 +55,16 @@ class Costs:
     def __init__(self, prices: Prices, free: frozenset[str] = frozenset()):
         self.prices, self.free = prices, free
         self.launch_s = 0.0 if "launch" in free else prices.launch_s
-        self.interference = prices.rates.interference
 
     def collective(self, cause: str, axis: str, op: str, nbytes: float) -> float:
         return 0.0 if cause in self.free else self.prices.collective(axis, op, int(nbytes))
+
+    def after(self, clock: float, end: float, seconds: float) -> float:
+        """A stream's clock after its wait for a collective that took so many seconds until `end`; 0: it is free."""
+        if not seconds:
+            return max(clock, end)
+        rates = self.prices.rates
+        return max(clock + rates.interference * seconds, end + rates.late_s)
 
     def message(self, nbytes: int) -> float:
         return 0.0 if "pp" in self.free else self.prices.message("pp", nbytes)
@@ -127,7 +133,7 @@ def _clocks_after(events: Sequence[Event], costs: Costs, axes: Sequence[str], st
             ends[event.work] = clocks[at], seconds
         else:
             end, seconds = ends[event.work]
-            clocks[STREAM] = max(clocks[STREAM] + costs.interference * seconds, end)
+            clocks[STREAM] = costs.after(clocks[STREAM], end, seconds)
     return clocks
 
 
@@ -167,7 +173,7 @@ class _Rank:
         return self.lanes[lane]
 
     def wait(self, end: float, seconds: float) -> None:
-        self.clocks[STREAM] = max(self.clocks[STREAM] + self.step.costs.interference * seconds, end)
+        self.clocks[STREAM] = self.step.costs.after(self.clocks[STREAM], end, seconds)
 
     def kernel(self, nbytes: float) -> None:
         """A kernel that moves so many bytes."""
@@ -194,7 +200,9 @@ class _Rank:
             nbytes = u.numel * self.step.sizes.master
             seconds = self.step.costs.collective("fsdp", u.axes, "reduce_scatter", nbytes)
             end = self.launch("reductions" if u.residency.reshard_after_forward else "gathers", seconds)
-        self.wait_for_reductions()
+        on_gpu = self.step.costs.prices.hardware.device == "cuda"
+        if not (u.residency.holds_full_grad and u.replicas == 1 and on_gpu):
+            self.wait_for_reductions()
         self.reductions.append((op, end, seconds))
 
     def wait_for_reductions(self) -> None:
@@ -312,8 +320,6 @@ class Simulation:
         for message, source in turn.receives:
             clocks[HOST] += launch_s
             self._posted.setdefault((source, number), []).append((message, max(clocks[HOST], clocks[STREAM])))
-        if turn.needs:
-            clocks[STREAM] = max(clocks[STREAM], self._arrival(turn.needs, number))
         for op in turn.ops:
             match op:
                 case Run():
@@ -324,6 +330,9 @@ class Simulation:
                     rank.wait(*rank.gathers.pop(op.unit))
                 case Reduce():
                     rank.reduce(op)
+                case Receive():
+                    assert turn.needs, "it receives from another rank"
+                    clocks[STREAM] = max(clocks[STREAM], self._arrival(turn.needs, number))
                 case Send():
                     clocks[HOST] += launch_s
                     assert turn.sends, "it sends to another rank"

@@ -274,6 +274,19 @@ def test_a_second_communicator_hides_gathers_behind_the_backward():
     print(f"makespan {one.makespan:.1f} on one communicator, {two.makespan:.1f} on two")
 
 
+def test_reductions_that_hold_no_memory_are_waited_for_at_the_end():
+    """Zero 1 on NCCL: the gradient stays whole anyway. (gloo's reductions receive into buffers of their own.)"""
+    overrides = ["mesh.pp=2", "mesh.fsdp=2", "mesh.zero=1", "train.global_batch=4", "schedule=1f1b"]
+    with mock.patch("ndtrain.parallel.fsdp.reduces_in_place", lambda full: True):
+        programs = program(overrides, 4, steps=1, parts=["step"])
+    check(programs)
+    for threads in programs.values():
+        steps = threads[0]
+        launches = [i for i, s in enumerate(steps) if isinstance(s, Op) and s.name == "reduce_scatter"]
+        waits = [i for i, s in enumerate(steps) if isinstance(s, Wait) and s.op.name == "reduce_scatter"]
+        assert len(launches) == len(waits) > 4 and max(launches) < min(waits)
+
+
 # ------------------------------------------------------------------------------------------------------ real gloo ranks
 
 

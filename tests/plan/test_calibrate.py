@@ -2,11 +2,13 @@
 `hardware=` takes."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
 import yaml
 
+from ndtrain.bench.ranks import run_ranks
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.plan import calibrate
 from ndtrain.plan.__main__ import main
@@ -75,6 +77,21 @@ def test_cases_are_cut_over_every_axis_in_turn(monkeypatch):
     assert set(axes) == set(calibrate.AXES)
 
 
+def uneven_ranks(rank: int) -> float:
+    """On one rank: how late collectives are where one rank's matmuls take some milliseconds longer."""
+    with mock.patch.multiple(calibrate, MATMUL=(64, 1024)[rank], LATE_ROUNDS=3):
+        return calibrate.lateness(rank, "gloo")
+
+
+def test_a_collective_is_late_where_ranks_come_to_it_at_different_times():
+    a = torch.randn(1024, 1024)
+    began = time.thread_time()
+    for _ in range(5):
+        a @ a
+    matmul = (time.thread_time() - began) / 5
+    assert run_ranks(uneven_ranks, 2, backend="gloo") > 0.2 * matmul  # one of two ranks waits for it
+
+
 MISTAKES = {
     "no out": ([], "out is missing"),
     "json": (["out=this.json"], "out=this.json: must be a YAML file"),
@@ -101,7 +118,8 @@ def test_a_calibration_prices_a_run(tmp_path, monkeypatch, capsys):
     assert "wrote" in capsys.readouterr().out
     assert list(yaml.safe_load(path.read_text()))[:2] == ["measured", "rates"], "so that no part of it is a description"
     hardware = load_hardware(str(path))
-    assert set(hardware.rates) >= {"launch_s", "step_s"} and hardware.measured.collectives["all_gather"]["2 of 2"]
+    assert set(hardware.rates) == {"launch_s", "step_s", "interference", "late_s"}
+    assert hardware.measured.collectives["all_gather"]["2 of 2"]
     for ranks in (1, 2):
         cfg = calibrate.cases("fp32", ranks, "cpu")[0]
         prediction = Predictor(hardware).predict(cfg)

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -60,9 +61,15 @@ def scaling(*kinds: str, last: int = 131072) -> Scaling:
     return Scaling("llama3_405b", "h100", tuple(curve(kind) for kind in kinds))
 
 
+def without_regimes(made: Scaling) -> Scaling:
+    """As where no mesh of dp and fsdp alone fits, and further axes are needed on every number of GPUs."""
+    return replace(made, curves=tuple(replace(curve, regimes=()) for curve in made.curves))
+
+
 PICTURES = {
     "scaling": lambda: scaling_svg(scaling("strong", "weak")),
     "scaling, one curve": lambda: scaling_svg(scaling("weak")),
+    "scaling, no regime": lambda: scaling_svg(without_regimes(scaling("strong", "weak"))),
     "scaling, one count": lambda: scaling_svg(scaling("strong", last=8)),
     "waterfall": lambda: waterfall_svg(prediction()),
     "goodput": lambda: goodput_svg(curves()),

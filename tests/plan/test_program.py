@@ -1,14 +1,20 @@
 """The program of every pipeline rank launches what the real one launches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
+import torch
 
-from ndtrain.config import load_config, resolve
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.config import Config, load_config, resolve
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.engine.train_step import TrainingStep
+from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan.dry import dry_run
-from ndtrain.plan.program import Gather, Reduce, Send, StepProgram
+from ndtrain.plan.program import Await, Gather, RankProgram, Receive, Reduce, Send, StepProgram
 from ndtrain.plan.step import Traffic
+from tests.lib.launches import on_fake_ranks
+from tests.lib.parity import make_batches
+from tests.lib.rendezvous import Op, Step, Wait
 
 SHAPE = ["recipe=llama_debug", "train.global_batch=16", "train.micro_batch=2", "precision.compute=bf16"]
 COUNTS = 8  # bytes of a rank's number of valid tokens, which all ranks with other tokens gather
@@ -50,6 +56,48 @@ def test_gathers_reductions_and_messages_are_those_of_the_dry_run(mesh, ranks):
         assert _of(real, "pp", "send")[0] == sum(isinstance(op, Send) for op in ops)
         assert _of(real, "pp", "receive")[0] == sum(len(turn.receives) for turn in own.turns)
         assert sum(turn.sends is not None for turn in own.turns) == sum(isinstance(op, Send) for op in ops)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["mesh.zero=1 schedule=interleaved", *(pytest.param(h, marks=pytest.mark.full) for h in (
+        "mesh.zero=2 schedule=zb_h1", "mesh.zero=3 schedule=1f1b recompute=full", "mesh.zero=3 schedule=zb_v",
+    ))],
+)  # fmt: skip
+def test_launches_and_waits_are_in_the_executors_order(how):
+    """Gathers, messages and the waits for them, on real stages whose collectives carry nothing."""
+    overrides = [*SHAPE, "model.num_hidden_layers=8", "mesh.pp=2", "mesh.fsdp=2", "precision.compute=fp32"]
+    cfg = resolve(load_config([*overrides, "train.compile=false", *how.split()]), 4)
+    ran, program = on_fake_ranks(lambda rank, entries: _run_step(cfg, rank, entries), 4), StepProgram.of(cfg)
+    for pp, own in enumerate(program.ranks):
+        rank = 2 * pp  # its first one
+        assert list(_as_ran(ran[rank][0])) == list(_as_planned(own))
+        assert "wait for a message" in _as_planned(own), "a pipeline"
+
+
+def _run_step(cfg: Config, rank: int, entries: list) -> None:
+    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    entries.clear()
+    TrainingStep(cfg, mesh, stages).run(1, make_batches(cfg, mesh, 1, "none")).wait()
+
+
+def _as_planned(own: RankProgram) -> Iterator[str]:
+    names = {Gather: "gather", Await: "wait for a gather", Receive: "wait for a message", Send: "send"}
+    for turn in own.turns:
+        yield from ("receive" for _ in turn.receives)
+        yield from (names[type(op)] for op in turn.ops if type(op) in names)
+
+
+def _as_ran(steps: Iterable[Step]) -> Iterator[str]:
+    """Without what is as small as a few counts, and without waits for messages that this rank sent."""
+    launches = {"all_gather": "gather", "receive": "receive", "send": "send"}
+    waits = {"all_gather": "wait for a gather", "receive": "wait for a message"}
+    for step in steps:
+        op, names = (step.op, waits) if isinstance(step, Wait) else (step, launches)
+        if isinstance(op, Op) and op.nbytes > 64 and op.name in names:
+            yield names[op.name]
 
 
 def _wide(spec: MeshSpec, axes: Iterable[str]) -> str:

@@ -4,8 +4,12 @@ import json
 
 import pytest
 
+from ndtrain.plan import scaling
 from ndtrain.plan.__main__ import main
-from ndtrain.plan.scaling import FAMILIES, REGIMES, Beginning, Point, gpu_counts, pays, regimes
+from ndtrain.plan.candidates import Candidate, Space, searched_run
+from ndtrain.plan.hardware import load_hardware
+from ndtrain.plan.scaling import FAMILIES, REGIMES, Beginning, Point, fastest_of, gpu_counts, pays, regimes
+from ndtrain.plan.search import fits, rank_all, shortlist
 
 RUN = ["recipe=llama_debug", "hardware=h100", "precision.compute=bf16", "train.compile=true", "train.global_batch=4"]
 
@@ -33,6 +37,30 @@ def test_an_axis_pays_where_its_family_is_faster_or_alone_runs():
 
 
 @pytest.mark.full
+def test_a_mesh_that_fits_is_looked_for_where_the_first_ones_do_not(monkeypatch):
+    """Llama 3 8B on eight GPUs: what is estimated to be the fastest, without recompute or with zero 2, does not fit."""
+    hardware = load_hardware("h100")
+    cfg, _ = searched_run(["recipe=llama3_8b"], hardware)
+    space = Space(cfg, 8, hardware)
+    monkeypatch.setattr(scaling, "FAMILIES", ("fsdp",))
+    fastest, predicted = fastest_of(space, 1, {}, None)
+    at_first = shortlist([r for r in rank_all(space, None)[0] if r.candidate.size("fsdp") == 8], 1)
+    assert not any(fits(space, predicted[c].memory_bytes) for c in at_first)
+    best = predicted[fastest["fsdp"]]
+    assert best.memory_bytes < 80e9 and best.mfu > 0.5
+
+
+@pytest.mark.full
+def test_where_a_point_won_the_next_one_begins(monkeypatch):
+    """On twice the GPUs, what differs from it in dp and fsdp alone is predicted."""
+    hardware = load_hardware("h100")
+    cfg, _ = searched_run(RUN[:1] + RUN[2:], hardware)
+    won = Candidate((1, 1, 2, 1, 1), 1, "ring", 3, ("1f1b", None), ("full", ()))
+    _, predicted = fastest_of(Space(cfg, 4, hardware), 1, {"fsdp": won}, None)
+    assert {won._replace(mesh=(1, 1, 4, 1, 1)), won._replace(mesh=(1, 2, 2, 1, 1))} <= set(predicted)
+
+
+@pytest.mark.full
 def test_the_command(tmp_path, capsys):
     assert main(["scaling", *RUN, "least=2", "most=8", "predict=1", "processes=1", f"json={tmp_path}/s.json"]) == 0
     out = capsys.readouterr().out
@@ -45,6 +73,13 @@ def test_the_command(tmp_path, capsys):
     for n in (2, 4, 8):
         rates = [at[n, family]["tokens_per_s"] for family in FAMILIES]
         assert rates == sorted(rates)
+
+
+@pytest.mark.full
+def test_a_model_that_fits_nowhere_is_one_line(capsys):
+    assert main(["scaling", "recipe=llama3_405b", "hardware=h100", "least=8", "most=8", "processes=1"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: most=8: no mesh of at most so many h100 fits") and err.count("\n") == 1
 
 
 def test_counts_in_the_wrong_order_are_one_line(capsys):

@@ -1,6 +1,7 @@
 """The simulated step against times that are calculated by hand, with pieces made by hand."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -109,6 +110,16 @@ def test_compute_beside_a_collective_is_slower():
     assert seconds(cfg, events={("F", "block"): ROUND}, hardware=linked, rates=slowed) == pytest.approx(4 * 3.5)
 
 
+@pytest.mark.parametrize(("rate", "expected"), [(1.0, 3), (0.25, 4.5)])
+def test_a_rank_goes_on_late_after_a_collective_that_nothing_hides(rate, expected):
+    """As after the sum of the norms' gradients over tp, which a step ends with."""
+    cfg = configured("mesh.tp=2 train.global_batch=1", 2)
+    step = {"events": {("F", "block"): ROUND}, "hardware": replace(FAST, link_gb_s=rate)}
+    late = replace(RATES, late_s=0.5)
+    assert seconds(cfg, **step, rates=late) == pytest.approx(4 * expected + 0.5)
+    assert seconds(cfg, **step, rates=late, free=frozenset({"tp"})) == pytest.approx(4 * 3)
+
+
 def test_collectives_of_an_axis_run_one_after_another():
     cfg = configured("mesh.tp=2 train.global_batch=1", 2)
     both = (*(Collective("tp", "all_gather", 2 * GB, i) for i in range(2)), Wait(1), Wait(0))
@@ -148,8 +159,19 @@ def test_gathers_and_reductions_are_hidden_behind_the_passes_beside_them():
     assert slow.times.gradients == pytest.approx(PASSES + 2 + 1 + 1 + 2, abs=0.01)
 
 
+@pytest.mark.parametrize(("zero", "expected"), [(1, 44), (2, 44), (3, 52)])
+def test_weights_arrive_while_a_stage_waits_for_its_message(zero, expected):
+    """Each gather takes 2 s and each block's forward 10. Exposed are the embedding's and the first block's, and under
+    zero 3 those of the last stage's backward, which takes no time: of head, norm and its two blocks."""
+    cfg = configured(
+        f"mesh.pp=2 mesh.fsdp=2 mesh.zero={zero} train.global_batch=2 schedule=gpipe schedule.split=[2,2]", 4
+    )
+    with mock.patch.object(Prices, "collective", lambda self, axis, op, nbytes: 2.0 * (op == "all_gather")):
+        assert seconds(cfg, {("F", "block"): 10.0}) == pytest.approx(expected)
+
+
 def test_a_reduction_that_is_slower_than_a_backward_holds_up_the_next_one():
-    cfg = configured("mesh.fsdp=2 mesh.zero=1 train.global_batch=2", 2)
+    cfg = configured("mesh.fsdp=2 mesh.zero=2 train.global_batch=2", 2)
     units = units_of(simulation(cfg))
     reduced = sum(u.numel for u in units.values())
     last = units["lm_head"].numel
@@ -157,6 +179,17 @@ def test_a_reduction_that_is_slower_than_a_backward_holds_up_the_next_one():
     gathers = reductions = 2.0 * 50 * reduced / last
     assert seconds(cfg, EVERY, hardware=linked) == pytest.approx(gathers + reductions + PASSES, rel=0.1)
     assert seconds(cfg, EVERY, hardware=linked, free=frozenset({"fsdp"})) == pytest.approx(PASSES)
+
+
+@pytest.mark.parametrize(("zero", "expected"), [(1, 4 * 20), (2, 41 + 1 + 3 * 20)])
+def test_only_reductions_that_hold_memory_hold_up_the_backward(zero, expected):
+    """Each takes 20 s. Zero 1: they run one after another, and the last stage has four units. Zero 2: the
+    last stage's second block waits for the reductions of head and norm, and so does what the first stage waits for."""
+    cfg = configured(
+        f"mesh.pp=2 mesh.fsdp=2 mesh.zero={zero} train.global_batch=2 schedule=gpipe schedule.split=[2,2]", 4
+    )
+    with mock.patch.object(Prices, "collective", lambda self, axis, op, nbytes: 20.0 * (op == "reduce_scatter")):
+        assert seconds(cfg, {("B", "block"): 1.0}) == pytest.approx(expected)
 
 
 def test_sums_over_replicas_are_waited_for_at_the_end():
