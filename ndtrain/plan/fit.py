@@ -20,7 +20,7 @@ from ndtrain.plan.predict import Prediction, Predictor, StepPlan
 from ndtrain.plan.price import Rates
 from ndtrain.plan.published.cells import Row, count, number, text
 from ndtrain.plan.published.run import run_of
-from ndtrain.plan.table import GIB, read_table
+from ndtrain.plan.table import held_gib, read_table
 
 # The rates that are fitted: to step times, and then to memory. What is believed beforehand is from data sheets and from
 # published benchmarks of single kernels and collectives, not from this table.
@@ -177,7 +177,7 @@ def step_times(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
 
 def memories(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
     """Predicted GiB."""
-    return np.array([Predictor(m.hardware, rates).memory(m.plan) / GIB for m in rows])
+    return np.array([held_gib(m.hardware, Predictor(m.hardware, rates).memory(m.plan)) for m in rows])
 
 
 def _predicted(m: Measurement, rates: Rates) -> Prediction:

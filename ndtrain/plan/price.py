@@ -31,7 +31,8 @@ class Rates:
         interference: how much longer compute takes while a collective runs beside it, as a share of that time.
         step_s: of every step, beside its program.
         slower: a step over what all the others say, where `plan tune` has measured it.
-        memory_factor: allocated memory over the tensors' bytes, which blocks of fixed sizes and fragmentation raise.
+        memory_factor: allocated memory over the bytes of a step's tensors, which blocks of fixed sizes and
+            fragmentation raise. State is allocated once, and has none.
         memory_gb: of the CUDA context and of NCCL's buffers.
     """
 

@@ -6,14 +6,18 @@ works, where there is such a thing; otherwise the row is refused.
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 from ndtrain.config import Config, ConfigError, ModelConfig, resolve
 from ndtrain.config.checks import SAVABLE_OPS
 from ndtrain.plan.hardware import Hardware
+from ndtrain.plan.pieces import record_pieces
 from ndtrain.plan.predict import StepPlan, plan_step
 from ndtrain.plan.published.cells import Row, count, number, text
+from ndtrain.plan.published.kept import OP_LEVEL, with_kept, with_plain_loss
 from ndtrain.plan.published.machine import hardware_of
 from ndtrain.plan.published.model import model_of
 from ndtrain.plan.published.unfused import is_unfused, with_unfused_attention
@@ -44,14 +48,14 @@ class Run:
 
     Attributes:
         overrides: dotted key -> value, beside the model's.
-        unfused: whether its attention is not fused.
+        row: where it was published.
     """
 
     model: ModelConfig
     overrides: dict[str, Any]
     ranks: int
     hardware: Hardware
-    unfused: bool
+    row: Row
 
     def plan(self) -> StepPlan:
         """Its step.
@@ -59,11 +63,14 @@ class Run:
         Raises:
             ConfigError: ndtrain cannot run it.
         """
-        plan = plan_step(self.config(), self.hardware.device)
-        return with_unfused_attention(plan) if self.unfused else plan
+        device = self.hardware.device
+        plan = with_kept(plan_step(self.config(), device), self.row)
+        if self.overrides["train.compile"] == "true":
+            plan = with_plain_loss(plan, record_pieces(self.config({"train.compile": "false"}), device))
+        return with_unfused_attention(plan) if is_unfused(self.row) else plan
 
-    def config(self) -> Config:
-        """The resolved configuration.
+    def config(self, overrides: Mapping[str, Any] = MappingProxyType({})) -> Config:
+        """The resolved configuration, with some more overrides.
 
         Raises:
             ConfigError: ndtrain cannot run it.
@@ -71,7 +78,7 @@ class Run:
         cfg = Config()
         for f in fields(ModelConfig):
             setattr(cfg.model, f.name, getattr(self.model, f.name))
-        for key, value in self.overrides.items():
+        for key, value in {**self.overrides, **overrides}.items():
             section, name = key.split(".")
             setattr(getattr(cfg, section), name, value)
         return resolve(cfg, self.ranks)
@@ -100,7 +107,7 @@ def run_of(row: Row) -> Run:
         "data.name": "bin",
         "data.path": "tokens.bin",
     }
-    return Run(model, overrides, ranks, hardware, is_unfused(row))
+    return Run(model, overrides, ranks, hardware, row)
 
 
 def _mesh(row: Row) -> dict[str, int]:
@@ -168,7 +175,7 @@ def _recompute(row: Row) -> dict[str, Any]:
     name = _named(text(row, "recompute"), _RECOMPUTE, "recompute", "none")
     if name != "selective":
         return {"recompute.name": name}
-    repeated = "gate_up_proj" if re.search(r"every[- ](2nd|second)|\bop[- ]level", text(row, "notes")) else "core"
+    repeated = "gate_up_proj" if OP_LEVEL.search(text(row, "notes")) else "core"
     return {"recompute.name": name, "recompute.keep": [op for op in SAVABLE_OPS if op != repeated]}
 
 
