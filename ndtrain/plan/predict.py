@@ -149,17 +149,20 @@ class StepPlan:
 
     Attributes:
         pieces: of each pass of a layer in `program`.
+        reported: the pipeline rank whose memory is asked for; None: the one that needs most.
     """
 
     cfg: Config
     program: StepProgram
     pieces: Mapping[Variant, Piece]
     sizes: Sizes
+    reported: int | None = None
 
     @cached_property
     def memory(self) -> list[RankMemory]:
-        """Of each pipeline rank."""
-        return [rank_memory(self.program, rank, self.pieces, self.sizes) for rank in self.program.ranks]
+        """Of each pipeline rank whose memory is asked for."""
+        ranks = self.program.ranks if self.reported is None else [self.program.ranks[self.reported]]
+        return [rank_memory(self.program, rank, self.pieces, self.sizes) for rank in ranks]
 
     @cached_property
     def tensor_bytes(self) -> int:

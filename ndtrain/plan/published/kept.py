@@ -16,6 +16,7 @@ _GATHERED = re.compile(r"nanotron|torchtitan|dtensor|picotron", re.IGNORECASE)
 # An fp32 sum of gradients beside the bf16 gradient that autograd makes; Megatron's matmuls add to the sum.
 _TWO_GRADIENTS = re.compile(r"\bfp32 grad(ient)? acc|nanotron|deepspeed", re.IGNORECASE)
 OP_LEVEL = re.compile(r"every[- ](2nd|second)|\bop[- ]level", re.IGNORECASE)  # what selective recompute may keep
+NANOTRON = re.compile(r"nanotron", re.IGNORECASE)  # reports the memory of the first pipeline rank
 _BF16 = 2  # bytes
 
 
@@ -28,7 +29,7 @@ def with_kept(plan: StepPlan, row: Row) -> StepPlan:
     graph = _gathered_bytes(plan) if _GATHERED.search(says) else 0
     saved = _every_second_bytes(plan) if OP_LEVEL.search(says) else 0
     pieces = {v: _keeping(v, piece, graph, saved) if v.layer == "block" else piece for v, piece in pieces.items()}
-    return replace(plan, sizes=sizes, pieces=pieces)
+    return replace(plan, sizes=sizes, pieces=pieces, reported=0 if NANOTRON.search(says) else None)
 
 
 def with_plain_loss(plan: StepPlan, eager: Pieces) -> StepPlan:

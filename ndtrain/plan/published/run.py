@@ -13,11 +13,13 @@ from typing import Any
 
 from ndtrain.config import Config, ConfigError, ModelConfig, resolve
 from ndtrain.config.checks import SAVABLE_OPS
+from ndtrain.model.flops import block_flops, head_flops
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.pieces import record_pieces
 from ndtrain.plan.predict import StepPlan, plan_step
 from ndtrain.plan.published.cells import Row, count, number, text
-from ndtrain.plan.published.kept import OP_LEVEL, with_kept, with_plain_loss
+from ndtrain.plan.published.flash import with_kernel_of
+from ndtrain.plan.published.kept import NANOTRON, OP_LEVEL, with_kept, with_plain_loss
 from ndtrain.plan.published.machine import hardware_of
 from ndtrain.plan.published.model import model_of
 from ndtrain.plan.published.unfused import is_unfused, with_unfused_attention
@@ -67,7 +69,7 @@ class Run:
         plan = with_kept(plan_step(self.config(), device), self.row)
         if self.overrides["train.compile"] == "true":
             plan = with_plain_loss(plan, record_pieces(self.config({"train.compile": "false"}), device))
-        return with_unfused_attention(plan) if is_unfused(self.row) else plan
+        return with_unfused_attention(plan) if is_unfused(self.row) else with_kernel_of(plan, self.row, self.hardware)
 
     def config(self, overrides: Mapping[str, Any] = MappingProxyType({})) -> Config:
         """The resolved configuration, with some more overrides.
@@ -100,6 +102,7 @@ def run_of(row: Row) -> Run:
         **_precision(row, hardware),
         **_of_notes(row),
         **_recompute(row),
+        **_split(row, model, mesh["mesh.pp"]),
         "train.seq_len": count(row, "seq_len"),
         "train.global_batch": count(row, "global_batch_seqs"),
         "train.micro_batch": None if stated is None else count(row, "micro_batch"),
@@ -159,6 +162,19 @@ def _schedule(row: Row, model: ModelConfig, pp: int) -> dict[str, Any]:
         name = "zb_h1"
     free = name == "gpipe" or (name == "interleaved" and chunks > 1)
     return {"schedule.name": name, "schedule.chunks": chunks if free else None}
+
+
+def _split(row: Row, model: ModelConfig, pp: int) -> dict[str, Any]:
+    """The layers of each stage where the trainer's rule is known. nanotron's stage takes layers until the layers so far
+    cost its share of the model, with the head. ndtrain has at least one on each stage between the ends."""
+    if pp == 1 or not NANOTRON.search(text(row, "source") + " " + text(row, "notes")):
+        return {}
+    layers, split = model.num_hidden_layers, []
+    total = layers + head_flops(model) / block_flops(model, 1)
+    for stage in range(pp - 1):
+        share = math.ceil(total * (stage + 1) / pp - 1e-9) - sum(split)
+        split.append(max(1, min(share, layers - sum(split) - (pp - 2 - stage))))
+    return {"schedule.split": [*split, layers - sum(split)]}
 
 
 def _precision(row: Row, hardware: Hardware) -> dict[str, str]:
