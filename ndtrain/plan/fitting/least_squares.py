@@ -1,6 +1,6 @@
 """Robust nonlinear least squares of a few positive parameters, in numpy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ class Linear(NamedTuple):
     residuals: Array
     jacobian: Array
 
-    def of(self, rows: list[int]) -> "Linear":
+    def of(self, rows: Sequence[int]) -> "Linear":
         """That of some residuals."""
         return Linear(self.residuals[rows], self.jacobian[rows])
 
