@@ -29,13 +29,13 @@ TIME = {
     "matmul": Parameter(0.75, 0.4, 1.0),
     "attention": Parameter(0.52, 0.2, 1.0),
     "sustained": Parameter(0.9, 0.6, 1.0),
-    "memory": Parameter(0.8, 0.3, 1.0),
+    "memory": Parameter(0.75, 0.3, 1.0),
     "kernel_s": Parameter(3e-6, 1e-7, 2e-5),
-    "launch_s": Parameter(6e-6, 1e-6, 3e-5),
+    "launch_s": Parameter(1.5e-5, 2e-6, 4e-5),
     "link": Parameter(0.75, 0.2, 1.0),
     "network": Parameter(0.8, 0.1, 1.0),
     "interference": Parameter(0.15, 0.01, 1.0),
-    "step_s": Parameter(5e-3, 1e-4, 0.2),
+    "step_s": Parameter(0.08, 1e-3, 0.5),
 }
 MEMORY = {"memory_factor": Parameter(1.03, 1.0, 1.5), "memory_gb": Parameter(3.0, 0.5, 10.0)}
 Fitted = dict[str, Parameter]

@@ -36,21 +36,21 @@ class Rates:
         memory_gb: of the CUDA context and of NCCL's buffers.
     """
 
-    matmul: float = 0.76
-    attention: float = 0.45
-    sustained: float = 0.87
-    memory: float = 0.60
-    kernel_s: float = 6.4e-6
-    launch_s: float = 6e-6
-    link: float = 0.60
-    network: float = 0.67
+    matmul: float = 0.724
+    attention: float = 0.605
+    sustained: float = 0.951
+    memory: float = 0.944
+    kernel_s: float = 6.55e-6
+    launch_s: float = 15e-6
+    link: float = 0.527
+    network: float = 0.580
     link_hop_s: float = 1e-6  # not fitted
     network_hop_s: float = 5e-6  # not fitted
-    interference: float = 0.18
-    step_s: float = 6.1e-3
+    interference: float = 0.196
+    step_s: float = 0.110
     slower: float = 1.0
-    memory_factor: float = 1.17
-    memory_gb: float = 3.1
+    memory_factor: float = 1.073
+    memory_gb: float = 1.58
 
 
 def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:

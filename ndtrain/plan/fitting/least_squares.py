@@ -55,7 +55,7 @@ def fit(
     parameters: list[Parameter],
     weights: Array,
     begin: Linear | None = None,
-    pull: float = 0.1,
+    pull: float = 0.15,
     rounds: int = 8,
     tolerance: float = 2e-4,
 ) -> Array:

@@ -57,7 +57,7 @@ def _every_second_bytes(plan: StepPlan) -> int:
 
 
 def _keeping(variant: Variant, piece: Piece, graph: int, saved: int) -> Piece:
-    """The piece of a block that keeps so many bytes more for its backward, and between its forward and its recompute."""
+    """The piece of a block that keeps more: for its backward, and (`saved`) from its forward to its recompute."""
     match variant.kind:
         case "F" if variant.save is None:
             more = graph

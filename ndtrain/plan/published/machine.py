@@ -45,8 +45,8 @@ _DEVICES = (
     ),  # one of its two dies, as programs see it; Frontier: four adapters of 200Gb/s for eight dies
 )
 
-# `AllReduce 160 intra 450 GB/s` is the bus bandwidth that was measured over the run's hosts, which the devices of a host
-# share. Less than a quarter of what is listed is not believed to be of large messages: it counts as a quarter.
+# `AllReduce 160 intra 450 GB/s` is the bus bandwidth that was measured over the run's hosts, which the devices of a
+# host share. Less than a quarter of what is listed is not believed to be of large messages: it counts as a quarter.
 _MEASURED = re.compile(r"AllReduce ([\d.]+) intra [\d.]+ ?GB/s")
 
 
@@ -77,7 +77,8 @@ def hardware_of(row: Row) -> Hardware:
     gpus, listed = changes.get("gpus_per_node", hardware.gpus_per_node), changes.get("network_gb_s")
     changes["network_gb_s"] = _network(notes, gpus, listed or hardware.network_gb_s or 0.0)
     if measured := _MEASURED.search(notes):
-        changes["rates"] = {"network": min(1.0, max(0.25, float(measured[1]) / gpus / changes["network_gb_s"]))}
+        share = float(measured[1]) / gpus / changes["network_gb_s"]
+        changes["rates"] = {"network": min(1.0, max(0.25, share))}
     return replace(hardware, name=gpu.lower(), **changes)
 
 

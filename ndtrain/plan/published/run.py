@@ -17,7 +17,7 @@ from ndtrain.model.flops import block_flops, head_flops
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.pieces import record_pieces
 from ndtrain.plan.predict import StepPlan, plan_step
-from ndtrain.plan.published.cells import Row, count, number, text
+from ndtrain.plan.published.cells import Row, count, number, size_of, text
 from ndtrain.plan.published.flash import with_kernel_of
 from ndtrain.plan.published.kept import NANOTRON, OP_LEVEL, with_kept, with_plain_loss
 from ndtrain.plan.published.machine import hardware_of
@@ -119,10 +119,10 @@ def _mesh(row: Row) -> dict[str, int]:
     Raises:
         ConfigError: the sizes do not make the number of GPUs.
     """
-    sizes = {axis: count(row, axis, 1) for axis in ("pp", "cp", "tp")}
-    fsdp, gpus = count(row, "fsdp", 1), count(row, "gpus", 0)
+    sizes = {axis: size_of(row, axis, 1) for axis in ("pp", "cp", "tp")}
+    fsdp, gpus = size_of(row, "fsdp", 1), count(row, "gpus", 0)
     model_ranks = math.prod(sizes.values())
-    dp = count(row, "dp", max(1, gpus // (model_ranks * fsdp)))
+    dp = size_of(row, "dp", max(1, gpus // (model_ranks * fsdp)))
     if gpus and dp * fsdp * model_ranks != gpus:
         if max(dp, fsdp) * model_ranks != gpus:  # both columns name one axis
             raise ConfigError(
@@ -144,14 +144,15 @@ def _zero(row: Row, fsdp: int) -> int:
     stated = text(row, "zero_stage")
     if not stated:
         return 3 if fsdp > 1 else 0
-    if stated not in ("0", "0.0", "1", "1.0", "2", "2.0", "3", "3.0"):
+    stage = re.fullmatch(r"(?:zero|stage)?[- ]?([0-3])(?:\.0)?", stated, re.IGNORECASE)
+    if stage is None:
         raise ConfigError(f"zero_stage={stated}: must be 0, 1, 2 or 3")
-    return int(stated[0])
+    return int(stage[1])
 
 
 def _schedule(row: Row, model: ModelConfig, pp: int) -> dict[str, Any]:
     """The schedule, and its chunks where it has any number of them. A pipeline without a name is 1F1B."""
-    chunks = count(row, "vpp", 1)
+    chunks = size_of(row, "vpp", 1)
     stated = re.sub(r"[^a-z0-9]", "", text(row, "schedule").lower())
     name = "1f1b" if pp == 1 else _named(stated, _SCHEDULES, "schedule", "1f1b")
     if pp == 1:
