@@ -12,6 +12,10 @@ from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
 
+# PyTorch's flash kernel is FlashAttention-2. On Hopper FlashAttention-3 and cuDNN's are 1.5 to 2 times as fast (Shah et
+# al., 2024, arXiv:2407.08608).
+FLASH2_ON_HOPPER = 1.75
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -21,7 +25,8 @@ class Rates:
 
     Attributes:
         matmul: of a large matmul.
-        attention: of the attention kernel, forward and backward, where only visible pairs count.
+        attention: of the attention kernel, forward and backward, where only visible pairs count. GPUs with fp8 reach
+            less of their peak by `FLASH2_ON_HOPPER`.
         sustained: share of the listed peak that GPUs with fp8, Hopper's and later ones, hold under their power limit.
         memory: of kernels that are bound by memory.
         kernel_s: of every kernel on the device, beside its work: start and tail.
@@ -132,6 +137,8 @@ class Prices:
         if not efficiency:
             return 0.0
         held = self.rates.sustained if "fp8" in self.hardware.peak_tflops else 1.0
+        if k.kind == "attention" and "fp8" in self.hardware.peak_tflops:
+            held /= FLASH2_ON_HOPPER
         return k.flops / (efficiency * held * peak_flops(self.hardware, k.dtype))
 
     @cached_property
