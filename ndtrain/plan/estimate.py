@@ -78,7 +78,7 @@ class Place:
         kept = live * blocks * self._kept_elements(candidate.recompute) * c.itemsize
         if self.hardware.device == "cpu":
             return state + kept
-        return (state + kept) * self.rates.memory_factor + 1e9 * self.rates.memory_gb
+        return state + kept * self.rates.memory_factor + 1e9 * self.rates.memory_gb
 
     def _kept_elements(self, recompute: tuple[str, Sequence[str]]) -> float:
         """Of a block, its input and what its ops make; without what a compiler may make again."""

@@ -3,8 +3,9 @@ were not fitted to."""
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from ndtrain.arguments import option
 from ndtrain.config import ConfigError
 from ndtrain.plan.fitting.accuracy import Accuracy, accuracy, folds
-from ndtrain.plan.fitting.least_squares import Parameter, fit
+from ndtrain.plan.fitting.least_squares import Parameter, at_start, fit
 from ndtrain.plan.fitting.scatter import Points, scatter_svg
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import refuse_overrides, write_file
@@ -20,7 +21,7 @@ from ndtrain.plan.predict import Prediction, Predictor, StepPlan
 from ndtrain.plan.price import Rates
 from ndtrain.plan.published.cells import Row, count, number, text
 from ndtrain.plan.published.run import run_of
-from ndtrain.plan.table import GIB, read_table
+from ndtrain.plan.table import held_gib, read_table
 
 # The rates that are fitted: to step times, and then to memory. What is believed beforehand is from data sheets and from
 # published benchmarks of single kernels and collectives, not from this table.
@@ -28,13 +29,13 @@ TIME = {
     "matmul": Parameter(0.75, 0.4, 1.0),
     "attention": Parameter(0.52, 0.2, 1.0),
     "sustained": Parameter(0.9, 0.6, 1.0),
-    "memory": Parameter(0.8, 0.3, 1.0),
+    "memory": Parameter(0.75, 0.3, 1.0),
     "kernel_s": Parameter(3e-6, 1e-7, 2e-5),
-    "launch_s": Parameter(6e-6, 1e-6, 3e-5),
+    "launch_s": Parameter(1.5e-5, 2e-6, 4e-5),
     "link": Parameter(0.75, 0.2, 1.0),
     "network": Parameter(0.8, 0.1, 1.0),
     "interference": Parameter(0.15, 0.01, 1.0),
-    "step_s": Parameter(5e-3, 1e-4, 0.2),
+    "step_s": Parameter(0.08, 1e-3, 0.5),
 }
 MEMORY = {"memory_factor": Parameter(1.03, 1.0, 1.5), "memory_gb": Parameter(3.0, 0.5, 10.0)}
 Fitted = dict[str, Parameter]
@@ -74,9 +75,6 @@ class Predicted(NamedTuple):
     memories: np.ndarray
 
 
-Predict = Callable[[Sequence[Measurement], Rates], np.ndarray]
-
-
 def run(options: Options, overrides: Sequence[str]) -> None:
     """Fits, prints the tables and writes the files.
 
@@ -87,12 +85,13 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     rows = measurements(read_table("in", options.source)[1])
     if not rows:
         raise ConfigError(f"in={options.source}: no row has a measured step time and can be priced")
-    rates = fitted(rows) if options.fit else Rates()
+    problems = Problems.of(rows) if options.fit else None
+    rates = problems.solve() if problems else Rates()
     predicted = Predicted(step_times(rows, rates), memories(rows, rates))
     report = {"rates": asdict(rates), "sources": by_source(rows, predicted)}
     print(as_text("rates of " + ("all rows" if options.fit else "the planner"), report["sources"]))
-    if options.fit:
-        report["cross_validation"] = by_source(rows, cross_validated(rows))
+    if problems:
+        report["cross_validation"] = by_source(rows, cross_validated(rows, problems))
         print("\n" + as_text("five-fold cross-validation: rates of the other sources", report["cross_validation"]))
     print("\n" + "\n".join(f"{name:16} {value:.4g}" for name, value in asdict(rates).items()))
     if options.json:
@@ -127,26 +126,61 @@ def _step_time(row: Row) -> float | None:
 
 # ----------------------------------------------------------------------------------------------------------- the fit
 
-
-def fitted(rows: Sequence[Measurement]) -> Rates:
-    """The rates with the least error of step times and of memory."""
-    sample = sampled(rows)
-    rates = _fitted(sample, Rates(), TIME, [m.step_time_s for m in sample], step_times)
-    known = [m for m in rows if m.memory]
-    return _fitted(known, rates, MEMORY, [m.memory or 0.0 for m in known], memories) if known else rates
+Predict = Callable[[Sequence[Measurement], Rates], np.ndarray]
 
 
-def _fitted(rows: Sequence[Measurement], start: Rates, names: Fitted, measured: list[float], predict: Predict) -> Rates:
-    """The rates `names` with the least error. A source with four times the rows counts twice as much."""
-    logarithms, sources = np.log(measured), [m.source for m in rows]
-    weights = np.array([sources.count(s) ** -0.5 for s in sources])
-    rates = lambda values: replace(start, **dict(zip(names, map(float, values), strict=True)))
-    values = fit(
-        lambda values: np.log(predict(rows, rates(values))) - logarithms,
-        list(names.values()),
-        weights,
-    )
-    return rates(values)
+class Problem:
+    """Rates that are fitted to a sample of measurements. What the residuals do where the rates start is found once for
+    all folds.
+
+    Args:
+        names: the rates.
+        measured: of each row of the sample.
+    """
+
+    def __init__(self, rows: Sequence[Measurement], names: Fitted, measured: Sequence[float], predict: Predict):
+        self.rows, self.names, self.predict = rows, names, predict
+        self.logarithms = np.log(measured)
+        self.begin = at_start(partial(self._residuals, Rates(), range(len(rows))), list(names.values()))
+
+    def solve(self, rates: Rates, held_out: Collection[str] = ()) -> Rates:
+        """The rates with the least error, others as in `rates`. A source with four times the rows counts twice as much.
+
+        Args:
+            held_out: sources that do not count.
+        """
+        rows = [i for i, m in enumerate(self.rows) if m.source not in held_out]
+        if not rows:
+            return rates
+        sources = [self.rows[i].source for i in rows]
+        weights = np.array([sources.count(s) ** -0.5 for s in sources])
+        residuals, names = partial(self._residuals, rates, rows), list(self.names.values())
+        return self._rates(rates, fit(residuals, names, weights, self.begin.of(rows)))
+
+    def _rates(self, rates: Rates, values: np.ndarray) -> Rates:
+        return replace(rates, **dict(zip(self.names, map(float, values), strict=True)))
+
+    def _residuals(self, rates: Rates, rows: Sequence[int], values: np.ndarray) -> np.ndarray:
+        predicted = self.predict([self.rows[i] for i in rows], self._rates(rates, values))
+        return np.log(predicted) - self.logarithms[rows]
+
+
+class Problems(NamedTuple):
+    """The rates of time, and then those of memory, which nothing else depends on."""
+
+    time: Problem
+    memory: Problem | None
+
+    @classmethod
+    def of(cls, rows: Sequence[Measurement]) -> "Problems":
+        sample, known = sampled(rows), [m for m in rows if m.memory]
+        time = Problem(sample, TIME, [m.step_time_s for m in sample], step_times)
+        return cls(time, Problem(known, MEMORY, [m.memory or 0.0 for m in known], memories) if known else None)
+
+    def solve(self, held_out: Collection[str] = ()) -> Rates:
+        """The rates with the least error of step times and of memory, without some sources."""
+        rates = self.time.solve(Rates(), held_out)
+        return self.memory.solve(rates, held_out) if self.memory else rates
 
 
 def sampled(rows: Sequence[Measurement], most: int = 40) -> list[Measurement]:
@@ -159,11 +193,11 @@ def sampled(rows: Sequence[Measurement], most: int = 40) -> list[Measurement]:
     return kept
 
 
-def cross_validated(rows: Sequence[Measurement]) -> Predicted:
+def cross_validated(rows: Sequence[Measurement], problems: Problems) -> Predicted:
     """Each row predicted by rates that were fitted without its source."""
     made = Predicted(np.zeros(len(rows)), np.zeros(len(rows)))
     for held_out in folds([m.source for m in rows]):
-        rates = fitted([m for m in rows if m.source not in held_out])
+        rates = problems.solve(held_out)
         mine = [i for i, m in enumerate(rows) if m.source in held_out]
         made.step_times[mine] = step_times([rows[i] for i in mine], rates)
         made.memories[mine] = memories([rows[i] for i in mine], rates)
@@ -177,7 +211,7 @@ def step_times(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
 
 def memories(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
     """Predicted GiB."""
-    return np.array([Predictor(m.hardware, rates).memory(m.plan) / GIB for m in rows])
+    return np.array([held_gib(m.hardware, Predictor(m.hardware, rates).memory(m.plan)) for m in rows])
 
 
 def _predicted(m: Measurement, rates: Rates) -> Prediction:

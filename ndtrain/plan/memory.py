@@ -1,6 +1,7 @@
 """The memory of a rank in a training step, from its program and its pieces."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ndtrain.plan.events import Piece
 from ndtrain.plan.program import Gather, Open, RankProgram, Reduce, Reshard, Run, Send, StepProgram, UnitFacts
@@ -8,8 +9,25 @@ from ndtrain.plan.simulate import Sizes
 from ndtrain.plan.variants import Variant
 
 
+class RankMemory(NamedTuple):
+    """Bytes of a rank's tensors.
+
+    Attributes:
+        state: between steps.
+        step: the most that others take at one time in a step.
+    """
+
+    state: int
+    step: int
+
+
 def peak_bytes(program: StepProgram, rank: RankProgram, pieces: Mapping[Variant, Piece], sizes: Sizes) -> int:
     """The most that tensors of a rank take at one time."""
+    return sum(rank_memory(program, rank, pieces, sizes))
+
+
+def rank_memory(program: StepProgram, rank: RankProgram, pieces: Mapping[Variant, Piece], sizes: Sizes) -> RankMemory:
+    """What the tensors of a rank take."""
     walk = _Memory(program.units, sizes)
     for turn in rank.turns:
         walk.now += sizes.message * len(turn.receives)
@@ -27,7 +45,8 @@ def peak_bytes(program: StepProgram, rank: RankProgram, pieces: Mapping[Variant,
                 case Send():
                     walk.now -= sizes.message
     contexts = sizes.context * program.schedule.microbatches
-    return walk.peak + contexts + sum(state_bytes(program.units[name], program, sizes) for name in rank.units)
+    state = sum(state_bytes(program.units[name], program, sizes) for name in rank.units)
+    return RankMemory(state, walk.peak + contexts)
 
 
 def state_bytes(u: UnitFacts, program: StepProgram, sizes: Sizes) -> int:
@@ -36,7 +55,7 @@ def state_bytes(u: UnitFacts, program: StepProgram, sizes: Sizes) -> int:
     weights = 0 if residency.reshard_after_forward else u.numel * sizes.compute
     master = 0 if residency.shares_master or plan.offload else u.shard * sizes.master
     source = u.shard * sizes.compute if plan.offload and residency.reshard_after_forward else 0
-    gradients = (u.numel if residency.holds_full_grad else u.shard) * sizes.master
+    gradients = (u.numel if residency.holds_full_grad else u.shard) * sizes.gradient
     of_state = sum((spec.dtype or plan.master).itemsize for spec in plan.spec) + (sizes.master if plan.ema else 0)
     return weights + master + source + gradients + (0 if plan.offload else u.shard * of_state)
 

@@ -14,7 +14,7 @@ from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.drawings import waterfall_svg
 from ndtrain.plan.events import Kernel, Piece
 from ndtrain.plan.hardware import Hardware, load_hardware
-from ndtrain.plan.memory import peak_bytes
+from ndtrain.plan.memory import RankMemory, rank_memory
 from ndtrain.plan.options import RunOptions, planned_config, write_file
 from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
@@ -139,7 +139,8 @@ class Predictor:
         """Bytes that the pipeline rank that needs most takes of its device."""
         if self.hardware.device == "cpu":
             return plan.tensor_bytes
-        return int(plan.tensor_bytes * self.rates.memory_factor + 1e9 * self.rates.memory_gb)
+        factor = self.rates.memory_factor
+        return int(max(m.state + factor * m.step for m in plan.memory) + 1e9 * self.rates.memory_gb)
 
 
 @dataclass(frozen=True)
@@ -148,17 +149,25 @@ class StepPlan:
 
     Attributes:
         pieces: of each pass of a layer in `program`.
+        reported: the pipeline rank whose memory is asked for; None: the one that needs most.
     """
 
     cfg: Config
     program: StepProgram
     pieces: Mapping[Variant, Piece]
     sizes: Sizes
+    reported: int | None = None
+
+    @cached_property
+    def memory(self) -> list[RankMemory]:
+        """Of each pipeline rank whose memory is asked for."""
+        ranks = self.program.ranks if self.reported is None else [self.program.ranks[self.reported]]
+        return [rank_memory(self.program, rank, self.pieces, self.sizes) for rank in ranks]
 
     @cached_property
     def tensor_bytes(self) -> int:
         """The most that tensors take at one time on the pipeline rank that needs most."""
-        return max(peak_bytes(self.program, rank, self.pieces, self.sizes) for rank in self.program.ranks)
+        return max(map(sum, self.memory))
 
     @cached_property
     def hardware_flops_per_token(self) -> float:
@@ -180,10 +189,9 @@ def plan_step(cfg: Config, device: str) -> StepPlan:
             "it to false"
         )
     recorded = record_pieces(cfg, device)
-    dtypes = DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params]
-    sizes = Sizes(
-        dtypes[0].itemsize, dtypes[1].itemsize, recorded.boundary_bytes, recorded.context_bytes, update_bytes(cfg)
-    )
+    compute, master = DTYPES[cfg.precision.compute].itemsize, DTYPES[cfg.precision.params].itemsize
+    message, context = recorded.boundary_bytes, recorded.context_bytes
+    sizes = Sizes(compute, master, message, context, update_bytes(cfg), gradient=master)
     return StepPlan(cfg, StepProgram.of(cfg, recorded.compiled), recorded.recorded, sizes)
 
 

@@ -12,6 +12,10 @@ from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
 
+# PyTorch's flash kernel is FlashAttention-2. On Hopper FlashAttention-3 and cuDNN's are 1.5 to 2 times as fast (Shah et
+# al., 2024, arXiv:2407.08608).
+FLASH2_ON_HOPPER = 1.75
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -21,7 +25,8 @@ class Rates:
 
     Attributes:
         matmul: of a large matmul.
-        attention: of the attention kernel, forward and backward, where only visible pairs count.
+        attention: of the attention kernel, forward and backward, where only visible pairs count. GPUs with fp8 reach
+            less of their peak by `FLASH2_ON_HOPPER`.
         sustained: share of the listed peak that GPUs with fp8, Hopper's and later ones, hold under their power limit.
         memory: of kernels that are bound by memory.
         kernel_s: of every kernel on the device, beside its work: start and tail.
@@ -33,26 +38,27 @@ class Rates:
             a thread that waits wakes up late. `plan calibrate` measures it.
         step_s: of every step, beside its program.
         slower: a step over what all the others say, where `plan tune` has measured it.
-        memory_factor: allocated memory over the tensors' bytes, which blocks of fixed sizes and fragmentation raise.
+        memory_factor: allocated memory over the bytes of a step's tensors, which blocks of fixed sizes and
+            fragmentation raise. State is allocated once, and has none.
         memory_gb: of the CUDA context and of NCCL's buffers.
     """
 
-    matmul: float = 0.76
-    attention: float = 0.45
-    sustained: float = 0.87
-    memory: float = 0.60
-    kernel_s: float = 6.4e-6
-    launch_s: float = 6e-6
-    link: float = 0.60
-    network: float = 0.67
+    matmul: float = 0.724
+    attention: float = 0.605
+    sustained: float = 0.951
+    memory: float = 0.944
+    kernel_s: float = 6.55e-6
+    launch_s: float = 15e-6
+    link: float = 0.527
+    network: float = 0.580
     link_hop_s: float = 1e-6  # not fitted
     network_hop_s: float = 5e-6  # not fitted
-    interference: float = 0.18
+    interference: float = 0.196
     late_s: float = 0.0  # not fitted
-    step_s: float = 6.1e-3
+    step_s: float = 0.110
     slower: float = 1.0
-    memory_factor: float = 1.17
-    memory_gb: float = 3.1
+    memory_factor: float = 1.073
+    memory_gb: float = 1.58
 
 
 def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:
@@ -134,6 +140,8 @@ class Prices:
         if not efficiency:
             return 0.0
         held = self.rates.sustained if "fp8" in self.hardware.peak_tflops else 1.0
+        if k.kind == "attention" and "fp8" in self.hardware.peak_tflops:
+            held /= FLASH2_ON_HOPPER
         return k.flops / (efficiency * held * peak_flops(self.hardware, k.dtype))
 
     @cached_property

@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
         message: of an activation that a stage sends.
         context: that a microbatch holds over the whole step.
         update: that the optimizer reads and writes for an element.
+        gradient: that is held of an element's gradient.
     """
 
     compute: int
@@ -43,6 +44,7 @@ class Sizes(NamedTuple):
     message: int
     context: int
     update: int
+    gradient: int
 
 
 class Costs:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ndtrain.arguments import option
 from ndtrain.config import ConfigError
+from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import refuse_overrides
 from ndtrain.plan.predict import Prediction, Predictor
 from ndtrain.plan.published.cells import Row
@@ -58,16 +59,22 @@ def predicted_columns(row: Row) -> dict[str, str]:
         prediction = predictor_of(priced).price(priced.plan(), explain=False)
     except ConfigError as error:
         return dict.fromkeys(PREDICTED, "") | {REFUSED: str(error)}
-    return dict(zip(PREDICTED, _cells(prediction), strict=True)) | {REFUSED: ""}
+    return dict(zip(PREDICTED, _cells(prediction, priced.hardware), strict=True)) | {REFUSED: ""}
 
 
-def _cells(p: Prediction) -> tuple[str, ...]:
+def _cells(p: Prediction, hardware: Hardware) -> tuple[str, ...]:
     return (
         f"{p.step_time_s:.4f}",
         f"{p.tokens_per_s_per_device:.2f}",
         f"{p.mfu:.4f}",
-        f"{p.memory_bytes / GIB:.2f}",
+        f"{held_gib(hardware, p.memory_bytes):.2f}",
     )
+
+
+def held_gib(hardware: Hardware, nbytes: float) -> float:
+    """GiB that a run shows which was seen to run: no more than its device has, since PyTorch's allocator gives blocks
+    back before it fails. What a data sheet calls 80 GB, `nvidia-smi` shows as 80 GiB."""
+    return min(nbytes / GIB, hardware.memory_gb or float("inf"))
 
 
 _predictors: dict[str, Predictor] = {}

@@ -54,7 +54,7 @@ def simulation(
 
     pieces = {v: piece(v) for rank in program.ranks for v in rank.passes}
     prices = Prices(hardware, rates, MeshSpec.of(cfg.mesh))
-    return Simulation(program, pieces, Sizes(4, 4, message, 0, 0), prices, free)
+    return Simulation(program, pieces, Sizes(4, 4, message, 0, 0, 4), prices, free)
 
 
 def seconds(*args, **options) -> float:

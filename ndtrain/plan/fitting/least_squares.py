@@ -1,6 +1,6 @@
 """Robust nonlinear least squares of a few positive parameters, in numpy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +23,39 @@ class Parameter(NamedTuple):
     most: float
 
 
+class Linear(NamedTuple):
+    """What residuals do near where the parameters start.
+
+    Attributes:
+        residuals: there, [N].
+        jacobian: by logarithms of the parameters, [N, P].
+    """
+
+    residuals: Array
+    jacobian: Array
+
+    def of(self, rows: Sequence[int]) -> "Linear":
+        """That of some residuals."""
+        return Linear(self.residuals[rows], self.jacobian[rows])
+
+
+def at_start(residuals: Callable[[Array], Array], parameters: list[Parameter]) -> Linear:
+    """The residuals where the parameters start, and their slopes by differences, away from the upper bounds."""
+    x, r, columns = np.log([p.start for p in parameters]), residuals(np.array([p.start for p in parameters])), []
+    for i, parameter in enumerate(parameters):
+        h = -_STEP if x[i] + _STEP > np.log(parameter.most) else _STEP
+        moved = x.copy()
+        moved[i] += h
+        columns.append((residuals(np.exp(moved)) - r) / h)
+    return Linear(r, np.stack(columns, axis=1))
+
+
 def fit(
     residuals: Callable[[Array], Array],
     parameters: list[Parameter],
     weights: Array,
-    pull: float = 0.1,
+    begin: Linear | None = None,
+    pull: float = 0.15,
     rounds: int = 8,
     tolerance: float = 2e-4,
 ) -> Array:
@@ -37,6 +65,7 @@ def fit(
     Args:
         residuals: parameters [P] -> residuals [N].
         weights: [N] of the squared residuals.
+        begin: what `at_start` gives; None: it is called.
         pull: holds parameters that the residuals say little about where they start: a parameter that is e times its
             start costs as much as one residual of this size and of weight 1.
         tolerance: the relative gain of a round below which it is the last one.
@@ -44,9 +73,9 @@ def fit(
     start = np.log([p.start for p in parameters])
     least, most = np.log([p.least for p in parameters]), np.log([p.most for p in parameters])
     loss = lambda x, r: float(weights @ _huber(r) + np.sum((pull * (x - start)) ** 2))
-    x, damping = np.clip(start, least, most), 1e-2
-    r = residuals(np.exp(x))
-    jacobian = _jacobian(residuals, x, r, most)
+    x, damping = start, 1e-2
+    r, jacobian = begin or at_start(residuals, parameters)
+    jacobian = jacobian.copy()
     for _ in range(rounds):
         slopes = weights * np.minimum(1.0, _TURN / np.maximum(np.abs(r), 1e-12))
         gradient = jacobian.T @ (slopes * r) + pull**2 * (x - start)
@@ -64,17 +93,6 @@ def fit(
         if before - loss(x, r) < tolerance * before:
             break
     return np.exp(x)
-
-
-def _jacobian(residuals: Callable[[Array], Array], x: Array, r: Array, most: Array) -> Array:
-    """By differences, [N, P], away from the upper bounds."""
-    columns = []
-    for i in range(len(x)):
-        h = -_STEP if x[i] + _STEP > most[i] else _STEP
-        moved = x.copy()
-        moved[i] += h
-        columns.append((residuals(np.exp(moved)) - r) / h)
-    return np.stack(columns, axis=1)
 
 
 def _huber(r: Array) -> Array:

@@ -48,3 +48,12 @@ def count(row: Row, column: str, default: int | None = None) -> int:
     if value != int(value):
         raise ConfigError(f"{column}={text(row, column)}: must be a whole number")
     return int(value)
+
+
+def size_of(row: Row, column: str, default: int) -> int:
+    """A count of which 0 says that there is none of it, as 1 does.
+
+    Raises:
+        ConfigError: it is no whole number.
+    """
+    return 1 if text(row, column) in ("0", "0.0") else count(row, column, default)

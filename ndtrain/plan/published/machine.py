@@ -45,6 +45,10 @@ _DEVICES = (
     ),  # one of its two dies, as programs see it; Frontier: four adapters of 200Gb/s for eight dies
 )
 
+# `AllReduce 160 intra 450 GB/s` is the bus bandwidth that was measured over the run's hosts, which the devices of a
+# host share. Less than a quarter of what is listed is not believed to be of large messages: it counts as a quarter.
+_MEASURED = re.compile(r"AllReduce ([\d.]+) intra [\d.]+ ?GB/s")
+
 
 def hardware_of(row: Row) -> Hardware:
     """The hardware of a row.
@@ -72,6 +76,9 @@ def hardware_of(row: Row) -> Hardware:
     changes["peak_tflops"] = _peaks(hardware, device.changes.get("bf16"), number(row, "peak_tflops"))
     gpus, listed = changes.get("gpus_per_node", hardware.gpus_per_node), changes.get("network_gb_s")
     changes["network_gb_s"] = _network(notes, gpus, listed or hardware.network_gb_s or 0.0)
+    if measured := _MEASURED.search(notes):
+        share = float(measured[1]) / gpus / changes["network_gb_s"]
+        changes["rates"] = {"network": min(1.0, max(0.25, share))}
     return replace(hardware, name=gpu.lower(), **changes)
 
 
@@ -91,11 +98,7 @@ def _network(notes: str, gpus_per_node: int, listed: float) -> float:
     """GB/s of one device to other hosts, as the notes state it, else as listed.
 
     `400Gb/s RDMA per GPU` is of a device; a rate without "per GPU" is of a host, and one with `4x` before it of one of
-    four adapters. `AllReduce 160 intra 450 GB/s` is the bus bandwidth that was measured over the run's hosts, which the
-    devices of a host share. A measurement of less than a quarter of what is listed is not believed to be of large
-    messages: it counts as a quarter."""
-    if measured := re.search(r"AllReduce ([\d.]+) intra [\d.]+ ?GB/s", notes):
-        return min(listed, max(float(measured[1]) / gpus_per_node, listed / 4))
+    four adapters."""
     stated = re.search(r"(?:(\d+) ?x [\w -]*?)?([\d.]+) ?(?:Gb/s|Gbps|Gbit/s)([^;,.]*)", notes)
     if stated is None:
         return listed

@@ -15,6 +15,8 @@ _FAR = 0.3  # with more, the model is another one: it has experts, or an encoder
 _GATED = re.compile(r"llama|mistral|qwen|gemma|palm|olmo|deepseek|yi-|smollm|internlm|baichuan", re.IGNORECASE)
 _UNGATED = re.compile(r"gpt|mpt|opt|bloom|falcon|pythia|neox|megatron|turing|bert", re.IGNORECASE)
 
+_EXPERTS = re.compile(r"mixtral|\bmoe\b|\b\d+x\d+(\.\d+)?b\b|\b\d+ experts\b", re.IGNORECASE)
+
 
 def model_of(row: Row) -> ModelConfig:
     """The model of a row: of the gated and ungated, tied and untied ones with its sizes the likeliest whose parameters
@@ -23,6 +25,8 @@ def model_of(row: Row) -> ModelConfig:
     Raises:
         ConfigError: a size is missing, or no dense decoder of these sizes has so many parameters.
     """
+    if experts := _EXPERTS.search(text(row, "model")) or _EXPERTS.search(text(row, "notes")):
+        raise ConfigError(f"model={text(row, 'model')}: {experts[0].strip()}: models with experts are not priced")
     hidden = count(row, "hidden")
     heads = count(row, "heads")
     sizes = ModelConfig(

@@ -6,14 +6,20 @@ works, where there is such a thing; otherwise the row is refused.
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 from ndtrain.config import Config, ConfigError, ModelConfig, resolve
 from ndtrain.config.checks import SAVABLE_OPS
+from ndtrain.model.flops import block_flops, head_flops
 from ndtrain.plan.hardware import Hardware
+from ndtrain.plan.pieces import record_pieces
 from ndtrain.plan.predict import StepPlan, plan_step
-from ndtrain.plan.published.cells import Row, count, number, text
+from ndtrain.plan.published.cells import Row, count, number, size_of, text
+from ndtrain.plan.published.flash import with_kernel_of
+from ndtrain.plan.published.kept import NANOTRON, OP_LEVEL, with_kept, with_plain_loss
 from ndtrain.plan.published.machine import hardware_of
 from ndtrain.plan.published.model import model_of
 from ndtrain.plan.published.unfused import is_unfused, with_unfused_attention
@@ -44,14 +50,14 @@ class Run:
 
     Attributes:
         overrides: dotted key -> value, beside the model's.
-        unfused: whether its attention is not fused.
+        row: where it was published.
     """
 
     model: ModelConfig
     overrides: dict[str, Any]
     ranks: int
     hardware: Hardware
-    unfused: bool
+    row: Row
 
     def plan(self) -> StepPlan:
         """Its step.
@@ -59,11 +65,14 @@ class Run:
         Raises:
             ConfigError: ndtrain cannot run it.
         """
-        plan = plan_step(self.config(), self.hardware.device)
-        return with_unfused_attention(plan) if self.unfused else plan
+        device = self.hardware.device
+        plan = with_kept(plan_step(self.config(), device), self.row)
+        if self.overrides["train.compile"] == "true":
+            plan = with_plain_loss(plan, record_pieces(self.config({"train.compile": "false"}), device))
+        return with_unfused_attention(plan) if is_unfused(self.row) else with_kernel_of(plan, self.row, self.hardware)
 
-    def config(self) -> Config:
-        """The resolved configuration.
+    def config(self, overrides: Mapping[str, Any] = MappingProxyType({})) -> Config:
+        """The resolved configuration, with some more overrides.
 
         Raises:
             ConfigError: ndtrain cannot run it.
@@ -71,7 +80,7 @@ class Run:
         cfg = Config()
         for f in fields(ModelConfig):
             setattr(cfg.model, f.name, getattr(self.model, f.name))
-        for key, value in self.overrides.items():
+        for key, value in {**self.overrides, **overrides}.items():
             section, name = key.split(".")
             setattr(getattr(cfg, section), name, value)
         return resolve(cfg, self.ranks)
@@ -93,6 +102,7 @@ def run_of(row: Row) -> Run:
         **_precision(row, hardware),
         **_of_notes(row),
         **_recompute(row),
+        **_split(row, model, mesh["mesh.pp"]),
         "train.seq_len": count(row, "seq_len"),
         "train.global_batch": count(row, "global_batch_seqs"),
         "train.micro_batch": None if stated is None else count(row, "micro_batch"),
@@ -100,7 +110,7 @@ def run_of(row: Row) -> Run:
         "data.name": "bin",
         "data.path": "tokens.bin",
     }
-    return Run(model, overrides, ranks, hardware, is_unfused(row))
+    return Run(model, overrides, ranks, hardware, row)
 
 
 def _mesh(row: Row) -> dict[str, int]:
@@ -109,10 +119,10 @@ def _mesh(row: Row) -> dict[str, int]:
     Raises:
         ConfigError: the sizes do not make the number of GPUs.
     """
-    sizes = {axis: count(row, axis, 1) for axis in ("pp", "cp", "tp")}
-    fsdp, gpus = count(row, "fsdp", 1), count(row, "gpus", 0)
+    sizes = {axis: size_of(row, axis, 1) for axis in ("pp", "cp", "tp")}
+    fsdp, gpus = size_of(row, "fsdp", 1), count(row, "gpus", 0)
     model_ranks = math.prod(sizes.values())
-    dp = count(row, "dp", max(1, gpus // (model_ranks * fsdp)))
+    dp = size_of(row, "dp", max(1, gpus // (model_ranks * fsdp)))
     if gpus and dp * fsdp * model_ranks != gpus:
         if max(dp, fsdp) * model_ranks != gpus:  # both columns name one axis
             raise ConfigError(
@@ -134,14 +144,15 @@ def _zero(row: Row, fsdp: int) -> int:
     stated = text(row, "zero_stage")
     if not stated:
         return 3 if fsdp > 1 else 0
-    if stated not in ("0", "0.0", "1", "1.0", "2", "2.0", "3", "3.0"):
+    stage = re.fullmatch(r"(?:zero|stage)?[- ]?([0-3])(?:\.0)?", stated, re.IGNORECASE)
+    if stage is None:
         raise ConfigError(f"zero_stage={stated}: must be 0, 1, 2 or 3")
-    return int(stated[0])
+    return int(stage[1])
 
 
 def _schedule(row: Row, model: ModelConfig, pp: int) -> dict[str, Any]:
     """The schedule, and its chunks where it has any number of them. A pipeline without a name is 1F1B."""
-    chunks = count(row, "vpp", 1)
+    chunks = size_of(row, "vpp", 1)
     stated = re.sub(r"[^a-z0-9]", "", text(row, "schedule").lower())
     name = "1f1b" if pp == 1 else _named(stated, _SCHEDULES, "schedule", "1f1b")
     if pp == 1:
@@ -152,6 +163,19 @@ def _schedule(row: Row, model: ModelConfig, pp: int) -> dict[str, Any]:
         name = "zb_h1"
     free = name == "gpipe" or (name == "interleaved" and chunks > 1)
     return {"schedule.name": name, "schedule.chunks": chunks if free else None}
+
+
+def _split(row: Row, model: ModelConfig, pp: int) -> dict[str, Any]:
+    """The layers of each stage where the trainer's rule is known. nanotron's stage takes layers until the layers so far
+    cost its share of the model, with the head. ndtrain has at least one on each stage between the ends."""
+    if pp == 1 or not NANOTRON.search(text(row, "source") + " " + text(row, "notes")):
+        return {}
+    layers, split = model.num_hidden_layers, []
+    total = layers + head_flops(model) / block_flops(model, 1)
+    for stage in range(pp - 1):
+        share = math.ceil(total * (stage + 1) / pp - 1e-9) - sum(split)
+        split.append(max(1, min(share, layers - sum(split) - (pp - 2 - stage))))
+    return {"schedule.split": [*split, layers - sum(split)]}
 
 
 def _precision(row: Row, hardware: Hardware) -> dict[str, str]:
@@ -168,7 +192,7 @@ def _recompute(row: Row) -> dict[str, Any]:
     name = _named(text(row, "recompute"), _RECOMPUTE, "recompute", "none")
     if name != "selective":
         return {"recompute.name": name}
-    repeated = "gate_up_proj" if re.search(r"every[- ](2nd|second)|\bop[- ]level", text(row, "notes")) else "core"
+    repeated = "gate_up_proj" if OP_LEVEL.search(text(row, "notes")) else "core"
     return {"recompute.name": name, "recompute.keep": [op for op in SAVABLE_OPS if op != repeated]}
 
 

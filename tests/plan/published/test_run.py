@@ -56,6 +56,7 @@ def test_the_ungated_mlp_has_two_matrices():
         ("", "1", "4", (1, 4, 3)),
         ("2", "4", "4", (1, 4, 2)),
         ("1", "", "", (1, 4, 1)),
+        ("ZeRO-1", "4", "0", (1, 4, 1)),
     ],
 )
 def test_sharded_data_parallelism_is_fsdp(zero, dp, fsdp, mesh):
@@ -111,8 +112,9 @@ def test_a_device_and_what_notes_say_of_it():
     h = of(gpu="NVIDIA A100 80GB", peak_tflops="", notes="4x Omni-Path 100Gb/s per node").hardware
     assert (h.peak_tflops["bf16"], h.network_gb_s, h.link_gb_s) == (312, 6.25, 300)
     assert of(gpu="H100", notes="node-node: 1600Gb/s RoCE/node").hardware.network_gb_s == 25
-    assert of(gpu="H100", notes="AllReduce 160.4 intra 450.1 GB/s").hardware.network_gb_s == pytest.approx(20.05)
-    assert of(gpu="H100", notes="AllReduce 24.3 intra 427.4 GB/s").hardware.network_gb_s == 12.5, (
+    measured = of(gpu="H100", notes="AllReduce 160.4 intra 450.1 GB/s").hardware
+    assert measured.network_gb_s == 50 and measured.rates["network"] == pytest.approx(160.4 / 8 / 50)
+    assert of(gpu="H100", notes="AllReduce 24.3 intra 427.4 GB/s").hardware.rates["network"] == 0.25, (
         "not of large messages"
     )
     assert of(gpu="H100", notes="AllReduce 458.8 intra 458.1 GB/s").hardware.network_gb_s == 50, "of one host"
@@ -129,6 +131,8 @@ REFUSALS = {
     "no number": ({"hidden": "4k"}, "hidden=4k: must be a positive number"),
     "no whole number": ({"layers": "8.5"}, "layers=8.5: must be a whole number"),
     "experts": ({"params_b": "3"}, "params_b=3: a dense decoder of these sizes has 0.0"),
+    "experts by name": ({"model": "Mixtral-8x7B"}, "Mixtral: models with experts are not priced"),
+    "experts by notes": ({"notes": "top 2 of 8 experts"}, "8 experts: models with experts are not priced"),
     "mesh": ({"dp": "3"}, "gpus=16 are not dp x fsdp x tp x pp x cp = 3 x 1 x 2 x 2 x 1"),
     "schedule": ({"schedule": "wavefront"}, "schedule=wavefront: ndtrain has none that is like it"),
     "zero": ({"zero_stage": "4"}, "zero_stage=4: must be 0, 1, 2 or 3"),
@@ -144,3 +148,11 @@ def test_a_row_that_cannot_be_expressed_is_refused_in_one_line(name):
     with pytest.raises(ConfigError) as error:
         of(**cells).config()
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_stages_of_nanotron_take_layers_until_they_have_their_share():
+    """20 layers' worth of 16 layers and a head of 4, as in its runs of 1.34 billion parameters."""
+    model = {"model": "llama", "layers": "16", "hidden": "2048", "heads": "32", "ffn": "8192", "vocab": "131072"}
+    split = lambda pp: of(**model, source="nanotron", pp=str(pp), dp="1", gpus="").overrides["schedule.split"]
+    assert split(2) == [10, 6] and split(4) == [5, 5, 5, 1] and split(8) == [3, 2, 3, 2, 3, 2, 1, 0]
+    assert "schedule.split" not in of(**model, pp="2").overrides
