@@ -6,7 +6,8 @@ therefore know the order of the messages between them, and a message needs no he
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from ndtrain import schedule as schedules
 from ndtrain.config import Config, ModelConfig
 from ndtrain.distributed.collectives import Pending, receive, send, shift
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import balanced_split
 from ndtrain.model.flops import block_flops, head_flops
 from ndtrain.model.transformer import EMBED, HEAD, NORM, layer
 from ndtrain.schedule import Action, Message, Schedule
@@ -38,7 +38,7 @@ class Placement:
         """Of a resolved configuration."""
         s = cfg.schedule
         schedule = schedules.build(s.name, cfg.mesh.pp, cfg.microbatches, s.chunks, s.path)
-        return cls(schedule, split_layers(cfg.model, cfg.train.seq_len, schedule.stages, s.split))
+        return cls(schedule, tuple(split_layers(cfg.model, cfg.train.seq_len, schedule.rank_of, s.split)))
 
     @property
     def last(self) -> int:
@@ -53,18 +53,54 @@ class Placement:
         return blocks | {EMBED: ends, NORM: (last,), HEAD: (last,)}
 
 
-def split_layers(m: ModelConfig, seq_len: int, stages: int, split: Sequence[int] | None) -> tuple[range, ...]:
-    """The layers of each stage, at least one: those of `split`; None: the split whose costliest stage costs least. The
-    last stage also has the head and the loss. The embedding is a look-up and costs nothing."""
-    if split is None:
-        block, head = block_flops(m, seq_len), head_flops(m)
-        most = m.num_hidden_layers - (stages - 1)
-        others = lambda n: -(-(m.num_hidden_layers - n) // max(1, stages - 1)) * block
-        at_end = min(range(most, 0, -1), key=lambda n: max(others(n), n * block + head)) if stages > 1 else most
-        bounds = [balanced_split(m.num_hidden_layers - at_end, stages - 1, i) for i in range(stages - 1)]
-        split = [stop - start for start, stop in bounds] + [at_end]
-    starts = [sum(split[:i]) for i in range(stages)]
-    return tuple(range(start, start + n) for start, n in zip(starts, split, strict=True))
+def split_layers(m: ModelConfig, seq_len: int, rank_of: tuple[int, ...], split: Sequence[int] | None) -> list[range]:
+    """The layers of each stage: those of `split`; None: balanced by FLOPs.
+
+    Args:
+        rank_of: stage -> pp rank.
+    """
+    sizes = split
+    if sizes is None:
+        sizes = balanced_sizes(m.num_hidden_layers, head_in_layers(m, seq_len), rank_of)
+    ends = list(accumulate(sizes))
+    return [range(end - n, end) for end, n in zip(ends, sizes, strict=True)]
+
+
+def head_in_layers(m: ModelConfig, seq_len: int) -> float:
+    """FLOPs of the head over those of a block."""
+    return head_flops(m) / block_flops(m, seq_len)
+
+
+@lru_cache(maxsize=4096)
+def balanced_sizes(layers: int, head: float, rank_of: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of layers of the stages. The costliest rank costs least, and then the costliest stage, among the splits
+    with as many layers in every stage but the last one, or one more in the later ones of them.
+
+    Only the last stage, which has the head, may have none. The embedding is a look-up and costs nothing. Earlier stages
+    get fewer layers than later ones, since their ranks hold more microbatches; and as those with one more are
+    neighbours, they are spread over all ranks, however many stages a rank has.
+
+    Args:
+        head: cost of the head and the loss, in layers.
+        rank_of: stage -> pp rank.
+    """
+    others = len(rank_of) - 1
+    if not others:
+        return (layers,)
+    splits = []
+    for last in range(layers - others, -1, -1):
+        each, more = divmod(layers - last, others)
+        splits.append((each,) * (others - more) + (each + 1,) * more + (last,))
+    return min(splits, key=lambda sizes: (rank_cost(sizes, head, rank_of), max(*sizes[:-1], sizes[-1] + head)))
+
+
+def rank_cost(sizes: Sequence[int], head: float, rank_of: Sequence[int]) -> float:
+    """The costliest rank's layers, with those that the head counts for."""
+    costs = [0.0] * (max(rank_of) + 1)
+    for rank, size in zip(rank_of, sizes, strict=True):
+        costs[rank] += size
+    costs[rank_of[-1]] += head
+    return max(costs)
 
 
 # ----------------------------------------------------------------------------------------------------------- messages

@@ -3,21 +3,47 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from ndtrain import schedule as schedules
 from ndtrain.config import AXES, Config, ConfigError, resolve
+from ndtrain.parallel.pp import balanced_sizes, head_in_layers
 from ndtrain.parallel.recompute import always_saved_ops
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import unresolved_config
 from ndtrain.plan.price import Rates
 
+SPLIT = "schedule.split"
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zb_v", "dualpipe_v")
-INTERLEAVED_CHUNKS = (2, 3, 4, 6, 8)
-KEPT_OPS = (("core", "o_proj", "gate_up_proj"), ("core", "o_proj"), ("core",))  # of recompute=selective
+INTERLEAVED_CHUNKS = (2, 3, 4, 5, 6, 7, 8)
+KEPT_OPS = (  # of recompute=selective
+    ("qkv_proj", "core", "o_proj", "gate_up_proj"),
+    ("core", "o_proj", "gate_up_proj"),
+    ("core", "o_proj"),
+    ("core",),
+)
 MOST_MICRO_BATCH = 16
 LEAST_TOKENS = 1024  # of a sequence on a rank: less is too little work for a GPU
 MOST_FORWARDS = 8192  # of all pipeline ranks in a step, of one stage each: longer tables take seconds each
+
+
+class Stages(NamedTuple):
+    """How the model is cut over pp.
+
+    Attributes:
+        schedule, chunks: its name, and stages a rank where it has any number of them.
+        split: layers of each stage; (): what the run has without an override.
+    """
+
+    schedule: str
+    chunks: int | None = None
+    split: tuple[int, ...] = ()
+
+    def count(self, pp: int) -> int:
+        """The number of stages; 0: a file says."""
+        return len(schedules.stage_ranks(self.schedule, pp, self.chunks) or ())
 
 
 class Candidate(NamedTuple):
@@ -25,14 +51,14 @@ class Candidate(NamedTuple):
 
     Attributes:
         mesh: sizes of pp, dp, fsdp, cp and tp.
-        schedule: name and chunks. recompute: name and kept ops.
+        recompute: name and kept ops.
     """
 
     mesh: tuple[int, ...]
     micro_batch: int
     cp_kind: str
     zero: int
-    schedule: tuple[str, int | None]
+    stages: Stages
     recompute: tuple[str, tuple[str, ...]]
 
     def size(self, axis: str) -> int:
@@ -40,13 +66,14 @@ class Candidate(NamedTuple):
 
     def overrides(self) -> tuple[str, ...]:
         """Those that make a run this one."""
-        (schedule, chunks), (recompute, kept) = self.schedule, self.recompute
+        (schedule, chunks, split), (recompute, kept) = self.stages, self.recompute
         return (
             *(f"mesh.{axis}={size}" for axis, size in zip(AXES, self.mesh, strict=True)),
             f"mesh.zero={self.zero}",
             f"train.micro_batch={self.micro_batch}",
             f"schedule={schedule}",
             *((f"schedule.chunks={chunks}",) if schedule == "interleaved" else ()),
+            *((f"schedule.split=[{','.join(map(str, split))}]",) if split else ()),
             f"recompute={recompute}",
             *((f"recompute.keep=[{','.join(kept)}]",) if recompute == "selective" else ()),
             *((f"cp.kind={self.cp_kind}",) if self.size("cp") > 1 else ()),
@@ -60,16 +87,17 @@ class Candidate(NamedTuple):
 
 def searched_run(overrides: Sequence[str], hardware: Hardware) -> tuple[Config, list[str]]:
     """The run to search for, not resolved, and its overrides. A recipe's `schedule.split` belongs to the recipe's own
-    mesh and schedule: where no override gives it, it does not count.
+    mesh and schedule: where no override gives it, it is searched.
 
     Raises:
         ConfigError: there is no such run, or the hardware cannot compute it.
     """
     cfg = unresolved_config(overrides, hardware)
-    if cfg.schedule.split is None or "schedule.split" in cfg.given:
+    if cfg.schedule.split is None or SPLIT in cfg.given:
         return cfg, list(overrides)
-    balanced = [*overrides, "schedule.split=null"]
-    return unresolved_config(balanced, hardware), balanced
+    cfg = cfg.unfrozen()
+    cfg.schedule.split = None
+    return cfg, [*overrides, f"{SPLIT}=null"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +147,7 @@ class Space:
         kinds = ["ring", "ulysses"] if cp > 1 else [self.cfg.cp.kind]
         for size in self._choices("train.micro_batch", self.cfg.train.micro_batch, sizes):
             for kind in self._choices("cp.kind", self.cfg.cp.kind, kinds):
-                yield Candidate(mesh, size, kind, self.zeros(mesh)[0], self.schedules(pp)[0], self.recomputes()[0])
+                yield Candidate(mesh, size, kind, self.zeros(mesh)[0], self.stages(pp)[0], self.recomputes()[0])
 
     def on(self, place: Candidate, cfg: Config) -> Iterator[Candidate]:
         """All candidates with the mesh, the microbatch and the kind of cp of one. Of modes of recompute that save the
@@ -132,25 +160,35 @@ class Space:
         by_saved: dict[Any, tuple[str, tuple[str, ...]]] = {}
         for name, kept in self.recomputes():
             by_saved.setdefault(always | set(kept) if name in ("full", "selective") else name, (name, kept))
-        choices = product(self.zeros(place.mesh), self.schedules(place.size("pp")), by_saved.values())
-        return (place._replace(zero=z, schedule=s, recompute=r) for z, s, r in choices)
+        pp, layers, head = cfg.mesh.pp, cfg.model.num_hidden_layers, head_in_layers(cfg.model, cfg.train.seq_len)
+        stages = [s for s in self.stages(pp) if not s.split or s.split != balanced(s, pp, layers, head)]
+        choices = product(self.zeros(place.mesh), stages, by_saved.values())
+        return (place._replace(zero=z, stages=s, recompute=r) for z, s, r in choices)
 
     def zeros(self, mesh: tuple[int, ...]) -> list[int]:
         """Stages of ZeRO; where nothing is sharded, only the first one."""
         _, _, fsdp, cp, _ = mesh
         return self._choices("mesh.zero", self.cfg.mesh.zero, [1, 2, 3] if fsdp * cp > 1 else [1])
 
-    def schedules(self, pp: int) -> list[tuple[str, int | None]]:
-        """Names and chunks; without a pipeline, only 1f1b."""
+    def stages(self, pp: int) -> list[Stages]:
+        """Schedules, chunks and splits; without a pipeline, only 1f1b. Those with more stages than layers are left out,
+        unless there are no others."""
+        layers, split_given = self.cfg.model.num_hidden_layers, SPLIT in self.cfg.given
+        every = self._schedules(pp)
+        made = [one for one in every if split_given or one.count(pp) <= layers]
+        if not split_given:
+            made += [one._replace(split=split) for one in every if (split := lighter_ends(layers, one.count(pp)))]
+        return made or every
+
+    def _schedules(self, pp: int) -> list[Stages]:
         s = self.cfg.schedule
-        every: list[tuple[str, int | None]] = [(name, None) for name in SCHEDULES]
-        every += [("interleaved", n) for n in INTERLEAVED_CHUNKS]
+        every = [*(Stages(name) for name in SCHEDULES), *(Stages("interleaved", n) for n in INTERLEAVED_CHUNKS)]
         if self.cfg.given & {"schedule", "schedule.name"}:
             chunks = "schedule.chunks" in self.cfg.given or s.name != "interleaved"
-            return [(s.name, s.chunks)] if chunks else [one for one in every if one[0] == s.name]
+            return [Stages(s.name, s.chunks)] if chunks else [one for one in every if one.schedule == s.name]
         if "schedule.chunks" in self.cfg.given:
-            return [("interleaved", s.chunks)] if pp > 1 else [("1f1b", None)]
-        return every if pp > 1 else [("1f1b", None)]
+            return [Stages("interleaved", s.chunks)] if pp > 1 else [Stages("1f1b")]
+        return every if pp > 1 else [Stages("1f1b")]
 
     def recomputes(self) -> list[tuple[str, tuple[str, ...]]]:
         r = self.cfg.recompute
@@ -168,7 +206,8 @@ class Space:
         for axis, size in zip(AXES, candidate.mesh, strict=True):
             setattr(cfg.mesh, axis, size)
         cfg.mesh.zero, cfg.train.micro_batch = candidate.zero, candidate.micro_batch
-        cfg.schedule.name, cfg.schedule.chunks = candidate.schedule
+        cfg.schedule.name, cfg.schedule.chunks, split = candidate.stages
+        cfg.schedule.split = list(split) or cfg.schedule.split
         cfg.recompute.name, cfg.recompute.keep = candidate.recompute[0], list(candidate.recompute[1])
         cfg.cp.kind = candidate.cp_kind
         return resolve(cfg, self.ranks)
@@ -176,6 +215,26 @@ class Space:
     def _choices(self, key: str, given: object, choices: Sequence) -> list:
         """Only what the user gives, where they give something."""
         return [given] if key in self.cfg.given and given is not None else list(choices)
+
+
+def lighter_ends(layers: int, stages: int) -> tuple[int, ...]:
+    """Equal stages, but for a layer less in the first one, which has the embedding, and in the last one, which has the
+    head; (): the layers do not come out even."""
+    if stages < 2 or (layers + 2) % stages:
+        return ()
+    each = (layers + 2) // stages
+    return each - 1, *[each] * (stages - 2), each - 1
+
+
+@lru_cache(maxsize=4096)
+def balanced(stages: Stages, pp: int, layers: int, head: float) -> tuple[int, ...]:
+    """The layers of each stage where nobody says which; (): a file has the schedule, or there are too many stages.
+
+    Args:
+        head: cost of the head, in layers.
+    """
+    rank_of = schedules.stage_ranks(stages.schedule, pp, stages.chunks)
+    return balanced_sizes(layers, head, rank_of) if rank_of and len(rank_of) <= layers else ()
 
 
 def _factorings(n: int, parts: int) -> Iterator[tuple[int, ...]]:

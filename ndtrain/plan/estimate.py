@@ -4,6 +4,7 @@ fit, and a time, to say which candidates are worth a prediction. No figure of it
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from ndtrain import schedule as schedules
 from ndtrain.config import Config, LocalShapes
@@ -11,9 +12,10 @@ from ndtrain.config.schema import resolved
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model import flops
 from ndtrain.parallel.build import DTYPES, state_plan
+from ndtrain.parallel.pp import head_in_layers, rank_cost
 from ndtrain.parallel.recompute import always_saved_ops
 from ndtrain.parallel.unit import StatePlan
-from ndtrain.plan.candidates import Candidate
+from ndtrain.plan.candidates import SPLIT, Candidate, Stages, balanced
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.pieces import update_bytes
@@ -46,19 +48,26 @@ class Place:
         self.cfg, self.hardware, self.rates = cfg, hardware, rates
         self.shapes, self.prices = LocalShapes.of(cfg), Prices(hardware, rates, MeshSpec.of(cfg.mesh))
         self.pp, self.fsdp, self.cp, self.tp = (cfg.mesh.pp, cfg.mesh.fsdp, cfg.mesh.cp, cfg.mesh.tp)
+        self._head = head_in_layers(cfg.model, cfg.train.seq_len)
+        self._cuts: dict[Stages, _Cut] = {}
         self.layers = cfg.model.num_hidden_layers / self.pp
         self.parameters = flops.parameter_count(cfg.model) // (self.pp * self.tp)
         self.forward_s = self.layers * sum(self._op_seconds.values()) + self._head_seconds
         self.tp_s, self.cp_s = self.layers * self._tp_seconds, self.layers * self._cp_seconds
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        idle, live = pipeline(
-            candidate.schedule[0], self.pp, self.cfg.microbatches, candidate.schedule[1], self.cfg.schedule.path
-        )
+        stages, cut = candidate.stages, self._cut(candidate.stages)
+        idle, live = pipeline(stages.schedule, self.pp, self.cfg.microbatches, stages.chunks, self.cfg.schedule.path)
         again = self._recompute_seconds(candidate.recompute)
-        of_microbatch = 3 * self.forward_s + again + self.tp_s + self.cp_s
+        of_microbatch = cut.slower * (3 * self.forward_s + again + self.tp_s + self.cp_s)
         seconds = (self.cfg.microbatches + idle / 3) * of_microbatch
-        return Estimate(seconds + self._sharding_seconds(candidate, of_microbatch), self._memory(candidate, live))
+        memory = self._memory(candidate, live * cut.least_blocks)
+        return Estimate(seconds + self._sharding_seconds(candidate, of_microbatch), memory)
+
+    def _cut(self, stages: Stages) -> "_Cut":
+        if stages not in self._cuts:
+            self._cuts[stages] = _Cut.of(stages, self.cfg, self._head)
+        return self._cuts[stages]
 
     @cached_property
     def _plan(self) -> StatePlan:
@@ -66,16 +75,14 @@ class Place:
 
     # --------------------------------------------------------------------------------------------------------- memory
 
-    def _memory(self, candidate: Candidate, live: float) -> float:
-        """State, and what a block keeps of each live microbatch at least."""
+    def _memory(self, candidate: Candidate, blocks: float) -> float:
+        """State, and what so many blocks keep of a microbatch at least."""
         plan, c = self._plan, DTYPES[self.cfg.precision.compute]
         state = flops.state_bytes(
             self.parameters, self.fsdp * self.cp, candidate.zero, c.itemsize, plan.master.itemsize,
             shared=c == plan.master, optim_bytes=sum((s.dtype or plan.master).itemsize for s in plan.spec),
         )  # fmt: skip
-        stages = self.pp * (candidate.schedule[1] or schedules.default_chunks(candidate.schedule[0]) or 1)
-        blocks = self.cfg.model.num_hidden_layers // stages * stages / self.pp
-        kept = live * blocks * self._kept_elements(candidate.recompute) * c.itemsize
+        kept = blocks * self._kept_elements(candidate.recompute) * c.itemsize
         if self.hardware.device == "cpu":
             return state + kept
         return state + kept * self.rates.memory_factor + 1e9 * self.rates.memory_gb
@@ -178,6 +185,34 @@ class Place:
             self.prices.collective("dp", "all_reduce", shard * master),
             self.prices.kernel(update),
         )
+
+
+class _Cut(NamedTuple):
+    """How even the stages are.
+
+    Attributes:
+        slower: work of the rank that has most, over the mean.
+        least_blocks: blocks that keep activations of a live microbatch on the rank that has most of these, at least.
+    """
+
+    slower: float
+    least_blocks: float
+
+    @classmethod
+    def of(cls, stages: Stages, cfg: Config, head: float) -> "_Cut":
+        """
+        Args:
+            cfg: resolved, of this mesh.
+            head: cost of the head, in layers.
+        """
+        layers, pp = cfg.model.num_hidden_layers, cfg.mesh.pp
+        sizes = stages.split or (SPLIT in cfg.given and cfg.schedule.split) or balanced(stages, pp, layers, head)
+        rank_of = schedules.stage_ranks(stages.schedule, pp, stages.chunks)
+        if not rank_of or len(sizes) != len(rank_of):
+            return cls(1.0, 0.0)
+        each, inner = len(sizes) // pp, min(sizes[1:-1], default=0)
+        slower = rank_cost(sizes, head, rank_of) / ((layers + head) / pp)
+        return cls(slower, max(min(sizes) * each, inner * (each - 1)))
 
 
 @lru_cache(maxsize=4096)

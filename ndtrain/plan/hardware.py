@@ -21,7 +21,7 @@ class Hardware:
     Attributes:
         name: of the description.
         device: "cpu" or "cuda".
-        memory_gb: of one device, in 10^9 bytes.
+        memory_gb: of one device, in 10^9 bytes: all that a process can have of it, CUDA's context included.
         gpus_per_node: devices of one host.
         peak_tflops: precision -> dense matmul peak of one device.
         memory_gb_s: bandwidth of a device's memory.

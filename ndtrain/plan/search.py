@@ -11,13 +11,13 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, NamedTuple, TypeVar
 
 from ndtrain.arguments import option
 from ndtrain.config import ConfigError
 from ndtrain.config.registry import load_plugins
-from ndtrain.plan.candidates import Candidate, Space, searched_run
+from ndtrain.plan.candidates import SPLIT, Candidate, Space, searched_run
 from ndtrain.plan.estimate import Place
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import RunOptions, world_of, write_file
@@ -302,7 +302,8 @@ def as_text(space: Space, result: Result, given: Sequence[str]) -> str:
     rows = [(str(i), row) for i, row in enumerate(result.best, 1)] + (
         [("vs", result.against)] if result.against else []
     )
-    lines = [f"{space.ranks} ranks of {space.hardware.name}: {counts}", "", HEAD]
+    limit = f" of {space.hardware.memory_gb:g} GB" if space.hardware.memory_gb else ""
+    lines = [f"{space.ranks} ranks of {space.hardware.name}{limit}: {counts}", "", HEAD]
     lines += [_line(name, row) for name, row in rows]
     lines += ["", "why each is slower than the first, and its overrides"]
     for name, row in rows:
@@ -320,15 +321,26 @@ HEAD = (
 def _line(name: str, row: Row) -> str:
     p, c = row.prediction, row.candidate
     axes = " ".join(text.removeprefix("mesh.") for text in c.overrides()[:5] if not text.endswith("=1")) or "one rank"
-    rest = [text.rpartition(".")[2] for text in c.overrides()[5:] if not text.startswith("recompute.")]
+    written = [text for text in c.overrides()[5:] if not text.startswith(("recompute.", SPLIT))]
+    rest = [text.rpartition(".")[2] for text in written] + (
+        [f"split={_runs(c.stages.split)}"] if c.stages.split else []
+    )
     return (
         f"{name:>3}  {p.step_time_s:8.3f} {p.tokens_per_s_per_device:13,.0f} {p.mfu:6.1%} {p.hfu:6.1%} "
         f"{p.memory_bytes / 1e9:10.1f}   {axes} {' '.join(rest)}"
     )
 
 
+def _runs(sizes: Sequence[int]) -> str:
+    """Numbers, with how often each one stands there in a row: 0,126x1,0."""
+    runs = [(size, len(list(same))) for size, same in groupby(sizes)]
+    return ",".join(f"{times}x{size}" if times > 1 else str(size) for size, times in runs)
+
+
 def override_line(candidate: Candidate, given: Sequence[str]) -> str:
-    """The overrides to paste: those that the user has given, and those of the candidate."""
+    """The overrides to paste: those that the user has given, and those of the candidate. A split that replaces a
+    recipe's is the candidate's own."""
+    given = [arg for arg in given if arg != f"{SPLIT}=null" or not candidate.stages.split]
     keys = {arg.partition("=")[0] for arg in given}
     own = [text for text in candidate.overrides() if text.partition("=")[0] not in keys]
     return shlex.join([*given, *own])

@@ -3,7 +3,7 @@
 The table determines the placement of stages on ranks, the messages, the live activations and the bubble.
 """
 
-from ndtrain.schedule.build import NAMES, build, default_chunks, forwards
+from ndtrain.schedule.build import NAMES, build, default_chunks, forwards, stage_ranks
 from ndtrain.schedule.check import check
 from ndtrain.schedule.simulate import COST, Span, Timeline, simulate
 from ndtrain.schedule.table import (
@@ -35,4 +35,5 @@ __all__ = [
     "links",
     "sends",
     "simulate",
+    "stage_ranks",
 ]

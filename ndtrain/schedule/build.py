@@ -16,6 +16,17 @@ def default_chunks(name: str) -> int | None:
     return GENERATORS[name].chunks if name in GENERATORS else None
 
 
+@lru_cache(maxsize=4096)
+def stage_ranks(name: str, pp: int, chunks: int | None = None) -> tuple[int, ...] | None:
+    """Stage -> pp rank, of a schedule that has such a placement; None with csv, whose file says."""
+    generator = GENERATORS.get(name)
+    if generator is None:
+        return None
+    chunks = chunks or generator.chunks
+    holder = {stage: rank for rank in range(pp) for stage in generator.stages(pp, rank, chunks)}
+    return tuple(holder[stage] for stage in range(pp * chunks))
+
+
 def build(name: str, pp: int, microbatches: int, chunks: int | None = None, path: Path | None = None) -> Schedule:
     """The schedule `name` for `pp` ranks and `microbatches` a step, generated, or with csv read from `path`, and proved
     to run. `chunks` are stages a rank; None takes the schedule's default, or what the file holds.

@@ -98,9 +98,17 @@ def test_mesh_order_and_split():
     check({"pp": 2, "tp": 2}, 3, extra)
 
 
-def test_stages_without_a_block():
-    """The first stage has the embedding alone and the last one the head, as Llama 3 405B's have."""
-    check({"pp": 2}, 4, ["schedule=interleaved", "schedule.split=[0,4,5,0]", "recompute=selective"])
+WITHOUT_BLOCK = {  # the first stage has the embedding alone and the last one the head, as Llama 3 405B's have
+    "both": ["schedule=interleaved", "schedule.split=[0,4,5,0]", "recompute=selective"],
+    "last, V": ["schedule=zb_v", "schedule.split=[2,3,4,0]", TIED, "mesh.zero=3"],
+    "last, halves": ["schedule=zb_h1", "schedule.split=[9,0]", "recompute=full", "mesh.zero=2"],
+    "last, DualPipe": ["schedule=dualpipe_v", "schedule.split=[3,3,3,0]", "recompute=every"],
+}
+
+
+@pytest.mark.parametrize("name", ["both", *(pytest.param(n, marks=pytest.mark.full) for n in [*WITHOUT_BLOCK][1:])])
+def test_stages_without_a_block(name):
+    check({"pp": 2}, 4, WITHOUT_BLOCK[name])
 
 
 def shuffled(draw: random.Random) -> tuple[int, int, list[list[Action]]]:
