@@ -44,7 +44,7 @@ def resolve_micro_batch(cfg: Config) -> None:
         t.micro_batch = share // next(n for n in range(least, share + 1) if share % n == 0)
 
 
-_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab")  # the dims that tp's ops can shard
+_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab", "shared_mlp")  # the dims that tp's ops can shard
 
 
 def check_rules(rules: dict[str, str | None]) -> None:

@@ -16,8 +16,8 @@ from ndtrain.config import Config, ModelConfig
 from ndtrain.distributed.collectives import Pending, receive, send, shift
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import balanced_split
-from ndtrain.model.flops import block_flops, head_flops
-from ndtrain.model.transformer import EMBED, HEAD, NORM, layer
+from ndtrain.model.flops import block_flops, head_flops, over_layers
+from ndtrain.model.transformer import EMBED, HEAD, NORM, layer_units
 from ndtrain.schedule import Action, Message, Schedule
 
 AHEAD = 1  # a message's receive is posted at least this many actions before the one that needs it
@@ -48,7 +48,8 @@ class Placement:
         """Unit -> the pp coords that hold it, the first of which owns it. Tied embeddings are on the first and the last
         stage."""
         first, last = self.schedule.rank_of[0], self.schedule.rank_of[-1]
-        blocks = {layer(i): (self.schedule.rank_of[s],) for s, layers in enumerate(self.layers) for i in layers}
+        coords = [(i, (self.schedule.rank_of[s],)) for s, layers in enumerate(self.layers) for i in layers]
+        blocks = {unit: coord for i, coord in coords for unit in layer_units(m, i)}
         ends = (first, last) if m.tie_word_embeddings and first != last else (first,)
         return blocks | {EMBED: ends, NORM: (last,), HEAD: (last,)}
 
@@ -57,7 +58,8 @@ def split_layers(m: ModelConfig, seq_len: int, stages: int, split: Sequence[int]
     """The layers of each stage, at least one: those of `split`; None: the split whose costliest stage costs least. The
     last stage also has the head and the loss. The embedding is a look-up and costs nothing."""
     if split is None:
-        block, head = block_flops(m, seq_len), head_flops(m)
+        block = over_layers(m, lambda i: block_flops(m, seq_len, i)) / m.num_hidden_layers
+        head = head_flops(m)
         most = m.num_hidden_layers - (stages - 1)
         others = lambda n: -(-(m.num_hidden_layers - n) // max(1, stages - 1)) * block
         at_end = min(range(most, 0, -1), key=lambda n: max(others(n), n * block + head)) if stages > 1 else most

@@ -232,6 +232,23 @@ class ReplicatedVocab(Vocabulary):
 # ----------------------------------------------------------------------------------------------------------- the ops
 
 
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks, on which every rank's loss depends: gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        y = x.clone()
+        all_reduce(y, group).wait()
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        total = grad.contiguous().clone()
+        all_reduce(total, ctx.group).wait()
+        return total, None
+
+
 class Role(Enum):
     """How a weight is sharded over tp."""
 
@@ -276,8 +293,12 @@ class TensorParallel:
         Args:
             compiled: whether blocks are; communication cannot be part of a graph, so each matmul breaks it.
         """
-        linear = torch.compiler.disable(self.ops.linear) if compiled else self.ops.linear
-        return Ops(linear, self.embedding, self.local_heads(ops.core), self.head_loss)
+        outside = torch.compiler.disable if compiled else lambda op: op
+        linear, norm = outside(self.ops.linear), outside(self.norm_of_heads) if self.shards_heads else ops.norm_of_heads
+        return replace(
+            ops, linear=linear, norm_of_heads=norm, embedding=self.embedding, core=self.local_heads(ops.core),
+            head_loss=self.head_loss,
+        )  # fmt: skip
 
     def role_of(self, weight: nn.Parameter) -> Role:
         """The role of a weight [out, in], or of a table [vocabulary, E], which is sharded as a column is."""
@@ -311,6 +332,12 @@ class TensorParallel:
         else:
             vocabulary = VocabParallel(self._vocabulary(weight), self.comm, self.group)
         return self.ops.head_loss(x, weight, labels, scale, chunk, vocabulary)
+
+    def norm_of_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`rms_norm` over the heads of all ranks. Ranks that hold one head together weigh alike in the mean."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = _SumOverRanks.apply(wide.square().mean(-1, keepdim=True) / self.group.size(), self.group)
+        return (wide * (mean + eps).rsqrt() * weight).to(x.dtype)
 
     def local_heads(self, core: Callable) -> Callable:
         """The attention core for this rank's heads. Their number follows from q, k and v, and their place in the model

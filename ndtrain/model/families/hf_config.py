@@ -17,6 +17,7 @@ from ndtrain.model.families.hf_fields import (
     mod_fields,
     read_family,
     refusal,
+    with_expert_count,
 )
 
 _SLIDES, _FULL = "sliding_attention", "full_attention"
@@ -36,7 +37,9 @@ def to_hf(m: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": ["NdtrainForCausalLM" if extras else family.causal_lm],
         "model_type": OWN * bool(extras) + m.model_type,
-        **{key: getattr(m, key) for key in (*SAME, *family.fields, *mod_fields(m.attention))},
+        **{key: getattr(m, key) for key in (*SAME, *mod_fields(m.attention))},
+        **{key: getattr(m, key) for key in family.fields if getattr(m, key) is not None},
+        **({family.moe.count: m.num_experts} if family.moe else {}),
         "hidden_act": "silu",
         "rope_theta": m.rope_theta,
         "rope_scaling": scaling,
@@ -67,12 +70,12 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
             is named.
     """
     family, own = read_family(config)
-    given = {**family.defaults, **config}
+    given = {**family.defaults, **with_expert_count(config, family)}
     check_fields(given, family, own)
     mod = given.get("attention")
     if mod is not None and mod not in names("attention_mod"):
         raise refusal(given, "attention", "no plugin registers it: name its module, plugins=[my_package.my_module]")
-    fields = (*SAME, *EXTRAS, *family.fields, *mod_fields(mod))
+    fields = (*SAME, *EXTRAS, *family.own_fields, *mod_fields(mod))
     known = {key: given[key] for key in fields if given.get(key) is not None}
     heads = known["num_attention_heads"]
     known.setdefault("num_key_value_heads", heads)
