@@ -158,7 +158,7 @@ class ModelConfig(Section):
     mlp_only_layers: list[int] = field(default_factory=list)  # layers that have a dense MLP in any case
     shared_expert_intermediate_size: int | None = at_least(1, None)  # of the expert that every token goes to
     output_router_logits: bool = False  # true asks for a balance loss, which there is none of yet
-    router_aux_loss_coef: float | None = None  # kept for config.json: the factor of that loss
+    router_aux_loss_coef: float = at_least(0, 0.001)  # the factor of that loss, which config.json keeps
     clip_qkv: float | None = None  # queries, keys and values are clipped to this size
 
 

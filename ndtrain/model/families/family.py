@@ -27,7 +27,8 @@ class Family:
         qk_norm: whether each head's query and key are normalised before the rotation.
         qk_norm_of_all_heads: whether all heads' queries, and all heads' keys, are normalised together instead.
         sliding_window: "never" | "given": wherever config.json has one | "used": only with `use_sliding_window`.
-        defaults: what its configuration class assumes where config.json says nothing.
+        rope_theta: what its configuration class assumes where config.json has none.
+        defaults: what it assumes where config.json says nothing of other fields.
         absent: fields of ours that its configuration class does not have; they must be false or null.
         fields: the names of its own fields in config.json, which its config dataclass declares or which stand in
             `OPTIONAL_FIELDS`.
@@ -44,6 +45,7 @@ class Family:
     qk_norm: bool = False
     qk_norm_of_all_heads: bool = False
     sliding_window: str = "never"
+    rope_theta: float = 10000.0
     defaults: Mapping[str, Any] = field(default_factory=lambda: COMMON_DEFAULTS)
     absent: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()

@@ -57,7 +57,7 @@ _TYPES = {f.name: f.type for f in fields(ModelConfig) if f.name in (*SAME, *EXTR
 _OPTIONAL_TYPES = {f.name: f.type for f in fields(ModelConfig) if f.name in OPTIONAL_FIELDS} | {
     "mlp_only_layers": list | None
 }
-_MAY_BE_ZERO = ("max_window_layers", "initializer_range", "router_aux_loss_coef")
+_MAY_BE_ZERO = ("max_window_layers", "initializer_range", "router_aux_loss_coef", "sliding_window")
 
 
 def refusal(config: dict[str, Any], key: str, why: str) -> ConfigError:

@@ -12,10 +12,11 @@ MIXTRAL = register_family(
         o_bias=never,
         mlp_bias=never,
         sliding_window="given",
+        rope_theta=1e6,
         defaults=COMMON_DEFAULTS
         | {
             "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072, "num_experts": 8,
-            "num_experts_per_tok": 2, "rope_theta": 1000000.0,
+            "num_experts_per_tok": 2,
         },
         absent=("attention_bias", "mlp_bias"),
         fields=FIELDS,

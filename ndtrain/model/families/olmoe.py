@@ -12,7 +12,13 @@ OLMOE = register_family(
         mlp_bias=never,
         qk_norm_of_all_heads=True,
         defaults=COMMON_DEFAULTS
-        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
+        | {
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "router_aux_loss_coef": 0.01,
+        },
         absent=("mlp_bias",),
         fields=(*FIELDS, "norm_topk_prob", "clip_qkv"),
         moe=MoE("num_experts", renormalised_if_asked),
