@@ -79,7 +79,7 @@ def check_tp(cfg: Config) -> None:
             not cfg.tp.sequence_parallel,
             "layout.rules.heads=null: attention on every rank needs the whole stream: set tp.sequence_parallel=false",
         )
-    if rules.get("mlp"):
+    if rules.get("mlp") and m.num_experts is None:  # experts are whole; of dense layers among them the layouts tell
         require(
             m.intermediate_size % tp == 0, f"mesh.tp={tp} must divide model.intermediate_size={m.intermediate_size}"
         )

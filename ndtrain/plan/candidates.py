@@ -10,6 +10,7 @@ from ndtrain.config import AXES, Config, ConfigError, resolve
 from ndtrain.parallel.recompute import always_saved_ops
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import unresolved_config
+from ndtrain.plan.pieces import require_priced
 from ndtrain.plan.price import Rates
 
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zb_v", "dualpipe_v")
@@ -66,6 +67,7 @@ def searched_run(overrides: Sequence[str], hardware: Hardware) -> tuple[Config, 
         ConfigError: there is no such run, or the hardware cannot compute it.
     """
     cfg = unresolved_config(overrides, hardware)
+    require_priced(cfg)
     if cfg.schedule.split is None or "schedule.split" in cfg.given:
         return cfg, list(overrides)
     balanced = [*overrides, "schedule.split=null"]
