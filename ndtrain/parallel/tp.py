@@ -30,6 +30,7 @@ E hidden_size, I in, O out, V rows of the vocabulary on this rank.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,7 @@ from ndtrain.parallel.fused_grad_accumulation import (
     WeightOps,
 )
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.norm_of_heads import norm_of_heads
 from ndtrain.parallel.recompute import SavedOps
 
 # --------------------------------------------------------------------------------------- communication around a matmul
@@ -232,23 +234,6 @@ class ReplicatedVocab(Vocabulary):
 # ----------------------------------------------------------------------------------------------------------- the ops
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks, on which every rank's loss depends: gradients are summed too."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        y = x.clone()
-        all_reduce(y, group).wait()
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        total = grad.contiguous().clone()
-        all_reduce(total, ctx.group).wait()
-        return total, None
-
-
 class Role(Enum):
     """How a weight is sharded over tp."""
 
@@ -294,7 +279,9 @@ class TensorParallel:
             compiled: whether blocks are; communication cannot be part of a graph, so each matmul breaks it.
         """
         outside = torch.compiler.disable if compiled else lambda op: op
-        linear, norm = outside(self.ops.linear), outside(self.norm_of_heads) if self.shards_heads else ops.norm_of_heads
+        linear, norm = outside(self.ops.linear), ops.norm_of_heads
+        if self.shards_heads:
+            norm = outside(partial(norm_of_heads, group=self.group))
         return replace(
             ops, linear=linear, norm_of_heads=norm, embedding=self.embedding, core=self.local_heads(ops.core),
             head_loss=self.head_loss,
@@ -332,12 +319,6 @@ class TensorParallel:
         else:
             vocabulary = VocabParallel(self._vocabulary(weight), self.comm, self.group)
         return self.ops.head_loss(x, weight, labels, scale, chunk, vocabulary)
-
-    def norm_of_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`rms_norm` over the heads of all ranks. Ranks that hold one head together weigh alike in the mean."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = _SumOverRanks.apply(wide.square().mean(-1, keepdim=True) / self.group.size(), self.group)
-        return (wide * (mean + eps).rsqrt() * weight).to(x.dtype)
 
     def local_heads(self, core: Callable) -> Callable:
         """The attention core for this rank's heads. Their number follows from q, k and v, and their place in the model
