@@ -322,7 +322,7 @@ def _unit_life(c: Canvas) -> None:
     """When three units are gathered, computed and reduced in one microbatch, as `expand` orders it for zero=3."""
     c.text(20, 205, "When three units are gathered, computed and reduced, with mesh.zero=3", 15, bold=True)
     run: Callable = lambda x, ctx: x
-    layers = line_up({0: [Segment(str(i), run) for i in range(3)]}, last_stage=1)
+    layers = line_up({0: [Segment((str(i),), run) for i in range(3)]}, last_stage=1)
     actions = expand([Action("F", 0, 0), Action("B", 0, 0)], layers, [], ahead=1)
     slots, w = [ins for action in actions for ins in action], 100
     for i, lane in enumerate(("all-gather", "compute", "reduce-scatter")):
@@ -565,7 +565,7 @@ def step_instructions() -> str:
 
 def _last_stage(blocks: Sequence[int]) -> list[Layer]:
     run: Callable = lambda x, ctx: x
-    segments = [Segment(layer(i), run) for i in blocks] + [Segment("model.norm", run), Segment("lm_head", run)]
+    segments = [Segment((layer(i),), run) for i in blocks] + [Segment(("model.norm",), run), Segment(("lm_head",), run)]
     return line_up({1: segments}, last_stage=1)
 
 

@@ -44,7 +44,7 @@ def resolve_micro_batch(cfg: Config) -> None:
         t.micro_batch = share // next(n for n in range(least, share + 1) if share % n == 0)
 
 
-_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab")  # the dims that tp's ops can shard
+_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab", "shared_mlp")  # the dims that tp's ops can shard
 
 
 def check_rules(rules: dict[str, str | None]) -> None:
@@ -79,7 +79,7 @@ def check_tp(cfg: Config) -> None:
             not cfg.tp.sequence_parallel,
             "layout.rules.heads=null: attention on every rank needs the whole stream: set tp.sequence_parallel=false",
         )
-    if rules.get("mlp"):
+    if rules.get("mlp") and m.num_experts is None:  # experts are whole; of dense layers among them the layouts tell
         require(
             m.intermediate_size % tp == 0, f"mesh.tp={tp} must divide model.intermediate_size={m.intermediate_size}"
         )

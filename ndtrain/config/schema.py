@@ -118,7 +118,7 @@ class MeshConfig(Section):
 @dataclass
 class LayoutConfig(Section):
     rules: dict[str, str | None] = field(
-        default_factory=lambda: {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
+        default_factory=lambda: {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "shared_mlp": "tp"}
     )
 
 
@@ -149,6 +149,17 @@ class ModelConfig(Section):
     alibi: bool = False  # linear biases by distance instead of rotary positions
     attention: str | None = choice(None, part="attention_mod")  # a plugin's function of the scores or the mask
     initializer_range: float = 0.02
+    # mixtures of experts; null: the model is dense
+    num_experts: int | None = at_least(1, None)
+    num_experts_per_tok: int | None = at_least(1, None)  # experts that a token goes to
+    moe_intermediate_size: int | None = at_least(1, None)  # of an expert; null: intermediate_size
+    norm_topk_prob: bool = False  # a token's weights add up to 1
+    decoder_sparse_step: int = at_least(1, 1)  # every so many layers one has experts, the others a dense MLP
+    mlp_only_layers: list[int] = field(default_factory=list)  # layers that have a dense MLP in any case
+    shared_expert_intermediate_size: int | None = at_least(1, None)  # of the expert that every token goes to
+    output_router_logits: bool = False  # true asks for a balance loss, which there is none of yet
+    router_aux_loss_coef: float = at_least(0, 0.001)  # the factor of that loss, which config.json keeps
+    clip_qkv: float | None = None  # queries, keys and values are clipped to this size
 
 
 @dataclass

@@ -80,9 +80,9 @@ def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
     layers = []
     for stage, mine in sorted(segments.items()):
         for i, s in enumerate(mine):
-            units, last = (s.unit,), i == len(mine) - 1
-            backward_units = units if s.weight_in_backward else ()
-            layers.append(Layer(s.run, units, backward_units, stage, i == 0, last, last and stage == last_stage))
+            last = i == len(mine) - 1
+            backward_units = s.units if s.weight_in_backward else ()
+            layers.append(Layer(s.run, s.units, backward_units, stage, i == 0, last, last and stage == last_stage))
     return layers
 
 

@@ -57,7 +57,7 @@ class Sampler:
         last, segments = stages.placement.last, dict(stages.segments)
         if last in segments:
             *others, head = segments[last]
-            segments[last] = [*others, Segment(head.unit, self._head, head.weight_in_backward)]
+            segments[last] = [*others, Segment(head.units, self._head, head.weight_in_backward)]
             self._model = stages.models[last]
         pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         layers = line_up(segments, last)

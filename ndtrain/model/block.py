@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ndtrain.config import ModelConfig
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.attention.scores import Scores
-from ndtrain.model.families.family import Family
+from ndtrain.model.families import Family, family_of
 from ndtrain.model.loss import head_loss
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import rotate
@@ -34,6 +34,24 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
 
+def wide_linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x @ w.T in fp32 or wider: a router's choice must not depend on the compute precision."""
+    wide = torch.promote_types(x_NI.dtype, torch.float32)
+    return F.linear(x_NI.to(wide), weight_OI.to(wide))
+
+
+def grouped_linear(x_MI: Tensor, counts_X: Tensor, weights: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """For each of `weights`, which are one matrix [out, in] for each of X experts: x @ w.T of the expert that the row
+    belongs to.
+
+    Args:
+        x_MI: rows sorted by expert.
+        counts_X: the number of rows of each expert.
+    """
+    of_expert = x_MI.split(counts_X.tolist())
+    return tuple(torch.cat([F.linear(x, w) for x, w in zip(of_expert, ws, strict=True)]) for ws in weights)
+
+
 def embedding(tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
     """The residual stream [N, E] of some tokens."""
     return F.embedding(tokens_BT.flatten(), weight_VE)
@@ -42,10 +60,14 @@ def embedding(tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Ops:
     """The calls that parallelism replaces; the defaults are what they say on one device. `parallel/tp.py` replaces
-    `linear`, `embedding` and `head_loss`, `parallel/cp.py` replaces `core`."""
+    `linear`, `norm_of_heads`, `embedding` and `head_loss`, `parallel/cp.py` replaces `core`,
+    `parallel/grouped_linear.py` replaces `grouped_linear`."""
 
     linear: Callable = linear
+    wide_linear: Callable = wide_linear  # (x [N, I], weight [O, I]) -> [N, O] in fp32 or wider
+    grouped_linear: Callable = grouped_linear  # (x [M, I] by expert, counts [X], weights) -> [M, O] of each
     embedding: Callable = embedding  # (tokens [B, T], weight [V, E]) -> [N, E]
+    norm_of_heads: Callable = rms_norm  # (x [N, H D], weight [H D], eps): over all heads of a token
     core: Callable = local_core  # (q [B, T, H, D], k and v [B, T, K, D], ctx) -> [B, T, H, D]
     head_loss: Callable = head_loss  # (x [N, E], weight [V, E], labels [B, T], scale, chunk) -> scalar
 
@@ -81,7 +103,7 @@ def dim_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
         "heads": (m.num_attention_heads, m.head_dim),
         "kv_heads": (m.num_key_value_heads, m.head_dim),
         "head_dim": (m.head_dim, 1),
-    }
+    } | (moe.dim_sizes(m) if (moe := family_of(m).moe) else {})
 
 
 class Weights(nn.Module):
@@ -137,11 +159,28 @@ class Block(nn.Module):
 
     def __init__(self, m: ModelConfig, family: Family, ops: Ops):
         super().__init__()
-        self.m, self.ops = m, ops
+        self.m, self.ops, self.norms_all_heads = m, ops, family.qk_norm_of_all_heads
         self.input_layernorm = Weights(m, "embed")
         self.self_attn = self.make_attention(m, family)
         self.post_attention_layernorm = Weights(m, "embed")
+        self.add_mlp(m, family)
+
+    def add_mlp(self, m: ModelConfig, family: Family) -> None:
         self.mlp = self.make_mlp(m, family)
+
+    @classmethod
+    def stacks(cls, m: ModelConfig, family: Family) -> tuple[tuple[str, ...], ...]:
+        """Groups of projections that a grouped product serves, one of each expert."""
+        return ()
+
+    @classmethod
+    def multiply_adds(cls, m: ModelConfig, family: Family, weights: Mapping[str, int]) -> dict[str, int]:
+        """Op -> multiply-adds a token, in the order the ops run.
+
+        Args:
+            weights: projection -> elements of its weight.
+        """
+        return {op: sum(weights[name] for name in projections) for op, projections in cls.matmuls.items()}
 
     def make_attention(self, m: ModelConfig, family: Family) -> nn.Module:
         a, bias = nn.Module(), family.qkv_bias(m)
@@ -149,8 +188,9 @@ class Block(nn.Module):
         a.k_proj = Weights(m, "kv_heads", "embed", bias=bias)
         a.v_proj = Weights(m, "kv_heads", "embed", bias=bias)
         a.o_proj = Weights(m, "embed", "heads", bias=family.o_bias(m))
-        a.q_norm = Weights(m, "head_dim") if family.qk_norm else None
-        a.k_norm = Weights(m, "head_dim") if family.qk_norm else None
+        of_head, of_all = family.qk_norm, family.qk_norm_of_all_heads
+        a.q_norm = Weights(m, "heads" if of_all else "head_dim") if of_head or of_all else None
+        a.k_norm = Weights(m, "kv_heads" if of_all else "head_dim") if of_head or of_all else None
         return a
 
     def make_mlp(self, m: ModelConfig, family: Family) -> nn.Module:
@@ -172,9 +212,14 @@ class Block(nn.Module):
 
     def attention(self, x_NE: Tensor, ctx: Context) -> Tensor:
         a, (B, T) = self.self_attn, ctx.tokens.shape
+        q, k, v = self.linear(x_NE, a.q_proj, a.k_proj, a.v_proj)
+        if self.norms_all_heads:
+            q, k = (self.ops.norm_of_heads(y, n.weight, self.m.rms_norm_eps) for y, n in ((q, a.q_norm), (k, a.k_norm)))
+        if (most := self.m.clip_qkv) is not None:
+            q, k, v = (y.clamp(-most, most) for y in (q, k, v))
         # -1: tp leaves each rank some of the heads, and how many follows from the weights
-        q, k, v = [y.view(B, T, -1, self.m.head_dim) for y in self.linear(x_NE, a.q_proj, a.k_proj, a.v_proj)]
-        if a.q_norm is not None:
+        q, k, v = (y.view(B, T, -1, self.m.head_dim) for y in (q, k, v))
+        if a.q_norm is not None and not self.norms_all_heads:
             q, k = self.norm(q, a.q_norm), self.norm(k, a.k_norm)
         if ctx.rope is not None:
             q, k = rotate(q, k, ctx.rope)

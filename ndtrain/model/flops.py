@@ -3,34 +3,48 @@ prediction share.
 
 Every function takes a resolved `ModelConfig` (`head_dim` set). Legend of the formulas: E hidden_size,
 F intermediate_size, L num_hidden_layers, H query heads, K key/value heads, Q head_dim, V vocab_size, T seq_len.
-A multiply-add is two FLOPs; norms, RoPE, softmax and the optimizer are not counted.
+A multiply-add is two FLOPs; norms, RoPE, softmax and the optimizer are not counted. Layers of one model may differ
+(some have experts), so what is said of a block is said of that of layer `index`. Of experts those count as FLOPs that a
+token goes to, and all of them as parameters.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ndtrain.config import ModelConfig
-from ndtrain.model.block import Block, dim_sizes
+from ndtrain.model.block import dim_sizes
 from ndtrain.model.families import family_of
-from ndtrain.model.transformer import block_dims
+from ndtrain.model.transformer import block_class, block_dims, kinds
 
 # ----------------------------------------------------------------------------------------------------- parameters
 
 
-def block_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
+def block_shapes(m: ModelConfig, index: int = 0) -> dict[str, tuple[int, ...]]:
     """Every parameter of a block: name below the block -> shape."""
     sizes = {d: units * width for d, (units, width) in dim_sizes(m).items()}
-    return {name: tuple(sizes[d] for d in dims) for name, dims in block_dims(m).items()}
+    return {name: tuple(sizes[d] for d in dims) for name, dims in block_dims(m, index).items()}
 
 
-def block_matmul_parameters(m: ModelConfig) -> int:
-    """Weights of one block that every token is multiplied by: its matrices."""
-    return sum(math.prod(shape) for shape in block_shapes(m).values() if len(shape) > 1)
+def multiply_adds(m: ModelConfig, index: int = 0) -> dict[str, int]:
+    """Weights that each op of a block multiplies a token by, in the order the ops run, without the attention core."""
+    shapes = block_shapes(m, index)
+    weights = {name.removesuffix(".weight"): math.prod(shape) for name, shape in shapes.items() if len(shape) > 1}
+    return block_class(m, index).multiply_adds(m, family_of(m), weights)
 
 
-def block_parameters(m: ModelConfig) -> int:
+def block_matmul_parameters(m: ModelConfig, index: int = 0) -> int:
+    """Weights of one block that a token is multiplied by: its matrices, of the experts those that it goes to."""
+    return sum(multiply_adds(m, index).values())
+
+
+def block_parameters(m: ModelConfig, index: int = 0) -> int:
     """All parameters of one block: its matrices, norms and biases."""
-    return sum(math.prod(shape) for shape in block_shapes(m).values())
+    return sum(math.prod(shape) for shape in block_shapes(m, index).values())
+
+
+def over_layers(m: ModelConfig, of_block: Callable[[int], int]) -> int:
+    """The sum of something over all layers, from its value for one layer of each kind."""
+    return sum(len(layers) * of_block(layers[0]) for layers in kinds(m).values())
 
 
 def embedding_parameters(m: ModelConfig) -> int:
@@ -41,36 +55,36 @@ def embedding_parameters(m: ModelConfig) -> int:
 def parameter_count(m: ModelConfig) -> int:
     """Parameters of the whole model; a tied head counts once, padding of the vocabulary not at all."""
     tables = 1 if m.tie_word_embeddings else 2
-    return m.num_hidden_layers * block_parameters(m) + tables * embedding_parameters(m) + m.hidden_size
+    return over_layers(m, lambda i: block_parameters(m, i)) + tables * embedding_parameters(m) + m.hidden_size
 
 
 def matmul_parameters(m: ModelConfig) -> int:
-    """N_matmul: weights every token is multiplied by. The head counts, tied or not; the embedding is a look-up."""
-    return m.num_hidden_layers * block_matmul_parameters(m) + embedding_parameters(m)
+    """N_matmul: weights a token is multiplied by. The head counts, tied or not; the embedding is a look-up."""
+    return over_layers(m, lambda i: block_matmul_parameters(m, i)) + embedding_parameters(m)
 
 
 # ----------------------------------------------------------------------------------------------------------- FLOPs
 
 
-def op_flops(m: ModelConfig, seq_len: int) -> dict[str, int]:
+def op_flops(m: ModelConfig, seq_len: int, index: int = 0) -> dict[str, int]:
     """Forward FLOPs a token of each op of a block, in the order they run: 2 a weight, and for the attention core
     4 H Q T (scores and values over all T keys, not halved)."""
-    shapes, flops = block_shapes(m), {}
-    for op, projections in (family_of(m).block or Block).matmuls.items():
+    flops = {}
+    for op, weights in multiply_adds(m, index).items():
         if op == "o_proj":
             flops["core"] = 4 * m.num_attention_heads * m.head_dim * seq_len
-        flops[op] = 2 * sum(math.prod(shapes[f"{name}.weight"]) for name in projections)
+        flops[op] = 2 * weights
     return flops
 
 
-def block_flops(m: ModelConfig, seq_len: int) -> int:
+def block_flops(m: ModelConfig, seq_len: int, index: int = 0) -> int:
     """Forward FLOPs a token of one block: 2 N_block + 4 H Q T."""
-    return sum(op_flops(m, seq_len).values())
+    return sum(op_flops(m, seq_len, index).values())
 
 
-def recompute_flops(m: ModelConfig, seq_len: int, skipped_ops: frozenset[str]) -> int:
+def recompute_flops(m: ModelConfig, seq_len: int, skipped_ops: frozenset[str], index: int = 0) -> int:
     """Forward FLOPs a token of a block's recompute, which skips the ops `skipped_ops`."""
-    return sum(flops for op, flops in op_flops(m, seq_len).items() if op not in skipped_ops)
+    return sum(flops for op, flops in op_flops(m, seq_len, index).items() if op not in skipped_ops)
 
 
 def elementwise_values(m: ModelConfig) -> int:
@@ -90,7 +104,7 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> int:
 
     A backward costs two forwards.
     """
-    return 3 * (m.num_hidden_layers * block_flops(m, seq_len) + head_flops(m))
+    return 3 * (over_layers(m, lambda i: block_flops(m, seq_len, i)) + head_flops(m))
 
 
 def hardware_flops_per_token(m: ModelConfig, seq_len: int, skipped_ops: Sequence[frozenset[str] | None]) -> float:
@@ -101,8 +115,9 @@ def hardware_flops_per_token(m: ModelConfig, seq_len: int, skipped_ops: Sequence
         skipped_ops: for each of some blocks the ops that its recompute skips, None where it is not recomputed
             (`parallel/recompute.py` knows); the model's other blocks are taken to be like these on average.
     """
-    again = sum(recompute_flops(m, seq_len, ops) for ops in skipped_ops if ops is not None)
-    return flops_per_token(m, seq_len) + (m.num_hidden_layers * again / len(skipped_ops) if skipped_ops else 0)
+    run_again = [ops for ops in skipped_ops if ops is not None]
+    again = sum(over_layers(m, lambda i, ops=ops: recompute_flops(m, seq_len, ops, i)) for ops in run_again)
+    return flops_per_token(m, seq_len) + (again / len(skipped_ops) if skipped_ops else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- memory

@@ -99,6 +99,6 @@ def _blocks(out: Tensor, start: int) -> Iterable[tuple[Tensor, int]]:
 def _std(m: ModelConfig, name: str) -> float:
     """The standard deviation. Projections that write to the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2,
     Radford et al., 2019)."""
-    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight"))
     std = m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if writes_residual else 1)
     return family_of(m).init_std(m, name, std)

@@ -1,5 +1,7 @@
 """Matmul that accumulates into a tensor of the same or a wider precision."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,3 +23,15 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False)
         total.copy_(a @ b)
     else:
         total.add_(a @ b)
+
+
+def accumulate_by_expert(
+    total_XOI: Tensor, a_MO: Tensor, b_MI: Tensor, bounds: Sequence[slice], fresh: bool = False
+) -> None:
+    """total[x] += a[rows].T @ b[rows] for the rows of each expert, as `accumulate_product` does. An expert may have
+    none."""
+    for total_OI, rows in zip(total_XOI, bounds, strict=True):
+        if rows.stop > rows.start:
+            accumulate_product(total_OI, a_MO[rows].t(), b_MI[rows], fresh)
+        elif fresh:
+            total_OI.zero_()

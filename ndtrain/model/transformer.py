@@ -20,6 +20,7 @@ from ndtrain.model.attention.mods import attention_mod
 from ndtrain.model.attention.scores import Scores, alibi_slopes
 from ndtrain.model.block import Block, Context, Dims, Ops, Weights, declared_dims, dim_sizes
 from ndtrain.model.families import family_of
+from ndtrain.model.moe.block import MoEBlock
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import inverse_frequencies, rope_table
 
@@ -28,24 +29,46 @@ EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 # -------------------------------------------------------------------------------------------- the table of named dims
 
 
-def make_block(m: ModelConfig, ops: Ops) -> Block:
-    """A block of the model's family."""
-    family = family_of(m)
-    return (family.block or Block)(m, family, ops)
+def is_sparse(m: ModelConfig, index: int) -> bool:
+    """Whether layer `index` has experts."""
+    moe = family_of(m).moe
+    return moe is not None and moe.is_sparse(m, index)
 
 
-def block_dims(m: ModelConfig) -> dict[str, Dims]:
-    """Every parameter of a block, in order: name below the block -> named dims, collected from its modules."""
+def block_class(m: ModelConfig, index: int) -> type[Block]:
+    """The kind of layer `index`."""
+    return MoEBlock if is_sparse(m, index) else family_of(m).block or Block
+
+
+def kinds(m: ModelConfig) -> dict[type[Block], list[int]]:
+    """Each kind of block -> the layers that are of it, in the order of the first ones."""
+    of_kind: dict[type[Block], list[int]] = {}
+    for i in range(m.num_hidden_layers):
+        of_kind.setdefault(block_class(m, i), []).append(i)
+    return of_kind
+
+
+def make_block(m: ModelConfig, ops: Ops, index: int) -> Block:
+    """The block of layer `index`."""
+    return block_class(m, index)(m, family_of(m), ops)
+
+
+def block_dims(m: ModelConfig, index: int = 0) -> dict[str, Dims]:
+    """Every parameter of the block of layer `index`: name below the block -> named dims, collected from its modules in
+    their order. The matrices of one kind of all experts come one behind the other, after all else."""
     with torch.device("meta"):
-        return dict(declared_dims(make_block(m, Ops())))
+        dims = dict(declared_dims(make_block(m, Ops(), index)))
+    stacks = block_class(m, index).stacks(m, family_of(m))
+    stacked = {f"{p}.weight": dims[f"{p}.weight"] for stack in stacks for p in stack}
+    return {name: named for name, named in dims.items() if name not in stacked} | stacked
 
 
 def tensor_dims(m: ModelConfig) -> dict[str, Dims]:
     """Every parameter of the model, in order: Hugging Face name -> named dims."""
-    of_block = block_dims(m)
+    of_kind = {kind: block_dims(m, layers[0]) for kind, layers in kinds(m).items()}
     table: dict[str, Dims] = {f"{EMBED}.weight": ("vocab", "embed")}
     for i in range(m.num_hidden_layers):
-        table |= {f"{layer(i)}.{name}": dims for name, dims in of_block.items()}
+        table |= {f"{layer(i)}.{name}": dims for name, dims in of_kind[block_class(m, i)].items()}
     table[f"{NORM}.weight"] = ("embed",)
     if not m.tie_word_embeddings:
         table[f"{HEAD}.weight"] = ("vocab", "embed")
@@ -60,8 +83,10 @@ def tensor_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def fused_names(m: ModelConfig) -> list[tuple[str, ...]]:
     """The names of weights that one matmul may serve, where their rows lie one behind the other."""
-    fused = (family_of(m).block or Block).fused
-    return [tuple(f"{layer(i)}.{leaf}.weight" for leaf in f) for i in range(m.num_hidden_layers) for f in fused]
+    family = family_of(m)
+    of_layer = [(i, kind) for kind, layers in kinds(m).items() for i in layers]
+    fused = [(i, projections) for i, kind in of_layer for projections in (*kind.fused, *kind.stacks(m, family))]
+    return [tuple(f"{layer(i)}.{p}.weight" for p in projections) for i, projections in fused]
 
 
 def layer(i: int) -> str:
@@ -69,9 +94,17 @@ def layer(i: int) -> str:
 
 
 def unit_of(name: str) -> str:
-    """The unit (embedding, one block, final norm, head) that a parameter belongs to."""
+    """The unit (embedding, one block, a block's experts, final norm, head) that a parameter belongs to."""
     parts = name.split(".")
-    return ".".join(parts[:3]) if parts[1] == "layers" else name.rpartition(".")[0]
+    if parts[1] != "layers":
+        return name.rpartition(".")[0]
+    return ".".join(parts[: parts.index("experts") + 1] if "experts" in parts else parts[:3])
+
+
+def layer_units(m: ModelConfig, i: int) -> tuple[str, ...]:
+    """The units of a layer. Experts are one of their own, since other ranks may shard them."""
+    moe = family_of(m).moe
+    return (layer(i), f"{layer(i)}.{moe.module}.experts") if moe and moe.is_sparse(m, i) else (layer(i),)
 
 
 # ------------------------------------------------------------------------------------------------------------ stages
@@ -82,17 +115,17 @@ class Segment:
     """One step of a stage's forward: `run(x, ctx) -> x` (x is None into the embedding, a loss out of the head).
 
     Attributes:
-        unit: the unit whose parameters it reads.
+        units: the units whose parameters it reads.
         weight_in_backward: whether its backward reads them again.
     """
 
-    unit: str
+    units: tuple[str, ...]
     run: Callable[[Tensor | None, Context], Tensor]
     weight_in_backward: bool = True
 
     @property
     def is_block(self) -> bool:
-        return ".layers." in self.unit
+        return ".layers." in self.units[0]
 
 
 class Transformer(nn.Module):
@@ -121,7 +154,7 @@ class Transformer(nn.Module):
         if first or (last and tied):
             self.model.embed_tokens = Weights(m, "vocab", "embed")
         indices = range(m.num_hidden_layers) if layers is None else layers
-        self.model.layers = nn.ModuleDict({str(i): make_block(m, self.ops) for i in indices})
+        self.model.layers = nn.ModuleDict({str(i): make_block(m, self.ops, i) for i in indices})
         if last:
             self.model.norm = Weights(m, "embed")
             if not tied:
@@ -141,12 +174,12 @@ class Transformer(nn.Module):
         """The stage's forward as a list, in order."""
         segments = []
         if self.first:
-            segments.append(Segment(EMBED, self._embed, weight_in_backward=False))
+            segments.append(Segment((EMBED,), self._embed, weight_in_backward=False))
         for i, block in self.model.layers.items():
-            segments.append(Segment(layer(int(i)), block))
+            segments.append(Segment(layer_units(self.m, int(i)), block))
         if self.last:
-            segments.append(Segment(NORM, self._final_norm))
-            segments.append(Segment(EMBED if self.m.tie_word_embeddings else HEAD, self._head_loss))
+            segments.append(Segment((NORM,), self._final_norm))
+            segments.append(Segment((EMBED if self.m.tie_word_embeddings else HEAD,), self._head_loss))
         return segments
 
     def _embed(self, x: None, ctx: Context) -> Tensor:

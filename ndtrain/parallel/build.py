@@ -18,6 +18,7 @@ from ndtrain.distributed.sharding import DATA_AXES, TENSOR_AXIS, Dim, FlatLayout
 from ndtrain.model import Ops, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.device_kind import kind_of
+from ndtrain.model.families import family_of
 from ndtrain.model.init import Draw, fill_all, standard_normal
 from ndtrain.model.loss import compiled_cross_entropy, cross_entropy
 from ndtrain.model.transformer import EMBED, fused_names, unit_of
@@ -78,10 +79,12 @@ def layouts_of(cfg: Config, mesh: MeshSpec, rank: int, placement: Placement | No
     """
     sizes = dim_sizes(cfg.model)
     tensors = {name: tuple(Dim(d, *sizes[d]) for d in dims) for name, dims in tensor_dims(cfg.model).items()}
+    used = {d.name for dims in tensors.values() for d in dims}  # a model of experts alone has no dim `mlp`
+    rules = {dim: axis for dim, axis in cfg.layout.rules.items() if dim in used}
     residual_axes = (*DATA_AXES, "tp") if cfg.mesh.tp > 1 and cfg.tp.sequence_parallel else DATA_AXES
     coords_of_unit = (placement or Placement.of(cfg)).pp_coords(cfg.model)
     pp_coords = {name: coords_of_unit[unit_of(name)] for name in tensors}
-    return Layouts(tensors, cfg.layout.rules, mesh, rank, residual_axes, pp_coords)
+    return Layouts(tensors, rules, mesh, rank, residual_axes, pp_coords)
 
 
 def sequence_sharding(cfg: Config) -> SequenceSharding:
@@ -196,8 +199,10 @@ def _plan_recompute(cfg: Config, mesh: Mesh, stages: Stages) -> RecomputePlan:
 
 def linear_in_graph(cfg: Config, placement: Placement) -> bool:
     """Whether the matmuls of compiled blocks are part of their graphs. A compiled graph defers no gradient, saves no
-    result for a recompute and sends no message, so configurations that need one of these are excluded."""
-    outside_graph = cfg.mesh.tp > 1, needs_saved_ops(cfg), placement.schedule.splits_backward
+    result for a recompute, sends no message and has no experts, so configurations that need one of these are
+    excluded."""
+    experts = family_of(cfg.model).moe is not None
+    outside_graph = cfg.mesh.tp > 1, needs_saved_ops(cfg), placement.schedule.splits_backward, experts
     return not any(outside_graph)
 
 
@@ -231,7 +236,9 @@ def _ops(
     if compiled:
         outside = torch.compiler.disable
         core = outside(ops.core) if needs_saved_ops(cfg) else local_core
-        ops = replace(ops, linear=matmul.in_graph if in_graph else outside(ops.linear), core=core)
+        linear = matmul.in_graph if in_graph else outside(ops.linear)
+        wide, grouped = outside(ops.wide_linear), outside(ops.grouped_linear)
+        ops = replace(ops, linear=linear, wide_linear=wide, grouped_linear=grouped, core=core)
     if cfg.mesh.cp > 1:
         ops = replace(
             ops, core=cp_core(sequence_sharding(cfg), mesh.group("cp"), mesh.index("cp"), saved_ops=saved_ops)
@@ -288,12 +295,13 @@ def _whole_tensors(
 
 
 def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:
-    """The parameters' names, each once. One without a row in the dim table, or a row of another shape, is an error."""
+    """The parameters' names, each once, in the order of the dim table. One without a row there, or a row of another
+    shape, is an error."""
     shapes = {name: tuple(p.shape) for model in models for name, p in model.named_parameters()}
     for name, shape in shapes.items():
         if shape != layouts[name].shape:
             raise ValueError(f"{name}: the model has {shape}, its dims say {layouts[name].shape}")
-    return list(shapes)
+    return [name for name in layouts.names() if name in shapes]
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -23,6 +23,7 @@ from ndtrain.model.contiguous import cat
 from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, chunked_loss, cross_entropy
 from ndtrain.parallel import compiled_linear
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.grouped_linear import GroupedLinear
 from ndtrain.parallel.recompute import SavedOps
 
 Rows = slice
@@ -105,6 +106,13 @@ class MatmulImpl:
 PLAIN_MATMUL = MatmulImpl()
 
 
+class WideMatmul(MatmulImpl):
+    """Matmuls of an input in fp32 or wider with a weight that may be narrower."""
+
+    def weight(self, w_OI: Tensor, backward: bool) -> Tensor:
+        return w_OI.to(torch.promote_types(w_OI.dtype, torch.float32))
+
+
 class LinearComm(NamedTuple):
     """The communication around a weight's matmul: of its input, and of its output. `matmul` computes it."""
 
@@ -114,6 +122,7 @@ class LinearComm(NamedTuple):
 
 
 LOCAL_LINEAR = LinearComm()
+WIDE_LINEAR = LinearComm(matmul=WideMatmul())
 
 
 class _Linear(torch.autograd.Function):
@@ -304,6 +313,12 @@ class WeightOps:
         comm, fused_weights, op = self._plans.get(id(weights[0])) or self._plan(weights)
         return _Linear.apply(self.accumulator, comm, self.saved_ops.of(op), x, fused_weights, *biases)
 
+    def wide_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ w.T in fp32 or wider, of a weight that every rank holds whole and for the tokens that this rank has."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        whole = [FusedWeights(weight, (weight.shape[0],))]
+        return _Linear.apply(self.accumulator, WIDE_LINEAR, None, wide, whole, None)[0]
+
     def _plan(self, weights: Sequence[Tensor]) -> tuple[LinearComm, list[FusedWeights], str | None]:
         first = weights[0]
         comm = self.comm_of(first)._replace(matmul=self.matmul)
@@ -353,4 +368,5 @@ def fused_ops(
     def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
         return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, saved_ops.of("core"))
 
-    return Ops(linear=ops.linear, embedding=ops.embedding, core=core, head_loss=ops.head_loss)
+    grouped = GroupedLinear(gradients, ops.fused_weights)
+    return Ops(ops.linear, ops.wide_linear, grouped, ops.embedding, core=core, head_loss=ops.head_loss)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ndtrain.model.device_kind import on_gpu
-from ndtrain.model.matmul_accumulate import accumulate_product
+from ndtrain.model.matmul_accumulate import accumulate_by_expert, accumulate_product
 
 
 class FusedWeights(NamedTuple):
@@ -56,6 +56,14 @@ class GradAccumulator:
             self._later.append(partial(self.accumulate_product, p, a.detach(), b.detach()))
             return
         accumulate_product(p.grad, a, b, fresh=self._take(p))
+
+    def accumulate_by_expert(self, p: nn.Parameter, a_MO: Tensor, b_MI: Tensor, bounds: Sequence[slice]) -> None:
+        """p.grad, which is a matrix [O, I] of each expert, += a[rows].T @ b[rows] for the rows `bounds` of each."""
+        if self._later is not None:
+            self._later.append(partial(self.accumulate_by_expert, p, a_MO.detach(), b_MI.detach(), bounds))
+            return
+        total_XOI = p.grad.view(len(bounds), a_MO.shape[1], b_MI.shape[1])
+        accumulate_by_expert(total_XOI, a_MO, b_MI, bounds, fresh=self._take(p))
 
     def add_made(self, p: nn.Parameter, make: Callable[[], Tensor]) -> None:
         """p.grad += make()"""

@@ -16,8 +16,8 @@ from ndtrain import schedule as schedules
 from ndtrain.config import Config, ModelConfig
 from ndtrain.distributed.collectives import Pending, receive, send, shift
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.model.flops import block_flops, head_flops
-from ndtrain.model.transformer import EMBED, HEAD, NORM, layer
+from ndtrain.model.flops import block_flops, head_flops, over_layers
+from ndtrain.model.transformer import EMBED, HEAD, NORM, layer_units
 from ndtrain.schedule import Action, Message, Schedule
 
 AHEAD = 1  # a message's receive is posted at least this many actions before the one that needs it
@@ -48,7 +48,8 @@ class Placement:
         """Unit -> the pp coords that hold it, the first of which owns it. Tied embeddings are on the first and the last
         stage."""
         first, last = self.schedule.rank_of[0], self.schedule.rank_of[-1]
-        blocks = {layer(i): (self.schedule.rank_of[s],) for s, layers in enumerate(self.layers) for i in layers}
+        coords = [(i, (self.schedule.rank_of[s],)) for s, layers in enumerate(self.layers) for i in layers]
+        blocks = {unit: coord for i, coord in coords for unit in layer_units(m, i)}
         ends = (first, last) if m.tie_word_embeddings and first != last else (first,)
         return blocks | {EMBED: ends, NORM: (last,), HEAD: (last,)}
 
@@ -67,8 +68,9 @@ def split_layers(m: ModelConfig, seq_len: int, rank_of: tuple[int, ...], split: 
 
 
 def head_in_layers(m: ModelConfig, seq_len: int) -> float:
-    """FLOPs of the head over those of a block."""
-    return head_flops(m) / block_flops(m, seq_len)
+    """FLOPs of the head over those of a block, the mean of all."""
+    blocks = over_layers(m, lambda i: block_flops(m, seq_len, i))
+    return head_flops(m) * m.num_hidden_layers / blocks
 
 
 @lru_cache(maxsize=4096)

@@ -24,8 +24,11 @@ _OP_OF_LEAF = {"q_proj": "qkv_proj", "o_proj": "o_proj", "gate_proj": "gate_up_p
 
 
 def op_of(parameter: str) -> str | None:
-    """The op (as in `flops.op_flops`) that begins with the weight of this global name; None: no op of a block."""
+    """The op (as in `flops.op_flops`) that begins with the weight of this global name; None: no op of a block whose
+    result can be saved."""
     path, _, leaf = parameter.rpartition(".")
+    if "expert" in path:
+        return None
     return _OP_OF_LEAF.get(path.rpartition(".")[2]) if leaf == "weight" else None
 
 

@@ -197,8 +197,9 @@ def _follow(device: torch.device) -> Iterator[Allocations | _CudaAllocations]:
 def measure(
     segments: Sequence[Segment], units: ShardedUnits, saved_ops: SavedOps, context: Callable[[], Context], x: Tensor
 ) -> BlockSizes:
-    """The sizes of a rank with at least one block, by running one block and, where it is here, the head. All ranks
-    that hold the same layers call this together. Gradients that a step has collected are lost.
+    """The sizes of a rank with at least one block, by running one block of each kind and, where it is here, the head:
+    of each size the largest. All ranks that hold the same layers call this together. Gradients that a step has
+    collected are lost.
 
     Args:
         segments: of all the rank's stages, in order.
@@ -209,13 +210,21 @@ def measure(
     with _follow(x.device) as made:
         ctx = context()
     blocks = [i for i, s in enumerate(segments) if s.is_block]
-    block, end = segments[blocks[0]], segments[blocks[-1] + 1 :]
-    sizes = _measure_block(block, units, saved_ops, ctx, x) | (_measure_end(*end, units, ctx, x) if end else {})
-    for unit in dict.fromkeys(s.unit for s in (block, *end)):
+    # with experts and without; all of a kind are alike
+    kinds = list({len(segments[i].units): segments[i] for i in blocks}.values())
+    end = segments[blocks[-1] + 1 :]
+    sizes = _largest_of([_measure_block(block, units, saved_ops, ctx, x) for block in kinds])
+    sizes |= _measure_end(*end, units, ctx, x) if end else {}
+    for unit in dict.fromkeys(unit for s in (*kinds, *end) for unit in s.units):
         units.reshard(unit)
         units.reduce(unit, True)
     units.finish_step()
     return BlockSizes(boundary=_bytes(x), besides=made.peak_bytes, **sizes)
+
+
+def _largest_of(sizes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    largest = {name: max(s[name] for s in sizes) for name in sizes[0] if name != "saved"}
+    return largest | {"saved": {op: max(s["saved"][op] for s in sizes) for op in sizes[0]["saved"]}}
 
 
 def _measure_block(block: Segment, units: ShardedUnits, saved_ops: SavedOps, ctx: Context, x: Tensor) -> dict[str, Any]:
@@ -253,8 +262,9 @@ def _measure_end(norm: Segment, head: Segment, units: ShardedUnits, ctx: Context
 
 
 def _open(segment: Segment, units: ShardedUnits) -> None:
-    units.unshard(segment.unit)
-    units.open_gradients(segment.unit)
+    for unit in segment.units:
+        units.unshard(unit)
+        units.open_gradients(unit)
 
 
 def _run(segment: Segment, ctx: Context, x: Tensor) -> tuple[Tensor, Tensor]:

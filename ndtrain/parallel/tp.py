@@ -30,6 +30,7 @@ E hidden_size, I in, O out, V rows of the vocabulary on this rank.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,7 @@ from ndtrain.parallel.fused_grad_accumulation import (
     WeightOps,
 )
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.norm_of_heads import norm_of_heads
 from ndtrain.parallel.recompute import SavedOps
 
 # --------------------------------------------------------------------------------------- communication around a matmul
@@ -276,8 +278,14 @@ class TensorParallel:
         Args:
             compiled: whether blocks are; communication cannot be part of a graph, so each matmul breaks it.
         """
-        linear = torch.compiler.disable(self.ops.linear) if compiled else self.ops.linear
-        return Ops(linear, self.embedding, self.local_heads(ops.core), self.head_loss)
+        outside = torch.compiler.disable if compiled else lambda op: op
+        linear, norm = outside(self.ops.linear), ops.norm_of_heads
+        if self.shards_heads:
+            norm = outside(partial(norm_of_heads, group=self.group))
+        return replace(
+            ops, linear=linear, norm_of_heads=norm, embedding=self.embedding, core=self.local_heads(ops.core),
+            head_loss=self.head_loss,
+        )  # fmt: skip
 
     def role_of(self, weight: nn.Parameter) -> Role:
         """The role of a weight [out, in], or of a table [vocabulary, E], which is sharded as a column is."""

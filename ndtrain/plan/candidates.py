@@ -13,6 +13,7 @@ from ndtrain.parallel.pp import balanced_sizes, head_in_layers
 from ndtrain.parallel.recompute import always_saved_ops
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import unresolved_config
+from ndtrain.plan.pieces import require_priced
 from ndtrain.plan.price import Rates
 
 SPLIT = "schedule.split"
@@ -93,6 +94,7 @@ def searched_run(overrides: Sequence[str], hardware: Hardware) -> tuple[Config, 
         ConfigError: there is no such run, or the hardware cannot compute it.
     """
     cfg = unresolved_config(overrides, hardware)
+    require_priced(cfg)
     if cfg.schedule.split is None or SPLIT in cfg.given:
         return cfg, list(overrides)
     cfg = cfg.unfrozen()

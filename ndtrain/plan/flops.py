@@ -9,6 +9,7 @@ _PRODUCTS = {
     "mm": 0,
     "bmm": 0,
     "_scaled_mm": 0,
+    "_grouped_mm": 0,  # of rows by group, whose matrices are [groups, in, out]
     "addmm": 1,
     "addmm_": 1,
     "baddbmm": 1,

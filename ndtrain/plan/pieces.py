@@ -92,8 +92,20 @@ def record_pieces(cfg: Config, device: str) -> Pieces:
     return _cached(_Key(small, repr(small), device, groups, fresh=not accumulates(cfg)))
 
 
+def require_priced(cfg: Config) -> None:
+    """Raises:
+    ConfigError: the model is one that a step cannot be priced of.
+    """
+    require(
+        cfg.model.num_experts is None,
+        f"model.num_experts={cfg.model.num_experts}: the time of a mixture of experts cannot be predicted yet: "
+        "plan dry gives its memory and messages",
+    )
+
+
 def _check(cfg: Config, device: str) -> None:
     m = cfg.model
+    require_priced(cfg)
     require(
         cfg.recompute.name != "budget",
         "recompute=budget: which blocks are recomputed is decided on the machine: plan each of recompute=none, "

@@ -19,7 +19,18 @@ from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.model.families.hf_fields import unknown_fields
 from ndtrain.parallel.build import build_stages
 from tests.lib.parity import Run, assemble, owned
-from tests.model.test_families import FAMILIES, LLAMA, LLAMA3_ROPE, MISTRAL, QWEN2, QWEN3, SIZES, write
+from tests.model.test_families import (
+    FAMILIES,
+    LLAMA,
+    LLAMA3_ROPE,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    SIZES,
+    write,
+)
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
@@ -47,7 +58,7 @@ def test_both_spellings_of_a_config(name):
     assert unknown_fields(FAMILIES[name]) == unknown_fields(today) == []
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe"])
 def test_a_silent_config_means_what_transformers_assumes(kind):
     shape = {k: SIZES[k] for k in ("vocab_size", "intermediate_size", "num_hidden_layers")}
     shape |= {"hidden_size": 64, "num_attention_heads": 32}
@@ -113,9 +124,14 @@ def test_llama3_rope_takes_its_length_from_beside():
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 REFUSED_FIELDS = {  # what is changed in which config.json -> what the line must say
-    "another architecture": (LLAMA, {"model_type": "gpt2"}, ["model_type=gpt2", "llama, mistral, qwen2, qwen3"]),
+    "another architecture": (LLAMA, {"model_type": "gpt2"}, ["model_type=gpt2", "llama, mistral, mixtral"]),
     "no architecture": (SIZES, {}, ["model_type=None", "llama"]),
-    "a mixture of experts": (LLAMA, {"model_type": "qwen3_moe"}, ["model_type=qwen3_moe", "dense"]),
+    "families mixed up": (LLAMA, {"model_type": "qwen3_moe"}, ["architectures=", "Qwen3MoeForCausalLM"]),
+    "two numbers of experts": (QWEN3_MOE, {"num_local_experts": 4}, ["num_local_experts=4", "num_experts says 6"]),
+    "experts in words": (MIXTRAL, {"num_local_experts": "4"}, ["num_experts=4", "int"]),
+    "layers in words": (QWEN3_MOE, {"mlp_only_layers": "0"}, ["mlp_only_layers=0", "list"]),
+    "experts that jitter": (MIXTRAL, {"router_jitter_noise": 0.1}, ["router_jitter_noise=0.1"]),
+    "windows of experts": (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 8}, ["sliding_window=8"]),
     "experts": (LLAMA, {"num_local_experts": 8}, ["num_local_experts=8"]),
     "a classifier": (LLAMA, {"architectures": ["LlamaForTokenClassification"]}, ["architectures=", "LlamaForCausalLM"]),
     "activation": (LLAMA, {"hidden_act": "gelu"}, ["hidden_act=gelu", "silu"]),
@@ -234,6 +250,15 @@ def test_a_base_model(shard, tmp_path):
 
 def without(name: str) -> Callable[[Path], None]:
     return lambda folder: save(folder, {n: t for n, t in load_file(folder / ONE).items() if n != name})
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+    plain_folder(tmp_path, QWEN3_MOE)
+    m, expert = from_hf(read_hf_config(tmp_path)), "model.layers.1.mlp.experts.4.down_proj.weight"
+    assert check_folder(tmp_path, m) == []
+    without(expert)(tmp_path)
+    line = refused(lambda: check_folder(tmp_path, m))
+    assert f"tensor {expert} is missing" in line
 
 
 def with_tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:

@@ -18,6 +18,7 @@ from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from tests.lib.helpers import arguments, checkpoint_of, rank_main, rows
 from tests.lib.parity import distance
 from tests.lib.ranks import run_ranks
+from tests.lib.stacked_experts import as_in_files
 from tests.model.test_transformers import lift
 
 SIZES = {
@@ -48,6 +49,29 @@ QWEN3 = QWEN2 | {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 16,
     "rope_scaling": None, "sliding_window": None,
 }  # fmt: skip
+MIXTRAL = MISTRAL | {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 4,
+    "output_router_logits": False, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+}  # fmt: skip
+QWEN2_MOE = QWEN2 | {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "decoder_sparse_step": 1,
+    "max_window_layers": 21,
+    "mlp_only_layers": [], "moe_intermediate_size": 20, "norm_topk_prob": False, "num_experts": 6,
+    "num_experts_per_tok": 2, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 24, "sliding_window": 32768,
+}  # fmt: skip
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
+    "max_window_layers": 48,
+    "mlp_only_layers": [0], "moe_intermediate_size": 20, "norm_topk_prob": True, "num_experts": 6,
+    "num_experts_per_tok": 3, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+OLMOE = LLAMA | {
+    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "clip_qkv": None, "norm_topk_prob": False,
+    "num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4, "output_router_logits": False,
+    "pad_token_id": 130, "router_aux_loss_coef": 0.01, "rope_theta": 10000.0,
+}  # fmt: skip
+del OLMOE["mlp_bias"], OLMOE["pretraining_tp"]
 # the fields that each family was published with, in their original spelling, with small sizes
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias", "rope_theta")}
@@ -64,8 +88,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-window": QWEN2 | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0},
     "qwen3": QWEN3 | {"tie_word_embeddings": True},
     "qwen3-biased": QWEN3 | {"attention_bias": True},
+    "mixtral": MIXTRAL,
+    "qwen2-moe": QWEN2_MOE,
+    "qwen3-moe": QWEN3_MOE,
+    "olmoe": OLMOE,
+    "olmoe-clipped": OLMOE | {"clip_qkv": 0.3},
 }
-SHARDED = {"llama3.1", "qwen3"}
+SHARDED = {"llama3.1", "qwen3", "qwen3-moe"}
+SAMPLE = {"llama3.1", "qwen3-moe"}  # the rest takes --full
 T, STEPS, ROWS = 64, 3, 4
 
 
@@ -89,17 +119,19 @@ def from_transformers(folder: Path, name: str) -> None:
 
 def open_transformers(folder: Path, m: ModelConfig | None = None) -> torch.nn.Module:
     """The `transformers` model in fp64; with `m`, its norms and rotary tables too."""
-    options = {"dtype": torch.float64, "attn_implementation": "sdpa", "output_loading_info": True}
+    options = {"dtype": torch.float64, "attn_implementation": "sdpa", "experts_implementation": "eager"}
+    options |= {"output_loading_info": True}
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    model.model.embed_tokens.padding_idx = None  # its embedding of a padding token gets no gradient
     if m:
         lift(model, m)
     return model
 
 
-def train_transformers(model: torch.nn.Module, tokens: np.ndarray) -> tuple[list[float], dict, dict]:
+def train_transformers(model: torch.nn.Module, tokens: np.ndarray, m: ModelConfig) -> tuple[list[float], dict, dict]:
     """Trains a `transformers` model for three steps with torch's AdamW. Returns (losses, gradients of the first step,
-    weights after the last)."""
+    weights after the last), by the names of its files."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     parts = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -112,9 +144,9 @@ def train_transformers(model: torch.nn.Module, tokens: np.ndarray) -> tuple[list
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
-        gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
+        gradients = gradients or as_in_files({n: p.grad.clone() for n, p in model.named_parameters()}, m)
         optimizer.step()
-    return losses, gradients, {n: p.detach() for n, p in model.named_parameters()}
+    return losses, gradients, as_in_files({n: p.detach() for n, p in model.named_parameters()}, m)
 
 
 def tensors(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
@@ -127,7 +159,7 @@ def worst(ours: dict, theirs: dict, difference: Callable) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(f, marks=[pytest.mark.full] if f != "llama3.1" else []) for f in FAMILIES]
+    "name", [pytest.param(f, marks=[pytest.mark.full] if f not in SAMPLE else []) for f in FAMILIES]
 )
 def test_trained_from_a_folder(name, tmp_path):
     """Training on four ranks gives the losses, first gradients and final weights of `transformers` on one process, and
@@ -152,7 +184,7 @@ def test_trained_from_a_folder(name, tmp_path):
     m = from_hf(read_hf_config(source))
 
     for bound, model in ((1e-6, open_transformers(source)), (1e-9, open_transformers(source, m))):
-        their_losses, their_gradients, their_weights = train_transformers(model, tokens)
+        their_losses, their_gradients, their_weights = train_transformers(model, tokens, m)
         assert losses[0] == pytest.approx(their_losses[0], abs=bound)
         off, at = worst(gradients, their_gradients, distance)
         assert off < bound, f"gradient of {at} is off by {off:.1e}"
@@ -161,6 +193,7 @@ def test_trained_from_a_folder(name, tmp_path):
     assert off < 1e-9, f"{at} is off by {off:.1e} after {STEPS} steps"
 
     assert from_hf(read_hf_config(last)) == m
+    assert tensors(last, "model").keys() == tensors(source, "model").keys()
     ours = Transformer(m).double()
     ours.load_state_dict(tensors(last, "model"))
     ids = torch.from_numpy(tokens[None, :T])

@@ -12,6 +12,7 @@ from ndtrain.model import Transformer
 from ndtrain.model.families.hf_config import from_hf, to_hf
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE
+from tests.lib.stacked_experts import as_in_files, as_in_memory, lift_router
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -20,6 +21,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 MODELS = {
     "llama": {},
     "llama-tied": {"tie_word_embeddings": True},
@@ -35,7 +37,16 @@ MODELS = {
     "qwen3": {"model_type": "qwen3", "head_dim": 12},
     "qwen3-biased": {"model_type": "qwen3", "attention_bias": True},
     "qwen3-window": {"model_type": "qwen3", "sliding_window": 33},
-}
+    "mixtral": {"model_type": "mixtral", "num_experts": 5, "num_experts_per_tok": 2},
+    "mixtral-window": {"model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 100},
+    "qwen2-moe": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24, **EXPERTS},
+    "qwen2-moe-dense-first": {
+        "model_type": "qwen2_moe", "shared_expert_intermediate_size": 24, "mlp_only_layers": [0], **EXPERTS,
+    },
+    "qwen3-moe": {"model_type": "qwen3_moe", **EXPERTS},
+    "qwen3-moe-renormalised": {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 2, **EXPERTS},
+    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5},
+}  # fmt: skip
 T = 512
 
 
@@ -53,19 +64,24 @@ def pair(m: ModelConfig) -> tuple[Transformer, torch.nn.Module]:
         if name.endswith((".bias", "norm.weight")):  # zeros and ones would hide a mistake
             p.data += torch.linspace(-0.2, 0.2, p.numel()).double()
     hf = transformers.AutoConfig.for_model(**to_hf(m))
-    theirs = transformers.AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa").double()
-    missing = theirs.load_state_dict(ours.state_dict(), strict=False)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        hf, attn_implementation="sdpa", experts_implementation="eager"
+    ).double()
+    theirs.model.embed_tokens.padding_idx = None  # a padding token, which OLMoE names by default, has no gradient there
+    missing = theirs.load_state_dict(as_in_memory(ours.state_dict(), m), strict=False)
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
     return ours, theirs
 
 
 def lift(theirs: torch.nn.Module, m: ModelConfig) -> None:
-    """Makes the norms and rotary tables of `transformers`, which compute in fp32, compute in fp64."""
+    """Makes the norms, rotary tables and routers of `transformers`, which compute in fp32, compute in fp64."""
     for module in theirs.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = lambda x, n=module: (
                 x * (x.square().mean(-1, keepdim=True) + m.rms_norm_eps).rsqrt() * n.weight
             )
+        if type(module).__name__.endswith("TopKRouter"):
+            lift_router(module, m)
     angles = [m.rope_theta ** (-i / m.head_dim) for i in range(0, m.head_dim, 2)]
     scaling = m.rope_scaling or {}
     if scaling.get("rope_type") == "linear":
@@ -109,7 +125,7 @@ def test_loss_and_gradients(name, lifted):
     expected.backward()
     assert abs(loss.item() - expected.item()) < bound
     assert (ours.logits(inputs) - logits).abs().max() < 10 * bound
-    gradients = {n: p.grad for n, p in theirs.named_parameters()}
+    gradients = as_in_files({n: p.grad for n, p in theirs.named_parameters()}, m)
     off = {n: ((p.grad - gradients[n]).norm() / gradients[n].norm()).item() for n, p in ours.named_parameters()}
     worst = max(off, key=off.get)
     assert off[worst] < bound, f"gradient of {worst} is off by {off[worst]:.1e}"

@@ -21,6 +21,10 @@ SHAPE = [
     "model.num_hidden_layers=5", "model.num_attention_heads=8", "model.num_key_value_heads=4", "train.seq_len=32",
     "train.loss_chunk=20", "train.global_batch=8", "train.micro_batch=1", "optim.clip=0.5",
 ]  # fmt: skip
+EXPERTS = (
+    "model.model_type=qwen2_moe model.num_experts=6 model.num_experts_per_tok=2 model.moe_intermediate_size=16 "
+    "model.shared_expert_intermediate_size=24 model.mlp_only_layers=[1]"
+)
 CONSTANTS = 8  # bytes of constants that a process makes once, in whichever of its steps comes first
 SETTLE_S = 0.02  # gloo's thread lets go of what an all-reduce has summed only some time after its end
 
@@ -47,6 +51,7 @@ FULL = {
         "mesh.cp=2 cp.kind=ulysses", "mesh.cp=2 recompute=selective", "mesh.cp=2 cp.balance=striped",
         "mesh.pp=2 schedule=gpipe", "mesh.pp=2 schedule=1f1b recompute=full", "mesh.pp=2 schedule=interleaved",
         "mesh.pp=2 schedule=zb_h1", "mesh.pp=2 schedule=dualpipe_v", "mesh.pp=2 model.tie_word_embeddings=true",
+        f"mesh.fsdp=2 {EXPERTS}", f"mesh.tp=2 {EXPERTS}", f"mesh.pp=2 schedule=zb_h1 {EXPERTS}",
     ],
     4: [
         "mesh.cp=4", "mesh.cp=4 cp.ulysses=2", "mesh.tp=4 tp.overlap=true", "mesh.tp=2 mesh.fsdp=2 recompute=selective",

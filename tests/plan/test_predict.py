@@ -105,12 +105,14 @@ MISTAKES = {
         ["hardware=h100", "ranks=1", "recompute=budget", "recompute.budget=1GiB"],
         "recompute=budget:",
     ),
+    "experts": (["recipe=moe_debug", "hardware=h100", "ranks=1"], "model.num_experts=8: the time of a mixture"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line(name, capsys):
     args, text = MISTAKES[name]
-    assert main(["predict", "recipe=llama_debug", *args]) == 2
+    recipe = [] if args[0].startswith("recipe=") else ["recipe=llama_debug"]
+    assert main(["predict", *recipe, *args]) == 2
     err = capsys.readouterr().err
     assert text in err and err.startswith("error: ") and err.count("\n") == 1

@@ -1,10 +1,11 @@
 """What one model family declares: which biases and norms its block has, and how Hugging Face's config.json names it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ndtrain.config import ModelConfig
+from ndtrain.model.families.moe import OPTIONAL_FIELDS, MoE
 
 Flag = Callable[[ModelConfig], bool]
 never: Flag = lambda m: False
@@ -24,11 +25,15 @@ class Family:
         class_prefix: of its class names in transformers: Llama in LlamaForCausalLM.
         qkv_bias, o_bias, mlp_bias: whether these projections have biases.
         qk_norm: whether each head's query and key are normalised before the rotation.
+        qk_norm_of_all_heads: whether all heads' queries, and all heads' keys, are normalised together instead.
         sliding_window: "never" | "given": wherever config.json has one | "used": only with `use_sliding_window`.
-        defaults: what its configuration class assumes where config.json says nothing.
+        rope_theta: what its configuration class assumes where config.json has none.
+        defaults: what it assumes where config.json says nothing of other fields.
         absent: fields of ours that its configuration class does not have; they must be false or null.
-        fields: the names of its own fields in config.json, which its config dataclass declares.
+        fields: the names of its own fields in config.json, which its config dataclass declares or which stand in
+            `OPTIONAL_FIELDS`.
         block: the class of its blocks; None: `Block`.
+        moe: its mixtures of experts; None: it has none.
         init_std: (model, parameter name, the usual standard deviation) -> that of its initial weights.
     """
 
@@ -38,17 +43,25 @@ class Family:
     o_bias: Flag = attention_bias
     mlp_bias: Flag = lambda m: m.mlp_bias
     qk_norm: bool = False
+    qk_norm_of_all_heads: bool = False
     sliding_window: str = "never"
+    rope_theta: float = 10000.0
     defaults: Mapping[str, Any] = field(default_factory=lambda: COMMON_DEFAULTS)
     absent: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     block: type | None = None
+    moe: MoE | None = None
     init_std: Callable[[ModelConfig, str, float], float] = lambda m, name, std: std
 
     @property
     def causal_lm(self) -> str:
         """The class of transformers that opens its checkpoints."""
         return f"{self.class_prefix}ForCausalLM"
+
+    @property
+    def own_fields(self) -> tuple[str, ...]:
+        """The fields of a model's configuration that not every family has."""
+        return (*self.fields, *(("num_experts",) if self.moe else ()))
 
     def refusal(self, m: ModelConfig) -> str | None:
         """Why a model of this family cannot be as `m` says, in one line; None: it can. transformers has no place for
@@ -61,4 +74,9 @@ class Family:
                 f"model.sliding_window={m.sliding_window}: model.model_type={self.model_type} has no window: set it to "
                 "null, or choose model.model_type=mistral, qwen2 or qwen3"
             )
-        return None
+        for f in fields(ModelConfig):
+            value = getattr(m, f.name)
+            default = f.default_factory() if callable(f.default_factory) else f.default
+            if f.name in OPTIONAL_FIELDS and f.name not in self.own_fields and value != default:
+                return f"model.{f.name}={value}: model.model_type={self.model_type} has none: leave it out"
+        return self.moe.refusal(m) if self.moe else None

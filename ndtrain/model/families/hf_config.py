@@ -17,6 +17,7 @@ from ndtrain.model.families.hf_fields import (
     mod_fields,
     read_family,
     refusal,
+    with_expert_count,
 )
 
 _SLIDES, _FULL = "sliding_attention", "full_attention"
@@ -36,7 +37,9 @@ def to_hf(m: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": ["NdtrainForCausalLM" if extras else family.causal_lm],
         "model_type": OWN * bool(extras) + m.model_type,
-        **{key: getattr(m, key) for key in (*SAME, *family.fields, *mod_fields(m.attention))},
+        **{key: getattr(m, key) for key in (*SAME, *mod_fields(m.attention))},
+        **{key: getattr(m, key) for key in family.fields if getattr(m, key) is not None},
+        **({family.moe.count: m.num_experts} if family.moe else {}),
         "hidden_act": "silu",
         "rope_theta": m.rope_theta,
         "rope_scaling": scaling,
@@ -67,12 +70,12 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
             is named.
     """
     family, own = read_family(config)
-    given = {**family.defaults, **config}
+    given = {**family.defaults, **with_expert_count(config, family)}
     check_fields(given, family, own)
     mod = given.get("attention")
     if mod is not None and mod not in names("attention_mod"):
         raise refusal(given, "attention", "no plugin registers it: name its module, plugins=[my_package.my_module]")
-    fields = (*SAME, *EXTRAS, *family.fields, *mod_fields(mod))
+    fields = (*SAME, *EXTRAS, *family.own_fields, *mod_fields(mod))
     known = {key: given[key] for key in fields if given.get(key) is not None}
     heads = known["num_attention_heads"]
     known.setdefault("num_key_value_heads", heads)
@@ -80,7 +83,7 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
         if known["hidden_size"] % heads:
             raise refusal(given, "hidden_size", f"must be a multiple of num_attention_heads={heads}, or give head_dim")
         known["head_dim"] = known["hidden_size"] // heads
-    theta, scaling = _rope(given)
+    theta, scaling = _rope(given, family)
     window = _window(given, family)
     parts = [config_of("family", family.model_type), mod and config_of("attention_mod", mod)]
     made = joined([config for config in parts if config] or [ModelConfig])
@@ -94,7 +97,7 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
     )
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def _rope(config: dict[str, Any], family: Family) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling) from either spelling; where a config.json has both they must agree."""
     spelled = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
     scalings = [_scaling(config, key, rope) for key, rope in spelled.items()]
@@ -104,7 +107,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
             "init_from: rope_parameters in config.json says otherwise than the older rope_scaling and rope_theta: "
             "take one of them out"
         )
-    theta = thetas[0] if thetas else 10000.0
+    theta = thetas[0] if thetas else family.rope_theta
     if not is_number(theta) or theta <= 0:
         raise ConfigError(f"init_from: rope_theta={theta} in config.json: must be a number above 0")
     return float(theta), scalings[0] if scalings else None
@@ -144,6 +147,8 @@ def _window(config: dict[str, Any], family: Family) -> int | None:
         if family.sliding_window == "given" and window is not None:
             raise refusal(config, "use_sliding_window", f"contradicts sliding_window={window}: set that to null")
         window = None
+    if window is not None and window <= 0:
+        raise refusal(config, "sliding_window", "must be above 0")
     if family.sliding_window == "never" and window is not None:
         raise refusal(config, "sliding_window", f"a {family.class_prefix} has no window: set it to null")
     first = config["max_window_layers"] if used else 0

@@ -11,11 +11,12 @@ from typing import Any
 from ndtrain.config import ConfigError, ModelConfig
 from ndtrain.config.registry import get, names, own_keys
 from ndtrain.model.families.family import Family
+from ndtrain.model.families.moe import COUNT_SPELLINGS, OPTIONAL_FIELDS
 
 OWN = "ndtrain_"  # before the model_type of what transformers has no class for, lest it load it as something else
 EXTRAS = ("attn_logit_softcapping", "alibi", "attention")  # what makes a model such a one
 # what both sides name alike; `name` is ours alone, RoPE is written in both of transformers' spellings
-_DIFFERENT = ("name", "model_type", "rope_theta", "rope_scaling", "sliding_window", *EXTRAS)
+_DIFFERENT = ("name", "model_type", "rope_theta", "rope_scaling", "sliding_window", *EXTRAS, *OPTIONAL_FIELDS)
 SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _DIFFERENT)
 
 
@@ -32,7 +33,7 @@ _NEUTRAL: dict[str, tuple] = {
     "final_logit_softcapping": (), "query_pre_attn_scalar": (), "attention_multiplier": (), "clip_qkv": (),
     "residual_multiplier": (1,), "embedding_multiplier": (1,), "logits_scaling": (1,), "logit_scale": (1,),
     "attention_chunk_size": (), "attn_temperature_tuning": (), "use_parallel_residual": (), "parallel_attn": (),
-    "num_experts": (), "num_local_experts": (), "n_routed_experts": (), "per_layer_config": (),
+    **dict.fromkeys(COUNT_SPELLINGS, ()), "per_layer_config": (), "router_jitter_noise": (), "qkv_bias": (True,),
     "is_encoder_decoder": (), "add_cross_attention": (),
     "quantization_config": (), "quantization": (), "compression_config": (),
 }  # fmt: skip
@@ -53,7 +54,10 @@ _TYPES = {f.name: f.type for f in fields(ModelConfig) if f.name in (*SAME, *EXTR
     "rope_theta": float | None, "rope_scaling": dict | None, "rope_parameters": dict | None,
     "original_max_position_embeddings": int | None,
 }  # fmt: skip
-_MAY_BE_ZERO = ("max_window_layers", "initializer_range")
+_OPTIONAL_TYPES = {f.name: f.type for f in fields(ModelConfig) if f.name in OPTIONAL_FIELDS} | {
+    "mlp_only_layers": list | None
+}
+_MAY_BE_ZERO = ("max_window_layers", "initializer_range", "router_aux_loss_coef", "sliding_window")
 
 
 def refusal(config: dict[str, Any], key: str, why: str) -> ConfigError:
@@ -72,7 +76,7 @@ def read_family(config: dict[str, Any]) -> tuple[Family, bool]:
     kind = said.removeprefix(OWN)
     if kind not in names("family"):
         raise ConfigError(
-            f"init_from: model_type={said} in config.json is not supported; known: {', '.join(names('family'))} (dense)"
+            f"init_from: model_type={said} in config.json is not supported; known: {', '.join(names('family'))}"
         )
     family, own = get("family", kind), said != kind
     known = ["NdtrainForCausalLM"] if own else [family.causal_lm, f"{family.class_prefix}Model"]
@@ -92,7 +96,8 @@ def check_fields(config: dict[str, Any], family: Family, own: bool) -> None:
         ConfigError: naming the field.
     """
     absent = (*family.absent, *(() if own else EXTRAS))
-    for key, fine in (_NEUTRAL | dict.fromkeys(absent, ())).items():
+    neutral = {key: fine for key, fine in _NEUTRAL.items() if key not in family.own_fields}
+    for key, fine in (neutral | dict.fromkeys(absent, ())).items():
         value = config.get(key)
         if not _says_nothing(value) and value not in fine:
             allowed = " or ".join(str(v) for v in fine) or "null"
@@ -102,9 +107,25 @@ def check_fields(config: dict[str, Any], family: Family, own: bool) -> None:
     for key in _SHAPE:
         if config.get(key) is None:
             raise ConfigError(f"init_from: {key} is missing from config.json")
-    for key, wanted in _TYPES.items():
+    for key, wanted in (_TYPES | {k: t for k, t in _OPTIONAL_TYPES.items() if k in family.own_fields}).items():
         if key in config:
             _check_value(config, key, wanted)
+
+
+def with_expert_count(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """A config.json whose number of experts, if it has any, is spelled `num_experts`.
+
+    Raises:
+        ConfigError: two spellings say different numbers.
+    """
+    said = {key: config[key] for key in COUNT_SPELLINGS if config.get(key) is not None}
+    if family.moe is None or not said:
+        return config
+    first, *others = said
+    for other in others:
+        if said[other] != said[first]:
+            raise refusal(config, other, f"{first} says {said[first]}: take one of them out")
+    return {key: value for key, value in config.items() if key not in COUNT_SPELLINGS} | {"num_experts": said[first]}
 
 
 def _check_value(config: dict[str, Any], key: str, wanted: Any) -> None:

@@ -1,0 +1,1 @@
+"""Mixtures of experts on one device: how tokens are routed, permuted, multiplied and combined."""

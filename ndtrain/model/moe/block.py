@@ -1,0 +1,95 @@
+"""A block whose MLP is a mixture of experts (Shazeer et al., 2017, arXiv:1701.06538; Jiang et al., 2024,
+arXiv:2401.04088).
+
+Every expert's matrices are parameters of their own, under the names that Hugging Face's files have. Those of one kind
+lie one behind the other in a unit's buffer (`Block.stacks`), so that one grouped product serves all experts.
+
+Shape legend: N tokens, M rows (each token once for each of its experts, sorted by expert), E hidden_size, F an
+expert's intermediate size, X experts.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ndtrain.config import ModelConfig
+from ndtrain.config.schema import resolved
+from ndtrain.model.block import Block, Weights
+from ndtrain.model.families.family import Family
+from ndtrain.model.moe.permutation import Permutation, combine, permute
+from ndtrain.model.swiglu import swiglu
+
+
+class MoEBlock(Block):
+    """Pre-norm attention and a mixture of SwiGLU experts, each added to the residual stream."""
+
+    fused = (
+        ("self_attn.q_proj", "self_attn.k_proj"),
+        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    )
+
+    def add_mlp(self, m: ModelConfig, family: Family) -> None:
+        self.moe = resolved(family.moe)
+        self.add_module(self.moe.module, self.make_mlp(m, family))
+
+    @property
+    def mixture(self) -> nn.Module:
+        return getattr(self, self.moe.module)
+
+    def make_mlp(self, m: ModelConfig, family: Family) -> nn.Module:
+        moe, mixture = resolved(family.moe), nn.Module()
+        mixture.gate = Weights(m, "experts", "embed")
+        if moe.shared:
+            mixture.shared_expert = nn.Module()
+            mixture.shared_expert.gate_proj = Weights(m, "shared_mlp", "embed")
+            mixture.shared_expert.up_proj = Weights(m, "shared_mlp", "embed")
+            mixture.shared_expert.down_proj = Weights(m, "embed", "shared_mlp")
+            mixture.shared_expert_gate = Weights(m, "one", "embed")
+        mixture.experts = nn.ModuleList(self._make_expert(m, moe.projections) for _ in range(resolved(m.num_experts)))
+        return mixture
+
+    @staticmethod
+    def _make_expert(m: ModelConfig, projections: tuple[str, str, str]) -> nn.Module:
+        expert, (gate, up, down) = nn.Module(), projections
+        expert.add_module(gate, Weights(m, "expert_mlp", "embed"))
+        expert.add_module(up, Weights(m, "expert_mlp", "embed"))
+        expert.add_module(down, Weights(m, "embed", "expert_mlp"))
+        return expert
+
+    @classmethod
+    def stacks(cls, m: ModelConfig, family: Family) -> tuple[tuple[str, ...], ...]:
+        moe, experts = resolved(family.moe), range(resolved(m.num_experts))
+        return tuple(tuple(f"{moe.module}.experts.{x}.{p}" for x in experts) for p in moe.projections)
+
+    @classmethod
+    def multiply_adds(cls, m: ModelConfig, family: Family, weights: Mapping[str, int]) -> dict[str, int]:
+        """The experts count as often as a token goes to one."""
+        moe = resolved(family.moe)
+        ops = {op: sum(weights[p] for p in cls.matmuls[op]) for op in ("qkv_proj", "o_proj")}
+        ops["router"] = weights[f"{moe.module}.gate"]
+        of_expert = sum(weights[stack[0]] for stack in cls.stacks(m, family))
+        ops["experts"] = resolved(m.num_experts_per_tok) * of_expert
+        shared = [n for path, n in weights.items() if ".shared_expert" in path]
+        return ops | ({"shared_expert": sum(shared)} if shared else {})
+
+    def feed_forward(self, x_NE: Tensor) -> Tensor:
+        logits_NX = self.ops.wide_linear(x_NE, self.mixture.gate.weight)
+        weights_NK, experts_NK = self.moe.route(self.m, logits_NX)
+        permutation = Permutation.of(experts_NK, logits_NX.shape[1])
+        y_ME = self.experts(permute(x_NE, permutation), permutation.counts)
+        y_NE = combine(y_ME, weights_NK, permutation)
+        return y_NE + self.shared_expert(x_NE) if self.moe.shared else y_NE
+
+    def experts(self, x_ME: Tensor, counts_X: Tensor) -> Tensor:
+        """The experts' outputs for rows that are sorted by expert."""
+        gates, ups, downs = ([getattr(e, p).weight for e in self.mixture.experts] for p in self.moe.projections)
+        gate_MF, up_MF = self.ops.grouped_linear(x_ME, counts_X, [gates, ups])
+        return self.ops.grouped_linear(swiglu(gate_MF, up_MF), counts_X, [downs])[0]
+
+    def shared_expert(self, x_NE: Tensor) -> Tensor:
+        """The output of the expert that every token goes to, times the sigmoid of its gate."""
+        shared = self.mixture.shared_expert
+        gate_NF, up_NF = self.linear(x_NE, shared.gate_proj, shared.up_proj)
+        y_NE = self.linear(swiglu(gate_NF, up_NF), shared.down_proj)[0]
+        return y_NE * torch.sigmoid(self.linear(x_NE, self.mixture.shared_expert_gate)[0])

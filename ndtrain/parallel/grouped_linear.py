@@ -1,0 +1,107 @@
+"""The experts' matmuls: rows sorted by expert times each expert's matrix, with gradients written straight into the flat
+buffers.
+
+The matrices of one kind of all experts lie one behind the other in their unit's buffer, so they are one tensor
+[X, O, I] (`FusedWeights`). Where it serves, one grouped product computes all experts; elsewhere, fp64 included, a loop
+does. The gradients of weights are a loop everywhere: each expert's product accumulates in place, in the precision of
+the buffer. An expert without rows gets a gradient of zeros.
+
+With experts sharded over ranks an exchange of rows would stand on either side of these products, and nothing else of
+the model would change.
+
+Shape legend: M rows, X experts, I in, O out.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndtrain.distributed.sharding import balanced_split
+from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+
+_ALIGNMENT = 16  # bytes, of the rows of a grouped product's factors
+
+
+class Groups:
+    """Which rows each expert has.
+
+    Attributes:
+        bounds: of each expert, on the host.
+        ends: [X], int32: one past the last row of each expert, on the device.
+    """
+
+    def __init__(self, counts_X: Tensor, rows: int):
+        self.bounds = _bounds(counts_X, rows)
+        self.ends = counts_X.cumsum(0, dtype=torch.int32)
+
+
+def _bounds(counts_X: Tensor, rows: int) -> list[slice]:
+    """A tensor without memory has no counts: all experts then have equally many rows."""
+    if counts_X.is_meta:
+        return [slice(*balanced_split(rows, len(counts_X), i)) for i in range(len(counts_X))]
+    bounds, start = [], 0
+    for count in counts_X.tolist():
+        bounds.append(slice(start, start + count))
+        start += count
+    return bounds
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """As `_Linear` in `fused_grad_accumulation.py`: the Parameters are attributes and no inputs of autograd."""
+
+    @staticmethod
+    def forward(ctx, accumulator: GradAccumulator, x_MI: Tensor, counts_X: Tensor, stacks: Sequence[FusedWeights]):
+        ctx.accumulator, ctx.stacks, ctx.groups = accumulator, stacks, Groups(counts_X, len(x_MI))
+        ctx.save_for_backward(x_MI)
+        return tuple(products(x_MI, _matrices(s).transpose(1, 2), ctx.groups) for s in stacks)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (x_MI,) = ctx.saved_tensors
+        dx_MI = sum(products(dy_MO, _matrices(s), ctx.groups) for dy_MO, s in zip(grads, ctx.stacks, strict=True))
+        for dy_MO, s in zip(grads, ctx.stacks, strict=True):
+            ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.groups.bounds)
+        return None, dx_MI, None, None
+
+
+def _matrices(stack: FusedWeights) -> Tensor:
+    """[X, O, I]"""
+    return stack.weight.detach().view(len(stack.rows), stack.rows[0], -1)
+
+
+def products(x_MI: Tensor, w_XIO: Tensor, groups: Groups) -> Tensor:
+    """Each expert's rows times its matrix, [M, O]."""
+    if all(_serves_grouped(t) for t in (x_MI, w_XIO)):
+        return F.grouped_mm(x_MI, w_XIO, offs=groups.ends)
+    y_MO = x_MI.new_empty(len(x_MI), w_XIO.shape[2])
+    for rows, w_IO in zip(groups.bounds, w_XIO, strict=True):
+        if rows.stop > rows.start:
+            torch.mm(x_MI[rows], w_IO, out=y_MO[rows])
+    return y_MO
+
+
+def _serves_grouped(x: Tensor) -> bool:
+    """Whether a grouped product takes this factor: not in fp64, and only rows (or columns) that are aligned."""
+    if x.is_meta or x.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    *_, rows, columns = x.stride()
+    return 1 in (rows, columns) and max(rows, columns) * x.element_size() % _ALIGNMENT == 0
+
+
+class GroupedLinear:
+    """`Ops.grouped_linear` over stacked weights.
+
+    Args:
+        accumulator: accumulates the gradients.
+        stacks: the first expert's matrix of each kind -> those of all experts as one.
+    """
+
+    def __init__(self, accumulator: GradAccumulator, stacks: Mapping[nn.Parameter, FusedWeights]):
+        self.accumulator, self.stacks = accumulator, stacks
+
+    def __call__(self, x_MI: Tensor, counts_X: Tensor, weights: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        return _GroupedLinear.apply(
+            self.accumulator, x_MI, counts_X, [self.stacks[of_experts[0]] for of_experts in weights]
+        )

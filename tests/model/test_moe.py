@@ -1,0 +1,182 @@
+"""The parts of a mixture of experts on one device, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ndtrain.config import ConfigError, ModelConfig, load_config, resolve
+from ndtrain.model import Transformer, flops, tensor_dims
+from ndtrain.model.block import grouped_linear, wide_linear
+from ndtrain.model.moe.permutation import Permutation, combine, permute
+from ndtrain.model.moe.router import softmax_top_k
+from ndtrain.model.transformer import fused_names, unit_of
+from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.grouped_linear import GroupedLinear
+
+N, K, X, E, INNER = 7, 2, 5, 8, 12
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def routing():
+    """Expert 3 gets no token."""
+    logits = drawn(N, X).index_fill(1, torch.tensor([3]), -50.0)
+    return softmax_top_k(logits, K, renormalise=True)
+
+
+def test_rows_go_to_their_experts_and_back():
+    """Against a loop over tokens; the gradients are those of autograd through it."""
+    weights, experts = routing()
+    x, scale = drawn(N, E).requires_grad_(), drawn(X, E)
+    p = Permutation.of(experts, X)
+    rows = permute(x, p)
+    of_row = torch.arange(X).repeat_interleave(p.counts)
+    y = combine(rows * scale[of_row], weights, p)
+    expected = torch.stack([sum(weights[n, k] * scale[experts[n, k]] for k in range(K)) for n in range(N)]) * x
+    assert p.counts.tolist() == [(experts == e).sum() for e in range(X)] and p.counts[3] == 0
+    torch.testing.assert_close(y, expected)
+    seed = drawn(N, E)
+    (got,), (want,) = (torch.autograd.grad(out, x, seed) for out in (y, expected))
+    torch.testing.assert_close(got, want)
+
+
+def test_rows_of_an_expert_keep_the_order_of_their_tokens():
+    _, experts = routing()
+    p = Permutation.of(experts, X)
+    for of_expert in (p.slots // K).split(p.counts.tolist()):
+        assert of_expert.tolist() == sorted(of_expert.tolist())
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_softmax_top_k(renormalise):
+    weights, experts = softmax_top_k(torch.tensor([[1.0, 3.0, 2.0, 0.0]]), 2, renormalise)
+    e = torch.tensor([3.0, 2.0]).exp()
+    total = e.sum() if renormalise else torch.tensor([1.0, 3.0, 2.0, 0.0]).exp().sum()
+    assert experts.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights[0], e / total)
+
+
+def test_the_router_is_wider_than_bf16():
+    x, w = drawn(3, E).bfloat16(), drawn(X, E).bfloat16()
+    logits = wide_linear(x, w)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, F.linear(x.float(), w.float()))
+
+
+# --------------------------------------------------------------------------------------------------- grouped products
+
+
+def stacked(dtype: torch.dtype, out: int) -> tuple[nn.Parameter, list[nn.Parameter]]:
+    """The matrices of all experts as one, and each as a view."""
+    whole = nn.Parameter(drawn(X * out, E).to(dtype))
+    whole.grad = torch.full(whole.shape, 3.0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+    return whole, [nn.Parameter(w) for w in whole.detach().split(out)]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("out", [INNER, 6], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_grouped_linear_is_the_loop(dtype, out, deferred):
+    """Outputs and gradients equal autograd's through the plain loop; what stood in a fresh gradient is overwritten, and
+    what a microbatch before left is added to."""
+    counts = torch.tensor([4, 0, 1, 3, 0])
+    accumulator, kinds, fused = GradAccumulator(), [stacked(dtype, out) for _ in range(2)], {}
+    for whole, each in kinds:
+        fused[each[0]] = FusedWeights(whole, (out,) * X)
+    accumulator.open([whole for whole, _ in kinds])
+    op, weights = GroupedLinear(accumulator, fused), [each for _, each in kinds]
+    x = drawn(8, E).to(dtype).requires_grad_()
+    seeds = [drawn(8, out).to(dtype), drawn(8, out).to(dtype).cos()]
+    later = []
+    for times in (1, 2):
+        for make, is_reference in ((op, False), (grouped_linear, True)):
+            ys = make(x, counts, weights)
+            if is_reference:
+                dx, *dws = torch.autograd.grad(ys, [x, *weights[0], *weights[1]], seeds)
+                break
+            with accumulator.deferred(later) if deferred else torch.enable_grad():
+                (got,) = torch.autograd.grad(ys, x, seeds)
+            outputs = ys
+        while later:
+            later.pop(0)()
+        for y, expected in zip(outputs, ys, strict=True):
+            torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(got, dx)
+        whole = torch.cat([torch.stack(dws[:X]).flatten(0, 1), torch.stack(dws[X:]).flatten(0, 1)])
+        torch.testing.assert_close(torch.cat([w.grad for w, _ in kinds]), times * whole)
+
+
+# ------------------------------------------------------------------------------------------------------ declarations
+
+SHAPE = ModelConfig(
+    model_type="qwen2_moe", vocab_size=10, hidden_size=8, intermediate_size=12, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=6, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=5, shared_expert_intermediate_size=7, mlp_only_layers=[1],
+)  # fmt: skip
+ATTENTION = 2 * 192 + 2 * 96  # weights of q and o, 8 x 24 each, k and v, 8 x 12
+
+
+def test_active_parameters_count_as_flops_and_all_of_them_as_memory():
+    """Two layers of 4 experts of 3 x 8 x 5 weights, of which a token goes to 2, a router 4 x 8, a shared expert
+    3 x 8 x 7 with its gate 8, and a dense layer of 3 x 8 x 12."""
+    sparse, dense = ATTENTION + 2 * 120 + 32 + 168 + 8, ATTENTION + 288
+    assert flops.matmul_parameters(SHAPE) == 2 * sparse + dense + 80
+    assert flops.flops_per_token(SHAPE, 100) == 6 * (2 * sparse + dense + 80) + 12 * 3 * 4 * 6 * 100
+    vectors = 3 * (16 + 24 + 2 * 12) + 8
+    assert flops.parameter_count(SHAPE) == 2 * (sparse + 2 * 120) + dense + 2 * 80 + vectors
+    with torch.device("meta"):
+        assert sum(p.numel() for p in Transformer(SHAPE).parameters()) == flops.parameter_count(SHAPE)
+
+
+def test_recompute_of_mixed_layers_is_counted_by_their_kind():
+    again = flops.hardware_flops_per_token(SHAPE, 100, [frozenset()] * 3) - flops.flops_per_token(SHAPE, 100)
+    assert again == sum(flops.block_flops(SHAPE, 100, i) for i in range(3))
+    assert flops.block_flops(SHAPE, 100, 0) != flops.block_flops(SHAPE, 100, 1)
+
+
+def test_experts_are_a_unit_whose_matrices_of_one_kind_are_neighbours():
+    names = [n for n in tensor_dims(SHAPE) if unit_of(n) == "model.layers.2.mlp.experts"]
+    kinds = ("gate_proj", "up_proj", "down_proj")
+    assert names == [f"model.layers.2.mlp.experts.{x}.{kind}.weight" for kind in kinds for x in range(4)]
+    assert tuple(names[:4]) in fused_names(SHAPE)
+    assert unit_of("model.layers.2.mlp.shared_expert.up_proj.weight") == "model.layers.2"
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+REFUSED = {
+    "more choices than experts": (["num_experts_per_tok=9"], ["num_experts_per_tok=9", "num_experts=8"]),
+    "no number of experts": (["num_experts=null"], ["model.num_experts is missing", "qwen3_moe"]),
+    "no experts": (["num_experts=0"], ["model.num_experts=0", "at least 1"]),
+    "a layer that is not there": (["mlp_only_layers=[2]"], ["mlp_only_layers", "layer 2", "0 to 1"]),
+    "a balance loss": (["output_router_logits=true"], ["output_router_logits=true", "set it to false"]),
+    "a shared expert of Qwen3": (["shared_expert_intermediate_size=8"], ["shared_expert", "qwen3_moe"]),
+    "experts of Llama": (["model_type=llama"], ["model.num_experts=8", "llama"]),
+    "a shared expert of no size": (
+        ["model_type=qwen2_moe"], ["shared_expert_intermediate_size is missing", "qwen2_moe"],
+    ),
+    "placement in Mixtral": (
+        ["model_type=mixtral", "moe_intermediate_size=null", "norm_topk_prob=false", "mlp_only_layers=[0]"],
+        ["mlp_only_layers=[0]", "mixtral"],
+    ),
+    "a mistyped key": (["num_expert=4"], ["num_expert", "num_experts"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_models(name):
+    changes, said = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config(["recipe=moe_debug", *(f"model.{c}" for c in changes)]), 1)
+    line = str(caught.value)
+    assert "\n" not in line and all(word in line for word in said), line
+
+
+def test_every_layer_dense_is_a_dense_model():
+    m = replace(SHAPE, mlp_only_layers=[0, 1, 2])
+    assert not any("experts" in n for n in tensor_dims(m))

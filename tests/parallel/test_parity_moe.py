@@ -1,0 +1,159 @@
+"""Mixtures of experts: any mesh, schedule and recompute mode trains as one process does."""
+
+from functools import cache
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from ndtrain.model.families import moe
+from ndtrain.model.moe.router import Routing
+from tests.lib.parity import FP64, SHAPE, Run, assemble, compare, rank_run, train
+from tests.lib.ranks import run_ranks
+
+FULL = pytest.mark.full
+SIX = ["model.num_experts=6", "model.num_experts_per_tok=2"]
+MODELS = {
+    "mixtral": ["model.model_type=mixtral", *SIX],
+    # a dense layer among sparse ones, and a shared expert
+    "qwen2-moe": [
+        "model.model_type=qwen2_moe", *SIX, "model.moe_intermediate_size=20", "model.mlp_only_layers=[1]",
+        "model.shared_expert_intermediate_size=24",
+    ],
+    "qwen3-moe": ["model.model_type=qwen3_moe", *SIX, "model.moe_intermediate_size=20", "model.head_dim=10"],
+    "olmoe": ["model.model_type=olmoe", *SIX, "model.clip_qkv=0.7"],
+}  # fmt: skip
+# 2, 4 and 8 divide the heads of these
+EVEN = ["model.num_attention_heads=8", "model.num_key_value_heads=2", "model.hidden_size=32", "train.seq_len=16"]
+MODEL = [*SHAPE, *FP64, *EVEN, "train.global_batch=8"]
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
+SAMPLE = {"fsdp2 tp2", "pp2 cp2"}  # the rest takes --full
+
+
+@cache
+def reference(name: str, mask: str = "uneven", *changes: str) -> Run:
+    """The one-process, one-microbatch run."""
+    return train(1, [*MODEL, *MODELS[name], "train.micro_batch=8", *changes], mask)
+
+
+def check(name: str, mesh: dict[str, int], *changes: str, micro_batch: int = 2) -> None:
+    ranks = torch.tensor([1, *mesh.values()]).prod().item()
+    sizes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+    run = train(ranks, [*MODEL, *MODELS[name], *sizes, f"train.micro_batch={micro_batch}", *changes], "uneven")
+    compare(run, reference(name), loss=1e-10, state=1e-9)
+
+
+def meshes(ranks: int, axes: tuple[str, ...] = AXES):
+    """Every factorisation of `ranks` over the axes, without those of size 1."""
+    if not axes:
+        return [{}] if ranks == 1 else []
+    first, *rest = axes
+    sizes = [n for n in (1, 2, 4, 8) if ranks % n == 0]
+    return [({first: n} if n > 1 else {}) | m for n in sizes for m in meshes(ranks // n, tuple(rest))]
+
+
+def sweep():
+    for i, mesh in enumerate(m for n in (2, 4, 8) for m in meshes(n) if m.get("pp", 1) < 4):
+        label = " ".join(f"{axis}{size}" for axis, size in mesh.items())
+        name = "qwen2-moe" if label in SAMPLE else list(MODELS)[i % len(MODELS)]
+        yield pytest.param(name, mesh, marks=[] if label in SAMPLE else FULL, id=f"{name} {label}")
+
+
+@pytest.mark.parametrize(("name", "mesh"), list(sweep()))
+def test_fp64(name, mesh):
+    check(name, mesh, micro_batch=8 // (mesh.get("dp", 1) * mesh.get("fsdp", 1)) // (2 if "pp" in mesh else 1) or 1)
+
+
+@FULL
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_on_eight_ranks(name):
+    check(name, {"fsdp": 2, "cp": 2, "tp": 2})
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[FULL] * (n != "olmoe")) for n in MODELS])
+def test_tp_without_sequence_parallelism(name):
+    check(name, {"tp": 2}, "tp.sequence_parallel=false")
+
+
+@FULL
+@pytest.mark.parametrize("tp", [2, 4])
+def test_kv_heads_held_by_several_ranks_are_normalised_once(tp):
+    """With one norm over all K/V heads, and fewer of these than ranks."""
+    check("olmoe", {"tp": tp})
+
+
+@FULL
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "every", "budget"])
+def test_recompute_and_zero(recompute, zero):
+    more = {"every": ["recompute.every=2"], "budget": ["recompute.budget=1MB"]}.get(recompute, [])
+    check("qwen2-moe", {"fsdp": 2}, f"recompute={recompute}", f"mesh.zero={zero}", *more)
+
+
+@FULL
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recompute_beside_messages(recompute):
+    check("qwen2-moe", {"cp": 2, "tp": 2}, f"recompute={recompute}")
+
+
+SCHEDULES = {"gpipe": 2, "1f1b": 2, "interleaved": 4, "zb_h1": 2, "zb_v": 4, "dualpipe_v": 4}  # -> stages of 2 ranks
+
+
+@pytest.mark.parametrize("schedule", [pytest.param(s, marks=[FULL] * (s != "zb_h1")) for s in SCHEDULES])
+def test_schedules(schedule):
+    """The backward of weights, where it is an action of its own, covers router and experts."""
+    layers = f"model.num_hidden_layers={SCHEDULES[schedule]}"
+    overrides = [*MODEL, *MODELS["qwen2-moe"], layers]
+    run = train(2, [*overrides, "mesh.pp=2", f"schedule={schedule}", "train.micro_batch=1"], "uneven")
+    compare(run, reference("qwen2-moe", "uneven", layers), loss=1e-10, state=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------- load
+
+
+def all_on_one(logits_NX: torch.Tensor, k: int, renormalise: bool) -> Routing:
+    """Every token goes to expert 3 alone; its weight depends on all logits."""
+    assert k == 1
+    experts_N1 = torch.full((len(logits_NX), 1), 3, device=logits_NX.device)
+    return Routing(logits_NX.softmax(-1).gather(1, experts_N1), experts_N1)
+
+
+def none_for_two(logits_NX: torch.Tensor, k: int, renormalise: bool) -> Routing:
+    """Experts 0 and 4 get no token."""
+    masked = logits_NX.clone()
+    masked[:, [0, 4]] = -torch.inf
+    weights, experts = masked.softmax(-1).topk(k, dim=-1)
+    return Routing(weights, experts)
+
+
+def routed(rule, overrides: list[str], mask: str):
+    """On one rank."""
+    with patch.object(moe, "softmax_top_k", rule):
+        return rank_run(overrides, mask)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, *(pytest.param(m, marks=FULL) for m in ({"tp": 2}, {"cp": 2}))])
+@pytest.mark.parametrize("rule", [all_on_one, none_for_two])
+def test_experts_without_tokens(rule, mesh):
+    """An expert that no token goes to has a gradient of zeros, on one rank or on all."""
+    k = "model.num_experts_per_tok=1" if rule is all_on_one else "model.num_experts_per_tok=2"
+    overrides = [*MODEL, *MODELS["mixtral"], k]
+    expected = assemble(run_ranks(routed, 1, rule, [*overrides, "train.micro_batch=8"], "uneven"))
+    sizes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+    run = assemble(run_ranks(routed, 2, rule, [*overrides, *sizes, "train.micro_batch=2"], "uneven"))
+    compare(run, expected, loss=1e-10, state=1e-9)
+    idle = [n for n in run.tensors["gradient"] if ".experts.0." in n or ".experts.4." in n]
+    assert len(idle) == 2 * 3 * 3 and not any(run.tensors["gradient"][n].any() for n in idle)
+    assert run.tensors["gradient"]["model.layers.0.block_sparse_moe.experts.3.w1.weight"].any()
+
+
+# --------------------------------------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=FULL)])
+def test_narrower_precisions(compute):
+    """Grouped products, and gradients that accumulate in fp32. In bf16 only fp32 sums change their order."""
+    even = ["model.hidden_size=32", "model.intermediate_size=48", f"precision.compute={compute}", "train.steps=1"]
+    base = [*SHAPE, *EVEN, *MODELS["mixtral"], *even, "train.global_batch=8", "train.micro_batch=2"]
+    bounds = {"fp32": {"loss": 1e-6, "state": 1e-5}, "bf16": {"loss": 1e-5, "state": 1e-4}}[compute]
+    compare(train(2, [*base, "mesh.fsdp=2"], "uneven"), train(1, base, "uneven"), **bounds)
