@@ -212,7 +212,9 @@ class _Cut(NamedTuple):
             return cls(1.0, 0.0)
         each, inner = len(sizes) // pp, min(sizes[1:-1], default=0)
         slower = rank_cost(sizes, head, rank_of) / ((layers + head) / pp)
-        return cls(slower, max(min(sizes) * each, inner * (each - 1)))
+        # with one stage a rank, none holds more microbatches than the first
+        first = sizes[0] if each == 1 and stages.schedule != "csv" else 0
+        return cls(slower, max(min(sizes) * each, inner * (each - 1), first))
 
 
 @lru_cache(maxsize=4096)
