@@ -12,12 +12,12 @@ from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import refuse_overrides
 from ndtrain.plan.predict import Prediction, Predictor
 from ndtrain.plan.published.cells import Row
+from ndtrain.plan.published.machine import GIB
 from ndtrain.plan.published.run import Run, run_of
 
 NECESSARY = ("layers", "hidden", "heads", "seq_len", "global_batch_seqs", "gpu")
 PREDICTED = ("predicted_step_time_s", "predicted_tokens_s_gpu", "predicted_mfu_full", "predicted_memory_gb")
 REFUSED = "refused"
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +66,15 @@ def _cells(p: Prediction, hardware: Hardware) -> tuple[str, ...]:
     return (
         f"{p.step_time_s:.4f}",
         f"{p.tokens_per_s_per_device:.2f}",
-        f"{p.mfu:.4f}",
+        f"{p.mfu:.6f}",
         f"{held_gib(hardware, p.memory_bytes):.2f}",
     )
 
 
 def held_gib(hardware: Hardware, nbytes: float) -> float:
     """GiB that a run shows which was seen to run: no more than its device has, since PyTorch's allocator gives blocks
-    back before it fails. What a data sheet calls 80 GB, `nvidia-smi` shows as 80 GiB."""
-    return min(nbytes / GIB, hardware.memory_gb or float("inf"))
+    back before it fails."""
+    return min(nbytes, 1e9 * (hardware.memory_gb or float("inf"))) / GIB
 
 
 _predictors: dict[str, Predictor] = {}

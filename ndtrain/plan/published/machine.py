@@ -18,6 +18,7 @@ class _Like(NamedTuple):
 
 
 # What comes first is looked for first. Bandwidths are of one device in one direction, peaks are dense.
+GIB = 2**30
 _DEVICES = (
     _Like(r"GB200", "b200", {"bf16": 2500, "memory_gb": 186, "gpus_per_node": 72}),
     _Like(r"B200", "b200", {}),
@@ -69,6 +70,8 @@ def hardware_of(row: Row) -> Hardware:
     changes = {key: value for key, value in device.changes.items() if key != "bf16"}
     if stated := re.search(r"(\d+) ?GB", gpu, re.IGNORECASE):
         changes["memory_gb"] = float(stated[1])
+    if "memory_gb" in changes:
+        changes["memory_gb"] *= GIB / 1e9  # what is sold as 80 GB are 80 GiB
     if stated := re.search(r"(\d+) per node", gpu, re.IGNORECASE):
         changes["gpus_per_node"] = int(stated[1])
     if stated := re.search(r"([\d.]+) ?TB/s", notes):

@@ -107,7 +107,7 @@ def test_settings():
 
 def test_a_device_and_what_notes_say_of_it():
     h = of(gpu="H200-141GB (4 per node)", peak_tflops="989", notes="HBM 4.7TB/s; 400Gb/s RDMA per GPU").hardware
-    assert (h.gpus_per_node, h.memory_gb, h.memory_gb_s, h.network_gb_s) == (4, 141, 4700, 50)
+    assert (h.gpus_per_node, h.memory_gb, h.memory_gb_s, h.network_gb_s) == (4, 141 * 2**30 / 1e9, 4700, 50)
     assert h.peak_tflops["bf16"] == 989
     h = of(gpu="NVIDIA A100 80GB", peak_tflops="", notes="4x Omni-Path 100Gb/s per node").hardware
     assert (h.peak_tflops["bf16"], h.network_gb_s, h.link_gb_s) == (312, 6.25, 300)
