@@ -27,7 +27,7 @@ MODELS = {
 EVEN = ["model.num_attention_heads=8", "model.num_key_value_heads=2", "model.hidden_size=32", "train.seq_len=16"]
 MODEL = [*SHAPE, *FP64, *EVEN, "train.global_batch=8"]
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
-SAMPLE = {"fsdp2 tp2", "pp2 cp2"}  # the rest takes --full
+SAMPLE = {"fsdp2 tp2"}  # the rest takes --full
 
 
 @cache
