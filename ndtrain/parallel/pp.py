@@ -78,7 +78,7 @@ def balanced_sizes(layers: int, head: float, rank_of: tuple[int, ...]) -> tuple[
     """Numbers of layers of the stages. The costliest rank costs least, and then the costliest stage, among the splits
     with as many layers in every stage but the last one, or one more in the later ones of them.
 
-    Only the last stage, which has the head, may have none. The embedding is a look-up and costs nothing. Earlier stages
+    Each stage has one at least. The embedding is a look-up and costs nothing. Earlier stages
     get fewer layers than later ones, since their ranks hold more microbatches; and as those with one more are
     neighbours, they are spread over all ranks, however many stages a rank has.
 
@@ -90,7 +90,7 @@ def balanced_sizes(layers: int, head: float, rank_of: tuple[int, ...]) -> tuple[
     if not others:
         return (layers,)
     splits = []
-    for last in range(layers - others, -1, -1):
+    for last in range(layers - others, 0, -1):
         each, more = divmod(layers - last, others)
         splits.append((each,) * (others - more) + (each + 1,) * more + (last,))
     return min(splits, key=lambda sizes: (rank_cost(sizes, head, rank_of), max(*sizes[:-1], sizes[-1] + head)))

@@ -19,21 +19,21 @@ PLACEMENTS = [
 
 
 def every_split(layers: int, stages: int) -> list[tuple[int, ...]]:
-    """All in which only the last stage may have no layer."""
-    ranges = [range(1, layers + 1)] * (stages - 1) + [range(layers + 1)]
+    """All in which every stage has a layer."""
+    ranges = [range(1, layers + 1)] * stages
     return [sizes for sizes in product(*ranges) if sum(sizes) == layers]
 
 
 @pytest.mark.parametrize(("name", "pp", "chunks"), PLACEMENTS)
 @pytest.mark.parametrize("head", [0.0, 0.7, 1.3, 2.6])
 def test_no_other_split_has_a_much_cheaper_rank(name, pp, chunks, head):
-    """None at all where a rank has one stage; else none that is cheaper by a layer."""
+    """None at all where a rank has one stage; else none that is cheaper by more than a layer."""
     rank_of = stage_ranks(name, pp, chunks)
     for layers in range(len(rank_of), 9):
         sizes = balanced_sizes(layers, head, rank_of)
-        assert sum(sizes) == layers and min(sizes[:-1]) >= 1 and len(sizes) == len(rank_of)
+        assert sum(sizes) == layers and min(sizes) >= 1 and len(sizes) == len(rank_of)
         least = min(rank_cost(split, head, rank_of) for split in every_split(layers, len(rank_of)))
-        assert rank_cost(sizes, head, rank_of) <= least + (1e-9 if chunks == 1 else 0.99), (layers, sizes)
+        assert rank_cost(sizes, head, rank_of) <= least + (1e-9 if chunks == 1 else 1 + 1e-9), (layers, sizes)
 
 
 SPLITS = {  # layers, cost of the head in layers, schedule, ranks, chunks -> layers of the stages
@@ -43,7 +43,7 @@ SPLITS = {  # layers, cost of the head in layers, schedule, ranks, chunks -> lay
     "extra layers are late": (10, 0.5, "1f1b", 4, 1, (2, 3, 3, 2)),
     "equal ones of all ranks": (126, 0.66, "interleaved", 16, 3, (*[2] * 17, *[3] * 30, 2)),
     "a head as dear as two layers": (32, 2.4, "1f1b", 2, 1, (17, 15)),
-    "a head as dear as a rank": (16, 4.3, "1f1b", 8, 1, (*[2] * 5, 3, 3, 0)),
+    "a head as dear as a rank": (16, 4.3, "1f1b", 8, 1, (*[2] * 6, 3, 1)),
     "a V": (10, 0.7, "zb_v", 2, 2, (2, 2, 3, 3)),
 }
 
