@@ -160,7 +160,7 @@ def test_the_shortlist_has_each_family():
 
 @pytest.mark.full
 def test_a_reason_names_what_grew():
-    space = space_of()
+    space = Space(cli.plain_config([*LARGE, "mesh.cp=1", "schedule=1f1b"]), 4, H100)
     result = search(space, None, 4)
     first, last = result.best[0], result.best[-1]
     grown = max(last.prediction.waterfall, key=lambda p: last.prediction.waterfall[p] - first.prediction.waterfall[p])
