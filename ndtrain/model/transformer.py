@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ndtrain.config import ModelConfig
+from ndtrain.config.schema import resolved
 from ndtrain.model.attention.custom_op import handle
 from ndtrain.model.attention.mods import attention_mod
 from ndtrain.model.attention.scores import Scores, alibi_slopes
@@ -103,8 +104,9 @@ def unit_of(name: str) -> str:
 
 def layer_units(m: ModelConfig, i: int) -> tuple[str, ...]:
     """The units of a layer. Experts are one of their own, since other ranks may shard them."""
-    moe = family_of(m).moe
-    return (layer(i), f"{layer(i)}.{moe.module}.experts") if moe and moe.is_sparse(m, i) else (layer(i),)
+    if not is_sparse(m, i):
+        return (layer(i),)
+    return layer(i), f"{layer(i)}.{resolved(family_of(m).moe).module}.experts"
 
 
 # ------------------------------------------------------------------------------------------------------------ stages
