@@ -160,6 +160,18 @@ class ModelConfig(Section):
     output_router_logits: bool = False  # true asks for a balance loss, which there is none of yet
     router_aux_loss_coef: float = at_least(0, 0.001)  # the factor of that loss, which config.json keeps
     clip_qkv: float | None = None  # queries, keys and values are clipped to this size
+    n_shared_experts: int | None = at_least(1, None)  # experts that every token goes to, as one MLP
+    first_k_dense_replace: int = at_least(0, 0)  # so many first layers have a dense MLP
+    n_group: int = at_least(1, 1)  # groups of experts, of which a token chooses from the best
+    topk_group: int = at_least(1, 1)  # groups that a token chooses from
+    routed_scaling_factor: float = 1.0  # of the weights of a token's experts
+    # latent attention; null: the model has none
+    q_lora_rank: int | None = at_least(1, None)  # of the queries' latent; null: queries have none
+    kv_lora_rank: int | None = at_least(1, None)  # of the latent of keys and values
+    qk_nope_head_dim: int | None = at_least(1, None)  # of a head, the part that is not rotated
+    qk_rope_head_dim: int | None = at_least(1, None)  # of a head, the part that is; its key is one for all heads
+    v_head_dim: int | None = at_least(1, None)  # of a head's values
+    rope_interleave: bool = True  # rotates neighbours, and not halves
 
 
 @dataclass

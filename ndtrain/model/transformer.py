@@ -21,9 +21,10 @@ from ndtrain.model.attention.mods import attention_mod
 from ndtrain.model.attention.scores import Scores, alibi_slopes
 from ndtrain.model.block import Block, Context, Dims, Ops, Weights, declared_dims, dim_sizes
 from ndtrain.model.families import family_of
+from ndtrain.model.latent_block import LatentBlock, LatentMoEBlock
 from ndtrain.model.moe.block import MoEBlock
 from ndtrain.model.norm import rms_norm
-from ndtrain.model.rope import inverse_frequencies, rope_table
+from ndtrain.model.rope import inverse_frequencies, rope_table, table_factor
 
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
@@ -38,6 +39,8 @@ def is_sparse(m: ModelConfig, index: int) -> bool:
 
 def block_class(m: ModelConfig, index: int) -> type[Block]:
     """The kind of layer `index`."""
+    if family_of(m).latent_attention:
+        return LatentMoEBlock if is_sparse(m, index) else LatentBlock
     return MoEBlock if is_sparse(m, index) else family_of(m).block or Block
 
 
@@ -224,7 +227,7 @@ class Transformer(nn.Module):
     def _rope(self, positions: Tensor | None, length: int, device: torch.device, dtype: torch.dtype):
         """The rotary table of some positions; that of all in order is made once."""
         if positions is not None:
-            return rope_table(positions, inverse_frequencies(self.m, device), dtype)
+            return rope_table(positions, inverse_frequencies(self.m, device), dtype, table_factor(self.m))
         key = length, device, dtype
         if key not in self._ropes:
             self._ropes[key] = self._rope(torch.arange(length, device=device), *key)

@@ -20,7 +20,9 @@ from ndtrain.parallel.allocations import storage_id
 T = TypeVar("T")
 NOTHING: frozenset[str] = frozenset()
 LAST = "down_proj"  # the last op of a block: the next layer saves its result as an input anyway
-_OP_OF_LEAF = {"q_proj": "qkv_proj", "o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj"}
+_OP_OF_LEAF = {"o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj"} | dict.fromkeys(
+    ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), "qkv_proj"
+)
 
 
 def op_of(parameter: str) -> str | None:

@@ -13,6 +13,17 @@ from tests.lib.ranks import run_ranks
 
 FULL = pytest.mark.full
 SIX = ["model.num_experts=6", "model.num_experts_per_tok=2"]
+LATENT = [
+    "model.num_key_value_heads=8",
+    "model.kv_lora_rank=10",
+    "model.qk_nope_head_dim=5",
+    "model.qk_rope_head_dim=4",
+    "model.v_head_dim=6",
+    "model.n_shared_experts=2",
+    "model.moe_intermediate_size=20",
+    "model.norm_topk_prob=true",
+    "model.routed_scaling_factor=2.5",
+]
 MODELS = {
     "mixtral": ["model.model_type=mixtral", *SIX],
     # a dense layer among sparse ones, and a shared expert
@@ -22,6 +33,13 @@ MODELS = {
     ],
     "qwen3-moe": ["model.model_type=qwen3_moe", *SIX, "model.moe_intermediate_size=20", "model.head_dim=10"],
     "olmoe": ["model.model_type=olmoe", *SIX, "model.clip_qkv=0.7"],
+    # a dense layer first, choices from two of three groups, latent queries, values narrower than keys
+    "deepseek-v3": [
+        "model.model_type=deepseek_v3", *SIX, *LATENT, "model.q_lora_rank=14", "model.n_group=3", "model.topk_group=2",
+        "model.first_k_dense_replace=1", "model.rope_scaling={rope_type:yarn,factor:4,mscale:1,mscale_all_dim:1,"
+        "original_max_position_embeddings:8}",
+    ],
+    "moonlight": ["model.model_type=deepseek_v3", *SIX, *LATENT, "model.attention_bias=true"],
 }  # fmt: skip
 # 2, 4 and 8 divide the heads of these
 EVEN = ["model.num_attention_heads=8", "model.num_key_value_heads=2", "model.hidden_size=32", "train.seq_len=16"]

@@ -27,6 +27,7 @@ class MoEBlock(Block):
     fused = (
         ("self_attn.q_proj", "self_attn.k_proj"),
         ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     )
 
     def add_mlp(self, m: ModelConfig, family: Family) -> None:
@@ -41,11 +42,13 @@ class MoEBlock(Block):
         moe, mixture = resolved(family.moe), nn.Module()
         mixture.gate = Weights(m, "experts", "embed")
         if moe.shared:
-            mixture.shared_expert = nn.Module()
-            mixture.shared_expert.gate_proj = Weights(m, "shared_mlp", "embed")
-            mixture.shared_expert.up_proj = Weights(m, "shared_mlp", "embed")
-            mixture.shared_expert.down_proj = Weights(m, "embed", "shared_mlp")
-            mixture.shared_expert_gate = Weights(m, "one", "embed")
+            shared = nn.Module()
+            shared.gate_proj = Weights(m, "shared_mlp", "embed")
+            shared.up_proj = Weights(m, "shared_mlp", "embed")
+            shared.down_proj = Weights(m, "embed", "shared_mlp")
+            mixture.add_module(moe.shared.module, shared)
+            if moe.shared.gated:
+                mixture.add_module(f"{moe.shared.module}_gate", Weights(m, "one", "embed"))
         mixture.experts = nn.ModuleList(self._make_expert(m, moe.projections) for _ in range(resolved(m.num_experts)))
         return mixture
 
@@ -66,7 +69,7 @@ class MoEBlock(Block):
     def multiply_adds(cls, m: ModelConfig, family: Family, weights: Mapping[str, int]) -> dict[str, int]:
         """The experts count as often as a token goes to one."""
         moe = resolved(family.moe)
-        ops = {op: sum(weights[p] for p in cls.matmuls[op]) for op in ("qkv_proj", "o_proj")}
+        ops = {op: cls.multiply_adds_of(op, weights) for op in ("qkv_proj", "o_proj")}
         ops["router"] = weights[f"{moe.module}.gate"]
         of_expert = sum(weights[stack[0]] for stack in cls.stacks(m, family))
         ops["experts"] = resolved(m.num_experts_per_tok) * of_expert
@@ -88,8 +91,11 @@ class MoEBlock(Block):
         return self.ops.grouped_linear(swiglu(gate_MF, up_MF), counts_X, [downs])[0]
 
     def shared_expert(self, x_NE: Tensor) -> Tensor:
-        """The output of the expert that every token goes to, times the sigmoid of its gate."""
-        shared = self.mixture.shared_expert
+        """The output of the expert that every token goes to, times the sigmoid of its gate if it has one."""
+        how = resolved(self.moe.shared)
+        shared = getattr(self.mixture, how.module)
         gate_NF, up_NF = self.linear(x_NE, shared.gate_proj, shared.up_proj)
         y_NE = self.linear(swiglu(gate_NF, up_NF), shared.down_proj)[0]
-        return y_NE * torch.sigmoid(self.linear(x_NE, self.mixture.shared_expert_gate)[0])
+        if not how.gated:
+            return y_NE
+        return y_NE * torch.sigmoid(self.linear(x_NE, getattr(self.mixture, f"{how.module}_gate"))[0])
