@@ -88,7 +88,7 @@ def test_every_family_on_eight_ranks(name):
     check(name, {"fsdp": 2, "cp": 2, "tp": 2})
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[FULL] * (n != "olmoe")) for n in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[FULL] * (n != "deepseek-v3")) for n in MODELS])
 def test_tp_without_sequence_parallelism(name):
     check(name, {"tp": 2}, "tp.sequence_parallel=false")
 
@@ -109,9 +109,30 @@ def test_recompute_and_zero(recompute, zero):
 
 
 @FULL
+@pytest.mark.parametrize("name", ["qwen2-moe", "deepseek-v3"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recompute_beside_messages(recompute):
-    check("qwen2-moe", {"cp": 2, "tp": 2}, f"recompute={recompute}")
+def test_recompute_beside_messages(recompute, name):
+    check(name, {"cp": 2, "tp": 2}, f"recompute={recompute}")
+
+
+LATENT_CHANGES = {
+    "ulysses": ({"cp": 2}, ["cp.kind=ulysses"]),
+    "ring of Ulysses groups": ({"cp": 4}, ["cp.ulysses=2"]),
+    "messages in parts": ({"tp": 2}, ["tp.overlap=true"]),
+    "in parts, without sequence parallelism": ({"tp": 2}, ["tp.overlap=true", "tp.sequence_parallel=false"]),
+    "heads on every rank": (
+        {"tp": 2}, ["tp.sequence_parallel=false", "layout.rules.heads=null", "layout.rules.kv_heads=null"],
+    ),
+    "latents kept": ({"fsdp": 2}, ["recompute=selective", "recompute.keep=[qkv_proj,core,o_proj]"]),
+}  # fmt: skip
+
+
+@FULL
+@pytest.mark.parametrize("changes", LATENT_CHANGES)
+@pytest.mark.parametrize("name", ["deepseek-v3", "moonlight"])
+def test_latent_attention(name, changes):
+    mesh, more = LATENT_CHANGES[changes]
+    check(name, mesh, *more)
 
 
 SCHEDULES = {"gpipe": 2, "1f1b": 2, "interleaved": 4, "zb_h1": 2, "zb_v": 4, "dualpipe_v": 4}  # -> stages of 2 ranks
