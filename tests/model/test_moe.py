@@ -154,7 +154,6 @@ REFUSED = {
     "no number of experts": (["num_experts=null"], ["model.num_experts is missing", "qwen3_moe"]),
     "no experts": (["num_experts=0"], ["model.num_experts=0", "at least 1"]),
     "a layer that is not there": (["mlp_only_layers=[2]"], ["mlp_only_layers", "layer 2", "0 to 1"]),
-    "a balance loss": (["output_router_logits=true"], ["output_router_logits=true", "set it to false"]),
     "a shared expert of Qwen3": (["shared_expert_intermediate_size=8"], ["shared_expert", "qwen3_moe"]),
     "experts of Llama": (["model_type=llama"], ["model.num_experts=8", "llama"]),
     "a shared expert of no size": (

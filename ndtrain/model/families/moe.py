@@ -22,14 +22,19 @@ OPTIONAL_FIELDS = (
 )  # fmt: skip
 
 
-def renormalised(m: ModelConfig, logits_NX: Tensor) -> Routing:
+def renormalised(m: ModelConfig, logits_NX: Tensor, bias_X: Tensor | None) -> Routing:
     """Softmax, top-k, weights that add up to 1."""
-    return softmax_top_k(logits_NX, resolved(m.num_experts_per_tok), True)
+    return softmax_top_k(logits_NX, resolved(m.num_experts_per_tok), True, bias_X)
 
 
-def renormalised_if_asked(m: ModelConfig, logits_NX: Tensor) -> Routing:
+def renormalised_if_asked(m: ModelConfig, logits_NX: Tensor, bias_X: Tensor | None) -> Routing:
     """Softmax, top-k, and what `norm_topk_prob` says."""
-    return softmax_top_k(logits_NX, resolved(m.num_experts_per_tok), m.norm_topk_prob)
+    return softmax_top_k(logits_NX, resolved(m.num_experts_per_tok), m.norm_topk_prob, bias_X)
+
+
+def softmax(logits_NX: Tensor) -> Tensor:
+    """The probabilities of the experts."""
+    return logits_NX.softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -38,17 +43,21 @@ class MoE:
 
     Attributes:
         count: how its config.json spells the number of experts.
-        route: (model, logits [N, X]) -> the chosen experts and their weights.
+        route: (model, logits [N, X], selection bias [X] or None) -> the chosen experts and their weights.
         module: the name of the mixture in a block.
         projections: the names of an expert's gate, up and down projection.
         shared: whether there is an expert that every token goes to, with a sigmoid as its gate.
+        affinities: logits [N, X] -> what the balance loss of a sequence takes for probabilities; they add up to 1.
+        bias: the name of a layer's selection bias in its model files; None: they have no place for it.
     """
 
     count: str
-    route: Callable[[ModelConfig, Tensor], Routing]
+    route: Callable[[ModelConfig, Tensor, Tensor | None], Routing]
     module: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: bool = False
+    affinities: Callable[[Tensor], Tensor] = softmax
+    bias: str | None = None
 
     def is_sparse(self, m: ModelConfig, layer: int) -> bool:
         """Whether a layer has experts; the others have a dense MLP."""
@@ -74,8 +83,4 @@ class MoE:
             return f"model.num_experts_per_tok={k} exceeds model.num_experts={experts}: lower it"
         if beyond := [i for i in m.mlp_only_layers if not 0 <= i < m.num_hidden_layers]:
             return f"model.mlp_only_layers names layer {beyond[0]}: there are layers 0 to {m.num_hidden_layers - 1}"
-        if m.output_router_logits:
-            return (
-                "model.output_router_logits=true asks for a balance loss, which ndtrain does not have: set it to false"
-            )
         return None
