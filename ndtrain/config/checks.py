@@ -13,6 +13,7 @@ from ndtrain.config.data_checks import check_data
 from ndtrain.config.lengths import check_positions, fit_warmup
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.mesh_checks import check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
+from ndtrain.config.moe_checks import resolve_balance
 from ndtrain.config.rope_kinds import ROPE_KINDS
 from ndtrain.config.schema import Config, ConfigError, ModelConfig, require, written
 
@@ -30,6 +31,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     require(cfg.run.name != "", "run.name is empty: give the run a name, e.g. run.name=first")
     require(cfg.run.dir != "", "run.dir is empty: name a folder, e.g. run.dir=runs/first")
     _check_model(cfg.model)
+    resolve_balance(cfg)
     resolve_mesh(cfg, world_size)
     resolve_micro_batch(cfg)
     check_positions(cfg)

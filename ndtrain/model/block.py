@@ -20,6 +20,7 @@ from ndtrain.model.attention.core import local_core
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.families import Family, family_of, latent
 from ndtrain.model.loss import head_loss
+from ndtrain.model.moe.router import Routing
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import rotate
 from ndtrain.model.swiglu import swiglu
@@ -57,11 +58,22 @@ def embedding(tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
     return F.embedding(tokens_BT.flatten(), weight_VE)
 
 
+def balance(logits_NX: Tensor, routing: Routing, counts_X: Tensor, bias_X: Tensor) -> Tensor:
+    """The weights of a routing. Training counts the loads of experts here, and may return weights whose backward adds
+    the gradients of balance losses to those of the logits.
+
+    Args:
+        counts_X: how many of these tokens each expert got.
+        bias_X: the selection bias, which tells the layer.
+    """
+    return routing.weights
+
+
 @dataclass(frozen=True)
 class Ops:
     """The calls that parallelism replaces; the defaults are what they say on one device. `parallel/tp.py` replaces
     `linear`, `norm_of_heads`, `for_all_heads`, `embedding` and `head_loss`, `parallel/cp.py` replaces `core`,
-    `parallel/grouped_linear.py` replaces `grouped_linear`."""
+    `parallel/grouped_linear.py` replaces `grouped_linear`, `parallel/balance.py` replaces `balance`."""
 
     linear: Callable = linear
     wide_linear: Callable = wide_linear  # (x [N, I], weight [O, I]) -> [N, O] in fp32 or wider
@@ -71,6 +83,7 @@ class Ops:
     for_all_heads: Callable = lambda x: x  # (x [N, I] of this rank's tokens) -> [N, I], which every head reads
     core: Callable = local_core  # (q [B, T, H, D], k and v [B, T, K, D], ctx) -> [B, T, H, D]
     head_loss: Callable = head_loss  # (x [N, E], weight [V, E], labels [B, T], scale, chunk) -> scalar
+    balance: Callable = balance  # (logits [N, X], routing, counts [X], bias [X]) -> weights [N, K]
 
 
 class Context(NamedTuple):

@@ -37,6 +37,11 @@ def is_sparse(m: ModelConfig, index: int) -> bool:
     return moe is not None and moe.is_sparse(m, index)
 
 
+def sparse_layers(m: ModelConfig) -> list[int]:
+    """The layers that have experts."""
+    return [i for i in range(m.num_hidden_layers) if is_sparse(m, i)]
+
+
 def block_class(m: ModelConfig, index: int) -> type[Block]:
     """The kind of layer `index`."""
     if family_of(m).latent_attention:
@@ -83,6 +88,15 @@ def tensor_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model, in order: Hugging Face name -> shape."""
     sizes = {d: units * width for d, (units, width) in dim_sizes(m).items()}
     return {name: tuple(sizes[d] for d in named) for name, named in tensor_dims(m).items()}
+
+
+def bias_names(m: ModelConfig) -> dict[str, str]:
+    """The selection bias of each layer with experts: its name in a checkpoint -> the stem of the files that hold it.
+    Where a family's model files have no place for it, it stands beside the optimizer's state."""
+    moe, layers = family_of(m).moe, sparse_layers(m)
+    if moe is None or moe.bias is None:
+        return {f"selection_bias.{layer(i)}": "optimizer" for i in layers}
+    return {f"{layer(i)}.{moe.bias}": "model" for i in layers}
 
 
 def fused_names(m: ModelConfig) -> list[tuple[str, ...]]:
@@ -170,6 +184,12 @@ class Transformer(nn.Module):
         self.ops = ops
         for block in self.model.layers.values():
             block.ops = ops
+
+    def use_biases(self, bias_LX: Tensor) -> None:
+        """Gives the stage's blocks with experts their selection biases, as views of those of the whole model."""
+        for bias_X, i in zip(bias_LX, sparse_layers(self.m), strict=True):
+            if str(i) in self.model.layers:
+                self.model.layers[str(i)].selection_bias = bias_X
 
     @property
     def head(self) -> Weights:

@@ -9,9 +9,11 @@ from torch.nn.functional import cross_entropy
 
 from ndtrain.config import ModelConfig
 from ndtrain.model import Transformer
+from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_config import from_hf, to_hf
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE
+from ndtrain.model.transformer import bias_names
 from tests.lib.stacked_experts import as_in_files, as_in_memory, lift_router
 
 LLAMA3 = {
@@ -69,6 +71,13 @@ def config(name: str) -> ModelConfig:
     return ModelConfig(initializer_range=0.1, **(shape | heads | MODELS[name]))
 
 
+def as_drawn(m: ModelConfig) -> dict[str, torch.Tensor]:
+    """Selection biases that decide some choices, where a family's files have a place for them."""
+    draw = torch.Generator().manual_seed(1)
+    names = [n for n, stem in bias_names(m).items() if stem == "model"]
+    return {n: 0.1 * torch.randn(m.num_experts, generator=draw) for n in names}
+
+
 def pair(m: ModelConfig) -> tuple[Transformer, torch.nn.Module]:
     """(ndtrain's model, the `transformers` model), in fp64, with equal weights."""
     ours = Transformer(m, loss_chunk=100).double()
@@ -81,10 +90,11 @@ def pair(m: ModelConfig) -> tuple[Transformer, torch.nn.Module]:
         hf, attn_implementation="sdpa", experts_implementation="eager"
     ).double()
     theirs.model.embed_tokens.padding_idx = None  # a padding token, which OLMoE names by default, has no gradient there
-    missing = theirs.load_state_dict(as_in_memory(ours.state_dict(), m), strict=False)
-    assert not missing.unexpected_keys and all(
-        k == "lm_head.weight" or k.endswith("e_score_correction_bias") for k in missing.missing_keys
-    )
+    biases = as_drawn(m)
+    if family_of(m).moe and family_of(m).moe.bias:
+        ours.use_biases(torch.stack(list(biases.values())))
+    missing = theirs.load_state_dict(as_in_memory(ours.state_dict(), m) | biases, strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
     return ours, theirs
 
 

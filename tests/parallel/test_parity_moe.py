@@ -150,14 +150,14 @@ def test_schedules(schedule):
 # ------------------------------------------------------------------------------------------------------- load
 
 
-def all_on_one(logits_NX: torch.Tensor, k: int, renormalise: bool) -> Routing:
+def all_on_one(logits_NX: torch.Tensor, k: int, renormalise: bool, bias_X: torch.Tensor) -> Routing:
     """Every token goes to expert 3 alone; its weight depends on all logits."""
     assert k == 1
     experts_N1 = torch.full((len(logits_NX), 1), 3, device=logits_NX.device)
     return Routing(logits_NX.softmax(-1).gather(1, experts_N1), experts_N1)
 
 
-def none_for_two(logits_NX: torch.Tensor, k: int, renormalise: bool) -> Routing:
+def none_for_two(logits_NX: torch.Tensor, k: int, renormalise: bool, bias_X: torch.Tensor) -> Routing:
     """Experts 0 and 4 get no token."""
     masked = logits_NX.clone()
     masked[:, [0, 4]] = -torch.inf

@@ -3,7 +3,7 @@ groups with a sigmoid router, shared experts, and some dense layers first."""
 
 from ndtrain.model.families.family import COMMON_DEFAULTS, Family, never
 from ndtrain.model.families.latent import LATENT_FIELDS
-from ndtrain.model.families.moe import MoE, SharedExpert, sigmoid_scored
+from ndtrain.model.families.moe import MoE, SharedExpert, shares_of_sigmoids, sigmoid_scored
 from ndtrain.plugins import register_family
 
 _EXPERT_FIELDS = (
@@ -33,6 +33,8 @@ DEEPSEEK_V3 = register_family(
             shared=SharedExpert(
                 "shared_experts", "n_shared_experts", lambda m, n: n * (m.moe_intermediate_size or m.intermediate_size)
             ),
+            affinities=shares_of_sigmoids,
+            bias="mlp.gate.e_score_correction_bias",
         ),
     )
 )  # fmt: skip

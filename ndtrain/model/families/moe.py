@@ -24,22 +24,31 @@ OPTIONAL_FIELDS = (
 )  # fmt: skip
 
 
-def renormalised(m: ModelConfig, logits_NX: Tensor) -> Routing:
+def renormalised(m: ModelConfig, logits_NX: Tensor, bias_X: Tensor | None) -> Routing:
     """Softmax, top-k, weights that add up to 1."""
-    return softmax_top_k(logits_NX, resolved(m.num_experts_per_tok), True)
+    return softmax_top_k(logits_NX, resolved(m.num_experts_per_tok), True, bias_X)
 
 
-def renormalised_if_asked(m: ModelConfig, logits_NX: Tensor) -> Routing:
+def renormalised_if_asked(m: ModelConfig, logits_NX: Tensor, bias_X: Tensor | None) -> Routing:
     """Softmax, top-k, and what `norm_topk_prob` says."""
-    return softmax_top_k(logits_NX, resolved(m.num_experts_per_tok), m.norm_topk_prob)
+    return softmax_top_k(logits_NX, resolved(m.num_experts_per_tok), m.norm_topk_prob, bias_X)
 
 
-def sigmoid_scored(m: ModelConfig, logits_NX: Tensor) -> Routing:
+def softmax(logits_NX: Tensor) -> Tensor:
+    """The probabilities of the experts."""
+    return logits_NX.softmax(-1)
+
+
+def sigmoid_scored(m: ModelConfig, logits_NX: Tensor, bias_X: Tensor | None) -> Routing:
     """Sigmoid, top-k of the best groups, and what `norm_topk_prob` and `routed_scaling_factor` say."""
-    k = resolved(m.num_experts_per_tok)
-    return sigmoid_top_k(
-        logits_NX, None, k, m.n_group, m.topk_group, m.norm_topk_prob, m.routed_scaling_factor
-    )  # fmt: skip
+    k, factor = resolved(m.num_experts_per_tok), m.routed_scaling_factor
+    return sigmoid_top_k(logits_NX, k, m.n_group, m.topk_group, m.norm_topk_prob, factor, bias_X)
+
+
+def shares_of_sigmoids(logits_NX: Tensor) -> Tensor:
+    """The sigmoids of a token, divided by their sum."""
+    scores_NX = logits_NX.sigmoid()
+    return scores_NX / scores_NX.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -69,17 +78,21 @@ class MoE:
 
     Attributes:
         count: how its config.json spells the number of experts.
-        route: (model, logits [N, X]) -> the chosen experts and their weights.
+        route: (model, logits [N, X], selection bias [X] or None) -> the chosen experts and their weights.
         module: the name of the mixture in a block.
         projections: the names of an expert's gate, up and down projection.
         shared: the expert that every token goes to; None: there is none.
+        affinities: logits [N, X] -> what the balance loss of a sequence takes for probabilities; they add up to 1.
+        bias: the name of a layer's selection bias in its model files; None: they have no place for it.
     """
 
     count: str
-    route: Callable[[ModelConfig, Tensor], Routing]
+    route: Callable[[ModelConfig, Tensor, Tensor | None], Routing]
     module: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: SharedExpert | None = None
+    affinities: Callable[[Tensor], Tensor] = softmax
+    bias: str | None = None
 
     def is_sparse(self, m: ModelConfig, layer: int) -> bool:
         """Whether a layer has experts; the others have a dense MLP."""
@@ -108,10 +121,6 @@ class MoE:
             return reason
         if beyond := [i for i in m.mlp_only_layers if not 0 <= i < m.num_hidden_layers]:
             return f"model.mlp_only_layers names layer {beyond[0]}: there are layers 0 to {m.num_hidden_layers - 1}"
-        if m.output_router_logits:
-            return (
-                "model.output_router_logits=true asks for a balance loss, which ndtrain does not have: set it to false"
-            )
         return None
 
 

@@ -5,7 +5,7 @@ Every expert's matrices are parameters of their own, under the names that Huggin
 lie one behind the other in a unit's buffer (`Block.stacks`), so that one grouped product serves all experts.
 
 Shape legend: N tokens, M rows (each token once for each of its experts, sorted by expert), E hidden_size, F an
-expert's intermediate size, X experts.
+expert's intermediate size, X experts, K experts of a token.
 """
 
 from collections.abc import Mapping
@@ -30,9 +30,13 @@ class MoEBlock(Block):
         ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     )
 
+    selection_bias: Tensor
+
     def add_mlp(self, m: ModelConfig, family: Family) -> None:
         self.moe = resolved(family.moe)
         self.add_module(self.moe.module, self.make_mlp(m, family))
+        # added to the router's scores when experts are chosen; no parameter: the loads move it, and no gradient does
+        self.register_buffer("selection_bias", torch.zeros(resolved(m.num_experts)), persistent=False)
 
     @property
     def mixture(self) -> nn.Module:
@@ -78,8 +82,9 @@ class MoEBlock(Block):
 
     def feed_forward(self, x_NE: Tensor) -> Tensor:
         logits_NX = self.ops.wide_linear(x_NE, self.mixture.gate.weight)
-        weights_NK, experts_NK = self.moe.route(self.m, logits_NX)
-        permutation = Permutation.of(experts_NK, logits_NX.shape[1])
+        routing = self.moe.route(self.m, logits_NX, self.selection_bias)
+        permutation = Permutation.of(routing.experts, logits_NX.shape[1])
+        weights_NK = self.ops.balance(logits_NX, routing, permutation.counts, self.selection_bias)
         y_ME = self.experts(permute(x_NE, permutation), permutation.counts)
         y_NE = combine(y_ME, weights_NK, permutation)
         return y_NE + self.shared_expert(x_NE) if self.moe.shared else y_NE
