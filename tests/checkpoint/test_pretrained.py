@@ -25,6 +25,7 @@ from tests.model.test_families import (
     LLAMA3_ROPE,
     MISTRAL,
     MIXTRAL,
+    MOONLIGHT,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
@@ -58,7 +59,7 @@ def test_both_spellings_of_a_config(name):
     assert unknown_fields(FAMILIES[name]) == unknown_fields(today) == []
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3"])
 def test_a_silent_config_means_what_transformers_assumes(kind):
     shape = {k: SIZES[k] for k in ("vocab_size", "intermediate_size", "num_hidden_layers")}
     shape |= {"hidden_size": 64, "num_attention_heads": 32}
@@ -71,7 +72,8 @@ def test_a_silent_config_means_what_transformers_assumes(kind):
         "initializer_range",
     ]
     assert {k: getattr(m, k) for k in same} == {k: getattr(theirs, k) for k in same}
-    assert m.head_dim == (getattr(theirs, "head_dim", None) or 2) and m.rope_scaling is None
+    width = getattr(theirs, "qk_head_dim", None) or getattr(theirs, "head_dim", None) or 2
+    assert m.head_dim == width and m.rope_scaling is None
     assert m.rope_theta == theirs.rope_parameters["rope_theta"]
     assert m.sliding_window == getattr(theirs, "sliding_window", None)
     assert [m.attention_bias, m.mlp_bias] == [getattr(theirs, k, False) for k in ("attention_bias", "mlp_bias")]
@@ -143,9 +145,17 @@ REFUSED_FIELDS = {  # what is changed in which config.json -> what the line must
     "capped scores": (LLAMA, {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
     "biases of Mistral": (MISTRAL, {"attention_bias": True}, ["attention_bias=True", "mistral"]),
     "MLP biases of Qwen": (QWEN3, {"mlp_bias": True}, ["mlp_bias=True", "qwen3"]),
-    "yarn": (LLAMA, {"rope_scaling": YARN}, ["rope_scaling", "yarn", "default, linear, llama3"]),
-    "yarn today": (QWEN3, {"rope_parameters": YARN}, ["rope_parameters", "yarn"]),
-    "dynamic": (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "linear"]),
+    "yarn cut off": (LLAMA, {"rope_scaling": YARN | {"truncate": False}}, ["rope_scaling", "truncate=False", "yarn"]),
+    "half a yarn": (QWEN3, {"rope_parameters": YARN | {"factor": None}}, ["rope_parameters", "yarn", "factor"]),
+    "dynamic": (
+        LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "default, linear, llama3, yarn"]
+    ),
+    "another score of experts": (MOONLIGHT, {"scoring_func": "softmax"}, ["scoring_func=softmax", "sigmoid"]),
+    "another choice of experts": (MOONLIGHT, {"topk_method": "greedy"}, ["topk_method=greedy", "noaux_tc"]),
+    "latents of Llama": (
+        LLAMA, {"model_type": "deepseek_v3"}, ["architectures=", "deepseek_v3", "DeepseekV3ForCausalLM"]
+    ),
+    "Llama's name of latents": (MOONLIGHT, {"model_type": "llama"}, ["architectures=", "LlamaForCausalLM"]),
     "partial rotation today": (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, ["rotary_factor=0.5"]),
     "rotation by kinds": (LLAMA, {"rope_parameters": {"full_attention": {}}}, ["full_attention"]),
     "half a llama3": (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["low_freq_factor"]),

@@ -16,7 +16,7 @@ from tests.lib.helpers import arguments, write_corpus
 
 CPU = torch.device("cpu")
 NEW = 60  # beyond the window of 24
-FAMILIES = ["llama3", "llama3.2", "mistral", "qwen2-window", "qwen3"]
+FAMILIES = ["llama3", "llama3.2", "mistral", "qwen2-window", "qwen3", "deepseek-v3", "moonlight"]
 
 
 def without_cache(model: Transformer, prompt: list[int], new: int) -> list[int]:

@@ -113,10 +113,20 @@ def products_of_a_step(overrides: list[str]) -> int:
     return sum(matmul.seen.values())
 
 
+LATENT = [
+    "model.model_type=deepseek_v3", "model.num_key_value_heads=6", "model.num_experts=4", "model.num_experts_per_tok=2",
+    "model.first_k_dense_replace=3", "model.n_shared_experts=1", "model.q_lora_rank=10", "model.kv_lora_rank=8",
+    "model.qk_nope_head_dim=4", "model.qk_rope_head_dim=4", "model.v_head_dim=6",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "overrides", [[], ["mesh.zero=1"], ["model.model_type=qwen2"]], ids=["llama", "zero1", "qwen2"]
+    ("overrides", "of_layer"),
+    [([], 5), (["mesh.zero=1"], 5), (["model.model_type=qwen2"], 5), (LATENT, 6)],
+    ids=["llama", "zero1", "qwen2", "latents"],
 )
-def test_neighbours_are_one_matmul(overrides):
-    """Forward, and for the weights' and the input's gradients: q with k, v, o, gate with up, and down, in each of three
-    layers, and the head's in three chunks."""
-    assert products_of_a_step(overrides) == 3 * (3 * 5 + 3)
+def test_neighbours_are_one_matmul(overrides, of_layer):
+    """Forward, and for the weights' and the input's gradients, in each of three layers, and the head's in three chunks.
+    A layer has q with k, v, o, gate with up, and down; with latent attention it has the projections into both latents,
+    the two out of them, o, gate with up, and down."""
+    assert products_of_a_step(overrides) == 3 * (3 * of_layer + 3)

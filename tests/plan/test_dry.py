@@ -25,6 +25,11 @@ EXPERTS = (
     "model.model_type=qwen2_moe model.num_experts=6 model.num_experts_per_tok=2 model.moe_intermediate_size=16 "
     "model.shared_expert_intermediate_size=24 model.mlp_only_layers=[1]"
 )
+LATENT = (
+    "model.model_type=deepseek_v3 model.num_key_value_heads=8 model.num_experts=6 model.num_experts_per_tok=2 "
+    "model.moe_intermediate_size=16 model.n_shared_experts=1 model.first_k_dense_replace=2 model.q_lora_rank=24 "
+    "model.kv_lora_rank=16 model.qk_nope_head_dim=8 model.qk_rope_head_dim=4 model.v_head_dim=6"
+)
 CONSTANTS = 8  # bytes of constants that a process makes once, in whichever of its steps comes first
 SETTLE_S = 0.02  # gloo's thread lets go of what an all-reduce has summed only some time after its end
 
@@ -52,6 +57,7 @@ FULL = {
         "mesh.pp=2 schedule=gpipe", "mesh.pp=2 schedule=1f1b recompute=full", "mesh.pp=2 schedule=interleaved",
         "mesh.pp=2 schedule=zb_h1", "mesh.pp=2 schedule=dualpipe_v", "mesh.pp=2 model.tie_word_embeddings=true",
         f"mesh.fsdp=2 {EXPERTS}", f"mesh.tp=2 {EXPERTS}", f"mesh.pp=2 schedule=zb_h1 {EXPERTS}",
+        f"mesh.fsdp=2 {LATENT}", f"mesh.tp=2 {LATENT}", f"mesh.cp=2 cp.kind=ulysses recompute=selective {LATENT}",
     ],
     4: [
         "mesh.cp=4", "mesh.cp=4 cp.ulysses=2", "mesh.tp=4 tp.overlap=true", "mesh.tp=2 mesh.fsdp=2 recompute=selective",
