@@ -283,8 +283,8 @@ def test_a_second_communicator_hides_gathers_behind_the_backward():
     ],
 )
 def test_reductions_that_hold_no_memory_are_waited_for_at_the_end(mesh, most):
-    """Zero 1 on NCCL: the gradient stays whole anyway. (gloo's reductions receive into buffers of their own.) The others
-    are waited for when the next one is launched."""
+    """Zero 1 on NCCL: the gradient stays whole anyway. (gloo's reductions receive into buffers of their own.) The
+    others are waited for when the next one is launched."""
     overrides = ["mesh.pp=2", *(f"mesh.{k}={v}" for k, v in mesh.items()), "train.global_batch=4", "schedule=1f1b"]
     with mock.patch("ndtrain.parallel.fsdp.reduces_in_place", lambda full: True):
         programs = program(overrides, 4 * mesh.get("dp", 1), steps=1, parts=["step"])
