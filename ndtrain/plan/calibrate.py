@@ -1,8 +1,8 @@
 """`ndtrain plan calibrate out=FILE.yaml`: measures this machine and writes a description that `hardware=` takes.
 
 Real training steps of a few sizes run, on one rank and then on as many as the machine has cores, and each operator in
-them is timed (`kernel_times`). Collectives are those of `bench collectives`. A small model's host time is what its
-steps take beyond their operators.
+them is timed (`kernel_times`). Collectives are those of `bench collectives`. The host's time is what steps
+take beyond their operators.
 """
 
 import math
@@ -158,14 +158,17 @@ def _place(k: Kernel) -> tuple[str, tuple[float, ...]]:
 
 
 def host_rates(times: Sequence[CaseTimes]) -> dict[str, float]:
-    """Names of `price.Rates` -> seconds of the host: for each operator, and in each step beside its program. Those
-    of the smallest cases count, since host time is most of theirs."""
-    smallest = sorted(times, key=lambda case: statistics.median(case.passes))[: max(1, len(times) // 3)]
+    """Names of `price.Rates` -> seconds of the host: for each operator, and in each step beside its program.
+
+    The time of an operator's launch is the median over all cases, as a larger case's operators push the host's code and
+    data out of its caches. The smallest cases alone say what a step takes, since kernels are most of a larger one's.
+    """
     launches = [
         (statistics.median(case.passes) - _sum(case.passes_kernels, case.steps))
         / _count(case.passes_kernels, case.steps)
-        for case in smallest
+        for case in times
     ]
+    smallest = sorted(times, key=lambda case: statistics.median(case.passes))[: max(1, len(times) // 3)]
     known = lambda case: {k: s for k, s in case.update_kernels.items() if k.op in OF_UPDATE}
     steps = [statistics.median(case.updates) - _sum(known(case), case.steps) for case in smallest]
     return {"launch_s": max(1e-7, statistics.median(launches)), "step_s": max(1e-7, statistics.median(steps))}

@@ -24,7 +24,8 @@ from ndtrain.plan.published.run import run_of
 from ndtrain.plan.table import held_gib, read_table
 
 # The rates that are fitted: to step times, and then to memory. What is believed beforehand is from data sheets and from
-# published benchmarks of single kernels and collectives, not from this table.
+# published benchmarks of single kernels and collectives. Those of `launch_s`, `step_s` and memory have no such source:
+# they are of the size that steps of the table show, and no row's value.
 TIME = {
     "matmul": Parameter(0.75, 0.4, 1.0),
     "attention": Parameter(0.52, 0.2, 1.0),

@@ -108,6 +108,8 @@ class Prices:
         launch_s: host time of a kernel's launch, while which the device may work. On a CPU the host is the device, and
             the time is part of the kernel's.
         ranks_a_core: how many ranks share a core, where that is measured.
+        late_s: as the rate; 0 where ranks share measured cores, since their collectives were measured while ranks
+            waited for a core.
     """
 
     def __init__(self, hardware: Hardware, rates: Rates, mesh: MeshSpec, own_core: bool = False):
@@ -116,6 +118,7 @@ class Prices:
         cores = self._measured.cores if self._measured else self._on_host
         self._computing = min(self._on_host, cores) if own_core else self._on_host
         self.ranks_a_core = max(1.0, self._computing / cores)
+        self.late_s = rates.late_s if self._on_host <= cores else 0.0
         own_host = hardware.device == "cuda"
         self.launch_s = rates.launch_s if own_host else 0.0
         self._fixed = 0.0 if own_host else rates.launch_s * self.ranks_a_core

@@ -1,6 +1,7 @@
 """Finds the fastest mesh: every candidate is estimated, what cannot fit is left out, the most promising ones are
 predicted, and then those next to the best, until none of them is better."""
 
+import gc
 import heapq
 import json
 import multiprocessing
@@ -271,8 +272,15 @@ def workers(processes: int) -> Iterator[Executor | None]:
     if processes == 1:
         yield None
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, initializer=_collect_rarely) as pool:
         yield pool
+
+
+def _collect_rarely() -> None:
+    """A prediction makes hundreds of thousands of small tuples, which Python's collector of cycles would walk over and
+    over: that was 40 % of a search's time."""
+    gc.set_threshold(200_000, 20, 100)
 
 
 def _mapped(pool: Executor | None, fn: Callable[[T], R], items: Iterable[T]) -> list[R]:

@@ -7,7 +7,7 @@ end. All of this only adds durations and takes maxima. So what a pass of a layer
 (max, +), made once for each kind of pass (`Passage`), and time is exact however often it repeats.
 
 Compute that runs beside a collective is slower (`Rates.interference`): where a collective of d seconds is waited for,
-the stream has lost that share of d. A rank sees its end late (`Rates.late_s`), which compute beside it hides too.
+the stream has lost that share of d. A rank sees its end late (`Prices.late_s`), which compute beside it hides too.
 """
 
 import math
@@ -65,8 +65,7 @@ class Costs:
         """A stream's clock after its wait for a collective that took so many seconds until `end`; 0: it is free."""
         if not seconds:
             return max(clock, end)
-        rates = self.prices.rates
-        return max(clock + rates.interference * seconds, end + rates.late_s)
+        return max(clock + self.prices.rates.interference * seconds, end + self.prices.late_s)
 
     def message(self, nbytes: int) -> float:
         return 0.0 if "pp" in self.free else self.prices.message("pp", nbytes)

@@ -274,17 +274,30 @@ def test_a_second_communicator_hides_gathers_behind_the_backward():
     print(f"makespan {one.makespan:.1f} on one communicator, {two.makespan:.1f} on two")
 
 
-def test_reductions_that_hold_no_memory_are_waited_for_at_the_end():
-    """Zero 1 on NCCL: the gradient stays whole anyway. (gloo's reductions receive into buffers of their own.)"""
-    overrides = ["mesh.pp=2", "mesh.fsdp=2", "mesh.zero=1", "train.global_batch=4", "schedule=1f1b"]
+@pytest.mark.parametrize(
+    ("mesh", "most"),
+    [
+        ({"fsdp": 2, "zero": 1}, None),
+        ({"fsdp": 2, "zero": 2}, 2),  # each holds its unit's whole gradient
+        ({"fsdp": 2, "dp": 2, "zero": 1}, 2),  # replicas sum its result
+    ],
+)
+def test_reductions_that_hold_no_memory_are_waited_for_at_the_end(mesh, most):
+    """Zero 1 on NCCL: the gradient stays whole anyway. (gloo's reductions receive into buffers of their own.) The
+    others are waited for when the next one is launched."""
+    overrides = ["mesh.pp=2", *(f"mesh.{k}={v}" for k, v in mesh.items()), "train.global_batch=4", "schedule=1f1b"]
     with mock.patch("ndtrain.parallel.fsdp.reduces_in_place", lambda full: True):
-        programs = program(overrides, 4, steps=1, parts=["step"])
+        programs = program(overrides, 4 * mesh.get("dp", 1), steps=1, parts=["step"])
     check(programs)
     for threads in programs.values():
-        steps = threads[0]
-        launches = [i for i, s in enumerate(steps) if isinstance(s, Op) and s.name == "reduce_scatter"]
-        waits = [i for i, s in enumerate(steps) if isinstance(s, Wait) and s.op.name == "reduce_scatter"]
-        assert len(launches) == len(waits) > 4 and max(launches) < min(waits)
+        running, peak, launched = 0, 0, 0
+        for step in threads[0]:
+            if isinstance(step, Op) and step.name == "reduce_scatter":
+                running, launched = running + 1, launched + 1
+            elif isinstance(step, Wait) and step.op.name == "reduce_scatter":
+                running -= 1
+            peak = max(peak, running)
+        assert running == 0 and launched > 4 and peak == (most or launched)
 
 
 # ------------------------------------------------------------------------------------------------------ real gloo ranks

@@ -71,6 +71,14 @@ def test_host_time_is_what_operators_leave():
     assert calibrate.host_rates([case]) == pytest.approx({"launch_s": 0.1, "step_s": 1.0})
 
 
+def test_launches_of_larger_cases_count_and_their_updates_do_not():
+    small, large, larger = (
+        CaseTimes(1, kernels(("mul", 8, [n])), kernels(("_fused_adamw_", 8, [n])), [n + host], [n + host])
+        for n, host in ((1.0, 0.1), (8.0, 0.3), (9.0, 0.4))
+    )
+    assert calibrate.host_rates([larger, small, large]) == pytest.approx({"launch_s": 0.3, "step_s": 0.1})
+
+
 def test_cases_are_cut_over_every_axis_in_turn(monkeypatch):
     monkeypatch.setattr(calibrate, "SHAPES", TINY * 3)
     axes = [next(a for a in calibrate.AXES if getattr(c.mesh, a) == 2) for c in calibrate.cases("bf16", 2, "cpu")]

@@ -90,6 +90,11 @@ def test_measured_times_count_instead_of_formulas(tmp_path):
     assert prices.collective("dp", "all_gather", 1000) == 3e-4 and prices.ranks_a_core == 2
 
 
+def test_a_collective_measured_on_shared_cores_is_late_as_it_is(tmp_path):
+    hardware, rates = described(tmp_path), Rates(late_s=1e-3)
+    assert [Prices(hardware, rates, MeshSpec.of(MeshConfig(dp=dp))).late_s for dp in (2, 4)] == [1e-3, 0]
+
+
 def test_ranks_that_wait_leave_their_core_to_others(tmp_path):
     """Four pipeline ranks on two cores: the bubble of a rank is another one's time."""
     attention = {f"{op} fp32": [[1, 4, 64, 64, 32, 1_000_000, 1e-3]] for op in (SDPA, f"{SDPA}_backward")}

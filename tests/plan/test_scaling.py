@@ -6,7 +6,7 @@ import pytest
 
 from ndtrain.plan import scaling
 from ndtrain.plan.__main__ import main
-from ndtrain.plan.candidates import Candidate, Space, searched_run
+from ndtrain.plan.candidates import Candidate, Space, Stages, searched_run
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.scaling import FAMILIES, REGIMES, Beginning, Point, fastest_of, gpu_counts, pays, regimes
 from ndtrain.plan.search import fits, rank_all, shortlist
@@ -44,7 +44,8 @@ def test_a_mesh_that_fits_is_looked_for_where_the_first_ones_do_not(monkeypatch)
     space = Space(cfg, 8, hardware)
     monkeypatch.setattr(scaling, "FAMILIES", ("fsdp",))
     fastest, predicted = fastest_of(space, 1, {}, None)
-    at_first = shortlist([r for r in rank_all(space, None)[0] if r.candidate.size("fsdp") == 8], 1)
+    of_dp_and_fsdp = [r for r in rank_all(space, None)[0] if r.candidate.size("dp") * r.candidate.size("fsdp") == 8]
+    at_first = shortlist(of_dp_and_fsdp, 1)
     assert not any(fits(space, predicted[c].memory_bytes) for c in at_first)
     best = predicted[fastest["fsdp"]]
     assert best.memory_bytes < 80e9 and best.mfu > 0.5
@@ -55,7 +56,7 @@ def test_where_a_point_won_the_next_one_begins(monkeypatch):
     """On twice the GPUs, what differs from it in dp and fsdp alone is predicted."""
     hardware = load_hardware("h100")
     cfg, _ = searched_run(RUN[:1] + RUN[2:], hardware)
-    won = Candidate((1, 1, 2, 1, 1), 1, "ring", 3, ("1f1b", None), ("full", ()))
+    won = Candidate((1, 1, 2, 1, 1), 1, "ring", 3, Stages("1f1b"), ("full", ()))
     _, predicted = fastest_of(Space(cfg, 4, hardware), 1, {"fsdp": won}, None)
     assert {won._replace(mesh=(1, 1, 4, 1, 1)), won._replace(mesh=(1, 2, 2, 1, 1))} <= set(predicted)
 
