@@ -20,7 +20,7 @@ from ndtrain.model.attention.core import local_core
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.families import Family, family_of
 from ndtrain.model.loss import head_loss
-from ndtrain.model.moe.exchange import Exchange, Groups
+from ndtrain.model.moe.exchange import Exchange, ExpertRows
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import rotate
 from ndtrain.model.swiglu import swiglu
@@ -41,15 +41,15 @@ def wide_linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     return F.linear(x_NI.to(wide), weight_OI.to(wide))
 
 
-def grouped_linear(x_MI: Tensor, groups: Groups, weights: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+def grouped_linear(x_MI: Tensor, expert_rows: ExpertRows, weights: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
     """For each of `weights`, which are one matrix [out, in] for each of X experts: x @ w.T of the expert that the row
     belongs to.
 
     Args:
         x_MI: rows sorted by expert.
-        groups: which rows each expert has.
+        expert_rows: which rows each expert has.
     """
-    of_expert = [x_MI[rows] for rows in groups.bounds]
+    of_expert = [x_MI[rows] for rows in expert_rows.bounds]
     return tuple(torch.cat([F.linear(x, w) for x, w in zip(of_expert, ws, strict=True)]) for ws in weights)
 
 
@@ -66,7 +66,7 @@ class Ops:
 
     linear: Callable = linear
     wide_linear: Callable = wide_linear  # (x [N, I], weight [O, I]) -> [N, O] in fp32 or wider
-    grouped_linear: Callable = grouped_linear  # (x [M, I] by expert, Groups, weights) -> [M, O] of each
+    grouped_linear: Callable = grouped_linear  # (x [M, I] by expert, ExpertRows, weights) -> [M, O] of each
     exchange: Callable = Exchange  # (counts [X], rows M) -> an Exchange
     embedding: Callable = embedding  # (tokens [B, T], weight [V, E]) -> [N, E]
     norm_of_heads: Callable = rms_norm  # (x [N, H D], weight [H D], eps): over all heads of a token

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.distributed.collectives import all_to_all_rows
-from ndtrain.model.moe.exchange import Exchange, Groups
+from ndtrain.model.moe.exchange import Exchange, ExpertRows
 from ndtrain.model.moe.permutation import Permutation
 from ndtrain.parallel.recompute import COMBINE, DISPATCH, SavedOps
 
@@ -45,7 +45,7 @@ class ExpertExchange(Exchange):
         experts_R = torch.arange(each, device=counts_X.device).repeat(ranks)
         experts_R = experts_R.repeat_interleave(theirs_X, output_size=sum(theirs))
         self._order = Permutation.of(experts_R[:, None], each)
-        self.groups = Groups.of_sizes([sum(theirs[x::each]) for x in range(each)], self._order.counts)
+        self.expert_rows = ExpertRows.of_sizes([sum(theirs[x::each]) for x in range(each)], self._order.counts)
 
     @torch.compiler.disable
     def to_experts(self, x_ME: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndtrain.model.moe.exchange import Groups
+from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 
 _ALIGNMENT = 16  # bytes, of the rows of a grouped product's factors
@@ -25,17 +25,19 @@ class _GroupedLinear(torch.autograd.Function):
     """As `_Linear` in `fused_grad_accumulation.py`: the Parameters are attributes and no inputs of autograd."""
 
     @staticmethod
-    def forward(ctx, accumulator: GradAccumulator, x_MI: Tensor, groups: Groups, stacks: Sequence[FusedWeights]):
-        ctx.accumulator, ctx.stacks, ctx.groups = accumulator, stacks, groups
+    def forward(
+        ctx, accumulator: GradAccumulator, x_MI: Tensor, expert_rows: ExpertRows, stacks: Sequence[FusedWeights]
+    ):
+        ctx.accumulator, ctx.stacks, ctx.expert_rows = accumulator, stacks, expert_rows
         ctx.save_for_backward(x_MI)
-        return tuple(products(x_MI, _matrices(s).transpose(1, 2), ctx.groups) for s in stacks)
+        return tuple(products(x_MI, _matrices(s).transpose(1, 2), ctx.expert_rows) for s in stacks)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (x_MI,) = ctx.saved_tensors
-        dx_MI = sum(products(dy_MO, _matrices(s), ctx.groups) for dy_MO, s in zip(grads, ctx.stacks, strict=True))
+        dx_MI = sum(products(dy_MO, _matrices(s), ctx.expert_rows) for dy_MO, s in zip(grads, ctx.stacks, strict=True))
         for dy_MO, s in zip(grads, ctx.stacks, strict=True):
-            ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.groups.bounds)
+            ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.expert_rows.bounds)
         return None, dx_MI, None, None
 
 
@@ -44,12 +46,12 @@ def _matrices(stack: FusedWeights) -> Tensor:
     return stack.weight.detach().view(len(stack.rows), stack.rows[0], -1)
 
 
-def products(x_MI: Tensor, w_XIO: Tensor, groups: Groups) -> Tensor:
+def products(x_MI: Tensor, w_XIO: Tensor, expert_rows: ExpertRows) -> Tensor:
     """Each expert's rows times its matrix, [M, O]."""
     if all(_serves_grouped(t) for t in (x_MI, w_XIO)):
-        return F.grouped_mm(x_MI, w_XIO, offs=groups.ends)
+        return F.grouped_mm(x_MI, w_XIO, offs=expert_rows.ends)
     y_MO = x_MI.new_empty(len(x_MI), w_XIO.shape[2])
-    for rows, w_IO in zip(groups.bounds, w_XIO, strict=True):
+    for rows, w_IO in zip(expert_rows.bounds, w_XIO, strict=True):
         if rows.stop > rows.start:
             torch.mm(x_MI[rows], w_IO, out=y_MO[rows])
     return y_MO
@@ -74,7 +76,9 @@ class GroupedLinear:
     def __init__(self, accumulator: GradAccumulator, stacks: Mapping[nn.Parameter, FusedWeights]):
         self.accumulator, self.stacks = accumulator, stacks
 
-    def __call__(self, x_MI: Tensor, groups: Groups, weights: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    def __call__(
+        self, x_MI: Tensor, expert_rows: ExpertRows, weights: Sequence[Sequence[Tensor]]
+    ) -> tuple[Tensor, ...]:
         return _GroupedLinear.apply(
-            self.accumulator, x_MI, groups, [self.stacks[of_experts[0]] for of_experts in weights]
+            self.accumulator, x_MI, expert_rows, [self.stacks[of_experts[0]] for of_experts in weights]
         )

@@ -17,7 +17,7 @@ from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
 from ndtrain.model.block import Block, Weights
 from ndtrain.model.families.family import Family
-from ndtrain.model.moe.exchange import Groups
+from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.model.moe.permutation import Permutation, combine, permute
 from ndtrain.model.swiglu import swiglu
 
@@ -80,16 +80,16 @@ class MoEBlock(Block):
         weights_NK, experts_NK = self.moe.route(self.m, logits_NX)
         permutation = Permutation.of(experts_NK, logits_NX.shape[1])
         exchange = self.ops.exchange(permutation.counts, len(permutation.slots))
-        y_RE = self.experts(exchange.to_experts(permute(x_NE, permutation)), exchange.groups)
+        y_RE = self.experts(exchange.to_experts(permute(x_NE, permutation)), exchange.expert_rows)
         y_NE = combine(exchange.to_tokens(y_RE), weights_NK, permutation)
         return y_NE + self.shared_expert(x_NE) if self.moe.shared else y_NE
 
-    def experts(self, x_RE: Tensor, groups: Groups) -> Tensor:
+    def experts(self, x_RE: Tensor, expert_rows: ExpertRows) -> Tensor:
         """The experts' outputs for rows that are sorted by expert."""
         here = self.mixture.experts.values()
         gates, ups, downs = ([getattr(e, p).weight for e in here] for p in self.moe.projections)
-        gate_RF, up_RF = self.ops.grouped_linear(x_RE, groups, [gates, ups])
-        return self.ops.grouped_linear(swiglu(gate_RF, up_RF), groups, [downs])[0]
+        gate_RF, up_RF = self.ops.grouped_linear(x_RE, expert_rows, [gates, ups])
+        return self.ops.grouped_linear(swiglu(gate_RF, up_RF), expert_rows, [downs])[0]
 
     def shared_expert(self, x_NE: Tensor) -> Tensor:
         """The output of the expert that every token goes to, times the sigmoid of its gate."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Groups(NamedTuple):
+class ExpertRows(NamedTuple):
     """Which rows each expert has, where rows are sorted by expert.
 
     Attributes:
@@ -20,7 +20,7 @@ class Groups(NamedTuple):
     ends: Tensor
 
     @classmethod
-    def of(cls, counts_X: Tensor, rows: int) -> "Groups":
+    def of(cls, counts_X: Tensor, rows: int) -> "ExpertRows":
         """From the number of rows of each expert, which the host waits for. A tensor without memory has no counts: all
         experts then have equally many rows."""
         number = len(counts_X)
@@ -28,7 +28,7 @@ class Groups(NamedTuple):
         return cls.of_sizes(even or counts_X.tolist(), counts_X)
 
     @classmethod
-    def of_sizes(cls, sizes: Sequence[int], counts_X: Tensor) -> "Groups":
+    def of_sizes(cls, sizes: Sequence[int], counts_X: Tensor) -> "ExpertRows":
         """From the same numbers on the host and on the device."""
         bounds = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
         return cls(bounds, counts_X.cumsum(0, dtype=torch.int32))
@@ -42,11 +42,11 @@ class Exchange:
         rows: the number of all rows.
 
     Attributes:
-        groups: of the rows that `to_experts` returns.
+        expert_rows: of the rows that `to_experts` returns.
     """
 
     def __init__(self, counts_X: Tensor, rows: int):
-        self.groups = Groups.of(counts_X, rows)
+        self.expert_rows = ExpertRows.of(counts_X, rows)
 
     def to_experts(self, x_ME: Tensor) -> Tensor:
         """The rows of the experts that are here, sorted by expert, from those of the tokens that are here."""
