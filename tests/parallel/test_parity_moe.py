@@ -107,7 +107,8 @@ def test_recompute_beside_messages(recompute):
 SCHEDULES = {"gpipe": 2, "1f1b": 2, "interleaved": 4, "zb_h1": 2, "zb_v": 4, "dualpipe_v": 4}  # -> stages of 2 ranks
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(s, marks=[FULL] * (s != "zb_h1")) for s in SCHEDULES])
+@FULL
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(schedule):
     """The backward of weights, where it is an action of its own, covers router and experts."""
     layers = f"model.num_hidden_layers={SCHEDULES[schedule]}"
