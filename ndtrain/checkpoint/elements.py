@@ -18,6 +18,7 @@ from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.row_map import Rows
 from ndtrain.distributed.sharding import even_split
 from ndtrain.model import tensor_shapes
+from ndtrain.model.transformer import bias_names
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.build import Stages, state_plan
 from ndtrain.parallel.unit import StatePlan, Unit
@@ -97,7 +98,18 @@ def checkpoint_bytes(cfg: Config) -> int:
     shapes = tensor_shapes(cfg.model).values()
     parts = [part for of_stem in parts_of(state_plan(cfg)).values() for part in of_stem]
     numel = lambda part: sum(math.prod(part.spec.shape_of(s) if part.spec else s) for s in shapes)
-    return sum(numel(part) * part.dtype.itemsize for part in parts)
+    biases = len(bias_names(cfg.model)) * (cfg.model.num_experts or 0) * BIAS.itemsize
+    return sum(numel(part) * part.dtype.itemsize for part in parts) + biases
+
+
+BIAS = torch.float32  # of selection biases
+
+
+def biases_of(stages: Stages, stem: str) -> dict[str, Tensor]:
+    """The selection biases [X] that files of this stem hold, by their names. Every rank has all of them, rank 0 writes
+    them, and training changes them in place."""
+    of_stem = bias_names(stages.model).items()
+    return {name: b for (name, its), b in zip(of_stem, stages.balance.bias_LX, strict=True) if its == stem}
 
 
 # ------------------------------------------------------------------------------------------------------ placement
@@ -165,6 +177,7 @@ def plans_of(stages: Stages, cfg: Config) -> dict[str, list[PlannedFile]]:
     for stem, parts in parts_of(stages.units.plan).items():
         shape_of = lambda part, shape: part.spec.shape_of(shape) if part.spec else shape
         described = {p.prefix + name: (shape_of(p, shape), p.dtype) for p in parts for name, shape in shapes.items()}
+        described |= {name: (tuple(b.shape), BIAS) for name, b in biases_of(stages, stem).items()}
         if described:
             plans[stem] = plan_files(stem, described, cfg.checkpoint.max_file_bytes)
     return plans
@@ -206,6 +219,24 @@ def read_into(
             as_read = target.device.type == "cpu" and target.dtype == data.dtype
             sums[rows[name]] += checksum(target if as_read else data.contiguous().view(-1), there)
         reader.release(name, there)
+
+
+def read_biases(
+    stages: Stages, reader: Reader, stem: str, sums: Tensor | None = None, rows: dict[str, int] | None = None
+) -> None:
+    """Reads the selection biases that files of this stem hold. A checkpoint of before there were any has none, and they
+    are zeros. The arguments are those of `read_into`."""
+    for name, bias_X in biases_of(stages, stem).items():
+        if name not in reader:
+            bias_X.zero_()
+            continue
+        if reader.shape(name) != bias_X.shape:
+            raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {tuple(bias_X.shape)} here")
+        whole = Rows(0, bias_X.numel())
+        data = reader.read(name, whole).view(-1)
+        bias_X.copy_(data)
+        if sums is not None and rows is not None:
+            sums[rows[name]] += checksum(data.contiguous(), whole)
 
 
 def _wanted(stages: Stages, reader: Reader, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor, Rows]]:

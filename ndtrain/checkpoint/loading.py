@@ -10,7 +10,9 @@ from ndtrain.checkpoint.elements import (
     AVERAGE,
     CheckpointError,
     DamagedCheckpoint,
+    biases_of,
     parts_of,
+    read_biases,
     read_into,
     together,
 )
@@ -38,14 +40,17 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
     tensors = {
         p.prefix + n: (p, stages.layouts[n]) for n in stages.layouts.names() for ps in parts.values() for p in ps
     }
+    # each element was read, and summed, by each rank that holds its shard, by each tp replica, and by each stage that
+    # holds the tensor
+    tp_replicas = lambda part, layout: 1 if part.spec else layout.tp_replicas
+    readers_of = {
+        name: stages.layouts.groups(layout.name).replicas * tp_replicas(part, layout) * layout.pp_replicas
+        for name, (part, layout) in tensors.items()
+    } | {name: mesh.spec.world_size for stem in parts for name in biases_of(stages, stem)}
     for (name, words), got in zip(written.items(), sums.tolist(), strict=True):
-        if name not in tensors:
+        if name not in readers_of:
             continue
-        part, layout = tensors[name]
-        # each element was read, and summed, by each rank that holds its shard, by each tp replica, and by each stage
-        # that holds the tensor
-        tp_replicas = 1 if part.spec else layout.tp_replicas
-        readers = stages.layouts.groups(layout.name).replicas * tp_replicas * layout.pp_replicas
+        readers = readers_of[name]
         if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
             raise DamagedCheckpoint(f"{path} is damaged: the content of {name} is not what was written")
     stages.units.weights_changed()
@@ -62,7 +67,9 @@ def _read(path: Path, stages: Stages, mesh: Mesh, parts, written: list[str]) -> 
 
     def read() -> None:
         for stem, of_stem in parts.items():
-            read_into(stages, Reader(sorted(path.glob(f"{stem}*.safetensors"))), of_stem, sums, rows)
+            reader = Reader(sorted(path.glob(f"{stem}*.safetensors")))
+            read_into(stages, reader, of_stem, sums, rows)
+            read_biases(stages, reader, stem, sums, rows)
 
     try:
         together(mesh, read)

@@ -7,6 +7,9 @@ import json
 import re
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from ndtrain.checkpoint.directory import list_checkpoints
 from ndtrain.checkpoint.elements import CheckpointError, model_part, read_into, together
 from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader
@@ -16,6 +19,7 @@ from ndtrain.distributed.row_map import Rows
 from ndtrain.model import tensor_shapes
 from ndtrain.model.families.hf_config import read_hf_config
 from ndtrain.model.families.hf_fields import unknown_fields
+from ndtrain.model.transformer import bias_names
 from ndtrain.parallel.build import Stages
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -79,17 +83,41 @@ def check_folder(folder: Path, m: ModelConfig) -> list[str]:
 
 
 def load_weights(folder: Path, stages: Stages, mesh: Mesh) -> None:
-    """Reads this rank's elements of the weights from a Hugging Face folder, converted to master precision.
+    """Reads this rank's elements of the weights from a Hugging Face folder, converted to master precision. From a
+    checkpoint of ndtrain it also reads the selection biases of experts.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or the file is damaged.
     """
+
+    def read() -> None:
+        read_into(stages, open_weights(weight_files(folder)), [model_part(stages.units.plan)])
+        stages.balance.bias_LX.copy_(selection_biases(folder, stages.model))
+
     try:
-        together(mesh, lambda: read_into(stages, open_weights(weight_files(folder)), [model_part(stages.units.plan)]))
+        together(mesh, read)
     except CheckpointError as error:
         raise CheckpointError(f"init_from={folder}: {error}") from error
     stages.units.weights_changed()
     stages.units.start_average()
+
+
+def selection_biases(folder: Path, m: ModelConfig) -> Tensor:
+    """The selection biases of all layers with experts, fp32 [layers, experts]; zeros where the folder has none.
+
+    Raises:
+        DamagedFile: as `Reader`.
+    """
+    readers = {
+        "model": open_weights(weight_files(folder)),
+        "optimizer": Reader(sorted(folder.glob("optimizer*.safetensors"))),
+    }
+    names = bias_names(m)
+    biases_LX = torch.zeros(len(names), m.num_experts or 0)
+    for bias_X, (name, stem) in zip(biases_LX, names.items(), strict=True):
+        if name in readers[stem]:
+            bias_X.copy_(readers[stem].read(name, Rows(0, len(bias_X))).view(-1))
+    return biases_LX
 
 
 def open_weights(files: list[Path]) -> Reader:
@@ -165,7 +193,7 @@ def _check_tensors(reader: Reader, m: ModelConfig) -> None:
         DamagedFile: naming the first tensor that is missing, has another shape, a dtype that no weight has, or no place
             in the model.
     """
-    wanted = tensor_shapes(m)
+    wanted = tensor_shapes(m) | {n: (m.num_experts,) for n, stem in bias_names(m).items() if stem == "model"}
     for name, shape in wanted.items():
         if name not in reader:
             tied = " (config.json says tie_word_embeddings=false)" if name == _HEAD else ""

@@ -18,6 +18,7 @@ from ndtrain.checkpoint.elements import (
     FORMAT,
     CheckpointError,
     State,
+    biases_of,
     digest,
     names,
     parts_of,
@@ -77,7 +78,7 @@ class Writer:
     def __init__(self, folder: Path, stages: Stages, mesh: Mesh, cfg: Config, extras: Extras):
         self.folder, self.mesh, self.cfg, self.extras = folder, mesh, cfg, extras
         self.plans = plans_of(stages, cfg)
-        owned = list(_owned(stages, self.plans))
+        owned = list(_owned(stages, self.plans, writes_biases=mesh.rank == 0))
         self.owned, self.live = [o for o, _ in owned], [x for _, x in owned]
         _ = mesh.background  # created here, where all ranks call it, and not in a thread
 
@@ -146,7 +147,7 @@ def _files(plans: dict[str, list[PlannedFile]]) -> list[PlannedFile]:
     return [f for files in plans.values() for f in files]
 
 
-def _owned(stages: Stages, plans: dict[str, list[PlannedFile]]) -> Iterator[tuple[_Owned, Tensor]]:
+def _owned(stages: Stages, plans: dict[str, list[PlannedFile]], writes_biases: bool) -> Iterator[tuple[_Owned, Tensor]]:
     """What this rank writes: the position in the files, and the elements (1-D), which training changes in place."""
     for stem, parts in parts_of(stages.units.plan).items():
         where = {name: f for f in plans.get(stem, ()) for name in f.offsets}
@@ -154,6 +155,8 @@ def _owned(stages: Stages, plans: dict[str, list[PlannedFile]]) -> Iterator[tupl
             for held in slices_of(stages, part, owned_only=True):
                 name = part.prefix + held.tensor
                 yield _Owned(name, where[name], held.rows), held.data
+        for name, bias_X in biases_of(stages, stem).items() if writes_biases else ():
+            yield _Owned(name, where[name], Rows(0, bias_X.numel())), bias_X
 
 
 def _create_all(temporary: Path, plans: dict[str, list[PlannedFile]]) -> None:

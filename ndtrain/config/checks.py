@@ -13,6 +13,8 @@ from ndtrain.config.data_checks import check_data
 from ndtrain.config.lengths import check_positions, fit_warmup
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.mesh_checks import check_ep, check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
+from ndtrain.config.moe_checks import resolve_balance
+from ndtrain.config.rope_kinds import ROPE_KINDS
 from ndtrain.config.schema import Config, ConfigError, ModelConfig, require, written
 
 
@@ -29,6 +31,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     require(cfg.run.name != "", "run.name is empty: give the run a name, e.g. run.name=first")
     require(cfg.run.dir != "", "run.dir is empty: name a folder, e.g. run.dir=runs/first")
     _check_model(cfg.model)
+    resolve_balance(cfg)
     resolve_mesh(cfg, world_size)
     check_ep(cfg)
     resolve_micro_batch(cfg)
@@ -108,30 +111,24 @@ def _check_model(m: ModelConfig) -> None:
         f"model.num_attention_heads={m.num_attention_heads} must be a multiple of "
         f"model.num_key_value_heads={m.num_key_value_heads}",
     )
-    if m.head_dim is None:
-        require(
-            m.hidden_size % m.num_attention_heads == 0,
-            f"model.hidden_size={m.hidden_size} must be a multiple of "
-            f"model.num_attention_heads={m.num_attention_heads}, or set model.head_dim",
-        )
-        m.head_dim = m.hidden_size // m.num_attention_heads
-    require(m.head_dim % 2 == 0, f"model.head_dim={m.head_dim} must be even (RoPE rotates pairs)")
+    family = registry.get("family", m.model_type)
     require(m.sliding_window is None or m.sliding_window >= 1, "model.sliding_window: must be at least 1, or null")
-    if reason := registry.get("family", m.model_type).refusal(m):
+    if reason := family.refusal(m):
         raise ConfigError(reason)
+    family.fill_in(m)
+    require(
+        m.head_dim is not None,
+        f"model.hidden_size={m.hidden_size} must be a multiple of model.num_attention_heads={m.num_attention_heads}, "
+        "or set model.head_dim",
+    )
+    in_part = m.qk_rope_head_dim is not None  # whose family has checked it
+    require(in_part or m.head_dim % 2 == 0, f"model.head_dim={m.head_dim} must be even (RoPE rotates pairs)")
     cap = m.attn_logit_softcapping
     require(cap is None or cap > 0, f"model.attn_logit_softcapping={cap}: must be positive, or null")
     if m.rope_scaling:
         kind = m.rope_scaling.get("rope_type", m.rope_scaling.get("type"))
-        require(
-            kind in ("default", "linear", "llama3"),
-            f"model.rope_scaling.rope_type={kind}: known: default, linear, llama3",
-        )
-        need = {
-            "linear": ("factor",),
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        }
-        for key in need.get(kind, ()):
+        require(kind in ROPE_KINDS, f"model.rope_scaling.rope_type={kind}: known: {', '.join(ROPE_KINDS)}")
+        for key in ROPE_KINDS[kind].needed:
             require(key in m.rope_scaling, f"model.rope_scaling.{key} is missing: rope_type={kind} needs it")
 
 

@@ -159,9 +159,32 @@ class ModelConfig(Section):
     decoder_sparse_step: int = at_least(1, 1)  # every so many layers one has experts, the others a dense MLP
     mlp_only_layers: list[int] = field(default_factory=list)  # layers that have a dense MLP in any case
     shared_expert_intermediate_size: int | None = at_least(1, None)  # of the expert that every token goes to
-    output_router_logits: bool = False  # true asks for a balance loss, which there is none of yet
-    router_aux_loss_coef: float = at_least(0, 0.001)  # the factor of that loss, which config.json keeps
+    output_router_logits: bool = False  # whether the model is trained with Hugging Face's balance loss (moe.balance=hf)
+    router_aux_loss_coef: float = at_least(0, 0.001)  # the factor of that loss
     clip_qkv: float | None = None  # queries, keys and values are clipped to this size
+    n_shared_experts: int | None = at_least(1, None)  # experts that every token goes to, as one MLP
+    first_k_dense_replace: int = at_least(0, 0)  # so many first layers have a dense MLP
+    n_group: int = at_least(1, 1)  # groups of experts, of which a token chooses from the best
+    topk_group: int = at_least(1, 1)  # groups that a token chooses from
+    routed_scaling_factor: float = 1.0  # of the weights of a token's experts
+    # latent attention; null: the model has none
+    q_lora_rank: int | None = at_least(1, None)  # of the queries' latent; null: queries have none
+    kv_lora_rank: int | None = at_least(1, None)  # of the latent of keys and values
+    qk_nope_head_dim: int | None = at_least(1, None)  # of a head, the part that is not rotated
+    qk_rope_head_dim: int | None = at_least(1, None)  # of a head, the part that is; its key is one for all heads
+    v_head_dim: int | None = at_least(1, None)  # of a head's values
+    rope_interleave: bool = True  # rotates neighbours, and not halves
+
+
+@dataclass
+class MoEConfig(Section):
+    """Mixtures of experts: how their loads are balanced. A dense model has none of it."""
+
+    # null: bias, or of a Hugging Face folder what its config.json asks for: hf with output_router_logits, else none
+    balance: str | None = choice(None, "bias", "hf", "sequence", "none")
+    bias_rate: float = at_least(0, 0.001)  # with balance=bias: by how much a step changes the bias of an expert
+    aux_coef: float | None = at_least(0, None)  # of the loss of sequences; null: 0.001 with balance=sequence, else 0
+    z_loss: float = at_least(0, 0.0)  # the factor of the router's z-loss
 
 
 @dataclass
@@ -335,6 +358,7 @@ class Config(Section):
     mesh: MeshConfig = field(default_factory=MeshConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

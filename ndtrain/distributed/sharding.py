@@ -28,6 +28,8 @@ STAGE_AXIS = "pp"  # the axis along which stages differ
 UNEVEN = ("vocab",)  # dims whose shards may differ by one unit
 REPLICATED = ("kv_heads",)  # dims that may have fewer units than tp has ranks: neighbouring ranks then hold replicas
 APPLIED_TO = {"head_dim": "heads"}  # a tensor with the first dim is applied to activations sharded as the second
+# dims of the same units with another width: the rule of the second shards the first
+WITH = {"key_value_heads": "heads", "value_heads": "heads"}
 
 
 class Dim(NamedTuple):
@@ -228,7 +230,7 @@ class Layouts:
 
     def _layout(self, name: str, dims: tuple[Dim, ...]) -> TensorLayout:
         n, index = self.mesh.size(TENSOR_AXIS), self.mesh.coords(self.rank)[TENSOR_AXIS]
-        shard_dim = next((i for i, d in enumerate(dims) if self.rules.get(d.name)), None) if n > 1 else None
+        shard_dim = next((i for i, d in enumerate(dims) if self._axis(d)), None) if n > 1 else None
         tp_replicas = n if shard_dim is None else 1
         shard = [(0, d.size) for d in dims]
         if shard_dim is not None:
@@ -245,6 +247,10 @@ class Layouts:
         return TensorLayout(
             name, dims, tuple(shard), partial, shard_dim, tp_replicas, index % tp_replicas, len(pp_coords), pp_replica
         )
+
+    def _axis(self, dim: Dim) -> str | None:
+        """The mesh axis that shards a dim."""
+        return self.rules.get(WITH.get(dim.name, dim.name))
 
     def _partial(self, dims: tuple[Dim, ...], tp_replicas: int, sharded: bool) -> frozenset[str]:
         """The axes over which a gradient is summed: every axis that shards the activations but not this tensor. The

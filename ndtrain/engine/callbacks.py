@@ -213,7 +213,7 @@ class LoggingCallback(Callback):
         largest = report.signals.max(dim=0).values.tolist()
         for text in self._stragglers.update(report.signals[:, BUSY].tolist()):
             self.trainer.warn(text)
-        numbers: dict[str, Any] = metrics
+        numbers: dict[str, Any] = report.balance | metrics
         self._metrics.log(
             step=report.step,
             loss=report.loss,

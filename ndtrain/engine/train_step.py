@@ -2,7 +2,7 @@
 forwards alone, to evaluate."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class StepReport:
         tokens: positions processed, valid or not.
         skipped: loss or gradient was not finite, so nothing was updated.
         signals: each rank's `signals` row, fp64 [ranks, k].
+        balance: the numbers of the experts' balance, by their names.
     """
 
     step: int
@@ -45,6 +46,7 @@ class StepReport:
     tokens: int
     skipped: bool
     signals: Tensor
+    balance: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,19 @@ class PendingReport:
     lr: float
     tokens: int
     result: Readback
+    balance_names: tuple[str, ...] = ()
 
     def wait(self) -> StepReport:
         """The report. Calling this late leaves the device unblocked."""
         numbers, signals = self.result.wait(f"the result of step {self.step}")
-        loss, norm, finite = numbers.tolist()
-        return StepReport(self.step, loss, norm, self.lr, self.tokens, not finite, signals)
+        loss, norm, finite, *others = numbers.tolist()
+        balance = dict(zip(self.balance_names, others, strict=True))
+        return StepReport(self.step, loss, norm, self.lr, self.tokens, not finite, signals, balance)
 
 
 class TrainingStep:
-    """Forward, backward, gradient sums, clip and update of one global batch, by the schedule that `cfg` names."""
+    """Forward, backward, gradient sums, clip and update of one global batch, by the schedule that `cfg` names. Where a
+    balance loss is over the whole batch (`moe.balance=hf`), a forward of all blocks comes first."""
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages):
         self.cfg, self.mesh, self.stages = cfg, mesh, stages
@@ -73,6 +78,7 @@ class TrainingStep:
         pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         row = schedule.table[mesh.coords["pp"]]
         self.executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, stages.recompute.groups)
+        self.look_ahead = forwards(cfg, mesh, stages, loss=False) if stages.balance.pooled else None
         self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
 
     def run(self, step: int, batches: Sequence[Batch], signals: Signals = lambda: (0.0,)) -> PendingReport:
@@ -83,6 +89,7 @@ class TrainingStep:
     def forward_backward(self, step: int, batches: Sequence[Batch]) -> Tensor:
         """This rank's share of the loss; gradients are summed over the mesh when this returns."""
         RECORDER.begin(step)
+        self.stages.balance.begin_step()
         valid = sum((b.labels != IGNORE).sum() for b in batches).double()
         counts, counted = all_gather_row(valid.view(1), self.mesh.group(*DATA_AXES))
 
@@ -90,7 +97,11 @@ class TrainingStep:
             counted.wait()
             return 1 / counts.sum().clamp(min=1)
 
-        loss = self.executor.run(contexts(self.stages, batches, loss_scale))
+        made = contexts(self.stages, batches, loss_scale)
+        if self.look_ahead is not None:
+            with self.stages.balance.looking_ahead():
+                self.look_ahead.run(made)
+        loss = self.executor.run(made)
         counted.wait()  # where no stage of this rank has the loss, nobody has
         return loss
 
@@ -101,13 +112,18 @@ class TrainingStep:
             signals: gives numbers of this rank that every rank is to see (a stop request, memory), asked at the end.
         """
         RECORDER.action = "norm and update"
+        balance = self.stages.balance
+        balanced = balance.start_sum()
         stats = self.optimizer.reduce_stats(loss)
         lr = learning_rate(self.cfg.optim, step, self.cfg.train.steps)
         self.optimizer.step(step, lr, stats)
+        balanced.wait()
+        balance.update(stats.finite)
         self.stages.units.weights_changed(published=True)
         rows, work = all_gather_row(upload(signals(), self.mesh.device), self.mesh.world)
-        result = Readback(work, torch.stack([stats.loss, stats.norm, stats.finite.double()]), rows)
-        return PendingReport(step, lr, self.cfg.train.global_batch * self.cfg.train.seq_len, result)
+        numbers = torch.cat([torch.stack([stats.loss, stats.norm, stats.finite.double()]), balance.numbers()])
+        result = Readback(work, numbers, rows)
+        return PendingReport(step, lr, self.cfg.train.global_batch * self.cfg.train.seq_len, result, balance.names)
 
 
 class Evaluation:
@@ -115,11 +131,7 @@ class Evaluation:
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages):
         self.mesh, self.stages = mesh, stages
-        schedule = schedules.forwards(stages.placement.schedule)
-        layers = line_up(stages.segments, stages.placement.last)
-        pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
-        row = schedule.table[mesh.coords["pp"]]
-        self.executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, [])
+        self.executor = forwards(cfg, mesh, stages)
 
     def run(self, passes: Iterable[Sequence[Batch]], valid: int) -> float:
         """The mean loss over the set's valid tokens, the same number on every rank.
@@ -135,6 +147,22 @@ class Evaluation:
         rows, work = all_gather_row(share, self.mesh.world)
         work.wait()
         return rows.sum().item()
+
+
+def forwards(cfg: Config, mesh: Mesh, stages: Stages, loss: bool = True) -> Executor:
+    """Runs the forwards of a step alone.
+
+    Args:
+        loss: whether head and loss run too; otherwise the loss is 0.
+    """
+    schedule = schedules.forwards(stages.placement.schedule)
+    layers = line_up(stages.segments, stages.placement.last)
+    if not loss:
+        none = lambda x, ctx: x.new_zeros(())
+        layers = [layer._replace(run=none, units=()) if layer.loss else layer for layer in layers]
+    pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
+    row = schedule.table[mesh.coords["pp"]]
+    return Executor(row, layers, stages.units, pipeline, stages.saved_ops, [])
 
 
 def contexts(stages: Stages, batches: Sequence[Batch], loss_scale: Callable[[], Tensor]) -> list[Context]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ndtrain.checkpoint.pretrained import check_folder, open_weights, weight_files
+from ndtrain.checkpoint.pretrained import check_folder, open_weights, selection_biases, weight_files
 from ndtrain.checkpoint.verifying import blocks
 from ndtrain.config.registry import load_plugins
 from ndtrain.generate.cache import KeyValueCache
@@ -42,6 +42,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
             whole.view(-1)[rows.start : rows.start + rows.numel].copy_(block)
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, nn.Parameter(whole, requires_grad=False))
+    model.use_biases(selection_biases(folder, m).to(device))
     return model
 
 

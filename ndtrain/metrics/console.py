@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 _WINDOW = 20  # number of steps that rates are averaged over
 _REFRESH_S = 0.1  # shortest time between two drawings of the bar
 _MIN_BAR = 4  # characters; rich draws no shorter bar
+_LOAD = "moe/load_max_over_mean"
 
 
 class Console:
@@ -146,9 +147,10 @@ class _Bar:
 
 
 def _state(row: dict[str, Any]) -> list[str]:
-    """Gradient norm and learning rate as text."""
+    """Gradient norm, learning rate and, with experts, the largest load of one over the mean, as text."""
     shown = [f"grad_norm {row['grad_norm']:.2f}"] if row["grad_norm"] is not None else []
-    return [*shown, f"lr {row['lr']:.1e}"]
+    load = [f"load {row[_LOAD]:.2f}"] if row.get(_LOAD) is not None else []
+    return [*shown, f"lr {row['lr']:.1e}", *load]
 
 
 def _terminal_width(stream: TextIO) -> int:
@@ -159,7 +161,17 @@ def _terminal_width(stream: TextIO) -> int:
         return 0
 
 
-_DISPENSABLE = ("s/step", "lr", "grad_norm", "MFU", "tok/s", "left", "loss", "step")  # what a narrow line lacks first
+_DISPENSABLE = (
+    "load",
+    "s/step",
+    "lr",
+    "grad_norm",
+    "MFU",
+    "tok/s",
+    "left",
+    "loss",
+    "step",
+)  # what a narrow line lacks first
 
 
 def fitting(figures: list[str], width: int) -> list[str]:

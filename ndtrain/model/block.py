@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from ndtrain.config import ModelConfig
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.attention.scores import Scores
-from ndtrain.model.families import Family, family_of
+from ndtrain.model.families import Family, family_of, latent
 from ndtrain.model.loss import head_loss
 from ndtrain.model.moe.exchange import Exchange, ExpertRows
+from ndtrain.model.moe.router import Routing
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import rotate
 from ndtrain.model.swiglu import swiglu
@@ -58,11 +59,23 @@ def embedding(tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
     return F.embedding(tokens_BT.flatten(), weight_VE)
 
 
+def balance(logits_NX: Tensor, routing: Routing, counts_X: Tensor, bias_X: Tensor) -> Tensor:
+    """The weights of a routing. Training counts the loads of experts here, and may return weights whose backward adds
+    the gradients of balance losses to those of the logits.
+
+    Args:
+        counts_X: how many of these tokens each expert got.
+        bias_X: the selection bias, which tells the layer.
+    """
+    return routing.weights
+
+
 @dataclass(frozen=True)
 class Ops:
     """The calls that parallelism replaces; the defaults are what they say on one device. `parallel/tp.py` replaces
-    `linear`, `norm_of_heads`, `embedding` and `head_loss`, `parallel/cp.py` replaces `core`,
-    `parallel/grouped_linear.py` replaces `grouped_linear`, `parallel/ep.py` replaces `exchange`."""
+    `linear`, `norm_of_heads`, `for_all_heads`, `embedding` and `head_loss`, `parallel/cp.py` replaces `core`,
+    `parallel/grouped_linear.py` replaces `grouped_linear`, `parallel/ep.py` replaces `exchange`, `parallel/balance.py`
+    replaces `balance`."""
 
     linear: Callable = linear
     wide_linear: Callable = wide_linear  # (x [N, I], weight [O, I]) -> [N, O] in fp32 or wider
@@ -70,8 +83,10 @@ class Ops:
     exchange: Callable = Exchange  # (counts [X], rows M) -> an Exchange
     embedding: Callable = embedding  # (tokens [B, T], weight [V, E]) -> [N, E]
     norm_of_heads: Callable = rms_norm  # (x [N, H D], weight [H D], eps): over all heads of a token
+    for_all_heads: Callable = lambda x: x  # (x [N, I] of this rank's tokens) -> [N, I], which every head reads
     core: Callable = local_core  # (q [B, T, H, D], k and v [B, T, K, D], ctx) -> [B, T, H, D]
     head_loss: Callable = head_loss  # (x [N, E], weight [V, E], labels [B, T], scale, chunk) -> scalar
+    balance: Callable = balance  # (logits [N, X], routing, counts [X], bias [X]) -> weights [N, K]
 
 
 class Context(NamedTuple):
@@ -105,7 +120,9 @@ def dim_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
         "heads": (m.num_attention_heads, m.head_dim),
         "kv_heads": (m.num_key_value_heads, m.head_dim),
         "head_dim": (m.head_dim, 1),
-    } | (moe.dim_sizes(m) if (moe := family_of(m).moe) else {})
+        **(latent.dim_sizes(m) if family_of(m).latent_attention else {}),
+        **(moe.dim_sizes(m) if (moe := family_of(m).moe) else {}),
+    }
 
 
 class Weights(nn.Module):
@@ -145,7 +162,8 @@ class Block(nn.Module):
 
     Attributes:
         fused: groups of projections that read one input and lie one behind the other: one matmul serves each.
-        matmuls: op -> its projections, in the order they run; the attention core runs before `o_proj`.
+        matmuls: op -> its projections, in the order they run, where the model has them; the attention core runs before
+            `o_proj`.
         held_experts: which experts of a mixture the block has; None: all.
     """
 
@@ -184,7 +202,11 @@ class Block(nn.Module):
         Args:
             weights: projection -> elements of its weight.
         """
-        return {op: sum(weights[name] for name in projections) for op, projections in cls.matmuls.items()}
+        return {op: cls.multiply_adds_of(op, weights) for op in cls.matmuls}
+
+    @classmethod
+    def multiply_adds_of(cls, op: str, weights: Mapping[str, int]) -> int:
+        return sum(weights[name] for name in cls.matmuls[op] if name in weights)
 
     def make_attention(self, m: ModelConfig, family: Family) -> nn.Module:
         a, bias = nn.Module(), family.qkv_bias(m)

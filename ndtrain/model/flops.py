@@ -68,11 +68,12 @@ def matmul_parameters(m: ModelConfig) -> int:
 
 def op_flops(m: ModelConfig, seq_len: int, index: int = 0) -> dict[str, int]:
     """Forward FLOPs a token of each op of a block, in the order they run: 2 a weight, and for the attention core
-    4 H Q T (scores and values over all T keys, not halved)."""
+    4 H Q T (scores and values over all T keys, not halved), or 2 H (Q + V) T where a value has V elements."""
     flops = {}
     for op, weights in multiply_adds(m, index).items():
         if op == "o_proj":
-            flops["core"] = 4 * m.num_attention_heads * m.head_dim * seq_len
+            width = m.head_dim + (m.v_head_dim or m.head_dim)
+            flops["core"] = 2 * m.num_attention_heads * width * seq_len
         flops[op] = 2 * weights
     return flops
 

@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864) with linear and Llama-3 frequency scaling.
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864) with linear, Llama-3 and YaRN frequency scaling.
 
-Shape legend: B batch, T time, N query heads, K key heads, D head_dim, P = D / 2 rotated pairs.
+Shape legend: B batch, T time, N query heads, K key heads, D rotated elements of a head, P = D / 2 rotated pairs.
 """
 
 import math
@@ -9,20 +9,30 @@ import torch
 from torch import Tensor
 
 from ndtrain.config import ModelConfig
+from ndtrain.config.rope_kinds import ORIGINAL
+from ndtrain.config.schema import resolved
 from ndtrain.model.contiguous import cat_if_contiguous
 
 
 def inverse_frequencies(m: ModelConfig, device: torch.device | None = None) -> Tensor:
-    """The angle per position of each pair, fp64 [P]."""
-    exponent_P = torch.arange(0, m.head_dim, 2, dtype=torch.float64, device=device) / m.head_dim
+    """The angle per position of each pair, fp64 [P]. Of a head all elements are rotated, or `qk_rope_head_dim`."""
+    rotated = m.qk_rope_head_dim or resolved(m.head_dim)
+    exponent_P = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
     inverse_P = m.rope_theta**-exponent_P
-    scaling = m.rope_scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling, kind = _scaling(m)
     if kind == "linear":
         return inverse_P / scaling["factor"]
     if kind == "llama3":
         return _llama3(inverse_P, scaling)
+    if kind == "yarn":
+        return _yarn(inverse_P, m.rope_theta, scaling)
     return inverse_P
+
+
+def _scaling(m: ModelConfig) -> tuple[dict, str]:
+    """(`rope_scaling`, its kind)."""
+    scaling = m.rope_scaling or {}
+    return scaling, scaling.get("rope_type", scaling.get("type", "default"))
 
 
 def _llama3(inverse_P: Tensor, scaling: dict) -> Tensor:
@@ -34,12 +44,52 @@ def _llama3(inverse_P: Tensor, scaling: dict) -> Tensor:
     return inverse_P * (kept_P + (1 - kept_P) / scaling["factor"])
 
 
-def rope_table(positions_T: Tensor, inverse_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos of every angle [..., T, 1, D], once for each element of a pair; sin [..., T, 1, P]), in `dtype`. They
-    broadcast over heads."""
+def _yarn(inverse_P: Tensor, theta: float, scaling: dict) -> Tensor:
+    """Pairs that turn more than `beta_fast` times within the original length are kept, those that turn less than
+    `beta_slow` times are divided by `factor`, those between are interpolated by their index (Peng et al., 2023,
+    arXiv:2309.00071, section 3.2)."""
+    pairs = len(inverse_P)
+    # the index of the pair that turns so many times
+    index = lambda turns: pairs * math.log(scaling[ORIGINAL] / (turns * 2 * math.pi)) / math.log(theta)
+    first = max(math.floor(index(scaling.get("beta_fast", 32))), 0)
+    last = min(math.ceil(index(scaling.get("beta_slow", 1))), 2 * pairs - 1)
+    at_P = torch.arange(pairs, dtype=torch.float64, device=inverse_P.device)
+    divided_P = ((at_P - first) / max(last - first, 0.001)).clamp(0, 1)
+    return inverse_P * (1 - divided_P + divided_P / scaling["factor"])
+
+
+def _yarn_mscale(factor: float, mscale: float = 1) -> float:
+    """What YaRN multiplies queries and keys by, for contexts `factor` times as long (its section 3.3)."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def table_factor(m: ModelConfig) -> float:
+    """The factor of cos and sin: 1 but for YaRN, whose `attention_factor` it is."""
+    scaling, kind = _scaling(m)
+    if kind != "yarn" or scaling.get("attention_factor") is not None:
+        return scaling.get("attention_factor", 1.0)
+    mscale, of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and of_all:
+        return _yarn_mscale(scaling["factor"], mscale) / _yarn_mscale(scaling["factor"], of_all)
+    return _yarn_mscale(scaling["factor"])
+
+
+def score_factor(m: ModelConfig) -> float:
+    """The factor of the scores of a latent attention, whose heads are rotated in part: with `mscale_all_dim` YaRN
+    multiplies the rest of queries and keys too."""
+    scaling, kind = _scaling(m)
+    of_all = scaling.get("mscale_all_dim")
+    return _yarn_mscale(scaling["factor"], of_all) ** 2 if kind == "yarn" and of_all else 1.0
+
+
+def rope_table(
+    positions_T: Tensor, inverse_P: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(cos of every angle [..., T, 1, D], once for each element of a pair; sin [..., T, 1, P]) times `factor`, in
+    `dtype`. They broadcast over heads."""
     angles_T1P = (positions_T[..., None].double() * inverse_P)[..., None, :]
-    cos = angles_T1P.cos().to(dtype)
-    return torch.cat((cos, cos), -1), angles_T1P.sin().to(dtype)
+    cos = (angles_T1P.cos() * factor).to(dtype)
+    return torch.cat((cos, cos), -1), (angles_T1P.sin() * factor).to(dtype)
 
 
 class _Rotate(torch.autograd.Function):
@@ -95,3 +145,8 @@ def rotate(q_BTND: Tensor, k_BTKD: Tensor, table: tuple[Tensor, Tensor]) -> tupl
 def _plain(x_BTND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x_BTND.chunk(2, dim=-1)
     return (x_BTND * cos + torch.cat((-b * sin, a * sin), dim=-1)).to(x_BTND.dtype)
+
+
+def neighbours_apart(x_BTND: Tensor) -> Tensor:
+    """x with the pairs (2 i, 2 i + 1) of the last dim at (i, i + P), where `rotate` expects them."""
+    return x_BTND.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

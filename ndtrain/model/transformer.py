@@ -21,9 +21,10 @@ from ndtrain.model.attention.mods import attention_mod
 from ndtrain.model.attention.scores import Scores, alibi_slopes
 from ndtrain.model.block import Block, Context, Dims, Ops, Weights, declared_dims, dim_sizes
 from ndtrain.model.families import family_of
+from ndtrain.model.latent_block import LatentBlock, LatentMoEBlock
 from ndtrain.model.moe.block import MoEBlock
 from ndtrain.model.norm import rms_norm
-from ndtrain.model.rope import inverse_frequencies, rope_table
+from ndtrain.model.rope import inverse_frequencies, rope_table, table_factor
 
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
@@ -36,8 +37,15 @@ def is_sparse(m: ModelConfig, index: int) -> bool:
     return moe is not None and moe.is_sparse(m, index)
 
 
+def sparse_layers(m: ModelConfig) -> list[int]:
+    """The layers that have experts."""
+    return [i for i in range(m.num_hidden_layers) if is_sparse(m, i)]
+
+
 def block_class(m: ModelConfig, index: int) -> type[Block]:
     """The kind of layer `index`."""
+    if family_of(m).latent_attention:
+        return LatentMoEBlock if is_sparse(m, index) else LatentBlock
     return MoEBlock if is_sparse(m, index) else family_of(m).block or Block
 
 
@@ -80,6 +88,15 @@ def tensor_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model, in order: Hugging Face name -> shape."""
     sizes = {d: units * width for d, (units, width) in dim_sizes(m).items()}
     return {name: tuple(sizes[d] for d in named) for name, named in tensor_dims(m).items()}
+
+
+def bias_names(m: ModelConfig) -> dict[str, str]:
+    """The selection bias of each layer with experts: its name in a checkpoint -> the stem of the files that hold it.
+    Where a family's model files have no place for it, it stands beside the optimizer's state."""
+    moe, layers = family_of(m).moe, sparse_layers(m)
+    if moe is None or moe.bias is None:
+        return {f"selection_bias.{layer(i)}": "optimizer" for i in layers}
+    return {f"{layer(i)}.{moe.bias}": "model" for i in layers}
 
 
 def fused_names(m: ModelConfig) -> list[tuple[str, ...]]:
@@ -176,6 +193,12 @@ class Transformer(nn.Module):
         for block in self.model.layers.values():
             block.ops = ops
 
+    def use_biases(self, bias_LX: Tensor) -> None:
+        """Gives the stage's blocks with experts their selection biases, as views of those of the whole model."""
+        for bias_X, i in zip(bias_LX, sparse_layers(self.m), strict=True):
+            if str(i) in self.model.layers:
+                self.model.layers[str(i)].selection_bias = bias_X
+
     @property
     def head(self) -> Weights:
         return self.model.embed_tokens if self.m.tie_word_embeddings else self.lm_head
@@ -232,7 +255,7 @@ class Transformer(nn.Module):
     def _rope(self, positions: Tensor | None, length: int, device: torch.device, dtype: torch.dtype):
         """The rotary table of some positions; that of all in order is made once."""
         if positions is not None:
-            return rope_table(positions, inverse_frequencies(self.m, device), dtype)
+            return rope_table(positions, inverse_frequencies(self.m, device), dtype, table_factor(self.m))
         key = length, device, dtype
         if key not in self._ropes:
             self._ropes[key] = self._rope(torch.arange(length, device=device), *key)

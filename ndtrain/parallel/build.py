@@ -23,6 +23,7 @@ from ndtrain.model.families import family_of
 from ndtrain.model.init import Draw, fill_all, standard_normal
 from ndtrain.model.loss import compiled_cross_entropy, cross_entropy
 from ndtrain.model.transformer import EMBED, expert_of, fused_names, unit_of
+from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.compile_choice import choose_compile
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.ep import LANE, ExpertExchange
@@ -173,13 +174,16 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
             op_names[parameter] = op_of(name)
     saved_ops = SavedOps(op_names)
     fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
+    balance = Balance(cfg, mesh)
     ops = _ops(cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, compiled, in_graph)
+    ops = replace(ops, balance=torch.compiler.disable(balance) if compiled else balance)
     kernel, attention = choose_kernel(cfg, mesh, plan.compute) if kind_of(mesh.device) == "cuda" else (None, "")
     for model in models.values():
         _complete(model, units, ops, kernel, compiled)
+        balance.adopt(model)
     segments = {s: m.segments() for s, m in models.items()}
     notes = [note for note in (attention, compile_note) if note]
-    stages = Stages(models, segments, units, layouts, placement, saved_ops, notes)
+    stages = Stages(models, segments, units, layouts, placement, saved_ops, balance, notes)
     if trains:
         stages.recompute = _plan_recompute(cfg, mesh, stages)
     return stages

@@ -21,7 +21,9 @@ T = TypeVar("T")
 NOTHING: frozenset[str] = frozenset()
 DISPATCH, COMBINE = "dispatch", "combine"  # the ways of tokens to other ranks' experts, and back
 LAST = "down_proj"  # the last op of a block: the next layer saves its result as an input anyway
-_OP_OF_LEAF = {"q_proj": "qkv_proj", "o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj"}
+_OP_OF_LEAF = {"o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj"} | dict.fromkeys(
+    ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), "qkv_proj"
+)
 
 
 def op_of(parameter: str) -> str | None:

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ndtrain.config import ModelConfig
 from ndtrain.distributed.sharding import Layouts
 from ndtrain.model import Context, Segment, Transformer
+from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute import RecomputePlan, SavedOps
@@ -18,6 +20,7 @@ class Stages:
         models: stage -> its part of the model.
         segments: stage -> the segments of its part, in order.
         saved_ops: the results that recomputed blocks save in their forward.
+        balance: that of the model's experts.
         notes: lines for the user on what was chosen at start, such as the attention kernel.
         recompute: which blocks are recomputed.
     """
@@ -28,8 +31,14 @@ class Stages:
     layouts: Layouts
     placement: Placement
     saved_ops: SavedOps
+    balance: Balance
     notes: list[str] = field(default_factory=list)
     recompute: RecomputePlan = field(default_factory=RecomputePlan)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The whole model that these are stages of."""
+        return next(iter(self.models.values())).m
 
     @property
     def context(self) -> Callable[..., Context]:

@@ -10,6 +10,8 @@ Where tp meets the model, and what each rank does there:
 | o_proj                      | row          | its heads in, a partial sum of every output out                       |
 | gate_proj, up_proj          | column       | all tokens in, its columns of the MLP out                             |
 | down_proj                   | row          | its columns in, a partial sum of every output out                     |
+| projections into a latent   | replicated   | each rank's tokens of the stream; every head reads the rotated key    |
+| latent's q_b_proj, kv_b_proj| column       | all tokens' latents in, its heads out                                 |
 | norms, biases of row weights| replicated   | every rank holds them; under sequence parallelism gradients are summed|
 | embed_tokens, lm_head       | vocabulary   | its rows of the table; two numbers a token cross the ranks in the loss|
 
@@ -50,6 +52,7 @@ from ndtrain.distributed.collectives import (
 from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout, TensorLayout, balanced_split
 from ndtrain.model import Ops
 from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, cross_entropy
+from ndtrain.parallel.for_all_heads import for_all_heads
 from ndtrain.parallel.fused_grad_accumulation import (
     PLAIN_MATMUL,
     Gathered,
@@ -279,11 +282,11 @@ class TensorParallel:
             compiled: whether blocks are; communication cannot be part of a graph, so each matmul breaks it.
         """
         outside = torch.compiler.disable if compiled else lambda op: op
-        linear, norm = outside(self.ops.linear), ops.norm_of_heads
         if self.shards_heads:
-            norm = outside(partial(norm_of_heads, group=self.group))
+            norm, shared = partial(norm_of_heads, group=self.group), partial(for_all_heads, comm=self.comm)
+            ops = replace(ops, norm_of_heads=outside(norm), for_all_heads=outside(shared))
         return replace(
-            ops, linear=linear, norm_of_heads=norm, embedding=self.embedding, core=self.local_heads(ops.core),
+            ops, linear=outside(self.ops.linear), embedding=self.embedding, core=self.local_heads(ops.core),
             head_loss=self.head_loss,
         )  # fmt: skip
 

@@ -32,12 +32,14 @@ class Run:
     """The result of a run on the whole model.
 
     Attributes:
-        losses, norms: per step.
-        tensors: kind -> name -> tensor: the gradient of the first step; weights and moments of the last.
+        losses, norms, balance: per step.
+        tensors: kind -> name -> tensor: the gradient of the first step; weights, moments and the selection biases of
+            experts of the last.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    balance: list[dict[str, float]] = field(default_factory=list)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
@@ -110,12 +112,15 @@ def rank_run(
         report = step.run(number, make_batches(cfg, mesh, number, mask)).wait()
         run.losses.append(report.loss)
         run.norms.append(report.grad_norm)
+        run.balance.append(report.balance)
     return run, pieces + rank_state(stages, kinds)
 
 
 def rank_state(stages, kinds: Sequence[tuple[str, str]] = KINDS) -> list[tuple]:
     """The runs of weights and moments that this rank holds, as in `rank_run`."""
-    return [p for kind, part in kinds for p in owned(stages, kind, lambda u, part=part: u.buffer(part))]
+    state = [p for kind, part in kinds for p in owned(stages, kind, lambda u, part=part: u.buffer(part))]
+    biases = zip(stages.balance.layers, stages.balance.bias_LX.clone(), strict=True)
+    return state + [("bias", f"layer {i}", b.shape, 0, b) for i, b in biases]
 
 
 def owned(stages, kind, part):
@@ -129,16 +134,17 @@ def owned(stages, kind, part):
 def train(n: int, overrides: list[str], mask: str = "none") -> Run:
     """Runs on n ranks and assembles the result."""
     run = assemble(run_ranks(rank_run, n, overrides, mask))
-    assert set(run.tensors) == set(STATE)
+    assert set(run.tensors) - {"bias"} == set(STATE)
     return run
 
 
 def assemble(results: list[tuple[Run, list[tuple]]]) -> Run:
-    """The run of the whole model from the results of its ranks. Asserts that losses and norms are equal on all ranks,
-    and that replicas are equal to the bit."""
+    """The run of the whole model from the results of its ranks. Asserts that losses, norms and the numbers of the
+    experts' balance are equal on all ranks, and that replicas are equal to the bit."""
     run = results[0][0]
     for other, _ in results[1:]:
         assert other.losses == run.losses and other.norms == run.norms, "ranks report different losses or norms"
+        assert other.balance == run.balance, "ranks report different balances"
     for _, pieces in results:
         for kind, name, shape, start, values in pieces:
             whole = run.tensors.setdefault(kind, {}).setdefault(
@@ -167,6 +173,9 @@ def compare(run: Run, reference: Run, loss: float, state: float) -> None:
         assert abs(got - want) <= loss * max(1, abs(want)), f"loss {got!r}, reference {want!r}"
     for got, want in zip(run.norms, reference.norms, strict=True):
         assert abs(got - want) <= state * want, f"grad norm {got!r}, reference {want!r}"
+    for got, want in zip(run.balance, reference.balance, strict=True):
+        assert got.keys() == want.keys()
+        assert all(abs(got[n] - want[n]) <= loss * max(1, abs(want[n])) for n in want), f"{got}, reference {want}"
     for kind in run.tensors:
         assert run.tensors[kind].keys() == reference.tensors[kind].keys()
         off = {n: distance(run.tensors[kind][n], reference.tensors[kind][n]) for n in reference.tensors[kind]}

@@ -53,9 +53,30 @@ def lift_router(router: torch.nn.Module, m: ModelConfig) -> None:
 
     def forward(x: Tensor):
         logits = F.linear(x.reshape(-1, x.shape[-1]), router.weight)
-        weights, experts = logits.softmax(-1).topk(m.num_experts_per_tok, dim=-1)
-        if m.norm_topk_prob or m.model_type == "mixtral":
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, experts = _by_groups(logits, router, m) if m.model_type == "deepseek_v3" else _by_softmax(logits, m)
         return logits, weights, experts
 
     router.forward = forward
+
+
+def _by_softmax(logits: Tensor, m: ModelConfig) -> tuple[Tensor, Tensor]:
+    weights, experts = logits.softmax(-1).topk(m.num_experts_per_tok, dim=-1)
+    if m.norm_topk_prob or m.model_type == "mixtral":
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, experts
+
+
+def _by_groups(logits: Tensor, router: torch.nn.Module, m: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Token by token, as DeepSeek-V3's report says it."""
+    scores, each = logits.sigmoid(), m.num_experts // m.n_group
+    chosen = []
+    for of_token in (scores + router.e_score_correction_bias).tolist():
+        groups = [of_token[g * each : (g + 1) * each] for g in range(m.n_group)]
+        best = sorted(range(m.n_group), key=lambda g: -sum(sorted(groups[g])[-2:]))[: m.topk_group]
+        allowed = [e for e in range(m.num_experts) if e // each in best]
+        chosen.append(sorted(allowed, key=lambda e: -of_token[e])[: m.num_experts_per_tok])
+    experts = torch.tensor(chosen)
+    weights = scores.gather(1, experts)
+    if m.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * m.routed_scaling_factor, experts

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from ndtrain.config import ModelConfig
 from ndtrain.model import Transformer
 from ndtrain.model.families.hf_config import from_hf, read_hf_config
+from ndtrain.model.transformer import bias_names
 from tests.lib.helpers import arguments, checkpoint_of, rank_main, rows
 from tests.lib.parity import distance
 from tests.lib.ranks import run_ranks
@@ -71,6 +72,23 @@ OLMOE = LLAMA | {
     "num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4, "output_router_logits": False,
     "pad_token_id": 130, "router_aux_loss_coef": 0.01, "rope_theta": 10000.0,
 }  # fmt: skip
+MOONLIGHT = LLAMA | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "aux_loss_alpha": 0.001, "ep_size": 1,
+    "first_k_dense_replace": 1, "kv_lora_rank": 12, "moe_intermediate_size": 20, "moe_layer_freq": 1, "n_group": 1,
+    "n_routed_experts": 6, "n_shared_experts": 2, "norm_topk_prob": True, "num_experts_per_tok": 3,
+    "num_key_value_heads": 4, "num_nextn_predict_layers": 0, "q_lora_rank": None, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "rope_theta": 50000.0, "routed_scaling_factor": 2.446, "scoring_func": "sigmoid",
+    "seq_aux": True, "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 8,
+}  # fmt: skip
+del MOONLIGHT["mlp_bias"]
+DEEPSEEK_V3 = MOONLIGHT | {
+    "n_group": 3, "n_shared_experts": 1, "num_nextn_predict_layers": 1, "q_lora_rank": 20, "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 64, "type": "yarn",
+    },
+    "routed_scaling_factor": 2.5, "topk_group": 2,
+}  # fmt: skip
 del OLMOE["mlp_bias"], OLMOE["pretraining_tp"]
 # the fields that each family was published with, in their original spelling, with small sizes
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -93,6 +111,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-moe": QWEN3_MOE,
     "olmoe": OLMOE,
     "olmoe-clipped": OLMOE | {"clip_qkv": 0.3},
+    "deepseek-v3": DEEPSEEK_V3,
+    "moonlight": MOONLIGHT,
 }
 SHARDED = {"llama3.1", "qwen3", "qwen3-moe"}
 SAMPLE = {"llama3.1", "qwen3-moe"}  # the rest takes --full
@@ -113,6 +133,9 @@ def from_transformers(folder: Path, name: str) -> None:
         for parameter, p in model.named_parameters():
             p.copy_(0.1 * torch.randn(p.shape, generator=draw) + parameter.endswith("norm.weight"))
     model.to(getattr(torch, config["torch_dtype"]))
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # fp32 in every file
+            bias.data = 0.1 * torch.randn(bias.shape, generator=draw)
     model.save_pretrained(folder, max_shard_size="20KB" if name in SHARDED else "1GB")
     write(folder, config)
 
@@ -189,13 +212,18 @@ def test_trained_from_a_folder(name, tmp_path):
         off, at = worst(gradients, their_gradients, distance)
         assert off < bound, f"gradient of {at} is off by {off:.1e}"
     assert losses == pytest.approx(their_losses, abs=1e-9)
-    off, at = worst(tensors(last, "model"), their_weights, lambda a, b: (a - b).abs().max().item())
+    weights, source_weights = tensors(last, "model"), tensors(source, "model")
+    assert weights.keys() == source_weights.keys()
+    biases = {n: weights.pop(n) for n in bias_names(m) if n in weights}
+    assert all(torch.equal(b, source_weights[n]) for n, b in biases.items()), "a model from a folder keeps its biases"
+    off, at = worst(weights, their_weights, lambda a, b: (a - b).abs().max().item())
     assert off < 1e-9, f"{at} is off by {off:.1e} after {STEPS} steps"
 
     assert from_hf(read_hf_config(last)) == m
-    assert tensors(last, "model").keys() == tensors(source, "model").keys()
     ours = Transformer(m).double()
-    ours.load_state_dict(tensors(last, "model"))
+    ours.load_state_dict(weights)
+    if biases:
+        ours.use_biases(torch.stack(list(biases.values())))
     ids = torch.from_numpy(tokens[None, :T])
     with torch.no_grad():
         assert (ours.logits(ids) - open_transformers(last)(input_ids=ids).logits).abs().max() < 1e-5

@@ -34,6 +34,9 @@ def tiny(**changes) -> ModelConfig:
         ("llama3_70b", 70_553_706_496),
         ("llama3_405b", 405_853_388_800),
         ("llama_small", 9_965_824),
+        ("mixtral_8x7b", 46_702_792_704),
+        ("qwen3_30b_a3b", 30_532_122_624),
+        ("deepseek_v3", 671_026_404_352),
     ],
 )
 def test_parameter_count_of_known_models(name, count):

@@ -4,15 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from ndtrain.config import ConfigError, ModelConfig, load_config, resolve
 from ndtrain.model import Transformer, flops, tensor_dims
 from ndtrain.model.block import grouped_linear, wide_linear
+from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.model.moe.permutation import Permutation, combine, permute
-from ndtrain.model.moe.router import softmax_top_k
+from ndtrain.model.moe.router import sigmoid_top_k, softmax_top_k
 from ndtrain.model.transformer import fused_names, unit_of
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.grouped_linear import GroupedLinear
@@ -60,6 +63,45 @@ def test_softmax_top_k(renormalise):
     total = e.sum() if renormalise else torch.tensor([1.0, 3.0, 2.0, 0.0]).exp().sum()
     assert experts.tolist() == [[1, 2]]
     torch.testing.assert_close(weights[0], e / total)
+
+
+GROUPED = ModelConfig(
+    model_type="deepseek_v3", num_experts=12, num_experts_per_tok=3, n_group=4, topk_group=2, norm_topk_prob=True,
+    routed_scaling_factor=2.5, moe_intermediate_size=20, n_shared_experts=1, kv_lora_rank=10, qk_nope_head_dim=4,
+    qk_rope_head_dim=8, v_head_dim=6,
+)  # fmt: skip
+
+
+def in_groups(logits: torch.Tensor, bias: torch.Tensor | None, m: ModelConfig = GROUPED):
+    rest = m.num_experts_per_tok, m.n_group, m.topk_group, m.norm_topk_prob, m.routed_scaling_factor
+    return sigmoid_top_k(logits, *rest, bias)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_sigmoid_top_k_is_the_router_of_transformers(biased):
+    """With biases so large that they decide some choices; the weights are without them."""
+    hf = transformers.AutoConfig.for_model(**to_hf(GROUPED))
+    theirs = modeling_deepseek_v3.DeepseekV3TopkRouter(hf)
+    x, bias = drawn(50, hf.hidden_size).float(), drawn(12).float() * biased
+    with torch.no_grad():
+        theirs.weight.copy_(drawn(12, hf.hidden_size) * 0.1)
+        theirs.e_score_correction_bias.copy_(bias)
+    logits, weights, experts = theirs(x)
+    ours = in_groups(logits, bias if biased else None)
+    dense = lambda w, e: torch.zeros(50, 12).scatter(1, e, w)
+    torch.testing.assert_close(dense(ours.weights, ours.experts), dense(weights, experts))
+    assert biased == (in_groups(logits, None).experts.sort().values != ours.experts.sort().values).any()
+
+
+def test_a_bias_chooses_a_group_and_weighs_nothing():
+    """Group 1 has the two best experts after its bias, though group 0 has the single best one."""
+    m = replace(GROUPED, num_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, norm_topk_prob=False)
+    logits, bias = torch.tensor([[3.0, -3.0, 0.5, 0.4]]), torch.tensor([0.0, 0.0, 0.2, 0.2])
+    assert in_groups(logits, None, m).experts.tolist() == [[2, 3]]  # 0.62 + 0.60 against 0.95 + 0.05
+    weights, experts = in_groups(logits + torch.tensor([0, 3.0, 0, 0]), bias, m)
+    assert experts.tolist() == [[2, 3]]  # 1.02 + 0.80 against 0.95 + 0.50
+    torch.testing.assert_close(weights, 2.5 * logits[:, 2:].sigmoid())
+    assert in_groups(logits + torch.tensor([0, 3.0, 0, 0]), None, m).experts.tolist() == [[0, 1]]
 
 
 def test_the_router_is_wider_than_bf16():
@@ -150,12 +192,15 @@ def test_experts_are_a_unit_whose_matrices_of_one_kind_are_neighbours():
 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
+LATENT = [
+    "model_type=deepseek_v3", "num_key_value_heads=4", "n_shared_experts=1", "kv_lora_rank=10", "qk_nope_head_dim=4",
+    "qk_rope_head_dim=8", "v_head_dim=6",
+]  # fmt: skip
 REFUSED = {
     "more choices than experts": (["num_experts_per_tok=9"], ["num_experts_per_tok=9", "num_experts=8"]),
     "no number of experts": (["num_experts=null"], ["model.num_experts is missing", "qwen3_moe"]),
     "no experts": (["num_experts=0"], ["model.num_experts=0", "at least 1"]),
     "a layer that is not there": (["mlp_only_layers=[2]"], ["mlp_only_layers", "layer 2", "0 to 1"]),
-    "a balance loss": (["output_router_logits=true"], ["output_router_logits=true", "set it to false"]),
     "a shared expert of Qwen3": (["shared_expert_intermediate_size=8"], ["shared_expert", "qwen3_moe"]),
     "experts of Llama": (["model_type=llama"], ["model.num_experts=8", "llama"]),
     "a shared expert of no size": (
@@ -165,6 +210,18 @@ REFUSED = {
         ["model_type=mixtral", "moe_intermediate_size=null", "norm_topk_prob=false", "mlp_only_layers=[0]"],
         ["mlp_only_layers=[0]", "mixtral"],
     ),
+    "a dense family's field": (["kv_lora_rank=8"], ["model.kv_lora_rank=8", "qwen3_moe", "leave it out"]),
+    "unequal groups": ([*LATENT, "n_group=3"], ["n_group=3", "num_experts=8", "equal groups"]),
+    "groups of one": ([*LATENT, "n_group=8"], ["n_group=8", "two or more"]),
+    "more groups than there are": ([*LATENT, "n_group=2", "topk_group=3"], ["topk_group=3", "n_group=2"]),
+    "choices beyond the chosen groups": (
+        [*LATENT, "n_group=4", "num_experts_per_tok=3"], ["num_experts_per_tok=3", "2 experts", "topk_group=1"],
+    ),
+    "no latent": ([*LATENT, "kv_lora_rank=null"], ["model.kv_lora_rank is missing", "deepseek_v3"]),
+    "another size of head": ([*LATENT, "head_dim=8"], ["head_dim=8", "= 12", "leave it out"]),
+    "fewer keys than heads": ([*LATENT, "num_key_value_heads=2"], ["num_key_value_heads=2", "num_attention_heads=4"]),
+    "values wider than keys": ([*LATENT, "v_head_dim=13"], ["v_head_dim=13", "= 12"]),
+    "biases by distance": ([*LATENT, "alibi=true"], ["alibi=true", "deepseek_v3"]),
     "a mistyped key": (["num_expert=4"], ["num_expert", "num_experts"]),
 }  # fmt: skip
 
@@ -176,6 +233,12 @@ def test_refused_models(name):
         resolve(load_config(["recipe=moe_debug", *(f"model.{c}" for c in changes)]), 1)
     line = str(caught.value)
     assert "\n" not in line and all(word in line for word in said), line
+
+
+def test_an_experts_size_that_is_null_is_written_as_the_dense_one():
+    """transformers would put its class's default in its place."""
+    model = resolve(load_config(["recipe=moe_debug", "model.moe_intermediate_size=null"]), 1).model
+    assert to_hf(model)["moe_intermediate_size"] == model.intermediate_size
 
 
 def test_every_layer_dense_is_a_dense_model():

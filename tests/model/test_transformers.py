@@ -9,9 +9,11 @@ from torch.nn.functional import cross_entropy
 
 from ndtrain.config import ModelConfig
 from ndtrain.model import Transformer
+from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_config import from_hf, to_hf
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE
+from ndtrain.model.transformer import bias_names
 from tests.lib.stacked_experts import as_in_files, as_in_memory, lift_router
 
 LLAMA3 = {
@@ -22,6 +24,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+YARN = {
+    "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 1,
+    "mscale": 1.2, "mscale_all_dim": 0.8,
+}  # fmt: skip
+LATENT = {
+    "model_type": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 8, "v_head_dim": 5, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 MODELS = {
     "llama": {},
     "llama-tied": {"tie_word_embeddings": True},
@@ -46,6 +57,10 @@ MODELS = {
     "qwen3-moe": {"model_type": "qwen3_moe", **EXPERTS},
     "qwen3-moe-renormalised": {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 2, **EXPERTS},
     "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5},
+    "deepseek-v3": {"q_lora_rank": 12, "n_group": 3, "topk_group": 2, "rope_scaling": YARN, **LATENT},
+    "deepseek-v3-biased": {"q_lora_rank": 12, "attention_bias": True, "rope_interleave": False, **LATENT},
+    "moonlight": {"n_shared_experts": 2, "rms_norm_eps": 1e-3, **LATENT},
+    "llama-yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
 }  # fmt: skip
 T = 512
 
@@ -54,6 +69,13 @@ def config(name: str) -> ModelConfig:
     shape = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": T}
     return ModelConfig(initializer_range=0.1, **(shape | heads | MODELS[name]))
+
+
+def as_drawn(m: ModelConfig) -> dict[str, torch.Tensor]:
+    """Selection biases that decide some choices, where a family's files have a place for them."""
+    draw = torch.Generator().manual_seed(1)
+    names = [n for n, stem in bias_names(m).items() if stem == "model"]
+    return {n: 0.1 * torch.randn(m.num_experts, generator=draw) for n in names}
 
 
 def pair(m: ModelConfig) -> tuple[Transformer, torch.nn.Module]:
@@ -68,7 +90,10 @@ def pair(m: ModelConfig) -> tuple[Transformer, torch.nn.Module]:
         hf, attn_implementation="sdpa", experts_implementation="eager"
     ).double()
     theirs.model.embed_tokens.padding_idx = None  # a padding token, which OLMoE names by default, has no gradient there
-    missing = theirs.load_state_dict(as_in_memory(ours.state_dict(), m), strict=False)
+    biases = as_drawn(m)
+    if family_of(m).moe and family_of(m).moe.bias:
+        ours.use_biases(torch.stack(list(biases.values())))
+    missing = theirs.load_state_dict(as_in_memory(ours.state_dict(), m) | biases, strict=False)
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
     return ours, theirs
 
@@ -78,20 +103,23 @@ def lift(theirs: torch.nn.Module, m: ModelConfig) -> None:
     for module in theirs.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = lambda x, n=module: (
-                x * (x.square().mean(-1, keepdim=True) + m.rms_norm_eps).rsqrt() * n.weight
+                x * (x.square().mean(-1, keepdim=True) + n.variance_epsilon).rsqrt() * n.weight
             )
-        if type(module).__name__.endswith("TopKRouter"):
+        if type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
             lift_router(module, m)
-    angles = [m.rope_theta ** (-i / m.head_dim) for i in range(0, m.head_dim, 2)]
+    rotated, factor = m.qk_rope_head_dim or m.head_dim, 1.0
+    angles = [m.rope_theta ** (-i / rotated) for i in range(0, rotated, 2)]
     scaling = m.rope_scaling or {}
     if scaling.get("rope_type") == "linear":
         angles = [a / scaling["factor"] for a in angles]
     if scaling.get("rope_type") == "llama3":
         angles = [llama3(a, scaling) for a in angles]
+    if scaling.get("rope_type") == "yarn":
+        angles, factor = yarn(angles, m.rope_theta, scaling)
     inverse = torch.tensor(angles * 2, dtype=torch.float64)
     theirs.model.rotary_emb.forward = lambda x, position_ids: (
-        (position_ids[..., None].double() * inverse).cos(),
-        (position_ids[..., None].double() * inverse).sin(),
+        (position_ids[..., None].double() * inverse).cos() * factor,
+        (position_ids[..., None].double() * inverse).sin() * factor,
     )
 
 
@@ -105,6 +133,17 @@ def llama3(angle: float, s: dict) -> float:
     smooth = s["original_max_position_embeddings"] / wavelength - s["low_freq_factor"]
     smooth /= s["high_freq_factor"] - s["low_freq_factor"]
     return (1 - smooth) * angle / s["factor"] + smooth * angle
+
+
+def yarn(angles: list[float], theta: float, s: dict) -> tuple[list[float], float]:
+    """The angles of YaRN's section 3.2, by how often a pair turns, and the factor of the table in section 3.3."""
+    pairs, original = len(angles), s["original_max_position_embeddings"]
+    at = lambda turns: pairs * math.log(original / (turns * 2 * math.pi), theta)
+    low, high = max(0, math.floor(at(s.get("beta_fast", 32)))), math.ceil(at(s.get("beta_slow", 1)))
+    kept = [1 - min(1, max(0, (i - low) / (high - low))) for i in range(pairs)]
+    mscale = lambda of: 1 + 0.1 * of * math.log(s["factor"])
+    factor = mscale(s["mscale"]) / mscale(s["mscale_all_dim"]) if "mscale" in s else mscale(1)
+    return [a * (k + (1 - k) / s["factor"]) for a, k in zip(angles, kept, strict=True)], factor
 
 
 @pytest.mark.parametrize("lifted", [False, True], ids=["as-is", "lifted"])

@@ -14,6 +14,17 @@ from tests.lib.ranks import run_ranks
 
 FULL = pytest.mark.full
 SIX = ["model.num_experts=6", "model.num_experts_per_tok=2"]
+LATENT = [
+    "model.num_key_value_heads=8",
+    "model.kv_lora_rank=10",
+    "model.qk_nope_head_dim=5",
+    "model.qk_rope_head_dim=4",
+    "model.v_head_dim=6",
+    "model.n_shared_experts=2",
+    "model.moe_intermediate_size=20",
+    "model.norm_topk_prob=true",
+    "model.routed_scaling_factor=2.5",
+]
 MODELS = {
     "mixtral": ["model.model_type=mixtral", *SIX],
     # a dense layer among sparse ones, and a shared expert
@@ -23,6 +34,13 @@ MODELS = {
     ],
     "qwen3-moe": ["model.model_type=qwen3_moe", *SIX, "model.moe_intermediate_size=20", "model.head_dim=10"],
     "olmoe": ["model.model_type=olmoe", *SIX, "model.clip_qkv=0.7"],
+    # a dense layer first, choices from two of three groups, latent queries, values narrower than keys
+    "deepseek-v3": [
+        "model.model_type=deepseek_v3", *SIX, *LATENT, "model.q_lora_rank=14", "model.n_group=3", "model.topk_group=2",
+        "model.first_k_dense_replace=1", "model.rope_scaling={rope_type:yarn,factor:4,mscale:1,mscale_all_dim:1,"
+        "original_max_position_embeddings:8}",
+    ],
+    "moonlight": ["model.model_type=deepseek_v3", *SIX, *LATENT, "model.attention_bias=true"],
 }  # fmt: skip
 # 2, 4 and 8 divide the heads of these
 EVEN = ["model.num_attention_heads=8", "model.num_key_value_heads=2", "model.hidden_size=32", "train.seq_len=16"]
@@ -78,7 +96,7 @@ def test_every_family_on_eight_ranks(name):
     check(name, {"fsdp": 2, "cp": 2, "tp": 2})
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[FULL] * (n != "olmoe")) for n in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[FULL] * (n != "deepseek-v3")) for n in MODELS])
 def test_tp_without_sequence_parallelism(name):
     check(name, {"tp": 2}, "tp.sequence_parallel=false")
 
@@ -99,9 +117,30 @@ def test_recompute_and_zero(recompute, zero):
 
 
 @FULL
+@pytest.mark.parametrize("name", ["qwen2-moe", "deepseek-v3"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recompute_beside_messages(recompute):
-    check("qwen2-moe", {"cp": 2, "tp": 2}, f"recompute={recompute}")
+def test_recompute_beside_messages(recompute, name):
+    check(name, {"cp": 2, "tp": 2}, f"recompute={recompute}")
+
+
+LATENT_CHANGES = {
+    "ulysses": ({"cp": 2}, ["cp.kind=ulysses"]),
+    "ring of Ulysses groups": ({"cp": 4}, ["cp.ulysses=2"]),
+    "messages in parts": ({"tp": 2}, ["tp.overlap=true"]),
+    "in parts, without sequence parallelism": ({"tp": 2}, ["tp.overlap=true", "tp.sequence_parallel=false"]),
+    "heads on every rank": (
+        {"tp": 2}, ["tp.sequence_parallel=false", "layout.rules.heads=null", "layout.rules.kv_heads=null"],
+    ),
+    "latents kept": ({"fsdp": 2}, ["recompute=selective", "recompute.keep=[qkv_proj,core,o_proj]"]),
+}  # fmt: skip
+
+
+@FULL
+@pytest.mark.parametrize("changes", LATENT_CHANGES)
+@pytest.mark.parametrize("name", ["deepseek-v3", "moonlight"])
+def test_latent_attention(name, changes):
+    mesh, more = LATENT_CHANGES[changes]
+    check(name, mesh, *more)
 
 
 SCHEDULES = {"gpipe": 2, "1f1b": 2, "interleaved": 4, "zb_h1": 2, "zb_v": 4, "dualpipe_v": 4}  # -> stages of 2 ranks
@@ -120,14 +159,14 @@ def test_schedules(schedule):
 # ------------------------------------------------------------------------------------------------------- load
 
 
-def all_on_one(logits_NX: torch.Tensor, k: int, renormalise: bool) -> Routing:
+def all_on_one(logits_NX: torch.Tensor, k: int, renormalise: bool, bias_X: torch.Tensor) -> Routing:
     """Every token goes to expert 3 alone; its weight depends on all logits."""
     assert k == 1
     experts_N1 = torch.full((len(logits_NX), 1), 3, device=logits_NX.device)
     return Routing(logits_NX.softmax(-1).gather(1, experts_N1), experts_N1)
 
 
-def none_for_two(logits_NX: torch.Tensor, k: int, renormalise: bool) -> Routing:
+def none_for_two(logits_NX: torch.Tensor, k: int, renormalise: bool, bias_X: torch.Tensor) -> Routing:
     """Experts 0 and 4 get no token."""
     masked = logits_NX.clone()
     masked[:, [0, 4]] = -torch.inf

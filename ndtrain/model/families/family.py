@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ndtrain.config import ModelConfig
+from ndtrain.model.families import latent
 from ndtrain.model.families.moe import OPTIONAL_FIELDS, MoE
 
 Flag = Callable[[ModelConfig], bool]
@@ -33,6 +34,7 @@ class Family:
         fields: the names of its own fields in config.json, which its config dataclass declares or which stand in
             `OPTIONAL_FIELDS`.
         block: the class of its blocks; None: `Block`.
+        latent_attention: whether its attention makes keys and values out of a latent (`model/latent_block.py`).
         moe: its mixtures of experts; None: it has none.
         init_std: (model, parameter name, the usual standard deviation) -> that of its initial weights.
     """
@@ -50,6 +52,7 @@ class Family:
     absent: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     block: type | None = None
+    latent_attention: bool = False
     moe: MoE | None = None
     init_std: Callable[[ModelConfig, str, float], float] = lambda m, name, std: std
 
@@ -62,6 +65,16 @@ class Family:
     def own_fields(self) -> tuple[str, ...]:
         """The fields of a model's configuration that not every family has."""
         return (*self.fields, *(("num_experts",) if self.moe else ()))
+
+    def fill_in(self, m: ModelConfig) -> None:
+        """Sets the sizes that are null and follow from others. `head_dim` stays null where the heads do not divide
+        `hidden_size`."""
+        if m.head_dim is None and self.latent_attention:
+            m.head_dim = latent.head_dim(m)
+        if m.head_dim is None and m.hidden_size % m.num_attention_heads == 0:
+            m.head_dim = m.hidden_size // m.num_attention_heads
+        if m.moe_intermediate_size is None and "moe_intermediate_size" in self.fields:
+            m.moe_intermediate_size = m.intermediate_size
 
     def refusal(self, m: ModelConfig) -> str | None:
         """Why a model of this family cannot be as `m` says, in one line; None: it can. transformers has no place for
@@ -79,4 +92,5 @@ class Family:
             default = f.default_factory() if callable(f.default_factory) else f.default
             if f.name in OPTIONAL_FIELDS and f.name not in self.own_fields and value != default:
                 return f"model.{f.name}={value}: model.model_type={self.model_type} has none: leave it out"
-        return self.moe.refusal(m) if self.moe else None
+        reason = latent.refusal(m) if self.latent_attention else None
+        return reason or (self.moe.refusal(m) if self.moe else None)

@@ -6,6 +6,7 @@ from typing import Any
 
 from ndtrain.config import ConfigError, ModelConfig
 from ndtrain.config.registry import config_of, joined, names
+from ndtrain.config.rope_kinds import ORIGINAL, ROPE_KINDS
 from ndtrain.model.families import family_of
 from ndtrain.model.families.family import Family
 from ndtrain.model.families.hf_fields import (
@@ -21,12 +22,6 @@ from ndtrain.model.families.hf_fields import (
 )
 
 _SLIDES, _FULL = "sliding_attention", "full_attention"
-# kinds of RoPE -> the numbers each needs
-_ROPE = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 
 
 def to_hf(m: ModelConfig) -> dict[str, Any]:
@@ -38,7 +33,8 @@ def to_hf(m: ModelConfig) -> dict[str, Any]:
         "architectures": ["NdtrainForCausalLM" if extras else family.causal_lm],
         "model_type": OWN * bool(extras) + m.model_type,
         **{key: getattr(m, key) for key in (*SAME, *mod_fields(m.attention))},
-        **{key: getattr(m, key) for key in family.fields if getattr(m, key) is not None},
+        **{key: value for key in family.fields if (value := getattr(m, key)) is not None or key in family.defaults},
+        **({"head_dim": m.qk_rope_head_dim} if family.latent_attention else {}),
         **({family.moe.count: m.num_experts} if family.moe else {}),
         "hidden_act": "silu",
         "rope_theta": m.rope_theta,
@@ -79,15 +75,13 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
     known = {key: given[key] for key in fields if given.get(key) is not None}
     heads = known["num_attention_heads"]
     known.setdefault("num_key_value_heads", heads)
-    if "head_dim" not in known:
-        if known["hidden_size"] % heads:
-            raise refusal(given, "hidden_size", f"must be a multiple of num_attention_heads={heads}, or give head_dim")
-        known["head_dim"] = known["hidden_size"] // heads
+    if family.latent_attention:  # its configuration class gives the rotated elements under this name
+        known.pop("head_dim", None)
     theta, scaling = _rope(given, family)
     window = _window(given, family)
     parts = [config_of("family", family.model_type), mod and config_of("attention_mod", mod)]
     made = joined([config for config in parts if config] or [ModelConfig])
-    return made(
+    m = made(
         name=name,
         model_type=family.model_type,
         rope_theta=theta,
@@ -95,6 +89,10 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
         sliding_window=window,
         **known,
     )
+    family.fill_in(m)
+    if m.head_dim is None:
+        raise refusal(given, "hidden_size", f"must be a multiple of num_attention_heads={heads}, or give head_dim")
+    return m
 
 
 def _rope(config: dict[str, Any], family: Family) -> tuple[float, dict[str, Any] | None]:
@@ -115,25 +113,25 @@ def _rope(config: dict[str, Any], family: Family) -> tuple[float, dict[str, Any]
 
 def _scaling(config: dict[str, Any], key: str, rope: dict[str, Any]) -> dict[str, Any] | None:
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    if kind not in _ROPE:
-        raise refusal(config, key, f"RoPE of type {kind} is not supported; known: {', '.join(_ROPE)}")
+    if kind not in ROPE_KINDS:
+        raise refusal(config, key, f"RoPE of type {kind} is not supported; known: {', '.join(ROPE_KINDS)}")
     said = {k: v for k, v in rope.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
     if said.get("partial_rotary_factor") == 1:
         del said["partial_rotary_factor"]
-    original = "original_max_position_embeddings"
-    if kind == "llama3":  # the two places where it may also stand
-        beside = config.get(original)
-        if beside is not None and said.setdefault(original, beside) != beside:
-            raise refusal(config, original, f"{key} says {said[original]}: take one of them out")
-        said.setdefault(original, config["max_position_embeddings"])
+    needed, optional = ROPE_KINDS[kind]
+    if ORIGINAL in needed:  # the two places where it may also stand
+        beside = config.get(ORIGINAL)
+        if beside is not None and said.setdefault(ORIGINAL, beside) != beside:
+            raise refusal(config, ORIGINAL, f"{key} says {said[ORIGINAL]}: take one of them out")
+        said.setdefault(ORIGINAL, config["max_position_embeddings"])
     else:
-        said.pop(original, None)
+        said.pop(ORIGINAL, None)
     for k, v in said.items():
-        if k not in _ROPE[kind]:
+        if k not in (*needed, *optional):
             raise refusal(config, key, f"{k}={v} is not supported with RoPE of type {kind}")
         if not is_number(v) or v <= 0:
             raise refusal(config, key, f"{k}={v} must be a number above 0")
-    if lacking := [k for k in _ROPE[kind] if k not in said]:
+    if lacking := [k for k in needed if k not in said]:
         raise refusal(config, key, f"RoPE of type {kind} needs {', '.join(lacking)} too")
     return {"rope_type": kind, **said} if said else None
 

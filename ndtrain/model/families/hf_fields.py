@@ -34,6 +34,7 @@ _NEUTRAL: dict[str, tuple] = {
     "residual_multiplier": (1,), "embedding_multiplier": (1,), "logits_scaling": (1,), "logit_scale": (1,),
     "attention_chunk_size": (), "attn_temperature_tuning": (), "use_parallel_residual": (), "parallel_attn": (),
     **dict.fromkeys(COUNT_SPELLINGS, ()), "per_layer_config": (), "router_jitter_noise": (), "qkv_bias": (True,),
+    "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
     "is_encoder_decoder": (), "add_cross_attention": (),
     "quantization_config": (), "quantization": (), "compression_config": (),
 }  # fmt: skip
@@ -43,7 +44,8 @@ _PASSED = {
     "pretraining_tp", "auto_map", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
     "id2label", "label2id", "num_labels", "problem_type", "tokenizer_class", "attn_implementation", "is_decoder",
     "max_sequence_length", "model_max_length", "transformers.js_config", "unsloth_version", "unsloth_fixed",
-    "is_llama_config", "temperature", "top_k", "top_p", "do_sample", "max_length", "repetition_penalty",
+    "is_llama_config", "ep_size", "aux_loss_alpha", "seq_aux", "qk_head_dim", "num_nextn_predict_layers",
+    "num_mtp_layers", "temperature", "top_k", "top_p", "do_sample", "max_length", "repetition_penalty",
 }  # fmt: skip
 _READ = {
     "model_type", "architectures", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
@@ -57,7 +59,13 @@ _TYPES = {f.name: f.type for f in fields(ModelConfig) if f.name in (*SAME, *EXTR
 _OPTIONAL_TYPES = {f.name: f.type for f in fields(ModelConfig) if f.name in OPTIONAL_FIELDS} | {
     "mlp_only_layers": list | None
 }
-_MAY_BE_ZERO = ("max_window_layers", "initializer_range", "router_aux_loss_coef", "sliding_window")
+_MAY_BE_ZERO = (
+    "max_window_layers",
+    "initializer_range",
+    "router_aux_loss_coef",
+    "sliding_window",
+    "first_k_dense_replace",
+)
 
 
 def refusal(config: dict[str, Any], key: str, why: str) -> ConfigError:

@@ -2,7 +2,7 @@
 head's query and key, and no shared expert. Some layers of either may be dense."""
 
 from ndtrain.model.families.family import COMMON_DEFAULTS, Family, always, never
-from ndtrain.model.families.moe import FIELDS, PLACEMENT_FIELDS, MoE, renormalised_if_asked
+from ndtrain.model.families.moe import FIELDS, PLACEMENT_FIELDS, MoE, SharedExpert, renormalised_if_asked
 from ndtrain.plugins import register_family
 
 _FIELDS = (*FIELDS, *PLACEMENT_FIELDS, "moe_intermediate_size", "norm_topk_prob")
@@ -22,7 +22,13 @@ QWEN2_MOE = register_family(
         },
         absent=("mlp_bias",),
         fields=(*_FIELDS, "shared_expert_intermediate_size"),
-        moe=MoE("num_experts", renormalised_if_asked, shared=True),
+        moe=MoE(
+            "num_experts",
+            renormalised_if_asked,
+            shared=SharedExpert(
+                "shared_expert", "shared_expert_intermediate_size", lambda m, size: size, gated=True
+            ),
+        ),
     )
 )  # fmt: skip
 QWEN3_MOE = register_family(

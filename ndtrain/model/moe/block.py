@@ -5,7 +5,7 @@ Every expert's matrices are parameters of their own, under the names that Huggin
 lie one behind the other in a unit's buffer (`Block.stacks`), so that one grouped product serves all experts.
 
 Shape legend: N tokens, M rows (each token once for each of its experts, sorted by expert), R rows of the experts that
-are here, E hidden_size, F an expert's intermediate size, X experts.
+are here, E hidden_size, F an expert's intermediate size, X experts, K experts of a token.
 """
 
 from collections.abc import Mapping
@@ -28,11 +28,16 @@ class MoEBlock(Block):
     fused = (
         ("self_attn.q_proj", "self_attn.k_proj"),
         ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     )
+
+    selection_bias: Tensor
 
     def add_mlp(self, m: ModelConfig, family: Family) -> None:
         self.moe = resolved(family.moe)
         self.add_module(self.moe.module, self.make_mlp(m, family))
+        # added to the router's scores when experts are chosen; no parameter: the loads move it, and no gradient does
+        self.register_buffer("selection_bias", torch.zeros(resolved(m.num_experts)), persistent=False)
 
     @property
     def mixture(self) -> nn.Module:
@@ -42,11 +47,13 @@ class MoEBlock(Block):
         moe, mixture = resolved(family.moe), nn.Module()
         mixture.gate = Weights(m, "experts", "embed")
         if moe.shared:
-            mixture.shared_expert = nn.Module()
-            mixture.shared_expert.gate_proj = Weights(m, "shared_mlp", "embed")
-            mixture.shared_expert.up_proj = Weights(m, "shared_mlp", "embed")
-            mixture.shared_expert.down_proj = Weights(m, "embed", "shared_mlp")
-            mixture.shared_expert_gate = Weights(m, "one", "embed")
+            shared = nn.Module()
+            shared.gate_proj = Weights(m, "shared_mlp", "embed")
+            shared.up_proj = Weights(m, "shared_mlp", "embed")
+            shared.down_proj = Weights(m, "embed", "shared_mlp")
+            mixture.add_module(moe.shared.module, shared)
+            if moe.shared.gated:
+                mixture.add_module(f"{moe.shared.module}_gate", Weights(m, "one", "embed"))
         held = range(resolved(m.num_experts)) if self.held_experts is None else self.held_experts
         mixture.experts = nn.ModuleDict({str(x): self._make_expert(m, moe.projections) for x in held})
         return mixture
@@ -68,7 +75,7 @@ class MoEBlock(Block):
     def multiply_adds(cls, m: ModelConfig, family: Family, weights: Mapping[str, int]) -> dict[str, int]:
         """The experts count as often as a token goes to one."""
         moe = resolved(family.moe)
-        ops = {op: sum(weights[p] for p in cls.matmuls[op]) for op in ("qkv_proj", "o_proj")}
+        ops = {op: cls.multiply_adds_of(op, weights) for op in ("qkv_proj", "o_proj")}
         ops["router"] = weights[f"{moe.module}.gate"]
         of_expert = sum(weights[stack[0]] for stack in cls.stacks(m, family))
         ops["experts"] = resolved(m.num_experts_per_tok) * of_expert
@@ -77,8 +84,9 @@ class MoEBlock(Block):
 
     def feed_forward(self, x_NE: Tensor) -> Tensor:
         logits_NX = self.ops.wide_linear(x_NE, self.mixture.gate.weight)
-        weights_NK, experts_NK = self.moe.route(self.m, logits_NX)
-        permutation = Permutation.of(experts_NK, logits_NX.shape[1])
+        routing = self.moe.route(self.m, logits_NX, self.selection_bias)
+        permutation = Permutation.of(routing.experts, logits_NX.shape[1])
+        weights_NK = self.ops.balance(logits_NX, routing, permutation.counts, self.selection_bias)
         exchange = self.ops.exchange(permutation.counts, len(permutation.slots))
         y_RE = self.experts(exchange.to_experts(permute(x_NE, permutation)), exchange.expert_rows)
         y_NE = combine(exchange.to_tokens(y_RE), weights_NK, permutation)
@@ -92,8 +100,11 @@ class MoEBlock(Block):
         return self.ops.grouped_linear(swiglu(gate_RF, up_RF), expert_rows, [downs])[0]
 
     def shared_expert(self, x_NE: Tensor) -> Tensor:
-        """The output of the expert that every token goes to, times the sigmoid of its gate."""
-        shared = self.mixture.shared_expert
+        """The output of the expert that every token goes to, times the sigmoid of its gate if it has one."""
+        how = resolved(self.moe.shared)
+        shared = getattr(self.mixture, how.module)
         gate_NF, up_NF = self.linear(x_NE, shared.gate_proj, shared.up_proj)
         y_NE = self.linear(swiglu(gate_NF, up_NF), shared.down_proj)[0]
-        return y_NE * torch.sigmoid(self.linear(x_NE, self.mixture.shared_expert_gate)[0])
+        if not how.gated:
+            return y_NE
+        return y_NE * torch.sigmoid(self.linear(x_NE, getattr(self.mixture, f"{how.module}_gate"))[0])

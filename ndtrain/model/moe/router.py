@@ -1,10 +1,11 @@
 """Which experts a token goes to, and with which weights.
 
-Shape legend: N tokens, X experts, K experts of a token.
+Shape legend: N tokens, X experts, K experts of a token, G groups of Y experts.
 """
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -19,14 +20,57 @@ class Routing(NamedTuple):
     experts: Tensor
 
 
-def softmax_top_k(logits_NX: Tensor, k: int, renormalise: bool) -> Routing:
+def softmax_top_k(logits_NX: Tensor, k: int, renormalise: bool, bias_X: Tensor | None = None) -> Routing:
     """The k most probable experts (Shazeer et al., 2017, arXiv:1701.06538).
 
     Args:
         logits_NX: fp32 or wider.
         renormalise: whether a token's weights are divided by their sum.
+        bias_X: added to the probabilities for the choice, and not in the weights; None: zeros.
     """
-    weights_NK, experts_NK = logits_NX.softmax(-1).topk(k, dim=-1)
+    scores_NX = logits_NX.softmax(-1)
+    chosen_by_NX = scores_NX if bias_X is None else scores_NX.detach() + bias_X
+    experts_NK = chosen_by_NX.topk(k, dim=-1).indices
+    weights_NK = scores_NX.gather(-1, experts_NK)
     if renormalise:
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
     return Routing(weights_NK, experts_NK)
+
+
+def sigmoid_top_k(
+    logits_NX: Tensor,
+    k: int,
+    n_group: int,
+    topk_group: int,
+    renormalise: bool,
+    factor: float,
+    bias_X: Tensor | None = None,
+) -> Routing:
+    """The k best experts of the best groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). A score is the logit's
+    sigmoid. A group's is the sum of its two best, with their biases.
+
+    Args:
+        logits_NX: fp32 or wider.
+        n_group: groups of consecutive experts.
+        topk_group: groups that a token's experts may be of.
+        renormalise: whether a token's weights are divided by their sum.
+        factor: what the weights are multiplied by.
+        bias_X: added to the scores for the choice, and not in the weights; None: zeros.
+    """
+    scores_NX = logits_NX.sigmoid()
+    chosen_by_NX = scores_NX.detach() if bias_X is None else scores_NX.detach() + bias_X
+    if topk_group < n_group:
+        chosen_by_NX = _in_the_best(chosen_by_NX, n_group, topk_group)
+    experts_NK = chosen_by_NX.topk(k, dim=-1).indices
+    weights_NK = scores_NX.gather(1, experts_NK)
+    if renormalise:
+        weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
+    return Routing(weights_NK * factor, experts_NK)
+
+
+def _in_the_best(scores_NX: Tensor, n_group: int, topk_group: int) -> Tensor:
+    """The scores, with -inf for the experts of all but the best groups."""
+    scores_NGY = scores_NX.unflatten(1, (n_group, -1))
+    best_NG = scores_NGY.topk(2, dim=-1).values.sum(-1).topk(topk_group, dim=-1).indices
+    other_NG = torch.ones(scores_NGY.shape[:2], dtype=torch.bool, device=scores_NX.device).scatter_(1, best_NG, False)
+    return scores_NGY.masked_fill(other_NG[..., None], -torch.inf).flatten(1)

@@ -1,0 +1,33 @@
+"""How the experts of a run are balanced."""
+
+from ndtrain.config import registry
+from ndtrain.config.schema import Config, MoEConfig, require, written
+
+SEQUENCE_COEF = 0.001  # of balance=sequence, where none is given
+
+
+def resolve_balance(cfg: Config) -> None:
+    """Fills in `moe.balance` and `moe.aux_coef` of a model with experts.
+
+    Raises:
+        ConfigError: a dense model with keys of experts, or a coefficient that nothing reads.
+    """
+    moe = cfg.moe
+    if registry.get("family", cfg.model.model_type).moe is None:
+        for key, default in vars(MoEConfig()).items():
+            value = getattr(moe, key)
+            require(
+                value == default,
+                f"moe.{key}={written(value)}: model.model_type={cfg.model.model_type} has no experts: leave it out",
+            )
+        return
+    if moe.balance is None:
+        asked = "hf" if cfg.model.output_router_logits else None
+        moe.balance = asked or ("none" if cfg.init_from else "bias")
+    require(
+        moe.aux_coef is None or moe.balance in ("sequence", "bias"),
+        f"moe.aux_coef={moe.aux_coef} is the factor of a sequence's loss: moe.balance={moe.balance} has none; "
+        "leave it out, or set model.router_aux_loss_coef with moe.balance=hf",
+    )
+    if moe.aux_coef is None:
+        moe.aux_coef = SEQUENCE_COEF if moe.balance == "sequence" else 0.0

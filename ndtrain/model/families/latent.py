@@ -1,0 +1,53 @@
+"""What a model with latent attention (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1) declares: the sizes of its
+latents and heads, and which of its models are refused."""
+
+from ndtrain.config import ModelConfig
+from ndtrain.config.schema import resolved
+
+# the fields of ModelConfig that only models with latent attention have
+LATENT_FIELDS = (
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave",
+)  # fmt: skip
+_NEEDED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def head_dim(m: ModelConfig) -> int:
+    """Elements of a head's query and key, rotated or not."""
+    return resolved(m.qk_nope_head_dim) + resolved(m.qk_rope_head_dim)
+
+
+def dim_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The sizes of its own named dims."""
+    heads, latent = m.num_attention_heads, resolved(m.kv_lora_rank)
+    return {
+        "key_value_heads": (heads, resolved(m.qk_nope_head_dim) + resolved(m.v_head_dim)),
+        "value_heads": (heads, resolved(m.v_head_dim)),
+        "q_latent": (m.q_lora_rank or 0, 1),
+        "kv_latent": (latent, 1),
+        "kv_latent_and_key": (latent + resolved(m.qk_rope_head_dim), 1),
+    }
+
+
+def refusal(m: ModelConfig) -> str | None:
+    """Why there is no such model, in one line; None: there is."""
+    for key in _NEEDED:
+        if getattr(m, key) is None:
+            return f"model.{key} is missing: model.model_type={m.model_type} needs it"
+    if m.head_dim not in (None, head_dim(m)):
+        return (
+            f"model.head_dim={m.head_dim}: with latent attention it is model.qk_nope_head_dim + model.qk_rope_head_dim "
+            f"= {head_dim(m)}: leave it out"
+        )
+    if resolved(m.qk_rope_head_dim) % 2:
+        return f"model.qk_rope_head_dim={m.qk_rope_head_dim} must be even (RoPE rotates pairs)"
+    if resolved(m.v_head_dim) > head_dim(m):
+        return (
+            f"model.v_head_dim={m.v_head_dim} exceeds model.qk_nope_head_dim + model.qk_rope_head_dim = {head_dim(m)}: "
+            "lower it"
+        )
+    if m.num_key_value_heads != m.num_attention_heads:
+        return (
+            f"model.num_key_value_heads={m.num_key_value_heads} must be as model.num_attention_heads="
+            f"{m.num_attention_heads}: every head has a key and value of its own out of the latent"
+        )
+    return None

@@ -1,0 +1,88 @@
+"""Blocks with latent attention (MLA: DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1): keys and values of all heads
+are made out of a latent of a token, and queries may be. A part of each head is rotated; its key is one for all heads.
+
+Shape legend: B batch, T time, N tokens, E hidden_size, H heads, D elements of a head's query and key, R those that are
+rotated, V elements of a head's value, L of the latent of keys and values.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndtrain.config import ModelConfig
+from ndtrain.config.schema import resolved
+from ndtrain.model.block import Block, Context, Weights
+from ndtrain.model.families.family import Family
+from ndtrain.model.moe.block import MoEBlock
+from ndtrain.model.norm import rms_norm
+from ndtrain.model.rope import neighbours_apart, rotate, score_factor
+
+_LATENT_EPS = 1e-6  # of the latents' norms, whatever `rms_norm_eps` says, as in transformers
+_QKV = ("q_a_proj", "kv_a_proj_with_mqa", "q_proj", "q_b_proj", "kv_b_proj")
+
+
+class LatentBlock(Block):
+    """Pre-norm latent attention and SwiGLU MLP."""
+
+    fused = (("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), *Block.fused[1:])
+    matmuls = {**Block.matmuls, "qkv_proj": tuple(f"self_attn.{name}" for name in _QKV)}
+
+    def make_attention(self, m: ModelConfig, family: Family) -> nn.Module:
+        a, bias = nn.Module(), family.o_bias(m)
+        if m.q_lora_rank is None:
+            a.q_proj = Weights(m, "heads", "embed")
+            a.kv_a_proj_with_mqa = Weights(m, "kv_latent_and_key", "embed", bias=bias)
+        else:
+            a.q_a_proj = Weights(m, "q_latent", "embed", bias=bias)
+            a.kv_a_proj_with_mqa = Weights(m, "kv_latent_and_key", "embed", bias=bias)
+            a.q_a_layernorm = Weights(m, "q_latent")
+            a.q_b_proj = Weights(m, "heads", "q_latent")
+        a.kv_a_layernorm = Weights(m, "kv_latent")
+        a.kv_b_proj = Weights(m, "key_value_heads", "kv_latent")
+        a.o_proj = Weights(m, "embed", "value_heads", bias=bias)
+        return a
+
+    def attention(self, x_NE: Tensor, ctx: Context) -> Tensor:
+        a, m = self.self_attn, self.m
+        q, kv_and_key = self._queries_and_latent(x_NE)
+        sizes = resolved(m.kv_lora_rank), resolved(m.qk_rope_head_dim)
+        latent_NL, key_NR = kv_and_key.split_with_sizes(sizes, -1)
+        kv = self.linear(self._latent_norm(latent_NL, a.kv_a_layernorm), a.kv_b_proj)[0]
+        q_BTHD, k_BTHD, v_BTHV = self._heads(q, kv, self.ops.for_all_heads(key_NR), ctx)
+        # kernels have one size of head for queries, keys and values; zeros beside the values give zeros
+        narrower = q_BTHD.shape[-1] - v_BTHV.shape[-1]
+        out_BTHV = self.ops.core(q_BTHD, k_BTHD, F.pad(v_BTHV, (0, narrower)), ctx)[..., : m.v_head_dim]
+        return self.linear(out_BTHV.flatten(0, 1).flatten(1), a.o_proj)[0]
+
+    def _queries_and_latent(self, x_NE: Tensor) -> tuple[Tensor, Tensor]:
+        """(the queries of all heads, the latent of keys and values beside the rotated part of the key)."""
+        a = self.self_attn
+        if self.m.q_lora_rank is None:
+            return self.linear(x_NE, a.q_proj)[0], self.linear(x_NE, a.kv_a_proj_with_mqa)[0]
+        q_latent, kv_and_key = self.linear(x_NE, a.q_a_proj, a.kv_a_proj_with_mqa)
+        return self.linear(self._latent_norm(q_latent, a.q_a_layernorm), a.q_b_proj)[0], kv_and_key
+
+    @staticmethod
+    def _latent_norm(x: Tensor, norm: Weights) -> Tensor:
+        return rms_norm(x, norm.weight, _LATENT_EPS)
+
+    def _heads(self, q: Tensor, kv: Tensor, key_NR: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """(queries and keys [B, T, H, D], values [B, T, H, V]) of this rank's heads, rotated."""
+        m, (B, T) = self.m, ctx.tokens.shape
+        plain, rotated, of_value = (resolved(n) for n in (m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim))
+        q_plain, q_BTHR = q.view(B, T, -1, plain + rotated).split_with_sizes((plain, rotated), -1)
+        k_plain, v_BTHV = kv.view(B, T, -1, plain + of_value).split_with_sizes((plain, of_value), -1)
+        key_BT1R = key_NR.reshape(B, T, 1, rotated)
+        if m.rope_interleave:
+            q_BTHR, key_BT1R = neighbours_apart(q_BTHR), neighbours_apart(key_BT1R)
+        q_BTHR, key_BT1R = rotate(q_BTHR, key_BT1R, resolved(ctx.rope))
+        q_BTHD = torch.cat((q_plain, q_BTHR), -1)
+        k_BTHD = torch.cat((k_plain, key_BT1R.expand(-1, -1, k_plain.shape[2], -1)), -1)
+        factor = score_factor(m)
+        return q_BTHD if factor == 1 else q_BTHD * factor, k_BTHD, v_BTHV
+
+
+class LatentMoEBlock(LatentBlock, MoEBlock):
+    """Pre-norm latent attention and a mixture of SwiGLU experts."""
+
+    fused = (LatentBlock.fused[0], *MoEBlock.fused[1:])

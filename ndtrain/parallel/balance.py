@@ -1,0 +1,226 @@
+"""The balance of experts on a mesh: their loads over a whole step, the selection biases that follow from them (Wang et
+al., 2024, arXiv:2408.15664), and the gradients of balance losses.
+
+A token counts where its autograd graph is made, so once a step under every recompute mode and never in an evaluation.
+The loads of a step are summed over all ranks. They are whole numbers, so every mesh gets the same bits. Losses are sums
+over tokens, divided by the number of tokens of the whole global batch, as the loss of the model is. Their gradients are
+therefore summed with all others, and nothing is averaged.
+
+Shape legend: N tokens of a microbatch on this rank, K experts of a token, X experts, L layers with experts, S sequences
+of a microbatch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ndtrain.config import Config
+from ndtrain.config.schema import resolved
+from ndtrain.distributed.collectives import Pending, all_reduce
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.model import Transformer
+from ndtrain.model.families import family_of
+from ndtrain.model.families.moe import softmax
+from ndtrain.model.moe.balance import balance_loss, load_entropy, load_max_over_mean, with_gradient_of, z_loss
+from ndtrain.model.moe.router import Routing
+from ndtrain.model.transformer import sparse_layers
+
+LOSSES = 2  # columns of a step's sums beside the loads: the balance loss and the z-loss
+
+
+def shards_stream(cfg: Config) -> bool:
+    """Whether tp ranks hold different tokens."""
+    return cfg.mesh.tp > 1 and cfg.tp.sequence_parallel
+
+
+# -------------------------------------------------------------------------------------------------------------- losses
+
+
+@dataclass(frozen=True)
+class BalanceLoss:
+    """Which loss evens out the loads.
+
+    Attributes:
+        factor: of its gradient, for the mean over tokens and layers.
+        shares: routing -> [X] or [N, X], as `balance_loss` takes them.
+        scores: logits [N, X] -> what it takes for probabilities.
+    """
+
+    factor: float
+    shares: Callable[[Routing], Tensor]
+    scores: Callable[[Tensor], Tensor] = softmax
+
+
+class SequenceShares:
+    """The shares of each token's own sequence, which may be spread over ranks of cp and tp (DeepSeek-AI, 2024,
+    arXiv:2412.19437, equations 17 to 20): how many of K choices fell on each expert, divided by K."""
+
+    def __init__(self, cfg: Config, mesh: Mesh):
+        spread = ("cp", "tp") if shards_stream(cfg) else ("cp",)
+        self.group, self.part = mesh.group(*spread), mesh.index("tp") if shards_stream(cfg) else 0
+        self.length, self.length_here = cfg.train.seq_len, cfg.train.seq_len // cfg.mesh.cp
+        self.shape = resolved(cfg.train.micro_batch), resolved(cfg.model.num_experts)
+
+    def __call__(self, routing: Routing) -> Tensor:
+        """[N, X]"""
+        N, K = routing.experts.shape
+        places_N = torch.arange(self.part * N, (self.part + 1) * N, device=routing.experts.device)
+        of_N = places_N // self.length_here
+        chosen = (of_N[:, None] * self.shape[1] + routing.experts).flatten()
+        counts_SX = torch.zeros(self.shape, dtype=torch.int64, device=chosen.device)
+        counts_SX.view(-1).scatter_add_(0, chosen, torch.ones_like(chosen))
+        all_reduce(counts_SX, self.group).wait()
+        return counts_SX[of_N].double() / (K * self.length)
+
+
+class PooledShares:
+    """The shares of the whole global batch and of all layers together, as Hugging Face's loss has them. They are known
+    only after a forward of the whole batch, which therefore runs before each step.
+
+    Attributes:
+        loads_LX: of that forward.
+    """
+
+    def __init__(self, loads_LX: Tensor, tokens: int):
+        self.loads_LX, self._tokens = loads_LX, tokens
+        self._shares_X = loads_LX.sum(0)
+
+    def fix(self) -> None:
+        """Computes the shares from the loads, which are those of all ranks."""
+        self._shares_X = self.loads_LX.sum(0) / (len(self.loads_LX) * self._tokens)
+
+    def __call__(self, routing: Routing) -> Tensor:
+        """[X]"""
+        return self._shares_X
+
+
+# ---------------------------------------------------------------------------------------------------------- the balance
+
+
+class Balance:
+    """`Ops.balance` of all layers of the model, and the state of their balance, which every rank has of every layer.
+
+    Attributes:
+        layers: those with experts, in order.
+        bias_LX: fp32: their selection biases.
+        pooled: what a forward before each step has to find out; None: there is no such forward.
+        names: what `numbers` are.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh):
+        moe, experts, tokens = cfg.moe, cfg.model.num_experts or 0, cfg.train.global_batch * cfg.train.seq_len
+        self.mesh, self.layers = mesh, sparse_layers(cfg.model)
+        zeros = lambda width, dtype: torch.zeros(len(self.layers), width, dtype=dtype, device=mesh.device)
+        self.bias_LX = zeros(experts, torch.float32)
+        self._rate = moe.bias_rate if moe.balance == "bias" else 0.0
+        self._sums = zeros(experts + LOSSES, torch.float64)  # of this step: loads, then losses
+        self._rows: dict[Tensor, int] = {}  # of each block's bias
+        self._counts_here = shards_stream(cfg) or mesh.coords["tp"] == 0
+        uses_hf = moe.balance == "hf" and self.layers
+        self.pooled = PooledShares(zeros(experts, torch.float64), tokens) if uses_hf else None
+        self._looks_ahead = False
+        self._loss = self._make_loss(cfg)
+        self._z_factor = moe.z_loss * len(self.layers)
+        self._per_token = 1 / max(1, len(self.layers) * tokens)
+        self.names = self._names()
+
+    def _make_loss(self, cfg: Config) -> BalanceLoss | None:
+        if self.pooled is not None:
+            return BalanceLoss(cfg.model.router_aux_loss_coef, self.pooled)
+        if self.layers and cfg.moe.aux_coef:
+            affinities = resolved(family_of(cfg.model).moe).affinities
+            return BalanceLoss(cfg.moe.aux_coef * len(self.layers), SequenceShares(cfg, self.mesh), affinities)
+        return None
+
+    def adopt(self, model: Transformer) -> None:
+        """Gives the blocks of a stage their biases."""
+        model.use_biases(self.bias_LX)
+        blocks = model.model.layers
+        self._rows |= {blocks[str(i)].selection_bias: n for n, i in enumerate(self.layers) if str(i) in blocks}
+
+    @property
+    def loads_LX(self) -> Tensor:
+        """How many tokens each expert got in this step, fp64; of all ranks once they are summed."""
+        return self._sums[:, :-LOSSES]
+
+    # --------------------------------------------------------------------------------------------------- in a forward
+
+    def __call__(self, logits_NX: Tensor, routing: Routing, counts_X: Tensor, bias_X: Tensor) -> Tensor:
+        row = self._rows[bias_X]
+        if self.pooled is not None and self._looks_ahead:
+            self.pooled.loads_LX[row] += counts_X
+        if not torch.is_grad_enabled():
+            return routing.weights
+        self.loads_LX[row] += counts_X
+        weights_NK, of_layer = routing.weights, self._sums[row, -LOSSES:]
+        if self._loss is not None:
+            mean = balance_loss(self._loss.shares(routing), self._loss.scores(logits_NX)) * self._per_token
+            weights_NK = with_gradient_of(weights_NK, mean * self._loss.factor)
+            of_layer[0] += mean.detach()
+        if self._z_factor:
+            mean = z_loss(logits_NX) * self._per_token
+            weights_NK = with_gradient_of(weights_NK, mean * self._z_factor)
+            of_layer[1] += mean.detach()
+        return weights_NK
+
+    # ------------------------------------------------------------------------------------------------------ in a step
+
+    @contextmanager
+    def looking_ahead(self) -> Iterator[None]:
+        """Around the forward of the whole batch before a step, which finds out the pooled shares."""
+        pooled = resolved(self.pooled)
+        pooled.loads_LX.zero_()
+        self._looks_ahead = True
+        try:
+            yield
+        finally:
+            self._looks_ahead = False
+        self._sum(pooled.loads_LX).wait()
+        pooled.fix()
+
+    def begin_step(self) -> None:
+        self._sums.zero_()
+
+    def start_sum(self) -> Pending:
+        """Begins to sum the step's loads and losses over all ranks."""
+        return self._sum(self._sums)
+
+    def _sum(self, mine: Tensor) -> Pending:
+        if not self.layers:
+            return Pending(())
+        if not self._counts_here:  # the first tp rank counts what all of them computed
+            mine.zero_()
+        return all_reduce(mine, self.mesh.world)
+
+    def update(self, finite: Tensor) -> None:
+        """Moves the biases towards equal loads, each by the same size.
+
+        Args:
+            finite: whether the step's update was made, a scalar on the device; otherwise nothing changes.
+        """
+        if self._rate:
+            loads_LX = self.loads_LX
+            missing_LX = loads_LX.sum(1, keepdim=True) - loads_LX * loads_LX.shape[1]  # X times (mean - load), exact
+            self.bias_LX.add_((missing_LX.sign() * finite).float(), alpha=self._rate)
+
+    def numbers(self) -> Tensor:
+        """What is logged of the step, fp64 [len(names)], the same on every rank."""
+        if not self.layers:
+            return self._sums.flatten()[:0]
+        loads_LX, bias_LX = self.loads_LX, self.bias_LX.double()
+        largest_L, dropped_L = load_max_over_mean(loads_LX), torch.zeros_like(loads_LX[:, 0])
+        each = [largest_L, load_entropy(loads_LX), dropped_L, bias_LX.amax(1) - bias_LX.amin(1)]
+        losses = self._sums[:, -LOSSES:].sum(0)
+        wanted = [losses[:1]] * (self._loss is not None) + [losses[1:]] * bool(self._z_factor)
+        return torch.cat([*wanted, largest_L.amax().view(1), torch.stack(each, 1).flatten()])
+
+    def _names(self) -> tuple[str, ...]:
+        if not self.layers:
+            return ()
+        of_layer = ("load_max_over_mean", "load_entropy", "dropped", "bias_range")
+        each = [f"moe/layer_{i}/{name}" for i in self.layers for name in of_layer]
+        losses = ["aux_loss"] * (self._loss is not None) + ["z_loss"] * bool(self._z_factor)
+        return *losses, "moe/load_max_over_mean", *each
