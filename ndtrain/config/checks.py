@@ -12,7 +12,7 @@ from ndtrain.config import registry
 from ndtrain.config.data_checks import check_data
 from ndtrain.config.lengths import check_positions, fit_warmup
 from ndtrain.config.local_shapes import LocalShapes
-from ndtrain.config.mesh_checks import check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
+from ndtrain.config.mesh_checks import check_ep, check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
 from ndtrain.config.moe_checks import resolve_balance
 from ndtrain.config.rope_kinds import ROPE_KINDS
 from ndtrain.config.schema import Config, ConfigError, ModelConfig, require, written
@@ -33,6 +33,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_model(cfg.model)
     resolve_balance(cfg)
     resolve_mesh(cfg, world_size)
+    check_ep(cfg)
     resolve_micro_batch(cfg)
     check_positions(cfg)
     fit_warmup(cfg)

@@ -231,6 +231,37 @@ def test_programs_of_meshes(mesh, extra):
     assert sum(isinstance(s, Op) for mine in programs.values() for steps in mine.values() for s in steps) > world
 
 
+EXPERTS = [
+    "model.model_type=qwen2_moe", "model.num_experts=8", "model.num_experts_per_tok=2", "model.mlp_only_layers=[1]",
+    "model.moe_intermediate_size=20", "model.shared_expert_intermediate_size=24",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (4, ["mesh.dp=2", "mesh.fsdp=2", "mesh.ep=2", "recompute=full", "train.global_batch=8"]),
+        pytest.param(4, ["mesh.fsdp=4", "mesh.ep=4", "recompute=selective", "train.global_batch=8"], marks=FULL),
+        pytest.param(
+            8, ["mesh.pp=2", "mesh.fsdp=2", "mesh.cp=2", "mesh.ep=4", "schedule=zb_v", "train.global_batch=4"],
+            marks=FULL,
+        ),
+        pytest.param(
+            16, ["mesh.pp=2", "mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.ep=2", "mesh.zero=3",
+                 "schedule=interleaved", "train.global_batch=8"],
+            marks=FULL,
+        ),
+    ],
+)  # fmt: skip
+def test_programs_with_experts_on_other_ranks(world, overrides):
+    """Rows of experts go over a communicator of their own. (On these ranks, which run one after
+    another, none arrive.)"""
+    programs = program([*EXPERTS, *overrides], world)
+    check(programs)
+    steps = [s for threads in programs.values() for steps in threads.values() for s in steps if isinstance(s, Op)]
+    assert {s.comm.partition(" [")[0] for s in steps if s.name == "all_to_all"} == {"ep exchange"}
+
+
 def shared_directions(mesh: Mesh, axis: str, pairs) -> dict[tuple[int, int], Link]:
     """As `Mesh.links` was before: two groups for all pairs."""
     up, down, here = mesh.group(axis), mesh.group(axis, lane="down"), mesh.coords[axis]

@@ -1,6 +1,7 @@
 """A dry run against the real step on gloo ranks: state, peak, FLOPs, collectives and checkpoint are equal."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from unittest import mock
 
@@ -10,6 +11,8 @@ import torch
 from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.distributed.collectives import Pending
 from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.model.families import moe
+from ndtrain.model.moe.router import Routing
 from ndtrain.parallel.build import initialise
 from ndtrain.plan.dry import dry_run
 from ndtrain.plan.step import RankRecord, record_step
@@ -100,8 +103,8 @@ def _differences(case: str, dry: RankRecord, real: RankRecord) -> dict[str, tupl
     return off
 
 
-def _compare(ranks: int, cases: list[str]) -> None:
-    by_rank = run_ranks(_real, ranks, cases, timeout=300)
+def _compare(ranks: int, cases: list[str], real: Callable = _real) -> None:
+    by_rank = run_ranks(real, ranks, cases, timeout=300)
     for i, case in enumerate(cases):
         for rank, records in enumerate(by_rank):
             dry = dry_run(resolve(load_config([*SHAPE, *case.split()]), ranks), rank, "cpu")
@@ -119,6 +122,31 @@ def test_dry_is_the_real_step(ranks):
 @pytest.mark.parametrize("ranks", FULL)
 def test_dry_is_the_real_step_in_every_mode(ranks):
     _compare(ranks, FULL[ranks])
+
+
+def evenly(logits_NX: torch.Tensor, k: int, renormalise: bool) -> Routing:
+    """The tokens take the experts in turn, as a dry run assumes."""
+    tokens, experts = logits_NX.shape
+    experts_NK = (torch.arange(tokens * k, device=logits_NX.device) % experts).view(tokens, k)
+    return Routing(logits_NX.softmax(-1).gather(1, experts_NK), experts_NK)
+
+
+def _even(cases: list[str]) -> list[RankRecord]:
+    with mock.patch.object(moe, "softmax_top_k", evenly):
+        return _real(cases)
+
+
+SHARED_EXPERTS = {
+    2: ["mesh.fsdp=2 mesh.ep=2 recompute=full", "mesh.dp=2 mesh.ep=2"],
+    4: ["mesh.fsdp=4 mesh.ep=2 mesh.zero=2", "mesh.pp=2 mesh.dp=2 mesh.ep=2 schedule=zb_h1"],
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", SHARED_EXPERTS)
+def test_experts_on_other_ranks(ranks):
+    """With rows that are spread evenly."""
+    _compare(ranks, [f"{case} {EXPERTS} model.num_experts=8" for case in SHARED_EXPERTS[ranks]], _even)
 
 
 def test_the_cases_are_many():
