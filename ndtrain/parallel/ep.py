@@ -26,13 +26,39 @@ from ndtrain.parallel.recompute import COMBINE, DISPATCH, SavedOps
 LANE = "exchange"  # of the rows: they must not wait behind the gathers of weights
 
 
-class ExpertExchange(Exchange):
-    """The exchange of one microbatch's rows.
+class SavedExchange(Exchange):
+    """An exchange whose results a recomputed block may save. All experts are here, and rows stay where they are.
+
+    Args:
+        saved_ops: where they are saved.
+        counts_X, rows: as `Exchange` takes them.
+    """
+
+    def __init__(self, saved_ops: SavedOps, counts_X: Tensor, rows: int):
+        super().__init__(counts_X, rows)
+        self._saved_ops = saved_ops
+
+    @torch.compiler.disable
+    def to_experts(self, x_ME: Tensor) -> Tensor:
+        return _Move.apply(x_ME, self._there, self._back, self._saved_ops.of(DISPATCH))
+
+    @torch.compiler.disable
+    def to_tokens(self, y_RE: Tensor) -> Tensor:
+        return _Move.apply(y_RE, self._back, self._there, self._saved_ops.of(COMBINE))
+
+    def _there(self, x_ME: Tensor) -> Tensor:
+        return x_ME
+
+    def _back(self, y_RE: Tensor) -> Tensor:
+        return y_RE
+
+
+class ExpertExchange(SavedExchange):
+    """The exchange with the experts of other ranks. What came by messages is saved in every mode of recompute.
 
     Args:
         group: the ranks along ep; each has as many experts, in order.
-        saved_ops: where a recomputed block saves what came by messages, so that its recompute sends nothing.
-        counts_X, rows: as `Exchange` takes them.
+        saved_ops, counts_X, rows: as `SavedExchange` takes them.
     """
 
     def __init__(self, group: dist.ProcessGroup, saved_ops: SavedOps, counts_X: Tensor, rows: int):
@@ -46,14 +72,6 @@ class ExpertExchange(Exchange):
         experts_R = experts_R.repeat_interleave(theirs_X, output_size=sum(theirs))
         self._order = Permutation.of(experts_R[:, None], each)
         self.expert_rows = ExpertRows.of_sizes([sum(theirs[x::each]) for x in range(each)], self._order.counts)
-
-    @torch.compiler.disable
-    def to_experts(self, x_ME: Tensor) -> Tensor:
-        return _Move.apply(x_ME, self._there, self._back, self._saved_ops.of(DISPATCH))
-
-    @torch.compiler.disable
-    def to_tokens(self, y_RE: Tensor) -> Tensor:
-        return _Move.apply(y_RE, self._back, self._there, self._saved_ops.of(COMBINE))
 
     def _there(self, x_ME: Tensor) -> Tensor:
         """Rows come rank by rank, each rank's sorted by expert."""

@@ -15,22 +15,28 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ndtrain.config import Config, RecomputeConfig
+from ndtrain.model.transformer import expert_of
 from ndtrain.parallel.allocations import storage_id
 
 T = TypeVar("T")
 NOTHING: frozenset[str] = frozenset()
 DISPATCH, COMBINE = "dispatch", "combine"  # the ways of tokens to other ranks' experts, and back
+EXPERTS_DOWN = "experts_down"  # the last op of experts: where its result travels, what came back is saved
 LAST = "down_proj"  # the last op of a block: the next layer saves its result as an input anyway
-_OP_OF_LEAF = {"q_proj": "qkv_proj", "o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj"}
+_OP_OF_LEAF = {
+    "q_proj": "qkv_proj", "o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj", "gate": "router",
+}  # fmt: skip
+_OP_OF_EXPERT = {"gate_proj": "experts", "w1": "experts", "down_proj": EXPERTS_DOWN, "w2": EXPERTS_DOWN}
 
 
 def op_of(parameter: str) -> str | None:
     """The op (as in `flops.op_flops`) that begins with the weight of this global name; None: no op of a block whose
     result can be saved."""
     path, _, leaf = parameter.rpartition(".")
-    if "expert" in path:
+    if leaf != "weight" or ".shared_expert" in path:
         return None
-    return _OP_OF_LEAF.get(path.rpartition(".")[2]) if leaf == "weight" else None
+    ops = _OP_OF_LEAF if expert_of(parameter) is None else _OP_OF_EXPERT
+    return ops.get(path.rpartition(".")[2])
 
 
 class SavedOps:
@@ -129,7 +135,12 @@ class RecomputeGroup:
 
     def shape_only(self, layer: int) -> frozenset[str]:
         """The ops of which the recompute of this layer needs only the shape."""
-        return frozenset({LAST}) if layer == self.layers[-1] else NOTHING
+        return results_unread(self.save) if layer == self.layers[-1] else results_unread(self.save) - {LAST}
+
+
+def results_unread(save: frozenset[str]) -> frozenset[str]:
+    """The ops whose results the recompute of a group's last block does not read, if it saves those of `save`."""
+    return frozenset({LAST, EXPERTS_DOWN} if COMBINE in save else {LAST})
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,15 @@
 """Experts spread over ranks: any ep on any mesh, schedule and recompute mode trains as one process does."""
 
+from functools import partial
+from unittest import mock
+
 import pytest
 
 from ndtrain.config import ConfigError, load_config, resolve
+from ndtrain.distributed.mesh import Mesh
 from ndtrain.plan.dry import dry_run
-from tests.lib.parity import compare, train
+from tests.lib.parity import assemble, compare, rank_run, train
+from tests.lib.ranks import run_ranks
 from tests.parallel.test_parity_moe import FULL, MODEL, MODELS, SCHEDULES, check, meshes, ranks_of, reference
 
 EIGHT = "model.num_experts=8"
@@ -32,11 +37,20 @@ def test_fp64(name, mesh):
     check(name, mesh, EIGHT, micro_batch=micro_batch(mesh))
 
 
+def rank_in_order(overrides: list[str]) -> tuple:
+    """On one rank. Its process groups are those of a backend that runs the operations of a group in order."""
+    with mock.patch("tests.lib.parity.Mesh", partial(Mesh, in_order=True)):
+        return rank_run(overrides, "uneven")
+
+
 @pytest.mark.parametrize("zero", [3, *(pytest.param(z, marks=FULL) for z in (1, 2))])
 def test_a_stage_without_experts(zero):
-    """Beside one with them, whose ranks share them; the backward of weights is an action of its own."""
-    changes = [EIGHT, DENSE_FIRST, "schedule=zb_h1", f"mesh.zero={zero}"]
-    check("qwen2-moe", {"pp": 2, "fsdp": 2, "ep": 2}, *changes, micro_batch=1)
+    """Beside one with them, whose ranks share them, on the groups that NCCL gets; the backward of weights is an action
+    of its own."""
+    model = [*MODEL, *MODELS["qwen2-moe"], EIGHT, DENSE_FIRST]
+    mesh = ["mesh.pp=2", "mesh.fsdp=2", "mesh.ep=2", f"mesh.zero={zero}", "schedule=zb_h1", "train.micro_batch=1"]
+    run = assemble(run_ranks(rank_in_order, 4, [*model, *mesh]))
+    compare(run, reference("qwen2-moe", "uneven", EIGHT, DENSE_FIRST), loss=1e-10, state=1e-9)
 
 
 @FULL

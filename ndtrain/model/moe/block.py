@@ -70,8 +70,8 @@ class MoEBlock(Block):
         moe = resolved(family.moe)
         ops = {op: sum(weights[p] for p in cls.matmuls[op]) for op in ("qkv_proj", "o_proj")}
         ops["router"] = weights[f"{moe.module}.gate"]
-        of_expert = sum(weights[stack[0]] for stack in cls.stacks(m, family))
-        ops["experts"] = resolved(m.num_experts_per_tok) * of_expert
+        gate, up, down = (resolved(m.num_experts_per_tok) * weights[stack[0]] for stack in cls.stacks(m, family))
+        ops |= {"experts": gate + up, "experts_down": down}
         shared = [n for path, n in weights.items() if ".shared_expert" in path]
         return ops | ({"shared_expert": sum(shared)} if shared else {})
 
