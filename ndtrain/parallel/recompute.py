@@ -90,6 +90,10 @@ class SavedOps:
         """This object for the op `name`; None where its result is neither being saved nor replayed."""
         return partial(self, name) if self._run is not None and name in self._run else None
 
+    def replays(self, name: str) -> bool:
+        """Whether the saved result of the op `name` is being replayed."""
+        return self._replaying and self.of(name) is not None
+
     def drop(self, at: Hashable) -> dict[str, int]:
         """Frees what was saved under `at`. Returns the bytes of each op's results."""
         return {name: sum(_storages(results).values()) for name, results in self._runs.pop(at).items()}

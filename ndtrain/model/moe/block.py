@@ -80,9 +80,11 @@ class MoEBlock(Block):
         weights_NK, experts_NK = self.moe.route(self.m, logits_NX)
         permutation = Permutation.of(experts_NK, logits_NX.shape[1])
         exchange = self.ops.exchange(permutation.counts, len(permutation.slots))
-        y_RE = self.experts(exchange.to_experts(permute(x_NE, permutation)), exchange.expert_rows)
+        sent = exchange.send(permute(x_NE, permutation))
+        shared_NE = self.shared_expert(x_NE) if self.moe.shared else None  # while rows travel
+        y_RE = self.experts(exchange.receive(sent), exchange.expert_rows)
         y_NE = combine(exchange.to_tokens(y_RE), weights_NK, permutation)
-        return y_NE + self.shared_expert(x_NE) if self.moe.shared else y_NE
+        return y_NE if shared_NE is None else y_NE + shared_NE
 
     def experts(self, x_RE: Tensor, expert_rows: ExpertRows) -> Tensor:
         """The experts' outputs for rows that are sorted by expert."""
