@@ -6,7 +6,7 @@ exits with status 2 before any process group forms.
 
 import os
 
-from ndtrain.config.checks import SAVABLE_OPS, resolve
+from ndtrain.config.checks import EXPERT_OPS, SAVABLE_OPS, resolve
 from ndtrain.config.composition import compose, load_config, register_schema, to_config, to_yaml
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.local_shapes import LocalShapes
@@ -32,6 +32,7 @@ from ndtrain.config.schema import (
 __all__ = [
     "AXES",
     "DATA_AXES",
+    "EXPERT_OPS",
     "SAVABLE_OPS",
     "TOKEN_SOURCES",
     "CheckpointConfig",

@@ -152,6 +152,7 @@ def _check_kernel(cfg: Config) -> None:
 
 
 SAVABLE_OPS = ("qkv_proj", "core", "o_proj", "gate_up_proj")  # their results can be saved for the recompute
+EXPERT_OPS = ("router", "dispatch", "experts", "combine")  # those of a mixture of experts too
 _UNITS = {"b": 1} | {f"{p}{b}": base**n for n, p in enumerate("kmgt", 1) for b, base in (("b", 1000), ("ib", 1024))}
 
 
@@ -162,9 +163,9 @@ def _resolve_recompute(cfg: Config) -> None:
     require(r.every == "auto" or (every or 0) >= 1, f"recompute.every={r.every}: must be at least 1, or auto")
     for op in r.keep:
         require(
-            op in SAVABLE_OPS,
-            f"recompute.keep: no op {op} whose result a block can keep; {near(op, list(SAVABLE_OPS))}"
-            f"known: {', '.join(SAVABLE_OPS)}",
+            op in (*SAVABLE_OPS, *EXPERT_OPS),
+            f"recompute.keep: no op {op} whose result a block can keep; {near(op, [*SAVABLE_OPS, *EXPERT_OPS])}"
+            f"known: {', '.join((*SAVABLE_OPS, *EXPERT_OPS))}",
         )
     if r.name == "budget":
         require(r.budget is not None, "recompute.budget is missing: recompute=budget needs it, e.g. 2GiB")

@@ -87,17 +87,13 @@ def layouts_of(cfg: Config, mesh: MeshSpec, rank: int, placement: Placement | No
     residual_axes = (*DATA_AXES, "tp") if cfg.mesh.tp > 1 and cfg.tp.sequence_parallel else DATA_AXES
     coords_of_unit = (placement or Placement.of(cfg)).pp_coords(cfg.model)
     pp_coords = {name: coords_of_unit[unit_of(name)] for name in tensors}
-    of_expert = {name: expert for name in tensors if (expert := expert_of(name)) is not None}
-    ep_coords = {name: expert * mesh.ep // resolved(cfg.model.num_experts) for name, expert in of_expert.items()}
+    ep_coords = {name: x // experts_each(cfg) for name in tensors if (x := expert_of(name)) is not None}
     return Layouts(tensors, rules, mesh, rank, residual_axes, pp_coords, ep_coords)
 
 
-def held_experts(cfg: Config, mesh: Mesh) -> range | None:
-    """Which experts of each layer this rank holds; None: all."""
-    if cfg.mesh.ep == 1:
-        return None
-    each, index = resolved(cfg.model.num_experts) // cfg.mesh.ep, mesh.index(EP)
-    return range(index * each, (index + 1) * each)
+def experts_each(cfg: Config) -> int:
+    """How many experts of each layer a rank holds. The ranks along ep hold them in order."""
+    return resolved(cfg.model.num_experts) // cfg.mesh.ep
 
 
 def sequence_sharding(cfg: Config) -> SequenceSharding:
@@ -224,7 +220,10 @@ def linear_in_graph(cfg: Config, placement: Placement) -> bool:
 
 def _models(cfg: Config, placement: Placement, mesh: Mesh) -> dict[int, Transformer]:
     """The stages of this rank, on the meta device."""
-    chunk, experts = cfg.train.loss_chunk, held_experts(cfg, mesh)
+    chunk, experts = cfg.train.loss_chunk, None
+    if cfg.mesh.ep > 1:
+        first = mesh.index(EP) * experts_each(cfg)
+        experts = range(first, first + experts_each(cfg))
     with torch.device("meta"):
         return {
             s: Transformer(cfg.model, placement.layers[s], s == 0, s == placement.last, chunk, experts)
@@ -315,13 +314,16 @@ def _whole_tensors(
 
 
 def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:
-    """The parameters' names, each once, in the order of the dim table. One without a row there, or a row of another
-    shape, is an error."""
+    """The parameters' names, each once, in the order of the dim table. One without a row there, a row of another shape,
+    or other parameters than the layouts place on this rank, is an error."""
     shapes = {name: tuple(p.shape) for model in models for name, p in model.named_parameters()}
     for name, shape in shapes.items():
         if shape != layouts[name].shape:
             raise ValueError(f"{name}: the model has {shape}, its dims say {layouts[name].shape}")
-    return [name for name in layouts.names() if name in shapes]
+    names = [name for name in layouts.names() if layouts.holds(name)]
+    if differ := set(names) ^ set(shapes):
+        raise ValueError(f"{min(differ)}: the model and its layouts do not place it on the same ranks")
+    return names
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -5,6 +5,9 @@ A rank first tells every other one how many rows come for each of its experts. T
 Then the rows travel, and their outputs travel back; gradients take the same ways in the other direction. A rank whose
 experts get no row takes part with none, and its graph is the same.
 
+What lies between `send` and `receive` is computed while the rows travel: the shared expert, and in the backward its
+gradients, since autograd runs first what was made last.
+
 Every gradient of an expert is made where the expert is, from the rows of all ranks along ep. So it is summed only over
 the axes that ep leaves, and no number of ranks appears anywhere.
 
@@ -26,13 +29,37 @@ from ndtrain.parallel.recompute import COMBINE, DISPATCH, SavedOps
 LANE = "exchange"  # of the rows: they must not wait behind the gathers of weights
 
 
-class ExpertExchange(Exchange):
-    """The exchange of one microbatch's rows.
+class SavedExchange(Exchange):
+    """An exchange whose results a recomputed block may save. All experts are here, and rows stay where they are.
+
+    Args:
+        saved_ops: where they are saved.
+        counts_X, rows: as `Exchange` takes them.
+    """
+
+    def __init__(self, saved_ops: SavedOps, counts_X: Tensor, rows: int):
+        super().__init__(counts_X, rows)
+        self._saved_ops = saved_ops
+
+    @torch.compiler.disable
+    def receive(self, sent: Tensor) -> Tensor:
+        return _Move.apply(sent, _as_it_is, _as_it_is, self._saved_ops.of(DISPATCH))
+
+    @torch.compiler.disable
+    def to_tokens(self, y_RE: Tensor) -> Tensor:
+        return _Move.apply(y_RE, _as_it_is, _as_it_is, self._saved_ops.of(COMBINE))
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+class ExpertExchange(SavedExchange):
+    """The exchange with the experts of other ranks. What came by messages is saved in every mode of recompute.
 
     Args:
         group: the ranks along ep; each has as many experts, in order.
-        saved_ops: where a recomputed block saves what came by messages, so that its recompute sends nothing.
-        counts_X, rows: as `Exchange` takes them.
+        saved_ops, counts_X, rows: as `SavedExchange` takes them.
     """
 
     def __init__(self, group: dist.ProcessGroup, saved_ops: SavedOps, counts_X: Tensor, rows: int):
@@ -48,24 +75,52 @@ class ExpertExchange(Exchange):
         self.expert_rows = ExpertRows.of_sizes([sum(theirs[x::each]) for x in range(each)], self._order.counts)
 
     @torch.compiler.disable
-    def to_experts(self, x_ME: Tensor) -> Tensor:
-        return _Move.apply(x_ME, self._there, self._back, self._saved_ops.of(DISPATCH))
+    def send(self, x_ME: Tensor) -> Tensor:
+        """Returns a tensor without elements, which stands for the rows that travel."""
+        return _Move.apply(x_ME, self._start_there, self._finish_back, None)
+
+    @torch.compiler.disable
+    def receive(self, sent: Tensor) -> Tensor:
+        return _Move.apply(sent, self._finish_there, self._start_back, self._saved_ops.of(DISPATCH))
 
     @torch.compiler.disable
     def to_tokens(self, y_RE: Tensor) -> Tensor:
         return _Move.apply(y_RE, self._back, self._there, self._saved_ops.of(COMBINE))
 
     def _there(self, x_ME: Tensor) -> Tensor:
-        """Rows come rank by rank, each rank's sorted by expert."""
-        x_RE = x_ME.new_empty(sum(self._receives), x_ME.shape[1])
-        all_to_all_rows(x_ME, x_RE, self._sends, self._receives, self._group, x_ME.nbytes).wait()
-        return x_RE[self._order.slots]
+        return self._finish_there(self._start_there(x_ME))
 
     def _back(self, y_RE: Tensor) -> Tensor:
-        y_ME = y_RE.new_empty(sum(self._sends), y_RE.shape[1])
-        by_rank = y_RE[self._order.rows[:, 0]]
-        all_to_all_rows(by_rank, y_ME, self._receives, self._sends, self._group, y_ME.nbytes).wait()
-        return y_ME
+        return self._finish_back(self._start_back(y_RE))
+
+    def _start_there(self, x_ME: Tensor) -> Tensor:
+        if not self._saved_ops.replays(DISPATCH):
+            self._launch(x_ME, self._sends, self._receives, x_ME.nbytes)
+        return x_ME.new_empty(0)
+
+    def _finish_there(self, sent: Tensor) -> Tensor:
+        """Rows come rank by rank, each rank's sorted by expert."""
+        return self._arrived()[self._order.slots]
+
+    def _start_back(self, y_RE: Tensor) -> Tensor:
+        of_tokens = sum(self._sends) * y_RE.shape[1] * y_RE.element_size()
+        self._launch(y_RE[self._order.rows[:, 0]], self._receives, self._sends, of_tokens)
+        return y_RE.new_empty(0)
+
+    def _finish_back(self, sent: Tensor) -> Tensor:
+        return self._arrived()
+
+    def _launch(self, rows: Tensor, sends: list[int], receives: list[int], nbytes: int) -> None:
+        arriving = rows.new_empty(sum(receives), rows.shape[1])
+        pending = all_to_all_rows(rows, arriving, sends, receives, self._group, nbytes)
+        self._travelling = pending, arriving
+
+    def _arrived(self) -> Tensor:
+        """The rows that were launched last. No two exchanges of a microbatch are under way at one time."""
+        pending, arriving = self._travelling
+        del self._travelling
+        pending.wait()
+        return arriving
 
 
 def _exchange_counts(counts_X: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

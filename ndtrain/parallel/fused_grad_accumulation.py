@@ -22,6 +22,7 @@ from ndtrain.model.attention.core import attend
 from ndtrain.model.contiguous import cat
 from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, chunked_loss, cross_entropy
 from ndtrain.parallel import compiled_linear
+from ndtrain.parallel.ep import SavedExchange
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.grouped_linear import GroupedLinear
 from ndtrain.parallel.recompute import SavedOps
@@ -317,7 +318,8 @@ class WeightOps:
         """x @ w.T in fp32 or wider, of a weight that every rank holds whole and for the tokens that this rank has."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         whole = [FusedWeights(weight, (weight.shape[0],))]
-        return _Linear.apply(self.accumulator, WIDE_LINEAR, None, wide, whole, None)[0]
+        recall = self.saved_ops.of(self.saved_ops.op_of.get(weight))
+        return _Linear.apply(self.accumulator, WIDE_LINEAR, recall, wide, whole, None)[0]
 
     def _plan(self, weights: Sequence[Tensor]) -> tuple[LinearComm, list[FusedWeights], str | None]:
         first = weights[0]
@@ -368,5 +370,12 @@ def fused_ops(
     def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
         return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, saved_ops.of("core"))
 
-    grouped = GroupedLinear(gradients, ops.fused_weights)
-    return Ops(ops.linear, ops.wide_linear, grouped, embedding=ops.embedding, core=core, head_loss=ops.head_loss)
+    return Ops(
+        linear=ops.linear,
+        wide_linear=ops.wide_linear,
+        grouped_linear=GroupedLinear(gradients, saved_ops, ops.fused_weights),
+        exchange=partial(SavedExchange, saved_ops),
+        embedding=ops.embedding,
+        core=core,
+        head_loss=ops.head_loss,
+    )

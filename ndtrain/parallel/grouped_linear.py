@@ -9,7 +9,7 @@ the buffer. An expert without rows gets a gradient of zeros.
 Shape legend: M rows, X experts, I in, O out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.recompute import SavedOps
 
 _ALIGNMENT = 16  # bytes, of the rows of a grouped product's factors
 
@@ -26,11 +27,17 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, accumulator: GradAccumulator, x_MI: Tensor, expert_rows: ExpertRows, stacks: Sequence[FusedWeights]
+        ctx,
+        accumulator: GradAccumulator,
+        recall: Callable | None,
+        x_MI: Tensor,
+        expert_rows: ExpertRows,
+        stacks: Sequence[FusedWeights],
     ):
         ctx.accumulator, ctx.stacks, ctx.expert_rows = accumulator, stacks, expert_rows
         ctx.save_for_backward(x_MI)
-        return tuple(products(x_MI, _matrices(s).transpose(1, 2), ctx.expert_rows) for s in stacks)
+        make = lambda: tuple(products(x_MI, _matrices(s).transpose(1, 2), expert_rows) for s in stacks)
+        return make() if recall is None else recall(make)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -38,7 +45,7 @@ class _GroupedLinear(torch.autograd.Function):
         dx_MI = sum(products(dy_MO, _matrices(s), ctx.expert_rows) for dy_MO, s in zip(grads, ctx.stacks, strict=True))
         for dy_MO, s in zip(grads, ctx.stacks, strict=True):
             ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.expert_rows.bounds)
-        return None, dx_MI, None, None
+        return None, None, dx_MI, None, None
 
 
 def _matrices(stack: FusedWeights) -> Tensor:
@@ -70,15 +77,16 @@ class GroupedLinear:
 
     Args:
         accumulator: accumulates the gradients.
+        saved_ops: the results that recomputed blocks save.
         stacks: the first expert's matrix of each kind -> those of all experts as one.
     """
 
-    def __init__(self, accumulator: GradAccumulator, stacks: Mapping[nn.Parameter, FusedWeights]):
-        self.accumulator, self.stacks = accumulator, stacks
+    def __init__(self, accumulator: GradAccumulator, saved_ops: SavedOps, stacks: Mapping[nn.Parameter, FusedWeights]):
+        self.accumulator, self.saved_ops, self.stacks = accumulator, saved_ops, stacks
 
     def __call__(
         self, x_MI: Tensor, expert_rows: ExpertRows, weights: Sequence[Sequence[Tensor]]
     ) -> tuple[Tensor, ...]:
-        return _GroupedLinear.apply(
-            self.accumulator, x_MI, expert_rows, [self.stacks[of_experts[0]] for of_experts in weights]
-        )
+        recall = self.saved_ops.of(self.saved_ops.op_of.get(weights[0][0]))
+        stacks = [self.stacks[of_experts[0]] for of_experts in weights]
+        return _GroupedLinear.apply(self.accumulator, recall, x_MI, expert_rows, stacks)

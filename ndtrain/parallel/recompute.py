@@ -15,24 +15,28 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ndtrain.config import Config, RecomputeConfig
+from ndtrain.model.transformer import expert_of
 from ndtrain.parallel.allocations import storage_id
 
 T = TypeVar("T")
 NOTHING: frozenset[str] = frozenset()
 DISPATCH, COMBINE = "dispatch", "combine"  # the ways of tokens to other ranks' experts, and back
+EXPERTS_DOWN = "experts_down"  # the last op of experts: where its result travels, what came back is saved
 LAST = "down_proj"  # the last op of a block: the next layer saves its result as an input anyway
-_OP_OF_LEAF = {"o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj"} | dict.fromkeys(
-    ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), "qkv_proj"
-)
+_OP_OF_LEAF = {
+    "o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj", "gate": "router",
+} | dict.fromkeys(("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), "qkv_proj")  # fmt: skip
+_OP_OF_EXPERT = {"gate_proj": "experts", "w1": "experts", "down_proj": EXPERTS_DOWN, "w2": EXPERTS_DOWN}
 
 
 def op_of(parameter: str) -> str | None:
     """The op (as in `flops.op_flops`) that begins with the weight of this global name; None: no op of a block whose
     result can be saved."""
     path, _, leaf = parameter.rpartition(".")
-    if "expert" in path:
+    if leaf != "weight" or ".shared_expert" in path:
         return None
-    return _OP_OF_LEAF.get(path.rpartition(".")[2]) if leaf == "weight" else None
+    ops = _OP_OF_LEAF if expert_of(parameter) is None else _OP_OF_EXPERT
+    return ops.get(path.rpartition(".")[2])
 
 
 class SavedOps:
@@ -86,6 +90,10 @@ class SavedOps:
         """This object for the op `name`; None where its result is neither being saved nor replayed."""
         return partial(self, name) if self._run is not None and name in self._run else None
 
+    def replays(self, name: str) -> bool:
+        """Whether the saved result of the op `name` is being replayed."""
+        return self._replaying and self.of(name) is not None
+
     def drop(self, at: Hashable) -> dict[str, int]:
         """Frees what was saved under `at`. Returns the bytes of each op's results."""
         return {name: sum(_storages(results).values()) for name, results in self._runs.pop(at).items()}
@@ -131,7 +139,12 @@ class RecomputeGroup:
 
     def shape_only(self, layer: int) -> frozenset[str]:
         """The ops of which the recompute of this layer needs only the shape."""
-        return frozenset({LAST}) if layer == self.layers[-1] else NOTHING
+        return results_unread(self.save) if layer == self.layers[-1] else results_unread(self.save) - {LAST}
+
+
+def results_unread(save: frozenset[str]) -> frozenset[str]:
+    """The ops whose results the recompute of a group's last block does not read, if it saves those of `save`."""
+    return frozenset({LAST, EXPERTS_DOWN} if COMBINE in save else {LAST})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndtrain.config import AXES, SAVABLE_OPS, Config, ConfigError, LocalShapes
+from ndtrain.config import AXES, EXPERT_OPS, SAVABLE_OPS, Config, ConfigError, LocalShapes
 from ndtrain.data import Batch
 from ndtrain.distributed.host_device import gather_numbers
 from ndtrain.distributed.mesh import Mesh
@@ -25,13 +25,13 @@ from ndtrain.model.device_kind import kind_of
 from ndtrain.model.flops import elementwise_values, recompute_flops
 from ndtrain.parallel.allocations import Allocations
 from ndtrain.parallel.fsdp import ShardedUnits
-from ndtrain.parallel.recompute import COMBINE, DISPATCH, LAST, SavedOps
+from ndtrain.parallel.recompute import LAST, SavedOps, results_unread
 from ndtrain.parallel.stages import Stages
 from ndtrain.schedule import Action
 
 Choice = frozenset[str] | None  # the ops that a recomputed block saves; None: it is not recomputed
 MESSAGES = 4  # messages that wait on a rank at one time, to be sent or to be used
-_SIZED = (*SAVABLE_OPS, DISPATCH, COMBINE)  # the ops whose results may be saved
+_SIZED = (*SAVABLE_OPS, *EXPERT_OPS)  # the ops whose results may be saved
 _FLOPS_A_BYTE = {"cpu": 10, "cuda": 200}  # rough FLOPs of a device in the time it reads or writes a byte
 
 
@@ -99,10 +99,10 @@ def peak_bytes(loads: Sequence[Load], plan: Sequence[Choice], sizes: BlockSizes)
     return (everything + peak) * 51 // 50  # 2 % for allocations too small to be followed
 
 
-def choices(always: frozenset[str]) -> list[Choice]:
-    """All that a block may do: keep its graph (None), or be recomputed with `always` and any of the other ops saved."""
+def choices(always: frozenset[str], ops: Sequence[str] = SAVABLE_OPS) -> list[Choice]:
+    """All that a block may do: keep its graph (None), or be recomputed with `always` and any other of `ops` saved."""
     always = always - {LAST}
-    free = [op for op in SAVABLE_OPS if op not in always]
+    free = [op for op in ops if op not in always]
     return [None, *(always | set(some) for n in range(len(free) + 1) for some in combinations(free, n))]
 
 
@@ -119,7 +119,7 @@ def plan(
     Raises:
         ConfigError: no plan stays under it.
     """
-    options = _useful(choices(always), sizes, cost)
+    options = _useful(choices(always, [op for op, size in sizes.saved.items() if size]), sizes, cost)
     pairs = list(combinations(options, 2)) or [(options[0], options[0])]
     blocks = sum(load.blocks for load in loads)
     ways = [
@@ -158,7 +158,7 @@ def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
     them count as many FLOPs as the device computes in the time it reads and writes their values."""
     width = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}[cfg.precision.compute]
     between = elementwise_values(cfg.model) * width * _FLOPS_A_BYTE.get(device, _FLOPS_A_BYTE["cpu"])
-    ops = lambda choice: recompute_flops(cfg.model, cfg.train.seq_len, choice | {LAST})
+    ops = lambda choice: recompute_flops(cfg.model, cfg.train.seq_len, choice | results_unread(choice))
     return lambda choice: 0 if choice is None else ops(choice) + between
 
 

@@ -19,6 +19,7 @@ from ndtrain.model.moe.router import sigmoid_top_k, softmax_top_k
 from ndtrain.model.transformer import fused_names, unit_of
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.grouped_linear import GroupedLinear
+from ndtrain.parallel.recompute import SavedOps
 
 N, K, X, E, INNER = 7, 2, 5, 8, 12
 
@@ -132,7 +133,7 @@ def test_grouped_linear_is_the_loop(dtype, out, deferred):
     for whole, each in kinds:
         fused[each[0]] = FusedWeights(whole, (out,) * X)
     accumulator.open([whole for whole, _ in kinds])
-    op, weights = GroupedLinear(accumulator, fused), [each for _, each in kinds]
+    op, weights = GroupedLinear(accumulator, SavedOps(), fused), [each for _, each in kinds]
     x = drawn(8, E).to(dtype).requires_grad_()
     seeds = [drawn(8, out).to(dtype), drawn(8, out).to(dtype).cos()]
     later = []

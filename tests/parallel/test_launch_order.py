@@ -18,6 +18,7 @@ from ndtrain.config import Config, load_config, resolve, world_from_env
 from ndtrain.distributed.flight_recorder import Entry
 from ndtrain.distributed.mesh import Link, Mesh, MeshSpec
 from ndtrain.engine.train_step import Evaluation, TrainingStep
+from ndtrain.model.moe.block import MoEBlock
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.schedule import NAMES, build, forwards
@@ -138,12 +139,13 @@ def program(
     return on_fake_ranks(lambda rank, entries: run(cfg, rank, entries, steps, parts), world, **reading)
 
 
-def run(cfg: Config, rank: int, entries: list, steps: int, parts: Sequence[str]) -> None:
+def run(cfg: Config, rank: int, entries: list, steps: int, parts: Sequence[str], costs: bool = True) -> None:
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"), in_order=True)
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step, evaluation = TrainingStep(cfg, mesh, stages), Evaluation(cfg, mesh, stages)
-    with_costs(step, entries)
+    if costs:
+        with_costs(step, entries)
     for number in range(1, steps + 1):
         batches = make_batches(cfg, mesh, number, "none")
         if "step" in parts:
@@ -260,6 +262,29 @@ def test_programs_with_experts_on_other_ranks(world, overrides):
     check(programs)
     steps = [s for threads in programs.values() for steps in threads.values() for s in steps if isinstance(s, Op)]
     assert {s.comm.partition(" [")[0] for s in steps if s.name == "all_to_all"} == {"ep exchange"}
+
+
+def test_the_shared_expert_is_computed_while_rows_travel():
+    """In each microbatch, forward and backward: between the launch of an exchange and its wait."""
+    cfg = resolve(load_config([*MODEL, *EXPERTS, "mesh.dp=2", "mesh.ep=2", "train.global_batch=4"]), 2)
+
+    def rank_program(rank: int, entries: list) -> None:
+        def marked(block: MoEBlock, x: torch.Tensor, shared_expert: Callable = MoEBlock.shared_expert) -> torch.Tensor:
+            entries.append(Compute(1))
+            y = shared_expert(block, x)
+            y.register_hook(lambda grad: entries.append(Compute(2)))
+            return y
+
+        with mock.patch.object(MoEBlock, "shared_expert", marked):
+            run(cfg, rank, entries, 1, ["step"], costs=False)
+
+    steps = on_fake_ranks(rank_program, 2)[0][0]
+    exchanges = [s for s in steps if isinstance(s, Op) and s.name == "all_to_all"]
+    places = {id(s.op): i for i, s in enumerate(steps) if isinstance(s, Wait)}
+    during = [[s.seconds for s in steps[steps.index(x) : places[id(x)]] if isinstance(s, Compute)] for x in exchanges]
+    sparse_layers, microbatches = 7, 2
+    assert [computed for computed in during if computed].count([1]) == sparse_layers * microbatches
+    assert [computed for computed in during if computed].count([2]) == sparse_layers * microbatches
 
 
 def shared_directions(mesh: Mesh, axis: str, pairs) -> dict[tuple[int, int], Link]:

@@ -1,10 +1,17 @@
 """Experts spread over ranks: any ep on any mesh, schedule and recompute mode trains as one process does."""
 
+from functools import partial
+from unittest import mock
+
 import pytest
 
 from ndtrain.config import ConfigError, load_config, resolve
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.model import flops
+from ndtrain.parallel.recompute import always_saved_ops, plan_recompute
 from ndtrain.plan.dry import dry_run
-from tests.lib.parity import compare, train
+from tests.lib.parity import assemble, compare, rank_run, train
+from tests.lib.ranks import run_ranks
 from tests.parallel.test_parity_moe import FULL, MODEL, MODELS, SCHEDULES, check, meshes, ranks_of, reference
 
 EIGHT = "model.num_experts=8"
@@ -32,11 +39,20 @@ def test_fp64(name, mesh):
     check(name, mesh, EIGHT, micro_batch=micro_batch(mesh))
 
 
+def rank_in_order(overrides: list[str]) -> tuple:
+    """On one rank. Its process groups are those of a backend that runs the operations of a group in order."""
+    with mock.patch("tests.lib.parity.Mesh", partial(Mesh, in_order=True)):
+        return rank_run(overrides, "uneven")
+
+
 @pytest.mark.parametrize("zero", [3, *(pytest.param(z, marks=FULL) for z in (1, 2))])
 def test_a_stage_without_experts(zero):
-    """Beside one with them, whose ranks share them; the backward of weights is an action of its own."""
-    changes = [EIGHT, DENSE_FIRST, "schedule=zb_h1", f"mesh.zero={zero}"]
-    check("qwen2-moe", {"pp": 2, "fsdp": 2, "ep": 2}, *changes, micro_batch=1)
+    """Beside one with them, whose ranks share them, on the groups that NCCL gets; the backward of weights is an action
+    of its own."""
+    model = [*MODEL, *MODELS["qwen2-moe"], EIGHT, DENSE_FIRST]
+    mesh = ["mesh.pp=2", "mesh.fsdp=2", "mesh.ep=2", f"mesh.zero={zero}", "schedule=zb_h1", "train.micro_batch=1"]
+    run = assemble(run_ranks(rank_in_order, 4, [*model, *mesh]))
+    compare(run, reference("qwen2-moe", "uneven", EIGHT, DENSE_FIRST), loss=1e-10, state=1e-9)
 
 
 @FULL
@@ -89,6 +105,32 @@ def test_no_row_travels_again_for_a_recompute(recompute):
     layers, microbatches, rows, row = 3, 4, 16 * 2, 32 * 8
     assert sent.count == layers * microbatches * 5
     assert sent.bytes == layers * microbatches * (8 * 8 + 4 * rows * row)
+
+
+REPEATED = {  # (ep, what is kept) -> the ops of a sparse layer that a recompute runs again
+    (1, "core"): {"qkv_proj", "o_proj", "router", "shared_expert", "experts", "experts_down"},
+    (1, "router,experts"): {"qkv_proj", "core", "o_proj", "shared_expert", "experts_down"},
+    (1, "qkv_proj,core,o_proj,combine"): {"router", "shared_expert", "experts"},
+    (2, "core"): {"qkv_proj", "o_proj", "router", "shared_expert", "experts"},
+    (2, "core,experts"): {"qkv_proj", "o_proj", "router", "shared_expert"},
+}
+
+
+@pytest.mark.parametrize(
+    ("ep", "keep"), [pytest.param(*case, marks=[FULL] * (case != (2, "core,experts"))) for case in REPEATED]
+)
+def test_a_recompute_computes_what_is_not_saved(ep, keep):
+    """And what is counted as hardware FLOPs is what runs."""
+    model = [*MODEL, *MODELS["qwen2-moe"], EIGHT, "model.mlp_only_layers=[]", "mesh.dp=2", f"mesh.ep={ep}"]
+    make = lambda *more: resolve(load_config([*model, "train.micro_batch=1", *more]), 2)
+    cfg = make("recompute=selective", f"recompute.keep=[{keep}]")
+    again = dry_run(cfg, 0, "cpu").flops["matmul"] - dry_run(make(), 0, "cpu").flops["matmul"]
+    (group, *_) = plan_recompute(range(3), cfg.recompute, always_saved_ops(cfg))
+    of_token = flops.op_flops(cfg.model, cfg.train.seq_len)
+    skipped = group.save | group.shape_only(0)
+    assert {op for op in of_token if op not in skipped} - {"core"} == REPEATED[ep, keep] - {"core"}
+    tokens, layers, microbatches = 16, 3, 4
+    assert again == tokens * layers * microbatches * sum(of_token[op] for op in REPEATED[ep, keep] - {"core"})
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -116,6 +116,14 @@ def test_recompute_and_zero(recompute, zero):
     check("qwen2-moe", {"fsdp": 2}, f"recompute={recompute}", f"mesh.zero={zero}", *more)
 
 
+KEPT = [["router"], ["dispatch"], ["experts"], ["combine"], ["core", "router", "dispatch", "experts", "combine"]]
+
+
+@pytest.mark.parametrize("keep", [pytest.param(k, marks=[FULL] * (len(k) == 1)) for k in KEPT], ids=str)
+def test_ops_of_experts_that_are_kept(keep):
+    check("qwen2-moe", {}, "recompute=selective", f"recompute.keep=[{','.join(keep)}]")
+
+
 @FULL
 @pytest.mark.parametrize("name", ["qwen2-moe", "deepseek-v3"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])

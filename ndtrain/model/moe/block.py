@@ -77,8 +77,8 @@ class MoEBlock(Block):
         moe = resolved(family.moe)
         ops = {op: cls.multiply_adds_of(op, weights) for op in ("qkv_proj", "o_proj")}
         ops["router"] = weights[f"{moe.module}.gate"]
-        of_expert = sum(weights[stack[0]] for stack in cls.stacks(m, family))
-        ops["experts"] = resolved(m.num_experts_per_tok) * of_expert
+        gate, up, down = (resolved(m.num_experts_per_tok) * weights[stack[0]] for stack in cls.stacks(m, family))
+        ops |= {"experts": gate + up, "experts_down": down}
         shared = [n for path, n in weights.items() if ".shared_expert" in path]
         return ops | ({"shared_expert": sum(shared)} if shared else {})
 
@@ -88,9 +88,11 @@ class MoEBlock(Block):
         permutation = Permutation.of(routing.experts, logits_NX.shape[1])
         weights_NK = self.ops.balance(logits_NX, routing, permutation.counts, self.selection_bias)
         exchange = self.ops.exchange(permutation.counts, len(permutation.slots))
-        y_RE = self.experts(exchange.to_experts(permute(x_NE, permutation)), exchange.expert_rows)
+        sent = exchange.send(permute(x_NE, permutation))
+        shared_NE = self.shared_expert(x_NE) if self.moe.shared else None  # while rows travel
+        y_RE = self.experts(exchange.receive(sent), exchange.expert_rows)
         y_NE = combine(exchange.to_tokens(y_RE), weights_NK, permutation)
-        return y_NE + self.shared_expert(x_NE) if self.moe.shared else y_NE
+        return y_NE if shared_NE is None else y_NE + shared_NE
 
     def experts(self, x_RE: Tensor, expert_rows: ExpertRows) -> Tensor:
         """The experts' outputs for rows that are sorted by expert."""

@@ -42,16 +42,20 @@ class Exchange:
         rows: the number of all rows.
 
     Attributes:
-        expert_rows: of the rows that `to_experts` returns.
+        expert_rows: of the rows that `receive` returns.
     """
 
     def __init__(self, counts_X: Tensor, rows: int):
         self.expert_rows = ExpertRows.of(counts_X, rows)
 
-    def to_experts(self, x_ME: Tensor) -> Tensor:
-        """The rows of the experts that are here, sorted by expert, from those of the tokens that are here."""
+    def send(self, x_ME: Tensor) -> Tensor:
+        """Starts to send the rows of the tokens that are here to the experts. Returns what `receive` takes."""
         return x_ME
 
+    def receive(self, sent: Tensor) -> Tensor:
+        """The rows of the experts that are here, sorted by expert."""
+        return sent
+
     def to_tokens(self, y_ME: Tensor) -> Tensor:
-        """The way back."""
+        """The way back, which is waited for."""
         return y_ME
