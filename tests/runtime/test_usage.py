@@ -34,7 +34,7 @@ def test_help_names_own_recipes(tmp_path, capsys):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe/own.yaml").touch()
     assert main(["--config-dir", str(tmp_path), "--help"]) == 0
-    assert "llama_small, moe_debug, own: a complete run" in " ".join(capsys.readouterr().out.split())
+    assert "llama_small, moe_debug, moe_small, own: a complete run" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_is_named_as_it_was_called(monkeypatch):
