@@ -9,7 +9,7 @@ from ndtrain.runtime import cli
 from tests.lib.helpers import refusal
 
 GLOBAL = "# @package _global_\n"
-MODELS = "llama3_2_1b, llama3_405b, llama3_70b, llama3_8b, llama_debug, llama_small, moe_debug"
+MODELS = "llama3_2_1b, llama3_405b, llama3_70b, llama3_8b, llama_debug, llama_small, moe_debug, moe_small"
 SHIPPED = f"known: {MODELS}".replace("llama3_405b,", "llama3_405b, llama3_405b_long,")
 GROUPS = "checkpoint, data, hardware, logger, mesh, model, optim, recipe, recompute, schedule"
 RECIPES = {  # content of the recipe -> the line; {file} is its path
