@@ -1,14 +1,25 @@
-"""A checkpoint of a mixture of experts, resumed on another mesh, with other ranks sharing the experts."""
+"""A checkpoint of a mixture of experts, resumed on another mesh, with other ranks sharing the experts; and where its
+selection biases stand."""
+
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from ndtrain import checkpoint
+from ndtrain.checkpoint import State, elements, pretrained, saving
+from ndtrain.generate.text import load_model
 from tests.checkpoint.test_checkpoint_matrix import SAVED, check, ranks_of, resume, write
-from tests.lib.helpers import tensor_bytes
+from tests.lib.helpers import flip, tensor_bytes
 from tests.lib.ranks import run_ranks
+from tests.lib.stages import RankStages
 
 MOE = [
     "model.model_type=qwen2_moe", "model.num_experts=8", "model.num_experts_per_tok=2",
     "model.moe_intermediate_size=20", "model.shared_expert_intermediate_size=24", "model.mlp_only_layers=[1]",
+    "moe.bias_rate=0.05",
 ]  # fmt: skip
 MESHES = {  # 56 ordered pairs
     "fsdp2": ["mesh.fsdp=2"],
@@ -59,3 +70,50 @@ def test_resumed_on_another_mesh(target, sources, written, tmp_path):
     for name, path in paths.items():
         assert tensor_bytes(tmp_path / "again" / name / path.name) == tensor_bytes(path), f"from {name}"
         check([rank[name][1] for rank in by_rank], alone[name][1])
+        state = load_file(path / "optimizer.safetensors")
+        biases = {n: b for n, b in state.items() if "selection_bias" in n}
+        assert biases.keys() == {f"selection_bias.model.layers.{i}" for i in (0, 2, 3, 4, 5)}
+        assert all(b.dtype == torch.float32 and b.any() for b in biases.values())
+
+
+def saved_biases(folder: Path) -> tuple[RankStages, Path, torch.Tensor]:
+    """A small model with biases, its checkpoint, and the biases."""
+    run = RankStages.build(["recipe=moe_debug"])
+    run.stages.balance.bias_LX.copy_(torch.randn(2, 8, generator=torch.Generator().manual_seed(0)))
+    path = checkpoint.save(folder, run.stages, run.mesh, run.cfg, State(1, 1, {}))
+    return run, path, run.stages.balance.bias_LX.clone()
+
+
+IN_MODEL = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": "model" for i in (0, 1)}
+
+
+@pytest.mark.parametrize("stem", ["optimizer", "model"])
+def test_biases_are_read_by_all_who_read_the_model(stem, tmp_path):
+    """Beside the optimizer's state, or under the name that the model files of a family have for them."""
+    naming = (lambda m: IN_MODEL) if stem == "model" else elements.bias_names
+    with patch.object(elements, "bias_names", naming), patch.object(pretrained, "bias_names", naming):
+        run, path, biases_LX = saved_biases(tmp_path)
+        assert set(IN_MODEL) <= load_file(path / "model.safetensors").keys() or stem == "optimizer"
+        for read in (checkpoint.load, checkpoint.load_weights):
+            run.stages.balance.bias_LX.zero_()
+            read(path, run.stages, run.mesh)
+            assert torch.equal(run.stages.balance.bias_LX, biases_LX)
+        blocks = load_model(path, torch.device("cpu")).model.layers
+        assert all(torch.equal(blocks[str(i)].selection_bias, biases_LX[i]) for i in (0, 1))
+
+
+def test_a_checkpoint_without_biases_starts_with_zeros(tmp_path):
+    none = lambda stages, stem: {}
+    with patch.object(elements, "biases_of", none), patch.object(saving, "biases_of", none):
+        run, path, biases_LX = saved_biases(tmp_path)
+    assert biases_LX.any()
+    checkpoint.load(path, run.stages, run.mesh)
+    assert not run.stages.balance.bias_LX.any()
+
+
+def test_a_damaged_bias_is_named(tmp_path):
+    run, path, _ = saved_biases(tmp_path)
+    file = path / "optimizer.safetensors"
+    flip(file, file.stat().st_size - 3)  # of the last tensor
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=r"selection_bias\.model\.layers\.1"):
+        checkpoint.load(path, run.stages, run.mesh)
