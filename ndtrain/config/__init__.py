@@ -13,6 +13,7 @@ from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.overrides import check_overrides
 from ndtrain.config.schema import (
     AXES,
+    DATA_AXES,
     TOKEN_SOURCES,
     CheckpointConfig,
     Config,
@@ -30,6 +31,7 @@ from ndtrain.config.schema import (
 
 __all__ = [
     "AXES",
+    "DATA_AXES",
     "SAVABLE_OPS",
     "TOKEN_SOURCES",
     "CheckpointConfig",

@@ -12,7 +12,7 @@ from ndtrain.config import registry
 from ndtrain.config.data_checks import check_data
 from ndtrain.config.lengths import check_positions, fit_warmup
 from ndtrain.config.local_shapes import LocalShapes
-from ndtrain.config.mesh_checks import check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
+from ndtrain.config.mesh_checks import check_ep, check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
 from ndtrain.config.schema import Config, ConfigError, ModelConfig, require, written
 
 
@@ -30,6 +30,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     require(cfg.run.dir != "", "run.dir is empty: name a folder, e.g. run.dir=runs/first")
     _check_model(cfg.model)
     resolve_mesh(cfg, world_size)
+    check_ep(cfg)
     resolve_micro_batch(cfg)
     check_positions(cfg)
     fit_warmup(cfg)

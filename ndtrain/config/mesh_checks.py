@@ -4,7 +4,7 @@ import math
 
 from ndtrain.arguments import near
 from ndtrain.config.local_shapes import LocalShapes
-from ndtrain.config.schema import AXES, Config, require
+from ndtrain.config.schema import AXES, DATA_AXES, Config, require, resolved
 
 
 def resolve_mesh(cfg: Config, world_size: int) -> None:
@@ -32,6 +32,24 @@ def resolve_mesh(cfg: Config, world_size: int) -> None:
     if mesh.zero is None:
         mesh.zero = 1 if mesh.pp > 1 else 3
     require(mesh.zero in (1, 2, 3), f"mesh.zero={mesh.zero}: must be 1, 2 or 3")
+
+
+def check_ep(cfg: Config) -> None:
+    """Experts are shared by ranks that the data axes have already."""
+    mesh, experts = cfg.mesh, cfg.model.num_experts
+    if mesh.ep == 1:
+        return
+    require(
+        experts is not None,
+        f"mesh.ep={mesh.ep}: model.model_type={cfg.model.model_type} has no experts: set it to 1",
+    )
+    ranks = math.prod(getattr(mesh, axis) for axis in DATA_AXES)
+    require(
+        ranks % mesh.ep == 0,
+        f"mesh.ep={mesh.ep} must divide mesh.dp x mesh.fsdp x mesh.cp = "
+        f"{mesh.dp} x {mesh.fsdp} x {mesh.cp} = {ranks}, the ranks that it folds over",
+    )
+    require(resolved(experts) % mesh.ep == 0, f"mesh.ep={mesh.ep} must divide model.num_experts={experts}: lower it")
 
 
 def resolve_micro_batch(cfg: Config) -> None:

@@ -16,6 +16,7 @@ class ConfigError(ValueError):
 
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
+DATA_AXES = ("dp", "fsdp", "cp")  # axes with different tokens
 
 
 def choice(default: str | None, *choices: str, part: str | None = None, several: bool = False) -> Any:
@@ -111,6 +112,7 @@ class MeshConfig(Section):
     fsdp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = at_least(1, 1)  # ranks that share a layer's experts: folds over those of dp x fsdp x cp
     order: list[str] = field(default_factory=lambda: list(AXES))  # outer to inner
     zero: int | None = None  # 1 | 2 | 3; null: 3, or 1 where pp > 1
 

@@ -19,6 +19,7 @@ send lasts until it is received. Operations of different groups overlap with com
 | dp: all-reduces of summed gradients  | dp                          | at the end of the step                    |
 | tp: gathers and sums around matmuls  | tp                          | chunk by chunk (`tp.overlap`), or at once |
 | cp: keys and values, their gradients | cp                          | one block of attention later              |
+| ep: rows of experts, their gradients | ep; a second one of its own | at once                                   |
 | pp: activations, their gradients     | one per (source, target)    | by the receiving action; sends at the end |
 | pp: sum of tied embeddings           | that of (first, last) stage | at once                                   |
 
@@ -221,6 +222,24 @@ def all_to_all(
         return Pending(dist.batch_isend_irecv(ops), record=record)
     pair = lambda to, source: _pair(sends[to], receives[source], group, members[to], members[source])
     return Pending([work for peer in peers for work in pair(*peer)], record=record)
+
+
+def all_to_all_rows(
+    sent: Tensor, received: Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup, nbytes: int
+) -> Pending:
+    """Sends the next `sends[i]` rows of `sent` to rank i of the group, and receives from it the next `receives[i]` rows
+    of `received`; both contiguous.
+
+    Args:
+        nbytes: the size that is recorded, the same on all ranks, though each sends and receives other numbers of rows.
+    """
+    record = RECORDER.launch("all_to_all", group, nbytes)
+    if _native(sent):
+        work = dist.all_to_all_single(received, sent, list(receives), list(sends), group=group, async_op=True)
+        return Pending([work], record=record)
+    mine, theirs = sent.split(list(sends)), received.split(list(receives))
+    theirs[group.rank()].copy_(mine[group.rank()])
+    return Pending(_exchange(mine, theirs, group), record=record)
 
 
 def by_distance(group: dist.ProcessGroup) -> list[tuple[int, int]]:

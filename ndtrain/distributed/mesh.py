@@ -2,6 +2,10 @@
 
 An **axis** is one of pp, dp, fsdp, cp, tp. A **coord** is a position on one axis. Ranks are laid out row-major in
 `order`, outer to inner, so the ranks along the last axis are neighbours.
+
+**ep** is no further axis: it folds over the ranks of dp, fsdp and cp, as "MoE parallel folding" does (Liu et al., 2025,
+arXiv:2504.14960). It takes a factor of each of them, the innermost first, until these make its size. So wherever axes
+are named, "ep" may be, and what ep leaves of one: "fsdp/ep".
 """
 
 import math
@@ -15,9 +19,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ndtrain.config import AXES, MeshConfig
+from ndtrain.config import AXES, DATA_AXES, MeshConfig
 from ndtrain.distributed.flight_recorder import RECORDER
 from ndtrain.model.device_kind import kind_of
+
+EP = "ep"
+
+
+def beside_ep(axis: str) -> str:
+    """The name of what ep leaves of a data axis."""
+    return f"{axis}/{EP}"
+
+
+class Part(NamedTuple):
+    """What ep takes of an axis, or what it leaves.
+
+    Attributes:
+        axis: the axis.
+        name: "ep", or what `beside_ep` says; of an axis that ep cannot fold over the axis itself.
+        stride: ranks from one coord to the next.
+    """
+
+    axis: str
+    name: str
+    size: int
+    stride: int
 
 
 @dataclass(frozen=True)
@@ -27,22 +53,49 @@ class MeshSpec:
     Attributes:
         order: axis names, outer to inner.
         sizes: the size of each.
+        ep: how many ranks ep folds over; it divides dp x fsdp x cp.
     """
 
     order: tuple[str, ...]
     sizes: tuple[int, ...]
+    ep: int = 1
 
     @classmethod
     def of(cls, cfg: MeshConfig) -> "MeshSpec":
-        return cls(tuple(cfg.order), tuple(getattr(cfg, axis) for axis in cfg.order))
+        return cls(tuple(cfg.order), tuple(getattr(cfg, axis) for axis in cfg.order), cfg.ep)
 
     @property
     def world_size(self) -> int:
         return math.prod(self.sizes)
 
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Outer to inner. What ep takes of an axis lies inside of what it leaves, so its ranks are near neighbours."""
+        parts, stride, ep = [], 1, self.ep
+        for axis, size in zip(reversed(self.order), reversed(self.sizes), strict=True):
+            if axis in DATA_AXES:
+                taken = math.gcd(ep, size)
+                parts += [Part(axis, EP, taken, stride), Part(axis, beside_ep(axis), size // taken, stride * taken)]
+                ep //= taken
+            else:
+                parts.append(Part(axis, axis, size, stride))
+            stride *= size
+        return tuple(reversed(parts))
+
+    def along(self, *axes: str) -> list[Part]:
+        """The parts that some axes consist of, outer to inner.
+
+        Raises:
+            ValueError: there is no such axis.
+        """
+        chosen = [p for p in self.parts if p.axis in axes or p.name in axes]
+        if unknown := set(axes) - {p.axis for p in chosen} - {p.name for p in chosen}:
+            raise ValueError(f"no such axis: {', '.join(sorted(unknown))}")
+        return chosen
+
     def size(self, *axes: str) -> int:
         """Number of ranks along `axes` together."""
-        return math.prod(self.sizes[self.order.index(a)] for a in axes)
+        return math.prod(p.size for p in self.along(*axes))
 
     def coords(self, rank: int) -> dict[str, int]:
         """Axis -> coord of a global rank."""
@@ -64,29 +117,31 @@ class MeshSpec:
 
     def index(self, rank: int, *axes: str) -> int:
         """Position of `rank` among the ranks that differ from it only along `axes`, in mesh order."""
-        coords, position = self.coords(rank), 0
-        for axis in self._ordered(axes):
-            position = position * self.size(axis) + coords[axis]
+        position = 0
+        for part in self.along(*axes):
+            position = position * part.size + rank // part.stride % part.size
         return position
 
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups of ranks that differ only along `axes`. The ranks of a group are ordered by `index`."""
-        inner = self._ordered(axes)
-        outer = [a for a in self.order if a not in inner]
-        ranges = lambda names: product(*(range(self.size(a)) for a in names))
-        return [
-            [self.rank(dict(zip(outer, o, strict=True)) | dict(zip(inner, i, strict=True))) for i in ranges(inner)]
-            for o in ranges(outer)
-        ]
+        inner = self.along(*axes)
+        firsts = _offsets([p for p in self.parts if p not in inner])
+        return [[first + offset for offset in _offsets(inner)] for first in firsts]
 
     def members(self, rank: int, *axes: str) -> list[int]:
         """The group of `groups(*axes)` that `rank` belongs to."""
-        coords, inner = self.coords(rank), self._ordered(axes)
-        places = product(*(range(self.size(a)) for a in inner))
-        return [self.rank(coords | dict(zip(inner, place, strict=True))) for place in places]
+        inner = self.along(*axes)
+        first = rank - sum(rank // p.stride % p.size * p.stride for p in inner)
+        return [first + offset for offset in _offsets(inner)]
 
-    def _ordered(self, axes: tuple[str, ...]) -> list[str]:
-        return [a for a in self.order if a in axes]
+    def beside_ep(self, axis: str) -> str:
+        """What ep leaves of an axis: the axis itself where it takes nothing of it."""
+        return axis if self.size(axis) == self.size(beside_ep(axis)) else beside_ep(axis)
+
+
+def _offsets(parts: Iterable[Part]) -> list[int]:
+    """The distances of the ranks along some parts from the first of them, in mesh order."""
+    return [sum(steps) for steps in product(*(range(0, p.size * p.stride, p.stride) for p in parts))]
 
 
 class Link(NamedTuple):
@@ -119,7 +174,7 @@ class Mesh:
         self.spec, self.rank, self.device = spec, rank, device
         self.coords = spec.coords(rank)
         self.in_order = kind_of(device) == "cuda" if in_order is None else in_order
-        self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[tuple[Part, ...], str], dist.ProcessGroup | None] = {}
         self._links: dict[tuple[str, Pair], dist.ProcessGroup] = {}  # those of this rank
         self._made: set[tuple[str, Pair]] = set()  # those of all ranks
 
@@ -137,9 +192,9 @@ class Mesh:
         Args:
             lane: names a second group of the same ranks, whose operations do not wait behind those of the first.
         """
-        wide, lane = tuple(a for a in self.spec.order if a in axes and self.spec.size(a) > 1), lane * self.in_order
+        wide, lane = tuple(p for p in self.spec.along(*axes) if p.size > 1), lane * self.in_order
         if (wide, lane) not in self._groups:
-            self._groups[wide, lane] = self._make(wide, lane)
+            self._groups[wide, lane] = self._make(axes, lane) if wide else None
         return self._groups[wide, lane]
 
     def subgroup(self, axis: str, n: int) -> dist.ProcessGroup | None:
@@ -213,9 +268,8 @@ class Mesh:
         return self.group(*AXES)
 
     def _make(self, axes: tuple[str, ...], lane: str) -> dist.ProcessGroup | None:
-        if not axes:
-            return None
-        name = " ".join(filter(None, ("+".join(axes), lane)))
+        strides = {a: max(p.stride for p in self.spec.along(a)) for a in axes if self.spec.size(a) > 1}
+        name = " ".join(filter(None, ("+".join(sorted(strides, key=lambda a: -strides[a])), lane)))
         if self.spec.size(*axes) == self.spec.world_size and not lane:
             return self._named(name, dist.group.WORLD)
         return self._new_groups(name, self.spec.groups(*axes))

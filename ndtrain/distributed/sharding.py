@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ndtrain.config import ConfigError
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.config import DATA_AXES, ConfigError
+from ndtrain.distributed.mesh import EP, MeshSpec, beside_ep
 from ndtrain.distributed.row_map import RowMap, Run
 
 SHARD_AXES = ("fsdp", "cp")  # axes that split flat buffers, where the gradients are partial over them
-DATA_AXES = ("dp", "fsdp", "cp")  # axes with different tokens
 BATCH_AXES = ("dp", "fsdp")  # axes with different sequences
 TENSOR_AXIS = "tp"  # the axis that rules may map dims to
 STAGE_AXIS = "pp"  # the axis along which stages differ
@@ -164,6 +163,8 @@ class Layouts:
         rules: dim -> mesh axis or None, the user's table.
         token_axes: mesh axes over which the tokens of the residual stream are sharded.
         pp_coords: name -> the pp coords that hold the tensor, its owner first. A name that is missing has one coord, 0.
+        ep_coords: name -> the coord on ep that holds the tensor, for those of experts: the ranks along ep send each
+            other the rows that go to them, so that a gradient is partial over what ep leaves of the axes.
 
     Raises:
         ConfigError: a rule names a dim that no tensor has, or an axis other than tp; or tp does not divide a dim.
@@ -177,9 +178,10 @@ class Layouts:
         rank: int,
         token_axes: Iterable[str] = DATA_AXES,
         pp_coords: Mapping[str, Sequence[int]] | None = None,
+        ep_coords: Mapping[str, int] | None = None,
     ):
         self.mesh, self.rank, self.rules, self.token_axes = mesh, rank, rules, frozenset(token_axes)
-        self.pp_coords = pp_coords or {}
+        self.pp_coords, self.ep_coords = pp_coords or {}, ep_coords or {}
         known = {d.name for dims in tensors.values() for d in dims}
         for name, axis in rules.items():
             if name not in known:
@@ -201,12 +203,22 @@ class Layouts:
     def names(self) -> list[str]:
         return list(self._by_name)
 
+    def holds(self, name: str) -> bool:
+        """Whether this rank holds a part of the tensor."""
+        return self.mesh.coords(self.rank)[STAGE_AXIS] in self.pp_coords.get(name, (0,)) and self.is_along_ep(name)
+
+    def is_along_ep(self, name: str) -> bool:
+        """Whether the ranks of this coord on ep hold the tensor."""
+        here = self.mesh.index(self.rank, EP)
+        return self.ep_coords.get(name, here) == here
+
     def groups(self, name: str) -> UnitGroups:
         """The ranks that split a tensor's flat buffer, and those that hold the same shards. Both follow from the axes
         over which the tensor's gradient is partial: those among SHARD_AXES split the buffer, along the others each rank
         holds the shard again. (Replicas along tp and pp are single tensors' and belong to the layout.)"""
-        data_axes = [a for a in self.mesh.order if a in self[name].partial - {TENSOR_AXIS, STAGE_AXIS}]
-        split = [a for a in data_axes if a in SHARD_AXES]
+        named = (a for axis in self.mesh.order for a in (axis, beside_ep(axis)))
+        data_axes = [a for a in named if a in self[name].partial - {TENSOR_AXIS, STAGE_AXIS}]
+        split = [a for a in data_axes if a in SHARD_AXES or a in map(beside_ep, SHARD_AXES)]
         return UnitGroups.of(self.mesh, self.rank, split, [a for a in data_axes if a not in split])
 
     def tp_replica_counts(self, names: Iterable[str]) -> list[int]:
@@ -224,6 +236,8 @@ class Layouts:
             tp_replicas = max(1, n // dim.units) if dim.name in REPLICATED else 1
             shard[shard_dim] = self._shard(name, dim, n // tp_replicas, index // tp_replicas)
         partial = self._partial(dims, tp_replicas, shard_dim is not None)
+        if name in self.ep_coords:
+            partial = frozenset(self.mesh.beside_ep(a) if a in DATA_AXES else a for a in partial)
         here, pp_coords = self.mesh.coords(self.rank)[STAGE_AXIS], self.pp_coords.get(name, (0,))
         if len(pp_coords) > 1:  # each stage has the gradient of its own use
             partial |= {STAGE_AXIS}

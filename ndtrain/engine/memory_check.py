@@ -12,11 +12,8 @@ from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.distributed.sharding import FlatLayout
 from ndtrain.metrics.memory import memory_limit_bytes
-from ndtrain.model import tensor_dims
 from ndtrain.model.flops import offloaded_bytes, parameter_count, state_bytes
-from ndtrain.model.transformer import unit_of
 from ndtrain.parallel.build import flat_layouts, layouts_of, state_plan
-from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.unit import StatePlan
 
 
@@ -60,10 +57,8 @@ def least_bytes(cfg: Config, rank: int) -> tuple[int, int]:
 
 def _layouts(cfg: Config, rank: int) -> dict[str, FlatLayout]:
     """Unit -> its flat buffer on a rank."""
-    spec, placement = MeshSpec.of(cfg.mesh), Placement.of(cfg)
-    layouts, held_by = layouts_of(cfg, spec, rank, placement), placement.pp_coords(cfg.model)
-    own = spec.coords(rank)["pp"]
-    return flat_layouts(layouts, [name for name in tensor_dims(cfg.model) if own in held_by[unit_of(name)]])
+    layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), rank)
+    return flat_layouts(layouts, [name for name in layouts.names() if layouts.holds(name)])
 
 
 def _require(cfg: Config, needed: int, most: int, where: str, device: str) -> None:

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from ndtrain import schedule as schedules
-from ndtrain.config import Config, LocalShapes
+from ndtrain.config import DATA_AXES, Config, LocalShapes
 from ndtrain.data import Batch
 from ndtrain.distributed.collectives import all_gather_row
 from ndtrain.distributed.flight_recorder import RECORDER
 from ndtrain.distributed.host_device import Readback, upload
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import DATA_AXES
 from ndtrain.engine.executor import Executor
 from ndtrain.engine.instructions import line_up
 from ndtrain.model import Context

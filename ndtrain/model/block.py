@@ -20,6 +20,7 @@ from ndtrain.model.attention.core import local_core
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.families import Family, family_of
 from ndtrain.model.loss import head_loss
+from ndtrain.model.moe.exchange import Exchange, ExpertRows
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import rotate
 from ndtrain.model.swiglu import swiglu
@@ -40,15 +41,15 @@ def wide_linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     return F.linear(x_NI.to(wide), weight_OI.to(wide))
 
 
-def grouped_linear(x_MI: Tensor, counts_X: Tensor, weights: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+def grouped_linear(x_MI: Tensor, expert_rows: ExpertRows, weights: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
     """For each of `weights`, which are one matrix [out, in] for each of X experts: x @ w.T of the expert that the row
     belongs to.
 
     Args:
         x_MI: rows sorted by expert.
-        counts_X: the number of rows of each expert.
+        expert_rows: which rows each expert has.
     """
-    of_expert = x_MI.split(counts_X.tolist())
+    of_expert = [x_MI[rows] for rows in expert_rows.bounds]
     return tuple(torch.cat([F.linear(x, w) for x, w in zip(of_expert, ws, strict=True)]) for ws in weights)
 
 
@@ -61,11 +62,12 @@ def embedding(tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
 class Ops:
     """The calls that parallelism replaces; the defaults are what they say on one device. `parallel/tp.py` replaces
     `linear`, `norm_of_heads`, `embedding` and `head_loss`, `parallel/cp.py` replaces `core`,
-    `parallel/grouped_linear.py` replaces `grouped_linear`."""
+    `parallel/grouped_linear.py` replaces `grouped_linear`, `parallel/ep.py` replaces `exchange`."""
 
     linear: Callable = linear
     wide_linear: Callable = wide_linear  # (x [N, I], weight [O, I]) -> [N, O] in fp32 or wider
-    grouped_linear: Callable = grouped_linear  # (x [M, I] by expert, counts [X], weights) -> [M, O] of each
+    grouped_linear: Callable = grouped_linear  # (x [M, I] by expert, ExpertRows, weights) -> [M, O] of each
+    exchange: Callable = Exchange  # (counts [X], rows M) -> an Exchange
     embedding: Callable = embedding  # (tokens [B, T], weight [V, E]) -> [N, E]
     norm_of_heads: Callable = rms_norm  # (x [N, H D], weight [H D], eps): over all heads of a token
     core: Callable = local_core  # (q [B, T, H, D], k and v [B, T, K, D], ctx) -> [B, T, H, D]
@@ -144,6 +146,7 @@ class Block(nn.Module):
     Attributes:
         fused: groups of projections that read one input and lie one behind the other: one matmul serves each.
         matmuls: op -> its projections, in the order they run; the attention core runs before `o_proj`.
+        held_experts: which experts of a mixture the block has; None: all.
     """
 
     fused: tuple[tuple[str, ...], ...] = (
@@ -157,9 +160,10 @@ class Block(nn.Module):
         "down_proj": ("mlp.down_proj",),
     }
 
-    def __init__(self, m: ModelConfig, family: Family, ops: Ops):
+    def __init__(self, m: ModelConfig, family: Family, ops: Ops, held_experts: range | None = None):
         super().__init__()
         self.m, self.ops, self.norms_all_heads = m, ops, family.qk_norm_of_all_heads
+        self.held_experts = held_experts
         self.input_layernorm = Weights(m, "embed")
         self.self_attn = self.make_attention(m, family)
         self.post_attention_layernorm = Weights(m, "embed")

@@ -49,9 +49,9 @@ def kinds(m: ModelConfig) -> dict[type[Block], list[int]]:
     return of_kind
 
 
-def make_block(m: ModelConfig, ops: Ops, index: int) -> Block:
-    """The block of layer `index`."""
-    return block_class(m, index)(m, family_of(m), ops)
+def make_block(m: ModelConfig, ops: Ops, index: int, experts: range | None = None) -> Block:
+    """The block of layer `index`, with some of its experts; None: all."""
+    return block_class(m, index)(m, family_of(m), ops, experts)
 
 
 def block_dims(m: ModelConfig, index: int = 0) -> dict[str, Dims]:
@@ -102,6 +102,12 @@ def unit_of(name: str) -> str:
     return ".".join(parts[: parts.index("experts") + 1] if "experts" in parts else parts[:3])
 
 
+def expert_of(name: str) -> int | None:
+    """Which expert of its layer a parameter belongs to; None: it is none's."""
+    _, among, rest = name.partition(".experts.")
+    return int(rest.partition(".")[0]) if among else None
+
+
 def layer_units(m: ModelConfig, i: int) -> tuple[str, ...]:
     """The units of a layer. Experts are one of their own, since other ranks may shard them."""
     if not is_sparse(m, i):
@@ -131,7 +137,8 @@ class Segment:
 
 
 class Transformer(nn.Module):
-    """One stage: the blocks `layers`, with the embedding if `first`, with final norm and head if `last`.
+    """One stage: the blocks `layers` with the `experts` of each (None: all), with the embedding if `first`, with final
+    norm and head if `last`.
 
     Parameter names are those of the whole model, whatever the stage holds. A last stage with tied embeddings holds a
     copy under the embedding's name.
@@ -144,6 +151,7 @@ class Transformer(nn.Module):
         first: bool = True,
         last: bool = True,
         loss_chunk: int = 1024,
+        experts: range | None = None,
     ):
         super().__init__()
         self.m, self.ops, self.loss_chunk = m, Ops(), loss_chunk
@@ -156,7 +164,7 @@ class Transformer(nn.Module):
         if first or (last and tied):
             self.model.embed_tokens = Weights(m, "vocab", "embed")
         indices = range(m.num_hidden_layers) if layers is None else layers
-        self.model.layers = nn.ModuleDict({str(i): make_block(m, self.ops, i) for i in indices})
+        self.model.layers = nn.ModuleDict({str(i): make_block(m, self.ops, i, experts) for i in indices})
         if last:
             self.model.norm = Weights(m, "embed")
             if not tied:

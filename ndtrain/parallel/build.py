@@ -8,22 +8,24 @@ from functools import partial
 import torch
 from torch import nn
 
-from ndtrain.config import Config, ConfigError
+from ndtrain.config import DATA_AXES, Config, ConfigError
 from ndtrain.config.registry import get
+from ndtrain.config.schema import resolved
 from ndtrain.distributed.gpu import use_gpu
 from ndtrain.distributed.host_device import host_threads, using_threads
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.distributed.mesh import EP, Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
-from ndtrain.distributed.sharding import DATA_AXES, TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
+from ndtrain.distributed.sharding import TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.model import Ops, Transformer, dim_sizes, tensor_dims
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.device_kind import kind_of
 from ndtrain.model.families import family_of
 from ndtrain.model.init import Draw, fill_all, standard_normal
 from ndtrain.model.loss import compiled_cross_entropy, cross_entropy
-from ndtrain.model.transformer import EMBED, fused_names, unit_of
+from ndtrain.model.transformer import EMBED, expert_of, fused_names, unit_of
 from ndtrain.parallel.compile_choice import choose_compile
 from ndtrain.parallel.cp import cp_core
+from ndtrain.parallel.ep import LANE, ExpertExchange
 from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8, prepare_compile
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
@@ -84,7 +86,17 @@ def layouts_of(cfg: Config, mesh: MeshSpec, rank: int, placement: Placement | No
     residual_axes = (*DATA_AXES, "tp") if cfg.mesh.tp > 1 and cfg.tp.sequence_parallel else DATA_AXES
     coords_of_unit = (placement or Placement.of(cfg)).pp_coords(cfg.model)
     pp_coords = {name: coords_of_unit[unit_of(name)] for name in tensors}
-    return Layouts(tensors, rules, mesh, rank, residual_axes, pp_coords)
+    of_expert = {name: expert for name in tensors if (expert := expert_of(name)) is not None}
+    ep_coords = {name: expert * mesh.ep // resolved(cfg.model.num_experts) for name, expert in of_expert.items()}
+    return Layouts(tensors, rules, mesh, rank, residual_axes, pp_coords, ep_coords)
+
+
+def held_experts(cfg: Config, mesh: Mesh) -> range | None:
+    """Which experts of each layer this rank holds; None: all."""
+    if cfg.mesh.ep == 1:
+        return None
+    each, index = resolved(cfg.model.num_experts) // cfg.mesh.ep, mesh.index(EP)
+    return range(index * each, (index + 1) * each)
 
 
 def sequence_sharding(cfg: Config) -> SequenceSharding:
@@ -139,7 +151,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     compiled, compile_note = choose_compile(cfg, mesh, trains)
     in_graph = compiled and linear_in_graph(cfg, placement)
     accumulator = GradAccumulator()
-    models = _models(cfg, placement, mesh.coords["pp"])
+    models = _models(cfg, placement, mesh)
     names = _check_declared(models.values(), layouts)
     _make_process_groups(layouts, mesh, plan)
     units = ShardedUnits(
@@ -150,7 +162,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
         TiedReducer(mesh, placement.pp_coords(cfg.model)[EMBED]),
         accumulator=accumulator,
         in_graph=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
-        fused_names=fused_names(cfg.model),
+        fused_names=[held for fused in fused_names(cfg.model) if (held := tuple(n for n in fused if n in names))],
     )
     if not plan.sharded_spec:
         units.whole_tensors = _whole_tensors(cfg, mesh, units, names, placement)
@@ -206,12 +218,13 @@ def linear_in_graph(cfg: Config, placement: Placement) -> bool:
     return not any(outside_graph)
 
 
-def _models(cfg: Config, placement: Placement, pp: int) -> dict[int, Transformer]:
-    """The stages of a pp coord, on the meta device."""
+def _models(cfg: Config, placement: Placement, mesh: Mesh) -> dict[int, Transformer]:
+    """The stages of this rank, on the meta device."""
+    chunk, experts = cfg.train.loss_chunk, held_experts(cfg, mesh)
     with torch.device("meta"):
         return {
-            s: Transformer(cfg.model, placement.layers[s], s == 0, s == placement.last, cfg.train.loss_chunk)
-            for s in placement.schedule.stages_of(pp)
+            s: Transformer(cfg.model, placement.layers[s], s == 0, s == placement.last, chunk, experts)
+            for s in placement.schedule.stages_of(mesh.coords["pp"])
         }
 
 
@@ -225,7 +238,8 @@ def _ops(
     compiled: bool,
     in_graph: bool,
 ) -> Ops:
-    """The model's ops on this mesh: cp replaces the attention core, tp the ops with weights.
+    """The model's ops on this mesh: cp replaces the attention core, ep the exchange with the experts, tp the ops with
+    weights.
 
     Args:
         compiled: whether blocks and loss are compiled.
@@ -233,12 +247,14 @@ def _ops(
     """
     matmul, loss = _matmul_impl(cfg, mesh, compiled), compiled_cross_entropy() if compiled else cross_entropy
     ops = fused_ops(accumulator, saved_ops, matmul, fused_weights, loss)
+    if cfg.mesh.ep > 1:
+        ops = replace(ops, exchange=partial(ExpertExchange, mesh.group(EP, lane=LANE), saved_ops))
     if compiled:
         outside = torch.compiler.disable
         core = outside(ops.core) if needs_saved_ops(cfg) else local_core
         linear = matmul.in_graph if in_graph else outside(ops.linear)
-        wide, grouped = outside(ops.wide_linear), outside(ops.grouped_linear)
-        ops = replace(ops, linear=linear, wide_linear=wide, grouped_linear=grouped, core=core)
+        ops = replace(ops, linear=linear, core=core)
+        ops = replace(ops, **{op: outside(getattr(ops, op)) for op in ("wide_linear", "grouped_linear", "exchange")})
     if cfg.mesh.cp > 1:
         ops = replace(
             ops, core=cp_core(sequence_sharding(cfg), mesh.group("cp"), mesh.index("cp"), saved_ops=saved_ops)

@@ -369,4 +369,4 @@ def fused_ops(
         return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, saved_ops.of("core"))
 
     grouped = GroupedLinear(gradients, ops.fused_weights)
-    return Ops(ops.linear, ops.wide_linear, grouped, ops.embedding, core=core, head_loss=ops.head_loss)
+    return Ops(ops.linear, ops.wide_linear, grouped, embedding=ops.embedding, core=core, head_loss=ops.head_loss)

@@ -6,9 +6,6 @@ The matrices of one kind of all experts lie one behind the other in their unit's
 does. The gradients of weights are a loop everywhere: each expert's product accumulates in place, in the precision of
 the buffer. An expert without rows gets a gradient of zeros.
 
-With experts sharded over ranks an exchange of rows would stand on either side of these products, and nothing else of
-the model would change.
-
 Shape legend: M rows, X experts, I in, O out.
 """
 
@@ -18,51 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndtrain.distributed.sharding import balanced_split
+from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 
 _ALIGNMENT = 16  # bytes, of the rows of a grouped product's factors
-
-
-class Groups:
-    """Which rows each expert has.
-
-    Attributes:
-        bounds: of each expert, on the host.
-        ends: [X], int32: one past the last row of each expert, on the device.
-    """
-
-    def __init__(self, counts_X: Tensor, rows: int):
-        self.bounds = _bounds(counts_X, rows)
-        self.ends = counts_X.cumsum(0, dtype=torch.int32)
-
-
-def _bounds(counts_X: Tensor, rows: int) -> list[slice]:
-    """A tensor without memory has no counts: all experts then have equally many rows."""
-    if counts_X.is_meta:
-        return [slice(*balanced_split(rows, len(counts_X), i)) for i in range(len(counts_X))]
-    bounds, start = [], 0
-    for count in counts_X.tolist():
-        bounds.append(slice(start, start + count))
-        start += count
-    return bounds
 
 
 class _GroupedLinear(torch.autograd.Function):
     """As `_Linear` in `fused_grad_accumulation.py`: the Parameters are attributes and no inputs of autograd."""
 
     @staticmethod
-    def forward(ctx, accumulator: GradAccumulator, x_MI: Tensor, counts_X: Tensor, stacks: Sequence[FusedWeights]):
-        ctx.accumulator, ctx.stacks, ctx.groups = accumulator, stacks, Groups(counts_X, len(x_MI))
+    def forward(
+        ctx, accumulator: GradAccumulator, x_MI: Tensor, expert_rows: ExpertRows, stacks: Sequence[FusedWeights]
+    ):
+        ctx.accumulator, ctx.stacks, ctx.expert_rows = accumulator, stacks, expert_rows
         ctx.save_for_backward(x_MI)
-        return tuple(products(x_MI, _matrices(s).transpose(1, 2), ctx.groups) for s in stacks)
+        return tuple(products(x_MI, _matrices(s).transpose(1, 2), ctx.expert_rows) for s in stacks)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (x_MI,) = ctx.saved_tensors
-        dx_MI = sum(products(dy_MO, _matrices(s), ctx.groups) for dy_MO, s in zip(grads, ctx.stacks, strict=True))
+        dx_MI = sum(products(dy_MO, _matrices(s), ctx.expert_rows) for dy_MO, s in zip(grads, ctx.stacks, strict=True))
         for dy_MO, s in zip(grads, ctx.stacks, strict=True):
-            ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.groups.bounds)
+            ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.expert_rows.bounds)
         return None, dx_MI, None, None
 
 
@@ -71,12 +46,12 @@ def _matrices(stack: FusedWeights) -> Tensor:
     return stack.weight.detach().view(len(stack.rows), stack.rows[0], -1)
 
 
-def products(x_MI: Tensor, w_XIO: Tensor, groups: Groups) -> Tensor:
+def products(x_MI: Tensor, w_XIO: Tensor, expert_rows: ExpertRows) -> Tensor:
     """Each expert's rows times its matrix, [M, O]."""
     if all(_serves_grouped(t) for t in (x_MI, w_XIO)):
-        return F.grouped_mm(x_MI, w_XIO, offs=groups.ends)
+        return F.grouped_mm(x_MI, w_XIO, offs=expert_rows.ends)
     y_MO = x_MI.new_empty(len(x_MI), w_XIO.shape[2])
-    for rows, w_IO in zip(groups.bounds, w_XIO, strict=True):
+    for rows, w_IO in zip(expert_rows.bounds, w_XIO, strict=True):
         if rows.stop > rows.start:
             torch.mm(x_MI[rows], w_IO, out=y_MO[rows])
     return y_MO
@@ -101,7 +76,9 @@ class GroupedLinear:
     def __init__(self, accumulator: GradAccumulator, stacks: Mapping[nn.Parameter, FusedWeights]):
         self.accumulator, self.stacks = accumulator, stacks
 
-    def __call__(self, x_MI: Tensor, counts_X: Tensor, weights: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    def __call__(
+        self, x_MI: Tensor, expert_rows: ExpertRows, weights: Sequence[Sequence[Tensor]]
+    ) -> tuple[Tensor, ...]:
         return _GroupedLinear.apply(
-            self.accumulator, x_MI, counts_X, [self.stacks[of_experts[0]] for of_experts in weights]
+            self.accumulator, x_MI, expert_rows, [self.stacks[of_experts[0]] for of_experts in weights]
         )

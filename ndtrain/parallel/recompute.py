@@ -19,6 +19,7 @@ from ndtrain.parallel.allocations import storage_id
 
 T = TypeVar("T")
 NOTHING: frozenset[str] = frozenset()
+DISPATCH, COMBINE = "dispatch", "combine"  # the ways of tokens to other ranks' experts, and back
 LAST = "down_proj"  # the last op of a block: the next layer saves its result as an input anyway
 _OP_OF_LEAF = {"q_proj": "qkv_proj", "o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj"}
 
@@ -153,7 +154,8 @@ def always_saved_ops(cfg: Config) -> frozenset[str]:
     """The ops with communication. Every mode saves them, so that a recompute sends nothing twice, except the gathers of
     matmul inputs, which no backward saves either."""
     by_tp, by_cp = {"o_proj", LAST} if cfg.mesh.tp > 1 else (), {"core"} if cfg.mesh.cp > 1 else ()
-    return frozenset({*by_tp, *by_cp})
+    by_ep = {DISPATCH, COMBINE} if cfg.mesh.ep > 1 else ()
+    return frozenset({*by_tp, *by_cp, *by_ep})
 
 
 def plan_recompute(

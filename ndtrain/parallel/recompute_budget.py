@@ -25,12 +25,13 @@ from ndtrain.model.device_kind import kind_of
 from ndtrain.model.flops import elementwise_values, recompute_flops
 from ndtrain.parallel.allocations import Allocations
 from ndtrain.parallel.fsdp import ShardedUnits
-from ndtrain.parallel.recompute import LAST, SavedOps
+from ndtrain.parallel.recompute import COMBINE, DISPATCH, LAST, SavedOps
 from ndtrain.parallel.stages import Stages
 from ndtrain.schedule import Action
 
 Choice = frozenset[str] | None  # the ops that a recomputed block saves; None: it is not recomputed
 MESSAGES = 4  # messages that wait on a rank at one time, to be sent or to be used
+_SIZED = (*SAVABLE_OPS, DISPATCH, COMBINE)  # the ops whose results may be saved
 _FLOPS_A_BYTE = {"cpu": 10, "cuda": 200}  # rough FLOPs of a device in the time it reads or writes a byte
 
 
@@ -100,7 +101,7 @@ def peak_bytes(loads: Sequence[Load], plan: Sequence[Choice], sizes: BlockSizes)
 
 def choices(always: frozenset[str]) -> list[Choice]:
     """All that a block may do: keep its graph (None), or be recomputed with `always` and any of the other ops saved."""
-    always = always & frozenset(SAVABLE_OPS)
+    always = always - {LAST}
     free = [op for op in SAVABLE_OPS if op not in always]
     return [None, *(always | set(some) for n in range(len(free) + 1) for some in combinations(free, n))]
 
@@ -229,7 +230,7 @@ def _largest_of(sizes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _measure_block(block: Segment, units: ShardedUnits, saved_ops: SavedOps, ctx: Context, x: Tensor) -> dict[str, Any]:
     _open(block, units)
-    with torch.no_grad(), saved_ops.saving("sizes", frozenset(SAVABLE_OPS), frozenset({LAST})):
+    with torch.no_grad(), saved_ops.saving("sizes", frozenset(_SIZED), frozenset({LAST})):
         block.run(x, ctx)
     saved = saved_ops.drop("sizes")
     _, y = _run(block, ctx, x)  # a warm-up: what kernels or a compiler allocate the first time is no activation
@@ -245,7 +246,7 @@ def _measure_block(block: Segment, units: ShardedUnits, saved_ops: SavedOps, ctx
         y.backward(torch.empty_like(y))
         del y
         waiting = made.now - _bytes(x.grad)
-    return {"graph": graph, "backward": backward, "waiting": waiting, "saved": {op: saved[op] for op in SAVABLE_OPS}}
+    return {"graph": graph, "backward": backward, "waiting": waiting, "saved": {op: saved[op] for op in _SIZED}}
 
 
 def _measure_end(norm: Segment, head: Segment, units: ShardedUnits, ctx: Context, x: Tensor) -> dict[str, Any]:

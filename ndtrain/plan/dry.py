@@ -9,8 +9,6 @@ import torch
 from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.model import tensor_dims
-from ndtrain.model.transformer import unit_of
 from ndtrain.parallel.build import flat_layouts, layouts_of
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute_budget import typical_batch
@@ -99,9 +97,8 @@ def plan_alike(cfg: Config) -> list[list[int]]:
 def _program(cfg: Config, spec: MeshSpec, placement: Placement, rank: int) -> Hashable:
     """What a rank's program depends on: its row of the schedule and its layers, its part of the sequence, and of each
     unit how many elements there are, are its own, decay, and are counted or written by this rank."""
-    coords, held_by = spec.coords(rank), placement.pp_coords(cfg.model)
-    layouts = layouts_of(cfg, spec, rank, placement)
-    names = [n for n in tensor_dims(cfg.model) if coords["pp"] in held_by[unit_of(n)]]
+    coords, layouts = spec.coords(rank), layouts_of(cfg, spec, rank, placement)
+    names = [n for n in layouts.names() if layouts.holds(n)]
     units = []
     for unit in flat_layouts(layouts, names).values():
         own, groups = unit.own, unit.groups

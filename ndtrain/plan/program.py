@@ -189,7 +189,8 @@ class StepProgram:
         """
         placement, plan = Placement.of(cfg), state_plan(cfg)
         layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), 0, placement)
-        units = {name: UnitFacts.of(f, plan) for name, f in flat_layouts(layouts, layouts.names()).items()}
+        names = [name for name in layouts.names() if layouts.is_along_ep(name)]
+        units = {name: UnitFacts.of(f, plan) for name, f in flat_layouts(layouts, names).items()}
         segments = _segments(cfg, placement)
         in_graph = compiled and linear_in_graph(cfg, placement)
         ranks = [

@@ -56,6 +56,9 @@ class _Group(dist.ProcessGroup):
     def _reduce_scatter_base(self, out: Tensor, full: Tensor, *_: Any) -> _Sent:
         return _Sent((out, full))
 
+    def alltoall_base(self, out: Tensor, sent: Tensor, *_: Any) -> _Sent:
+        return _Sent((out, sent))
+
     def send(self, tensors: list[Tensor], *_: Any) -> _Sent:
         return _Sent(tensors)
 

@@ -10,7 +10,7 @@ from ndtrain.bench.collectives.cases import Pattern, Setting
 from ndtrain.bench.collectives.operations import OPERATIONS
 from ndtrain.config import Config
 from ndtrain.distributed import collectives
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.distributed.mesh import EP, Mesh, MeshSpec
 from ndtrain.distributed.sharding import SHARD_AXES
 from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, few, worst
@@ -25,9 +25,9 @@ TIMES = 3
 
 
 def axes_of(spec: MeshSpec) -> list[tuple[str, ...]]:
-    """The axes that training communicates over: each with more than one rank, and those of the shards together."""
+    """The axes that training communicates over: each with more than one rank, those of the shards together, and ep."""
     single = [(a,) for a in spec.order if spec.size(a) > 1]
-    return single + [SHARD_AXES] * all(spec.size(a) > 1 for a in SHARD_AXES)
+    return single + [SHARD_AXES] * all(spec.size(a) > 1 for a in SHARD_AXES) + [(EP,)] * (spec.ep > 1)
 
 
 # ----------------------------------------------------------------------------------------------- connections and clocks

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from ndtrain.config import ConfigError, ModelConfig, load_config, resolve
 from ndtrain.model import Transformer, flops, tensor_dims
 from ndtrain.model.block import grouped_linear, wide_linear
+from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.model.moe.permutation import Permutation, combine, permute
 from ndtrain.model.moe.router import softmax_top_k
 from ndtrain.model.transformer import fused_names, unit_of
@@ -95,7 +96,7 @@ def test_grouped_linear_is_the_loop(dtype, out, deferred):
     later = []
     for times in (1, 2):
         for make, is_reference in ((op, False), (grouped_linear, True)):
-            ys = make(x, counts, weights)
+            ys = make(x, ExpertRows.of(counts, 8), weights)
             if is_reference:
                 dx, *dws = torch.autograd.grad(ys, [x, *weights[0], *weights[1]], seeds)
                 break

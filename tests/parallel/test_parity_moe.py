@@ -1,5 +1,6 @@
 """Mixtures of experts: any mesh, schedule and recompute mode trains as one process does."""
 
+import math
 from functools import cache
 from unittest.mock import patch
 
@@ -37,10 +38,17 @@ def reference(name: str, mask: str = "uneven", *changes: str) -> Run:
 
 
 def check(name: str, mesh: dict[str, int], *changes: str, micro_batch: int = 2) -> None:
-    ranks = torch.tensor([1, *mesh.values()]).prod().item()
+    """The changes of the model apply to the reference too."""
     sizes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
-    run = train(ranks, [*MODEL, *MODELS[name], *sizes, f"train.micro_batch={micro_batch}", *changes], "uneven")
-    compare(run, reference(name), loss=1e-10, state=1e-9)
+    overrides = [*MODEL, *MODELS[name], *sizes, f"train.micro_batch={micro_batch}", *changes]
+    run = train(ranks_of(mesh), overrides, "uneven")
+    of_model = [c for c in changes if c.startswith("model.")]
+    compare(run, reference(name, "uneven", *of_model), loss=1e-10, state=1e-9)
+
+
+def ranks_of(mesh: dict[str, int]) -> int:
+    """ep has the ranks of other axes."""
+    return math.prod(size for axis, size in mesh.items() if axis != "ep")
 
 
 def meshes(ranks: int, axes: tuple[str, ...] = AXES):
@@ -132,15 +140,19 @@ def routed(rule, overrides: list[str], mask: str):
         return rank_run(overrides, mask)
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 2}, *(pytest.param(m, marks=FULL) for m in ({"tp": 2}, {"cp": 2}))])
+LOADED = [{"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}, {"dp": 3, "fsdp": 2, "ep": 6}]
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "ep": 2}, *(pytest.param(m, marks=FULL) for m in LOADED)], ids=str)
 @pytest.mark.parametrize("rule", [all_on_one, none_for_two])
 def test_experts_without_tokens(rule, mesh):
-    """An expert that no token goes to has a gradient of zeros, on one rank or on all."""
+    """An expert that no token goes to has a gradient of zeros, on one rank or on all. With ep all tokens go to the
+    experts of one rank, or a rank gets none."""
     k = "model.num_experts_per_tok=1" if rule is all_on_one else "model.num_experts_per_tok=2"
-    overrides = [*MODEL, *MODELS["mixtral"], k]
-    expected = assemble(run_ranks(routed, 1, rule, [*overrides, "train.micro_batch=8"], "uneven"))
+    overrides = [*MODEL, *MODELS["mixtral"], k, "train.global_batch=12"]
+    expected = assemble(run_ranks(routed, 1, rule, [*overrides, "train.micro_batch=12"], "uneven"))
     sizes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
-    run = assemble(run_ranks(routed, 2, rule, [*overrides, *sizes, "train.micro_batch=2"], "uneven"))
+    run = assemble(run_ranks(routed, ranks_of(mesh), rule, [*overrides, *sizes, "train.micro_batch=2"], "uneven"))
     compare(run, expected, loss=1e-10, state=1e-9)
     idle = [n for n in run.tensors["gradient"] if ".experts.0." in n or ".experts.4." in n]
     assert len(idle) == 2 * 3 * 3 and not any(run.tensors["gradient"][n].any() for n in idle)

@@ -4,8 +4,8 @@ arXiv:2401.04088).
 Every expert's matrices are parameters of their own, under the names that Hugging Face's files have. Those of one kind
 lie one behind the other in a unit's buffer (`Block.stacks`), so that one grouped product serves all experts.
 
-Shape legend: N tokens, M rows (each token once for each of its experts, sorted by expert), E hidden_size, F an
-expert's intermediate size, X experts.
+Shape legend: N tokens, M rows (each token once for each of its experts, sorted by expert), R rows of the experts that
+are here, E hidden_size, F an expert's intermediate size, X experts.
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
 from ndtrain.model.block import Block, Weights
 from ndtrain.model.families.family import Family
+from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.model.moe.permutation import Permutation, combine, permute
 from ndtrain.model.swiglu import swiglu
 
@@ -46,7 +47,8 @@ class MoEBlock(Block):
             mixture.shared_expert.up_proj = Weights(m, "shared_mlp", "embed")
             mixture.shared_expert.down_proj = Weights(m, "embed", "shared_mlp")
             mixture.shared_expert_gate = Weights(m, "one", "embed")
-        mixture.experts = nn.ModuleList(self._make_expert(m, moe.projections) for _ in range(resolved(m.num_experts)))
+        held = range(resolved(m.num_experts)) if self.held_experts is None else self.held_experts
+        mixture.experts = nn.ModuleDict({str(x): self._make_expert(m, moe.projections) for x in held})
         return mixture
 
     @staticmethod
@@ -77,15 +79,17 @@ class MoEBlock(Block):
         logits_NX = self.ops.wide_linear(x_NE, self.mixture.gate.weight)
         weights_NK, experts_NK = self.moe.route(self.m, logits_NX)
         permutation = Permutation.of(experts_NK, logits_NX.shape[1])
-        y_ME = self.experts(permute(x_NE, permutation), permutation.counts)
-        y_NE = combine(y_ME, weights_NK, permutation)
+        exchange = self.ops.exchange(permutation.counts, len(permutation.slots))
+        y_RE = self.experts(exchange.to_experts(permute(x_NE, permutation)), exchange.expert_rows)
+        y_NE = combine(exchange.to_tokens(y_RE), weights_NK, permutation)
         return y_NE + self.shared_expert(x_NE) if self.moe.shared else y_NE
 
-    def experts(self, x_ME: Tensor, counts_X: Tensor) -> Tensor:
+    def experts(self, x_RE: Tensor, expert_rows: ExpertRows) -> Tensor:
         """The experts' outputs for rows that are sorted by expert."""
-        gates, ups, downs = ([getattr(e, p).weight for e in self.mixture.experts] for p in self.moe.projections)
-        gate_MF, up_MF = self.ops.grouped_linear(x_ME, counts_X, [gates, ups])
-        return self.ops.grouped_linear(swiglu(gate_MF, up_MF), counts_X, [downs])[0]
+        here = self.mixture.experts.values()
+        gates, ups, downs = ([getattr(e, p).weight for e in here] for p in self.moe.projections)
+        gate_RF, up_RF = self.ops.grouped_linear(x_RE, expert_rows, [gates, ups])
+        return self.ops.grouped_linear(swiglu(gate_RF, up_RF), expert_rows, [downs])[0]
 
     def shared_expert(self, x_NE: Tensor) -> Tensor:
         """The output of the expert that every token goes to, times the sigmoid of its gate."""

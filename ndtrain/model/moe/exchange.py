@@ -1,0 +1,57 @@
+"""Rows of tokens on their way to the experts and back."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ExpertRows(NamedTuple):
+    """Which rows each expert has, where rows are sorted by expert.
+
+    Attributes:
+        bounds: of each expert, on the host.
+        ends: [X], int32: one past the last row of each expert, on the device.
+    """
+
+    bounds: list[slice]
+    ends: Tensor
+
+    @classmethod
+    def of(cls, counts_X: Tensor, rows: int) -> "ExpertRows":
+        """From the number of rows of each expert, which the host waits for. A tensor without memory has no counts: all
+        experts then have equally many rows."""
+        number = len(counts_X)
+        even = [rows * (i + 1) // number - rows * i // number for i in range(number)] if counts_X.is_meta else None
+        return cls.of_sizes(even or counts_X.tolist(), counts_X)
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int], counts_X: Tensor) -> "ExpertRows":
+        """From the same numbers on the host and on the device."""
+        bounds = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+        return cls(bounds, counts_X.cumsum(0, dtype=torch.int32))
+
+
+class Exchange:
+    """Where the rows of one microbatch go. All experts are here, and rows stay where they are.
+
+    Args:
+        counts_X: the number of rows of each expert.
+        rows: the number of all rows.
+
+    Attributes:
+        expert_rows: of the rows that `to_experts` returns.
+    """
+
+    def __init__(self, counts_X: Tensor, rows: int):
+        self.expert_rows = ExpertRows.of(counts_X, rows)
+
+    def to_experts(self, x_ME: Tensor) -> Tensor:
+        """The rows of the experts that are here, sorted by expert, from those of the tokens that are here."""
+        return x_ME
+
+    def to_tokens(self, y_ME: Tensor) -> Tensor:
+        """The way back."""
+        return y_ME

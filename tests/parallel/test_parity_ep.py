@@ -1,0 +1,115 @@
+"""Experts spread over ranks: any ep on any mesh, schedule and recompute mode trains as one process does."""
+
+import pytest
+
+from ndtrain.config import ConfigError, load_config, resolve
+from ndtrain.plan.dry import dry_run
+from tests.lib.parity import compare, train
+from tests.parallel.test_parity_moe import FULL, MODEL, MODELS, SCHEDULES, check, meshes, ranks_of, reference
+
+EIGHT = "model.num_experts=8"
+DATA = ("dp", "fsdp", "cp")
+DENSE_FIRST = "model.mlp_only_layers=[0]"  # the first of two stages then has no experts
+
+
+def micro_batch(mesh: dict[str, int]) -> int:
+    """One or two microbatches, with pp more."""
+    return max(1, 8 // (mesh.get("dp", 1) * mesh.get("fsdp", 1)) // (4 if "pp" in mesh else 2))
+
+
+def sweep():
+    """Every mesh of 2, 4 and 8 ranks with every ep that it has ranks for, the families in turn."""
+    plain = [m for n in (2, 4, 8) for m in meshes(n) if m.get("pp", 1) < 4]
+    folded = [m | {"ep": ep} for m in plain for ep in (2, 4, 8) if ranks_of({a: m.get(a, 1) for a in DATA}) % ep == 0]
+    for i, mesh in enumerate(folded):
+        name = list(MODELS)[i % len(MODELS)]
+        label = " ".join(f"{axis}{size}" for axis, size in mesh.items())
+        yield pytest.param(name, mesh, marks=FULL, id=f"{name} {label}")
+
+
+@pytest.mark.parametrize(("name", "mesh"), list(sweep()))
+def test_fp64(name, mesh):
+    check(name, mesh, EIGHT, micro_batch=micro_batch(mesh))
+
+
+def test_a_stage_without_experts():
+    """Beside one with them, whose ranks share them."""
+    check("qwen2-moe", {"pp": 2, "fsdp": 2, "ep": 2}, EIGHT, DENSE_FIRST, "mesh.zero=3", micro_batch=1)
+
+
+@FULL
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "every", "budget"])
+def test_recompute_and_zero(recompute, zero):
+    more = {"every": ["recompute.every=2"], "budget": ["recompute.budget=1MB"]}.get(recompute, [])
+    mesh = {"dp": 2, "fsdp": 2, "cp": 2, "ep": 4}
+    check("qwen2-moe", mesh, EIGHT, f"recompute={recompute}", f"mesh.zero={zero}", *more, micro_batch=1)
+
+
+@FULL
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "tp": 2, "ep": 2}, {"dp": 2, "tp": 2, "ep": 2}], ids=str)
+def test_tp_without_sequence_parallelism(mesh):
+    check("olmoe", mesh, EIGHT, "tp.sequence_parallel=false")
+
+
+@FULL
+@pytest.mark.parametrize("order", ["[tp,cp,fsdp,dp,pp]", "[dp,pp,tp,cp,fsdp]"])
+def test_other_orders_of_the_axes(order):
+    """The ranks along ep are then no neighbours."""
+    check("qwen3-moe", {"pp": 2, "dp": 2, "fsdp": 2, "ep": 4}, EIGHT, f"mesh.order={order}", micro_batch=1)
+
+
+@FULL
+@pytest.mark.parametrize("change", ["optim.offload=true", "data.pack=true", "train.compile=true"])
+def test_beside(change):
+    of_data = [change] if change.startswith("data.") else []
+    overrides = [*MODEL, *MODELS["qwen2-moe"], EIGHT, "mesh.dp=2", "mesh.fsdp=2", "mesh.ep=2", "train.micro_batch=2"]
+    run = train(4, [*overrides, change], "uneven")
+    compare(run, reference("qwen2-moe", "uneven", EIGHT, *of_data), loss=1e-10, state=1e-9)
+
+
+@FULL
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule):
+    """The backward of weights, where it is an action of its own, covers what came from other ranks."""
+    layers = f"model.num_hidden_layers={SCHEDULES[schedule]}"
+    overrides = [*MODEL, *MODELS["qwen2-moe"], EIGHT, layers, f"schedule={schedule}", "train.micro_batch=1"]
+    run = train(4, [*overrides, "mesh.pp=2", "mesh.fsdp=2", "mesh.ep=2"], "uneven")
+    compare(run, reference("qwen2-moe", "uneven", EIGHT, layers), loss=1e-10, state=1e-9)
+
+
+@pytest.mark.parametrize("recompute", ["full", *(pytest.param(r, marks=FULL) for r in ("none", "selective", "every"))])
+def test_no_row_travels_again_for_a_recompute(recompute):
+    """A sparse layer's forward sends counts, rows and outputs, its backward two gradients, in each microbatch."""
+    overrides = [*MODEL, *MODELS["mixtral"], EIGHT, "mesh.dp=2", "mesh.ep=2", "train.micro_batch=1"]
+    record = dry_run(resolve(load_config([*overrides, f"recompute={recompute}"]), 2), 1, "cpu")
+    (sent,) = [t for t in record.traffic if t.op == "all_to_all"]
+    layers, microbatches, rows, row = 3, 4, 16 * 2, 32 * 8
+    assert sent.count == layers * microbatches * 5
+    assert sent.bytes == layers * microbatches * (8 * 8 + 4 * rows * row)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+REFUSED = {
+    "a dense model": (["recipe=llama_debug", "mesh.dp=2", "mesh.ep=2"], 2, ["mesh.ep=2", "llama", "no experts"]),
+    "ranks that it does not divide": (
+        ["recipe=moe_debug", "mesh.dp=3", "mesh.ep=2", "train.global_batch=6"], 3,
+        ["mesh.ep=2 must divide mesh.dp x mesh.fsdp x mesh.cp = 3 x 1 x 1 = 3"],
+    ),
+    "ranks of other axes": (["recipe=moe_debug", "mesh.tp=2", "mesh.ep=2"], 2, ["mesh.ep=2 must divide", "= 1, "]),
+    "experts that it does not divide": (
+        ["recipe=moe_debug", "model.num_experts=6", "mesh.dp=4", "mesh.ep=4"], 4,
+        ["mesh.ep=4 must divide model.num_experts=6"],
+    ),
+    "no number": (["recipe=moe_debug", "mesh.ep=0"], 1, ["mesh.ep=0", "at least 1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    overrides, world, said = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config(overrides), world)
+    line = str(caught.value)
+    assert "\n" not in line and all(words in line for words in said), line
