@@ -58,8 +58,9 @@ def products(x_MI: Tensor, w_XIO: Tensor, expert_rows: ExpertRows) -> Tensor:
 
 
 def _serves_grouped(x: Tensor) -> bool:
-    """Whether a grouped product takes this factor: not in fp64, and only rows (or columns) that are aligned."""
-    if x.is_meta or x.dtype not in (torch.float32, torch.bfloat16):
+    """Whether a grouped product takes this factor: not in fp64, without memory only in bf16, and only rows (or columns)
+    that are aligned."""
+    if x.dtype not in ((torch.bfloat16,) if x.is_meta else (torch.float32, torch.bfloat16)):
         return False
     *_, rows, columns = x.stride()
     return 1 in (rows, columns) and max(rows, columns) * x.element_size() % _ALIGNMENT == 0
