@@ -10,6 +10,7 @@ Shape legend: M rows, X experts, I in, O out.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (x_MI,) = ctx.saved_tensors
-        dx_MI = sum(products(dy_MO, _matrices(s), ctx.expert_rows) for dy_MO, s in zip(grads, ctx.stacks, strict=True))
+        of_each = (products(dy_MO, _matrices(s), ctx.expert_rows) for dy_MO, s in zip(grads, ctx.stacks, strict=True))
+        dx_MI = reduce(Tensor.add_, of_each)
         for dy_MO, s in zip(grads, ctx.stacks, strict=True):
             ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.expert_rows.bounds)
         return None, dx_MI, None, None
