@@ -3,7 +3,7 @@
 python docs/plan_drawings.py            # writes docs/img/plan_*.svg
 python docs/plan_drawings.py --check    # writes nothing; exit status 1 where a file is stale
 
-They take some seconds each, so that drawings.py does not make them.
+They take some seconds each, and that of scaling some minutes, so that drawings.py does not make them.
 """
 
 import sys
@@ -22,6 +22,7 @@ LLAMA3 = ["recipe=llama3_405b", "hardware=h100", "nodes=2048"]
 PICTURES = {  # file of docs/img -> arguments of `ndtrain plan`
     "plan_waterfall.svg": ["predict", *LLAMA3],
     "plan_goodput.svg": ["goodput", *LLAMA3, "replicas=16"],
+    "plan_scaling.svg": ["scaling", "recipe=llama3_8b", "hardware=h100", "least=8", "most=4096", "predict=6"],
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from ndtrain.arguments import ArgumentError, help_lines, one_of, parse, wants_help
-from ndtrain.bench import checkpoint, matmul, offload, step
+from ndtrain.bench import checkpoint, matmul, moe, offload, step
 from ndtrain.bench.collectives import run as collectives
 from ndtrain.bench.gpu import run as gpu
 from ndtrain.bench.peers import attention
@@ -27,6 +27,7 @@ BENCHES = {
     "gpu": (gpu, "[suite=h200|h100|smoke]"),
     "collectives": (collectives, '[mesh="dp=2 tp=2" max=1GiB plot=FILE.png | demo=true], also under torchrun'),
     "matmul": (matmul, "[max=4096 plot=FILE.png]"),
+    "moe": (moe, "[experts=8,64 tokens=4096]"),
     "offload": (offload, "[moments=bf16 threads=2]"),
     "checkpoint": (checkpoint, "[ranks=4 gigabytes=1]"),
 }

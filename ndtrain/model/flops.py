@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ndtrain.config import ModelConfig
+from ndtrain.config.schema import resolved
 from ndtrain.model.block import dim_sizes
 from ndtrain.model.families import family_of
 from ndtrain.model.transformer import block_class, block_dims, kinds
@@ -88,11 +89,18 @@ def recompute_flops(m: ModelConfig, seq_len: int, skipped_ops: frozenset[str], i
     return sum(flops for op, flops in op_flops(m, seq_len, index).items() if op not in skipped_ops)
 
 
-def elementwise_values(m: ModelConfig) -> int:
+def elementwise_values(m: ModelConfig, index: int = 0) -> int:
     """Values a token that a block's forward reads or writes outside its ops: two norms (2 E each), two additions to
-    the stream (3 E each), RoPE of queries and keys (2 each), SwiGLU (2 F and 3 F)."""
+    the stream (3 E each), RoPE of queries and keys (2 each), SwiGLU (2 F and 3 F). A token that goes to k experts is
+    copied to each (2 k E), has SwiGLU in each, and its k outputs are sorted and summed (4 k E)."""
     rotated = (m.num_attention_heads + m.num_key_value_heads) * m.head_dim
-    return 10 * m.hidden_size + 2 * rotated + 5 * m.intermediate_size
+    common = 10 * m.hidden_size + 2 * rotated
+    moe = family_of(m).moe
+    if moe is None or not moe.is_sparse(m, index):
+        return common + 5 * m.intermediate_size
+    widths = moe.dim_sizes(m)
+    of_experts = resolved(m.num_experts_per_tok) * (6 * m.hidden_size + 5 * widths["expert_mlp"][0])
+    return common + of_experts + 5 * widths["shared_mlp"][0]
 
 
 def head_flops(m: ModelConfig) -> int:

@@ -14,7 +14,8 @@ the axes that ep leaves, and no number of ranks appears anywhere.
 Shape legend: M rows of this rank's tokens, sorted by expert, R rows of this rank's experts, E hidden_size, X experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -27,6 +28,18 @@ from ndtrain.model.moe.permutation import Permutation
 from ndtrain.parallel.recompute import COMBINE, DISPATCH, SavedOps
 
 LANE = "exchange"  # of the rows: they must not wait behind the gathers of weights
+_imbalance = 1.0  # rows that come to a rank without data, over the mean
+
+
+@contextmanager
+def imbalanced(times: float) -> Iterator[None]:
+    """Inside, so many times the mean number of rows come to a rank whose tensors have no memory."""
+    global _imbalance
+    before, _imbalance = _imbalance, times
+    try:
+        yield
+    finally:
+        _imbalance = before
 
 
 class SavedExchange(Exchange):
@@ -137,10 +150,11 @@ def _exchange_counts(counts_X: Tensor, group: dist.ProcessGroup) -> tuple[Tensor
 
 
 def _even(rows: int, experts: int, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """The rows that go to each expert and that come, where all ranks send equally many to every expert."""
+    """The rows that go to each expert and that come, where all ranks send equally many to every expert, but for those
+    that `imbalanced` adds."""
     mine = [rows * (i + 1) // experts - rows * i // experts for i in range(experts)]
     each, me = experts // group.size(), group.rank()
-    return mine, mine[me * each : (me + 1) * each] * group.size()
+    return mine, [round(_imbalance * n) for n in mine[me * each : (me + 1) * each]] * group.size()
 
 
 class _Move(torch.autograd.Function):

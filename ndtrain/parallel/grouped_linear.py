@@ -10,6 +10,7 @@ Shape legend: M rows, X experts, I in, O out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (x_MI,) = ctx.saved_tensors
-        dx_MI = sum(products(dy_MO, _matrices(s), ctx.expert_rows) for dy_MO, s in zip(grads, ctx.stacks, strict=True))
+        of_each = (products(dy_MO, _matrices(s), ctx.expert_rows) for dy_MO, s in zip(grads, ctx.stacks, strict=True))
+        dx_MI = reduce(Tensor.add_, of_each)
         for dy_MO, s in zip(grads, ctx.stacks, strict=True):
             ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.expert_rows.bounds)
         return None, None, dx_MI, None, None
@@ -65,8 +67,9 @@ def products(x_MI: Tensor, w_XIO: Tensor, expert_rows: ExpertRows) -> Tensor:
 
 
 def _serves_grouped(x: Tensor) -> bool:
-    """Whether a grouped product takes this factor: not in fp64, and only rows (or columns) that are aligned."""
-    if x.is_meta or x.dtype not in (torch.float32, torch.bfloat16):
+    """Whether a grouped product takes this factor: not in fp64, without memory only in bf16, and only rows (or columns)
+    that are aligned."""
+    if x.dtype not in ((torch.bfloat16,) if x.is_meta else (torch.float32, torch.bfloat16)):
         return False
     *_, rows, columns = x.stride()
     return 1 in (rows, columns) and max(rows, columns) * x.element_size() % _ALIGNMENT == 0

@@ -13,7 +13,6 @@ from ndtrain.parallel.pp import balanced_sizes, head_in_layers
 from ndtrain.parallel.recompute import always_saved_ops
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import unresolved_config
-from ndtrain.plan.pieces import require_priced
 from ndtrain.plan.price import Rates
 
 SPLIT = "schedule.split"
@@ -53,6 +52,7 @@ class Candidate(NamedTuple):
     Attributes:
         mesh: sizes of pp, dp, fsdp, cp and tp.
         recompute: name and kept ops.
+        ep: size of the axis, which folds over others.
     """
 
     mesh: tuple[int, ...]
@@ -61,6 +61,7 @@ class Candidate(NamedTuple):
     zero: int
     stages: Stages
     recompute: tuple[str, tuple[str, ...]]
+    ep: int = 1
 
     def size(self, axis: str) -> int:
         return self.mesh[AXES.index(axis)]
@@ -70,6 +71,7 @@ class Candidate(NamedTuple):
         (schedule, chunks, split), (recompute, kept) = self.stages, self.recompute
         return (
             *(f"mesh.{axis}={size}" for axis, size in zip(AXES, self.mesh, strict=True)),
+            *((f"mesh.ep={self.ep}",) if self.ep > 1 else ()),
             f"mesh.zero={self.zero}",
             f"train.micro_batch={self.micro_batch}",
             f"schedule={schedule}",
@@ -94,7 +96,6 @@ def searched_run(overrides: Sequence[str], hardware: Hardware) -> tuple[Config, 
         ConfigError: there is no such run, or the hardware cannot compute it.
     """
     cfg = unresolved_config(overrides, hardware)
-    require_priced(cfg)
     if cfg.schedule.split is None or SPLIT in cfg.given:
         return cfg, list(overrides)
     cfg = cfg.unfrozen()
@@ -147,9 +148,13 @@ class Space:
         share = max(1, self.cfg.train.global_batch // (dp * fsdp))
         sizes = [n for n in _divisors(share) if n <= MOST_MICRO_BATCH and pp * share // n <= MOST_FORWARDS]
         kinds = ["ring", "ulysses"] if cp > 1 else [self.cfg.cp.kind]
-        for size in self._choices("train.micro_batch", self.cfg.train.micro_batch, sizes):
-            for kind in self._choices("cp.kind", self.cfg.cp.kind, kinds):
-                yield Candidate(mesh, size, kind, self.zeros(mesh)[0], self.stages(pp)[0], self.recomputes()[0])
+        first = self.zeros(mesh)[0], self.stages(pp)[0], self.recomputes()[0]
+        sizes, kinds = (
+            self._choices("train.micro_batch", self.cfg.train.micro_batch, sizes),
+            self._choices("cp.kind", self.cfg.cp.kind, kinds),
+        )
+        for size, kind, ep in product(sizes, kinds, self.eps(dp * fsdp * cp)):
+            yield Candidate(mesh, size, kind, *first, ep)
 
     def on(self, place: Candidate, cfg: Config) -> Iterator[Candidate]:
         """All candidates with the mesh, the microbatch and the kind of cp of one. Of modes of recompute that save the
@@ -171,6 +176,16 @@ class Space:
         """Stages of ZeRO; where nothing is sharded, only the first one."""
         _, _, fsdp, cp, _ = mesh
         return self._choices("mesh.zero", self.cfg.mesh.zero, [1, 2, 3] if fsdp * cp > 1 else [1])
+
+    def eps(self, ranks: int) -> list[int]:
+        """Sizes of ep over the ranks that it may fold over: on GPUs within four hosts, since each layer waits for its
+        exchanges."""
+        experts = self.cfg.model.num_experts
+        if experts is None:
+            return [1]
+        most = 4 * self.hardware.gpus_per_node if self.hardware.device == "cuda" else ranks
+        sizes = [n for n in _divisors(math.gcd(ranks, experts)) if n <= most]
+        return self._choices("mesh.ep", self.cfg.mesh.ep, sizes)
 
     def stages(self, pp: int) -> list[Stages]:
         """Schedules, chunks and splits; without a pipeline, only 1f1b. Those with more stages than layers are left out,
@@ -207,7 +222,7 @@ class Space:
         cfg = self.cfg.unfrozen()
         for axis, size in zip(AXES, candidate.mesh, strict=True):
             setattr(cfg.mesh, axis, size)
-        cfg.mesh.zero, cfg.train.micro_batch = candidate.zero, candidate.micro_batch
+        cfg.mesh.zero, cfg.mesh.ep, cfg.train.micro_batch = candidate.zero, candidate.ep, candidate.micro_batch
         cfg.schedule.name, cfg.schedule.chunks, split = candidate.stages
         cfg.schedule.split = list(split) or cfg.schedule.split
         cfg.recompute.name, cfg.recompute.keep = candidate.recompute[0], list(candidate.recompute[1])

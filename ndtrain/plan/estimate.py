@@ -1,19 +1,22 @@
 """A coarse estimate of a candidate's step, in closed form: a bound of its memory from below, to leave out what cannot
 fit, and a time, to say which candidates are worth a prediction. No figure of it is shown to users."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ndtrain import schedule as schedules
-from ndtrain.config import Config, LocalShapes
+from ndtrain.config import Config, LocalShapes, ModelConfig
 from ndtrain.config.schema import resolved
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.distributed.mesh import EP, MeshSpec
 from ndtrain.model import flops
+from ndtrain.model.families import family_of
+from ndtrain.model.transformer import is_sparse, kinds
 from ndtrain.parallel.build import DTYPES, state_plan
 from ndtrain.parallel.pp import head_in_layers, rank_cost
-from ndtrain.parallel.recompute import always_saved_ops
+from ndtrain.parallel.recompute import COMBINE, DISPATCH, always_saved_ops
 from ndtrain.parallel.unit import StatePlan
 from ndtrain.plan.candidates import SPLIT, Candidate, Stages, balanced
 from ndtrain.plan.events import Kernel
@@ -51,15 +54,15 @@ class Place:
         self._head = head_in_layers(cfg.model, cfg.train.seq_len)
         self._cuts: dict[Stages, _Cut] = {}
         self.layers = cfg.model.num_hidden_layers / self.pp
-        self.parameters = flops.parameter_count(cfg.model) // (self.pp * self.tp)
+        self.held = _held(cfg)
         self.forward_s = self.layers * sum(self._op_seconds.values()) + self._head_seconds
-        self.tp_s, self.cp_s = self.layers * self._tp_seconds, self.layers * self._cp_seconds
+        self.message_s = self.layers * (self._tp_seconds + self._cp_seconds + self._ep_seconds)
 
     def estimate(self, candidate: Candidate) -> Estimate:
         stages, cut = candidate.stages, self._cut(candidate.stages)
         idle, live = pipeline(stages.schedule, self.pp, self.cfg.microbatches, stages.chunks, self.cfg.schedule.path)
         again = self._recompute_seconds(candidate.recompute)
-        of_microbatch = cut.slower * (3 * self.forward_s + again + self.tp_s + self.cp_s)
+        of_microbatch = cut.slower * (3 * self.forward_s + again + self.message_s)
         seconds = (self.cfg.microbatches + idle / 3) * of_microbatch
         memory = self._memory(candidate, live * cut.least_blocks)
         return Estimate(seconds + self._sharding_seconds(candidate, of_microbatch), memory)
@@ -78,9 +81,12 @@ class Place:
     def _memory(self, candidate: Candidate, blocks: float) -> float:
         """State, and what so many blocks keep of a microbatch at least."""
         plan, c = self._plan, DTYPES[self.cfg.precision.compute]
-        state = flops.state_bytes(
-            self.parameters, self.fsdp * self.cp, candidate.zero, c.itemsize, plan.master.itemsize,
-            shared=c == plan.master, optim_bytes=sum((s.dtype or plan.master).itemsize for s in plan.spec),
+        state = sum(
+            flops.state_bytes(
+                h.parameters, h.shards, candidate.zero, c.itemsize, plan.master.itemsize,
+                shared=c == plan.master, optim_bytes=sum((s.dtype or plan.master).itemsize for s in plan.spec),
+            )
+            for h in self.held
         )  # fmt: skip
         kept = blocks * self._kept_elements(candidate.recompute) * c.itemsize
         if self.hardware.device == "cpu":
@@ -100,13 +106,21 @@ class Place:
     @cached_property
     def _op_elements(self) -> Mapping[str, float]:
         """Op -> elements of its result on a rank."""
-        s, width = self.shapes, resolved(self.cfg.model.head_dim)
-        return {
+        s, m, width = self.shapes, self.cfg.model, resolved(self.cfg.model.head_dim)
+        stream, sparse = s.stream[0] * s.stream[1], sum(is_sparse(m, i) for i in range(m.num_hidden_layers))
+        sparse /= m.num_hidden_layers
+        elements = {
             "qkv_proj": s.tokens * (s.heads + 2 * s.kv_heads) * width,
             "core": s.tokens * s.heads * width,
-            "o_proj": s.stream[0] * s.stream[1],
-            "gate_up_proj": 2 * s.tokens * s.intermediate_size,
+            "o_proj": stream,
+            "gate_up_proj": 2 * s.tokens * s.intermediate_size * (1 - sparse),
         }
+        if not sparse:
+            return elements
+        rows = sparse * s.stream[0] * resolved(m.num_experts_per_tok)
+        wide = resolved(family_of(m).moe).dim_sizes(m)["expert_mlp"][0]
+        way = rows * m.hidden_size
+        return elements | {DISPATCH: way, "experts": 2 * rows * wide, COMBINE: way}
 
     # ------------------------------------------------------------------------------------------------------------ time
 
@@ -114,7 +128,7 @@ class Place:
     def _op_seconds(self) -> dict[str, float]:
         """Op of a block -> seconds of a forward of a microbatch on a rank."""
         m, tokens, dtype = self.cfg.model, self.shapes.tokens, self.cfg.precision.compute
-        of_token = flops.op_flops(m, self.cfg.train.seq_len)
+        of_token = _mean_of_layers(m, lambda i: flops.op_flops(m, self.cfg.train.seq_len, i))
         kind = lambda op: (
             ("attention", 0.5, "bf16" if dtype == "fp8" else dtype) if op == "core" else ("matmul", 1, dtype)
         )
@@ -122,8 +136,28 @@ class Place:
         for op, count in of_token.items():
             name, visible, of = kind(op)
             seconds[op] = self.prices.arithmetic(Kernel(name, int(tokens * count * visible / self.tp), 0, of))
-        values = flops.elementwise_values(m) * tokens / self.tp * DTYPES[dtype].itemsize
+        if "experts" in seconds:
+            seconds["experts"] = self._experts_seconds(seconds["experts"])
+        of_block = _mean_of_layers(m, lambda i: {"": flops.elementwise_values(m, i)})[""]
+        values = of_block * tokens / self.tp * DTYPES[dtype].itemsize
         return seconds | {"elementwise": self.prices.kernel(Kernel("memory", 0, int(values), dtype))}
+
+    def _experts_seconds(self, balanced_s: float) -> float:
+        """Of a block's grouped products, whose matrices are read once. The fullest rank holds up the others."""
+        experts = next((h for h in self.held if h.of_experts), None)
+        if experts is None:
+            return balanced_s
+        read = experts.parameters / self.layers * DTYPES[self.cfg.precision.compute].itemsize
+        read_s = self.prices.kernel(Kernel("memory", 0, int(read), self.cfg.precision.compute))
+        return max(read_s, balanced_s * (self.rates.imbalance if self.cfg.mesh.ep > 1 else 1.0))
+
+    @cached_property
+    def _ep_seconds(self) -> float:
+        """Of a block: the rows travel there and back, and so do their gradients."""
+        if self.cfg.mesh.ep == 1:
+            return 0.0
+        nbytes = int(self._op_elements[DISPATCH] * DTYPES[self.cfg.precision.compute].itemsize)
+        return 4 * self.rates.imbalance * self.prices.collective(EP, "all_to_all", nbytes)
 
     @cached_property
     def _head_seconds(self) -> float:
@@ -177,14 +211,51 @@ class Place:
     def _unit_seconds(self) -> tuple[float, float, float, float]:
         """Of all units of a rank: a gather, a reduction, a sum over replicas, an update."""
         compute, master = (DTYPES[d].itemsize for d in (self.cfg.precision.compute, self.cfg.precision.params))
-        shard = self.parameters // (self.fsdp * self.cp)
-        update = Kernel("memory", 0, shard * update_bytes(self.cfg), "fp32")
+        moved = self.prices.collective
+        shards = [h.parameters // h.shards for h in self.held]
         return (
-            self.prices.collective("fsdp+cp", "all_gather", self.parameters * compute),
-            self.prices.collective("fsdp+cp", "reduce_scatter", self.parameters * master),
-            self.prices.collective("dp", "all_reduce", shard * master),
-            self.prices.kernel(update),
+            sum(moved(h.shard_axes, "all_gather", h.parameters * compute) for h in self.held),
+            sum(moved(h.shard_axes, "reduce_scatter", h.parameters * master) for h in self.held),
+            sum(moved(h.replica_axes, "all_reduce", n * master) for h, n in zip(self.held, shards, strict=True)),
+            self.prices.kernel(Kernel("memory", 0, sum(shards) * update_bytes(self.cfg), "fp32")),
         )
+
+
+class _Held(NamedTuple):
+    """Parameters of a rank that are sharded alike.
+
+    Attributes:
+        parameters: on a rank, before the cut into `shards`.
+        shard_axes, replica_axes: as `Prices.collective` takes them.
+    """
+
+    parameters: int
+    shards: int
+    shard_axes: str
+    replica_axes: str
+    of_experts: bool
+
+
+def _held(cfg: Config) -> list[_Held]:
+    """Experts are cut over ep in place of tp, and sharded over the ranks that ep leaves."""
+    m, spec = cfg.model, MeshSpec.of(cfg.mesh)
+    in_stacks = lambda i: sum(math.prod(s) for name, s in flops.block_shapes(m, i).items() if ".experts." in name)
+    experts = flops.over_layers(m, in_stacks)
+    others = (flops.parameter_count(m) - experts) // (cfg.mesh.pp * cfg.mesh.tp)
+    held = [_Held(others, cfg.mesh.fsdp * cfg.mesh.cp, "fsdp+cp", "dp", of_experts=False)]
+    if experts:
+        axes, mine = [spec.beside_ep(axis) for axis in ("fsdp", "cp")], experts // (cfg.mesh.pp * cfg.mesh.ep)
+        held.append(_Held(mine, spec.size(*axes), "+".join(axes), spec.beside_ep("dp"), of_experts=True))
+    return held
+
+
+def _mean_of_layers(m: ModelConfig, of_layer: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
+    """The mean over all layers of what each kind has."""
+    mean: dict[str, float] = {}
+    for layers in kinds(m).values():
+        for name, value in of_layer(layers[0]).items():
+            mean[name] = mean.get(name, 0.0) + value * len(layers) / m.num_hidden_layers
+    return mean
 
 
 class _Cut(NamedTuple):

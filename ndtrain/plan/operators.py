@@ -139,7 +139,9 @@ def _factors(func: Func, args: tuple) -> tuple[Tensor, Tensor]:
 
 
 def _matmul_shape(a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
-    """(batch, M, N, K)."""
+    """(batch, M, N, K); of a grouped product M is the mean of a group."""
+    if a.ndim < b.ndim:
+        return b.shape[0], -(-a.shape[0] // b.shape[0]), b.shape[2], b.shape[1]
     return math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ndtrain.arguments import option, parse, unknown
+from ndtrain.arguments import ArgumentError, option, parse, unknown
 from ndtrain.config import AXES, Config, ConfigError, resolve
 from ndtrain.engine.setup import model_of_folder
 from ndtrain.plan.hardware import Hardware
@@ -25,6 +25,24 @@ class RunOptions:
     nodes: int | None = option("hosts; their devices make the ranks", None)
     ranks: int | None = option("ranks, in place of nodes; neither: as many as the mesh has", None)
     json: str | None = option("the file to write the plan to", None)
+
+
+IMBALANCE = "of experts: rows of the rank that gets most, over the mean; it counts where mesh.ep is above 1"
+
+
+def at_least_1(key: str, text: str) -> float:
+    """A number from 1.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < float("inf"):
+        raise ArgumentError(f"{key}={text}: must be a number from 1")
+    return value
 
 
 def split_options(cls: type[Own], args: Sequence[str]) -> tuple[Own, list[str]]:

@@ -24,8 +24,10 @@ from ndtrain.engine.instructions import Instruction, Layer, line_up
 from ndtrain.engine.train_step import contexts
 from ndtrain.model import Context
 from ndtrain.model.device_kind import meta_stands_for
+from ndtrain.model.transformer import is_sparse
 from ndtrain.parallel import compile_choice
 from ndtrain.parallel.build import DTYPES, build_stages
+from ndtrain.parallel.ep import imbalanced
 from ndtrain.parallel.pp import Pipeline, Placement
 from ndtrain.parallel.recompute import RecomputeGroup, needs_saved_ops
 from ndtrain.parallel.recompute_budget import typical_batch
@@ -33,11 +35,11 @@ from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.unit import Residency, StatePlan
 from ndtrain.plan.event_log import EventLog
 from ndtrain.plan.events import Piece
-from ndtrain.plan.variants import Save, Variant, kind_of_unit, variants
+from ndtrain.plan.variants import BLOCKS, Save, Variant, kind_of_layer, variants
 from ndtrain.plan.world import pretended_world
 from ndtrain.schedule import Action, Schedule
 
-COMPILED_KINDS = ("block", "head")  # of layers
+COMPILED_KINDS = (*BLOCKS, "head")  # of layers
 # Of attention and its messages, which a compiled graph calls as one operator or not at all; of matmuls with messages.
 _EAGER_NODES = frozenset({"_TiledBackward", "_RingBackward", "_ToHeadsBackward", "_ToTokensBackward"})
 _EAGER_LINEAR = frozenset({"_LinearBackward"})
@@ -69,7 +71,11 @@ def accumulates(cfg: Config) -> bool:
 
 def reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
     """The small model's configuration. What no piece depends on is the same for all. Two replicas, so that the executor
-    does not join layers."""
+    does not join layers.
+
+    Args:
+        blocks: of each kind that the model has, those without experts first.
+    """
     small = cfg.unfrozen()
     splits = Placement.of(cfg).schedule.splits_backward
     mesh, m, t = small.mesh, small.model, small.train
@@ -79,20 +85,27 @@ def reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
     small.schedule = ScheduleConfig(name="zb_h1" if splits else "1f1b", chunks=1)
     small.recompute = RecomputeConfig(name="selective" if needs_saved_ops(cfg) else "none")
     m.tie_word_embeddings = m.tie_word_embeddings and mesh.pp == 1
-    m.num_hidden_layers = blocks
-    mesh.pp, mesh.dp, mesh.fsdp, mesh.zero = 1, 2, 1, 1
+    sparse = sum(is_sparse(m, i) for i in range(m.num_hidden_layers))
+    mixed = 0 < sparse < m.num_hidden_layers
+    m.num_hidden_layers = 2 * blocks if mixed else blocks
+    if sparse:
+        m.decoder_sparse_step, m.mlp_only_layers = 1, list(range(blocks)) if mixed else []
+    mesh.pp, mesh.dp, mesh.fsdp, mesh.zero = 1, 2 * mesh.ep, 1, 1
     t.compile, t.global_batch, t.steps = compiled, mesh.dp * resolved(t.micro_batch) * (3 if splits else 2), 1
     small.freeze()
     return small
 
 
-def record(cfg: Config, device: str, groups: Sequence[tuple[Save, ...]], fresh: bool) -> Recorded:
+def record(
+    cfg: Config, device: str, groups: Sequence[tuple[Save, ...]], fresh: bool, imbalance: float = 1.0
+) -> Recorded:
     """Records the rank of the reduced configuration that has the last part of the sequence.
 
     Args:
         device: "cpu" or "cuda".
         groups: for each group of neighbouring blocks what its blocks save for a recompute; None: there is none.
         fresh: whether gradients of weights overwrite those of the microbatch before.
+        imbalance: as in `Rates`.
     """
     spec, meta = MeshSpec.of(cfg.mesh), torch.device("meta")
     last = spec.rank({"pp": 0, "dp": 0, "fsdp": 0, "cp": cfg.mesh.cp - 1, "tp": 0})
@@ -100,6 +113,7 @@ def record(cfg: Config, device: str, groups: Sequence[tuple[Save, ...]], fresh: 
     with (
         pretended_world(last, spec.world_size, device),
         torch.compiler.set_stance("force_eager"),
+        imbalanced(imbalance),
         log,
         log.with_collectives(),
     ):
@@ -156,8 +170,9 @@ class _Stepper(Executor):
         pipeline = Pipeline(
             Schedule("pieces", [row], cfg.microbatches, (0,)), mesh, LocalShapes.of(cfg).stream, stages.units.compute
         )
-        kinds = [kind_of_unit(layer.units[0], layer.loss) for layer in layers]
-        recomputed = _recompute_groups(groups, kinds.index("block"))
+        kinds = [kind_of_layer(layer.units, layer.loss) for layer in layers]
+        first = [kinds.index(kind) for kind in BLOCKS if kind in kinds]
+        recomputed = [group for at in first for group in _recompute_groups(groups, at)]
         super().__init__(row, layers, stages.units, pipeline, stages.saved_ops, recomputed)
         self.log, self.fresh, self.pieces = log, fresh, dict[Variant, Piece]()
         self._compiled = [bool(cfg.train.compile) and kind in COMPILED_KINDS for kind in kinds]

@@ -30,9 +30,9 @@ from ndtrain.parallel.build import DTYPES
 from ndtrain.parallel.recompute import always_saved_ops, blocks_a_group
 from ndtrain.plan.events import Piece
 from ndtrain.plan.piece_recording import accumulates, compiles, record, reduced
-from ndtrain.plan.variants import NOTHING, Save, Variant, kind_of_unit, variants
+from ndtrain.plan.variants import NOTHING, Save, Variant, kind_of_layer, variants
 
-__all__ = ["Pieces", "kind_of_unit", "record_pieces", "update_bytes"]
+__all__ = ["Pieces", "kind_of_layer", "record_pieces", "update_bytes"]
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,18 @@ class Pieces:
         """The piece of each instruction of a program of whole steps.
 
         Args:
-            layers: the kind of each of the rank's layers (`kind_of_unit`).
+            layers: the kind of each of the rank's layers (`kind_of_layer`).
         """
         return (self.recorded[v] for v in variants(program, layers))
 
 
-def record_pieces(cfg: Config, device: str) -> Pieces:
+def record_pieces(cfg: Config, device: str, imbalance: float = 1.0) -> Pieces:
     """The pieces of a run on devices of this kind, of the rank that has the last part of the sequence.
 
     Args:
         cfg: resolved.
         device: "cpu" or "cuda".
+        imbalance: as in `Rates`.
 
     Raises:
         ConfigError: a rank cannot be built, or what it does depends on a machine at hand.
@@ -89,23 +90,11 @@ def record_pieces(cfg: Config, device: str) -> Pieces:
     _check(cfg, device)
     groups = _groups(cfg)
     small = reduced(cfg, sum(map(len, groups)), compiles(cfg, device))
-    return _cached(_Key(small, repr(small), device, groups, fresh=not accumulates(cfg)))
-
-
-def require_priced(cfg: Config) -> None:
-    """Raises:
-    ConfigError: the model is one that a step cannot be priced of.
-    """
-    require(
-        cfg.model.num_experts is None,
-        f"model.num_experts={cfg.model.num_experts}: the time of a mixture of experts cannot be predicted yet: "
-        "plan dry gives its memory and messages",
-    )
+    return _cached(_Key(small, repr(small), device, groups, not accumulates(cfg), imbalance))
 
 
 def _check(cfg: Config, device: str) -> None:
     m = cfg.model
-    require_priced(cfg)
     require(
         cfg.recompute.name != "budget",
         "recompute=budget: which blocks are recomputed is decided on the machine: plan each of recompute=none, "
@@ -147,6 +136,7 @@ class _Key(NamedTuple):
     device: str
     groups: tuple[tuple[Save, ...], ...]
     fresh: bool
+    imbalance: float
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Key) and self[1:] == other[1:]
@@ -157,7 +147,7 @@ class _Key(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _cached(key: _Key) -> Pieces:
-    cfg, recorded = key.cfg, record(key.cfg, key.device, key.groups, key.fresh)
+    cfg, recorded = key.cfg, record(key.cfg, key.device, key.groups, key.fresh, key.imbalance)
     tokens, hidden = LocalShapes.of(cfg).stream
     boundary = tokens * hidden * DTYPES[cfg.precision.compute].itemsize
     return Pieces(recorded.pieces, boundary, recorded.context_bytes, bool(cfg.train.compile))

@@ -8,14 +8,14 @@ from functools import cached_property, partial
 
 from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.distributed.mesh import EP, MeshSpec
 from ndtrain.model.flops import flops_per_token, hardware_flops_per_token
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.drawings import waterfall_svg
 from ndtrain.plan.events import Kernel, Piece
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.memory import RankMemory, rank_memory
-from ndtrain.plan.options import RunOptions, planned_config, write_file
+from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, planned_config, write_file
 from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
 from ndtrain.plan.program import StepProgram
@@ -29,6 +29,7 @@ class Options(RunOptions):
     """Of `plan predict`."""
 
     svg: str | None = option("the file to draw in where the step's time goes", None)
+    imbalance: float = option(IMBALANCE, 1.0, read=at_least_1)
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
@@ -39,7 +40,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     """
     hardware = load_hardware(options.hardware)
     cfg = planned_config(overrides, options, hardware)
-    predictor = Predictor(hardware)
+    predictor = Predictor(hardware, Rates(imbalance=options.imbalance))
     prediction = predictor.predict(cfg)
     print(as_text(cfg, hardware, prediction))
     if options.svg:
@@ -93,7 +94,7 @@ class Predictor:
         Raises:
             ConfigError: there is no such program, or the hardware's description lacks a rate.
         """
-        return self.price(plan_step(cfg, self.hardware.device), explain)
+        return self.price(plan_step(cfg, self.hardware.device, self.rates.imbalance), explain)
 
     def price(self, plan: "StepPlan", explain: bool = True) -> Prediction:
         """The prediction for a program that is planned already.
@@ -177,8 +178,11 @@ class StepPlan:
         return sum(times * of([ops]) for ops, times in skipped.items()) / skipped.total()
 
 
-def plan_step(cfg: Config, device: str) -> StepPlan:
+def plan_step(cfg: Config, device: str, imbalance: float = 1.0) -> StepPlan:
     """Of a resolved configuration, on devices of this kind, "cpu" or "cuda".
+
+    Args:
+        imbalance: as in `Rates`.
 
     Raises:
         ConfigError: there is no such program, or it cannot be priced.
@@ -188,7 +192,7 @@ def plan_step(cfg: Config, device: str) -> StepPlan:
             "optim.offload=true: a prediction needs the rate between host and device, which no description has: set "
             "it to false"
         )
-    recorded = record_pieces(cfg, device)
+    recorded = record_pieces(cfg, device, imbalance)
     compute, master = DTYPES[cfg.precision.compute].itemsize, DTYPES[cfg.precision.params].itemsize
     message, context = recorded.boundary_bytes, recorded.context_bytes
     sizes = Sizes(compute, master, message, context, update_bytes(cfg), gradient=master)
@@ -255,7 +259,8 @@ def _pass_seconds(piece: Piece, recompute: bool, prices: Prices) -> dict[str, fl
 def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
     """Tables for people."""
     mesh = MeshSpec.of(cfg.mesh)
-    sizes = " ".join(f"{a}={n}" for a, n in zip(mesh.order, mesh.sizes, strict=True) if n > 1) or "one rank"
+    named = [*zip(mesh.order, mesh.sizes, strict=True), (EP, mesh.ep)]
+    sizes = " ".join(f"{a}={n}" for a, n in named if n > 1) or "one rank"
     limit = hardware.memory_gb
     of_limit = f", {p.memory_bytes / limit / 1e7:.0f} % of {limit:g} GB" if limit else ""
     facts = [

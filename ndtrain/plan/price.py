@@ -15,6 +15,7 @@ from ndtrain.plan.hardware import Hardware
 # PyTorch's flash kernel is FlashAttention-2. On Hopper FlashAttention-3 and cuDNN's are 1.5 to 2 times as fast (Shah et
 # al., 2024, arXiv:2407.08608).
 FLASH2_ON_HOPPER = 1.75
+GROUPED, TILE = "_grouped_mm", 128  # the operator of grouped products, and rows of a tile of its kernels on GPUs
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Rates:
         interference: how much longer compute takes while a collective runs beside it, as a share of that time.
         late_s: from a collective's end until a rank that waits for it goes on: ranks come to it at different times, and
             a thread that waits wakes up late. `plan calibrate` measures it.
+        imbalance: rows of the rank whose experts get most, over the mean. It makes these experts' products and the
+            exchange of rows so many times longer, and the memory of the rows larger.
         step_s: of every step, beside its program.
         slower: a step over what all the others say, where `plan tune` has measured it.
         memory_factor: allocated memory over the bytes of a step's tensors, which blocks of fixed sizes and
@@ -55,6 +58,7 @@ class Rates:
     network_hop_s: float = 5e-6  # not fitted
     interference: float = 0.196
     late_s: float = 0.0  # not fitted
+    imbalance: float = 1.0  # not fitted: routing is taken to be balanced
     step_s: float = 0.110
     slower: float = 1.0
     memory_factor: float = 1.073
@@ -145,6 +149,8 @@ class Prices:
         held = self.rates.sustained if "fp8" in self.hardware.peak_tflops else 1.0
         if k.kind == "attention" and "fp8" in self.hardware.peak_tflops:
             held /= FLASH2_ON_HOPPER
+        if k.op == GROUPED:  # the last tile of each group is half full on average
+            held *= k.shape[1] / (k.shape[1] + TILE / 2)
         return k.flops / (efficiency * held * peak_flops(self.hardware, k.dtype))
 
     @cached_property

@@ -21,7 +21,7 @@ from ndtrain.parallel.build import flat_layouts, layouts_of, linear_in_graph, st
 from ndtrain.parallel.pp import Placement, input_of, receives
 from ndtrain.parallel.recompute import RecomputeGroup, always_saved_ops, plan_recompute, skipped_ops
 from ndtrain.parallel.unit import Residency, StatePlan
-from ndtrain.plan.variants import Variant, kind_of_unit, variants
+from ndtrain.plan.variants import BLOCKS, Variant, kind_of_layer, variants
 from ndtrain.schedule import Action, Message, Schedule, sends
 from ndtrain.schedule.check import in_order
 
@@ -229,7 +229,7 @@ def _rank_program(
     in_graph: bool,
 ) -> RankProgram:
     layers = line_up({stage: segments[stage] for stage in schedule.stages_of(rank)}, schedule.stages - 1)
-    kinds = [kind_of_unit(layer.units[0], layer.loss) for layer in layers]
+    kinds = [kind_of_layer(layer.units, layer.loss) for layer in layers]
     groups = _recompute_groups(cfg, layers, kinds)
     names = tuple(dict.fromkeys(u for layer in layers for u in layer.units))
     held = [units[name] for name in names]
@@ -239,14 +239,14 @@ def _rank_program(
     instructions = expand(row, layers, groups, units_ahead(resident, reshards))
     passes = variants((ins for action in instructions for ins in action), kinds)
     turns = _turns(schedule, rank, instructions, passes, _Walk(schedule, rank, layers, units))
-    blocks = [i for i, kind in enumerate(kinds) if kind == "block"]
+    blocks = [i for i, kind in enumerate(kinds) if kind in BLOCKS]
     return RankProgram(names, turns, skipped_ops(blocks, groups, in_graph))
 
 
 def _recompute_groups(cfg: Config, layers: Sequence[Layer], kinds: Sequence[str]) -> list[RecomputeGroup]:
     always, groups = always_saved_ops(cfg), []
     for _, members in groupby(range(len(layers)), key=lambda i: layers[i].stage):
-        groups += plan_recompute([i for i in members if kinds[i] == "block"], cfg.recompute, always)
+        groups += plan_recompute([i for i in members if kinds[i] in BLOCKS], cfg.recompute, always)
     return groups
 
 

@@ -21,8 +21,9 @@ from ndtrain.config.registry import load_plugins
 from ndtrain.plan.candidates import SPLIT, Candidate, Space, searched_run
 from ndtrain.plan.estimate import Place
 from ndtrain.plan.hardware import load_hardware
-from ndtrain.plan.options import RunOptions, world_of, write_file
+from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, world_of, write_file
 from ndtrain.plan.predict import Prediction, Predictor
+from ndtrain.plan.price import Rates
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -38,6 +39,7 @@ class Options(RunOptions):
 
     predict: int = option("candidates to predict before those next to the best ones", 160)
     processes: int = option("processes to work in; unless given one for each core", os.cpu_count() or 1)
+    imbalance: float = option(IMBALANCE, 1.0, read=at_least_1)
     against: str | None = option('a mesh to compare with, by its overrides: "mesh.tp=8 mesh.pp=16"', None)
 
 
@@ -78,7 +80,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     """
     hardware = load_hardware(options.hardware)
     cfg, overrides = searched_run(overrides, hardware)
-    space = Space(cfg, world_of(cfg, options, hardware), hardware)
+    space = Space(cfg, world_of(cfg, options, hardware), hardware, Rates(imbalance=options.imbalance))
     with workers(options.processes) as pool:
         result = search(space, pool, options.predict, shlex.split(options.against or ""))
     given = [arg for arg in overrides if not arg.startswith("mesh.") or not arg.endswith("=-1")]
@@ -190,8 +192,8 @@ def shortlist(ranked: Sequence[Ranked], count: int) -> list[Candidate]:
     estimate is coarser between such families than within one."""
     families: list[Callable[[Candidate], Any]] = [
         lambda c: c,
-        lambda c: (c.size("pp"), c.size("cp"), c.size("tp")),
-        lambda c: (c.size("pp"), c.size("cp"), c.size("tp"), c.recompute, c.zero),
+        lambda c: (c.size("pp"), c.size("cp"), c.size("tp"), c.ep),
+        lambda c: (c.size("pp"), c.size("cp"), c.size("tp"), c.ep, c.recompute, c.zero),
     ]
     chosen: dict[Candidate, None] = {}
     for family in families:
@@ -240,7 +242,7 @@ def predict_all(
     space: Space, pool: Executor | None, candidates: Sequence[Candidate], into: dict[Candidate, Prediction]
 ) -> None:
     """Those that share recorded pieces go to one process, one after another."""
-    alike = lambda c: (c.size("tp"), c.size("cp"), c.cp_kind, c.micro_batch, c.recompute)
+    alike = lambda c: (c.size("tp"), c.size("cp"), c.cp_kind, c.ep, c.micro_batch, c.recompute)
     order = sorted(dict.fromkeys(candidates), key=alike)
     made = _mapped(pool, partial(predict, space), order)
     into |= {c: p for c, p in zip(order, made, strict=True) if p is not None}

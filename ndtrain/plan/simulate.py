@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import NamedTuple
 
+from ndtrain.distributed.mesh import EP
 from ndtrain.parallel.dp import BUCKET_BYTES
 from ndtrain.plan.events import Collective, Event, Kernel, Piece
 from ndtrain.plan.price import Prices
@@ -25,7 +26,7 @@ from ndtrain.schedule import Message
 
 HOST, STREAM = 0, 1
 _NEVER = -math.inf
-CAUSES = ("launch", "tp", "cp", "fsdp", "dp", "pp")  # what takes time beside kernels
+CAUSES = ("launch", "tp", "cp", "ep", "fsdp", "dp", "pp")  # what takes time beside kernels
 
 
 class Sizes(NamedTuple):
@@ -130,6 +131,8 @@ def _clocks_after(events: Sequence[Event], costs: Costs, axes: Sequence[str], st
             at = 2 + axes.index(event.axis)
             clocks[HOST] += costs.launch_s
             seconds = costs.collective(event.axis, event.axis, event.op, event.bytes)
+            if event.axis == EP:
+                seconds *= costs.prices.rates.imbalance
             clocks[at] = max(clocks[at], clocks[HOST], clocks[STREAM]) + seconds
             ends[event.work] = clocks[at], seconds
         else:

@@ -7,6 +7,7 @@ from ndtrain.engine.instructions import Instruction
 
 Save = frozenset[str] | None
 NOTHING: frozenset[str] = frozenset()
+BLOCKS = ("block", "sparse")  # the kinds of layers that may be recomputed
 
 
 class Variant(NamedTuple):
@@ -14,7 +15,7 @@ class Variant(NamedTuple):
 
     Attributes:
         kind: F, B, I or W.
-        layer: "embed", "block", "norm" or "head".
+        layer: "embed", "block", "sparse" (a block with experts), "norm" or "head".
         save, shape_only: (F) of the block's recompute group, for its forward and its recompute; None: it is not
             recomputed.
         drop_input, recompute: as in `Instruction`.
@@ -43,8 +44,10 @@ def variants(program: Iterable[Instruction], layers: Sequence[str]) -> Iterator[
         yield Variant(ins.kind, layers[ins.layer], *of_group, ins.drop_input, ins.recompute)
 
 
-def kind_of_unit(unit: str, loss: bool) -> str:
-    """The kind of the layer that reads a unit, which is the loss or not."""
+def kind_of_layer(units: Sequence[str], loss: bool) -> str:
+    """The kind of the layer that reads these units, which is the loss or not. Experts are a unit of their own."""
     if loss:
         return "head"
-    return "block" if ".layers." in unit else "norm" if unit.endswith("norm") else "embed"
+    if ".layers." in units[0]:
+        return BLOCKS[len(units) > 1]
+    return "norm" if units[0].endswith("norm") else "embed"

@@ -15,7 +15,7 @@ from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan import step
 from ndtrain.plan.dry import dry_run
 from ndtrain.plan.events import Collective, Kernel, Piece, Wait
-from ndtrain.plan.pieces import kind_of_unit, record_pieces, update_bytes
+from ndtrain.plan.pieces import kind_of_layer, record_pieces, update_bytes
 from ndtrain.plan.step import RankRecord
 from ndtrain.plan.world import pretended_world
 from tests.lib.parity import make_batches
@@ -30,7 +30,11 @@ OPS = {"shift": "send_recv"}
 CONSTANTS = 4096  # bytes of numbers and tables that a step makes once
 JOINED = 4  # parts of the residual stream, that a rank which joins its layers frees earlier
 
-DEFAULT = ["mesh.tp=2 recompute=selective", "mesh.cp=2 mesh.fsdp=2"]
+EXPERTS = (
+    "model.model_type=qwen3_moe model.num_experts=8 model.num_experts_per_tok=2 model.moe_intermediate_size=48 "
+    "precision.compute=bf16"
+)
+DEFAULT = ["mesh.tp=2 recompute=selective", "mesh.cp=2 mesh.fsdp=2", f"{EXPERTS} mesh.fsdp=2 mesh.ep=2"]
 FULL = [
     "mesh.pp=2 schedule=zb_v precision.compute=bf16", "mesh.fsdp=2 train.compile=true precision.compute=bf16",
     "mesh.tp=2 mesh.fsdp=2 train.compile=true recompute=full",
@@ -43,13 +47,15 @@ FULL = [
     "mesh.cp=4 mesh.fsdp=2 cp.ulysses=2 recompute=full", "mesh.cp=2 mesh.fsdp=2 cp.kind=ulysses recompute=selective",
     "mesh.cp=4 mesh.fsdp=2 cp.balance=none", "mesh.pp=2 schedule=zb_v mesh.tp=2", "mesh.pp=2 schedule=zb_h1",
     "mesh.pp=2 model.tie_word_embeddings=true mesh.fsdp=2 mesh.zero=2",
+    EXPERTS, f"{EXPERTS} recompute=full", f"{EXPERTS} model.decoder_sparse_step=2 mesh.pp=2 schedule=zb_h1",
+    f"{EXPERTS} mesh.fsdp=4 mesh.cp=2 mesh.ep=4 recompute=full", f"{EXPERTS} model.mlp_only_layers=[1] mesh.tp=2",
     "mesh.pp=2 schedule=dualpipe_v mesh.tp=2 recompute=full", "mesh.pp=2 schedule=interleaved mesh.cp=2 mesh.fsdp=2",
 ]  # fmt: skip
 
 
 def config(case: str) -> Config:
     given = [arg.split("=") for arg in case.split() if arg.startswith("mesh.")]
-    world = torch.tensor([int(size) for axis, size in given if axis != "mesh.zero"]).prod().item()
+    world = torch.tensor([int(size) for axis, size in given if axis not in ("mesh.zero", "mesh.ep")]).prod().item()
     return resolve(load_config([*SHAPE, *case.split()]), int(world))
 
 
@@ -61,7 +67,7 @@ def program_of(cfg: Config, rank: int, device: str) -> tuple[list[Instruction], 
     layers = line_up(stages.segments, stages.placement.last)
     row = stages.placement.schedule.table[mesh.coords["pp"]]
     program = [ins for action in expand(row, layers, stages.recompute.groups, 1) for ins in action]
-    return program, [kind_of_unit(layer.units[0], layer.loss) for layer in layers]
+    return program, [kind_of_layer(layer.units, layer.loss) for layer in layers]
 
 
 def totals(pieces: list[Piece]) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
@@ -99,10 +105,10 @@ def compare(case: str, device: str, monkeypatch) -> None:
         rank = spec.rank({"pp": pp, "dp": 0, "fsdp": 0, "cp": cfg.mesh.cp - 1, "tp": 0})
         pieces = list(recorded.along(*program_of(cfg, rank, device)))
         of_step, (flops, traffic), (kept, peak) = dry(cfg, rank, device, monkeypatch), totals(pieces), peak_of(pieces)
-        at_axis = {(t.axis, OPS.get(t.op, t.op)): t.bytes for t in of_step.traffic if t.axis in ("tp", "cp")}
+        at_axis = {(t.axis, OPS.get(t.op, t.op)): t.bytes for t in of_step.traffic if t.axis in ("tp", "cp", "ep")}
         where = f"{case}, {device}, stage {pp}"
         assert flops == of_step.flops and flops["matmul"] > 1e6, where
-        assert traffic == at_axis and bool(traffic) == (cfg.mesh.tp * cfg.mesh.cp > 1), where
+        assert traffic == at_axis and bool(traffic) == (cfg.mesh.tp * cfg.mesh.cp * cfg.mesh.ep > 1), where
         assert kept == 0, where
         if cfg.mesh.pp * cfg.mesh.fsdp == 1:
             alive = sum(of_step.at_peak.get(kind, 0) for kind in ("activations", "gradients of activations"))

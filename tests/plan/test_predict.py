@@ -1,6 +1,7 @@
 """Predictions of real programs: memory against the dry run, the waterfall, the command, and published runs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,9 +10,11 @@ from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model.flops import flops_per_token
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.dry import dry_run
+from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.memory import peak_bytes, state_bytes
 from ndtrain.plan.predict import Predictor, plan_step
+from ndtrain.plan.price import Prices, Rates
 
 H100 = load_hardware("h100")
 SHAPE = ["recipe=llama_debug", "train.global_batch=16", "train.micro_batch=2", "precision.compute=bf16"]
@@ -21,11 +24,14 @@ def configured(overrides: str, ranks: int) -> Config:
     return resolve(load_config([*SHAPE, *overrides.split()]), ranks)
 
 
+EXPERTS = "model.model_type=qwen3_moe model.num_experts=8 model.num_experts_per_tok=2 model.moe_intermediate_size=64"
+
 # --------------------------------------------------------------------------------------------------------------- memory
 
 MEMORY = {
     "mesh.fsdp=2 mesh.zero=3 recompute=selective": 2,
     "mesh.pp=2 mesh.fsdp=2 mesh.zero=2 schedule=zb_h1": 4,
+    f"{EXPERTS} mesh.fsdp=4 mesh.ep=2 mesh.zero=2 recompute=full": 4,
 }
 MORE_MEMORY = {
     "mesh.pp=2 mesh.tp=2 mesh.zero=1 recompute=full model.tie_word_embeddings=true": 4,
@@ -39,6 +45,8 @@ MORE_MEMORY = {
     "mesh.pp=2 schedule=zb_v model.num_hidden_layers=8": 2,
     "mesh.pp=4 schedule=dualpipe_v model.num_hidden_layers=8": 4,
     "mesh.pp=2 schedule=gpipe mesh.tp=2 mesh.cp=2": 8,
+    f"{EXPERTS} mesh.tp=2 mesh.zero=1": 2,
+    f"{EXPERTS} mesh.pp=2 mesh.dp=2 mesh.fsdp=2 mesh.ep=4 model.decoder_sparse_step=2": 8,
 }
 
 
@@ -105,14 +113,52 @@ MISTAKES = {
         ["hardware=h100", "ranks=1", "recompute=budget", "recompute.budget=1GiB"],
         "recompute=budget:",
     ),
-    "experts": (["recipe=moe_debug", "hardware=h100", "ranks=1"], "model.num_experts=8: the time of a mixture"),
+    "imbalance": (["hardware=h100", "ranks=1", "imbalance=0.5"], "imbalance=0.5: must be a number from 1"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line(name, capsys):
     args, text = MISTAKES[name]
-    recipe = [] if args[0].startswith("recipe=") else ["recipe=llama_debug"]
-    assert main(["predict", *recipe, *args]) == 2
+    assert main(["predict", "recipe=llama_debug", *args]) == 2
     err = capsys.readouterr().err
     assert text in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- experts
+
+LARGE = (
+    "model.model_type=qwen3_moe model.hidden_size=2048 model.num_attention_heads=16 model.num_key_value_heads=4 "
+    "model.num_experts=64 model.num_experts_per_tok=4 model.moe_intermediate_size=1024 train.seq_len=2048 "
+    "model.max_position_embeddings=2048 train.compile=true mesh.fsdp=8 mesh.ep=8"
+)
+
+
+def of_experts(imbalance: float = 1.0, more: str = ""):
+    cfg = configured(f"{LARGE} {more}", 8)
+    return Predictor(H100, Rates(imbalance=imbalance)).predict(cfg)
+
+
+def test_a_fuller_rank_holds_up_the_others():
+    even, uneven = of_experts(), of_experts(imbalance=1.5)
+    assert uneven.waterfall["exposed ep"] == pytest.approx(1.5 * even.waterfall["exposed ep"], rel=0.02)
+    grown = uneven.waterfall["matmul at peak"] / even.waterfall["matmul at peak"]
+    assert 1.1 < grown < 1.5, "attention's and the head's matmuls stay"
+    assert uneven.memory_bytes > even.memory_bytes
+    alone = [of_experts(times, "mesh.ep=1").step_time_s for times in (1.0, 1.5)]
+    assert alone[1] == pytest.approx(alone[0], rel=1e-3), "all rows of a rank are its own"
+
+
+def test_rows_of_few_tokens_waste_tiles():
+    """The same work in more groups takes longer, by half a tile of rows each."""
+    prices = Prices(H100, Rates(kernel_s=0), MeshSpec.of(configured("", 1).mesh))
+    seconds = lambda groups: prices.kernel(
+        Kernel("matmul", 10**12, 0, "bf16", (groups, 8192 // groups, 4096, 4096), "_grouped_mm")
+    )
+    assert seconds(64) / seconds(1) == pytest.approx((1 + 64 / 128) / (1 + 64 / 8192))
+
+
+def test_exchanges_between_hosts_cost_more():
+    within = of_experts().waterfall["exposed ep"]
+    across = Predictor(replace(H100, gpus_per_node=4)).predict(configured(LARGE, 8)).waterfall["exposed ep"]
+    assert across > 3 * within > 0

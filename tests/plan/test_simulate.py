@@ -215,7 +215,6 @@ def test_more_bandwidth_is_never_slower_and_what_is_free_never_costs(mesh):
     slow = [replace(FAST, link_gb_s=r / 100, network_gb_s=r / 100, gpus_per_node=2) for r in rates]
     times = [seconds(cfg, EVERY | BLOCKS, hardware=h, message=10**6) for h in slow]
     assert times == sorted(times) and times[0] < times[-1]
-    freed = [
-        seconds(cfg, EVERY | BLOCKS, hardware=slow[-1], message=10**6, free=frozenset(CAUSES[i:])) for i in range(7)
-    ]
+    causes = [frozenset(CAUSES[i:]) for i in range(len(CAUSES) + 1)]
+    freed = [seconds(cfg, EVERY | BLOCKS, hardware=slow[-1], message=10**6, free=free) for free in causes]
     assert freed == sorted(freed) and freed[-1] == times[-1]

@@ -6,7 +6,7 @@ works, where there is such a thing; otherwise the row is refused.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from ndtrain.config import Config, ConfigError, ModelConfig, resolve
 from ndtrain.config.checks import SAVABLE_OPS
 from ndtrain.model.flops import block_flops, head_flops
+from ndtrain.plan.candidates import Stages, lighter_ends
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.pieces import record_pieces
 from ndtrain.plan.predict import StepPlan, plan_step
@@ -22,7 +23,9 @@ from ndtrain.plan.published.flash import with_kernel_of
 from ndtrain.plan.published.kept import NANOTRON, OP_LEVEL, with_kept, with_plain_loss
 from ndtrain.plan.published.machine import hardware_of
 from ndtrain.plan.published.model import model_of
+from ndtrain.plan.published.serial import with_serial_messages
 from ndtrain.plan.published.unfused import is_unfused, with_unfused_attention
+from ndtrain.plan.published.whole import with_whole_recompute
 
 # Schedules by how they work: the pattern is looked for in the name without its punctuation. zb2p is ZB-H2, whose bubble
 # is nearest to zb_v's. Breadth-first is gpipe with chunks.
@@ -41,6 +44,7 @@ _RECOMPUTE = (
 )
 _WHOLE = 2**30  # tokens: other trainers make all logits of a microbatch at once
 _EAGER = r"\beager\b|nanotron|llm-foundry"  # trainers whose blocks are neither compiled nor made of fused kernels
+_LIGHTER_ENDS = re.compile(r"\bfirst ?(/|and) ?last stages? (with |have )?(one|a) layer (fewer|less)", re.IGNORECASE)
 _PRECISION = ((r"fp8|float8|e4m3|mxfp8", "fp8"), (r"tf32|fp32|float32", "fp32"), (r"16|half|mixed|amp", "bf16"))
 
 
@@ -67,6 +71,7 @@ class Run:
         """
         device = self.hardware.device
         plan = with_kept(plan_step(self.config(), device), self.row)
+        plan = with_serial_messages(with_whole_recompute(plan, self.row), self.row)
         if self.overrides["train.compile"] == "true":
             plan = with_plain_loss(plan, record_pieces(self.config({"train.compile": "false"}), device))
         return with_unfused_attention(plan) if is_unfused(self.row) else with_kernel_of(plan, self.row, self.hardware)
@@ -96,13 +101,14 @@ def run_of(row: Row) -> Run:
     mesh = _mesh(row)
     ranks = math.prod(size for key, size in mesh.items() if key != "mesh.zero")
     stated = number(row, "micro_batch")
+    schedule = _schedule(row, model, mesh["mesh.pp"])
     overrides = {
         **mesh,
-        **_schedule(row, model, mesh["mesh.pp"]),
+        **schedule,
         **_precision(row, hardware),
         **_of_notes(row),
         **_recompute(row),
-        **_split(row, model, mesh["mesh.pp"]),
+        **_split(row, model, schedule, mesh["mesh.pp"]),
         "train.seq_len": count(row, "seq_len"),
         "train.global_batch": count(row, "global_batch_seqs"),
         "train.micro_batch": None if stated is None else count(row, "micro_batch"),
@@ -165,17 +171,28 @@ def _schedule(row: Row, model: ModelConfig, pp: int) -> dict[str, Any]:
     return {"schedule.name": name, "schedule.chunks": chunks if free else None}
 
 
-def _split(row: Row, model: ModelConfig, pp: int) -> dict[str, Any]:
-    """The layers of each stage where the trainer's rule is known. nanotron's stage takes layers until the layers so far
-    cost its share of the model, with the head. ndtrain has at least one on each stage between the ends."""
-    if pp == 1 or not NANOTRON.search(text(row, "source") + " " + text(row, "notes")):
-        return {}
+def _split(row: Row, model: ModelConfig, schedule: Mapping[str, Any], pp: int) -> dict[str, Any]:
+    """The layers of each stage where the notes or the trainer say so, and ndtrain's stages are as many as the
+    trainer's."""
+    says, layers = text(row, "source") + " " + text(row, "notes"), model.num_hidden_layers
+    stages = Stages(schedule["schedule.name"], schedule["schedule.chunks"]).count(pp)
+    split: Sequence[int] = ()
+    if pp > 1 and NANOTRON.search(says):
+        split = _split_of_nanotron(model, pp)
+    elif pp > 1 and _LIGHTER_ENDS.search(says):
+        split = lighter_ends(layers, stages)
+    return {"schedule.split": list(split)} if split else {}
+
+
+def _split_of_nanotron(model: ModelConfig, pp: int) -> list[int]:
+    """A stage takes layers until the layers so far cost its share of the model, with the head. ndtrain has at least one
+    on each stage between the ends."""
     layers, split = model.num_hidden_layers, []
     total = layers + head_flops(model) / block_flops(model, 1)
     for stage in range(pp - 1):
         share = math.ceil(total * (stage + 1) / pp - 1e-9) - sum(split)
         split.append(max(1, min(share, layers - sum(split) - (pp - 2 - stage))))
-    return {"schedule.split": [*split, layers - sum(split)]}
+    return [*split, layers - sum(split)]
 
 
 def _precision(row: Row, hardware: Hardware) -> dict[str, str]:

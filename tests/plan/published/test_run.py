@@ -156,3 +156,12 @@ def test_stages_of_nanotron_take_layers_until_they_have_their_share():
     split = lambda pp: of(**model, source="nanotron", pp=str(pp), dp="1", gpus="").overrides["schedule.split"]
     assert split(2) == [10, 6] and split(4) == [5, 5, 5, 1] and split(8) == [3, 2, 3, 2, 3, 2, 1, 0]
     assert "schedule.split" not in of(**model, pp="2").overrides
+
+
+def test_the_ends_of_a_pipeline_may_have_a_layer_less():
+    """Zero Bubble's runs: 22 layers and 24 chunks, the first and last of which have none."""
+    cells = {"layers": "22", "pp": "8", "dp": "1", "tp": "1", "gpus": "8", "notes": "first/last stage one layer fewer"}
+    split = lambda **more: of(**(cells | more)).overrides.get("schedule.split")
+    assert split() == [2, *[3] * 6, 2] and split(vpp="3") == [0, *[1] * 22, 0]
+    assert split(layers="24") is None and split(schedule="ZB-V") is None, "the layers do not come out even"
+    assert of(**cells, vpp="3").plan().program.schedule.stages == 24

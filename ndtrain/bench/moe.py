@@ -1,0 +1,235 @@
+"""`bench moe`: a layer of experts, forward and backward, as a training step runs it.
+
+It alternates with a loop over the experts, with `transformers`' eager experts, and with the layer's grouped products
+alone on balanced rows, which nothing can go below. All of them have the same weights and rows, and their results are
+compared. Attention is not part of it.
+
+Shape legend: N tokens, M rows (each token once for each of its experts), E hidden_size, F an expert's intermediate
+size, X experts, K experts of a token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ndtrain.arguments import option
+from ndtrain.bench.ranks import DEVICE_HELP, Device, WrongResult, choose_device
+from ndtrain.bench.results import require_folder, save
+from ndtrain.bench.rounds import BlockTimer, quartiles, ratio, run_rounds
+from ndtrain.config import Config, ConfigError, load_config, resolve
+from ndtrain.distributed.host_device import using_threads
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.model.block import Block
+from ndtrain.model.moe.exchange import ExpertRows
+from ndtrain.model.moe.router import softmax_top_k
+from ndtrain.parallel.build import DTYPES, build_stages, initialise
+from ndtrain.parallel.grouped_linear import products
+
+OURS, LOOP, TRANSFORMERS, PRODUCTS = "ours", "loop", "transformers", "products"
+BOUNDS = {"fp32": 1e-4, "bf16": 3e-2}  # of differences, relative to the norm
+Layer = Callable[[Tensor], Tensor]  # [N, E] -> [N, E]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `bench moe`."""
+
+    experts: str = option("numbers of experts, one case each", "8,64")
+    tokens: int = option("of a microbatch", 4096)
+    hidden: int = option("hidden_size", 512)
+    intermediate: int = option("moe_intermediate_size", 256)
+    top_k: int = option("experts of a token", 2)
+    dtype: Literal["fp32", "bf16"] = option("compute precision", "fp32")
+    device: Device = option(DEVICE_HELP, "auto")
+    threads: int = option("threads on a CPU", 1)
+    rounds: int = option("timed blocks of each side", 10)
+    steps: int = option("passes of a block", 2)
+    warmup: int = option("untimed passes before", 2)
+    out: str = option("JSON file for everything measured", "")
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of experts.
+
+        Raises:
+            ConfigError: they cannot be read, or are fewer than a token goes to.
+        """
+        words = self.experts.replace(",", " ").split()
+        if not words or not all(word.isdecimal() and int(word) >= self.top_k for word in words):
+            raise ConfigError(f'experts={self.experts}: must be numbers of at least top_k={self.top_k}, as "8,64"')
+        return [int(word) for word in words]
+
+
+def run(options: Options) -> None:
+    """Measures, prints and writes `options.out`.
+
+    Raises:
+        ConfigError: options that do not go together.
+        WrongResult: the results differ.
+    """
+    require_folder("out", options.out)
+    measured = {}
+    with using_threads(options.threads):
+        for number in options.numbers:
+            measured[number] = of_case(options, number)
+    save("moe", options, cases=measured)
+
+
+def of_case(options: Options, experts: int) -> dict[str, Any]:
+    """Measures one number of experts."""
+    torch.manual_seed(0)
+    device, dtype = torch.device(choose_device(options.device)), DTYPES[options.dtype]
+    x_NE, grad_NE = (torch.randn(options.tokens, options.hidden, device=device, dtype=dtype) for _ in range(2))
+    block = our_block(options, experts, device)
+    layers: dict[str, Layer] = {OURS: block.feed_forward, LOOP: loop_over(block)}
+    if peer := transformers_layer(options, experts, block):
+        layers[TRANSFORMERS] = peer
+    compare({name: passes(layer, x_NE, grad_NE) for name, layer in layers.items()}, BOUNDS[options.dtype])
+    steps: dict[str, Callable[[], object]] = {
+        name: lambda layer=layer: passes(layer, x_NE, grad_NE) for name, layer in layers.items()
+    }
+    steps[PRODUCTS] = balanced_products(options, experts, device)
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    timers = {name: BlockTimer(step, finish) for name, step in steps.items()}
+    run_rounds(timers, options)
+    return report(options, experts, timers)
+
+
+def report(options: Options, experts: int, timers: dict[str, BlockTimer]) -> dict[str, Any]:
+    rows, k = options.tokens, options.top_k
+    print(f"{experts} experts, {rows} tokens to {k} each, {options.hidden} x {options.intermediate}, {options.dtype}")
+    of_case: dict[str, Any] = {}
+    for name, timer in timers.items():
+        ms, over = quartiles(timer.block_ms), ratio(timer, timers[OURS])
+        of_case[name] = {"ms": ms, "over_ours": over}
+        relative = "" if name == OURS else f"   over ours {over['median']:.2f} ({over['q1']:.2f} to {over['q3']:.2f})"
+        print(f"  {name:13} {ms['median']:9.2f} ms ({ms['q1']:.2f} to {ms['q3']:.2f}){relative}")
+    return of_case
+
+
+def passes(layer: Layer, x_NE: Tensor, grad_NE: Tensor) -> tuple[Tensor, Tensor]:
+    """A forward and a backward: the output, and the gradient of the input."""
+    x_NE = x_NE.detach().requires_grad_()
+    y_NE = layer(x_NE)
+    y_NE.backward(grad_NE)
+    return y_NE.detach(), x_NE.grad
+
+
+def compare(results: dict[str, tuple[Tensor, Tensor]], bound: float) -> None:
+    """Raises:
+    WrongResult: one differs from ours.
+    """
+    for name, (y, dx) in results.items():
+        for what, own, other in zip(("output", "input's gradient"), results[OURS], (y, dx), strict=True):
+            off = float((own.float() - other.float()).norm() / own.float().norm())
+            if not off < bound:
+                raise WrongResult(f"{name}: its {what} is {off:.1e} off ours")
+
+
+# ----------------------------------------------------------------------------------------------------------------- ours
+
+
+def our_config(options: Options, experts: int) -> Config:
+    return resolve(
+        load_config(
+            [
+                "recipe=moe_debug", "mesh.zero=1", "train.global_batch=1", "train.micro_batch=1",
+                "model.num_hidden_layers=1",
+                f"model.hidden_size={options.hidden}", f"model.moe_intermediate_size={options.intermediate}",
+                f"model.num_experts={experts}", f"model.num_experts_per_tok={options.top_k}",
+                f"model.initializer_range={options.hidden**-0.5}", f"precision.compute={options.dtype}",
+            ]
+        ),
+        1,
+    )  # fmt: skip
+
+
+def our_block(options: Options, experts: int, device: torch.device) -> Block:
+    """A block of a trainer's stage, whose weights are gathered and whose gradients are accumulated in flat buffers."""
+    cfg = our_config(options, experts)
+    stages = build_stages(cfg, Mesh(MeshSpec.of(cfg.mesh), 0, device))
+    initialise(stages, cfg)
+    for name in stages.units.units:
+        stages.units.unshard(name)
+    (model,) = stages.models.values()
+    return model.model.layers["0"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- peers
+
+
+def stacked(block: Block) -> list[Tensor]:
+    """The router's matrix, and those of gate, up and down of all experts as leaves of their own: [X, F, E] twice, and
+    [X, E, F]."""
+    experts = block.mixture.experts.values()
+    weights = [torch.stack([getattr(e, p).weight.detach() for e in experts]) for p in block.moe.projections]
+    return [block.mixture.gate.weight.detach().clone().requires_grad_(), *(w.requires_grad_() for w in weights)]
+
+
+def loop_over(block: Block) -> Layer:
+    """One expert after the other, as a textbook has it."""
+    router_XE, gate_XFE, up_XFE, down_XEF = stacked(block)
+    each = [[w.detach().clone().requires_grad_() for w in of] for of in zip(gate_XFE, up_XFE, down_XEF, strict=True)]
+    k = block.m.num_experts_per_tok
+
+    def layer(x_NE: Tensor) -> Tensor:
+        weights_NK, experts_NK = softmax_top_k(F.linear(x_NE.float(), router_XE.float()), k, renormalise=True)
+        y_NE = torch.zeros_like(x_NE)
+        for x, (gate_FE, up_FE, down_EF) in enumerate(each):
+            tokens, choice = torch.where(experts_NK == x)
+            rows_ME = x_NE[tokens]
+            out_ME = F.linear(F.silu(F.linear(rows_ME, gate_FE)) * F.linear(rows_ME, up_FE), down_EF)
+            y_NE = y_NE.index_add(0, tokens, (out_ME * weights_NK[tokens, choice, None]).to(x_NE.dtype))
+        return y_NE
+
+    return layer
+
+
+def transformers_layer(options: Options, experts: int, block: Block) -> Layer | None:
+    """Qwen3's layer in its eager implementation; None: `transformers` is not installed."""
+    try:
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+    except ImportError:
+        return None
+    config = Qwen3MoeConfig(
+        hidden_size=options.hidden,
+        moe_intermediate_size=options.intermediate,
+        num_experts=experts,
+        num_experts_per_tok=options.top_k,
+        norm_topk_prob=True,
+        experts_implementation="eager",
+    )
+    router_XE, gate_XFE, up_XFE, down_XEF = stacked(block)
+    module = Qwen3MoeSparseMoeBlock(config).to(gate_XFE.device, gate_XFE.dtype)
+    with torch.no_grad():
+        module.gate.weight.copy_(router_XE)
+        module.experts.gate_up_proj.copy_(torch.cat([gate_XFE, up_XFE], 1))
+        module.experts.down_proj.copy_(down_XEF)
+    return lambda x_NE: module(x_NE[None])[0]
+
+
+def balanced_products(options: Options, experts: int, device: torch.device) -> Callable[[], object]:
+    """The nine products of a layer whose experts have equally many rows: three forward, three for the gradients of
+    their inputs, three for those of their matrices."""
+    rows, wide, narrow = options.tokens * options.top_k, options.hidden, options.intermediate
+    make = lambda *shape: torch.randn(*shape, device=device, dtype=DTYPES[options.dtype])
+    counts = torch.full((experts,), rows // experts, device=device)
+    counts[: rows % experts] += 1
+    groups = ExpertRows.of(counts, rows)
+    x_ME, h_MF = make(rows, wide), make(rows, narrow)
+    up_XEF, down_XFE = make(experts, wide, narrow), make(experts, narrow, wide)
+
+    def step() -> None:
+        for _ in range(3):  # gate and up forward, the gradient of the down projection's input
+            products(x_ME, up_XEF, groups)
+        for _ in range(3):  # the down projection forward, the gradients of the input of gate and up
+            products(h_MF, down_XFE, groups)
+        for group in groups.bounds:
+            for _ in range(3):
+                h_MF[group].t() @ x_ME[group]
+
+    return step

@@ -1,0 +1,47 @@
+"""Messages of data parallelism that other trainers do not overlap."""
+
+import pytest
+
+from ndtrain.plan.program import Await, Gather, Reduce, Run
+from ndtrain.plan.published.run import run_of
+from tests.plan.published.test_run import ROW
+
+RUN = {"model": "llama", "tp": "1", "dp": "2", "pp": "2", "gpus": "", "zero_stage": "1"}
+
+
+def ops(**cells: str):
+    """What a pipeline rank does in a step, in order: the types of the operations."""
+    made = run_of(ROW | RUN | cells).plan()
+    return [type(op) for turn in made.program.ranks[0].turns for op in turn.ops]
+
+
+def passes_between(made: list, first: type, last: type) -> int:
+    """Passes from the first operation of a type to the last one of another."""
+    end = len(made) - 1 - made[::-1].index(last)
+    return made[made.index(first) : end].count(Run)
+
+
+@pytest.mark.parametrize("source", ["nanotron", "Megatron-LM, arXiv:2104.04473", "Megatron-DeepSpeed"])
+def test_weights_are_gathered_at_once(source):
+    made = ops(source=source)
+    assert made[0] is Gather and passes_between(made, Gather, Await) == 0
+    assert made.count(Gather) == made.count(Await) > 1 and passes_between(ops(), Gather, Await) > 0
+
+
+@pytest.mark.parametrize(("source", "times"), [("Megatron-LM, arXiv:2104.04473", 1), ("Megatron-DeepSpeed", 2)])
+def test_gradients_are_summed_after_the_last_backward(source, times):
+    made, ours = ops(source=source), ops()
+    assert Run not in made[made.index(Reduce) :] and passes_between(ours, Reduce, Reduce) > 0
+    assert made.count(Reduce) == times * ours.count(Reduce)
+
+
+def test_what_is_overlapped_stays():
+    assert ops(source="Megatron-LM, arXiv:2410.00001") == ops()
+    sharded = {"zero_stage": "3", "dp": "1", "fsdp": "2"}
+    assert ops(source="Megatron-DeepSpeed", **sharded) == ops(**sharded)
+
+
+def test_each_unit_is_reduced_for_good_once():
+    made = run_of(ROW | RUN | {"source": "Megatron-DeepSpeed"}).plan()
+    final = [op.unit for turn in made.program.ranks[0].turns for op in turn.ops if isinstance(op, Reduce) and op.final]
+    assert sorted(final) == sorted(set(final)) and set(final) == set(made.program.ranks[0].units)
