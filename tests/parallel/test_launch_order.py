@@ -264,6 +264,25 @@ def test_programs_with_experts_on_other_ranks(world, overrides):
     assert {s.comm.partition(" [")[0] for s in steps if s.name == "all_to_all"} == {"ep exchange"}
 
 
+def test_ranks_without_experts_make_their_groups_too():
+    """Every rank asks for the same groups in the same order, also those of a stage without experts."""
+    asked: dict[int, list] = {}
+    overrides = ["mesh.pp=2", "mesh.fsdp=2", "mesh.ep=2", "model.mlp_only_layers=[0,1,2,3]", "train.global_batch=4"]
+    cfg = resolve(load_config([*MODEL, *EXPERTS, *overrides]), 4)
+
+    def noted(mesh: Mesh, name: str, blocks: list, make: Callable = Mesh._new_groups) -> Any:
+        asked.setdefault(mesh.rank, []).append((name, blocks))
+        return make(mesh, name, blocks)
+
+    def build_rank(rank: int, entries: list) -> None:
+        build_stages(cfg, Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"), in_order=True))
+
+    with mock.patch.object(Mesh, "_new_groups", noted):
+        on_fake_ranks(build_rank, 4)
+    assert all(asked[rank] == asked[0] for rank in range(4))
+    assert "ep exchange" in [name for name, _ in asked[0]]
+
+
 def test_the_shared_expert_is_computed_while_rows_travel():
     """In each microbatch, forward and backward: between the launch of an exchange and its wait."""
     cfg = resolve(load_config([*MODEL, *EXPERTS, "mesh.dp=2", "mesh.ep=2", "train.global_batch=4"]), 2)
