@@ -20,7 +20,7 @@ from ndtrain.config import Config
 from ndtrain.config.registry import plugin_parts
 from ndtrain.data import Batch, Prefetcher, Source, Tokens
 from ndtrain.distributed.flight_recorder import RECORDER
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.distributed.mesh import EP, Mesh, MeshSpec
 from ndtrain.engine.callbacks import (
     STOP,
     Callback,
@@ -263,7 +263,7 @@ class Trainer:
 
     def _print_start(self) -> None:
         cfg, mesh = self.cfg, self.mesh
-        sizes = " ".join(f"{a}={mesh.size(a)}" for a in mesh.spec.order if mesh.size(a) > 1) or "one process"
+        sizes = " ".join(f"{a}={mesh.size(a)}" for a in (*mesh.spec.order, EP) if mesh.size(a) > 1) or "one process"
         origin = (
             f"resumed {self.resumed} at step {self.state.step}"
             if self.resumed

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ndtrain.config import Config
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.distributed.mesh import EP, MeshSpec
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.recording import HOST
 from ndtrain.plan.step import RankRecord
@@ -32,7 +32,7 @@ def as_json(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
     body = {
         "hardware": asdict(hardware),
         "ranks": mesh.world_size,
-        "mesh": dict(zip(mesh.order, mesh.sizes, strict=True)) | {"zero": cfg.mesh.zero},
+        "mesh": {a: mesh.size(a) for a in (*mesh.order, EP)} | {"zero": cfg.mesh.zero},
         "plans": [{"ranks": p.ranks, "stages": p.stages, **asdict(p.record)} for p in planned],
     }
     return json.dumps(body, indent=1)
@@ -41,7 +41,7 @@ def as_json(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
 def as_text(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
     """Tables for people, in powers of ten."""
     mesh = MeshSpec.of(cfg.mesh)
-    sizes = " ".join(f"{a}={n}" for a, n in zip(mesh.order, mesh.sizes, strict=True) if n > 1) or "one rank"
+    sizes = " ".join(f"{a}={mesh.size(a)}" for a in (*mesh.order, EP) if mesh.size(a) > 1) or "one rank"
     records = {_name(p.ranks): p.record for p in planned}
     first = planned[0].record
     files, size = first.checkpoint.files, first.checkpoint.bytes

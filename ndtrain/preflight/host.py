@@ -17,6 +17,7 @@ from torch import Tensor
 import ndtrain
 from ndtrain.config import Config, world_from_env
 from ndtrain.distributed.gpu import own_gpu
+from ndtrain.distributed.mesh import EP
 from ndtrain.metrics.measured_peak import cpu_model
 from ndtrain.parallel.build import DTYPES
 from ndtrain.preflight.rank_context import Findings, RankContext
@@ -136,7 +137,7 @@ def _mesh(ranks: Ranks) -> str:
     """dp=2 (between hosts) tp=4 (within hosts)"""
     spec = ranks.spec
     inside = lambda axis: all(ranks.same_host(g[0], r) for g in spec.groups(axis) for r in g)
-    wide = [a for a in spec.order if spec.size(a) > 1]
+    wide = [a for a in (*spec.order, EP) if spec.size(a) > 1]
     said = [f"{a}={spec.size(a)} ({'within hosts' if inside(a) else 'between hosts'})" for a in wide]
     return " ".join(said) or "one process"
 

@@ -18,7 +18,6 @@ from ndtrain.config import Config, load_config, resolve, world_from_env
 from ndtrain.distributed.flight_recorder import Entry
 from ndtrain.distributed.mesh import Link, Mesh, MeshSpec
 from ndtrain.engine.train_step import Evaluation, TrainingStep
-from ndtrain.model.moe.block import MoEBlock
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.schedule import NAMES, build, forwards
@@ -231,60 +230,6 @@ def test_programs_of_meshes(mesh, extra):
     programs = program([*(f"mesh.{axis}={size}" for axis, size in mesh.items()), *extra], world)
     check(programs)
     assert sum(isinstance(s, Op) for mine in programs.values() for steps in mine.values() for s in steps) > world
-
-
-EXPERTS = [
-    "model.model_type=qwen2_moe", "model.num_experts=8", "model.num_experts_per_tok=2", "model.mlp_only_layers=[1]",
-    "model.moe_intermediate_size=20", "model.shared_expert_intermediate_size=24",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("world", "overrides"),
-    [
-        (4, ["mesh.dp=2", "mesh.fsdp=2", "mesh.ep=2", "recompute=full", "train.global_batch=8"]),
-        pytest.param(4, ["mesh.fsdp=4", "mesh.ep=4", "recompute=selective", "train.global_batch=8"], marks=FULL),
-        pytest.param(
-            8, ["mesh.pp=2", "mesh.fsdp=2", "mesh.cp=2", "mesh.ep=4", "schedule=zb_v", "train.global_batch=4"],
-            marks=FULL,
-        ),
-        pytest.param(
-            16, ["mesh.pp=2", "mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.ep=2", "mesh.zero=3",
-                 "schedule=interleaved", "train.global_batch=8"],
-            marks=FULL,
-        ),
-    ],
-)  # fmt: skip
-def test_programs_with_experts_on_other_ranks(world, overrides):
-    """Rows of experts go over a communicator of their own. (On these ranks, which run one after
-    another, none arrive.)"""
-    programs = program([*EXPERTS, *overrides], world)
-    check(programs)
-    steps = [s for threads in programs.values() for steps in threads.values() for s in steps if isinstance(s, Op)]
-    assert {s.comm.partition(" [")[0] for s in steps if s.name == "all_to_all"} == {"ep exchange"}
-
-
-def test_the_shared_expert_is_computed_while_rows_travel():
-    """In each microbatch, forward and backward: between the launch of an exchange and its wait."""
-    cfg = resolve(load_config([*MODEL, *EXPERTS, "mesh.dp=2", "mesh.ep=2", "train.global_batch=4"]), 2)
-
-    def rank_program(rank: int, entries: list) -> None:
-        def marked(block: MoEBlock, x: torch.Tensor, shared_expert: Callable = MoEBlock.shared_expert) -> torch.Tensor:
-            entries.append(Compute(1))
-            y = shared_expert(block, x)
-            y.register_hook(lambda grad: entries.append(Compute(2)))
-            return y
-
-        with mock.patch.object(MoEBlock, "shared_expert", marked):
-            run(cfg, rank, entries, 1, ["step"], costs=False)
-
-    steps = on_fake_ranks(rank_program, 2)[0][0]
-    exchanges = [s for s in steps if isinstance(s, Op) and s.name == "all_to_all"]
-    places = {id(s.op): i for i, s in enumerate(steps) if isinstance(s, Wait)}
-    during = [[s.seconds for s in steps[steps.index(x) : places[id(x)]] if isinstance(s, Compute)] for x in exchanges]
-    sparse_layers, microbatches = 7, 2
-    assert [computed for computed in during if computed].count([1]) == sparse_layers * microbatches
-    assert [computed for computed in during if computed].count([2]) == sparse_layers * microbatches
 
 
 def shared_directions(mesh: Mesh, axis: str, pairs) -> dict[tuple[int, int], Link]:
