@@ -12,6 +12,7 @@ GLOBAL = "# @package _global_\n"
 LLAMAS = "llama3_2_1b, llama3_405b, llama3_70b, llama3_8b, llama_debug, llama_small"
 MODELS = f"deepseek_v3, {LLAMAS}, mixtral_8x7b, moe_debug, moe_small, qwen3_30b_a3b"
 SHIPPED = f"known: {MODELS}".replace("llama3_405b,", "llama3_405b, llama3_405b_long,")
+WITH_OWN = SHIPPED.replace("moe_debug,", "moe_debug, own,")
 GROUPS = "checkpoint, data, hardware, logger, mesh, model, optim, recipe, recompute, schedule"
 RECIPES = {  # content of the recipe -> the line; {file} is its path
     "misspelt key": (
@@ -87,7 +88,7 @@ RECIPES = {  # content of the recipe -> the line; {file} is its path
     ),
     "a base recipe that there is not": (
         f"{GLOBAL}defaults:\n  - llama_smal\n",
-        f"{{file}}:3: recipe: llama_smal: no such recipe; did you mean 'llama_small'? {SHIPPED}, own",
+        f"{{file}}:3: recipe: llama_smal: no such recipe; did you mean 'llama_small'? {WITH_OWN}",
     ),
     "itself as its base": (
         f"{GLOBAL}defaults:\n  - own\n",
@@ -228,12 +229,12 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     "recipe by its file's name": (
         ["--config-dir", "{dir}", "recipe=own.yaml"],
         "recipe=own.yaml: no such recipe; write recipe=own, without folder and ending; "
-        f"{SHIPPED}, own",
+        f"{WITH_OWN}",
     ),
     "recipe in the wrong folder": (
         ["--config-dir", "{dir}", "recipe=stray"],
         "recipe=stray: no such recipe; move {dir}/stray.yaml into {dir}/recipe/; "
-        f"{SHIPPED}, own",
+        f"{WITH_OWN}",
     ),
     "multirun, a word for a number": (
         ["--multirun", "train.steps=5,many"],

@@ -133,8 +133,8 @@ def from_transformers(folder: Path, name: str) -> None:
         for parameter, p in model.named_parameters():
             p.copy_(0.1 * torch.randn(p.shape, generator=draw) + parameter.endswith("norm.weight"))
     model.to(getattr(torch, config["torch_dtype"]))
-    for name, bias in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # fp32 in every file
+    for buffer, bias in model.named_buffers():
+        if buffer.endswith("e_score_correction_bias"):  # fp32 in every file
             bias.data = 0.1 * torch.randn(bias.shape, generator=draw)
     model.save_pretrained(folder, max_shard_size="20KB" if name in SHARDED else "1GB")
     write(folder, config)

@@ -34,9 +34,9 @@ MODELS = {
     ],
     "qwen3-moe": ["model.model_type=qwen3_moe", *SIX, "model.moe_intermediate_size=20", "model.head_dim=10"],
     "olmoe": ["model.model_type=olmoe", *SIX, "model.clip_qkv=0.7"],
-    # a dense layer first, choices from two of three groups, latent queries, values narrower than keys
+    # a dense layer first, choices from one of two groups, latent queries, values narrower than keys
     "deepseek-v3": [
-        "model.model_type=deepseek_v3", *SIX, *LATENT, "model.q_lora_rank=14", "model.n_group=3", "model.topk_group=2",
+        "model.model_type=deepseek_v3", *SIX, *LATENT, "model.q_lora_rank=14", "model.n_group=2", "model.topk_group=1",
         "model.first_k_dense_replace=1", "model.rope_scaling={rope_type:yarn,factor:4,mscale:1,mscale_all_dim:1,"
         "original_max_position_embeddings:8}",
     ],

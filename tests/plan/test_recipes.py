@@ -1,4 +1,5 @@
-"""The recipes of the Llama 3 paper (arXiv:2407.21783): its meshes and batches, and that they fit."""
+"""The recipes of the Llama 3 paper (arXiv:2407.21783), its meshes and batches, and those of mixtures of experts; and
+that they fit."""
 
 import pytest
 
@@ -14,10 +15,17 @@ RECIPES = {  # recipe -> (GPUs, overrides that leave the peak as it is)
     "llama3_405b": (16_384, []),
     "llama3_405b_long": (16_384, []),
 }
+# of mixtures: recipe -> (GPUs, overrides that leave the peak as it is, ranks whose peaks differ)
+MIXTURES = {
+    "mixtral_8x7b": (64, ["train.global_batch=128"], (0, 63)),
+    "qwen3_30b_a3b": (32, ["train.global_batch=64"], (0, 31)),
+    # 16 microbatches; the first stage has the dense layers, the second one most microbatches of experts
+    "deepseek_v3": (2048, ["train.global_batch=1024"], (0, 128, 2047)),
+}
 
 
 def config(name: str, *more: str) -> Config:
-    return resolve(load_config([f"recipe={name}", *more]), RECIPES[name][0])
+    return resolve(load_config([f"recipe={name}", *more]), (RECIPES | MIXTURES)[name][0])
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -39,12 +47,29 @@ def test_the_first_stage_of_405b_is_the_embedding_and_the_last_one_the_head():
     assert layers == [0, *[1] * 126, 0]
 
 
+def test_the_mesh_of_deepseek_is_that_of_its_report():
+    """Section 3.2: sixteen stages, experts over 64 ranks, zero 1. Each rank has four experts of a layer."""
+    cfg = config("deepseek_v3")
+    assert (cfg.mesh.pp, cfg.mesh.ep, cfg.mesh.zero) == (16, 64, 1) and cfg.model.num_experts // cfg.mesh.ep == 4
+    assert MeshSpec.of(cfg.mesh).members(0, "tp") == [0, 1], "tp is inside a host"
+
+
+def peaks_fit(name: str, same_peak: list[str], ranks: tuple[int, ...]) -> None:
+    cfg = config(name, *same_peak)
+    for rank in ranks:
+        record = dry_run(cfg, rank, "cuda")
+        assert record.compiled and record.attention == "flash"
+        assert sum(record.state.values()) < record.peak_bytes < GPU_BYTES - BESIDES, f"rank {rank}"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_first_and_the_last_rank_fit(name):
     gpus, same_peak = RECIPES[name]
-    cfg = config(name, *same_peak)
-    for rank in (0, gpus - 1):
-        record = dry_run(cfg, rank, "cuda")
-        assert record.compiled and record.attention == "flash"
-        assert sum(record.state.values()) < record.peak_bytes < GPU_BYTES - BESIDES, f"rank {rank}"
+    peaks_fit(name, same_peak, (0, gpus - 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_fit(name):
+    peaks_fit(name, *MIXTURES[name][1:])
