@@ -658,6 +658,17 @@ def loss_curve() -> str:
     return render_svg([read_run(folder, "recipe=llama_small")])
 
 
+def moe_loss_curve() -> str:
+    """The loss of moe_small with and without a balance of its experts, and of llama_small."""
+    folder = ROOT / "benchmarks"
+    names = {
+        "llama_small-cpu-2": "llama_small",
+        "moe_small-cpu-1": "moe_small, bias",
+        "moe_small-none-cpu-1": "moe_small, none",
+    }
+    return render_svg([read_run(folder / run, name) for run, name in names.items()])
+
+
 DRAWINGS = [
     Drawing(f.__name__ + ".svg", f)
     for f in (
@@ -670,6 +681,7 @@ DRAWINGS = [
         step_instructions,
         mesh,
         loss_curve,
+        moe_loss_curve,
     )
 ]
 

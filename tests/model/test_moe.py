@@ -1,5 +1,6 @@
 """The parts of a mixture of experts on one device, and what is refused."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from ndtrain.config import ConfigError, ModelConfig, load_config, resolve
 from ndtrain.model import Transformer, flops, tensor_dims
 from ndtrain.model.block import grouped_linear, wide_linear
 from ndtrain.model.families.hf_config import to_hf
+from ndtrain.model.moe.balance import balance_loss, load_entropy, load_max_over_mean, with_gradient_of, z_loss
 from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.model.moe.permutation import Permutation, combine, permute
 from ndtrain.model.moe.router import sigmoid_top_k, softmax_top_k
@@ -110,6 +112,40 @@ def test_the_router_is_wider_than_bf16():
     logits = wide_linear(x, w)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, F.linear(x.float(), w.float()))
+
+
+# ------------------------------------------------------------------------------------------------------------ balance
+
+
+def test_a_selection_bias_chooses_and_weighs_nothing():
+    logits, bias = torch.tensor([[1.0, 3.0, 2.0, 0.0]]), torch.tensor([0.0, 0.0, -9.0, 0.0])
+    weights, experts = softmax_top_k(logits, 2, renormalise=False, bias_X=bias)
+    assert experts.tolist() == [[1, 0]]
+    torch.testing.assert_close(weights, logits.softmax(-1).gather(1, experts))
+
+
+def test_loads():
+    """The largest over the mean, and the entropy over its largest value: of equal loads, of two experts that have all,
+    and of one that has all."""
+    counts = torch.tensor([[4.0, 4, 4, 4], [8, 8, 0, 0], [0, 16, 0, 0]], dtype=torch.float64)
+    assert load_max_over_mean(counts).tolist() == [1, 2, 4]
+    torch.testing.assert_close(load_entropy(counts), torch.tensor([1, 0.5, 0], dtype=torch.float64))
+
+
+def test_an_attached_loss_adds_its_gradient_and_no_value():
+    x, y = drawn(N, K).requires_grad_(), drawn(N).requires_grad_()
+    out = with_gradient_of(x, 3 * y.square().sum())
+    assert torch.equal(out, x)
+    dx, dy = torch.autograd.grad((out * 2).sum(), [x, y])
+    torch.testing.assert_close(dx, torch.full_like(x, 2))
+    torch.testing.assert_close(dy, 6 * y.detach())
+
+
+def test_losses_of_even_loads():
+    """K for each token; and the square of log X where all logits are 0."""
+    even, logits = torch.full((N, X), 1 / X, dtype=torch.float64), torch.zeros(N, X, dtype=torch.float64)
+    assert balance_loss(even[0] * K, even).item() == pytest.approx(K * N)
+    assert z_loss(logits).item() == pytest.approx(N * math.log(X) ** 2)
 
 
 # --------------------------------------------------------------------------------------------------- grouped products

@@ -1,0 +1,47 @@
+"""How experts are balanced where the configuration does not say, and what is refused."""
+
+import pytest
+
+from ndtrain.config import ConfigError, load_config, resolve
+
+DEFAULTS = {
+    "a new model": ([], "bias", 0.0),
+    "a new model that asks for its balance loss": (["model.output_router_logits=true"], "hf", 0.0),
+    "a folder": (["init_from=folder"], "none", 0.0),
+    "a folder that asks for its balance loss": (["init_from=folder", "model.output_router_logits=true"], "hf", 0.0),
+    "a folder and a choice": (["init_from=folder", "moe.balance=bias"], "bias", 0.0),
+    "the loss of sequences": (["moe.balance=sequence"], "sequence", 0.001),
+    "both, as DeepSeek-V3": (["moe.aux_coef=0.0001"], "bias", 0.0001),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_balance(name):
+    overrides, balance, coefficient = DEFAULTS[name]
+    cfg = load_config(["recipe=moe_debug", *(o for o in overrides if not o.startswith("init_from"))])
+    cfg.init_from = "folder" if "init_from=folder" in overrides else None  # whose model is read before
+    moe = resolve(cfg, 1).moe
+    assert (moe.balance, moe.aux_coef) == (balance, coefficient)
+
+
+def test_a_dense_model_has_none():
+    assert resolve(load_config(["recipe=llama_debug"]), 1).moe.balance is None
+
+
+REFUSED = {
+    "no such balance": ("moe_debug", "moe.balance=biased", ["moe.balance=biased", "did you mean 'bias'", "sequence"]),
+    "a dense model": ("llama_debug", "moe.balance=bias", ["moe.balance=bias", "llama has no experts", "leave it out"]),
+    "a coefficient of nothing": (
+        "moe_debug", "moe.aux_coef=0.1 moe.balance=hf", ["moe.aux_coef=0.1", "moe.balance=hf", "router_aux_loss_coef"],
+    ),
+    "a negative rate": ("moe_debug", "moe.bias_rate=-1", ["moe.bias_rate=-1", "at least 0"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    recipe, overrides, said = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config([f"recipe={recipe}", *overrides.split()]), 1)
+    line = str(caught.value)
+    assert "\n" not in line and all(word in line for word in said), line
