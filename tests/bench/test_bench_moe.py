@@ -1,0 +1,69 @@
+"""`python -m ndtrain.bench moe`: all sides compute the same, what differs is found, and mistakes are one line."""
+
+import json
+
+import pytest
+import torch
+
+from ndtrain.bench import moe
+from ndtrain.bench.__main__ import main
+from ndtrain.bench.moe import LOOP, OURS, PRODUCTS, TRANSFORMERS, Options, balanced_products, loop_over, our_block
+from ndtrain.parallel import grouped_linear
+
+QUICK = ["tokens=32", "hidden=16", "intermediate=8", "rounds=2", "steps=1", "warmup=1", "device=cpu"]
+
+
+def test_all_sides_are_measured(tmp_path, capsys):
+    assert main(["moe", "experts=2,5", *QUICK, f"out={tmp_path}/moe.json"]) == 0
+    cases = json.loads((tmp_path / "moe.json").read_text())["cases"]
+    assert list(cases) == ["2", "5"]
+    for case in cases.values():
+        assert list(case) == [OURS, LOOP, TRANSFORMERS, PRODUCTS]
+        assert all(of["ms"]["median"] > 0 for of in case.values()) and case[OURS]["over_ours"]["median"] == 1
+    assert "5 experts, 32 tokens to 2 each, 16 x 8, fp32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["output", "input's gradient"])
+def test_a_side_that_computes_something_else_is_found(wrong, monkeypatch, capsys):
+    right = moe.loop_over
+
+    def other(block):
+        layer = right(block)
+        shift = lambda x: 1.01 * layer(x) if wrong == "output" else layer(x) + 0.01 * (x - x.detach())
+        return shift
+
+    monkeypatch.setattr(moe, "loop_over", other)
+    assert main(["moe", "experts=4", *QUICK]) == 1
+    assert f"error: loop: its {wrong} is " in capsys.readouterr().err
+
+
+def test_the_loop_makes_the_gradients_of_weights_too():
+    """As a training step has to. Each side has its own weights."""
+    options = Options(tokens=32, hidden=16, intermediate=8)
+    block = our_block(options, 4, torch.device("cpu"))
+    x = torch.randn(32, 16, requires_grad=True)  # our matrices are no inputs of autograd
+    loop = loop_over(block)
+    loop(x).square().sum().backward()
+    block.feed_forward(x).square().sum().backward()
+    theirs = next(c.cell_contents for c in loop.__closure__ if isinstance(c.cell_contents, list))
+    for expert, (gate, _, down) in zip(block.mixture.experts.values(), theirs, strict=True):
+        assert torch.allclose(expert.gate_proj.weight.grad, gate.grad, atol=1e-5) and gate.grad.abs().max() > 0
+        assert torch.allclose(expert.down_proj.weight.grad, down.grad, atol=1e-5)
+
+
+def test_the_products_are_those_of_the_layer(monkeypatch):
+    """Six grouped products forward and backward of rows, and three a group for weights; all rows are in a group."""
+    made = []
+    real = grouped_linear.products
+    monkeypatch.setattr(moe, "products", lambda x, w, rows: made.append((x.shape, w.shape, rows)) or real(x, w, rows))
+    balanced_products(Options(tokens=33, hidden=16, intermediate=8), 4, torch.device("cpu"))()
+    assert [(x, w) for x, w, _ in made] == [((66, 16), (4, 16, 8))] * 3 + [((66, 8), (4, 8, 16))] * 3
+    sizes = [rows.stop - rows.start for rows in made[0][2].bounds]
+    assert sum(sizes) == 66 and max(sizes) - min(sizes) == 1
+
+
+@pytest.mark.parametrize("experts", ["", "1", "8,many"])
+def test_numbers_of_experts_that_cannot_be_are_one_line(experts, capsys):
+    assert main(["moe", f"experts={experts}", *QUICK]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: experts={experts}: must be numbers of at least top_k=2") and err.count("\n") == 1
