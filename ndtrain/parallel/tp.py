@@ -347,9 +347,13 @@ class TensorParallel:
 # --------------------------------------------------------------------------------------- gradients of tp replicas
 
 
+SMALL = 2**14  # elements of a gradient that travels with others
+
+
 class TPReplicaReducer:
     """Sums the gradients of tp replicas (norms on the tokens of a share, K/V heads that several ranks' query heads
-    read), once a step and in one message for each number of replicas.
+    read, experts), once a step. Small ones travel in one message for each number of replicas. The others are summed
+    where they are, since a message would be a copy of the gradients of all experts.
 
     Args:
         groups: number of replicas -> the ranks that hold them.
@@ -368,9 +372,12 @@ class TPReplicaReducer:
     def finish(self) -> None:
         """Every gradient that was added holds the sum over its replicas."""
         for n, pending in self._pending.items():
-            if not pending:
-                continue
-            message = torch.cat(pending)
-            all_reduce(message, self.groups[n]).wait()
-            torch._foreach_copy_(pending, list(message.split([x.numel() for x in pending])))
+            small = [x for x in pending if x.numel() <= SMALL]
+            works = [all_reduce(x, self.groups[n]) for x in pending if x.numel() > SMALL]
+            if small:
+                message = torch.cat(small)
+                all_reduce(message, self.groups[n]).wait()
+                torch._foreach_copy_(small, list(message.split([x.numel() for x in small])))
+            for work in works:
+                work.wait()
             pending.clear()

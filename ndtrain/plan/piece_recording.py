@@ -89,7 +89,8 @@ def reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
     mixed = 0 < sparse < m.num_hidden_layers
     m.num_hidden_layers = 2 * blocks if mixed else blocks
     if sparse:
-        m.decoder_sparse_step, m.mlp_only_layers = 1, list(range(blocks)) if mixed else []
+        m.decoder_sparse_step, m.first_k_dense_replace = 1, 0
+        m.mlp_only_layers = list(range(blocks)) if mixed else []
     mesh.pp, mesh.dp, mesh.fsdp, mesh.zero = 1, 2 * mesh.ep, 1, 1
     t.compile, t.global_batch, t.steps = compiled, mesh.dp * resolved(t.micro_batch) * (3 if splits else 2), 1
     small.freeze()

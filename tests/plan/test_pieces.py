@@ -34,7 +34,13 @@ EXPERTS = (
     "model.model_type=qwen3_moe model.num_experts=8 model.num_experts_per_tok=2 model.moe_intermediate_size=48 "
     "precision.compute=bf16"
 )
-DEFAULT = ["mesh.tp=2 recompute=selective", "mesh.cp=2 mesh.fsdp=2", f"{EXPERTS} mesh.fsdp=2 mesh.ep=2"]
+LATENT = (
+    "model.model_type=deepseek_v3 model.num_key_value_heads=8 model.kv_lora_rank=16 model.q_lora_rank=null "
+    "model.qk_nope_head_dim=8 model.qk_rope_head_dim=4 model.v_head_dim=8 model.first_k_dense_replace=1 "
+    "model.num_experts=8 model.num_experts_per_tok=2 model.moe_intermediate_size=48 model.n_shared_experts=1 "
+    "model.n_group=1 model.topk_group=1"
+)
+DEFAULT = ["mesh.tp=2 recompute=selective", "mesh.cp=2 mesh.fsdp=2", f"{EXPERTS} mesh.fsdp=4 mesh.ep=2"]
 FULL = [
     "mesh.pp=2 schedule=zb_v precision.compute=bf16", "mesh.fsdp=2 train.compile=true precision.compute=bf16",
     "mesh.tp=2 mesh.fsdp=2 train.compile=true recompute=full",
@@ -49,6 +55,7 @@ FULL = [
     "mesh.pp=2 model.tie_word_embeddings=true mesh.fsdp=2 mesh.zero=2",
     EXPERTS, f"{EXPERTS} recompute=full", f"{EXPERTS} model.decoder_sparse_step=2 mesh.pp=2 schedule=zb_h1",
     f"{EXPERTS} mesh.fsdp=4 mesh.cp=2 mesh.ep=4 recompute=full", f"{EXPERTS} model.mlp_only_layers=[1] mesh.tp=2",
+    f"{LATENT} mesh.fsdp=4 mesh.ep=2", f"{LATENT} mesh.tp=2 recompute=full",
     "mesh.pp=2 schedule=dualpipe_v mesh.tp=2 recompute=full", "mesh.pp=2 schedule=interleaved mesh.cp=2 mesh.fsdp=2",
 ]  # fmt: skip
 
