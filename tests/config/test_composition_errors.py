@@ -12,7 +12,7 @@ GLOBAL = "# @package _global_\n"
 LLAMAS = "llama3_2_1b, llama3_405b, llama3_70b, llama3_8b, llama_debug, llama_small"
 MODELS = f"deepseek_v3, {LLAMAS}, mixtral_8x7b, moe_debug, moe_small, qwen3_30b_a3b"
 SHIPPED = f"known: {MODELS}".replace("llama3_405b,", "llama3_405b, llama3_405b_long,")
-WITH_OWN = SHIPPED.replace("moe_debug,", "moe_debug, own,")
+WITH_OWN = SHIPPED.replace("moe_small,", "moe_small, own,")
 GROUPS = "checkpoint, data, hardware, logger, mesh, model, optim, recipe, recompute, schedule"
 RECIPES = {  # content of the recipe -> the line; {file} is its path
     "misspelt key": (
