@@ -184,6 +184,10 @@ class Layouts:
     ):
         self.mesh, self.rank, self.rules, self.token_axes = mesh, rank, rules, frozenset(token_axes)
         self.pp_coords, self.ep_coords = pp_coords or {}, ep_coords or {}
+        # read for every tensor, of which a model with experts has tens of thousands
+        self._coords, self._ep, self._tp = mesh.coords(rank), mesh.index(rank, EP), mesh.size(TENSOR_AXIS)
+        self._beside_ep = {a: mesh.beside_ep(a) for a in DATA_AXES} if ep_coords else {}
+        self._groups: dict[frozenset[str], UnitGroups] = {}
         known = {d.name for dims in tensors.values() for d in dims}
         for name, axis in rules.items():
             if name not in known:
@@ -207,21 +211,24 @@ class Layouts:
 
     def holds(self, name: str) -> bool:
         """Whether this rank holds a part of the tensor."""
-        return self.mesh.coords(self.rank)[STAGE_AXIS] in self.pp_coords.get(name, (0,)) and self.is_along_ep(name)
+        return self._coords[STAGE_AXIS] in self.pp_coords.get(name, (0,)) and self.is_along_ep(name)
 
     def is_along_ep(self, name: str) -> bool:
         """Whether the ranks of this coord on ep hold the tensor."""
-        here = self.mesh.index(self.rank, EP)
-        return self.ep_coords.get(name, here) == here
+        return self.ep_coords.get(name, self._ep) == self._ep
 
     def groups(self, name: str) -> UnitGroups:
         """The ranks that split a tensor's flat buffer, and those that hold the same shards. Both follow from the axes
         over which the tensor's gradient is partial: those among SHARD_AXES split the buffer, along the others each rank
         holds the shard again. (Replicas along tp and pp are single tensors' and belong to the layout.)"""
-        named = (a for axis in self.mesh.order for a in (axis, beside_ep(axis)))
-        data_axes = [a for a in named if a in self[name].partial - {TENSOR_AXIS, STAGE_AXIS}]
-        split = [a for a in data_axes if a in SHARD_AXES or a in map(beside_ep, SHARD_AXES)]
-        return UnitGroups.of(self.mesh, self.rank, split, [a for a in data_axes if a not in split])
+        partial = self[name].partial - {TENSOR_AXIS, STAGE_AXIS}
+        if partial not in self._groups:
+            named = (a for axis in self.mesh.order for a in (axis, beside_ep(axis)))
+            data_axes = [a for a in named if a in partial]
+            split = [a for a in data_axes if a in SHARD_AXES or a in map(beside_ep, SHARD_AXES)]
+            rest = [a for a in data_axes if a not in split]
+            self._groups[partial] = UnitGroups.of(self.mesh, self.rank, split, rest)
+        return self._groups[partial]
 
     def tp_replica_counts(self, names: Iterable[str]) -> list[int]:
         """Over how many tp replicas the gradients of some of these tensors are summed; the same list on every rank."""
@@ -229,7 +236,7 @@ class Layouts:
         return sorted(counts - {1})
 
     def _layout(self, name: str, dims: tuple[Dim, ...]) -> TensorLayout:
-        n, index = self.mesh.size(TENSOR_AXIS), self.mesh.coords(self.rank)[TENSOR_AXIS]
+        n, index = self._tp, self._coords[TENSOR_AXIS]
         shard_dim = next((i for i, d in enumerate(dims) if self._axis(d)), None) if n > 1 else None
         tp_replicas = n if shard_dim is None else 1
         shard = [(0, d.size) for d in dims]
@@ -239,8 +246,8 @@ class Layouts:
             shard[shard_dim] = self._shard(name, dim, n // tp_replicas, index // tp_replicas)
         partial = self._partial(dims, tp_replicas, shard_dim is not None)
         if name in self.ep_coords:
-            partial = frozenset(self.mesh.beside_ep(a) if a in DATA_AXES else a for a in partial)
-        here, pp_coords = self.mesh.coords(self.rank)[STAGE_AXIS], self.pp_coords.get(name, (0,))
+            partial = frozenset(self._beside_ep.get(a, a) for a in partial)
+        here, pp_coords = self._coords[STAGE_AXIS], self.pp_coords.get(name, (0,))
         if len(pp_coords) > 1:  # each stage has the gradient of its own use
             partial |= {STAGE_AXIS}
         pp_replica = pp_coords.index(here) if here in pp_coords else 0

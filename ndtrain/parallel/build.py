@@ -159,7 +159,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
         TiedReducer(mesh, placement.pp_coords(cfg.model)[EMBED]),
         accumulator=accumulator,
         in_graph=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
-        fused_names=[held for fused in fused_names(cfg.model) if (held := tuple(n for n in fused if n in names))],
+        fused_names=_fused_names(cfg, frozenset(names)),
     )
     if not plan.sharded_spec:
         units.whole_tensors = _whole_tensors(cfg, mesh, units, names, placement)
@@ -183,6 +183,12 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     if trains:
         stages.recompute = _plan_recompute(cfg, mesh, stages)
     return stages
+
+
+def _fused_names(cfg: Config, held: frozenset[str]) -> list[tuple[str, ...]]:
+    """Of the weights that one matmul may serve, those that this rank holds."""
+    here = (tuple(n for n in names if n in held) for names in fused_names(cfg.model))
+    return [names for names in here if names]
 
 
 def _complete(model: Transformer, units: ShardedUnits, ops: Ops, kernel: str | None, compiled: bool) -> None:
