@@ -13,6 +13,7 @@ from ndtrain.checkpoint.loading import load
 from ndtrain.checkpoint.pretrained import check_folder, load_weights, model_folder
 from ndtrain.checkpoint.saver import Saved, Saver
 from ndtrain.checkpoint.saving import save
+from ndtrain.checkpoint.upcycling import load_start, starting_model
 
 __all__ = [
     "CheckpointError",
@@ -25,8 +26,10 @@ __all__ = [
     "inspect",
     "list_checkpoints",
     "load",
+    "load_start",
     "load_weights",
     "model_folder",
     "save",
     "set_aside_later",
+    "starting_model",
 ]

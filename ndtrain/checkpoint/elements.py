@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -197,17 +197,19 @@ def read_into(
     parts: Sequence[Part],
     sums: Tensor | None = None,
     rows: dict[str, int] | None = None,
+    left: Collection[str] = (),
 ) -> None:
     """Reads this rank's elements of some parts, converted to the precision of the run.
 
     Args:
         sums: where to add each tensor's checksum, int64 [n, 2].
         rows: tensor -> its row in `sums`.
+        left: tensors that are not read.
 
     Raises:
         DamagedFile: a tensor is missing or has another shape.
     """
-    wanted = list(_wanted(stages, reader, parts))
+    wanted = list(_wanted(stages, reader, parts, left))
     expected = 0
     for i, (name, target, there) in enumerate(wanted):
         while expected < min(i + AHEAD, len(wanted)):
@@ -239,10 +241,14 @@ def read_biases(
             sums[rows[name]] += checksum(data.contiguous(), whole)
 
 
-def _wanted(stages: Stages, reader: Reader, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor, Rows]]:
+def _wanted(
+    stages: Stages, reader: Reader, parts: Sequence[Part], left: Collection[str]
+) -> Iterator[tuple[str, Tensor, Rows]]:
     """(name in the files, target, elements to read), one block at a time."""
     for part in parts:  # roughly the order of the files
         for held in slices_of(stages, part, owned_only=False):
+            if held.tensor in left:
+                continue
             name, shape = part.prefix + held.tensor, stages.layouts[held.tensor].shape
             expected = part.spec.shape_of(shape) if part.spec else shape
             if name not in reader:

@@ -5,6 +5,7 @@ The tensors have the names of the whole language model, or those of a saved base
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -82,16 +83,23 @@ def check_folder(folder: Path, m: ModelConfig) -> list[str]:
     return [f"init_from={folder}: fields of config.json that are not read: {', '.join(strange)}"] if strange else []
 
 
-def load_weights(folder: Path, stages: Stages, mesh: Mesh) -> None:
+def load_weights(folder: Path, stages: Stages, mesh: Mesh, origins: Mapping[str, str | None] | None = None) -> None:
     """Reads this rank's elements of the weights from a Hugging Face folder, converted to master precision. From a
     checkpoint of ndtrain it also reads the selection biases of experts.
+
+    Args:
+        origins: a tensor of the model -> the folder's tensor that it is a copy of, where the names differ; None: the
+            tensor is left as it is.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or the file is damaged.
     """
 
     def read() -> None:
-        read_into(stages, open_weights(weight_files(folder)), [model_part(stages.units.plan)])
+        reader, renamed = open_weights(weight_files(folder)), origins or {}
+        reader.name_also({name: origin for name, origin in renamed.items() if origin is not None})
+        left = {name for name, origin in renamed.items() if origin is None}
+        read_into(stages, reader, [model_part(stages.units.plan)], left=left)
         stages.balance.bias_LX.copy_(selection_biases(folder, stages.model))
 
     try:

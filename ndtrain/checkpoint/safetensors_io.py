@@ -162,6 +162,11 @@ class Reader:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
+    def name_also(self, names: Mapping[str, str]) -> None:
+        """Gives tensors further names, under which they can be asked for too: further name -> name. Names of no tensor
+        are passed over."""
+        self._tensors |= {also: self._tensors[name] for also, name in names.items() if name in self._tensors}
+
     def names(self) -> list[str]:
         return list(self._tensors)
 

@@ -27,10 +27,9 @@ def resolve(cfg: Config, world_size: int) -> Config:
     """
     if cfg.frozen:
         return cfg
-    _check_fields(cfg)
+    check_model(cfg)
     require(cfg.run.name != "", "run.name is empty: give the run a name, e.g. run.name=first")
     require(cfg.run.dir != "", "run.dir is empty: name a folder, e.g. run.dir=runs/first")
-    _check_model(cfg.model)
     resolve_balance(cfg)
     resolve_mesh(cfg, world_size)
     check_ep(cfg)
@@ -49,6 +48,16 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_loggers(cfg)
     cfg.freeze()
     return cfg
+
+
+def check_model(cfg: Config) -> None:
+    """Checks every field alone, and the model as a whole, whose sizes that follow from others are then set.
+
+    Raises:
+        ConfigError: with the first rule that does not hold.
+    """
+    _check_fields(cfg)
+    _check_model(cfg.model)
 
 
 def _check_fields(cfg: Config) -> None:

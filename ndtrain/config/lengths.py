@@ -14,7 +14,7 @@ def check_positions(cfg: Config) -> None:
     length, positions = cfg.train.seq_len, cfg.model.max_position_embeddings
     if length <= positions:
         return
-    if cfg.init_from:
+    if cfg.init_from and not cfg.moe.upcycle:
         fix = (
             "lower train.seq_len, or raise max_position_embeddings (and set rope_scaling) in the config.json of "
             f"init_from={cfg.init_from}"

@@ -21,9 +21,13 @@ def resolve_balance(cfg: Config) -> None:
                 f"moe.{key}={written(value)}: model.model_type={cfg.model.model_type} has no experts: leave it out",
             )
         return
+    require(
+        not moe.upcycle or cfg.init_from is not None,
+        "moe.upcycle=true starts the experts as copies of a dense model's MLPs: name its folder, init_from=FOLDER",
+    )
     if moe.balance is None:
         asked = "hf" if cfg.model.output_router_logits else None
-        moe.balance = asked or ("none" if cfg.init_from else "bias")
+        moe.balance = asked or ("none" if cfg.init_from and not moe.upcycle else "bias")
     require(
         moe.aux_coef is None or moe.balance in ("sequence", "bias"),
         f"moe.aux_coef={moe.aux_coef} is the factor of a sequence's loss: moe.balance={moe.balance} has none; "

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -34,7 +35,7 @@ def check_overrides(overrides: list[str], search: list[str] | None = None, hydra
     parsed = [_parse(override, group_options(folders)) for override in overrides]
     load_plugins(_plugins_named(parsed, folders))
     groups, keys = group_options(folders), known_keys()
-    _check_init_from({o.key_or_group: o for o in parsed})
+    _check_init_from({o.key_or_group: o for o in parsed}, _recipe(parsed, folders)[0])
     return [_check(o, keys, groups, folders, hydra) for o in parsed]
 
 
@@ -73,22 +74,37 @@ def _parse(override: str, groups: Mapping[str, set[str]]) -> Override:
 
 def _plugins_named(parsed: Sequence[Override], folders: Sequence[Path]) -> list[str]:
     """The modules of the key `plugins`: the override's, else the recipe's."""
-    values = {o.key_or_group: o.value() for o in parsed if not o.is_sweep_override()}
-    recipes = [path for folder in folders if (path := folder / "recipe" / f"{values.get('recipe')}.yaml").is_file()]
-    named, where = ({}, "") if "plugins" in values or not recipes else (read_yaml(recipes[0]), f"{recipes[0]}: ")
-    modules = values.get("plugins", named.get("plugins")) or []
+    values = _values(parsed)
+    recipe, where = ({}, "") if "plugins" in values else _recipe(parsed, folders)
+    modules = values.get("plugins", recipe.get("plugins")) or []
     if isinstance(modules, str):
         raise ConfigError(f"{where}plugins={modules}: a list stands in brackets: 'plugins=[{modules}]'")
     return [str(module) for module in modules]
 
 
-def _check_init_from(given: Mapping[str, Override]) -> None:
-    """A model, or a field of it, beside `init_from` would have no effect: the folder says what the model is."""
+def _values(parsed: Sequence[Override]) -> dict[str, Any]:
+    """Key -> value of what is no sweep."""
+    return {o.key_or_group: o.value() for o in parsed if not o.is_sweep_override()}
+
+
+def _recipe(parsed: Sequence[Override], folders: Sequence[Path]) -> tuple[dict[str, Any], str]:
+    """What the chosen recipe's own file says, and that file for a message; nothing without a recipe."""
+    name = _values(parsed).get("recipe")
+    paths = [path for folder in folders if (path := folder / "recipe" / f"{name}.yaml").is_file()]
+    return (read_yaml(paths[0]), f"{paths[0]}: ") if paths else ({}, "")
+
+
+def _check_init_from(given: Mapping[str, Override], recipe: Mapping[str, Any]) -> None:
+    """A model, or a field of it, beside `init_from` would have no effect: the folder says what the model is. With
+    `moe.upcycle` the run does."""
+    upcycle = given["moe.upcycle"].value() if "moe.upcycle" in given else (recipe.get("moe") or {}).get("upcycle")
+    if upcycle:
+        return
     lost = [key for key in given if key == "model" or key.startswith("model.")]
     if lost and "init_from" in given and given["init_from"].value() is not None:
         raise ConfigError(
             f"{given[lost[0]].input_line}: init_from={given['init_from'].value()} takes the model from the folder's "
-            "config.json: leave model out"
+            "config.json: leave model out, or make experts of a dense folder with moe.upcycle=true"
         )
 
 

@@ -178,13 +178,15 @@ class ModelConfig(Section):
 
 @dataclass
 class MoEConfig(Section):
-    """Mixtures of experts: how their loads are balanced. A dense model has none of it."""
+    """Mixtures of experts: how their loads are balanced, and how they start. A dense model has none of it."""
 
     # null: bias, or of a Hugging Face folder what its config.json asks for: hf with output_router_logits, else none
     balance: str | None = choice(None, "bias", "hf", "sequence", "none")
     bias_rate: float = at_least(0, 0.001)  # with balance=bias: by how much a step changes the bias of an expert
     aux_coef: float | None = at_least(0, None)  # of the loss of sequences; null: 0.001 with balance=sequence, else 0
     z_loss: float = at_least(0, 0.0)  # the factor of the router's z-loss
+    # the experts start as copies of the MLPs of a dense model, which init_from names; model.* is then the run's own
+    upcycle: bool = False
 
 
 @dataclass

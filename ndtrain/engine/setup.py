@@ -121,12 +121,13 @@ def meet(
 
 
 def model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
-    """The configuration with the model of the Hugging Face folder `init_from`, whose files rank 0 checks; and what the
-    user is to know."""
+    """The configuration with the model that starts from the Hugging Face folder `init_from`, whose files rank 0 checks;
+    and what the user is to know."""
     folder = checkpoint.model_folder(cfg.init_from)
     cfg.init_from = str(folder)  # the run's records name the checkpoint of a run folder
-    cfg.model = from_hf(read_hf_config(folder), name=folder.name)
-    notes = checkpoint.check_folder(folder, cfg.model) if rank == 0 else []
+    held = from_hf(read_hf_config(folder), name=folder.name)
+    cfg.model = checkpoint.starting_model(cfg, held)
+    notes = checkpoint.check_folder(folder, held) if rank == 0 else []
     trained = cfg.data.tokenizer in ("byte", "bpe") and cfg.data.name not in TOKEN_SOURCES
     if trained and (folder / "tokenizer.json").exists():
         notes.append(
@@ -331,7 +332,7 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> tuple[Path | No
             older = [p for p in checkpoint.list_checkpoints(path.parent) if p.name < path.name]
             path, state = _first_whole(older, cfg, resume)
     if cfg.init_from:
-        checkpoint.load_weights(Path(cfg.init_from), stages, mesh)
+        checkpoint.load_start(cfg, stages, mesh)
     else:
         initialise(stages, cfg)
     return None, State(step=0, tokens=0, order=order_of(cfg, setup.data)), []

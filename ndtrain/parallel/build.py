@@ -1,7 +1,7 @@
 """Builds a rank's part of the model: the layouts from the tables, the plain model, its flat sharded units, and the ops
 that the mesh replaces."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -291,16 +291,18 @@ def _matmul_impl(cfg: Config, mesh: Mesh, compiled: bool) -> MatmulImpl:
     return Fp8Matmul()
 
 
-def initialise(stages: Stages, cfg: Config, draw: Draw = standard_normal) -> None:
+def initialise(stages: Stages, cfg: Config, draw: Draw = standard_normal, only: Collection[str] | None = None) -> None:
     """Fills this rank's shards with their elements of the model that `run.seed` names.
 
     Args:
         draw: makes N(0, 1) elements, as `standard_normal` does. Another one is called in one thread.
+        only: the tensors to fill; None: all.
     """
     pieces = (
         (unit.master[run.local_start : run.local_start + run.length], tensor.name, run.global_start)
         for unit in stages.units.units.values()
         for tensor, runs in unit.layout.runs(*unit.layout.own)
+        if only is None or tensor.name in only
         for run in runs
     )
     threads = host_threads(stages.units.device) if draw is standard_normal else 1

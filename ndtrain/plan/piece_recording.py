@@ -81,7 +81,7 @@ def reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
     mesh, m, t = small.mesh, small.model, small.train
     small.run, small.optim, small.checkpoint = RunConfig(), OptimConfig(), CheckpointConfig()
     small.logger, small.data = LoggerConfig(), DataConfig(pack=cfg.data.pack)
-    small.resume, small.init_from, small.callbacks, m.name = "none", None, {}, ""
+    small.resume, small.init_from, small.moe.upcycle, small.callbacks, m.name = "none", None, False, {}, ""
     small.schedule = ScheduleConfig(name="zb_h1" if splits else "1f1b", chunks=1)
     small.recompute = RecomputeConfig(name="selective" if needs_saved_ops(cfg) else "none")
     m.tie_word_embeddings = m.tie_word_embeddings and mesh.pp == 1

@@ -74,7 +74,7 @@ def preflight(cfg: Config) -> int:
     rank, _, world = world_from_env()
     if cfg.init_from:
         folder = checkpoint.model_folder(cfg.init_from)
-        cfg.model = from_hf(read_hf_config(folder), name=folder.name)
+        cfg.model = checkpoint.starting_model(cfg, from_hf(read_hf_config(folder), name=folder.name))
     resolve(cfg, world)
     deadline_s = min(DEADLINE_S, cfg.hardware.timeout_s)
     try:

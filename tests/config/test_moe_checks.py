@@ -10,6 +10,7 @@ DEFAULTS = {
     "a folder": (["init_from=folder"], "none", 0.0),
     "a folder that asks for its balance loss": (["init_from=folder", "model.output_router_logits=true"], "hf", 0.0),
     "a folder and a choice": (["init_from=folder", "moe.balance=bias"], "bias", 0.0),
+    "a folder that is upcycled": (["init_from=folder", "moe.upcycle=true"], "bias", 0.0),
     "the loss of sequences": (["moe.balance=sequence"], "sequence", 0.001),
     "both, as DeepSeek-V3": (["moe.aux_coef=0.0001"], "bias", 0.0001),
 }
@@ -34,6 +35,8 @@ REFUSED = {
     "a coefficient of nothing": (
         "moe_debug", "moe.aux_coef=0.1 moe.balance=hf", ["moe.aux_coef=0.1", "moe.balance=hf", "router_aux_loss_coef"],
     ),
+    "upcycling nothing": ("moe_debug", "moe.upcycle=true", ["moe.upcycle=true", "init_from=FOLDER"]),
+    "upcycling to a dense model": ("llama_debug", "moe.upcycle=true", ["moe.upcycle=true", "llama has no experts"]),
     "a negative rate": ("moe_debug", "moe.bias_rate=-1", ["moe.bias_rate=-1", "at least 0"]),
 }  # fmt: skip
 
