@@ -10,10 +10,12 @@ def resolve_balance(cfg: Config) -> None:
     """Fills in `moe.balance` and `moe.aux_coef` of a model with experts.
 
     Raises:
-        ConfigError: a dense model with keys of experts, or a coefficient that nothing reads.
+        ConfigError: a dense model with keys of experts, a loss that the family does not have, or a coefficient that
+            nothing reads.
     """
     moe = cfg.moe
-    if registry.get("family", cfg.model.model_type).moe is None:
+    family = registry.get("family", cfg.model.model_type)
+    if family.moe is None:
         for key, default in vars(MoEConfig()).items():
             value = getattr(moe, key)
             require(
@@ -28,6 +30,10 @@ def resolve_balance(cfg: Config) -> None:
     if moe.balance is None:
         asked = "hf" if cfg.model.output_router_logits else None
         moe.balance = asked or ("none" if cfg.init_from and not moe.upcycle else "bias")
+    require(
+        moe.balance != "hf" or "router_aux_loss_coef" in family.fields,
+        f"moe.balance=hf: transformers has none for model.model_type={cfg.model.model_type}: use sequence or bias",
+    )
     require(
         moe.aux_coef is None or moe.balance in ("sequence", "bias"),
         f"moe.aux_coef={moe.aux_coef} is the factor of a sequence's loss: moe.balance={moe.balance} has none; "

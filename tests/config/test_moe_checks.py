@@ -35,6 +35,10 @@ REFUSED = {
     "a coefficient of nothing": (
         "moe_debug", "moe.aux_coef=0.1 moe.balance=hf", ["moe.aux_coef=0.1", "moe.balance=hf", "router_aux_loss_coef"],
     ),
+    "a loss that transformers does not have": (
+        "deepseek_v3", "mesh.pp=1 mesh.ep=1 mesh.fsdp=1 mesh.tp=1 moe.balance=hf",
+        ["moe.balance=hf", "deepseek_v3", "use sequence or bias"],
+    ),
     "upcycling nothing": ("moe_debug", "moe.upcycle=true", ["moe.upcycle=true", "init_from=FOLDER"]),
     "upcycling to a dense model": ("llama_debug", "moe.upcycle=true", ["moe.upcycle=true", "llama has no experts"]),
     "a negative rate": ("moe_debug", "moe.bias_rate=-1", ["moe.bias_rate=-1", "at least 0"]),
