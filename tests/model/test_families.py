@@ -114,8 +114,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3": DEEPSEEK_V3,
     "moonlight": MOONLIGHT,
 }
+# with the auxiliary loss of `transformers`, large enough to matter
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+FAMILIES |= {f"{n}-balanced": FAMILIES[n] | BALANCED for n in ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")}
 SHARDED = {"llama3.1", "qwen3", "qwen3-moe"}
-SAMPLE = {"llama3.1", "qwen3-moe"}  # the rest takes --full
+SAMPLE = {"llama3.1", "qwen3-moe-balanced"}  # the rest takes --full
+DENSE_MESH = ["mesh.fsdp=2", "mesh.tp=2"]
+MOE_MESH = ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.ep=2"]
 T, STEPS, ROWS = 64, 3, 4
 
 
@@ -152,24 +157,28 @@ def open_transformers(folder: Path, m: ModelConfig | None = None) -> torch.nn.Mo
     return model
 
 
-def train_transformers(model: torch.nn.Module, tokens: np.ndarray, m: ModelConfig) -> tuple[list[float], dict, dict]:
-    """Trains a `transformers` model for three steps with torch's AdamW. Returns (losses, gradients of the first step,
-    weights after the last), by the names of its files."""
+def train_transformers(model: torch.nn.Module, tokens: np.ndarray, m: ModelConfig) -> tuple[list, list, dict, dict]:
+    """Trains a `transformers` model for three steps with torch's AdamW. Returns (losses, auxiliary losses, gradients of
+    the first step, weights after the last), by the names of its files."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     parts = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(parts, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
-    losses, gradients = [], {}
+    losses, aux_losses, gradients = [], [], {}
+    more = {"output_router_logits": True} if m.output_router_logits else {}
     for step in range(STEPS):
         starts = [(step * ROWS + i) * T for i in range(ROWS)]
         ids = torch.from_numpy(np.stack([tokens[s : s + T + 1] for s in starts]).astype(np.int64))
-        loss = cross_entropy(model(input_ids=ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+        out = model(input_ids=ids[:, :-1], **more)
+        loss = cross_entropy(out.logits.flatten(0, 1), ids[:, 1:].flatten())
+        aux_loss = out.aux_loss if more else torch.zeros(())
         optimizer.zero_grad()
-        loss.backward()
+        (loss + m.router_aux_loss_coef * aux_loss).backward()
         losses.append(loss.item())
+        aux_losses.append(aux_loss.item())
         gradients = gradients or as_in_files({n: p.grad.clone() for n, p in model.named_parameters()}, m)
         optimizer.step()
-    return losses, gradients, as_in_files({n: p.detach() for n, p in model.named_parameters()}, m)
+    return losses, aux_losses, gradients, as_in_files({n: p.detach() for n, p in model.named_parameters()}, m)
 
 
 def tensors(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
@@ -185,8 +194,9 @@ def worst(ours: dict, theirs: dict, difference: Callable) -> tuple[float, str]:
     "name", [pytest.param(f, marks=[pytest.mark.full] if f not in SAMPLE else []) for f in FAMILIES]
 )
 def test_trained_from_a_folder(name, tmp_path):
-    """Training on four ranks gives the losses, first gradients and final weights of `transformers` on one process, and
+    """Training on a mesh gives the losses, first gradients and final weights of `transformers` on one process, and
     `transformers` loads the checkpoint."""
+    mesh = MOE_MESH if "num_experts_per_tok" in FAMILIES[name] else DENSE_MESH
     source = tmp_path / "source"
     from_transformers(source, name)
     assert (len(list(source.glob("*.safetensors"))) > 1) == (name in SHARDED)
@@ -194,30 +204,33 @@ def test_trained_from_a_folder(name, tmp_path):
     tokens.astype(np.uint16).tofile(tmp_path / "tokens.bin")
     args = arguments(
         tmp_path / "run", tmp_path, "data=bin", f"data.path={tmp_path}/tokens.bin", "data.shuffle=false",
-        f"init_from={source}", "mesh.fsdp=2", "mesh.tp=2", "precision.params=fp64", "precision.compute=fp64",
+        f"init_from={source}", *mesh, "precision.params=fp64", "precision.compute=fp64",
         f"train.steps={STEPS}", f"train.seq_len={T}", f"train.global_batch={ROWS}", "train.micro_batch=1",
         "optim.lr=1e-3", "optim.schedule=constant", "optim.warmup=0", "optim.clip=null", "optim.weight_decay=0.1",
         "optim.betas=[0.9,0.95]", "optim.eps=1e-8", "checkpoint.every=1", f"checkpoint.keep={STEPS}",
     )  # fmt: skip
-    assert run_ranks(rank_main, 4, args) == [0] * 4
+    ranks = 2 ** sum(not size.startswith("mesh.ep") for size in mesh)
+    assert run_ranks(rank_main, ranks, args) == [0] * ranks
     first, last = (checkpoint_of(tmp_path / "run", step) for step in (1, STEPS))
     averages = {n: t for n, t in tensors(first, "optimizer").items() if n.startswith("exp_avg.")}
     gradients = {n.removeprefix("exp_avg."): t / (1 - 0.9) for n, t in averages.items()}
-    losses = [row["loss"] for row in rows(tmp_path / "run")]
+    losses, aux_losses = ([row.get(key, 0.0) for row in rows(tmp_path / "run")] for key in ("loss", "aux_loss"))
     m = from_hf(read_hf_config(source))
+    exact = 1e-6 if m.output_router_logits else 1e-9  # `transformers` computes the shares of the auxiliary loss in fp32
 
-    for bound, model in ((1e-6, open_transformers(source)), (1e-9, open_transformers(source, m))):
-        their_losses, their_gradients, their_weights = train_transformers(model, tokens, m)
+    for bound, model in ((1e-6, open_transformers(source)), (exact, open_transformers(source, m))):
+        their_losses, their_aux_losses, their_gradients, their_weights = train_transformers(model, tokens, m)
         assert losses[0] == pytest.approx(their_losses[0], abs=bound)
         off, at = worst(gradients, their_gradients, distance)
         assert off < bound, f"gradient of {at} is off by {off:.1e}"
-    assert losses == pytest.approx(their_losses, abs=1e-9)
+    assert losses == pytest.approx(their_losses, abs=exact)
+    assert aux_losses == pytest.approx(their_aux_losses, abs=exact)
     weights, source_weights = tensors(last, "model"), tensors(source, "model")
     assert weights.keys() == source_weights.keys()
     biases = {n: weights.pop(n) for n in bias_names(m) if n in weights}
     assert all(torch.equal(b, source_weights[n]) for n, b in biases.items()), "a model from a folder keeps its biases"
     off, at = worst(weights, their_weights, lambda a, b: (a - b).abs().max().item())
-    assert off < 1e-9, f"{at} is off by {off:.1e} after {STEPS} steps"
+    assert off < exact, f"{at} is off by {off:.1e} after {STEPS} steps"
 
     assert from_hf(read_hf_config(last)) == m
     ours = Transformer(m).double()
