@@ -3,6 +3,7 @@
 import math
 
 from ndtrain.arguments import near
+from ndtrain.config import registry
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.schema import AXES, DATA_AXES, Config, require, resolved
 
@@ -62,7 +63,7 @@ def resolve_micro_batch(cfg: Config) -> None:
         t.micro_batch = share // next(n for n in range(least, share + 1) if share % n == 0)
 
 
-_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab", "shared_mlp")  # the dims that tp's ops can shard
+_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab", "shared_mlp", "expert_mlp")  # the dims that tp's ops can shard
 
 
 def check_rules(rules: dict[str, str | None]) -> None:
@@ -100,6 +101,15 @@ def check_tp(cfg: Config) -> None:
     if rules.get("mlp") and m.num_experts is None:  # experts are whole; of dense layers among them the layouts tell
         require(
             m.intermediate_size % tp == 0, f"mesh.tp={tp} must divide model.intermediate_size={m.intermediate_size}"
+        )
+    moe = registry.get("family", m.model_type).moe
+    if rules.get("expert_mlp") and moe:
+        size, key = moe.dim_sizes(m)["expert_mlp"][0], "moe_intermediate_size"
+        key = "intermediate_size" if getattr(m, key) is None else key
+        require(
+            size % tp == 0,
+            f"mesh.tp={tp} must divide model.{key}={size}, which layout.rules.expert_mlp=tp shards: change one of "
+            "them, or set the rule to null",
         )
     if rules.get("vocab"):
         require(

@@ -119,9 +119,12 @@ class MeshConfig(Section):
 
 @dataclass
 class LayoutConfig(Section):
+    # dim -> tp: tp shards it, null: every rank has it whole
     rules: dict[str, str | None] = field(
-        default_factory=lambda: {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "shared_mlp": "tp"}
-    )
+        default_factory=lambda: {
+            "heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "shared_mlp": "tp", "expert_mlp": None,
+        }
+    )  # fmt: skip
 
 
 @dataclass
