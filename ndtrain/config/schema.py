@@ -119,12 +119,12 @@ class MeshConfig(Section):
 
 @dataclass
 class LayoutConfig(Section):
-    # dim -> tp: tp shards it, null: every rank has it whole
+    # of each dim: tp shards it, or null: every rank has it whole
     rules: dict[str, str | None] = field(
-        default_factory=lambda: {
-            "heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "shared_mlp": "tp", "expert_mlp": None,
-        }
-    )  # fmt: skip
+        default_factory=lambda: (
+            dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "shared_mlp"), "tp") | {"expert_mlp": None}
+        )
+    )
 
 
 @dataclass
