@@ -127,14 +127,14 @@ def test_products_are_shared_out():
     """With sequence parallelism a rank has half of each expert for twice the tokens; otherwise half for the same."""
     flops = lambda *more: dry_run(resolved_on(2, "mesh.tp=2", "train.micro_batch=2", *more), 1, "cpu").flops["matmul"]
     assert flops(SLICES) == flops()
-    rows, steps = 2 * 2 * 16, 3 * 3 * 4  # of two experts a token; forward and both gradients, of layers and microbatches
+    rows, steps = 2 * 2 * 16, 3 * 3 * 4  # two experts a token; forward and both gradients, layers, microbatches
     assert flops(WHOLE_STREAM) - flops(SLICES, WHOLE_STREAM) == rows * steps * 2 * 3 * 32 * 52 // 2
 
 
 @pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=FULL)])
 def test_no_output_is_summed_again_for_a_recompute(recompute):
-    """A layer's forward reduces attention's output and the experts', its backward the gradients of attention's input, of
-    the experts' tokens and of their weights. The embedding's rows and the loss's gradient are reduced too."""
+    """A layer's forward reduces attention's output and the experts', its backward the gradients of attention's input,
+    of the experts' tokens and of their weights. The embedding's rows and the loss's gradient are reduced too."""
     cfg = resolved_on(2, "mesh.tp=2", "train.micro_batch=2", f"recompute={recompute}", "train.loss_chunk=64", SLICES)
     (reduced,) = [t for t in dry_run(cfg, 1, "cpu").traffic if t.op == "reduce_scatter" and t.axis == "tp"]
     layers, microbatches = 3, 4
