@@ -84,6 +84,11 @@ def check_rules(rules: dict[str, str | None]) -> None:
 
 def check_tp(cfg: Config) -> None:
     m, tp, rules = cfg.model, cfg.mesh.tp, cfg.layout.rules
+    moe = registry.get("family", m.model_type).moe
+    require(
+        not rules.get("expert_mlp") or moe is not None,
+        f"layout.rules.expert_mlp=tp: model.model_type={m.model_type} has no experts: leave it out",
+    )
     if tp == 1:
         return
     heads, kv_heads = m.num_attention_heads, m.num_key_value_heads
@@ -102,8 +107,7 @@ def check_tp(cfg: Config) -> None:
         require(
             m.intermediate_size % tp == 0, f"mesh.tp={tp} must divide model.intermediate_size={m.intermediate_size}"
         )
-    moe = registry.get("family", m.model_type).moe
-    if rules.get("expert_mlp") and moe:
+    if moe and rules.get("expert_mlp"):
         size, key = moe.dim_sizes(m)["expert_mlp"][0], "moe_intermediate_size"
         key = "intermediate_size" if getattr(m, key) is None else key
         require(

@@ -34,7 +34,7 @@ class _Reduce(torch.autograd.Function):
 
 
 def _sum(y_NI: Tensor, comm: StreamComm) -> Tensor:
-    y_NI = y_NI.clone() if comm.sums_in_place else y_NI.contiguous()
+    y_NI = y_NI.clone(memory_format=torch.contiguous_format) if comm.sums_in_place else y_NI.contiguous()
     return comm.reduce(lambda rows: y_NI[rows], [slice(0, len(y_NI))])()
 
 

@@ -151,13 +151,14 @@ REFUSED = {
     "one whose size has another name": (
         [*MODEL, *MODELS["mixtral"], "model.intermediate_size=51"], "mesh.tp=2 must divide model.intermediate_size=51",
     ),
+    "a dense model": (["recipe=llama_debug"], "layout.rules.expert_mlp=tp: model.model_type=llama has no experts"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     overrides, said = REFUSED[name]
-    resolve(load_config([*overrides, "mesh.tp=2"]), 2)  # whole experts may have any size
+    resolve(load_config([*overrides, "mesh.tp=2"]), 2)  # without slices it is a run
     with pytest.raises(ConfigError) as caught:
         resolve(load_config([*overrides, "mesh.tp=2", SLICES]), 2)
     line = str(caught.value)
