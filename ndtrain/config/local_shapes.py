@@ -14,6 +14,8 @@ class LocalShapes:
         stream: (tokens, hidden_size) of the residual stream; sequence parallelism divides the tokens among tp ranks.
         heads, kv_heads: of its matmuls. K/V heads that several ranks need are held by each of them.
         intermediate_size: of its matmuls.
+        routed_tokens: whose rows its experts compute.
+        expert_parts: ranks that each have a slice of an expert.
         core_length: positions of one call of the attention core, which Ulysses gathers.
         core_heads, core_kv_heads: heads of that call, which Ulysses divides.
     """
@@ -23,6 +25,8 @@ class LocalShapes:
     heads: int
     kv_heads: int
     intermediate_size: int
+    routed_tokens: int
+    expert_parts: int
     core_length: int
     core_heads: int
     core_kv_heads: int
@@ -34,13 +38,16 @@ class LocalShapes:
         parts = lambda dim: mesh.tp if cfg.layout.rules.get(dim) == "tp" else 1
         ulysses = cfg.cp.ulysses or 1
         tokens = resolved(t.micro_batch) * t.seq_len // mesh.cp
+        stream = tokens // (mesh.tp if cfg.tp.sequence_parallel else 1)
         heads, kv_heads = m.num_attention_heads // parts("heads"), max(1, m.num_key_value_heads // parts("kv_heads"))
         return cls(
             tokens=tokens,
-            stream=(tokens // (mesh.tp if cfg.tp.sequence_parallel else 1), m.hidden_size),
+            stream=(stream, m.hidden_size),
             heads=heads,
             kv_heads=kv_heads,
             intermediate_size=m.intermediate_size // parts("mlp"),
+            routed_tokens=tokens if parts("expert_mlp") > 1 else stream,
+            expert_parts=parts("expert_mlp"),
             core_length=t.seq_len * ulysses // mesh.cp,
             core_heads=max(1, heads // ulysses),
             core_kv_heads=max(1, kv_heads // ulysses),

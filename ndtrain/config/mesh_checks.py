@@ -3,6 +3,7 @@
 import math
 
 from ndtrain.arguments import near
+from ndtrain.config import registry
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.schema import AXES, DATA_AXES, Config, require, resolved
 
@@ -62,7 +63,7 @@ def resolve_micro_batch(cfg: Config) -> None:
         t.micro_batch = share // next(n for n in range(least, share + 1) if share % n == 0)
 
 
-_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab", "shared_mlp")  # the dims that tp's ops can shard
+_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab", "shared_mlp", "expert_mlp")  # the dims that tp's ops can shard
 
 
 def check_rules(rules: dict[str, str | None]) -> None:
@@ -83,6 +84,11 @@ def check_rules(rules: dict[str, str | None]) -> None:
 
 def check_tp(cfg: Config) -> None:
     m, tp, rules = cfg.model, cfg.mesh.tp, cfg.layout.rules
+    moe = registry.get("family", m.model_type).moe
+    require(
+        not rules.get("expert_mlp") or moe is not None,
+        f"layout.rules.expert_mlp=tp: model.model_type={m.model_type} has no experts: leave it out",
+    )
     if tp == 1:
         return
     heads, kv_heads = m.num_attention_heads, m.num_key_value_heads
@@ -100,6 +106,14 @@ def check_tp(cfg: Config) -> None:
     if rules.get("mlp") and m.num_experts is None:  # experts are whole; of dense layers among them the layouts tell
         require(
             m.intermediate_size % tp == 0, f"mesh.tp={tp} must divide model.intermediate_size={m.intermediate_size}"
+        )
+    if moe and rules.get("expert_mlp"):
+        size, key = moe.dim_sizes(m)["expert_mlp"][0], "moe_intermediate_size"
+        key = "intermediate_size" if getattr(m, key) is None else key
+        require(
+            size % tp == 0,
+            f"mesh.tp={tp} must divide model.{key}={size}, which layout.rules.expert_mlp=tp shards: change one of "
+            "them, or set the rule to null",
         )
     if rules.get("vocab"):
         require(

@@ -119,8 +119,11 @@ class MeshConfig(Section):
 
 @dataclass
 class LayoutConfig(Section):
+    # of each dim: tp shards it, or null: every rank has it whole
     rules: dict[str, str | None] = field(
-        default_factory=lambda: {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "shared_mlp": "tp"}
+        default_factory=lambda: (
+            dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "shared_mlp"), "tp") | {"expert_mlp": None}
+        )
     )
 
 

@@ -21,6 +21,7 @@ from ndtrain.model.attention.scores import Scores
 from ndtrain.model.families import Family, family_of, latent
 from ndtrain.model.loss import head_loss
 from ndtrain.model.moe.exchange import Exchange, ExpertRows
+from ndtrain.model.moe.permutation import Permutation
 from ndtrain.model.moe.router import Routing
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import rotate
@@ -70,12 +71,17 @@ def balance(logits_NX: Tensor, routing: Routing, counts_X: Tensor, bias_X: Tenso
     return routing.weights
 
 
+def gather_routed(x_NE: Tensor, routing: Routing, permutation: Permutation) -> tuple[Tensor, Tensor, Permutation]:
+    """The tokens whose rows the experts here compute, with the weights and the permutation of their choices."""
+    return x_NE, routing.weights, permutation
+
+
 @dataclass(frozen=True)
 class Ops:
     """The calls that parallelism replaces; the defaults are what they say on one device. `parallel/tp.py` replaces
     `linear`, `norm_of_heads`, `for_all_heads`, `embedding` and `head_loss`, `parallel/cp.py` replaces `core`,
     `parallel/grouped_linear.py` replaces `grouped_linear`, `parallel/ep.py` replaces `exchange`, `parallel/balance.py`
-    replaces `balance`."""
+    replaces `balance`, `parallel/expert_slices.py` replaces `gather_routed` and `reduce_routed`."""
 
     linear: Callable = linear
     wide_linear: Callable = wide_linear  # (x [N, I], weight [O, I]) -> [N, O] in fp32 or wider
@@ -87,6 +93,8 @@ class Ops:
     core: Callable = local_core  # (q [B, T, H, D], k and v [B, T, K, D], ctx) -> [B, T, H, D]
     head_loss: Callable = head_loss  # (x [N, E], weight [V, E], labels [B, T], scale, chunk) -> scalar
     balance: Callable = balance  # (logits [N, X], routing, counts [X], bias [X]) -> weights [N, K]
+    gather_routed: Callable = gather_routed  # (x [N, E], routing, permutation) -> x, weights [N, K], permutation
+    reduce_routed: Callable = lambda y: y  # (outputs [N, E] of those tokens) -> outputs of the residual stream's
 
 
 class Context(NamedTuple):

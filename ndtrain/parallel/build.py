@@ -27,6 +27,7 @@ from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.compile_choice import choose_compile
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.ep import LANE, ExpertExchange
+from ndtrain.parallel.expert_slices import ExpertSlices
 from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8, prepare_compile
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
@@ -274,6 +275,8 @@ def _ops(
             shards_heads=cfg.layout.rules.get("heads") == "tp",
         )  # fmt: skip
         ops = tensor_parallel.over(ops, compiled)
+        if cfg.layout.rules.get("expert_mlp") == "tp":
+            ops = ExpertSlices(tensor_parallel.comm, cfg.tp.sequence_parallel, saved_ops).over(ops, compiled)
     return ops
 
 

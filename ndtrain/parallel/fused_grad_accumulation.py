@@ -51,7 +51,13 @@ class Gathered:
 
 class StreamComm:
     """The communication between the residual stream's tokens and a matmul's tokens. This class moves nothing: both are
-    the same."""
+    the same.
+
+    Attributes:
+        sums_in_place: whether `reduce` writes into what `produce` returns.
+    """
+
+    sums_in_place = False
 
     def gather(self, x: Tensor) -> Gathered:
         """The matmul's tokens from the residual stream's tokens; in backward, of gradients."""

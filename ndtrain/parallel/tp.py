@@ -10,6 +10,7 @@ Where tp meets the model, and what each rank does there:
 | o_proj                      | row          | its heads in, a partial sum of every output out                       |
 | gate_proj, up_proj          | column       | all tokens in, its columns of the MLP out                             |
 | down_proj                   | row          | its columns in, a partial sum of every output out                     |
+| experts                     | replicated   | each rank's tokens of the stream; as an option a slice of each expert |
 | projections into a latent   | replicated   | each rank's tokens of the stream; every head reads the rotated key    |
 | latent's q_b_proj, kv_b_proj| column       | all tokens' latents in, its heads out                                 |
 | norms, biases of row weights| replicated   | every rank holds them; under sequence parallelism gradients are summed|
@@ -52,7 +53,6 @@ from ndtrain.distributed.collectives import (
 from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout, TensorLayout, balanced_split
 from ndtrain.model import Ops
 from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, cross_entropy
-from ndtrain.parallel.for_all_heads import for_all_heads
 from ndtrain.parallel.fused_grad_accumulation import (
     PLAIN_MATMUL,
     Gathered,
@@ -63,6 +63,7 @@ from ndtrain.parallel.fused_grad_accumulation import (
     WeightOps,
 )
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.mappings import gather_tokens
 from ndtrain.parallel.norm_of_heads import norm_of_heads
 from ndtrain.parallel.recompute import SavedOps
 
@@ -146,6 +147,8 @@ class ReplicatedComm(StreamComm):
     Args:
         overlap: sum in as many parts as there are ranks, so that a matmul runs while the part before is on its way.
     """
+
+    sums_in_place = True
 
     def __init__(self, group: dist.ProcessGroup, overlap: bool):
         self.group, self.parts = group, group.size() if overlap else 1
@@ -283,7 +286,7 @@ class TensorParallel:
         """
         outside = torch.compiler.disable if compiled else lambda op: op
         if self.shards_heads:
-            norm, shared = partial(norm_of_heads, group=self.group), partial(for_all_heads, comm=self.comm)
+            norm, shared = partial(norm_of_heads, group=self.group), partial(gather_tokens, comm=self.comm)
             ops = replace(ops, norm_of_heads=outside(norm), for_all_heads=outside(shared))
         return replace(
             ops, linear=outside(self.ops.linear), embedding=self.embedding, core=self.local_heads(ops.core),

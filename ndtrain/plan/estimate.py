@@ -117,8 +117,8 @@ class Place:
         }
         if not sparse:
             return elements
-        rows = sparse * s.stream[0] * resolved(m.num_experts_per_tok)
-        wide = resolved(family_of(m).moe).dim_sizes(m)["expert_mlp"][0]
+        rows = sparse * s.routed_tokens * resolved(m.num_experts_per_tok)
+        wide = resolved(family_of(m).moe).dim_sizes(m)["expert_mlp"][0] / s.expert_parts
         way = rows * m.hidden_size
         return elements | {DISPATCH: way, "experts": 2 * rows * wide, COMBINE: way}
 
@@ -237,14 +237,15 @@ class _Held(NamedTuple):
 
 
 def _held(cfg: Config) -> list[_Held]:
-    """Experts are cut over ep in place of tp, and sharded over the ranks that ep leaves."""
+    """Experts are cut over ep, over tp only by a rule, and sharded over the ranks that ep leaves."""
     m, spec = cfg.model, MeshSpec.of(cfg.mesh)
     in_stacks = lambda i: sum(math.prod(s) for name, s in flops.block_shapes(m, i).items() if ".experts." in name)
     experts = flops.over_layers(m, in_stacks)
     others = (flops.parameter_count(m) - experts) // (cfg.mesh.pp * cfg.mesh.tp)
     held = [_Held(others, cfg.mesh.fsdp * cfg.mesh.cp, "fsdp+cp", "dp", of_experts=False)]
     if experts:
-        axes, mine = [spec.beside_ep(axis) for axis in ("fsdp", "cp")], experts // (cfg.mesh.pp * cfg.mesh.ep)
+        axes = [spec.beside_ep(axis) for axis in ("fsdp", "cp")]
+        mine = experts // (cfg.mesh.pp * cfg.mesh.ep * LocalShapes.of(cfg).expert_parts)
         held.append(_Held(mine, spec.size(*axes), "+".join(axes), spec.beside_ep("dp"), of_experts=True))
     return held
 

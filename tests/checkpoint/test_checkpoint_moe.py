@@ -21,7 +21,8 @@ MOE = [
     "model.moe_intermediate_size=20", "model.shared_expert_intermediate_size=24", "model.mlp_only_layers=[1]",
     "moe.bias_rate=0.05",
 ]  # fmt: skip
-MESHES = {  # 56 ordered pairs
+SLICES = "layout.rules.expert_mlp=tp"
+MESHES = {  # 90 ordered pairs
     "fsdp2": ["mesh.fsdp=2"],
     "pp2-tp2": ["mesh.pp=2", "mesh.tp=2", "schedule=zb_h1"],
     "dp2-fsdp2-cp2": ["mesh.dp=2", "mesh.fsdp=2", "mesh.cp=2", "mesh.zero=1"],
@@ -31,9 +32,11 @@ MESHES = {  # 56 ordered pairs
     "pp2-dp2-fsdp2-ep2": [
         "mesh.pp=2", "mesh.dp=2", "mesh.fsdp=2", "mesh.ep=2", "mesh.zero=3", "mesh.order=[fsdp,pp,dp,cp,tp]"
     ],
+    "tp2-slices": ["mesh.tp=2", SLICES],
+    "fsdp2-tp2-ep2-slices": ["mesh.fsdp=2", "mesh.tp=2", "mesh.ep=2", "tp.sequence_parallel=false", SLICES],
     "dp2-fsdp2-cp2-ep8": ["mesh.dp=2", "mesh.fsdp=2", "mesh.cp=2", "mesh.ep=8", "mesh.zero=1"],
 }  # fmt: skip
-SAMPLE = {"fsdp2-ep2": ["pp2-tp2"]}
+SAMPLE = {"fsdp2-ep2": ["pp2-tp2", "tp2-slices"]}
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,11 @@ EXPERTS = [
             marks=FULL,
         ),
         pytest.param(
+            8, ["mesh.pp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.ep=2", "layout.rules.expert_mlp=tp", "mesh.zero=3",
+                "schedule=zb_h1", "train.global_batch=8"],
+            marks=FULL,
+        ),
+        pytest.param(
             16, ["mesh.pp=2", "mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.ep=2", "mesh.zero=3",
                  "schedule=interleaved", "train.global_batch=8"],
             marks=FULL,

@@ -87,11 +87,13 @@ class MoEBlock(Block):
         routing = self.moe.route(self.m, logits_NX, self.selection_bias)
         permutation = Permutation.of(routing.experts, logits_NX.shape[1])
         weights_NK = self.ops.balance(logits_NX, routing, permutation.counts, self.selection_bias)
+        routing = routing._replace(weights=weights_NK)
+        routed_NE, weights_NK, permutation = self.ops.gather_routed(x_NE, routing, permutation)
         exchange = self.ops.exchange(permutation.counts, len(permutation.slots))
-        sent = exchange.send(permute(x_NE, permutation))
+        sent = exchange.send(permute(routed_NE, permutation))
         shared_NE = self.shared_expert(x_NE) if self.moe.shared else None  # while rows travel
         y_RE = self.experts(exchange.receive(sent), exchange.expert_rows)
-        y_NE = combine(exchange.to_tokens(y_RE), weights_NK, permutation)
+        y_NE = self.ops.reduce_routed(combine(exchange.to_tokens(y_RE), weights_NK, permutation))
         return y_NE if shared_NE is None else y_NE + shared_NE
 
     def experts(self, x_RE: Tensor, expert_rows: ExpertRows) -> Tensor:
