@@ -5,7 +5,7 @@ import math
 from ndtrain.arguments import near
 from ndtrain.config import registry
 from ndtrain.config.local_shapes import LocalShapes
-from ndtrain.config.schema import AXES, DATA_AXES, Config, require, resolved
+from ndtrain.config.schema import AXES, DATA_AXES, Config, MoEConfig, require, resolved
 
 
 def resolve_mesh(cfg: Config, world_size: int) -> None:
@@ -37,8 +37,19 @@ def resolve_mesh(cfg: Config, world_size: int) -> None:
 
 def check_ep(cfg: Config) -> None:
     """Experts are shared by ranks that the data axes have already."""
-    mesh, experts = cfg.mesh, cfg.model.num_experts
+    mesh, moe, experts = cfg.mesh, cfg.moe, cfg.model.num_experts
+    require(
+        moe.overlap or moe.parts == MoEConfig().parts,
+        f"moe.parts={moe.parts} is read with moe.overlap=true: set that too, or leave it out",
+    )
     if mesh.ep == 1:
+        require(
+            not moe.overlap, "moe.overlap=true: with mesh.ep=1 no rows travel: leave it out, or set mesh.ep above 1"
+        )
+        require(
+            moe.capacity is None,
+            f"moe.capacity={moe.capacity}: with mesh.ep=1 no rows travel: leave it out, or set mesh.ep above 1",
+        )
         return
     require(
         experts is not None,
@@ -51,6 +62,12 @@ def check_ep(cfg: Config) -> None:
         f"{mesh.dp} x {mesh.fsdp} x {mesh.cp} = {ranks}, the ranks that it folds over",
     )
     require(resolved(experts) % mesh.ep == 0, f"mesh.ep={mesh.ep} must divide model.num_experts={experts}: lower it")
+    each = resolved(experts) // mesh.ep
+    require(
+        not moe.overlap or moe.parts <= each,
+        f"moe.overlap=true: moe.parts={moe.parts} is more than the experts of a layer that a rank holds, "
+        f"{experts} / {mesh.ep} = {each}: lower mesh.ep, or leave it out",
+    )
 
 
 def resolve_micro_batch(cfg: Config) -> None:

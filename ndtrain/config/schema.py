@@ -188,6 +188,10 @@ class MoEConfig(Section):
     bias_rate: float = at_least(0, 0.001)  # with balance=bias: by how much a step changes the bias of an expert
     aux_coef: float | None = at_least(0, None)  # of the loss of sequences; null: 0.001 with balance=sequence, else 0
     z_loss: float = at_least(0, 0.0)  # the factor of the router's z-loss
+    overlap: bool = False  # with mesh.ep: rows travel in parts, and one part is multiplied while others travel
+    parts: int = at_least(2, 2)  # with overlap: how many
+    # with mesh.ep: the size of buffers over the mean number of rows; null: as large as the rows need
+    capacity: float | None = at_least(1, None)
     # the experts start as copies of the MLPs of a dense model, which init_from names; model.* is then the run's own
     upcycle: bool = False
 

@@ -19,7 +19,7 @@ send lasts until it is received. Operations of different groups overlap with com
 | dp: all-reduces of summed gradients  | dp                          | at the end of the step                    |
 | tp: gathers and sums around matmuls  | tp                          | chunk by chunk (`tp.overlap`), or at once |
 | cp: keys and values, their gradients | cp                          | one block of attention later              |
-| ep: rows of experts, their gradients | ep; a second one of its own | at once                                   |
+| ep: rows of experts, their gradients | ep; a second one of its own | at once; one part later (`moe.overlap`)   |
 | pp: activations, their gradients     | one per (source, target)    | by the receiving action; sends at the end |
 | pp: sum of tied embeddings           | that of (first, last) stage | at once                                   |
 
@@ -225,21 +225,20 @@ def all_to_all(
 
 
 def all_to_all_rows(
-    sent: Tensor, received: Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup, nbytes: int
+    sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.ProcessGroup, nbytes: int
 ) -> Pending:
-    """Sends the next `sends[i]` rows of `sent` to rank i of the group, and receives from it the next `receives[i]` rows
-    of `received`; both contiguous.
+    """Sends `sends[i]` to rank i of the group, and receives `receives[i]` from it. All are contiguous, and any may be
+    empty, on both its ends.
 
     Args:
         nbytes: the size that is recorded, the same on all ranks, though each sends and receives other numbers of rows.
     """
     record = RECORDER.launch("all_to_all", group, nbytes)
-    if _native(sent):
-        work = dist.all_to_all_single(received, sent, list(receives), list(sends), group=group, async_op=True)
-        return Pending([work], record=record)
-    mine, theirs = sent.split(list(sends)), received.split(list(receives))
-    theirs[group.rank()].copy_(mine[group.rank()])
-    return Pending(_exchange(mine, theirs, group), record=record)
+    me = group.rank()
+    if _native(sends[me]):
+        return Pending([dist.all_to_all(list(receives), list(sends), group=group, async_op=True)], record=record)
+    receives[me].copy_(sends[me])
+    return Pending(_exchange(sends, receives, group), record=record)
 
 
 def by_distance(group: dist.ProcessGroup) -> list[tuple[int, int]]:

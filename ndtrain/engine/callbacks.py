@@ -213,7 +213,7 @@ class LoggingCallback(Callback):
         largest = report.signals.max(dim=0).values.tolist()
         for text in self._stragglers.update(report.signals[:, BUSY].tolist()):
             self.trainer.warn(text)
-        numbers: dict[str, Any] = report.balance | metrics
+        numbers: dict[str, Any] = report.balance | self._ran_again(report) | metrics
         self._metrics.log(
             step=report.step,
             loss=report.loss,
@@ -230,6 +230,15 @@ class LoggingCallback(Callback):
         if "eval_loss" in metrics:
             text = f"eval_loss {metrics['eval_loss']:.4f}  in {metrics['eval_time_s']:.1f} s"
             self.trainer.note(f"step {report.step}  {text}")
+
+    def _ran_again(self, report: StepReport) -> dict[str, int]:
+        """With `moe.capacity` how often the step was run again."""
+        if report.capacity is None:
+            return {}
+        if report.reruns:
+            text = f"more rows came to an expert than fit, so the step was run again with {report.capacity:g}"
+            self.trainer.note(f"step {report.step}: {text} times the mean (moe.capacity)")
+        return {"moe/reruns": report.reruns}
 
 
 def device_peak(cfg: Config, mesh: Mesh, notes: list[str]) -> float | None:

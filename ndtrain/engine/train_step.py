@@ -37,6 +37,8 @@ class StepReport:
         skipped: loss or gradient was not finite, so nothing was updated.
         signals: each rank's `signals` row, fp64 [ranks, k].
         balance: the numbers of the experts' balance, by their names.
+        reruns: how often the step was run again, because rows of experts did not fit (`moe.capacity`).
+        capacity: the one with which they fitted; None: it is not set.
     """
 
     step: int
@@ -47,6 +49,8 @@ class StepReport:
     skipped: bool
     signals: Tensor
     balance: dict[str, float] = field(default_factory=dict)
+    reruns: int = 0
+    capacity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,16 @@ class PendingReport:
     tokens: int
     result: Readback
     balance_names: tuple[str, ...] = ()
+    reruns: int = 0
+    capacity: float | None = None
 
     def wait(self) -> StepReport:
         """The report. Calling this late leaves the device unblocked."""
         numbers, signals = self.result.wait(f"the result of step {self.step}")
         loss, norm, finite, *others = numbers.tolist()
         balance = dict(zip(self.balance_names, others, strict=True))
-        return StepReport(self.step, loss, norm, self.lr, self.tokens, not finite, signals, balance)
+        ran = self.reruns, self.capacity
+        return StepReport(self.step, loss, norm, self.lr, self.tokens, not finite, signals, balance, *ran)
 
 
 class TrainingStep:
@@ -80,6 +87,7 @@ class TrainingStep:
         self.executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, stages.recompute.groups)
         self.look_ahead = forwards(cfg, mesh, stages, loss=False) if stages.balance.pooled else None
         self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
+        self._reruns = 0  # of the step that is running
 
     def run(self, step: int, batches: Sequence[Batch], signals: Signals = lambda: (0.0,)) -> PendingReport:
         """Makes update number `step` (from 1) from this rank's microbatches."""
@@ -87,8 +95,21 @@ class TrainingStep:
         return self.update(step, loss, signals)
 
     def forward_backward(self, step: int, batches: Sequence[Batch]) -> Tensor:
-        """This rank's share of the loss; gradients are summed over the mesh when this returns."""
+        """This rank's share of the loss; gradients are summed over the mesh when this returns. With `moe.capacity` all
+        of it is run again for as long as rows of experts do not fit."""
         RECORDER.begin(step)
+        self._reruns, capacity = 0, self.stages.capacity
+        if capacity is None:
+            return self._forward_backward(batches)
+        while True:
+            with capacity.in_use():
+                loss = self._forward_backward(batches)
+            if not capacity.overflowed():
+                return loss
+            capacity.grow()
+            self._reruns += 1
+
+    def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         self.stages.balance.begin_step()
         valid = sum((b.labels != IGNORE).sum() for b in batches).double()
         counts, counted = all_gather_row(valid.view(1), self.mesh.group(*DATA_AXES))
@@ -122,8 +143,9 @@ class TrainingStep:
         self.stages.units.weights_changed(published=True)
         rows, work = all_gather_row(upload(signals(), self.mesh.device), self.mesh.world)
         numbers = torch.cat([torch.stack([stats.loss, stats.norm, stats.finite.double()]), balance.numbers()])
-        result = Readback(work, numbers, rows)
-        return PendingReport(step, lr, self.cfg.train.global_batch * self.cfg.train.seq_len, result, balance.names)
+        result, tokens = Readback(work, numbers, rows), self.cfg.train.global_batch * self.cfg.train.seq_len
+        capacity = None if self.stages.capacity is None else self.stages.capacity.factor
+        return PendingReport(step, lr, tokens, result, balance.names, self._reruns, capacity)
 
 
 class Evaluation:

@@ -26,7 +26,8 @@ from ndtrain.model.transformer import EMBED, expert_of, fused_names, unit_of
 from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.compile_choice import choose_compile
 from ndtrain.parallel.cp import cp_core
-from ndtrain.parallel.ep import LANE, ExpertExchange
+from ndtrain.parallel.ep import LANE, ExpertExchange, parts_of
+from ndtrain.parallel.ep_capacity import Capacity
 from ndtrain.parallel.expert_slices import ExpertSlices
 from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8, prepare_compile
 from ndtrain.parallel.fsdp import ShardedUnits
@@ -172,7 +173,8 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     saved_ops = SavedOps(op_names)
     fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
     balance = Balance(cfg, mesh)
-    ops = _ops(cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, compiled, in_graph)
+    capacity = Capacity(cfg, mesh) if cfg.moe.capacity is not None else None
+    ops = _ops(cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, compiled, in_graph, capacity)
     ops = replace(ops, balance=torch.compiler.disable(balance) if compiled else balance)
     kernel, attention = choose_kernel(cfg, mesh, plan.compute) if kind_of(mesh.device) == "cuda" else (None, "")
     for model in models.values():
@@ -180,7 +182,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
         balance.adopt(model)
     segments = {s: m.segments() for s, m in models.items()}
     notes = [note for note in (attention, compile_note) if note]
-    stages = Stages(models, segments, units, layouts, placement, saved_ops, balance, notes)
+    stages = Stages(models, segments, units, layouts, placement, saved_ops, balance, notes, capacity=capacity)
     if trains:
         stages.recompute = _plan_recompute(cfg, mesh, stages)
     return stages
@@ -189,7 +191,14 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
 def _fused_names(cfg: Config, held: frozenset[str]) -> list[tuple[str, ...]]:
     """Of the weights that one matmul may serve, those that this rank holds."""
     here = (tuple(n for n in names if n in held) for names in fused_names(cfg.model))
-    return [names for names in here if names]
+    return [part for names in here if names for part in _in_parts(cfg, names)]
+
+
+def _in_parts(cfg: Config, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The stack of each part of the experts, which one grouped product serves; others stay whole."""
+    if not cfg.moe.overlap or expert_of(names[0]) is None:
+        return [names]
+    return [names[experts] for experts in parts_of(len(names), cfg.moe.parts)]
 
 
 def _complete(model: Transformer, units: ShardedUnits, ops: Ops, kernel: str | None, compiled: bool) -> None:
@@ -247,6 +256,7 @@ def _ops(
     fused_weights: dict[nn.Parameter, FusedWeights],
     compiled: bool,
     in_graph: bool,
+    capacity: Capacity | None,
 ) -> Ops:
     """The model's ops on this mesh: cp replaces the attention core, ep the exchange with the experts, tp the ops with
     weights.
@@ -254,11 +264,14 @@ def _ops(
     Args:
         compiled: whether blocks and loss are compiled.
         in_graph: whether matmuls are part of compiled graphs.
+        capacity: of exchanges, with `moe.capacity`.
     """
     matmul, loss = _matmul_impl(cfg, mesh, compiled), compiled_cross_entropy() if compiled else cross_entropy
     ops = fused_ops(accumulator, saved_ops, matmul, fused_weights, loss)
     if cfg.mesh.ep > 1:
-        ops = replace(ops, exchange=partial(ExpertExchange, mesh.group(EP, lane=LANE), saved_ops))
+        parts = cfg.moe.parts if cfg.moe.overlap else 1
+        exchange = ExpertExchange if capacity is None else capacity.exchange
+        ops = replace(ops, exchange=partial(exchange, mesh.group(EP, lane=LANE), parts, saved_ops))
     if compiled:
         outside = torch.compiler.disable
         core = outside(ops.core) if needs_saved_ops(cfg) else local_core

@@ -8,22 +8,31 @@ experts get no row takes part with none, and its graph is the same.
 What lies between `send` and `receive` is computed while the rows travel: the shared expert, and in the backward its
 gradients, since autograd runs first what was made last.
 
+With `moe.overlap` the experts of a rank are cut into parts, and the rows of a part travel by themselves. In the forward
+the rows of all parts are launched first. Then each part is multiplied while the later ones arrive and the outputs of
+the earlier ones go back. Autograd takes the parts in the opposite order, so their gradients are launched in that order.
+An expert gets the same rows in the same order, so no result changes.
+
 Every gradient of an expert is made where the expert is, from the rows of all ranks along ep. So it is summed only over
 the axes that ep leaves, and no number of ranks appears anywhere.
 
-Shape legend: M rows of this rank's tokens, sorted by expert, R rows of this rank's experts, E hidden_size, X experts.
+Shape legend: M rows of this rank's tokens, sorted by expert, R rows of a part of this rank's experts, E hidden_size, X
+experts.
 """
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.distributed.collectives import all_to_all_rows
-from ndtrain.model.moe.exchange import Exchange, ExpertRows
+from ndtrain.distributed.collectives import Pending, all_to_all_rows
+from ndtrain.distributed.sharding import balanced_split
+from ndtrain.model.moe.exchange import Exchange, ExpertRows, Part
 from ndtrain.model.moe.permutation import Permutation
 from ndtrain.parallel.recompute import COMBINE, DISPATCH, SavedOps
 
@@ -42,6 +51,11 @@ def imbalanced(times: float) -> Iterator[None]:
         _imbalance = before
 
 
+def parts_of(experts: int, parts: int) -> list[slice]:
+    """The parts of a rank's experts, as even as can be."""
+    return [slice(*balanced_split(experts, parts, i)) for i in range(parts)]
+
+
 class SavedExchange(Exchange):
     """An exchange whose results a recomputed block may save. All experts are here, and rows stay where they are.
 
@@ -51,102 +65,231 @@ class SavedExchange(Exchange):
     """
 
     def __init__(self, saved_ops: SavedOps, counts_X: Tensor, rows: int):
-        super().__init__(counts_X, rows)
+        self._saved_ops = saved_ops
+        self.parts = [_SavedPart(saved_ops, slice(None), ExpertRows.of(counts_X, rows))]
+
+    @torch.compiler.disable
+    def to_tokens(self, returned: Sequence[Tensor]) -> Tensor:
+        return _Move.apply(_as_it_is, _as_it_is, self._saved_ops.of(COMBINE), *returned)
+
+
+class _SavedPart(Part):
+    def __init__(self, saved_ops: SavedOps, experts: slice, expert_rows: ExpertRows):
+        super().__init__(experts, expert_rows)
         self._saved_ops = saved_ops
 
     @torch.compiler.disable
     def receive(self, sent: Tensor) -> Tensor:
-        return _Move.apply(sent, _as_it_is, _as_it_is, self._saved_ops.of(DISPATCH))
-
-    @torch.compiler.disable
-    def to_tokens(self, y_RE: Tensor) -> Tensor:
-        return _Move.apply(y_RE, _as_it_is, _as_it_is, self._saved_ops.of(COMBINE))
+        return _Move.apply(_as_it_is, _as_it_is, self._saved_ops.of(DISPATCH), sent)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-class ExpertExchange(SavedExchange):
-    """The exchange with the experts of other ranks. What came by messages is saved in every mode of recompute.
+class TravellingPart(Part, ABC):
+    """A part whose rows come from other ranks. What came by messages is saved in every mode of recompute.
 
-    Args:
-        group: the ranks along ep; each has as many experts, in order.
-        saved_ops, counts_X, rows: as `SavedExchange` takes them.
+    The four steps of the way are those of rows and, in the opposite direction, of their gradients: an exchange calls
+    `start_there` and, when all parts' `start_back` were called, `finish_back`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, saved_ops: SavedOps, counts_X: Tensor, rows: int):
-        self._group, self._saved_ops = group, saved_ops
-        theirs_X, on_host = saved_ops(DISPATCH, partial(_exchange_counts, counts_X, group))
-        ranks, each = group.size(), len(counts_X) // group.size()
-        mine, theirs = _even(rows, len(counts_X), group) if on_host.is_meta else on_host.tolist()
-        by_rank = [slice(i * each, (i + 1) * each) for i in range(ranks)]
-        self._sends, self._receives = ([sum(counts[s]) for s in by_rank] for counts in (mine, theirs))
-        experts_R = torch.arange(each, device=counts_X.device).repeat(ranks)
-        experts_R = experts_R.repeat_interleave(theirs_X, output_size=sum(theirs))
-        self._order = Permutation.of(experts_R[:, None], each)
-        self.expert_rows = ExpertRows.of_sizes([sum(theirs[x::each]) for x in range(each)], self._order.counts)
-
-    @torch.compiler.disable
-    def send(self, x_ME: Tensor) -> Tensor:
-        """Returns a tensor without elements, which stands for the rows that travel."""
-        return _Move.apply(x_ME, self._start_there, self._finish_back, None)
+    def __init__(self, saved_ops: SavedOps, experts: slice, expert_rows: ExpertRows):
+        super().__init__(experts, expert_rows)
+        self._saved_ops = saved_ops
+        self._there: tuple[Pending, Tensor] | None = None  # what travels to the experts, and where to
+        self._back: Pending | None = None  # what travels to the tokens
 
     @torch.compiler.disable
     def receive(self, sent: Tensor) -> Tensor:
-        return _Move.apply(sent, self._finish_there, self._start_back, self._saved_ops.of(DISPATCH))
+        return _Move.apply(self.finish_there, self.start_back, self._saved_ops.of(DISPATCH), sent)
 
     @torch.compiler.disable
-    def to_tokens(self, y_RE: Tensor) -> Tensor:
-        return _Move.apply(y_RE, self._back, self._there, self._saved_ops.of(COMBINE))
+    def send_back(self, y_RE: Tensor) -> Tensor:
+        """Returns a tensor without elements, which stands for the rows that travel."""
+        start = _nothing if self._saved_ops.replays(COMBINE) else self.start_back
+        return _Move.apply(start, self.finish_there, None, y_RE)
 
-    def _there(self, x_ME: Tensor) -> Tensor:
-        return self._finish_there(self._start_there(x_ME))
+    def start_there(self, x_ME: Tensor) -> None:
+        """Launches the rows of this part's experts."""
+        self._there = self.launch_there(x_ME)
 
-    def _back(self, y_RE: Tensor) -> Tensor:
-        return self._finish_back(self._start_back(y_RE))
+    def finish_there(self, sent: Tensor) -> Tensor:
+        """The rows that came, sorted by expert."""
+        assert self._there is not None, "rows are received that were not sent"
+        (pending, arriving), self._there = self._there, None
+        pending.wait()
+        return self.by_expert(arriving)
 
-    def _start_there(self, x_ME: Tensor) -> Tensor:
-        if not self._saved_ops.replays(DISPATCH):
-            self._launch(x_ME, self._sends, self._receives, x_ME.nbytes)
-        return x_ME.new_empty(0)
-
-    def _finish_there(self, sent: Tensor) -> Tensor:
-        """Rows come rank by rank, each rank's sorted by expert."""
-        return self._arrived()[self._order.slots]
-
-    def _start_back(self, y_RE: Tensor) -> Tensor:
-        of_tokens = sum(self._sends) * y_RE.shape[1] * y_RE.element_size()
-        self._launch(y_RE[self._order.rows[:, 0]], self._receives, self._sends, of_tokens)
+    def start_back(self, y_RE: Tensor) -> Tensor:
+        """Launches the rows of this part's experts on their way to the tokens."""
+        self._back = self.launch_back(y_RE)
         return y_RE.new_empty(0)
 
-    def _finish_back(self, sent: Tensor) -> Tensor:
-        return self._arrived()
+    def finish_back(self) -> None:
+        assert self._back is not None, "rows are received that were not sent"
+        self._back.wait()
+        self._back = None
 
-    def _launch(self, rows: Tensor, sends: list[int], receives: list[int], nbytes: int) -> None:
-        arriving = rows.new_empty(sum(receives), rows.shape[1])
-        pending = all_to_all_rows(rows, arriving, sends, receives, self._group, nbytes)
-        self._travelling = pending, arriving
+    @abstractmethod
+    def launch_there(self, x_ME: Tensor) -> tuple[Pending, Tensor]:
+        """Returns the operation, and where the rows of the experts arrive."""
 
-    def _arrived(self) -> Tensor:
-        """The rows that were launched last. No two exchanges of a microbatch are under way at one time."""
-        pending, arriving = self._travelling
-        del self._travelling
-        pending.wait()
-        return arriving
+    @abstractmethod
+    def by_expert(self, arriving: Tensor) -> Tensor:
+        """What has arrived, sorted by expert: [R, E]."""
+
+    @abstractmethod
+    def launch_back(self, y_RE: Tensor) -> Pending:
+        """The opposite of `by_expert` and of `launch_there`."""
 
 
-def _exchange_counts(counts_X: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _nothing(x: Tensor) -> Tensor:
+    return x.new_empty(0)
+
+
+class TravellingExchange(Exchange):
+    """The exchange with the experts of other ranks, part by part. All ranks launch the parts in one order.
+
+    Attributes:
+        parts: as of an `Exchange`; they write what comes back into what `returning` returns.
+    """
+
+    parts: Sequence[TravellingPart]
+
+    def __init__(self, saved_ops: SavedOps):
+        self._saved_ops = saved_ops
+        self._returning: Tensor | None = None
+
+    @torch.compiler.disable
+    def send(self, x_ME: Tensor) -> Sequence[Tensor]:
+        """Returns for each part a tensor without elements, which stands for its rows that travel."""
+        start = self._no_start if self._saved_ops.replays(DISPATCH) else partial(self._start_there, self.parts)
+        return _Move.apply(start, self._finish_back, None, x_ME)
+
+    @torch.compiler.disable
+    def to_tokens(self, returned: Sequence[Tensor]) -> Tensor:
+        # autograd runs the last part's backward first
+        launch = partial(self._start_there, self.parts[::-1])
+        return _Move.apply(self._finish_back, launch, self._saved_ops.of(COMBINE), *returned)
+
+    def returning(self, rows: int, like: Tensor) -> Tensor:
+        """Where all rows of this rank's tokens [rows, E] arrive on their way back, one tensor for all parts."""
+        if self._returning is None:
+            self._returning = like.new_empty(rows, like.shape[1])
+        return self._returning
+
+    def of_tokens(self, returned: Tensor) -> Tensor:
+        """What all parts wrote into `returning`, in the order of the rows that were sent: [M, E]."""
+        return returned
+
+    def _start_there(self, parts: Sequence[TravellingPart], x_ME: Tensor) -> tuple[Tensor, ...]:
+        for part in parts:
+            part.start_there(x_ME)
+        return self._no_start(x_ME)
+
+    def _no_start(self, x_ME: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x_ME.new_empty(0) for _ in self.parts)
+
+    def _finish_back(self, *returned: Tensor) -> Tensor:
+        for part in self.parts:
+            part.finish_back()
+        made, self._returning = self._returning, None
+        assert made is not None, "rows are received that were not sent"
+        return self.of_tokens(made)
+
+
+class ExpertExchange(TravellingExchange):
+    """Sends as many rows as there are, for which the host waits for their numbers.
+
+    Args:
+        group: the ranks along ep; each has as many experts, in order.
+        parts: into which the experts of a rank are cut.
+        saved_ops, counts_X, rows: as `SavedExchange` takes them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, parts: int, saved_ops: SavedOps, counts_X: Tensor, rows: int):
+        super().__init__(saved_ops)
+        theirs_X, on_host = saved_ops(DISPATCH, partial(exchange_counts, counts_X, group))
+        mine, theirs = _even(rows, len(counts_X), group) if on_host.is_meta else on_host.tolist()
+        each = len(counts_X) // group.size()
+        self.parts = [
+            _UnevenPart(self, group, saved_ops, experts, each, mine, theirs, theirs_X)
+            for experts in parts_of(each, parts)
+        ]
+
+
+class _UnevenPart(TravellingPart):
+    """
+    Args:
+        each: how many experts a rank has.
+        mine, theirs: the rows that go to each expert, and that come from each rank for each expert here, [X] on the
+            host.
+        theirs_X: on the device.
+    """
+
+    def __init__(
+        self,
+        exchange: TravellingExchange,
+        group: dist.ProcessGroup,
+        saved_ops: SavedOps,
+        experts: slice,
+        each: int,
+        mine: list[int],
+        theirs: list[int],
+        theirs_X: Tensor,
+    ):
+        self._exchange, self._group = exchange, group
+        ends, firsts = list(accumulate(mine, initial=0)), range(0, len(mine), each)
+        self._rows = ends[-1]
+        self._sends = [slice(ends[first + experts.start], ends[first + experts.stop]) for first in firsts]
+        come = [theirs[first:][experts] for first in firsts]  # by rank and expert
+        self._receives = [sum(of_rank) for of_rank in come]
+        self._share = (experts.stop - experts.start) / each
+        number = experts.stop - experts.start
+        experts_R = torch.arange(number, device=theirs_X.device).repeat(len(firsts))
+        theirs_R = theirs_X.view(-1, each)[:, experts].flatten()
+        experts_R = experts_R.repeat_interleave(theirs_R, output_size=sum(self._receives))
+        self._order = Permutation.of(experts_R[:, None], number)
+        sizes = [sum(of_expert) for of_expert in zip(*come, strict=True)]
+        super().__init__(saved_ops, experts, ExpertRows.of_sizes(sizes, self._order.counts))
+
+    def launch_there(self, x_ME: Tensor) -> tuple[Pending, Tensor]:
+        arriving = x_ME.new_empty(sum(self._receives), x_ME.shape[1])
+        sends, receives = [x_ME[rows] for rows in self._sends], arriving.split(self._receives)
+        return all_to_all_rows(sends, receives, self._group, self._nbytes(x_ME)), arriving
+
+    def by_expert(self, arriving: Tensor) -> Tensor:
+        """Rows come rank by rank, each rank's sorted by expert."""
+        return arriving[self._order.slots]
+
+    def launch_back(self, y_RE: Tensor) -> Pending:
+        returning = self._exchange.returning(self._rows, y_RE)
+        sends = y_RE[self._order.rows[:, 0]].split(self._receives)
+        return all_to_all_rows(sends, [returning[rows] for rows in self._sends], self._group, self._nbytes(y_RE))
+
+    def _nbytes(self, x: Tensor) -> int:
+        """Of the mean part of this size."""
+        return round(self._share * self._rows * x.shape[1] * x.element_size())
+
+
+def exchange_counts(counts_X: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """
     Returns:
         how many rows come from each rank for each expert here, [X]; on the host [2, X]: the rows that go to each
         expert, and those that come.
     """
-    each = [len(counts_X) // group.size()] * group.size()
-    theirs_X = torch.zeros_like(counts_X)  # where nothing is sent, as on a pretended rank, nothing comes
-    all_to_all_rows(counts_X, theirs_X, each, each, group, counts_X.nbytes).wait()
+    theirs_X = their_counts(counts_X, group)
     both = torch.stack([counts_X, theirs_X])
     return theirs_X, both if both.is_meta else both.cpu()
+
+
+def their_counts(counts_X: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """How many rows come from each rank for each expert here, [X]."""
+    each = len(counts_X) // group.size()
+    theirs_X = torch.zeros_like(counts_X)  # where nothing is sent, as on a pretended rank, nothing comes
+    all_to_all_rows(counts_X.split(each), theirs_X.split(each), group, counts_X.nbytes).wait()
+    return theirs_X
 
 
 def _even(rows: int, experts: int, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
@@ -158,13 +301,15 @@ def _even(rows: int, experts: int, group: dist.ProcessGroup) -> tuple[list[int],
 
 
 class _Move(torch.autograd.Function):
-    """Moves rows one way, and their gradients the other way."""
+    """Moves rows one way, and their gradients the other way. Either may make several tensors of one, or one of
+    several."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, way: Callable, back: Callable, recall: Callable | None) -> Tensor:
+    def forward(ctx, way: Callable, back: Callable, recall: Callable | None, *x: Tensor):
         ctx.back = back
-        return way(x) if recall is None else recall(partial(way, x))
+        return way(*x) if recall is None else recall(partial(way, *x))
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        return ctx.back(grad.contiguous()), None, None, None
+    def backward(ctx, *grads: Tensor):
+        made = ctx.back(*(grad.contiguous() for grad in grads))
+        return None, None, None, *(made if isinstance(made, tuple) else (made,))

@@ -7,6 +7,7 @@ from ndtrain.config import ModelConfig
 from ndtrain.distributed.sharding import Layouts
 from ndtrain.model import Context, Segment, Transformer
 from ndtrain.parallel.balance import Balance
+from ndtrain.parallel.ep_capacity import Capacity
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute import RecomputePlan, SavedOps
@@ -23,6 +24,7 @@ class Stages:
         balance: that of the model's experts.
         notes: lines for the user on what was chosen at start, such as the attention kernel.
         recompute: which blocks are recomputed.
+        capacity: the size of the experts' buffers; None: they are as large as the rows need.
     """
 
     models: dict[int, Transformer]
@@ -34,6 +36,7 @@ class Stages:
     balance: Balance
     notes: list[str] = field(default_factory=list)
     recompute: RecomputePlan = field(default_factory=RecomputePlan)
+    capacity: Capacity | None = None
 
     @property
     def model(self) -> ModelConfig:

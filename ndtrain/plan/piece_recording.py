@@ -1,6 +1,7 @@
 """Runs a small model as one rank of a mesh, instruction by instruction, and records each one's piece."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -135,7 +136,8 @@ def _record(cfg: Config, mesh: Mesh, groups: Sequence[tuple[Save, ...]], fresh: 
     before = log.now
     made.append(contexts(stages, batches[-1:], lambda: scale))
     context_bytes = log.now - before
-    stepper.run([ctx for each in made for ctx in each])
+    with stages.capacity.in_use() if stages.capacity else nullcontext():
+        stepper.run([ctx for each in made for ctx in each])
     return Recorded(stepper.pieces, context_bytes)
 
 

@@ -17,7 +17,7 @@ from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
 from ndtrain.model.block import Block, Weights
 from ndtrain.model.families.family import Family
-from ndtrain.model.moe.exchange import ExpertRows
+from ndtrain.model.moe.exchange import Part
 from ndtrain.model.moe.permutation import Permutation, combine, permute
 from ndtrain.model.swiglu import swiglu
 
@@ -92,16 +92,17 @@ class MoEBlock(Block):
         exchange = self.ops.exchange(permutation.counts, len(permutation.slots))
         sent = exchange.send(permute(routed_NE, permutation))
         shared_NE = self.shared_expert(x_NE) if self.moe.shared else None  # while rows travel
-        y_RE = self.experts(exchange.receive(sent), exchange.expert_rows)
-        y_NE = self.ops.reduce_routed(combine(exchange.to_tokens(y_RE), weights_NK, permutation))
+        parts = zip(exchange.parts, sent, strict=True)
+        returned = [part.send_back(self.experts(part.receive(rows), part)) for part, rows in parts]
+        y_NE = self.ops.reduce_routed(combine(exchange.to_tokens(returned), weights_NK, permutation))
         return y_NE if shared_NE is None else y_NE + shared_NE
 
-    def experts(self, x_RE: Tensor, expert_rows: ExpertRows) -> Tensor:
-        """The experts' outputs for rows that are sorted by expert."""
-        here = self.mixture.experts.values()
+    def experts(self, x_RE: Tensor, part: Part) -> Tensor:
+        """The outputs of some experts for their rows, which are sorted by expert."""
+        here = list(self.mixture.experts.values())[part.experts]
         gates, ups, downs = ([getattr(e, p).weight for e in here] for p in self.moe.projections)
-        gate_RF, up_RF = self.ops.grouped_linear(x_RE, expert_rows, [gates, ups])
-        return self.ops.grouped_linear(swiglu(gate_RF, up_RF), expert_rows, [downs])[0]
+        gate_RF, up_RF = self.ops.grouped_linear(x_RE, part.expert_rows, [gates, ups])
+        return self.ops.grouped_linear(swiglu(gate_RF, up_RF), part.expert_rows, [downs])[0]
 
     def shared_expert(self, x_NE: Tensor) -> Tensor:
         """The output of the expert that every token goes to, times the sigmoid of its gate if it has one."""

@@ -34,6 +34,26 @@ class ExpertRows(NamedTuple):
         return cls(bounds, counts_X.cumsum(0, dtype=torch.int32))
 
 
+class Part:
+    """Some of the experts that are here, whose rows come and go together.
+
+    Args:
+        experts: which of them, in order.
+        expert_rows: of the rows that `receive` returns.
+    """
+
+    def __init__(self, experts: slice, expert_rows: ExpertRows):
+        self.experts, self.expert_rows = experts, expert_rows
+
+    def receive(self, sent: Tensor) -> Tensor:
+        """The rows of these experts, sorted by expert."""
+        return sent
+
+    def send_back(self, y_RE: Tensor) -> Tensor:
+        """Starts to send their outputs to the tokens. Returns one of what `to_tokens` takes."""
+        return y_RE
+
+
 class Exchange:
     """Where the rows of one microbatch go. All experts are here, and rows stay where they are.
 
@@ -42,20 +62,18 @@ class Exchange:
         rows: the number of all rows.
 
     Attributes:
-        expert_rows: of the rows that `receive` returns.
+        parts: of the experts that are here, in order.
     """
 
+    parts: Sequence[Part]
+
     def __init__(self, counts_X: Tensor, rows: int):
-        self.expert_rows = ExpertRows.of(counts_X, rows)
+        self.parts = [Part(slice(None), ExpertRows.of(counts_X, rows))]
 
-    def send(self, x_ME: Tensor) -> Tensor:
-        """Starts to send the rows of the tokens that are here to the experts. Returns what `receive` takes."""
-        return x_ME
+    def send(self, x_ME: Tensor) -> Sequence[Tensor]:
+        """Starts to send the rows of the tokens that are here to the experts. Returns what each part receives."""
+        return [x_ME]
 
-    def receive(self, sent: Tensor) -> Tensor:
-        """The rows of the experts that are here, sorted by expert."""
-        return sent
-
-    def to_tokens(self, y_ME: Tensor) -> Tensor:
-        """The way back, which is waited for."""
-        return y_ME
+    def to_tokens(self, returned: Sequence[Tensor]) -> Tensor:
+        """The outputs of all parts, back as they were sent: [M, E]. They are waited for."""
+        return returned[0]

@@ -1,0 +1,248 @@
+"""`moe.capacity`: rows of experts travel in buffers of a fixed size, so no layer makes the host wait for their numbers.
+
+A rank sends every other one as many rows as `moe.capacity` times the mean, filled up with zeros (the capacity factor of
+Lepikhin et al., 2021, arXiv:2006.16668). The rows that came are laid into one bucket for each expert, of so many times
+the mean too. How many rows there really are stays on the device. Rows of zeros are multiplied like others, and add
+nothing to any gradient.
+
+Nothing is dropped. Where rows do not fit, a flag on the device says so. The host reads it once a step, before the
+weights are updated; all ranks then run the step again with twice the capacity, until everything fits. Forwards outside
+of a training step (evaluation, samples) send as many rows as there are.
+
+Shape legend: as in `ep.py`; Q ranks along ep, X experts of a part on a rank, C rows from one rank to another, D rows of
+one expert's bucket.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ndtrain.config import Config
+from ndtrain.config.schema import resolved
+from ndtrain.distributed.collectives import Pending, all_reduce, all_to_all_rows
+from ndtrain.distributed.host_device import Readback
+from ndtrain.distributed.mesh import Mesh
+from ndtrain.model.moe.exchange import Exchange, ExpertRows
+from ndtrain.parallel.ep import ExpertExchange, TravellingExchange, TravellingPart, parts_of, their_counts
+from ndtrain.parallel.recompute import DISPATCH, SavedOps
+
+
+class Capacity:
+    """How large the buffers of all layers are, and whether all rows of a step fitted into them.
+
+    Attributes:
+        factor: their size over the mean number of rows. It stays as large as it once had to be.
+        most: the factor with which everything fits, however uneven routing is.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh):
+        self._mesh, self._experts = mesh, resolved(cfg.model.num_experts)
+        self._choices = resolved(cfg.model.num_experts_per_tok)
+        self.most = self._experts / self._choices
+        self.factor = min(resolved(cfg.moe.capacity), self.most)
+        self._in_use = False
+        self._overflow = torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, exchanges have buffers of a fixed size."""
+        self._overflow.zero_()
+        self._in_use = True
+        try:
+            yield
+        finally:
+            self._in_use = False
+
+    def exchange(
+        self, group: dist.ProcessGroup, parts: int, saved_ops: SavedOps, counts_X: Tensor, rows: int
+    ) -> Exchange:
+        """`Ops.exchange`; the arguments are those of `ExpertExchange`."""
+        if self._in_use:
+            return FixedExchange(self, group, parts, saved_ops, counts_X, rows)
+        return ExpertExchange(group, parts, saved_ops, counts_X, rows)
+
+    def rows_of_pair(self, rows: int, experts: int) -> int:
+        """C: of `rows` rows of a rank, how many go at most to so many experts of another one."""
+        tokens = rows // self._choices
+        return min(math.ceil(self.factor * rows * experts / self._experts), tokens * min(self._choices, experts))
+
+    def rows_of_expert(self, rows: int, ranks: int) -> int:
+        """D: of `rows` rows of each rank, how many come at most to one expert."""
+        return min(math.ceil(self.factor * rows * ranks / self._experts), rows // self._choices * ranks)
+
+    def count_overflow(self, overflows: Tensor) -> None:
+        """
+        Args:
+            overflows: whether rows of an exchange do not fit, a scalar on the device.
+        """
+        self._overflow += overflows
+
+    def overflowed(self) -> bool:
+        """Whether rows of the last step did not fit on any rank: the same answer on all. The host waits for it."""
+        if self._overflow.is_meta or self.factor >= self.most:
+            return False
+        (total,) = Readback(all_reduce(self._overflow, self._mesh.world), self._overflow).wait("the rows that fitted")
+        return total.item() > 0
+
+    def grow(self) -> None:
+        self.factor = min(2 * self.factor, self.most)
+
+
+class FixedExchange(TravellingExchange):
+    """Sends buffers of a fixed size.
+
+    Args:
+        capacity: how large.
+        group, parts, saved_ops, counts_X, rows: as `ExpertExchange` takes them.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        group: dist.ProcessGroup,
+        parts: int,
+        saved_ops: SavedOps,
+        counts_X: Tensor,
+        rows: int,
+    ):
+        super().__init__(saved_ops)
+        each = len(counts_X) // group.size()
+        theirs_QX = saved_ops(DISPATCH, partial(their_counts, counts_X, group)).view(-1, each)
+        mine_QX, ends_X = counts_X.view(-1, each), counts_X.cumsum(0)
+        first_QX = (ends_X - counts_X).view(-1, each)  # of each expert, the first row that is sent
+        self.parts: list[_FixedPart] = []
+        self.rows = 0  # that come back, the empty ones too
+        places = []  # of each expert, where its first row comes back
+        for experts in parts_of(each, parts):
+            sent = _Sent(mine_QX[:, experts], first_QX[:, experts], capacity, rows)
+            part = _FixedPart(self, group, saved_ops, experts, sent, theirs_QX[:, experts].contiguous(), self.rows)
+            capacity.count_overflow(sent.overflows | part.overflows)
+            places.append(self.rows + part.first_Q[:, None] + first_QX[:, experts] - first_QX[:, experts][:, :1])
+            self.parts.append(part)
+            self.rows += part.rows
+        row_M = torch.arange(rows, device=counts_X.device)
+        expert_M = torch.searchsorted(ends_X, row_M, right=True)
+        moved_X = (torch.cat(places, 1) - first_QX).flatten()
+        self._place_M = (row_M + moved_X[expert_M]).clamp(max=self.rows - 1)
+
+    def of_tokens(self, returned: Tensor) -> Tensor:
+        return returned[self._place_M]
+
+
+class _Gathered(NamedTuple):
+    """Which row of a tensor each row of another one is.
+
+    Attributes:
+        source: [rows], 0 where there is none.
+        empty: [rows, 1]: where there is none, so zeros.
+    """
+
+    source: Tensor
+    empty: Tensor
+
+    @classmethod
+    def of(cls, source: Tensor, there: Tensor) -> "_Gathered":
+        """
+        Args:
+            source, there: of one shape, row-major; `source` is read where `there` is true.
+        """
+        return cls(source.where(there, 0).flatten(), ~there.reshape(-1, 1))
+
+    def take(self, x: Tensor) -> Tensor:
+        return x[self.source].masked_fill_(self.empty, 0)
+
+
+class _Sent:
+    """The rows of this rank's tokens that go to the experts of one part on each rank.
+
+    Args:
+        mine_QX: how many go to each expert.
+        first_QX: the first one of each.
+        rows: of all parts.
+
+    Attributes:
+        C, D: as in the legend.
+        slots: the rows [Q x C] that are sent.
+        overflows: whether they do not fit, on the device.
+    """
+
+    def __init__(self, mine_QX: Tensor, first_QX: Tensor, capacity: Capacity, rows: int):
+        ranks, experts = mine_QX.shape
+        self.C, self.D = capacity.rows_of_pair(rows, experts), capacity.rows_of_expert(rows, ranks)
+        place_C, mine_Q1 = torch.arange(self.C, device=mine_QX.device), mine_QX.sum(1, keepdim=True)
+        self.slots = _Gathered.of(first_QX[:, :1] + place_C, place_C < mine_Q1)
+        self.overflows = (mine_Q1 > self.C).any()
+
+
+class _FixedPart(TravellingPart):
+    """
+    Args:
+        sent: the rows of this rank's tokens.
+        theirs_QX: how many rows come from each rank for each expert.
+        at: where this part's rows come back, among those of all parts.
+
+    Attributes:
+        rows: that come, and that come back, the empty ones too.
+        first_Q: the first one of each rank.
+        overflows: whether an expert gets more rows than fit, on the device.
+    """
+
+    def __init__(
+        self,
+        exchange: FixedExchange,
+        group: dist.ProcessGroup,
+        saved_ops: SavedOps,
+        experts: slice,
+        sent: _Sent,
+        theirs_QX: Tensor,
+        at: int,
+    ):
+        self._exchange, self._group, self._sent, self._C = exchange, group, sent.slots, sent.C
+        (ranks, number), C, D, device = theirs_QX.shape, sent.C, sent.D, theirs_QX.device
+        self.rows, self._at = ranks * C, slice(at, at + ranks * C)
+        self.first_Q = torch.arange(ranks, device=device) * C
+        self.overflows = (theirs_QX.sum(0) > D).any()
+        self._to_experts, self._from_experts = _buckets(theirs_QX, C, D)
+        ends_X = torch.arange(1, number + 1, dtype=torch.int32, device=device) * D
+        rows = ExpertRows([slice(x * D, (x + 1) * D) for x in range(number)], ends_X)
+        super().__init__(saved_ops, experts, rows)
+
+    def launch_there(self, x_ME: Tensor) -> tuple[Pending, Tensor]:
+        arriving = x_ME.new_empty(self.rows, x_ME.shape[1])
+        return self._launch(self._sent.take(x_ME), arriving), arriving
+
+    def by_expert(self, arriving: Tensor) -> Tensor:
+        return self._to_experts.take(arriving)
+
+    def launch_back(self, y_RE: Tensor) -> Pending:
+        returning = self._exchange.returning(self._exchange.rows, y_RE)[self._at]
+        return self._launch(self._from_experts.take(y_RE), returning)
+
+    def _launch(self, rows: Tensor, arriving: Tensor) -> Pending:
+        return all_to_all_rows(rows.split(self._C), arriving.split(self._C), self._group, rows.nbytes)
+
+
+def _buckets(theirs_QX: Tensor, C: int, D: int) -> tuple[_Gathered, _Gathered]:
+    """From the rows that came, C of each rank and sorted by expert in them, to buckets of D rows of each expert, ranks
+    in order; and back."""
+    ranks, number = theirs_QX.shape
+    of_rank_QX = theirs_QX.cumsum(1)  # ends of the experts in the rows of a rank
+    of_expert_XQ = theirs_QX.t().cumsum(1)  # ends of the ranks in the bucket of an expert
+    # what is to be added to a place in a rank's rows to get that in the bucket
+    moved_QX = of_expert_XQ.t() - of_rank_QX
+    place_XD = torch.arange(D, device=theirs_QX.device).expand(number, D).contiguous()
+    place_QC = torch.arange(C, device=theirs_QX.device).expand(ranks, C).contiguous()
+    rank_XD = torch.searchsorted(of_expert_XQ.contiguous(), place_XD, right=True)
+    expert_QC = torch.searchsorted(of_rank_QX, place_QC, right=True)
+    came_XD, comes_QC = rank_XD < ranks, expert_QC < number
+    rank_XD, expert_QC = rank_XD.clamp(max=ranks - 1), expert_QC.clamp(max=number - 1)
+    there_XD = place_XD - moved_QX.t().gather(1, rank_XD)
+    there_QC = place_QC + moved_QX.gather(1, expert_QC)
+    to_experts = _Gathered.of(rank_XD * C + there_XD, came_XD & (there_XD < C))
+    return to_experts, _Gathered.of(expert_QC * D + there_QC, comes_QC & (there_QC < D))
