@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ndtrain.model.device_kind import on_gpu
 
-_CACHED = 1 << 18  # elements that stay in a core's cache from one pass over them to the next
+_CACHED = 1 << 17  # elements that stay in a core's cache from one pass over them to the next
 
 
 class Permutation(NamedTuple):
@@ -57,7 +57,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_ME: Tensor, weights_NK: Tensor, slots_M: Tensor, rows_NK: Tensor) -> Tensor:
         ctx.save_for_backward(y_ME, weights_NK, slots_M, rows_NK)
-        return _sums_of_rows(y_ME, rows_NK, weights_NK)
+        return _sums_of_rows(y_ME.detach(), rows_NK, weights_NK.detach())  # else PyTorch prepares for its own backward
 
     @staticmethod
     def backward(ctx, grad_NE: Tensor):
@@ -69,7 +69,7 @@ class _Combine(torch.autograd.Function):
             # in the weights' precision, in which a part of a narrower gradient is a copy
             grad_RE = grad_NE.index_select(0, tokens_M[part]).to(weights_NK.dtype)
             torch.sum(grad_RE * y_ME[part], 1, out=dots_M[part])
-            dy_ME[part] = grad_RE.mul_(weights_M1[part])
+            torch.mul(grad_RE, weights_M1[part], out=dy_ME[part])
         return dy_ME, dots_M[rows_NK], None, None
 
 
