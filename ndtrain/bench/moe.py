@@ -23,6 +23,7 @@ from ndtrain.bench.rounds import BlockTimer, quartiles, ratio, run_rounds
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.host_device import using_threads
 from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.metrics import keep_freed_memory
 from ndtrain.model.block import Block
 from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.model.moe.router import softmax_top_k
@@ -72,6 +73,7 @@ def run(options: Options) -> None:
         WrongResult: the results differ.
     """
     require_folder("out", options.out)
+    keep_freed_memory()  # as train.py does; here for every implementation
     measured = {}
     with using_threads(options.threads):
         for number in options.numbers:

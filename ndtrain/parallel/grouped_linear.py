@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndtrain.model.device_kind import on_gpu
 from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.recompute import SavedOps
@@ -43,8 +44,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (x_MI,) = ctx.saved_tensors
-        of_each = (products(dy_MO, _matrices(s), ctx.expert_rows) for dy_MO, s in zip(grads, ctx.stacks, strict=True))
-        dx_MI = reduce(Tensor.add_, of_each)
+        dx_MI = sum_of_products(grads, [_matrices(s) for s in ctx.stacks], ctx.expert_rows)
         for dy_MO, s in zip(grads, ctx.stacks, strict=True):
             ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.expert_rows.bounds)
         return None, None, dx_MI, None, None
@@ -57,19 +57,29 @@ def _matrices(stack: FusedWeights) -> Tensor:
 
 def products(x_MI: Tensor, w_XIO: Tensor, expert_rows: ExpertRows) -> Tensor:
     """Each expert's rows times its matrix, [M, O]."""
-    if all(_serves_grouped(t) for t in (x_MI, w_XIO)):
-        return F.grouped_mm(x_MI, w_XIO, offs=expert_rows.ends)
-    y_MO = x_MI.new_empty(len(x_MI), w_XIO.shape[2])
-    for rows, w_IO in zip(expert_rows.bounds, w_XIO, strict=True):
+    return sum_of_products([x_MI], [w_XIO], expert_rows)
+
+
+def sum_of_products(xs_MI: Sequence[Tensor], ws_XIO: Sequence[Tensor], expert_rows: ExpertRows) -> Tensor:
+    """The sum of each expert's rows of several tensors times its matrices, [M, O]."""
+    if all(_serves_grouped(t) for t in (*xs_MI, *ws_XIO)):
+        return reduce(
+            Tensor.add_, (F.grouped_mm(x, w, offs=expert_rows.ends) for x, w in zip(xs_MI, ws_XIO, strict=True))
+        )
+    y_MO = xs_MI[0].new_empty(len(xs_MI[0]), ws_XIO[0].shape[2])
+    for expert, rows in enumerate(expert_rows.bounds):
         if rows.stop > rows.start:
-            torch.mm(x_MI[rows], w_IO, out=y_MO[rows])
+            y_RO = y_MO[rows]
+            torch.mm(xs_MI[0][rows], ws_XIO[0][expert], out=y_RO)
+            for x_MI, w_XIO in zip(xs_MI[1:], ws_XIO[1:], strict=True):
+                y_RO.addmm_(x_MI[rows], w_XIO[expert])
     return y_MO
 
 
 def _serves_grouped(x: Tensor) -> bool:
-    """Whether a grouped product takes this factor: not in fp64, without memory only in bf16, and only rows (or columns)
-    that are aligned."""
-    if x.dtype not in ((torch.bfloat16,) if x.is_meta else (torch.float32, torch.bfloat16)):
+    """Whether a grouped product takes this factor and is faster: not on a CPU, whose product writes zeros first; not in
+    fp64, without memory only in bf16, and only rows (or columns) that are aligned."""
+    if not on_gpu(x) or x.dtype not in ((torch.bfloat16,) if x.is_meta else (torch.float32, torch.bfloat16)):
         return False
     *_, rows, columns = x.stride()
     return 1 in (rows, columns) and max(rows, columns) * x.element_size() % _ALIGNMENT == 0

@@ -15,7 +15,7 @@ from ndtrain.checkpoint.pretrained import check_folder, load_weights, model_fold
 from ndtrain.config import ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.model import tensor_shapes
-from ndtrain.model.families.hf_config import from_hf, read_hf_config
+from ndtrain.model.families.hf_config import from_hf, read_hf_config, to_hf
 from ndtrain.model.families.hf_fields import unknown_fields
 from ndtrain.parallel.build import build_stages
 from tests.lib.parity import Run, assemble, owned
@@ -77,6 +77,21 @@ def test_a_silent_config_means_what_transformers_assumes(kind):
     assert m.rope_theta == theirs.rope_parameters["rope_theta"]
     assert m.sliding_window == getattr(theirs, "sliding_window", None)
     assert [m.attention_bias, m.mlp_bias] == [getattr(theirs, k, False) for k in ("attention_bias", "mlp_bias")]
+
+
+@pytest.mark.parametrize("where", ["beside", "in rope_parameters"])
+def test_a_glm_turns_whole_heads_or_is_refused(where):
+    """Where config.json is silent, transformers turns half of each head."""
+    shape = {k: SIZES[k] for k in ("vocab_size", "intermediate_size", "num_hidden_layers")}
+    silent = shape | {"model_type": "glm4_moe", "hidden_size": 64, "num_attention_heads": 32}
+    assert transformers.AutoConfig.for_model(**silent).rope_parameters["partial_rotary_factor"] == 0.5
+    whole = {"partial_rotary_factor": 1.0}
+    m = from_hf(silent | (whole if where == "beside" else {"rope_parameters": whole | {"rope_theta": 10000.0}}))
+    assert transformers.AutoConfig.for_model(**to_hf(m)).rope_parameters["partial_rotary_factor"] == 1
+    assert (m.num_experts, m.num_experts_per_tok, m.n_shared_experts, m.rms_norm_eps) == (128, 8, 1, 1e-5)
+    for half in (silent, silent | {"partial_rotary_factor": 0.5}):
+        with pytest.raises(ConfigError, match=r"partial_rotary_factor=0\.5"):
+            from_hf(half)
 
 
 HARMLESS = {

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from ndtrain.config import ModelConfig
 from ndtrain.model.families import family_of
 
+_SIGMOID = ("deepseek_v3", "glm4_moe")  # families whose routers score by sigmoids
 _MIXTURE = ".mlp."  # in memory, whatever the files say
 
 
@@ -55,7 +56,7 @@ def lift_router(router: torch.nn.Module, m: ModelConfig) -> None:
 
     def forward(x: Tensor):
         logits = F.linear(x.reshape(-1, x.shape[-1]), router.weight)
-        weights, experts = _by_groups(logits, router, m) if m.model_type == "deepseek_v3" else _by_softmax(logits, m)
+        weights, experts = _by_groups(logits, router, m) if m.model_type in _SIGMOID else _by_softmax(logits, m)
         return logits, weights, experts
 
     router.forward = forward

@@ -14,13 +14,14 @@ from ndtrain.config import ConfigError, ModelConfig, load_config, resolve
 from ndtrain.model import Transformer, flops, tensor_dims
 from ndtrain.model.block import grouped_linear, wide_linear
 from ndtrain.model.families.hf_config import to_hf
+from ndtrain.model.moe import permutation
 from ndtrain.model.moe.balance import balance_loss, load_entropy, load_max_over_mean, with_gradient_of, z_loss
 from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.model.moe.permutation import Permutation, combine, permute
 from ndtrain.model.moe.router import sigmoid_top_k, softmax_top_k
 from ndtrain.model.transformer import fused_names, unit_of
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
-from ndtrain.parallel.grouped_linear import GroupedLinear
+from ndtrain.parallel.grouped_linear import GroupedLinear, sum_of_products
 from ndtrain.parallel.recompute import SavedOps
 
 N, K, X, E, INNER = 7, 2, 5, 8, 12
@@ -50,6 +51,30 @@ def test_rows_go_to_their_experts_and_back():
     seed = drawn(N, E)
     (got,), (want,) = (torch.autograd.grad(out, x, seed) for out in (y, expected))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("precision", [torch.float64, torch.bfloat16])
+def test_rows_are_combined_as_autograd_does_it(precision, monkeypatch):
+    """Outputs and both gradients, in several parts; rows narrower than the weights are widened first."""
+    monkeypatch.setattr(permutation, "_CACHED", 3 * E)
+    p = Permutation.of(routing().experts, X)
+    weights = drawn(N, K).to(torch.promote_types(precision, torch.float32)).requires_grad_()
+    y, seed = drawn(N * K, E).to(precision).requires_grad_(), drawn(N, E).to(precision)
+    expected = (y[p.rows] * weights[..., None]).sum(1).to(precision)
+    got = combine(y, weights, p)
+    torch.testing.assert_close(got, expected)
+    assert got.dtype == precision
+    made, wanted = (torch.autograd.grad(out, (y, weights), seed) for out in (got, expected))
+    torch.testing.assert_close(made, wanted)
+
+
+def test_products_with_one_input_are_added_where_they_are_made():
+    """An expert without rows has none."""
+    sizes = [3, 0, 4]
+    rows = ExpertRows.of(torch.tensor(sizes), 7)
+    xs, ws = [drawn(7, E), drawn(7, INNER)], [drawn(3, E, 5), drawn(3, INNER, 5)]
+    each = [sum(x.split(sizes)[i] @ w[i] for x, w in zip(xs, ws, strict=True)) for i in range(3)]
+    torch.testing.assert_close(sum_of_products(xs, ws, rows), torch.cat(each))
 
 
 def test_rows_of_an_expert_keep_the_order_of_their_tokens():

@@ -60,6 +60,10 @@ MODELS = {
     "deepseek-v3": {"q_lora_rank": 12, "n_group": 3, "topk_group": 2, "rope_scaling": YARN, **LATENT},
     "deepseek-v3-biased": {"q_lora_rank": 12, "attention_bias": True, "rope_interleave": False, **LATENT},
     "moonlight": {"n_shared_experts": 2, "rms_norm_eps": 1e-3, **LATENT},
+    "glm4-moe": {
+        "model_type": "glm4_moe", "n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 1,
+        "num_experts": 4, "moe_intermediate_size": 20, "routed_scaling_factor": 2.0, "attention_bias": True,
+    },
     "llama-yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
 }  # fmt: skip
 T = 512

@@ -40,6 +40,10 @@ MODELS = {
         "model.first_k_dense_replace=1", "model.rope_scaling={rope_type:yarn,factor:4,mscale:1,mscale_all_dim:1,"
         "original_max_position_embeddings:8}",
     ],
+    "glm4-moe": [
+        "model.model_type=glm4_moe", "model.num_experts=4", "model.num_experts_per_tok=1", "model.n_shared_experts=1",
+        "model.moe_intermediate_size=20", "model.routed_scaling_factor=2.0", "model.first_k_dense_replace=1",
+    ],
     "moonlight": ["model.model_type=deepseek_v3", *SIX, *LATENT, "model.attention_bias=true"],
 }  # fmt: skip
 # 2, 4 and 8 divide the heads of these

@@ -2,10 +2,10 @@
 
 from ndtrain.config import ModelConfig
 from ndtrain.config.registry import get
-from ndtrain.model.families import deepseek, llama, mistral, mixtral, olmoe, qwen, qwen_moe
+from ndtrain.model.families import deepseek, glm, llama, mistral, mixtral, olmoe, qwen, qwen_moe
 from ndtrain.model.families.family import Family
 
-__all__ = ["Family", "deepseek", "family_of", "llama", "mistral", "mixtral", "olmoe", "qwen", "qwen_moe"]
+__all__ = ["Family", "deepseek", "family_of", "glm", "llama", "mistral", "mixtral", "olmoe", "qwen", "qwen_moe"]
 
 
 def family_of(m: ModelConfig) -> Family:

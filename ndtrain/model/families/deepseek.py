@@ -6,7 +6,7 @@ from ndtrain.model.families.latent import LATENT_FIELDS
 from ndtrain.model.families.moe import MoE, SharedExpert, shares_of_sigmoids, sigmoid_scored
 from ndtrain.plugins import register_family
 
-_EXPERT_FIELDS = (
+EXPERT_FIELDS = (
     "num_experts_per_tok", "output_router_logits", "moe_intermediate_size", "norm_topk_prob", "n_shared_experts",
     "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor",
 )  # fmt: skip
@@ -25,7 +25,7 @@ DEEPSEEK_V3 = register_family(
             "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True,
         },
         absent=("mlp_bias", "alibi"),
-        fields=(*_EXPERT_FIELDS, *LATENT_FIELDS),
+        fields=(*EXPERT_FIELDS, *LATENT_FIELDS),
         latent_attention=True,
         moe=MoE(
             "n_routed_experts",

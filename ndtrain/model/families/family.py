@@ -29,6 +29,7 @@ class Family:
         qk_norm_of_all_heads: whether all heads' queries, and all heads' keys, are normalised together instead.
         sliding_window: "never" | "given": wherever config.json has one | "used": only with `use_sliding_window`.
         rope_theta: what its configuration class assumes where config.json has none.
+        partial_rotary_factor: the same of the part of a head that RoPE turns; here it turns whole heads.
         defaults: what it assumes where config.json says nothing of other fields.
         absent: fields of ours that its configuration class does not have; they must be false or null.
         fields: the names of its own fields in config.json, which its config dataclass declares or which stand in
@@ -48,6 +49,7 @@ class Family:
     qk_norm_of_all_heads: bool = False
     sliding_window: str = "never"
     rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
     defaults: Mapping[str, Any] = field(default_factory=lambda: COMMON_DEFAULTS)
     absent: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()

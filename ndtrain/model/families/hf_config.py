@@ -29,6 +29,7 @@ def to_hf(m: ModelConfig) -> dict[str, Any]:
     scaling = dict(m.rope_scaling) if m.rope_scaling else None
     extras = {key: getattr(m, key) for key in EXTRAS if getattr(m, key)}
     family = family_of(m)
+    whole_heads = {} if family.partial_rotary_factor == 1 else {"partial_rotary_factor": 1.0}
     return {
         "architectures": ["NdtrainForCausalLM" if extras else family.causal_lm],
         "model_type": OWN * bool(extras) + m.model_type,
@@ -39,7 +40,8 @@ def to_hf(m: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "rope_theta": m.rope_theta,
         "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": m.rope_theta},
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": m.rope_theta, **whole_heads},
+        **whole_heads,
         **_window_fields(m, family),
         **extras,
         "use_cache": True,
@@ -67,6 +69,8 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
     """
     family, own = read_family(config)
     given = {**family.defaults, **with_expert_count(config, family)}
+    if not any("partial_rotary_factor" in (said or {}) for said in (given, given.get("rope_parameters"))):
+        given["partial_rotary_factor"] = family.partial_rotary_factor
     check_fields(given, family, own)
     mod = given.get("attention")
     if mod is not None and mod not in names("attention_mod"):

@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from ndtrain.model.device_kind import on_gpu
+
+_CACHED = 1 << 17  # elements that stay in a core's cache from one pass over them to the next
 
 
 class Permutation(NamedTuple):
@@ -40,24 +45,42 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_NE: Tensor, slots_M: Tensor, rows_NK: Tensor) -> Tensor:
         ctx.save_for_backward(rows_NK)
-        return x_NE[slots_M // rows_NK.shape[1]]
+        return x_NE.index_select(0, slots_M // rows_NK.shape[1])
 
     @staticmethod
     def backward(ctx, grad_ME: Tensor):
         (rows_NK,) = ctx.saved_tensors
-        return grad_ME[rows_NK].sum(1), None, None
+        return _sums_of_rows(grad_ME, rows_NK), None, None
 
 
-class _Unpermute(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_ME: Tensor, slots_M: Tensor, rows_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(slots_M)
-        return y_ME[rows_NK]
+    def forward(ctx, y_ME: Tensor, weights_NK: Tensor, slots_M: Tensor, rows_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(y_ME, weights_NK, slots_M, rows_NK)
+        return _sums_of_rows(y_ME.detach(), rows_NK, weights_NK.detach())  # else PyTorch prepares for its own backward
 
     @staticmethod
-    def backward(ctx, grad_NKE: Tensor):
-        (slots_M,) = ctx.saved_tensors
-        return grad_NKE.flatten(0, 1)[slots_M], None, None
+    def backward(ctx, grad_NE: Tensor):
+        y_ME, weights_NK, slots_M, rows_NK = ctx.saved_tensors
+        tokens_M, weights_M1 = slots_M // rows_NK.shape[1], weights_NK.flatten()[slots_M, None]
+        dy_ME, dots_M = torch.empty_like(y_ME), torch.empty_like(weights_M1[:, 0])
+        each = len(y_ME) if on_gpu(y_ME) else max(1, _CACHED // y_ME.shape[1])
+        for part in (slice(at, at + each) for at in range(0, len(y_ME), each)):
+            # in the weights' precision, in which a part of a narrower gradient is a copy
+            grad_RE = grad_NE.index_select(0, tokens_M[part]).to(weights_NK.dtype)
+            torch.sum(grad_RE * y_ME[part], 1, out=dots_M[part])
+            torch.mul(grad_RE, weights_M1[part], out=dy_ME[part])
+        return dy_ME, dots_M[rows_NK], None, None
+
+
+def _sums_of_rows(x_ME: Tensor, rows_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
+    """Of each token the sum over its rows, times its weights if there are any, in the order of its choices: [N, E]. It
+    is made in the weights' precision."""
+    narrow = weights_NK is not None and weights_NK.dtype != x_ME.dtype
+    if not (on_gpu(x_ME) or narrow or torch.compiler.is_compiling()):  # one pass, without [N, K, E] in between
+        return F.embedding_bag(rows_NK, x_ME, mode="sum", per_sample_weights=weights_NK)
+    x_NKE = x_ME[rows_NK]
+    return (x_NKE if weights_NK is None else x_NKE * weights_NK[..., None]).sum(1).to(x_ME.dtype)
 
 
 def permute(x_NE: Tensor, p: Permutation) -> Tensor:
@@ -68,5 +91,4 @@ def permute(x_NE: Tensor, p: Permutation) -> Tensor:
 def combine(y_ME: Tensor, weights_NK: Tensor, p: Permutation) -> Tensor:
     """The weighted sum of each token's rows, [N, E]. It is made in the weights' precision, in the order of the
     choices."""
-    y_NKE = _Unpermute.apply(y_ME, p.slots, p.rows)
-    return (y_NKE * weights_NK[..., None]).sum(1).to(y_ME.dtype)
+    return _Combine.apply(y_ME, weights_NK, p.slots, p.rows)

@@ -1,0 +1,36 @@
+"""GLM-4.5 (arXiv:2508.06471): grouped-query attention, and the experts of DeepSeek-V3: a sigmoid router with selection
+biases and groups, shared experts, and some dense layers first. RoPE turns whole heads; GLM-4.5's own models, where it
+turns half of each, are refused."""
+
+from ndtrain.model.families.deepseek import EXPERT_FIELDS
+from ndtrain.model.families.family import COMMON_DEFAULTS, Family, attention_bias, never
+from ndtrain.model.families.moe import MoE, SharedExpert, shares_of_sigmoids, sigmoid_scored
+from ndtrain.plugins import register_family
+
+GLM4_MOE = register_family(
+    Family(
+        "glm4_moe",
+        "Glm4Moe",
+        qkv_bias=attention_bias,
+        o_bias=never,
+        mlp_bias=never,
+        partial_rotary_factor=0.5,
+        defaults=COMMON_DEFAULTS
+        | {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "norm_topk_prob": True, "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+        absent=("mlp_bias", "alibi"),
+        fields=EXPERT_FIELDS,
+        moe=MoE(
+            "n_routed_experts",
+            sigmoid_scored,
+            shared=SharedExpert(
+                "shared_experts", "n_shared_experts", lambda m, n: n * (m.moe_intermediate_size or m.intermediate_size)
+            ),
+            affinities=shares_of_sigmoids,
+            bias="mlp.gate.e_score_correction_bias",
+        ),
+    )
+)  # fmt: skip
