@@ -50,8 +50,8 @@ def as_in_memory(tensors: dict[str, Tensor], m: ModelConfig) -> dict[str, Tensor
 
 
 def lift_router(router: torch.nn.Module, m: ModelConfig) -> None:
-    """Makes a router of `transformers`, which computes in fp32, compute in fp64. DeepSeek-V3's weight is opened in fp32,
-    whatever the model's precision."""
+    """Makes a router of `transformers`, which computes in fp32, compute in fp64. The weight of DeepSeek-V3 is opened in
+    fp32, whatever the model's precision."""
     router.weight.data = router.weight.data.double()
 
     def forward(x: Tensor):
