@@ -79,6 +79,14 @@ def test_beside(change, more):
 
 
 @FULL
+@pytest.mark.parametrize("more", ["", WHOLE_STREAM])
+@pytest.mark.parametrize("exchange", ["moe.overlap=true", "moe.capacity=1", "moe.overlap=true moe.capacity=1.5"])
+def test_kinds_of_exchange(exchange, more):
+    """The rows that travel are those of all gathered tokens."""
+    check("qwen2-moe", {"dp": 2, "tp": 2, "ep": 2}, SLICES, EIGHT, *exchange.split(), *filter(None, [more]))
+
+
+@FULL
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(schedule):
     """The backward of weights, where it is an action of its own, covers slices."""
