@@ -106,13 +106,6 @@ def test_a_stage_without_experts(zero):
     compare(run, reference("qwen2-moe", "uneven", EIGHT, DENSE_FIRST), loss=1e-10, state=1e-9)
 
 
-@FULL
-def test_bf16():
-    even = ["model.hidden_size=32", "model.intermediate_size=64", "precision.compute=bf16", "train.steps=1"]
-    base = [*MODEL, *MODELS["mixtral"], "precision.params=fp32", *even, "train.micro_batch=2"]
-    compare(train(2, [*base, "mesh.tp=2", SLICES], "uneven"), train(1, base, "uneven"), loss=1e-3, state=5e-2)
-
-
 # -------------------------------------------------------------------------------------------------- what a rank holds
 
 
