@@ -24,6 +24,7 @@ from ndtrain.parallel import ep, ep_capacity
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.recompute import SavedOps
 from tests.engine.test_gpu_path import INDEXED, WAITS
+from tests.lib.helpers import arguments, rank_main, rows, write_corpus
 from tests.lib.parity import Run, assemble, compare, make_batches, rank_run
 from tests.lib.ranks import run_ranks
 from tests.parallel.test_parity_ep import EIGHT
@@ -284,6 +285,26 @@ def test_an_evaluation_drops_nothing():
     ):
         assert before == with_capacity
         assert loss == pytest.approx(before, rel=1e-12) and loss_with_capacity == pytest.approx(before, rel=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------------- the program
+
+
+def test_a_run_counts_its_reruns(tmp_path):
+    """In metrics.jsonl, and in one line for each step that was run again."""
+    corpus, found = write_corpus(tmp_path / "corpus.txt"), {}
+    for name, more in {"with": ["moe.capacity=1"], "without": []}.items():
+        overrides = ["recipe=moe_debug", "mesh.dp=2", "mesh.ep=2", "train.steps=3", "optim.warmup=1", *more]
+        args = [a for a in arguments(tmp_path / name, corpus, *overrides) if a != "recipe=llama_debug"]
+        assert run_ranks(rank_main, 2, args, timeout=600) == [0, 0]
+        found[name] = rows(tmp_path / name)
+    reruns = [row["moe/reruns"] for row in found["with"]]
+    assert len(reruns) == 3 and reruns[0] > 0
+    assert not any("moe/reruns" in row for row in found["without"])
+    losses = [[row["loss"] for row in found[name]] for name in found]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    logged = "".join(path.read_text() for path in tmp_path.glob("with/**/*.log"))
+    assert logged.count("the step was run again with") >= sum(n > 0 for n in reruns)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
