@@ -659,12 +659,13 @@ def loss_curve() -> str:
 
 
 def moe_loss_curve() -> str:
-    """The loss of moe_small with and without a balance of its experts, and of llama_small."""
+    """The loss of moe_small, of two of eight experts with and without a balance, and of llama_small."""
     folder = ROOT / "benchmarks"
     names = {
         "llama_small-cpu-2": "llama_small",
-        "moe_small-cpu-1": "moe_small, bias",
-        "moe_small-none-cpu-1": "moe_small, none",
+        "moe_small-shared-cpu-1": "moe_small",
+        "moe_small-cpu-1": "2 of 8, bias",
+        "moe_small-none-cpu-1": "2 of 8, none",
     }
     return render_svg([read_run(folder / run, name) for run, name in names.items()])
 
