@@ -87,6 +87,31 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
+class ReturnBuffer:
+    """Where the rows of this rank's tokens arrive on their way back, one tensor for all parts. It refers neither to the
+    exchange nor to its parts, and these not to each other in a circle: they are freed with the graph that holds them.
+
+    Attributes:
+        rows: of all parts.
+    """
+
+    def __init__(self, rows: int = 0):
+        self.rows = rows
+        self._rows_E: Tensor | None = None
+
+    def get(self, like: Tensor) -> Tensor:
+        """[rows, E] of the precision of `like`, whose rows have as many elements."""
+        if self._rows_E is None:
+            self._rows_E = like.new_empty(self.rows, like.shape[1])
+        return self._rows_E
+
+    def take(self) -> Tensor:
+        """What all parts wrote, which is not held any longer."""
+        made, self._rows_E = self._rows_E, None
+        assert made is not None, "rows are received that were not sent"
+        return made
+
+
 class TravellingPart(Part, ABC):
     """A part whose rows come from other ranks. What came by messages is saved in every mode of recompute.
 
@@ -152,14 +177,13 @@ class TravellingExchange(Exchange):
     """The exchange with the experts of other ranks, part by part. All ranks launch the parts in one order.
 
     Attributes:
-        parts: as of an `Exchange`; they write what comes back into what `returning` returns.
+        parts: as of an `Exchange`; they write what comes back into `returning`.
     """
 
     parts: Sequence[TravellingPart]
 
-    def __init__(self, saved_ops: SavedOps):
-        self._saved_ops = saved_ops
-        self._returning: Tensor | None = None
+    def __init__(self, saved_ops: SavedOps, returning: ReturnBuffer):
+        self._saved_ops, self.returning = saved_ops, returning
 
     @torch.compiler.disable
     def send(self, x_ME: Tensor) -> Sequence[Tensor]:
@@ -172,12 +196,6 @@ class TravellingExchange(Exchange):
         # autograd runs the last part's backward first
         launch = partial(self._start_there, self.parts[::-1])
         return _Move.apply(self._finish_back, launch, self._saved_ops.of(COMBINE), *returned)
-
-    def returning(self, rows: int, like: Tensor) -> Tensor:
-        """Where all rows of this rank's tokens [rows, E] arrive on their way back, one tensor for all parts."""
-        if self._returning is None:
-            self._returning = like.new_empty(rows, like.shape[1])
-        return self._returning
 
     def of_tokens(self, returned: Tensor) -> Tensor:
         """What all parts wrote into `returning`, in the order of the rows that were sent: [M, E]."""
@@ -194,9 +212,7 @@ class TravellingExchange(Exchange):
     def _finish_back(self, *returned: Tensor) -> Tensor:
         for part in self.parts:
             part.finish_back()
-        made, self._returning = self._returning, None
-        assert made is not None, "rows are received that were not sent"
-        return self.of_tokens(made)
+        return self.of_tokens(self.returning.take())
 
 
 class ExpertExchange(TravellingExchange):
@@ -209,12 +225,12 @@ class ExpertExchange(TravellingExchange):
     """
 
     def __init__(self, group: dist.ProcessGroup, parts: int, saved_ops: SavedOps, counts_X: Tensor, rows: int):
-        super().__init__(saved_ops)
+        super().__init__(saved_ops, ReturnBuffer(rows))
         theirs_X, on_host = saved_ops(DISPATCH, partial(exchange_counts, counts_X, group))
         mine, theirs = _even(rows, len(counts_X), group) if on_host.is_meta else on_host.tolist()
         each = len(counts_X) // group.size()
         self.parts = [
-            _UnevenPart(self, group, saved_ops, experts, each, mine, theirs, theirs_X)
+            _UnevenPart(self.returning, group, saved_ops, experts, each, mine, theirs, theirs_X)
             for experts in parts_of(each, parts)
         ]
 
@@ -230,7 +246,7 @@ class _UnevenPart(TravellingPart):
 
     def __init__(
         self,
-        exchange: TravellingExchange,
+        returning: ReturnBuffer,
         group: dist.ProcessGroup,
         saved_ops: SavedOps,
         experts: slice,
@@ -239,9 +255,8 @@ class _UnevenPart(TravellingPart):
         theirs: list[int],
         theirs_X: Tensor,
     ):
-        self._exchange, self._group = exchange, group
+        self._returning, self._group = returning, group
         ends, firsts = list(accumulate(mine, initial=0)), range(0, len(mine), each)
-        self._rows = ends[-1]
         self._sends = [slice(ends[first + experts.start], ends[first + experts.stop]) for first in firsts]
         come = [theirs[first:][experts] for first in firsts]  # by rank and expert
         self._receives = [sum(of_rank) for of_rank in come]
@@ -264,13 +279,13 @@ class _UnevenPart(TravellingPart):
         return arriving[self._order.slots]
 
     def launch_back(self, y_RE: Tensor) -> Pending:
-        returning = self._exchange.returning(self._rows, y_RE)
+        returning = self._returning.get(y_RE)
         sends = y_RE[self._order.rows[:, 0]].split(self._receives)
         return all_to_all_rows(sends, [returning[rows] for rows in self._sends], self._group, self._nbytes(y_RE))
 
     def _nbytes(self, x: Tensor) -> int:
         """Of the mean part of this size."""
-        return round(self._share * self._rows * x.shape[1] * x.element_size())
+        return round(self._share * self._returning.rows * x.shape[1] * x.element_size())
 
 
 def exchange_counts(counts_X: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from ndtrain.distributed.collectives import Pending, all_reduce, all_to_all_rows
 from ndtrain.distributed.host_device import Readback
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model.moe.exchange import Exchange, ExpertRows
-from ndtrain.parallel.ep import ExpertExchange, TravellingExchange, TravellingPart, parts_of, their_counts
+from ndtrain.parallel.ep import ExpertExchange, ReturnBuffer, TravellingExchange, TravellingPart, parts_of, their_counts
 from ndtrain.parallel.recompute import DISPATCH, SavedOps
 
 
@@ -111,25 +111,23 @@ class FixedExchange(TravellingExchange):
         counts_X: Tensor,
         rows: int,
     ):
-        super().__init__(saved_ops)
+        super().__init__(saved_ops, ReturnBuffer())
         each = len(counts_X) // group.size()
         theirs_QX = saved_ops(DISPATCH, partial(their_counts, counts_X, group)).view(-1, each)
         mine_QX, ends_X = counts_X.view(-1, each), counts_X.cumsum(0)
         first_QX = (ends_X - counts_X).view(-1, each)  # of each expert, the first row that is sent
         self.parts: list[_FixedPart] = []
-        self.rows = 0  # that come back, the empty ones too
         places = []  # of each expert, where its first row comes back
         for experts in parts_of(each, parts):
             sent = _Sent(mine_QX[:, experts], first_QX[:, experts], capacity, rows)
-            part = _FixedPart(self, group, saved_ops, experts, sent, theirs_QX[:, experts].contiguous(), self.rows)
+            part = _FixedPart(self.returning, group, saved_ops, experts, sent, theirs_QX[:, experts].contiguous())
             capacity.count_overflow(sent.overflows | part.overflows)
-            places.append(self.rows + part.first_Q[:, None] + first_QX[:, experts] - first_QX[:, experts][:, :1])
+            places.append(part.first_Q[:, None] + first_QX[:, experts] - first_QX[:, experts][:, :1])
             self.parts.append(part)
-            self.rows += part.rows
         row_M = torch.arange(rows, device=counts_X.device)
         expert_M = torch.searchsorted(ends_X, row_M, right=True)
         moved_X = (torch.cat(places, 1) - first_QX).flatten()
-        self._place_M = (row_M + moved_X[expert_M]).clamp(max=self.rows - 1)
+        self._place_M = (row_M + moved_X[expert_M]).clamp(max=self.returning.rows - 1)
 
     def of_tokens(self, returned: Tensor) -> Tensor:
         return returned[self._place_M]
@@ -185,28 +183,29 @@ class _FixedPart(TravellingPart):
     Args:
         sent: the rows of this rank's tokens.
         theirs_QX: how many rows come from each rank for each expert.
-        at: where this part's rows come back, among those of all parts.
+        returning: where they come back; this part's rows are added to those of the parts before.
 
     Attributes:
         rows: that come, and that come back, the empty ones too.
-        first_Q: the first one of each rank.
+        first_Q: where those of each rank begin in `returning`.
         overflows: whether an expert gets more rows than fit, on the device.
     """
 
     def __init__(
         self,
-        exchange: FixedExchange,
+        returning: ReturnBuffer,
         group: dist.ProcessGroup,
         saved_ops: SavedOps,
         experts: slice,
         sent: _Sent,
         theirs_QX: Tensor,
-        at: int,
     ):
-        self._exchange, self._group, self._sent, self._C = exchange, group, sent.slots, sent.C
+        self._returning, self._group, self._sent, self._C = returning, group, sent.slots, sent.C
         (ranks, number), C, D, device = theirs_QX.shape, sent.C, sent.D, theirs_QX.device
-        self.rows, self._at = ranks * C, slice(at, at + ranks * C)
-        self.first_Q = torch.arange(ranks, device=device) * C
+        self.rows, at = ranks * C, returning.rows
+        returning.rows += self.rows
+        self._at = slice(at, at + self.rows)
+        self.first_Q = at + torch.arange(ranks, device=device) * C
         self.overflows = (theirs_QX.sum(0) > D).any()
         self._to_experts, self._from_experts = _buckets(theirs_QX, C, D)
         ends_X = torch.arange(1, number + 1, dtype=torch.int32, device=device) * D
@@ -221,7 +220,7 @@ class _FixedPart(TravellingPart):
         return self._to_experts.take(arriving)
 
     def launch_back(self, y_RE: Tensor) -> Pending:
-        returning = self._exchange.returning(self._exchange.rows, y_RE)[self._at]
+        returning = self._returning.get(y_RE)[self._at]
         return self._launch(self._from_experts.take(y_RE), returning)
 
     def _launch(self, rows: Tensor, arriving: Tensor) -> Pending:

@@ -56,6 +56,9 @@ FULL = [
     EXPERTS, f"{EXPERTS} recompute=full", f"{EXPERTS} model.decoder_sparse_step=2 mesh.pp=2 schedule=zb_h1",
     f"{EXPERTS} mesh.fsdp=4 mesh.cp=2 mesh.ep=4 recompute=full", f"{EXPERTS} model.mlp_only_layers=[1] mesh.tp=2",
     f"{LATENT} mesh.fsdp=4 mesh.ep=2", f"{LATENT} mesh.tp=2 recompute=full",
+    f"{EXPERTS} mesh.fsdp=4 mesh.ep=2 moe.overlap=true recompute=full",
+    f"{EXPERTS} mesh.fsdp=4 mesh.ep=2 moe.overlap=true moe.capacity=1.5",
+    f"{EXPERTS} mesh.fsdp=4 mesh.tp=2 mesh.ep=2 layout.rules.expert_mlp=tp",
     "mesh.pp=2 schedule=dualpipe_v mesh.tp=2 recompute=full", "mesh.pp=2 schedule=interleaved mesh.cp=2 mesh.fsdp=2",
 ]  # fmt: skip
 
