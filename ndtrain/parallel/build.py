@@ -26,7 +26,7 @@ from ndtrain.model.transformer import EMBED, expert_of, fused_names, unit_of
 from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.compile_choice import choose_compile
 from ndtrain.parallel.cp import cp_core
-from ndtrain.parallel.ep import LANE, ExpertExchange, parts_of
+from ndtrain.parallel.ep import LANE, ExpertExchange, keep_out_of_graphs, parts_of
 from ndtrain.parallel.ep_capacity import Capacity
 from ndtrain.parallel.expert_slices import ExpertSlices
 from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8, prepare_compile
@@ -273,6 +273,7 @@ def _ops(
         exchange = ExpertExchange if capacity is None else capacity.exchange
         ops = replace(ops, exchange=partial(exchange, mesh.group(EP, lane=LANE), parts, saved_ops))
     if compiled:
+        keep_out_of_graphs()
         outside = torch.compiler.disable
         core = outside(ops.core) if needs_saved_ops(cfg) else local_core
         linear = matmul.in_graph if in_graph else outside(ops.linear)

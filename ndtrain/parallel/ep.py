@@ -23,7 +23,7 @@ experts.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 
 import torch
@@ -68,7 +68,6 @@ class SavedExchange(Exchange):
         self._saved_ops = saved_ops
         self.parts = [_SavedPart(saved_ops, slice(None), ExpertRows.of(counts_X, rows))]
 
-    @torch.compiler.disable
     def to_tokens(self, returned: Sequence[Tensor]) -> Tensor:
         return _Move.apply(_as_it_is, _as_it_is, self._saved_ops.of(COMBINE), *returned)
 
@@ -78,7 +77,6 @@ class _SavedPart(Part):
         super().__init__(experts, expert_rows)
         self._saved_ops = saved_ops
 
-    @torch.compiler.disable
     def receive(self, sent: Tensor) -> Tensor:
         return _Move.apply(_as_it_is, _as_it_is, self._saved_ops.of(DISPATCH), sent)
 
@@ -125,11 +123,9 @@ class TravellingPart(Part, ABC):
         self._there: tuple[Pending, Tensor] | None = None  # what travels to the experts, and where to
         self._back: Pending | None = None  # what travels to the tokens
 
-    @torch.compiler.disable
     def receive(self, sent: Tensor) -> Tensor:
         return _Move.apply(self.finish_there, self.start_back, self._saved_ops.of(DISPATCH), sent)
 
-    @torch.compiler.disable
     def send_back(self, y_RE: Tensor) -> Tensor:
         """Returns a tensor without elements, which stands for the rows that travel."""
         start = _nothing if self._saved_ops.replays(COMBINE) else self.start_back
@@ -185,13 +181,11 @@ class TravellingExchange(Exchange):
     def __init__(self, saved_ops: SavedOps, returning: ReturnBuffer):
         self._saved_ops, self.returning = saved_ops, returning
 
-    @torch.compiler.disable
     def send(self, x_ME: Tensor) -> Sequence[Tensor]:
         """Returns for each part a tensor without elements, which stands for its rows that travel."""
         start = self._no_start if self._saved_ops.replays(DISPATCH) else partial(self._start_there, self.parts)
         return _Move.apply(start, self._finish_back, None, x_ME)
 
-    @torch.compiler.disable
     def to_tokens(self, returned: Sequence[Tensor]) -> Tensor:
         # autograd runs the last part's backward first
         launch = partial(self._start_there, self.parts[::-1])
@@ -286,6 +280,21 @@ class _UnevenPart(TravellingPart):
     def _nbytes(self, x: Tensor) -> int:
         """Of the mean part of this size."""
         return round(self._share * self._returning.rows * x.shape[1] * x.element_size())
+
+
+@cache
+def keep_out_of_graphs() -> None:
+    """Makes what sends rows, or saves them, a break in compiled graphs. No decorator does, since it would import
+    PyTorch's compiler for every run, which takes long."""
+    senders = {
+        SavedExchange: ("to_tokens",),
+        _SavedPart: ("receive",),
+        TravellingExchange: ("send", "to_tokens"),
+        TravellingPart: ("receive", "send_back"),
+    }
+    for cls, names in senders.items():
+        for name in names:
+            setattr(cls, name, torch.compiler.disable(getattr(cls, name)))
 
 
 def exchange_counts(counts_X: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,7 @@ def test_dry_is_the_real_step_in_every_mode(ranks):
     _compare(ranks, FULL[ranks])
 
 
-def evenly(logits_NX: torch.Tensor, k: int, renormalise: bool) -> Routing:
+def evenly(logits_NX: torch.Tensor, k: int, renormalise: bool, bias_X: torch.Tensor) -> Routing:
     """The tokens take the experts in turn, as a dry run assumes."""
     tokens, experts = logits_NX.shape
     experts_NK = (torch.arange(tokens * k, device=logits_NX.device) % experts).view(tokens, k)
