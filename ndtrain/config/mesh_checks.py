@@ -43,13 +43,8 @@ def check_ep(cfg: Config) -> None:
         f"moe.parts={moe.parts} is read with moe.overlap=true: set that too, or leave it out",
     )
     if mesh.ep == 1:
-        require(
-            not moe.overlap, "moe.overlap=true: with mesh.ep=1 no rows travel: leave it out, or set mesh.ep above 1"
-        )
-        require(
-            moe.capacity is None,
-            f"moe.capacity={moe.capacity}: with mesh.ep=1 no rows travel: leave it out, or set mesh.ep above 1",
-        )
+        for key, given in (("overlap=true", moe.overlap), (f"capacity={moe.capacity}", moe.capacity is not None)):
+            require(not given, f"moe.{key}: with mesh.ep=1 no rows travel: leave it out, or set mesh.ep above 1")
         return
     require(
         experts is not None,

@@ -115,11 +115,23 @@ class TravellingPart(Part, ABC):
 
     The four steps of the way are those of rows and, in the opposite direction, of their gradients: an exchange calls
     `start_there` and, when all parts' `start_back` were called, `finish_back`.
+
+    Args:
+        returning: where rows come back.
+        group: the ranks along ep.
+        saved_ops, experts, expert_rows: as other parts take them.
     """
 
-    def __init__(self, saved_ops: SavedOps, experts: slice, expert_rows: ExpertRows):
+    def __init__(
+        self,
+        returning: ReturnBuffer,
+        group: dist.ProcessGroup,
+        saved_ops: SavedOps,
+        experts: slice,
+        expert_rows: ExpertRows,
+    ):
         super().__init__(experts, expert_rows)
-        self._saved_ops = saved_ops
+        self._returning, self._group, self._saved_ops = returning, group, saved_ops
         self._there: tuple[Pending, Tensor] | None = None  # what travels to the experts, and where to
         self._back: Pending | None = None  # what travels to the tokens
 
@@ -145,7 +157,7 @@ class TravellingPart(Part, ABC):
     def start_back(self, y_RE: Tensor) -> Tensor:
         """Launches the rows of this part's experts on their way to the tokens."""
         self._back = self.launch_back(y_RE)
-        return y_RE.new_empty(0)
+        return _nothing(y_RE)
 
     def finish_back(self) -> None:
         assert self._back is not None, "rows are received that were not sent"
@@ -201,7 +213,7 @@ class TravellingExchange(Exchange):
         return self._no_start(x_ME)
 
     def _no_start(self, x_ME: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x_ME.new_empty(0) for _ in self.parts)
+        return tuple(_nothing(x_ME) for _ in self.parts)
 
     def _finish_back(self, *returned: Tensor) -> Tensor:
         for part in self.parts:
@@ -249,7 +261,6 @@ class _UnevenPart(TravellingPart):
         theirs: list[int],
         theirs_X: Tensor,
     ):
-        self._returning, self._group = returning, group
         ends, firsts = list(accumulate(mine, initial=0)), range(0, len(mine), each)
         self._sends = [slice(ends[first + experts.start], ends[first + experts.stop]) for first in firsts]
         come = [theirs[first:][experts] for first in firsts]  # by rank and expert
@@ -261,7 +272,7 @@ class _UnevenPart(TravellingPart):
         experts_R = experts_R.repeat_interleave(theirs_R, output_size=sum(self._receives))
         self._order = Permutation.of(experts_R[:, None], number)
         sizes = [sum(of_expert) for of_expert in zip(*come, strict=True)]
-        super().__init__(saved_ops, experts, ExpertRows.of_sizes(sizes, self._order.counts))
+        super().__init__(returning, group, saved_ops, experts, ExpertRows.of_sizes(sizes, self._order.counts))
 
     def launch_there(self, x_ME: Tensor) -> tuple[Pending, Tensor]:
         arriving = x_ME.new_empty(sum(self._receives), x_ME.shape[1])

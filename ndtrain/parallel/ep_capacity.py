@@ -200,7 +200,7 @@ class _FixedPart(TravellingPart):
         sent: _Sent,
         theirs_QX: Tensor,
     ):
-        self._returning, self._group, self._sent, self._C = returning, group, sent.slots, sent.C
+        self._sent, self._C = sent.slots, sent.C
         (ranks, number), C, D, device = theirs_QX.shape, sent.C, sent.D, theirs_QX.device
         self.rows, at = ranks * C, returning.rows
         returning.rows += self.rows
@@ -210,7 +210,7 @@ class _FixedPart(TravellingPart):
         self._to_experts, self._from_experts = _buckets(theirs_QX, C, D)
         ends_X = torch.arange(1, number + 1, dtype=torch.int32, device=device) * D
         rows = ExpertRows([slice(x * D, (x + 1) * D) for x in range(number)], ends_X)
-        super().__init__(saved_ops, experts, rows)
+        super().__init__(returning, group, saved_ops, experts, rows)
 
     def launch_there(self, x_ME: Tensor) -> tuple[Pending, Tensor]:
         arriving = x_ME.new_empty(self.rows, x_ME.shape[1])

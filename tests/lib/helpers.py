@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
+from ndtrain.config import ConfigError, load_config, resolve
 from ndtrain.runtime.rendezvous import Meeting
 from ndtrain.train import main
 
@@ -147,6 +149,15 @@ def wait_for(condition: Callable[[], Any], what: str, timeout: float = 60, pause
         assert time.monotonic() < end, f"waited {timeout:.0f} s for {what}"
         time.sleep(pause)
     return value
+
+
+def config_refusal(overrides: list[str], world: int = 1) -> str:
+    """The one line with which `resolve` refuses a configuration."""
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config(overrides), world)
+    line = str(caught.value)
+    assert "\n" not in line, line
+    return line
 
 
 def refusal(capsys, args: list[str]) -> str:

@@ -14,19 +14,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ndtrain.config import ConfigError, load_config, resolve, world_from_env
 from ndtrain.distributed.collectives import Pending
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import Evaluation, TrainingStep
 from ndtrain.model.moe.exchange import Exchange
 from ndtrain.model.moe.permutation import Permutation
 from ndtrain.parallel import ep, ep_capacity
-from ndtrain.parallel.build import build_stages, initialise
+from ndtrain.parallel.build import initialise
 from ndtrain.parallel.recompute import SavedOps
 from tests.engine.test_gpu_path import INDEXED, WAITS
-from tests.lib.helpers import arguments, rank_main, rows, write_corpus
+from tests.lib.helpers import arguments, config_refusal, rank_main, rows, write_corpus
 from tests.lib.parity import Run, assemble, compare, make_batches, rank_run
 from tests.lib.ranks import run_ranks
+from tests.lib.stages import RankStages
 from tests.parallel.test_parity_ep import EIGHT
 from tests.parallel.test_parity_moe import FULL, MODEL, MODELS, SCHEDULES
 
@@ -228,24 +227,26 @@ def counted_waits() -> Iterator[Counter[str]]:
             yield waits.seen
 
 
+def built(overrides: list[str]) -> tuple[RankStages, TrainingStep]:
+    """This rank's part of a model with experts, and its training step."""
+    run = RankStages.build([*MODEL, *MODELS["qwen2-moe"], EIGHT, *TWO, *overrides])
+    initialise(run.stages, run.cfg)
+    return run, TrainingStep(run.cfg, run.mesh, run.stages)
+
+
 def waits_of_a_step(several: list[list[str]]) -> list[Counter[str]]:
     """On one rank: of each run the waits of its third step, before its report is asked for."""
-    rank, _, world = world_from_env()
-    found = []
+    waits_of_each = []
     for overrides in several:
-        cfg = resolve(load_config([*MODEL, *MODELS["qwen2-moe"], EIGHT, *TWO, *overrides]), world)
-        mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-        stages = build_stages(cfg, mesh)
-        initialise(stages, cfg)
-        step = TrainingStep(cfg, mesh, stages)
+        run, step = built(overrides)
         for number in (1, 2):
-            step.run(number, make_batches(cfg, mesh, number, "uneven")).wait()
-        batches = make_batches(cfg, mesh, 3, "uneven")
+            step.run(number, make_batches(run.cfg, run.mesh, number, "uneven")).wait()
+        batches = make_batches(run.cfg, run.mesh, 3, "uneven")
         with counted_waits() as waits:
             report = step.run(3, batches)
         assert report.wait().reruns == 0
-        found.append(waits)
-    return found
+        waits_of_each.append(waits)
+    return waits_of_each
 
 
 def test_no_layer_waits():
@@ -264,18 +265,15 @@ def test_no_layer_waits():
 
 def evaluated(several: list[list[str]]) -> list[float]:
     """On one rank: of each run the loss of an evaluation after a step."""
-    rank, _, world = world_from_env()
     losses = []
     for overrides in several:
-        cfg = resolve(load_config([*MODEL, *MODELS["qwen2-moe"], EIGHT, *TWO, *overrides]), world)
-        mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-        stages = build_stages(cfg, mesh)
-        initialise(stages, cfg)
-        step = TrainingStep(cfg, mesh, stages)
-        if stages.capacity:
-            stages.capacity.factor = 0.5  # now no buffer is large enough
-        losses.append(Evaluation(cfg, mesh, stages).run([make_batches(cfg, mesh, 1, "none")], 8 * 16))
-        losses.append(step.run(1, make_batches(cfg, mesh, 1, "none")).wait().loss)
+        run, step = built(overrides)
+        if run.stages.capacity:
+            run.stages.capacity.factor = 0.5  # now no buffer is large enough
+        losses.append(
+            Evaluation(run.cfg, run.mesh, run.stages).run([make_batches(run.cfg, run.mesh, 1, "none")], 8 * 16)
+        )
+        losses.append(step.run(1, make_batches(run.cfg, run.mesh, 1, "none")).wait().loss)
     return losses
 
 
@@ -319,7 +317,5 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     overrides, world, said = REFUSED[name]
-    with pytest.raises(ConfigError) as caught:
-        resolve(load_config(["recipe=moe_debug", *overrides]), world)
-    line = str(caught.value)
-    assert "\n" not in line and all(words in line for words in said), line
+    line = config_refusal(["recipe=moe_debug", *overrides], world)
+    assert all(words in line for words in said), line

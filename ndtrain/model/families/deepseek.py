@@ -10,6 +10,15 @@ EXPERT_FIELDS = (
     "num_experts_per_tok", "output_router_logits", "moe_intermediate_size", "norm_topk_prob", "n_shared_experts",
     "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor",
 )  # fmt: skip
+EXPERTS = MoE(
+    "n_routed_experts",
+    sigmoid_scored,
+    shared=SharedExpert(
+        "shared_experts", "n_shared_experts", lambda m, n: n * (m.moe_intermediate_size or m.intermediate_size)
+    ),
+    affinities=shares_of_sigmoids,
+    bias="mlp.gate.e_score_correction_bias",
+)
 
 DEEPSEEK_V3 = register_family(
     Family(
@@ -27,14 +36,6 @@ DEEPSEEK_V3 = register_family(
         absent=("mlp_bias", "alibi"),
         fields=(*EXPERT_FIELDS, *LATENT_FIELDS),
         latent_attention=True,
-        moe=MoE(
-            "n_routed_experts",
-            sigmoid_scored,
-            shared=SharedExpert(
-                "shared_experts", "n_shared_experts", lambda m, n: n * (m.moe_intermediate_size or m.intermediate_size)
-            ),
-            affinities=shares_of_sigmoids,
-            bias="mlp.gate.e_score_correction_bias",
-        ),
+        moe=EXPERTS,
     )
 )  # fmt: skip

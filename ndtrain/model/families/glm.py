@@ -2,9 +2,8 @@
 biases and groups, shared experts, and some dense layers first. RoPE turns whole heads; GLM-4.5's own models, where it
 turns half of each, are refused."""
 
-from ndtrain.model.families.deepseek import EXPERT_FIELDS
+from ndtrain.model.families.deepseek import EXPERT_FIELDS, EXPERTS
 from ndtrain.model.families.family import COMMON_DEFAULTS, Family, attention_bias, never
-from ndtrain.model.families.moe import MoE, SharedExpert, shares_of_sigmoids, sigmoid_scored
 from ndtrain.plugins import register_family
 
 GLM4_MOE = register_family(
@@ -23,14 +22,6 @@ GLM4_MOE = register_family(
         },
         absent=("mlp_bias", "alibi"),
         fields=EXPERT_FIELDS,
-        moe=MoE(
-            "n_routed_experts",
-            sigmoid_scored,
-            shared=SharedExpert(
-                "shared_experts", "n_shared_experts", lambda m, n: n * (m.moe_intermediate_size or m.intermediate_size)
-            ),
-            affinities=shares_of_sigmoids,
-            bias="mlp.gate.e_score_correction_bias",
-        ),
+        moe=EXPERTS,
     )
 )  # fmt: skip
