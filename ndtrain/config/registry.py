@@ -100,9 +100,9 @@ def get(kind: str, name: str) -> Any:
     Raises:
         ConfigError: there is none.
     """
-    known = names(kind)
+    _load_shipped(kind)
     if (kind, name) not in _parts:
-        raise ConfigError(f"{kind} {name}: no such {kind}; known: {', '.join(known)}")
+        raise ConfigError(f"{kind} {name}: no such {kind}; known: {', '.join(names(kind))}")
     return _parts[kind, name].value
 
 

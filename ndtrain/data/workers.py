@@ -200,7 +200,7 @@ def pickled(number: int, corpus: Corpus) -> bytes:
 def _serve(pipe: Connection, job: TokeniseJob) -> None:
     """Runs in a worker: answers each (number, part) with a `TokenisedPart`, or with the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")  # the workers are the parallelism
     with suppress(EOFError):
         while True:
@@ -212,7 +212,12 @@ def _serve(pipe: Connection, job: TokeniseJob) -> None:
             pipe.send(answer)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Called in a worker process: it ends as soon as the process that started it has ended, however that ended."""
+    threading.Thread(target=_wait_for_parent_and_end, daemon=True).start()
+
+
+def _wait_for_parent_and_end() -> None:
     multiprocessing.parent_process().join()
     os._exit(1)
 

@@ -40,21 +40,54 @@ class Estimate:
     memory_bytes: float
 
 
+@dataclass(frozen=True)
+class ModelCosts:
+    """What a model costs on every mesh.
+
+    Attributes:
+        head: FLOPs of the head over those of a block.
+        parameters: of the whole model.
+        of_experts: those of them that experts have.
+        op_flops: forward FLOPs a token of each op of a block, the mean of all blocks.
+        elementwise: elements a token that a block's other kernels read and write, the mean of all blocks.
+    """
+
+    head: float
+    parameters: int
+    of_experts: int
+    op_flops: Mapping[str, float]
+    elementwise: float
+
+    @classmethod
+    def of(cls, cfg: Config) -> "ModelCosts":
+        """Of a resolved configuration."""
+        m, length = cfg.model, cfg.train.seq_len
+        in_stacks = lambda i: sum(math.prod(s) for name, s in flops.block_shapes(m, i).items() if ".experts." in name)
+        return cls(
+            head=head_in_layers(m, length),
+            parameters=flops.parameter_count(m),
+            of_experts=flops.over_layers(m, in_stacks),
+            op_flops=_mean_of_layers(m, lambda i: flops.op_flops(m, length, i)),
+            elementwise=_mean_of_layers(m, lambda i: {"": flops.elementwise_values(m, i)})[""],
+        )
+
+
 class Place:
     """What candidates share that differ only in zero, schedule and recompute.
 
     Args:
         cfg: resolved, of one of them.
+        costs: of its model; None: counted here.
     """
 
-    def __init__(self, cfg: Config, hardware: Hardware, rates: Rates):
+    def __init__(self, cfg: Config, hardware: Hardware, rates: Rates, costs: ModelCosts | None = None):
         self.cfg, self.hardware, self.rates = cfg, hardware, rates
+        self.costs = costs or ModelCosts.of(cfg)
         self.shapes, self.prices = LocalShapes.of(cfg), Prices(hardware, rates, MeshSpec.of(cfg.mesh))
         self.pp, self.fsdp, self.cp, self.tp = (cfg.mesh.pp, cfg.mesh.fsdp, cfg.mesh.cp, cfg.mesh.tp)
-        self._head = head_in_layers(cfg.model, cfg.train.seq_len)
         self._cuts: dict[Stages, _Cut] = {}
         self.layers = cfg.model.num_hidden_layers / self.pp
-        self.held = _held(cfg)
+        self.held = _held(cfg, self.costs)
         self.forward_s = self.layers * sum(self._op_seconds.values()) + self._head_seconds
         self.message_s = self.layers * (self._tp_seconds + self._cp_seconds + self._ep_seconds)
 
@@ -69,7 +102,7 @@ class Place:
 
     def _cut(self, stages: Stages) -> "_Cut":
         if stages not in self._cuts:
-            self._cuts[stages] = _Cut.of(stages, self.cfg, self._head)
+            self._cuts[stages] = _Cut.of(stages, self.cfg, self.costs.head)
         return self._cuts[stages]
 
     @cached_property
@@ -127,19 +160,17 @@ class Place:
     @cached_property
     def _op_seconds(self) -> dict[str, float]:
         """Op of a block -> seconds of a forward of a microbatch on a rank."""
-        m, tokens, dtype = self.cfg.model, self.shapes.tokens, self.cfg.precision.compute
-        of_token = _mean_of_layers(m, lambda i: flops.op_flops(m, self.cfg.train.seq_len, i))
+        tokens, dtype = self.shapes.tokens, self.cfg.precision.compute
         kind = lambda op: (
             ("attention", 0.5, "bf16" if dtype == "fp8" else dtype) if op == "core" else ("matmul", 1, dtype)
         )
         seconds = {}
-        for op, count in of_token.items():
+        for op, count in self.costs.op_flops.items():
             name, visible, of = kind(op)
             seconds[op] = self.prices.arithmetic(Kernel(name, int(tokens * count * visible / self.tp), 0, of))
         if "experts" in seconds:
             seconds["experts"] = self._experts_seconds(seconds["experts"])
-        of_block = _mean_of_layers(m, lambda i: {"": flops.elementwise_values(m, i)})[""]
-        values = of_block * tokens / self.tp * DTYPES[dtype].itemsize
+        values = self.costs.elementwise * tokens / self.tp * DTYPES[dtype].itemsize
         return seconds | {"elementwise": self.prices.kernel(Kernel("memory", 0, int(values), dtype))}
 
     def _experts_seconds(self, balanced_s: float) -> float:
@@ -236,12 +267,10 @@ class _Held(NamedTuple):
     of_experts: bool
 
 
-def _held(cfg: Config) -> list[_Held]:
+def _held(cfg: Config, costs: ModelCosts) -> list[_Held]:
     """Experts are cut over ep, over tp only by a rule, and sharded over the ranks that ep leaves."""
-    m, spec = cfg.model, MeshSpec.of(cfg.mesh)
-    in_stacks = lambda i: sum(math.prod(s) for name, s in flops.block_shapes(m, i).items() if ".experts." in name)
-    experts = flops.over_layers(m, in_stacks)
-    others = (flops.parameter_count(m) - experts) // (cfg.mesh.pp * cfg.mesh.tp)
+    spec, experts = MeshSpec.of(cfg.mesh), costs.of_experts
+    others = (costs.parameters - experts) // (cfg.mesh.pp * cfg.mesh.tp)
     held = [_Held(others, cfg.mesh.fsdp * cfg.mesh.cp, "fsdp+cp", "dp", of_experts=False)]
     if experts:
         axes = [spec.beside_ep(axis) for axis in ("fsdp", "cp")]

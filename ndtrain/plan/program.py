@@ -6,7 +6,7 @@ The ranks along the other axes do the same at the same time, so the first one of
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -191,13 +191,42 @@ class StepProgram:
         layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), 0, placement)
         names = [name for name in layouts.names() if layouts.is_along_ep(name)]
         units = {name: UnitFacts.of(f, plan) for name, f in flat_layouts(layouts, names).items()}
-        segments = _segments(cfg, placement)
         in_graph = compiled and linear_in_graph(cfg, placement)
-        ranks = [
-            _rank_program(cfg, placement.schedule, rank, segments, units, in_graph)
-            for rank in range(placement.schedule.pp)
-        ]
-        return cls(placement.schedule, plan, units, ranks, _order(placement.schedule))
+        ranks, order = _rows(_RowInputs(cfg, placement, units, in_graph))
+        return cls(placement.schedule, plan, units, ranks, order)
+
+
+@dataclass(frozen=True, eq=False)
+class _RowInputs:
+    """What the programs of the ranks are made from. Two are equal if they give the same programs."""
+
+    cfg: Config
+    placement: Placement
+    units: dict[str, UnitFacts]
+    in_graph: bool
+
+    @cached_property
+    def _facts(self) -> str:
+        units = [(name, u.residency, u.shards == u.replicas == 1) for name, u in self.units.items()]
+        saved = sorted(always_saved_ops(self.cfg))
+        return repr((self.cfg.model, self.cfg.recompute, saved, self.placement.layers, units, self.in_graph))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _RowInputs):
+            return NotImplemented
+        return self.placement.schedule.table is other.placement.schedule.table and self._facts == other._facts
+
+    def __hash__(self) -> int:
+        return hash(self._facts)
+
+
+@lru_cache(maxsize=1)
+def _rows(of: _RowInputs) -> tuple[list[RankProgram], list[tuple[int, int]]]:
+    """`ranks` and `order` of a step's program. A search plans steps one after another that share them, as they
+    differ in the sizes of dp and fsdp alone."""
+    schedule, segments = of.placement.schedule, _segments(of.cfg, of.placement)
+    ranks = [_rank_program(of.cfg, schedule, rank, segments, of.units, of.in_graph) for rank in range(schedule.pp)]
+    return ranks, _order(schedule)
 
 
 def _order(schedule: Schedule) -> list[tuple[int, int]]:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 from ndtrain.arguments import option
 from ndtrain.config import ConfigError
 from ndtrain.config.registry import load_plugins
+from ndtrain.data.workers import end_with_parent
 from ndtrain.plan.candidates import SPLIT, Candidate, Space, searched_run
-from ndtrain.plan.estimate import Place
+from ndtrain.plan.estimate import ModelCosts, Place
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, world_of, write_file
 from ndtrain.plan.predict import Prediction, Predictor
@@ -171,10 +172,11 @@ class _OnMesh(NamedTuple):
 
 def _rank_mesh(space: Space, mesh: tuple[int, ...]) -> _OnMesh:
     load_plugins(space.cfg.plugins)
-    ranked, count = [], 0
+    ranked, count, costs = [], 0, None
     rates = Predictor(space.hardware, space.rates).rates
     for place, cfg in space.places(mesh):
-        shared = Place(cfg, space.hardware, rates)
+        costs = costs or ModelCosts.of(cfg)
+        shared = Place(cfg, space.hardware, rates, costs)
         for candidate in space.on(place, cfg):
             count += 1
             estimate = shared.estimate(candidate)
@@ -241,8 +243,9 @@ def _fastest(space: Space, predicted: dict[Candidate, Prediction]) -> list[Row]:
 def predict_all(
     space: Space, pool: Executor | None, candidates: Sequence[Candidate], into: dict[Candidate, Prediction]
 ) -> None:
-    """Those that share recorded pieces go to one process, one after another."""
-    alike = lambda c: (c.size("tp"), c.size("cp"), c.cp_kind, c.ep, c.micro_batch, c.recompute)
+    """Those that share recorded pieces go to one process, one after another, and those of them that share a program."""
+    pieces = lambda c: (c.size("tp"), c.size("cp"), c.cp_kind, c.ep, c.micro_batch, c.recompute)
+    alike = lambda c: (pieces(c), c.size("pp"), c.zero, c.stages.schedule, c.stages.chunks or 0, c.stages.split)
     order = sorted(dict.fromkeys(candidates), key=alike)
     made = _mapped(pool, partial(predict, space), order)
     into |= {c: p for c, p in zip(order, made, strict=True) if p is not None}
@@ -275,13 +278,14 @@ def workers(processes: int) -> Iterator[Executor | None]:
         yield None
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, initializer=_collect_rarely) as pool:
+    with ProcessPoolExecutor(processes, context, initializer=_begin_worker) as pool:
         yield pool
 
 
-def _collect_rarely() -> None:
-    """A prediction makes hundreds of thousands of small tuples, which Python's collector of cycles would walk over and
-    over: that was 40 % of a search's time."""
+def _begin_worker() -> None:
+    end_with_parent()
+    # A prediction makes hundreds of thousands of small tuples, which Python's collector of cycles would walk over and
+    # over: that was 40 % of a search's time.
     gc.set_threshold(200_000, 20, 100)
 
 

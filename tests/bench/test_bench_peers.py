@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ndtrain.bench.__main__ import main
 from ndtrain.bench.peers import attention, pipelining
 from ndtrain.bench.peers.implementations import IMPLEMENTATIONS
-from ndtrain.bench.peers.run import Case, Options, Training, _require_equal_losses, config_of, make_batches
+from ndtrain.bench.peers.run import SHAPES, Case, Options, Training, _require_equal_losses, config_of, make_batches
 from ndtrain.config import world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
@@ -29,6 +29,14 @@ COLLECTIVES = {1: (3, 3), 2: (3, 6), 3: (10, 6)}
 # norm, and with sequence parallelism the gradients of 5 norms
 TP_COLLECTIVES = {False: (0, 0, 4 * 2 + 2 + 4), True: (4 * 2 + 2, 4 * 2 + 2, 5 + 4)}
 CP = ["axis=cp", "seq_len=64", "heads=4", "kv_heads=2", "head_dim=16", "rounds=2"]
+
+
+@pytest.mark.parametrize("axis", ["one", "dp", "fsdp", "tp", "pp"])
+def test_every_case_of_an_axis_is_a_legal_run(axis):
+    options = Options(axis=axis)
+    options.check()
+    for case in options.cases:
+        assert config_of(options, case).train.seq_len == SHAPES[case.shape][6]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 """`plan search`: candidates, the bound of their memory, the choice of the best one, and its command."""
 
 import json
+import os
 import shlex
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -14,6 +18,7 @@ from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.predict import Predictor
 from ndtrain.plan.search import Row, override_line, predict, rank_all, reason, search, shortlist
 from ndtrain.runtime import cli
+from tests.lib.helpers import MARK, processes, wait_for
 
 H100 = load_hardware("h100")
 RUN = ["recipe=llama_debug", "precision.compute=bf16", "train.compile=true", "model.num_hidden_layers=4"]
@@ -200,3 +205,24 @@ def test_what_fits_nowhere_is_said(capsys):
     args = [*LARGE, "hardware=h100", "ranks=1", "processes=1", "model.num_hidden_layers=80"]
     assert main(["search", *args]) == 2
     assert "fits into 84.9 GB" in capsys.readouterr().err
+
+
+BUSY = """
+import time
+from ndtrain.plan.search import workers
+
+if __name__ == "__main__":
+    with workers(2) as pool:
+        list(pool.map(time.sleep, [600, 600]))
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_a_search_that_is_killed(sent, tmp_path):
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY)
+    search = subprocess.Popen([sys.executable, script], env=os.environ | {MARK: str(tmp_path)}, start_new_session=True)
+    wait_for(lambda: len(processes(tmp_path)) == 4, "the search, its two workers and their resource tracker")
+    search.send_signal(sent)
+    search.wait()
+    wait_for(lambda: not processes(tmp_path), "the workers to end", timeout=20)
