@@ -42,9 +42,6 @@ from ndtrain.distributed.sharding import even_split
 from ndtrain.model.device_kind import on_gpu
 
 Group = dist.ProcessGroup | None
-# torch 2.13 renamed these, and the old names warn; 2.11 has the old names only
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending:
@@ -113,7 +110,7 @@ def all_gather(out: Tensor, part: Tensor, group: Group) -> Pending:
         return Pending(())
     record = RECORDER.launch("all_gather", group, out.nbytes)
     if _native(out):
-        return Pending([all_gather_single(out, own, group=group, async_op=True)], record=record)
+        return Pending([dist.all_gather_into_tensor(out, own, group=group, async_op=True)], record=record)
     return Pending(_exchange([own] * n, list(out.view(n, -1)), group), record=record)
 
 
@@ -131,7 +128,7 @@ def reduce_scatter(full: Tensor, group: Group) -> Pending:
     record = RECORDER.launch("reduce_scatter", group, full.nbytes)
     parts = [full[slice(*even_split(full.numel(), n, i))] for i in range(n)]
     if _native(full) and full.numel() % n == 0:
-        return Pending([reduce_scatter_single(parts[r], full, group=group, async_op=True)], record=record)
+        return Pending([dist.reduce_scatter_tensor(parts[r], full, group=group, async_op=True)], record=record)
     received = [torch.empty_like(parts[r]) if i != r else parts[r] for i in range(n)]
     works = _exchange(parts, received, group)
     return Pending(works, lambda: _sum_into(parts[r], received), record)
@@ -157,7 +154,7 @@ def reduce_shares(full: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
     shares = list(full.view(n, -1, *full.shape[1:]))
     if _native(full):
         out = torch.empty_like(shares[r])
-        pending = Pending([reduce_scatter_single(out, full, group=group, async_op=True)], record=record)
+        pending = Pending([dist.reduce_scatter_tensor(out, full, group=group, async_op=True)], record=record)
         return _after(pending, lambda: out)
     received = [shares[r] if i == r else torch.empty_like(shares[r]) for i in range(n)]
     pending = Pending(_exchange(shares, received, group), record=record)

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import shlex
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -284,6 +285,7 @@ def workers(processes: int) -> Iterator[Executor | None]:
 
 def _begin_worker() -> None:
     end_with_parent()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # as in the process that started it
     # A prediction makes hundreds of thousands of small tuples, which Python's collector of cycles would walk over and
     # over: that was 40 % of a search's time.
     gc.set_threshold(200_000, 20, 100)

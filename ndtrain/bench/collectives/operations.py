@@ -8,9 +8,12 @@ import torch.distributed as dist
 
 from ndtrain.bench.collectives.cases import Case, Form, Setting
 from ndtrain.distributed import collectives
-from ndtrain.distributed.collectives import all_gather_single, reduce_scatter_single
 
 ROOT = 0  # of broadcast, scatter, gather and reduce: a rank of the group
+
+# torch 2.13 renamed these; 2.11 has the old names only
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 TWO_STEPS = "reduce_scatter + all_gather"
 FACTORS: dict[str, Callable[[int], float]] = {
@@ -100,7 +103,7 @@ def _all_gather(s: Setting) -> Case:
     """Everyone puts everyone's pieces one behind the other."""
     x, out = s.piece(), s.full()
     forms = {
-        "torch": Form(lambda: all_gather_single(out, x, group=s.group), out),
+        "torch": Form(lambda: _gather_single(out, x, group=s.group), out),
         "ours": Form(lambda: collectives.all_gather(out, x, s.group).wait(), out),
     }
     return Case(forms, [(p, 0) for p in s.patterns], [(x, s.mine)], [out])
@@ -111,7 +114,7 @@ def _reduce_scatter(s: Setting) -> Case:
     """Tensors are summed, element by element; rank i gets piece i of the sum."""
     x, out = s.full(), s.piece()
     forms = {
-        "torch": Form(lambda: reduce_scatter_single(out, x, group=s.group), out),
+        "torch": Form(lambda: _scatter_single(out, x, group=s.group), out),
         "ours": Form(lambda: collectives.reduce_scatter(x, s.group).wait(), s.pieces(x)[s.me]),
     }
     return Case(forms, [(s.total, s.me * s.share)], [(x, s.mine)], [out])
@@ -135,8 +138,8 @@ def _two_steps(s: Setting) -> Case:
     own = s.pieces(x)[s.me]
 
     def plain() -> None:
-        reduce_scatter_single(piece, x, group=s.group)
-        all_gather_single(x, piece, group=s.group)
+        _scatter_single(piece, x, group=s.group)
+        _gather_single(x, piece, group=s.group)
 
     def ours() -> None:
         collectives.reduce_scatter(x, s.group).wait()
