@@ -96,5 +96,6 @@ outcome() { # sets `status` to the documented exit code, and says why a run has 
 ranks_here() { # a rank per GPU, or per CPU core where there is no GPU
     local gpus
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || gpus=0
-    if [ "$gpus" -gt 0 ]; then echo "$gpus"; else nproc; fi
+    # nproc takes a limit of threads for the number of cores
+    if [ "$gpus" -gt 0 ]; then echo "$gpus"; else env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; fi
 }

@@ -401,3 +401,10 @@ def test_a_host_is_lost(tmp_path, corpus):
             n1.kill()
             assert process.wait(START_S) == 0, (tmp_path / "err").read_text()
     assert [r["step"] for r in rows(folder)] == list(range(1, 301))
+
+
+def test_a_rank_for_each_core_however_many_threads_it_has():
+    script = f"nvidia-smi() {{ return 1; }}; source {SCRIPTS}/common.sh; ranks_here"
+    limited = os.environ | {"OMP_NUM_THREADS": "1", "OMP_THREAD_LIMIT": "1"}
+    done = subprocess.run(["bash", "-c", script], env=limited, capture_output=True, text=True)
+    assert int(done.stdout) == len(os.sched_getaffinity(0))
