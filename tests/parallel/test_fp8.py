@@ -223,8 +223,10 @@ def losses(precision: str, steps: int) -> np.ndarray:
 
 def test_the_loss_falls_as_in_bf16():
     narrow, wide = losses("fp8", 60), losses("bf16", 60)
-    means = [x.reshape(-1, 20).mean(axis=1) for x in (narrow, wide)]  # ten differ by 2.1 % where a CPU has AVX2 alone
-    print("means of twenty steps, fp8 and bf16:", *means)
+    # with AVX2 alone bf16 is computed otherwise, and means of ten steps differ by 2.1 %
+    together = 20 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 10
+    means = [x.reshape(-1, together).mean(axis=1) for x in (narrow, wide)]
+    print(f"means of {together} steps, fp8 and bf16:", *means)
     assert wide[-10:].mean() < 1.2, "without the blocks it comes to 1.6"
     assert (abs(means[0] / means[1] - 1) < 0.02).all()
 

@@ -171,8 +171,8 @@ def config_of(options: Options, case: Case) -> Config:
         ConfigError: a shape that this number of ranks does not divide.
     """
     sizes = [f"{key}={size}" for key, size in zip(_SIZES, SHAPES[case.shape], strict=True)]
-    common = ["optim.schedule=constant", f"precision.compute={options.precision}"]
-    common.append("model.max_position_embeddings=${train.seq_len}")
+    longest = "model.max_position_embeddings=${train.seq_len}"
+    common = ["optim.schedule=constant", f"precision.compute={options.precision}", longest]
     cfg = load_config([*sizes, *common, *([f"schedule={case.schedule}"] if case.schedule else [])])
     for axis in ("dp", "fsdp", "tp", "pp"):
         setattr(cfg.mesh, axis, options.world if options.axis == axis else 1)
