@@ -1,5 +1,6 @@
 """Command lines of `key=value` words: their options declared in a dataclass, their mistakes said in one line."""
 
 from ndtrain.arguments.key_value import ArgumentError, help_lines, near, one_of, option, parse, unknown, wants_help
+from ndtrain.arguments.pipe import status_of
 
-__all__ = ["ArgumentError", "help_lines", "near", "one_of", "option", "parse", "unknown", "wants_help"]
+__all__ = ["ArgumentError", "help_lines", "near", "one_of", "option", "parse", "status_of", "unknown", "wants_help"]

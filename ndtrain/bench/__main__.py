@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from types import ModuleType
 
-from ndtrain.arguments import ArgumentError, help_lines, one_of, parse, wants_help
+from ndtrain.arguments import ArgumentError, help_lines, one_of, parse, status_of, wants_help
 from ndtrain.bench import checkpoint, matmul, moe, offload, step
 from ndtrain.bench.collectives import run as collectives
 from ndtrain.bench.gpu import run as gpu
@@ -76,4 +76,4 @@ def usage_of(name: str, module: ModuleType) -> str:
 
 
 if __name__ == "__main__":
-    exit_process(main(sys.argv[1:]))
+    exit_process(status_of(main))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ndtrain.arguments import ArgumentError, help_lines, one_of, option, parse, wants_help
+from ndtrain.arguments import ArgumentError, help_lines, one_of, option, parse, status_of, wants_help
 from ndtrain.checkpoint.comparing import Difference, diff
 from ndtrain.checkpoint.directory import list_checkpoints
 from ndtrain.checkpoint.elements import CheckpointError
@@ -221,4 +221,4 @@ COMMANDS: dict[str, Callable[[Sequence[Path], Sequence[str]], int]] = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(status_of(main))

@@ -28,7 +28,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from ndtrain.arguments import near
+from ndtrain.arguments import near, status_of
 from ndtrain.config import ConfigError, DataConfig, check_overrides, load_config, registry
 from ndtrain.config.data_checks import check_data
 from ndtrain.data.manifest import Manifest
@@ -169,4 +169,4 @@ def summary(manifest: Manifest, progress: TextProgress | None) -> str:
 
 if __name__ == "__main__":
     start_forkserver()  # it is ready by the time a tokenizer is trained
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(status_of(main))

@@ -18,7 +18,7 @@ from typing import Literal
 import tokenizers
 import torch
 
-from ndtrain.arguments import ArgumentError, help_lines, near, option, parse, wants_help
+from ndtrain.arguments import ArgumentError, help_lines, near, option, parse, status_of, wants_help
 from ndtrain.checkpoint import list_checkpoints
 from ndtrain.checkpoint.verifying import SHORT
 from ndtrain.config import ConfigError
@@ -133,4 +133,4 @@ def _warn_if_long(length: int, most: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(status_of(main))

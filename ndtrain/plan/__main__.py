@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from ndtrain.arguments import ArgumentError, help_lines, one_of, wants_help
+from ndtrain.arguments import ArgumentError, help_lines, one_of, status_of, wants_help
 from ndtrain.config import ConfigError
 from ndtrain.plan.options import split_options
 from ndtrain.runtime import usage
@@ -43,4 +43,4 @@ if __name__ == "__main__":
     logging.getLogger("ndtrain").addHandler(logging.NullHandler())
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     warnings.filterwarnings("ignore", category=UserWarning, module="torch._dynamo")
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(status_of(main))

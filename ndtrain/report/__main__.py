@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ndtrain.arguments import ArgumentError, help_lines, one_of, option, parse, wants_help
+from ndtrain.arguments import ArgumentError, help_lines, one_of, option, parse, status_of, wants_help
 from ndtrain.report import ReportError, find_runs, render_page, render_svg
 from ndtrain.report.runs import METRICS, read_runs
 
@@ -74,4 +74,4 @@ def _write(path: Path, text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(status_of(main))

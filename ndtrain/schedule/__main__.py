@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ndtrain.arguments import ArgumentError, help_lines, option, parse, wants_help
+from ndtrain.arguments import ArgumentError, help_lines, option, parse, status_of, wants_help
 from ndtrain.schedule import NAMES, Schedule, ScheduleError, Timeline, build, simulate
 from ndtrain.schedule.draw import panel, timeline_svg
 from ndtrain.schedule.file import write
@@ -63,6 +63,8 @@ def main(args: Sequence[str]) -> int:
         options = parse(Options, args[compare:])
         (show_comparison if compare else show_one)(options)
         return 0
+    except BrokenPipeError:  # the reader of what is printed has left, which is no fault of a file of ours
+        raise
     except (ArgumentError, ScheduleError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -148,4 +150,4 @@ def _draw(options: Options, timelines: list[tuple[str, Timeline]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(status_of(main))

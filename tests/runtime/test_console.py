@@ -1,5 +1,6 @@
 """The console command `ndtrain`."""
 
+import os
 import subprocess
 import sys
 
@@ -54,3 +55,15 @@ def test_a_command_runs_as_its_module_does(args, status, text):
     done = run(*args)
     assert done.returncode == status, done.stderr
     assert text in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("args", ["bench --help", "checkpoint --help", "schedule schedule=1f1b pp=2 microbatches=4"])
+def test_output_into_a_pipe_that_nobody_reads_ends_without_a_traceback(args):
+    """`ndtrain bench --help | head -1`, where head has ended before the command writes."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from ndtrain.runtime.console import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *args.split()]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")
