@@ -20,7 +20,7 @@ _SIZES = (256, 8192)
 _REACHED = 3  # products that must be as fast as the rate says: a single one may be a jump of the clock
 _ENOUGH = 3  # whole measurements: after these a machine that is never idle is checked briefly, too
 _MIN_CORE_SHARE = 0.9  # with less of the cores, other programs took the rest
-_EVEN, _MAX_SPREAD = 1.1, 1.3  # median time of a product over its best; even ones were not interrupted
+_EVEN, _MAX_SPREAD = 1.1, 1.3  # median time of a product over its best; even ones of one thread were not interrupted
 _RAISED, _SLOW = 1.05, 0.7  # ratios to the kept rate from which on a user is told
 
 Note = Callable[[str], None]
@@ -35,17 +35,19 @@ class Measurement:
         size: of the matrices with which it was reached.
         share: CPU time over wall time of all threads. It is low where other programs use the cores. 1 on a GPU.
         spread: median time of a product over the best one, at that size.
+        threads: that share a product. Where one of several is interrupted, all wait: every product may be as slow.
     """
 
     flops: float
     size: int
     share: float = 1.0
     spread: float = 1.0
+    threads: int = 1
 
     @property
     def doubt(self) -> str:
         """Says in words why the rate may be too low; "" where nothing disturbed the measurement."""
-        if self.share < _MIN_CORE_SHARE and self.spread > _EVEN:
+        if self.share < _MIN_CORE_SHARE and (self.spread > _EVEN or self.threads > 1):
             return f"other programs used {100 * (1 - self.share):.0f} % of its cores' time"
         if self.spread > _MAX_SPREAD:
             return f"the median matmul took {self.spread:.1f} times as long as the best"
@@ -164,9 +166,10 @@ def _measure_size(device_type: str, dtype: torch.dtype, size: int, until: float)
         wait()
         now = time.perf_counter()
         seconds.append(now - start)
-    share = (time.process_time() - cpu) / (now - began) / torch.get_num_threads() if device_type == "cpu" else 1.0
-    reached = sorted(seconds)[_REACHED - 1]
-    return Measurement(2 * size**3 / reached, size, min(share, 1.0), statistics.median(seconds) / min(seconds))
+    threads = torch.get_num_threads() if device_type == "cpu" else 1
+    share = (time.process_time() - cpu) / (now - began) / threads if device_type == "cpu" else 1.0
+    flops = 2 * size**3 / sorted(seconds)[_REACHED - 1]
+    return Measurement(flops, size, min(share, 1.0), statistics.median(seconds) / min(seconds), threads)
 
 
 # ----------------------------------------------------------------------------------------------------------- cache

@@ -72,6 +72,13 @@ def test_even_products_are_trusted_between_those_of_other_programs(runs):
     assert runs(1.0) == (1.0, [], False)
 
 
+def test_even_products_of_several_threads_are_not_trusted_between_those_of_other_programs(runs):
+    """Seen: two threads beside other programs reached a fifth of one thread's rate, evenly."""
+    _, (line,), _ = runs(1.0, share=0.5, spread=1.05, threads=2)
+    assert "other programs used 50 % of its cores' time" in line
+    assert runs(5.0, threads=2)[::2] == (5.0, True), "measured whole again"
+
+
 def test_a_slow_machine_is_named(runs):
     runs(2.0)
     best, (line,), _ = runs(1.0, **BUSY)
