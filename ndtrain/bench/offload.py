@@ -13,7 +13,7 @@ import torch
 
 from ndtrain.arguments import option
 from ndtrain.bench.results import require_folder, save
-from ndtrain.bench.rounds import BlockTimer, quartiles, ratio, run_rounds
+from ndtrain.bench.rounds import BlockTimer, in_round, quartiles, ratio, run_rounds
 from ndtrain.config import OptimConfig, load_config
 from ndtrain.config.registry import get
 from ndtrain.distributed.host_device import using_threads
@@ -27,7 +27,7 @@ Weights = list[tuple[torch.Tensor, torch.Tensor]]  # (weight, gradient) of each 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `bench offload`. It needs 20 bytes an element, and 24 with moments in fp32."""
+    """Options of `bench offload`. It needs 20 bytes an element, and 24 with moments in fp32; `apart` at most 16."""
 
     elements: int = option("elements of all tensors", 1 << 27)
     tensors: int = option("tensors that they are split over: a model's units", 4)
@@ -36,6 +36,7 @@ class Options:
     rounds: int = option("timed blocks of each side", 10)
     steps: int = option("updates of a block", 1)
     warmup: int = option("untimed updates before", 1)
+    apart: bool = option("make a side's tensors for its block and free them after it, to measure more elements", False)
     out: str = option("JSON file for everything measured", "")
 
 
@@ -43,9 +44,7 @@ def run(options: Options) -> None:
     """Measures, prints and writes `options.out`."""
     require_folder("out", options.out)
     with using_threads(options.threads):
-        weights = make_weights(options)
-        timers = {"ours": BlockTimer(ours(options, weights)), "fused": BlockTimer(fused(weights))}
-        run_rounds(timers, options)
+        timers = measure_apart(options) if options.apart else measure(options)
     ns = {name: quartiles([ms * 1e6 / options.elements for ms in t.block_ms]) for name, t in timers.items()}
     speed = ratio(timers["fused"], timers["ours"])
     drawn = {n: draw_rate(n) for n in (1, options.threads)}
@@ -56,6 +55,28 @@ def run(options: Options) -> None:
     for threads, rate in drawn.items():
         print(f"initial weights, {threads} threads: {rate / 1e6:.1f} M elements a second")
     save("offload", options, ns_per_element=ns, ratio=speed, drawn_per_s=drawn)
+
+
+def measure(options: Options) -> dict[str, BlockTimer]:
+    """Both sides on the same weights."""
+    weights = make_weights(options)
+    timers = {"ours": BlockTimer(ours(options, weights)), "fused": BlockTimer(fused(weights))}
+    run_rounds(timers, options)
+    return timers
+
+
+def measure_apart(options: Options) -> dict[str, BlockTimer]:
+    """Each block on tensors of its own, after the untimed updates that touch all of them."""
+    timers = {name: BlockTimer(lambda: None) for name in ("ours", "fused")}
+    for i in range(options.rounds):
+        for name in in_round(timers, i):
+            weights = make_weights(options)
+            timer = BlockTimer(ours(options, weights) if name == "ours" else fused(weights))
+            timer.run(options.warmup)
+            timer.time_block(options.steps)
+            timers[name].block_ms += timer.block_ms
+            del weights, timer  # before the next side's are made
+    return timers
 
 
 def make_weights(options: Options) -> Weights:
