@@ -156,18 +156,20 @@ class Space:
         for size, kind, ep in product(sizes, kinds, self.eps(dp * fsdp * cp)):
             yield Candidate(mesh, size, kind, *first, ep)
 
-    def on(self, place: Candidate, cfg: Config) -> Iterator[Candidate]:
+    def on(self, place: Candidate, cfg: Config, head: float | None = None) -> Iterator[Candidate]:
         """All candidates with the mesh, the microbatch and the kind of cp of one. Of modes of recompute that save the
         same on this mesh, only the first one.
 
         Args:
             cfg: resolved, of one of them.
+            head: cost of the head, in layers; None: counted here.
         """
         always = always_saved_ops(cfg)
         by_saved: dict[Any, tuple[str, tuple[str, ...]]] = {}
         for name, kept in self.recomputes():
             by_saved.setdefault(always | set(kept) if name in ("full", "selective") else name, (name, kept))
-        pp, layers, head = cfg.mesh.pp, cfg.model.num_hidden_layers, head_in_layers(cfg.model, cfg.train.seq_len)
+        pp, layers = cfg.mesh.pp, cfg.model.num_hidden_layers
+        head = head_in_layers(cfg.model, cfg.train.seq_len) if head is None else head
         stages = [s for s in self.stages(pp) if not s.split or s.split != balanced(s, pp, layers, head)]
         choices = product(self.zeros(place.mesh), stages, by_saved.values())
         return (place._replace(zero=z, stages=s, recompute=r) for z, s, r in choices)

@@ -318,19 +318,23 @@ class _Cut(NamedTuple):
         return cls(slower, max(min(sizes) * each, inner * (each - 1), first))
 
 
-@lru_cache(maxsize=4096)
 def pipeline(name: str, pp: int, microbatches: int, chunks: int | None, path: str | None) -> tuple[float, float]:
     """(idle time of a rank in forwards of a microbatch, most live microbatches of a rank), by the schedule's simulator.
     Both grow with the pipeline, so that a long one is simulated as a short one, and no longer than until it is full."""
-    chunks = chunks or schedules.default_chunks(name) or 1
     ranks, few = (pp, microbatches) if name == "csv" else _shortened(pp, microbatches)
-    timeline = schedules.simulate(
-        schedules.build(name, ranks, few, chunks, path),
-        {kind: cost / chunks for kind, cost in schedules.COST.items()},
-    )
-    live, idle = max(timeline.peak_shares), timeline.makespan - 3 * few
+    idle, live = _simulated(name, ranks, few, chunks or schedules.default_chunks(name) or 1, path)
     live = microbatches if live == few else live * pp / ranks
     return idle * (pp - 1) / max(1, ranks - 1), min(live, float(microbatches))
+
+
+@lru_cache(maxsize=4096)
+def _simulated(name: str, pp: int, microbatches: int, chunks: int, path: str | None) -> tuple[float, float]:
+    """As `pipeline`, of a pipeline that is not shortened."""
+    timeline = schedules.simulate(
+        schedules.build(name, pp, microbatches, chunks, path),
+        {kind: cost / chunks for kind, cost in schedules.COST.items()},
+    )
+    return timeline.makespan - 3 * microbatches, max(timeline.peak_shares)
 
 
 def _shortened(pp: int, microbatches: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.options import write_file
 from ndtrain.plan.predict import Prediction, Predictor
 from ndtrain.plan.price import Prices
-from ndtrain.plan.search import climb, fits, override_line, predict_all, rank_all, shortlist, workers
+from ndtrain.plan.search import Predictions, climb, override_line, predict_all, rank_all, shortlist, workers
 
 REGIMES = ("compute bound", "communication hidden", "communication bound", "batch exhausted")  # of meshes of fsdp alone
 FAMILIES = ("fsdp", "+tp", "+cp", "+pp")  # meshes of dp and fsdp alone; each further family may use one axis more
@@ -162,7 +162,7 @@ def scaling(
 
 def fastest_of(
     space: Space, predict: int, before: Mapping[str, Candidate], pool: Executor | None
-) -> tuple[dict[str, Candidate], dict[Candidate, Prediction]]:
+) -> tuple[dict[str, Candidate], Predictions]:
     """The fastest candidate of each family that has one which fits, and all predictions. A family has the meshes of the
     ones before it too.
 
@@ -173,16 +173,16 @@ def fastest_of(
         ranked, _ = rank_all(space, pool)
     except ConfigError:
         ranked = []
-    predicted: dict[Candidate, Prediction] = {}
+    predicted: Predictions = {}
     fastest: dict[str, Candidate] = {}
     for family in FAMILIES:
         own = [r for r in ranked if _is_of(family, r.candidate)]
         wider = [r.candidate for r in own if family in before and _is_wider(r.candidate, before[family])]
         predict_all(space, pool, [c for c in (*shortlist(own, predict), *wider) if c not in predicted], predicted)
         climb(space, pool, own, predicted, predict)
-        running = [c for c, p in predicted.items() if _is_of(family, c) and fits(space, p.memory_bytes)]
+        running = {c: p.step_time_s for c, p in predicted.items() if _is_of(family, c) and isinstance(p, Prediction)}
         if running:
-            fastest[family] = min(running, key=lambda c: predicted[c].step_time_s)
+            fastest[family] = min(running, key=running.__getitem__)
     return fastest, predicted
 
 
@@ -195,14 +195,13 @@ def _is_wider(c: Candidate, other: Candidate) -> bool:
     return c[1:] == other[1:] and all(c.size(axis) == other.size(axis) for axis in ("tp", "cp", "pp"))
 
 
-def _point(
-    space: Space, family: str, best: Candidate | None, predicted: dict[Candidate, Prediction], given: Sequence[str]
-) -> Point:
+def _point(space: Space, family: str, best: Candidate | None, predicted: Predictions, given: Sequence[str]) -> Point:
     batch, exhausted = space.cfg.train.global_batch, space.ranks > space.cfg.train.global_batch
     if best is None:
         regime = REGIMES[3] if family == "fsdp" and exhausted else ""
         return Point(space.ranks, batch, family, None, 0.0, 0.0, 0.0, regime)
     p = predicted[best]
+    assert isinstance(p, Prediction), "the fastest one fits"
     regime = regime_of(space, best) if family == "fsdp" else ""
     words = tuple(shlex.split(override_line(best, given)))
     return Point(space.ranks, batch, family, words, p.step_time_s, p.tokens_per_s, p.mfu, regime)

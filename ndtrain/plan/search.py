@@ -24,14 +24,14 @@ from ndtrain.plan.candidates import SPLIT, Candidate, Space, searched_run
 from ndtrain.plan.estimate import ModelCosts, Place
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, world_of, write_file
-from ndtrain.plan.predict import Prediction, Predictor
+from ndtrain.plan.predict import Prediction, Predictor, plan_step
 from ndtrain.plan.price import Rates
 
 T = TypeVar("T")
 R = TypeVar("R")
 SHOWN = 10
 _OF_MESH = 200  # candidates of a mesh that are kept
-_ROUNDS = 4  # of predicting those next to the best
+_ROUNDS = 8  # of predicting those next to the best, at most
 _NEAR = 40  # of them in a round
 
 
@@ -39,7 +39,7 @@ _NEAR = 40  # of them in a round
 class Options(RunOptions):
     """Of `plan search`."""
 
-    predict: int = option("candidates to predict before those next to the best ones", 160)
+    predict: int = option("candidates to predict before those next to the best ones", 100)
     processes: int = option("processes to work in; unless given one for each core", os.cpu_count() or 1)
     imbalance: float = option(IMBALANCE, 1.0, read=at_least_1)
     against: str | None = option('a mesh to compare with, by its overrides: "mesh.tp=8 mesh.pp=16"', None)
@@ -50,6 +50,15 @@ class Ranked(NamedTuple):
 
     seconds: float
     candidate: Candidate
+
+
+class TooLarge(NamedTuple):
+    """Of a candidate that does not fit: what it needs. The time of its step is not computed."""
+
+    memory_bytes: int
+
+
+Predictions = dict[Candidate, Prediction | TooLarge]
 
 
 class Row(NamedTuple):
@@ -106,11 +115,11 @@ def search(space: Space, pool: Executor | None, predict: int, against: Sequence[
     like = [r for r in ranked if set(against) <= set(r.candidate.overrides())] if against else []
     if against and not like:
         raise ConfigError(f"against={shlex.join(against)}: no legal candidate has these overrides and may fit")
-    predicted: dict[Candidate, Prediction] = {}
+    predicted: Predictions = {}
     predict_all(space, pool, shortlist(ranked, predict) + shortlist(like, max(8, predict // 4)), predicted)
     for group in (ranked, like):
         climb(space, pool, group, predicted)
-    best = _fastest(space, predicted)
+    best = _fastest(predicted)
     if not best:
         least = min((p.memory_bytes for p in predicted.values()), default=0) / 1e9
         raise ConfigError(
@@ -178,7 +187,7 @@ def _rank_mesh(space: Space, mesh: tuple[int, ...]) -> _OnMesh:
     for place, cfg in space.places(mesh):
         costs = costs or ModelCosts.of(cfg)
         shared = Place(cfg, space.hardware, rates, costs)
-        for candidate in space.on(place, cfg):
+        for candidate in space.on(place, cfg, costs.head):
             count += 1
             estimate = shared.estimate(candidate)
             if fits(space, estimate.memory_bytes):
@@ -216,19 +225,22 @@ def climb(
     space: Space,
     pool: Executor | None,
     ranked: Sequence[Ranked],
-    predicted: dict[Candidate, Prediction],
+    predicted: Predictions,
     near: int = _NEAR,
 ) -> None:
-    """Predicts what is next to the best ones, as long as that finds others; while none fits, to the smallest ones.
+    """Predicts what is next to the best three, as long as these change; while none fits, to the smallest ones.
 
     Args:
         near: how many to predict in a round.
     """
-    within = {r.candidate for r in ranked}
+    within, before = {r.candidate for r in ranked}, None
     for _ in range(_ROUNDS):
         known = [c for c in predicted if c in within]
-        fitting = [row.candidate for row in _fastest(space, predicted) if row.candidate in within]
+        fitting = [row.candidate for row in _fastest(predicted) if row.candidate in within]
         best = (fitting or sorted(known, key=lambda c: predicted[c].memory_bytes))[:3]
+        if best == before:
+            return
+        before = best
         open_ones = (r.candidate for r in ranked if r.candidate not in predicted)
         beside = list(islice((c for c in open_ones if any(c.is_next_to(b) for b in best)), near))
         if not beside:
@@ -236,14 +248,12 @@ def climb(
         predict_all(space, pool, beside, predicted)
 
 
-def _fastest(space: Space, predicted: dict[Candidate, Prediction]) -> list[Row]:
-    rows = [Row(c, p) for c, p in predicted.items() if fits(space, p.memory_bytes)]
+def _fastest(predicted: Predictions) -> list[Row]:
+    rows = [Row(c, p) for c, p in predicted.items() if isinstance(p, Prediction)]
     return sorted(rows, key=lambda row: row.prediction.step_time_s)
 
 
-def predict_all(
-    space: Space, pool: Executor | None, candidates: Sequence[Candidate], into: dict[Candidate, Prediction]
-) -> None:
+def predict_all(space: Space, pool: Executor | None, candidates: Sequence[Candidate], into: Predictions) -> None:
     """Those that share recorded pieces go to one process, one after another, and those of them that share a program."""
     pieces = lambda c: (c.size("tp"), c.size("cp"), c.cp_kind, c.ep, c.micro_batch, c.recompute)
     alike = lambda c: (pieces(c), c.size("pp"), c.zero, c.stages.schedule, c.stages.chunks or 0, c.stages.split)
@@ -252,7 +262,7 @@ def predict_all(
     into |= {c: p for c, p in zip(order, made, strict=True) if p is not None}
 
 
-def predict(space: Space, candidate: Candidate, explain: bool = False) -> Prediction | None:
+def predict(space: Space, candidate: Candidate, explain: bool = False) -> Prediction | TooLarge | None:
     """None: the candidate is not legal.
 
     Raises:
@@ -263,12 +273,15 @@ def predict(space: Space, candidate: Candidate, explain: bool = False) -> Predic
         cfg = space.resolved(candidate)
     except ConfigError:
         return None
-    return Predictor(space.hardware, space.rates).predict(cfg, explain)
+    predictor = Predictor(space.hardware, space.rates)
+    plan = plan_step(cfg, space.hardware.device, predictor.rates.imbalance)
+    memory = predictor.memory(plan)
+    return predictor.price(plan, explain) if fits(space, memory) else TooLarge(memory)
 
 
 def _explained(space: Space, row: Row) -> Row:
     prediction = predict(space, row.candidate, explain=True)
-    assert prediction, "it was predicted before"
+    assert isinstance(prediction, Prediction), "it was predicted before"
     return Row(row.candidate, prediction)
 
 
