@@ -128,7 +128,7 @@ def search(space: Space, pool: Executor | None, predict: int, against: Sequence[
         )
     counts |= {"predicted": len(predicted), "predicted to fit": len(best)}
     rivals = [row for row in best if set(against) <= set(row.candidate.overrides())] if against else []
-    explained = [_explained(space, row) for row in [*best[:SHOWN], *rivals[:1]]]
+    explained = _mapped(pool, partial(_explained, space), [*best[:SHOWN], *rivals[:1]])
     return Result(explained[: len(best[:SHOWN])], explained[-1] if rivals else None, counts)
 
 
