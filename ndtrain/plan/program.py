@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import torch
@@ -77,6 +77,7 @@ class Send(NamedTuple):
 
 
 Op = Run | Gather | Await | Reshard | Open | Reduce | Receive | Send
+_AFTER_MICROBATCH = Instruction._fields.index("microbatch") + 1  # what an instruction does, whichever it is of
 
 
 class Turn(NamedTuple):
@@ -143,7 +144,7 @@ class RankProgram:
 
     Attributes:
         units: the names of those that it holds.
-        turns: its row. Equal ones share what they do.
+        turns: its row. Those that do the same mostly share it.
         skipped_ops: for each block what its recompute skips, None where it is not recomputed.
     """
 
@@ -267,7 +268,7 @@ def _rank_program(
     row = schedule.table[rank]
     instructions = expand(row, layers, groups, units_ahead(resident, reshards))
     passes = variants((ins for action in instructions for ins in action), kinds)
-    turns = _turns(schedule, rank, instructions, passes, _Walk(schedule, rank, layers, units))
+    turns = _turns(schedule, rank, instructions, passes, _Walk(layers, units))
     blocks = [i for i, kind in enumerate(kinds) if kind in BLOCKS]
     return RankProgram(names, turns, skipped_ops(blocks, groups, in_graph))
 
@@ -287,14 +288,11 @@ def _turns(
     walk: "_Walk",
 ) -> list[Turn]:
     """The row of a rank with what each action launches and waits for."""
-    turns, posts = [], receives(schedule, rank)
-    alike: dict[tuple, tuple[Op, ...]] = {}
-    for action, of_action, posted in zip(schedule.table[rank], instructions, posts, strict=True):
-        needs = _needs(schedule, rank, action)
-        before = [*walk.gathers(of_action[0]), *([Receive()] if needs else [])]
-        ops = tuple(_joined([*before, *(op for ins in of_action for op in walk.ops(ins, action, next(passes)))]))
-        ops = alike.setdefault(tuple((type(op), op) for op in ops), ops)
-        turns.append(Turn(action, tuple(posted), needs, _sent(schedule, rank, action), ops))
+    turns = []
+    for action, of_action, posted in zip(schedule.table[rank], instructions, receives(schedule, rank), strict=True):
+        needs, sent = _needs(schedule, rank, action), _sent(schedule, rank, action)
+        ops = walk.turn(of_action, tuple(islice(passes, len(of_action))), needs is not None, sent is not None)
+        turns.append(Turn(action, tuple(posted), needs, sent, ops))
     return turns
 
 
@@ -322,41 +320,61 @@ class _Walk:
         reduced: units that have been reduced in this step.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, layers: Sequence[Layer], units: Mapping[str, UnitFacts]):
-        self.schedule, self.rank, self.layers, self.units = schedule, rank, layers, units
-        self.whole: set[str] = set()
-        self.coming: set[str] = set()
-        self.reduced: set[str] = set()
+    def __init__(self, layers: Sequence[Layer], units: Mapping[str, UnitFacts]):
+        self.layers, self.units = layers, units
+        self.whole: frozenset[str] = frozenset()
+        self.coming: frozenset[str] = frozenset()
+        self.reduced: frozenset[str] = frozenset()
+        self._known: dict[tuple, tuple] = {}
+
+    def turn(
+        self, instructions: Sequence[Instruction], passes: tuple[Variant, ...], receives: bool, sends: bool
+    ) -> tuple[Op, ...]:
+        """What an action does. Most actions differ in their microbatch alone, which nothing here depends on: those that
+        begin alike are walked through once.
+
+        Args:
+            passes: the variant of each instruction. receives, sends: whether messages go between ranks.
+        """
+        facts = tuple((ins.kind, *ins[_AFTER_MICROBATCH:]) for ins in instructions)
+        begin = facts, passes, receives, sends, self.whole, self.coming, self.reduced
+        if begin not in self._known:
+            ops = [*self.gathers(instructions[0]), *([Receive()] if receives else [])]
+            for ins, variant in zip(instructions, passes, strict=True):
+                ops += self.ops(ins, variant, sends)
+            self._known[begin] = tuple(_joined(ops)), self.whole, self.coming, self.reduced
+        done, self.whole, self.coming, self.reduced = self._known[begin]
+        return done
 
     def gathers(self, ins: Instruction) -> Iterator[Op]:
         """The gathers that an instruction starts, of its own weights and of later ones."""
         for unit in (*ins.weights, *ins.prefetch):
             if unit not in self.whole and unit not in self.coming:
-                self.coming.add(unit)
+                self.coming |= {unit}
                 yield Gather(unit)
 
-    def ops(self, ins: Instruction, action: Action, variant: Variant) -> Iterator[Op]:
+    def ops(self, ins: Instruction, variant: Variant, sends: bool) -> Iterator[Op]:
         """What one instruction launches, runs and waits for, in order."""
         yield from self.gathers(ins)
         for unit in ins.weights:
             if unit not in self.whole:
                 yield Await(unit)
-                self.coming.discard(unit)
-                self.whole.add(unit)
+                self.coming -= {unit}
+                self.whole |= {unit}
         layer = self.layers[ins.layer]
         if ins.kind != "F" or layer.loss:
             yield from (Open(u) for u in layer.units if not self._residency(u).holds_full_grad)
         yield Run((variant,))
-        if self._sends(ins, layer) and _sent(self.schedule, self.rank, action):
+        if sends and self._sends(ins, layer):
             yield Send()
         for unit in ins.weights if ins.reshard else ():
             if self._residency(unit).reshard_after_forward:
-                self.whole.discard(unit)
+                self.whole -= {unit}
                 yield Reshard(unit)
         for unit, final in ins.reduce:
             if final or not self._residency(unit).holds_full_grad:
                 yield Reduce(unit, unit not in self.reduced, final)
-                self.reduced.add(unit)
+                self.reduced |= {unit}
 
     def _sends(self, ins: Instruction, layer: Layer) -> bool:
         """Whether the result of an instruction leaves its stage."""

@@ -314,6 +314,10 @@ class Simulation:
         copies = sum(state.copies for state in ranks) / len(ranks)
         return StepTimes(max(gradients), end + costs.prices.rates.step_s, copies)
 
+    @cached_property
+    def _message_s(self) -> float:
+        return self.costs.message(self.sizes.message)
+
     def _statistics(self) -> float:
         """Seconds in which the ranks exchange loss and norm, two fp64 each."""
         mesh = self.costs.prices.mesh
@@ -350,7 +354,7 @@ class Simulation:
         while message not in self.arrived:
             first, posted = queue.pop(0)
             begin = max(self._links.get(link, 0.0), self._sent[first], posted)
-            self._links[link] = self.arrived[first] = begin + self.costs.message(self.sizes.message)
+            self._links[link] = self.arrived[first] = begin + self._message_s
         return self.arrived[message]
 
     def _passage(self, passes: tuple[Variant, ...]) -> Passage:
