@@ -81,7 +81,7 @@ _TP_DIMS = ("heads", "kv_heads", "mlp", "vocab", "shared_mlp", "expert_mlp")  # 
 def check_rules(rules: dict[str, str | None]) -> None:
     for dim, axis in rules.items():
         key = f"layout.rules.{dim}"
-        if dim not in _TP_DIMS:  # not `require`: the search for what is alike takes longer than all other checks
+        if dim not in _TP_DIMS:  # not `require`, which would search for what is alike each time
             raise ConfigError(f"{key}: no such dim to cut; {near(dim, list(_TP_DIMS))}known: {', '.join(_TP_DIMS)}")
         require(axis is None or axis in AXES, f"{key}={axis}: no such axis; known: {', '.join(AXES)}, null")
         require(axis in (None, "tp"), f"{key}={axis}: only tp shards dims: set it to tp or null")

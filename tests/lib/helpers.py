@@ -182,10 +182,8 @@ def one_error(stderr: str) -> str:
 
 
 def rows(run_dir: Path) -> list[dict]:
-    """Of a run that may be writing, or was killed in a write: Linux cuts that off where a line goes over a page."""
     path = run_dir / "metrics.jsonl"
-    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")
-    return [json.loads(line) for line in whole.splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def checkpoint_of(run_dir: Path, step: int) -> Path:
