@@ -1,6 +1,6 @@
 """The typed schema of a run, how it is composed, and every check that needs no tensor.
 
-Every failure found here is a `ConfigError` with one line that names the key and the fix; `train.py` prints it and
+Each check raises a `ConfigError` with one line that names the key and the fix; `train.py` prints it and
 exits with status 2 before any process group forms.
 """
 

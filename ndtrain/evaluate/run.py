@@ -26,7 +26,7 @@ log = logging.getLogger("ndtrain")
 
 @dataclass(frozen=True)
 class Result:
-    """What an evaluation found.
+    """The figures of one evaluation.
 
     Attributes:
         checkpoint: the folder that was evaluated.

@@ -70,7 +70,7 @@ class Options:
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Measures, says what was found, and writes `options.out`.
+    """Measures, prints the rates, and writes them to `options.out`.
 
     Raises:
         ConfigError: the file cannot be written, or there is an argument beside the plan's own.

@@ -131,8 +131,8 @@ Predict = Callable[[Sequence[Measurement], Rates], np.ndarray]
 
 
 class Problem:
-    """Rates that are fitted to a sample of measurements. What the residuals do where the rates start is found once for
-    all folds.
+    """Rates that are fitted to a sample of measurements. The residuals at the starting rates and their derivatives are
+    computed once for all folds.
 
     Args:
         names: the rates.
