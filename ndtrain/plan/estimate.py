@@ -4,7 +4,7 @@ fit, and a time, to say which candidates are worth a prediction. No figure of it
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 from ndtrain import schedule as schedules
@@ -85,25 +85,39 @@ class Place:
         self.costs = costs or ModelCosts.of(cfg)
         self.shapes, self.prices = LocalShapes.of(cfg), Prices(hardware, rates, MeshSpec.of(cfg.mesh))
         self.pp, self.fsdp, self.cp, self.tp = (cfg.mesh.pp, cfg.mesh.fsdp, cfg.mesh.cp, cfg.mesh.tp)
-        self._cuts: dict[Stages, _Cut] = {}
+        self.microbatches = cfg.microbatches
         self.layers = cfg.model.num_hidden_layers / self.pp
         self.held = _held(cfg, self.costs)
         self.forward_s = self.layers * sum(self._op_seconds.values()) + self._head_seconds
         self.message_s = self.layers * (self._tp_seconds + self._cp_seconds + self._ep_seconds)
+        # every combination of these is a candidate
+        self._of_stages = cache(self._stages)
+        self._of_zero = cache(self._zero)
+        self._of_recompute = cache(self._recompute)
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        stages, cut = candidate.stages, self._cut(candidate.stages)
-        idle, live = pipeline(stages.schedule, self.pp, self.cfg.microbatches, stages.chunks, self.cfg.schedule.path)
-        again = self._recompute_seconds(candidate.recompute)
-        of_microbatch = cut.slower * (3 * self.forward_s + again + self.message_s)
-        seconds = (self.cfg.microbatches + idle / 3) * of_microbatch
-        memory = self._memory(candidate, live * cut.least_blocks)
-        return Estimate(seconds + self._sharding_seconds(candidate, of_microbatch), memory)
+        s, z, r = (
+            self._of_stages(candidate.stages), self._of_zero(candidate.zero), self._of_recompute(candidate.recompute)
+        )  # fmt: skip
+        of_microbatch = s.slower * (3 * self.forward_s + r.again_s + self.message_s)
+        seconds = (self.microbatches + s.idle / 3) * of_microbatch
+        memory = z.state_bytes + s.live_blocks * r.block_bytes
+        return Estimate(seconds + self._sharding_seconds(candidate.zero, z.moved_s, of_microbatch), memory)
 
-    def _cut(self, stages: Stages) -> "_Cut":
-        if stages not in self._cuts:
-            self._cuts[stages] = _Cut.of(stages, self.cfg, self.costs.head)
-        return self._cuts[stages]
+    def _stages(self, stages: Stages) -> "_OfStages":
+        cut = _Cut.of(stages, self.cfg, self.costs.head)
+        idle, live = pipeline(stages.schedule, self.pp, self.microbatches, stages.chunks, self.cfg.schedule.path)
+        return _OfStages(cut.slower, idle, live * cut.least_blocks)
+
+    def _zero(self, zero: int) -> "_OfZero":
+        gather, scatter, _, _ = self._unit_seconds
+        gathers, scatters = {1: (1, 1), 2: (1, self.microbatches), 3: (2 * self.microbatches, self.microbatches)}[zero]
+        return _OfZero(self._state_bytes(zero), gathers * gather + scatters * scatter)
+
+    def _recompute(self, recompute: tuple[str, Sequence[str]]) -> "_OfRecompute":
+        factor = 1.0 if self.hardware.device == "cpu" else self.rates.memory_factor
+        nbytes = self._kept_elements(recompute) * DTYPES[self.cfg.precision.compute].itemsize
+        return _OfRecompute(self._recompute_seconds(recompute), factor * nbytes)
 
     @cached_property
     def _plan(self) -> StatePlan:
@@ -111,20 +125,17 @@ class Place:
 
     # --------------------------------------------------------------------------------------------------------- memory
 
-    def _memory(self, candidate: Candidate, blocks: float) -> float:
-        """State, and what so many blocks keep of a microbatch at least."""
+    def _state_bytes(self, zero: int) -> float:
+        """What a rank holds between steps, and on a GPU the context."""
         plan, c = self._plan, DTYPES[self.cfg.precision.compute]
         state = sum(
             flops.state_bytes(
-                h.parameters, h.shards, candidate.zero, c.itemsize, plan.master.itemsize,
+                h.parameters, h.shards, zero, c.itemsize, plan.master.itemsize,
                 shared=c == plan.master, optim_bytes=sum((s.dtype or plan.master).itemsize for s in plan.spec),
             )
             for h in self.held
         )  # fmt: skip
-        kept = blocks * self._kept_elements(candidate.recompute) * c.itemsize
-        if self.hardware.device == "cpu":
-            return state + kept
-        return state + kept * self.rates.memory_factor + 1e9 * self.rates.memory_gb
+        return state + (0.0 if self.hardware.device == "cpu" else 1e9 * self.rates.memory_gb)
 
     def _kept_elements(self, recompute: tuple[str, Sequence[str]]) -> float:
         """Of a block, its input and what its ops make; without what a compiler may make again."""
@@ -229,13 +240,14 @@ class Place:
         ring = 3 * (self.cp - 1) * self.prices.collective("cp", "send_recv", rows * 2 * s.kv_heads)
         return max(0.0, ring - 3 * self._op_seconds["core"])
 
-    def _sharding_seconds(self, candidate: Candidate, of_microbatch: float) -> float:
-        """Gathers and reductions of units, beyond the compute that hides them, and the update."""
-        gather, scatter, total, update = self._unit_seconds
-        passes = self.cfg.microbatches
-        gathers, scatters = {1: (1, 1), 2: (1, passes), 3: (2 * passes, passes)}[candidate.zero]
-        moved = gathers * gather + scatters * scatter
-        beside = of_microbatch * (1 if candidate.zero == 1 else passes)
+    def _sharding_seconds(self, zero: int, moved: float, of_microbatch: float) -> float:
+        """Gathers and reductions of units, beyond the compute that hides them, and the update.
+
+        Args:
+            moved: seconds of the gathers and reductions.
+        """
+        _, _, total, update = self._unit_seconds
+        beside = of_microbatch * (1 if zero == 1 else self.microbatches)
         return self.rates.interference * moved + max(0.0, moved + total - beside) + update
 
     @cached_property
@@ -250,6 +262,44 @@ class Place:
             sum(moved(h.replica_axes, "all_reduce", n * master) for h, n in zip(self.held, shards, strict=True)),
             self.prices.kernel(Kernel("memory", 0, sum(shards) * update_bytes(self.cfg), "fp32")),
         )
+
+
+class _OfStages(NamedTuple):
+    """Of a way to cut the model over pp.
+
+    Attributes:
+        slower: as in `_Cut`.
+        idle: as `pipeline` says.
+        live_blocks: blocks that keep activations of a microbatch, of all live ones, at least.
+    """
+
+    slower: float
+    idle: float
+    live_blocks: float
+
+
+class _OfZero(NamedTuple):
+    """Of a stage of ZeRO.
+
+    Attributes:
+        state_bytes: that a rank has beside activations.
+        moved_s: of all gathers and reductions of units.
+    """
+
+    state_bytes: float
+    moved_s: float
+
+
+class _OfRecompute(NamedTuple):
+    """Of a mode of recompute.
+
+    Attributes:
+        again_s: of a microbatch's recompute.
+        block_bytes: that a block keeps of a microbatch at least.
+    """
+
+    again_s: float
+    block_bytes: float
 
 
 class _Held(NamedTuple):

@@ -1,10 +1,11 @@
 """Predicts the time, the memory and the MFU of a training step on described hardware."""
 
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
@@ -20,7 +21,7 @@ from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
 from ndtrain.plan.program import StepProgram
 from ndtrain.plan.report import table
-from ndtrain.plan.simulate import CAUSES, Simulation, Sizes
+from ndtrain.plan.simulate import CAUSES, Simulation, Sizes, StepTimes
 from ndtrain.plan.variants import Variant
 
 
@@ -104,9 +105,10 @@ class Predictor:
         """
         cfg, mesh = plan.cfg, MeshSpec.of(plan.cfg.mesh)
         prices, waterfall = Prices(self.hardware, self.rates, mesh), {}
-        seconds = _simulated(plan, prices).times.end
+        simulated = _simulations(plan, prices)
+        seconds = simulated(frozenset()).end
         if explain or prices.ranks_a_core > 1:
-            waterfall = _waterfall(plan, prices)
+            waterfall = _waterfall(plan, prices, simulated)
         if prices.ranks_a_core > 1:
             seconds = self._on_shared_cores(plan, mesh, seconds - waterfall["bubble"])
             waterfall["bubble"] += seconds - sum(waterfall.values())
@@ -134,7 +136,7 @@ class Predictor:
             work: seconds of a rank that never waits for another one, and gets its share of a core.
         """
         own_core = Prices(self.hardware, self.rates, mesh, own_core=True)
-        return max(work, _simulated(plan, own_core).times.end)
+        return max(work, Simulation(plan.program, plan.pieces, plan.sizes, own_core).times.end)
 
     def memory(self, plan: "StepPlan") -> int:
         """Bytes that the pipeline rank that needs most takes of its device."""
@@ -202,16 +204,26 @@ def plan_step(cfg: Config, device: str, imbalance: float = 1.0) -> StepPlan:
 # -------------------------------------------------------------------------------------------------------- the waterfall
 
 
-def _simulated(plan: StepPlan, prices: Prices, free: frozenset[str] = frozenset()) -> Simulation:
-    return Simulation(plan.program, plan.pieces, plan.sizes, prices, free)
+Simulated = Callable[[frozenset[str]], StepTimes]  # those of `CAUSES` that take no time -> the step
 
 
-def _waterfall(plan: StepPlan, prices: Prices) -> dict[str, float]:
+def _simulations(plan: StepPlan, prices: Prices) -> Simulated:
+    """Simulates the step, once for all causes that differ only in those that it does not have."""
+    run = cache(lambda free: Simulation(plan.program, plan.pieces, plan.sizes, prices, free).times)
+    mesh, units = plan.cfg.mesh, plan.program.units.values()
+    sizes = {
+        "launch": math.inf, "tp": mesh.tp, "cp": mesh.cp, "ep": mesh.ep, "pp": mesh.pp,
+        "fsdp": max(u.shards for u in units), "dp": max(u.replicas for u in units),
+    }  # fmt: skip
+    return lambda free: run(frozenset(cause for cause in free if sizes[cause] > 1))
+
+
+def _waterfall(plan: StepPlan, prices: Prices, simulated: Simulated) -> dict[str, float]:
     """Seconds by what they go to. Kernels count by their kind; each cause of `CAUSES` is what the step takes longer
     when it takes time too, after those before it. So a wait that delays other ranks counts for what made it."""
     kernels = _kernel_seconds(plan, prices)
     free = [frozenset(CAUSES[i:]) for i in range(len(CAUSES) + 1)]
-    steps = [_simulated(plan, prices, causes).times for causes in free]
+    steps = [simulated(causes) for causes in free]
     parts = kernels | {"memory-bound": kernels["memory-bound"] + steps[0].copies}
     parts["bubble"] = max(0.0, steps[0].gradients - sum(parts.values()))
     for i, cause in enumerate(CAUSES):

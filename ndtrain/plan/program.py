@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, islice
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 
@@ -169,14 +169,17 @@ class StepProgram:
 
     Attributes:
         units: of the whole model, by name.
-        order: (rank, index of its turn) of all turns, in an order in which they can run.
     """
 
     schedule: Schedule
     plan: StatePlan
     units: dict[str, UnitFacts]
-    ranks: list[RankProgram]
-    order: list[tuple[int, int]]
+    ranks: Sequence[RankProgram]
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        """(rank, index of its turn) of all turns, in an order in which they can run."""
+        return _order(self.schedule)
 
     @classmethod
     def of(cls, cfg: Config, compiled: bool = False) -> "StepProgram":
@@ -193,18 +196,44 @@ class StepProgram:
         names = [name for name in layouts.names() if layouts.is_along_ep(name)]
         units = {name: UnitFacts.of(f, plan) for name, f in flat_layouts(layouts, names).items()}
         in_graph = compiled and linear_in_graph(cfg, placement)
-        ranks, order = _rows(_RowInputs(cfg, placement, units, in_graph))
-        return cls(placement.schedule, plan, units, ranks, order)
+        return cls(placement.schedule, plan, units, _shared(_Ranks(cfg, placement, units, in_graph)))
 
 
 @dataclass(frozen=True, eq=False)
-class _RowInputs:
-    """What the programs of the ranks are made from. Two are equal if they give the same programs."""
+class _Ranks(Sequence[RankProgram]):
+    """The programs of the ranks. Each is made when it is first asked for: where one does not fit into memory, a search
+    needs no other. Two are equal if they give the same programs."""
 
     cfg: Config
     placement: Placement
     units: dict[str, UnitFacts]
     in_graph: bool
+
+    def __len__(self) -> int:
+        return self.placement.schedule.pp
+
+    @overload
+    def __getitem__(self, index: int) -> RankProgram: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RankProgram]: ...
+    def __getitem__(self, index: int | slice) -> RankProgram | list[RankProgram]:
+        if isinstance(index, slice):
+            return [self[rank] for rank in range(len(self))[index]]
+        rank = range(len(self))[index]
+        if rank not in self._made:
+            self._made[rank] = self._program(rank)
+        return self._made[rank]
+
+    @cached_property
+    def _made(self) -> dict[int, RankProgram]:
+        return {}
+
+    @cached_property
+    def _segments(self) -> dict[int, list[Segment]]:
+        return _segments(self.cfg, self.placement)
+
+    def _program(self, rank: int) -> RankProgram:
+        return _rank_program(self.cfg, self.placement.schedule, rank, self._segments, self.units, self.in_graph)
 
     @cached_property
     def _facts(self) -> str:
@@ -213,23 +242,22 @@ class _RowInputs:
         return repr((self.cfg.model, self.cfg.recompute, saved, self.placement.layers, units, self.in_graph))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _RowInputs):
+        if not isinstance(other, _Ranks):
             return NotImplemented
-        return self.placement.schedule.table is other.placement.schedule.table and self._facts == other._facts
+        return self.placement.schedule is other.placement.schedule and self._facts == other._facts
 
     def __hash__(self) -> int:
         return hash(self._facts)
 
 
 @lru_cache(maxsize=1)
-def _rows(of: _RowInputs) -> tuple[list[RankProgram], list[tuple[int, int]]]:
-    """`ranks` and `order` of a step's program. A search plans steps one after another that share them, as they
-    differ in the sizes of dp and fsdp alone."""
-    schedule, segments = of.placement.schedule, _segments(of.cfg, of.placement)
-    ranks = [_rank_program(of.cfg, schedule, rank, segments, of.units, of.in_graph) for rank in range(schedule.pp)]
-    return ranks, _order(schedule)
+def _shared(ranks: _Ranks) -> _Ranks:
+    """Those that were made before, where they are equal. A search plans steps one after another that share them, as
+    they differ in the sizes of dp and fsdp alone."""
+    return ranks
 
 
+@lru_cache(maxsize=1)
 def _order(schedule: Schedule) -> list[tuple[int, int]]:
     at = [0] * schedule.pp
     order = []

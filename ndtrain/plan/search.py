@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple, TypeVar
@@ -53,7 +53,8 @@ class Ranked(NamedTuple):
 
 
 class TooLarge(NamedTuple):
-    """Of a candidate that does not fit: what it needs. The time of its step is not computed."""
+    """Of a candidate that does not fit: what a rank needs that has too little, the first one where that is so. The time
+    of the step is not computed."""
 
     memory_bytes: int
 
@@ -124,12 +125,12 @@ def search(space: Space, pool: Executor | None, predict: int, against: Sequence[
         least = min((p.memory_bytes for p in predicted.values()), default=0) / 1e9
         raise ConfigError(
             f"ranks={space.ranks}: of {len(predicted)} predicted candidates none fits into "
-            f"{space.hardware.memory_gb} GB; the smallest needs {least:.0f} GB: take more ranks"
+            f"{space.hardware.memory_gb} GB; the smallest needs at least {least:.0f} GB: take more ranks"
         )
     counts |= {"predicted": len(predicted), "predicted to fit": len(best)}
     rivals = [row for row in best if set(against) <= set(row.candidate.overrides())] if against else []
-    explained = _mapped(pool, partial(_explained, space), [*best[:SHOWN], *rivals[:1]])
-    return Result(explained[: len(best[:SHOWN])], explained[-1] if rivals else None, counts)
+    shown = explained(space, pool, [*best[:SHOWN], *rivals[:1]])
+    return Result(shown[: len(best[:SHOWN])], shown[-1] if rivals else None, counts)
 
 
 # ------------------------------------------------------------------------------------------------------------- ranking
@@ -254,12 +255,16 @@ def _fastest(predicted: Predictions) -> list[Row]:
 
 
 def predict_all(space: Space, pool: Executor | None, candidates: Sequence[Candidate], into: Predictions) -> None:
-    """Those that share recorded pieces go to one process, one after another, and those of them that share a program."""
-    pieces = lambda c: (c.size("tp"), c.size("cp"), c.cp_kind, c.ep, c.micro_batch, c.recompute)
-    alike = lambda c: (pieces(c), c.size("pp"), c.zero, c.stages.schedule, c.stages.chunks or 0, c.stages.split)
-    order = sorted(dict.fromkeys(candidates), key=alike)
+    order = sorted(dict.fromkeys(candidates), key=_shared)
     made = _mapped(pool, partial(predict, space), order)
     into |= {c: p for c, p in zip(order, made, strict=True) if p is not None}
+
+
+def _shared(c: Candidate) -> tuple:
+    """Sorts candidates so that a process works on those one after another that share recorded pieces, and on those of
+    them that share a program."""
+    pieces = c.size("tp"), c.size("cp"), c.cp_kind, c.ep, c.micro_batch, c.recompute
+    return pieces, c.size("pp"), c.zero, c.stages.schedule, c.stages.chunks or 0, c.stages.split
 
 
 def predict(space: Space, candidate: Candidate, explain: bool = False) -> Prediction | TooLarge | None:
@@ -275,14 +280,20 @@ def predict(space: Space, candidate: Candidate, explain: bool = False) -> Predic
         return None
     predictor = Predictor(space.hardware, space.rates)
     plan = plan_step(cfg, space.hardware.device, predictor.rates.imbalance)
-    memory = predictor.memory(plan)
-    return predictor.price(plan, explain) if fits(space, memory) else TooLarge(memory)
+    ends = (replace(plan, reported=rank) for rank in (0, -1))  # one of them mostly needs most, and two are made soon
+    for part in (*ends, plan):
+        memory = predictor.memory(part)
+        if not fits(space, memory):
+            return TooLarge(memory)
+    return predictor.price(plan, explain)
 
 
-def _explained(space: Space, row: Row) -> Row:
-    prediction = predict(space, row.candidate, explain=True)
-    assert isinstance(prediction, Prediction), "it was predicted before"
-    return Row(row.candidate, prediction)
+def explained(space: Space, pool: Executor | None, rows: Sequence[Row]) -> list[Row]:
+    """The same rows, whose predictions have waterfalls."""
+    order = sorted({row.candidate for row in rows}, key=_shared)
+    made = _mapped(pool, partial(predict, space, explain=True), order, parts=2)
+    of = dict(zip(order, made, strict=True))
+    return [Row(c, p) for c, _ in rows if isinstance(p := of[c], Prediction)]
 
 
 @contextmanager
@@ -304,12 +315,12 @@ def _begin_worker() -> None:
     gc.set_threshold(200_000, 20, 100)
 
 
-def _mapped(pool: Executor | None, fn: Callable[[T], R], items: Iterable[T]) -> list[R]:
+def _mapped(pool: Executor | None, fn: Callable[[T], R], items: Iterable[T], parts: int = 24) -> list[R]:
     """`fn` of each, in parts that are neighbours."""
     every = list(items)
     if pool is None or len(every) < 8:
         return [fn(item) for item in every]
-    return list(pool.map(fn, every, chunksize=max(1, len(every) // 24)))
+    return list(pool.map(fn, every, chunksize=-(-len(every) // parts)))
 
 
 # -------------------------------------------------------------------------------------------------------------- output

@@ -38,18 +38,16 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, path
     _check_sizes(name, pp, microbatches, chunks, path)
     if path is not None and name == "csv":
         table = read(path, pp, microbatches, chunks)
-    else:
-        chunks = chunks or GENERATORS[name].chunks
-        table = _generated(name, pp, microbatches, chunks)
-    return Schedule(name, table, microbatches, _rank_of(table))
+        return Schedule(name, table, microbatches, _rank_of(table))
+    return _generated(name, pp, microbatches, chunks or GENERATORS[name].chunks)
 
 
 @lru_cache(maxsize=128)
-def _generated(name: str, pp: int, microbatches: int, chunks: int) -> Table:
-    """A planner asks for the same tables again and again. Nobody changes one."""
+def _generated(name: str, pp: int, microbatches: int, chunks: int) -> Schedule:
+    """A planner asks for the same schedules again and again. Nobody changes one."""
     table = generate(name, pp, microbatches, chunks)
     check(table, microbatches, pp * chunks)
-    return table
+    return Schedule(name, table, microbatches, _rank_of(table))
 
 
 def forwards(schedule: Schedule) -> Schedule:

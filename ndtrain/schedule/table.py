@@ -42,9 +42,9 @@ class IllegalSchedule(ScheduleError):
         self.rank, self.index = rank, index
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
-    """A checked table.
+    """A checked table. It is equal to itself alone.
 
     Attributes:
         rank_of: stage -> pp rank.

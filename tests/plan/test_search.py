@@ -6,17 +6,19 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.parallel.pp import Placement
+from ndtrain.plan import program
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.candidates import Candidate, Space, Stages, searched_run
 from ndtrain.plan.estimate import Place, pipeline
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.predict import Predictor
-from ndtrain.plan.search import Row, override_line, predict, rank_all, reason, search, shortlist
+from ndtrain.plan.search import Row, TooLarge, override_line, predict, rank_all, reason, search, shortlist
 from ndtrain.runtime import cli
 from tests.lib.helpers import MARK, processes, wait_for
 
@@ -130,6 +132,16 @@ def test_the_bound_is_below_the_predicted_memory():
             assert 0.2 * prediction.memory_bytes < bound <= prediction.memory_bytes, candidate
             tried += 1
     assert tried > 10
+
+
+@pytest.mark.parametrize("memory_gb, ranks", [(0.1, [0]), (80, [0, 3, 1, 2])])
+def test_of_what_does_not_fit_one_ranks_program_is_made(memory_gb, ranks, monkeypatch):
+    space, made, of_rank = space_of(), [], program._rank_program
+    candidate, _ = next(iter(space.places((4, 1, 1, 1, 1))))
+    program._shared.cache_clear()
+    monkeypatch.setattr(program, "_rank_program", lambda *args: made.append(args[2]) or of_rank(*args))
+    small = replace(space, hardware=replace(H100, memory_gb=memory_gb))
+    assert isinstance(predict(small, candidate), TooLarge) == (memory_gb < 1) and made == ranks
 
 
 @pytest.mark.parametrize("name, chunks", [("1f1b", None), ("interleaved", 4), ("zb_h1", None), ("gpipe", None)])
