@@ -32,6 +32,7 @@ from ndtrain.plan.events import Kernel
 Point = Sequence[float]  # what a time depends on, and last the seconds
 Tables = dict[str, list[list[float]]]
 NEAREST = 4  # measured shapes that a shape between them is read from
+BEYOND = 4  # times the largest measured bytes, up to which an operator's time grows with them
 _KINDS = {"matmul": 5, "attention": 7, "memory": 2}  # kind -> numbers of a point
 
 
@@ -156,12 +157,18 @@ def _attention(tables: Tables, k: Kernel) -> float | None:
 
 
 def _memory(tables: Tables, k: Kernel) -> float | None:
-    """An operator that is not measured takes as long as the usual one."""
+    """An operator that is not measured near so many bytes takes as long as the usual one that is: the time of a few
+    bytes, which is all overhead, says nothing of many."""
     points = tables.get(f"{k.op} {k.dtype}")
     if points is None:
         alike = [key for key in tables if key.partition(" ")[0] == k.op]
         points = tables[alike[0]] if alike else None
-    return along(points, k.bytes) if points else statistics.median(along(p, k.bytes) for p in tables.values())
+    if points and k.bytes <= BEYOND * points[-1][0]:
+        return along(points, k.bytes)
+    largest = max(p[-1][0] for p in tables.values())
+    near = [p for p in tables.values() if min(k.bytes, largest) <= BEYOND * p[-1][0]]
+    usual = statistics.median(along(p, k.bytes) for p in near)
+    return max(usual, points[-1][1]) if points else usual
 
 
 _READERS = {"matmul": _matmul, "attention": _attention, "memory": _memory}

@@ -67,6 +67,18 @@ def test_kernels_of_one_rank_and_of_several():
         measured.kernel(matmul(64)._replace(dtype="bf16"), 1)
 
 
+def test_an_operator_that_is_measured_at_a_few_bytes_says_nothing_of_many():
+    many = {"mul fp32": [[16, 2e-5], [2**20, 1e-4]], "add fp32": [[2**22, 4e-4]]}
+    few = {f"{op} fp32": [[16, 2e-5]] for op in ("eq", "ne", "abs")}
+    tables = {"matmul": {}, "attention": {}, "memory": many | few}
+    measured = Measured.of({"cores": 1, "kernels": {1: tables}, "collectives": {}})
+    of = lambda op, size: measured.kernel(memory(op, size), 1)
+    assert of("cat", 16) == pytest.approx(2e-5), "the median of all"
+    assert of("cat", 2**22) == pytest.approx(4e-4), "not 2e-5 s for each 16 bytes"
+    assert of("eq", 2**22) == pytest.approx(4e-4) and of("eq", 64) == pytest.approx(8e-5)
+    assert of("cat", 2**26) == pytest.approx(64e-4), "beyond all that is measured"
+
+
 def test_collectives_of_groups_that_are_not_measured():
     measured = Measured.of(PLAIN)
     assert measured.collective("all_gather", 1000, 2, 4) == 2e-4
