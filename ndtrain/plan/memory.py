@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ndtrain.plan.events import Piece
-from ndtrain.plan.program import Gather, Open, RankProgram, Reduce, Reshard, Run, Send, StepProgram, UnitFacts
+from ndtrain.plan.program import RankProgram, StepProgram
 from ndtrain.plan.simulate import Sizes
 from ndtrain.plan.variants import Variant
+from ndtrain.plan.walk import Gather, Open, Reduce, Reshard, Run, Send, UnitFacts
 
 
 class RankMemory(NamedTuple):

@@ -20,8 +20,9 @@ from ndtrain.distributed.mesh import EP
 from ndtrain.parallel.dp import BUCKET_BYTES
 from ndtrain.plan.events import Collective, Event, Kernel, Piece
 from ndtrain.plan.price import Prices
-from ndtrain.plan.program import Await, Gather, Receive, Reduce, Run, Send, StepProgram, Turn, UnitFacts
+from ndtrain.plan.program import StepProgram, Turn
 from ndtrain.plan.variants import Variant
+from ndtrain.plan.walk import Await, Gather, Receive, Reduce, Run, Send, UnitFacts
 from ndtrain.schedule import Message
 
 HOST, STREAM = 0, 1

@@ -10,8 +10,9 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan.dry import dry_run
-from ndtrain.plan.program import Await, Gather, RankProgram, Receive, Reduce, Send, StepProgram
+from ndtrain.plan.program import RankProgram, StepProgram
 from ndtrain.plan.step import Traffic
+from ndtrain.plan.walk import Await, Gather, Receive, Reduce, Send
 from tests.lib.launches import on_fake_ranks
 from tests.lib.parity import make_batches
 from tests.lib.rendezvous import Op, Step, Wait

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ndtrain.plan.predict import StepPlan
-from ndtrain.plan.program import Await, Gather, Op, RankProgram, Reduce
+from ndtrain.plan.program import RankProgram
 from ndtrain.plan.published.cells import Row, text
+from ndtrain.plan.walk import Await, Gather, Op, Reduce
 
 _PIPELINE_OF_DEEPSPEED = re.compile(r"deepspeed|bigscience|gpt-neox", re.IGNORECASE)
 _MEGATRON = re.compile(r"megatron", re.IGNORECASE)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ndtrain.plan.program import Await, Gather, Reduce, Run
 from ndtrain.plan.published.run import run_of
+from ndtrain.plan.walk import Await, Gather, Reduce, Run
 from tests.plan.published.test_run import ROW
 
 RUN = {"model": "llama", "tp": "1", "dp": "2", "pp": "2", "gpus": "", "zero_stage": "1"}
