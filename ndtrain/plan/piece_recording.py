@@ -1,7 +1,8 @@
 """Runs a small model as one rank of a mesh, instruction by instruction, and records each one's piece."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -116,10 +117,26 @@ def record(
         pretended_world(last, spec.world_size, device),
         torch.compiler.set_stance("force_eager"),
         imbalanced(imbalance),
+        _no_collection_by_chance(),
         log,
         log.with_collectives(),
     ):
         return _record(cfg, Mesh(spec, last, meta), groups, fresh, log)
+
+
+@contextmanager
+def _no_collection_by_chance() -> Iterator[None]:
+    """Inside, Python's collector of cycles runs only when it is told to. By itself it runs after so many allocations,
+    so that a piece would be smaller or larger with what was made before it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # what is there already is not searched, so that a collection takes little time
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _record(cfg: Config, mesh: Mesh, groups: Sequence[tuple[Save, ...]], fresh: bool, log: EventLog) -> Recorded:
@@ -194,6 +211,7 @@ class _Stepper(Executor):
         variant = next(self._variants)
         with self.log.piece(variant, self._compiled[ins.layer]) as made:
             self._passes[ins.kind](ins)
+            gc.collect()
         self.pieces[variant] = made[0]
 
 
