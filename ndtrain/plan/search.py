@@ -255,9 +255,15 @@ def _fastest(predicted: Predictions) -> list[Row]:
 
 
 def predict_all(space: Space, pool: Executor | None, candidates: Sequence[Candidate], into: Predictions) -> None:
+    into |= {c: p for c, p in _in_order(pool, partial(predict, space), candidates) if p is not None}
+
+
+def _in_order(
+    pool: Executor | None, fn: Callable[[Candidate], R], candidates: Iterable[Candidate], parts: int = 24
+) -> Iterator[tuple[Candidate, R]]:
+    """Each candidate with `fn` of it, in the order of `_shared`."""
     order = sorted(dict.fromkeys(candidates), key=_shared)
-    made = _mapped(pool, partial(predict, space), order)
-    into |= {c: p for c, p in zip(order, made, strict=True) if p is not None}
+    return zip(order, _mapped(pool, fn, order, parts), strict=True)
 
 
 def _shared(c: Candidate) -> tuple:
@@ -290,9 +296,7 @@ def predict(space: Space, candidate: Candidate, explain: bool = False) -> Predic
 
 def explained(space: Space, pool: Executor | None, rows: Sequence[Row]) -> list[Row]:
     """The same rows, whose predictions have waterfalls."""
-    order = sorted({row.candidate for row in rows}, key=_shared)
-    made = _mapped(pool, partial(predict, space, explain=True), order, parts=2)
-    of = dict(zip(order, made, strict=True))
+    of = dict(_in_order(pool, partial(predict, space, explain=True), (row.candidate for row in rows), parts=2))
     return [Row(c, p) for c, _ in rows if isinstance(p := of[c], Prediction)]
 
 
