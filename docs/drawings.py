@@ -17,7 +17,7 @@ ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
 from ndtrain.config import AXES, ModelConfig, RecomputeConfig  # noqa: E402
-from ndtrain.distributed.mesh import MeshSpec  # noqa: E402
+from ndtrain.distributed.mesh import EP, MeshSpec  # noqa: E402
 from ndtrain.distributed.row_map import Run  # noqa: E402
 from ndtrain.distributed.sequence_sharding import SequenceSharding  # noqa: E402
 from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, TensorLayout, UnitGroups  # noqa: E402
@@ -149,7 +149,7 @@ PHRASES = {
     "distributed": "mesh, layouts and runs, collectives",
     "data": "corpora to tokens; a batch is a function of (seed, step)",
     "optim": "optimizers, learning-rate schedules",
-    "parallel": "tp cp fsdp dp pp, recompute, and how they compose",
+    "parallel": "tp cp ep fsdp dp pp, recompute, and how they compose",
     "checkpoint": "whole tensors in safetensors, written in place",
     "generate": "continues a text with a plain model",
     "profiling": "where a step's time and memory go",
@@ -600,12 +600,13 @@ AXIS_WORDS = {
     "fsdp": ("sequences, and the state of a unit", "all-gather of weights, reduce-scatter of gradients", GREEN),
     "cp": ("tokens of a sequence, and the state", "keys and values around a ring, or heads for tokens", GREY),
     "tp": ("heads, MLP, vocabulary, and tokens between", "all-gather and reduce-scatter around matmuls", BLUE),
+    "ep": ("experts, over the ranks of dp, fsdp and cp", "tokens to their experts, and their outputs back", GREY),
 }
 
 
 def mesh() -> str:
     """Eight ranks on a mesh of pp=2 fsdp=2 tp=2, the groups of each axis, and what every axis shards and sends."""
-    c = Canvas("A mesh of pp=2 fsdp=2 tp=2 over eight ranks, and what each axis shards and sends", 1000, 620)
+    c = Canvas("A mesh of pp=2 fsdp=2 tp=2 over eight ranks, and what each axis shards and sends", 1000, 670)
     spec = MeshSpec(AXES, (2, 1, 2, 1, 2))
     c.text(20, 30, "mesh.pp=2 mesh.fsdp=2 mesh.tp=2: eight ranks, the last axis innermost", 15, bold=True)
     for pp in range(2):
@@ -633,7 +634,7 @@ def mesh() -> str:
 def _axis_table(c: Canvas) -> None:
     for x, head in ((20, "axis"), (110, "what it shards"), (440, "what it sends")):
         c.text(x, 346, head, 13, bold=True)
-    for i, axis in enumerate(AXES):
+    for i, axis in enumerate((*AXES, EP)):
         shards, sends, colour = AXIS_WORDS[axis]
         y = 356 + 50 * i
         c.rect(20, y, 960, 42, PALE, PALE)
