@@ -230,8 +230,8 @@ def balanced_products(options: Options, experts: int, device: torch.device) -> C
             products(x_ME, up_XEF, groups)
         for _ in range(3):  # the down projection forward, the gradients of the input of gate and up
             products(h_MF, down_XFE, groups)
-        for group in groups.bounds:
+        for h_RF, x_RE in zip(h_MF.split(groups.sizes), x_ME.split(groups.sizes), strict=True):
             for _ in range(3):
-                h_MF[group].t() @ x_ME[group]
+                h_RF.t() @ x_RE
 
     return step

@@ -51,7 +51,7 @@ def grouped_linear(x_MI: Tensor, expert_rows: ExpertRows, weights: Sequence[Sequ
         x_MI: rows sorted by expert.
         expert_rows: which rows each expert has.
     """
-    of_expert = [x_MI[rows] for rows in expert_rows.bounds]
+    of_expert = x_MI.split(expert_rows.sizes)
     return tuple(torch.cat([F.linear(x, w) for x, w in zip(of_expert, ws, strict=True)]) for ws in weights)
 
 

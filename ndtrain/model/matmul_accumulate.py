@@ -26,12 +26,16 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False)
 
 
 def accumulate_by_expert(
-    total_XOI: Tensor, a_MO: Tensor, b_MI: Tensor, bounds: Sequence[slice], fresh: bool = False
+    total_XOI: Tensor, a_MO: Tensor, b_MI: Tensor, sizes: Sequence[int], fresh: bool = False
 ) -> None:
-    """total[x] += a[rows].T @ b[rows] for the rows of each expert, as `accumulate_product` does. An expert may have
-    none."""
-    for total_OI, rows in zip(total_XOI, bounds, strict=True):
-        if rows.stop > rows.start:
-            accumulate_product(total_OI, a_MO[rows].t(), b_MI[rows], fresh)
+    """total[x] += a[rows].T @ b[rows] for the rows of each expert, as `accumulate_product` does.
+
+    Args:
+        sizes: the number of rows of each expert; it may be 0.
+    """
+    of_experts = zip(total_XOI.unbind(), a_MO.t().split(sizes, 1), b_MI.split(sizes), strict=True)
+    for total_OI, a_OR, b_RI in of_experts:
+        if len(b_RI):
+            accumulate_product(total_OI, a_OR, b_RI, fresh)
         elif fresh:
             total_OI.zero_()

@@ -209,7 +209,7 @@ class _FixedPart(TravellingPart):
         self.overflows = (theirs_QX.sum(0) > D).any()
         self._to_experts, self._from_experts = _buckets(theirs_QX, C, D)
         ends_X = torch.arange(1, number + 1, dtype=torch.int32, device=device) * D
-        rows = ExpertRows([slice(x * D, (x + 1) * D) for x in range(number)], ends_X)
+        rows = ExpertRows([D] * number, ends_X)
         super().__init__(returning, group, saved_ops, experts, rows)
 
     def launch_there(self, x_ME: Tensor) -> tuple[Pending, Tensor]:

@@ -57,13 +57,13 @@ class GradAccumulator:
             return
         accumulate_product(p.grad, a, b, fresh=self._take(p))
 
-    def accumulate_by_expert(self, p: nn.Parameter, a_MO: Tensor, b_MI: Tensor, bounds: Sequence[slice]) -> None:
-        """p.grad, which is a matrix [O, I] of each expert, += a[rows].T @ b[rows] for the rows `bounds` of each."""
+    def accumulate_by_expert(self, p: nn.Parameter, a_MO: Tensor, b_MI: Tensor, sizes: Sequence[int]) -> None:
+        """p.grad, which is a matrix [O, I] of each expert, += a[rows].T @ b[rows] for the `sizes` rows of each."""
         if self._later is not None:
-            self._later.append(partial(self.accumulate_by_expert, p, a_MO.detach(), b_MI.detach(), bounds))
+            self._later.append(partial(self.accumulate_by_expert, p, a_MO.detach(), b_MI.detach(), sizes))
             return
-        total_XOI = p.grad.view(len(bounds), a_MO.shape[1], b_MI.shape[1])
-        accumulate_by_expert(total_XOI, a_MO, b_MI, bounds, fresh=self._take(p))
+        total_XOI = p.grad.view(len(sizes), a_MO.shape[1], b_MI.shape[1])
+        accumulate_by_expert(total_XOI, a_MO, b_MI, sizes, fresh=self._take(p))
 
     def add_made(self, p: nn.Parameter, make: Callable[[], Tensor]) -> None:
         """p.grad += make()"""

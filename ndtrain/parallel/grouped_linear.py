@@ -46,7 +46,7 @@ class _GroupedLinear(torch.autograd.Function):
         (x_MI,) = ctx.saved_tensors
         dx_MI = sum_of_products(grads, [_matrices(s) for s in ctx.stacks], ctx.expert_rows)
         for dy_MO, s in zip(grads, ctx.stacks, strict=True):
-            ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.expert_rows.bounds)
+            ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.expert_rows.sizes)
         return None, None, dx_MI, None, None
 
 
@@ -67,12 +67,15 @@ def sum_of_products(xs_MI: Sequence[Tensor], ws_XIO: Sequence[Tensor], expert_ro
             Tensor.add_, (F.grouped_mm(x, w, offs=expert_rows.ends) for x, w in zip(xs_MI, ws_XIO, strict=True))
         )
     y_MO = xs_MI[0].new_empty(len(xs_MI[0]), ws_XIO[0].shape[2])
-    for expert, rows in enumerate(expert_rows.bounds):
-        if rows.stop > rows.start:
-            y_RO = y_MO[rows]
-            torch.mm(xs_MI[0][rows], ws_XIO[0][expert], out=y_RO)
-            for x_MI, w_XIO in zip(xs_MI[1:], ws_XIO[1:], strict=True):
-                y_RO.addmm_(x_MI[rows], w_XIO[expert])
+    sizes = expert_rows.sizes
+    # all views of a tensor in one call: with many small experts the host's time for slices counts
+    of_experts = zip(y_MO.split(sizes), *(x.split(sizes) for x in xs_MI), *(w.unbind() for w in ws_XIO), strict=True)
+    for y_RO, *factors in of_experts:
+        if len(y_RO):
+            (x_RI, *others), (w_IO, *matrices) = factors[: len(xs_MI)], factors[len(xs_MI) :]
+            torch.mm(x_RI, w_IO, out=y_RO)
+            for other_RI, matrix_IO in zip(others, matrices, strict=True):
+                y_RO.addmm_(other_RI, matrix_IO)
     return y_MO
 
 

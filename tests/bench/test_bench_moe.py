@@ -58,7 +58,7 @@ def test_the_products_are_those_of_the_layer(monkeypatch):
     monkeypatch.setattr(moe, "products", lambda x, w, rows: made.append((x.shape, w.shape, rows)) or real(x, w, rows))
     balanced_products(Options(tokens=33, hidden=16, intermediate=8), 4, torch.device("cpu"))()
     assert [(x, w) for x, w, _ in made] == [((66, 16), (4, 16, 8))] * 3 + [((66, 8), (4, 8, 16))] * 3
-    sizes = [rows.stop - rows.start for rows in made[0][2].bounds]
+    sizes = made[0][2].sizes
     assert sum(sizes) == 66 and max(sizes) - min(sizes) == 1
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from threading import Barrier, Thread
 from types import SimpleNamespace
 from unittest import mock
@@ -145,9 +146,9 @@ def there_and_back(exchange: Exchange, x_ME: torch.Tensor, factors: list[float])
     x_ME, returned = x_ME.clone().requires_grad_(), []
     for part, sent in zip(exchange.parts, exchange.send(x_ME), strict=True):
         x_RE, rows = part.receive(sent), part.expert_rows
-        assert rows.ends.tolist() == [of_expert.stop for of_expert in rows.bounds] and rows.bounds[-1].stop == len(x_RE)
-        of_experts = zip(factors[part.experts], rows.bounds, strict=True)
-        returned.append(part.send_back(torch.cat([x_RE[of_expert] * factor for factor, of_expert in of_experts])))
+        assert rows.ends.tolist() == list(accumulate(rows.sizes)) and sum(rows.sizes) == len(x_RE)
+        of_experts = zip(factors[part.experts], x_RE.split(rows.sizes), strict=True)
+        returned.append(part.send_back(torch.cat([x_of_expert * factor for factor, x_of_expert in of_experts])))
     y_ME = exchange.to_tokens(returned)
     y_ME.backward(torch.arange(y_ME.numel(), dtype=y_ME.dtype).view_as(y_ME))
     return y_ME.detach(), x_ME.grad

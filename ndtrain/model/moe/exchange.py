@@ -1,7 +1,6 @@
 """Rows of tokens on their way to the experts and back."""
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -12,11 +11,11 @@ class ExpertRows(NamedTuple):
     """Which rows each expert has, where rows are sorted by expert.
 
     Attributes:
-        bounds: of each expert, on the host.
+        sizes: the number of rows of each expert, on the host.
         ends: [X], int32: one past the last row of each expert, on the device.
     """
 
-    bounds: list[slice]
+    sizes: list[int]
     ends: Tensor
 
     @classmethod
@@ -28,10 +27,9 @@ class ExpertRows(NamedTuple):
         return cls.of_sizes(even or counts_X.tolist(), counts_X)
 
     @classmethod
-    def of_sizes(cls, sizes: Sequence[int], counts_X: Tensor) -> "ExpertRows":
+    def of_sizes(cls, sizes: list[int], counts_X: Tensor) -> "ExpertRows":
         """From the same numbers on the host and on the device."""
-        bounds = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
-        return cls(bounds, counts_X.cumsum(0, dtype=torch.int32))
+        return cls(sizes, counts_X.cumsum(0, dtype=torch.int32))
 
 
 class Part:
