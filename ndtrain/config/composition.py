@@ -29,8 +29,10 @@ def compose(*overrides: str) -> Config:
     """The configuration of a run: `compose("recipe=llama_small", "mesh.fsdp=2")`. `Trainer` resolves it.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: as `load_config`, and for a list of overrides in place of several.
     """
+    if others := [type(o).__name__ for o in overrides if not isinstance(o, str)]:
+        raise ConfigError(f"compose takes overrides as strings, not a {others[0]}: compose(*overrides)")
     return load_config(list(overrides))
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ndtrain import compose
 from ndtrain.config import ConfigError, load_config
 from ndtrain.runtime import cli
 from tests.lib.helpers import refusal
@@ -335,3 +336,9 @@ def test_a_sweep_that_is_right_runs(own, monkeypatch):
     args = ["--config-dir", str(own), "--multirun", "recipe=own", "train.steps=20,30"]
     assert cli.main(train, args) == 2
     assert steps == [(20, 0), (30, 0)]
+
+
+@pytest.mark.parametrize("other", [["recipe=llama_debug"], [], {"recipe": "llama_debug"}], ids=repr)
+def test_compose_takes_strings(other):
+    with pytest.raises(ConfigError, match=f"not a {type(other).__name__}: compose"):
+        compose(other)
