@@ -660,13 +660,11 @@ def loss_curve() -> str:
 
 
 def moe_loss_curve() -> str:
-    """The loss of moe_small, of two of eight experts with and without a balance, and of llama_small."""
+    """The loss of moe_small and of llama_small, with the same tokens a step."""
     folder = ROOT / "benchmarks"
     names = {
-        "llama_small-cpu-2": "llama_small",
-        "moe_small-shared-cpu-1": "moe_small",
-        "moe_small-cpu-1": "2 of 8, bias",
-        "moe_small-none-cpu-1": "2 of 8, none",
+        "llama_small-4096-cpu-1": "llama_small",
+        "moe_small-cpu-1": "moe_small",
     }
     return render_svg([read_run(folder / run, name) for run, name in names.items()])
 
