@@ -69,12 +69,11 @@ def sum_of_products(xs_MI: Sequence[Tensor], ws_XIO: Sequence[Tensor], expert_ro
     y_MO = xs_MI[0].new_empty(len(xs_MI[0]), ws_XIO[0].shape[2])
     sizes = expert_rows.sizes
     # all views of a tensor in one call: with many small experts the host's time for slices counts
-    of_experts = zip(y_MO.split(sizes), *(x.split(sizes) for x in xs_MI), *(w.unbind() for w in ws_XIO), strict=True)
-    for y_RO, *factors in of_experts:
+    factors = (zip(x.split(sizes), w.unbind(), strict=True) for x, w in zip(xs_MI, ws_XIO, strict=True))
+    for y_RO, (x_RI, w_IO), *others in zip(y_MO.split(sizes), *factors, strict=True):
         if len(y_RO):
-            (x_RI, *others), (w_IO, *matrices) = factors[: len(xs_MI)], factors[len(xs_MI) :]
             torch.mm(x_RI, w_IO, out=y_RO)
-            for other_RI, matrix_IO in zip(others, matrices, strict=True):
+            for other_RI, matrix_IO in others:
                 y_RO.addmm_(other_RI, matrix_IO)
     return y_MO
 
