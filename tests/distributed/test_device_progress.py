@@ -152,13 +152,18 @@ def test_nccl_may_be_told_to_block_the_host(value, runs, monkeypatch):
 
 
 def test_following_an_operation_costs_little():
+    """Processor time of this thread, and the best of some rounds: other processes on the machine do not count."""
     run = Run()
     group = SimpleNamespace(group_name="tp", rank=lambda: 0, size=lambda: 2)
-    works, n = [Work()], 2000
-    began = time.perf_counter()
-    for _ in range(n):
-        run.recorder.follow(run.recorder.launch("all_reduce", group, 8), works)
-    assert (time.perf_counter() - began) / n < 100e-6
+    works, n = [Work()], 500
+
+    def seconds_each() -> float:
+        began = time.thread_time()
+        for _ in range(n):
+            run.recorder.follow(run.recorder.launch("all_reduce", group, 8), works)
+        return (time.thread_time() - began) / n
+
+    assert min(seconds_each() for _ in range(5)) < 100e-6
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
@@ -124,9 +125,10 @@ class Pipelined(Loop):
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, modules: dict[int, nn.Module], head: nn.Parameter | None):
-        clip = partial(pipelining.clip, group=mesh.group("pp"))
+        group = own_group()
+        clip = partial(pipelining.clip, group=group)
         super().__init__(cfg, nn.ModuleList(modules.values()), mesh.size("pp"), clip=clip)
-        self.pipeline = pipelining.Pipeline(cfg, mesh, modules, head)
+        self.pipeline = pipelining.Pipeline(cfg, mesh.device, group, modules, head)
 
     def _gradients(self, batches: Sequence[Batch]) -> Tensor:
         tokens, labels = torch.cat([b.tokens for b in batches]), torch.cat([b.labels for b in batches])
@@ -206,7 +208,8 @@ def dtensor_tp(cfg: Config, mesh: Mesh, sequence_parallel: bool = False) -> Step
     """DTensor tensor parallelism with a vocabulary-parallel loss."""
     module = dtensor.llama(cfg.model)
     fill_parameters(cfg, module)
-    dtensor.parallelize(module, mesh.device_mesh("tp"), sequence_parallel)
+    own = DeviceMesh.from_group(own_group(), mesh.device.type)
+    dtensor.parallelize(module, own, sequence_parallel)
     return Loop(cfg, _in_compute_precision(cfg, module), 1, lambda last: loss_parallel(), dtensor.clip)
 
 
@@ -228,6 +231,13 @@ def _plain(cfg: Config) -> Transformer:
     module = Transformer(cfg.model, loss_chunk=cfg.train.loss_chunk)
     fill_parameters(cfg, module)
     return module
+
+
+def own_group() -> dist.ProcessGroup:
+    """All ranks in a group of a peer's own: none of them talks through ours, as none does in a program without us."""
+    group = dist.new_group()
+    assert group is not None, "each rank is one of it"
+    return group
 
 
 def fill_parameters(cfg: Config, module: nn.Module, draw: Draw = standard_normal) -> None:

@@ -100,17 +100,24 @@ class Pipeline:
     """PyTorch's schedule over this rank's stages.
 
     Args:
+        group: of the ranks, through which they send.
         modules: by stage index, in compute precision.
         head: the output embedding where this rank has the last stage, else None.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, modules: dict[int, nn.Module], head: nn.Parameter | None):
+    def __init__(
+        self,
+        cfg: Config,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        modules: dict[int, nn.Module],
+        head: nn.Parameter | None,
+    ):
         self.head, self.compute, self.chunk = head, DTYPES[cfg.precision.compute], cfg.train.loss_chunk
         count = Placement.of(cfg).schedule.stages
         self.first, self.last = 0 in modules, count - 1 in modules
-        group = mesh.group("pp")
         parts = [
-            pipelining.PipelineStage(module, s, count, mesh.device, **_examples(cfg, first=s == 0), group=group)
+            pipelining.PipelineStage(module, s, count, device, **_examples(cfg, first=s == 0), group=group)
             for s, module in modules.items()
         ]
         peer = SCHEDULES[cfg.schedule.name]
