@@ -199,8 +199,8 @@ class Block(nn.Module):
         self.mlp = self.make_mlp(m, family)
 
     @classmethod
-    def stacks(cls, m: ModelConfig, family: Family) -> tuple[tuple[str, ...], ...]:
-        """Groups of projections that a grouped product serves, one of each expert."""
+    def stacks(cls, m: ModelConfig, family: Family) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """What grouped products serve: for each of them the projections of each expert, which read one input."""
         return ()
 
     @classmethod

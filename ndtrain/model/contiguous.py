@@ -25,3 +25,14 @@ def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     """The concatenation of `parts` along `dim`: a view if they are adjacent in one storage, else a copy."""
     whole = cat_if_contiguous(parts, dim)
     return torch.cat(list(parts), dim) if whole is None else whole
+
+
+def cat_groups(parts: Sequence[Tensor], sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """The concatenation of each group of consecutive `parts`.
+
+    Args:
+        sizes: of the groups.
+    """
+    rest = iter(parts)
+    groups = [[next(rest) for _ in range(size)] for size in sizes]
+    return [group[0] if len(group) == 1 else cat(group, dim) for group in groups]

@@ -10,6 +10,7 @@ Shape legend: B batch, T time, N tokens of the residual stream, E hidden_size, V
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -64,11 +65,11 @@ def make_block(m: ModelConfig, ops: Ops, index: int, experts: range | None = Non
 
 def block_dims(m: ModelConfig, index: int = 0) -> dict[str, Dims]:
     """Every parameter of the block of layer `index`: name below the block -> named dims, collected from its modules in
-    their order. The matrices of one kind of all experts come one behind the other, after all else."""
+    their order. What a grouped product serves comes one behind the other, after all else."""
     with torch.device("meta"):
         dims = dict(declared_dims(make_block(m, Ops(), index)))
     stacks = block_class(m, index).stacks(m, family_of(m))
-    stacked = {f"{p}.weight": dims[f"{p}.weight"] for stack in stacks for p in stack}
+    stacked = {f"{p}.weight": dims[f"{p}.weight"] for stack in stacks for p in chain.from_iterable(stack)}
     return {name: named for name, named in dims.items() if name not in stacked} | stacked
 
 
@@ -101,9 +102,10 @@ def bias_names(m: ModelConfig) -> dict[str, str]:
 
 def fused_names(m: ModelConfig) -> list[tuple[str, ...]]:
     """The names of weights that one matmul may serve, where their rows lie one behind the other."""
-    family = family_of(m)
-    of_layer = [(i, kind) for kind, layers in kinds(m).items() for i in layers]
-    fused = [(i, projections) for i, kind in of_layer for projections in (*kind.fused, *kind.stacks(m, family))]
+    family, fused = family_of(m), []
+    for kind, layers in kinds(m).items():
+        of_kind = [*kind.fused, *(tuple(chain.from_iterable(stack)) for stack in kind.stacks(m, family))]
+        fused += [(i, projections) for i in layers for projections in of_kind]
     return [tuple(f"{layer(i)}.{p}.weight" for p in projections) for i, projections in fused]
 
 

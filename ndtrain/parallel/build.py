@@ -198,7 +198,9 @@ def _in_parts(cfg: Config, names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The stack of each part of the experts, which one grouped product serves; others stay whole."""
     if not cfg.moe.overlap or expert_of(names[0]) is None:
         return [names]
-    return [names[experts] for experts in parts_of(len(names), cfg.moe.parts)]
+    each = len(names) // len({expert_of(n) for n in names})
+    parts = parts_of(len(names) // each, cfg.moe.parts)
+    return [names[part.start * each : part.stop * each] for part in parts]
 
 
 def _complete(model: Transformer, units: ShardedUnits, ops: Ops, kernel: str | None, compiled: bool) -> None:

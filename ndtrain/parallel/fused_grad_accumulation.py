@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ndtrain.model import Ops
 from ndtrain.model.attention.core import attend
-from ndtrain.model.contiguous import cat
+from ndtrain.model.contiguous import cat_groups
 from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, chunked_loss, cross_entropy
 from ndtrain.parallel import compiled_linear
 from ndtrain.parallel.ep import SavedExchange
@@ -162,7 +162,8 @@ class _Linear(torch.autograd.Function):
         (x_NI,) = ctx.saved_tensors
         db = [None if b is None else g.sum(0) for b, g in zip(ctx.biases, grads, strict=True)]
         gradients = _local_gradients if ctx.comm == LOCAL_LINEAR else _comm_gradients
-        return None, None, None, gradients(ctx, x_NI, _fuse_gradients(grads, ctx.fused_weights)), None, *db
+        fused = cat_groups(grads, [len(s.rows) for s in ctx.fused_weights], -1)
+        return None, None, None, gradients(ctx, x_NI, fused), None, *db
 
 
 def _local_gradients(ctx, x_NI: Tensor, dys_NO: Sequence[Tensor]) -> Tensor:
@@ -209,15 +210,6 @@ def _outputs(
         if bias_O is not None:
             y += bias_O
     return tuple(outputs)
-
-
-def _fuse_gradients(grads: Sequence[Tensor], fused_weights: Sequence[FusedWeights]) -> list[Tensor]:
-    """The gradients of the outputs of each fused weight as one tensor."""
-    fused_grads, at = [], 0
-    for s in fused_weights:
-        fused_grads.append(grads[at] if len(s.rows) == 1 else cat(grads[at : at + len(s.rows)], -1))
-        at += len(s.rows)
-    return fused_grads
 
 
 class _Embedding(torch.autograd.Function):

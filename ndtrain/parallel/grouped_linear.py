@@ -1,21 +1,22 @@
 """The experts' matmuls: rows sorted by expert times each expert's matrix, with gradients written straight into the flat
 buffers.
 
-The matrices of one kind of all experts lie one behind the other in their unit's buffer, so they are one tensor
-[X, O, I] (`FusedWeights`). Where it serves, one grouped product computes all experts; elsewhere, fp64 included, a loop
-does. The gradients of weights are a loop everywhere: each expert's product accumulates in place, in the precision of
-the buffer. An expert without rows gets a gradient of zeros.
+The matrices of all experts that read one input lie one behind the other in their unit's buffer, so they are one tensor
+[X, O, I], where O counts those of one expert together (`FusedWeights`). Where it serves, one grouped product computes
+all experts; elsewhere, fp64 included, a loop does. The gradients of weights are a loop everywhere: each expert's
+product accumulates in place, in the precision of the buffer. An expert without rows gets a gradient of zeros.
 
 Shape legend: M rows, X experts, I in, O out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndtrain.model.contiguous import cat_groups
 from ndtrain.model.device_kind import on_gpu
 from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
@@ -38,21 +39,37 @@ class _GroupedLinear(torch.autograd.Function):
     ):
         ctx.accumulator, ctx.stacks, ctx.expert_rows = accumulator, stacks, expert_rows
         ctx.save_for_backward(x_MI)
-        make = lambda: tuple(products(x_MI, _matrices(s).transpose(1, 2), expert_rows) for s in stacks)
+        make = partial(_outputs, x_MI, expert_rows, stacks)
         return make() if recall is None else recall(make)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         (x_MI,) = ctx.saved_tensors
-        dx_MI = sum_of_products(grads, [_matrices(s) for s in ctx.stacks], ctx.expert_rows)
-        for dy_MO, s in zip(grads, ctx.stacks, strict=True):
+        experts = len(ctx.expert_rows.sizes)
+        dys_MO = cat_groups(grads, [len(_rows_of_first(s, experts)) for s in ctx.stacks], -1)
+        dx_MI = sum_of_products(dys_MO, [_matrices(s, experts) for s in ctx.stacks], ctx.expert_rows)
+        for dy_MO, s in zip(dys_MO, ctx.stacks, strict=True):
             ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.expert_rows.sizes)
         return None, None, dx_MI, None, None
 
 
-def _matrices(stack: FusedWeights) -> Tensor:
+def _outputs(x_MI: Tensor, expert_rows: ExpertRows, stacks: Sequence[FusedWeights]) -> tuple[Tensor, ...]:
+    """Each expert's rows times its matrices."""
+    experts, outputs = len(expert_rows.sizes), []
+    for s in stacks:
+        y_MO = products(x_MI, _matrices(s, experts).transpose(1, 2), expert_rows)
+        outputs += y_MO.split_with_sizes(_rows_of_first(s, experts), -1)
+    return tuple(outputs)
+
+
+def _matrices(stack: FusedWeights, experts: int) -> Tensor:
     """[X, O, I]"""
-    return stack.weight.detach().view(len(stack.rows), stack.rows[0], -1)
+    return stack.weight.detach().unflatten(0, (experts, -1))
+
+
+def _rows_of_first(stack: FusedWeights, experts: int) -> tuple[int, ...]:
+    """Those of each matrix of the first expert; the others have as many."""
+    return stack.rows[: len(stack.rows) // experts]
 
 
 def products(x_MI: Tensor, w_XIO: Tensor, expert_rows: ExpertRows) -> Tensor:
@@ -93,7 +110,7 @@ class GroupedLinear:
     Args:
         accumulator: accumulates the gradients.
         saved_ops: the results that recomputed blocks save.
-        stacks: the first expert's matrix of each kind -> those of all experts as one.
+        stacks: the first matrix of each stack -> its matrices as one.
     """
 
     def __init__(self, accumulator: GradAccumulator, saved_ops: SavedOps, stacks: Mapping[nn.Parameter, FusedWeights]):
@@ -103,5 +120,8 @@ class GroupedLinear:
         self, x_MI: Tensor, expert_rows: ExpertRows, weights: Sequence[Sequence[Tensor]]
     ) -> tuple[Tensor, ...]:
         recall = self.saved_ops.of(self.saved_ops.op_of.get(weights[0][0]))
-        stacks = [self.stacks[of_experts[0]] for of_experts in weights]
+        stacks, at = [], 0
+        while at < len(weights):
+            stacks.append(self.stacks[weights[at][0]])
+            at += len(_rows_of_first(stacks[-1], len(weights[at])))
         return _GroupedLinear.apply(self.accumulator, recall, x_MI, expert_rows, stacks)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -176,25 +177,31 @@ def test_losses_of_even_loads():
 # --------------------------------------------------------------------------------------------------- grouped products
 
 
-def stacked(dtype: torch.dtype, out: int) -> tuple[nn.Parameter, list[nn.Parameter]]:
-    """The matrices of all experts as one, and each as a view."""
-    whole = nn.Parameter(drawn(X * out, E).to(dtype))
+def stacked(dtype: torch.dtype, outs: tuple[int, ...]) -> tuple[FusedWeights, list[list[nn.Parameter]]]:
+    """Matrices of each of X experts as one, and of each kind those of all experts, which are views."""
+    rows = outs * X
+    whole = nn.Parameter(drawn(sum(rows), E).to(dtype))
     whole.grad = torch.full(whole.shape, 3.0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
-    return whole, [nn.Parameter(w) for w in whole.detach().split(out)]
+    matrices = [nn.Parameter(w) for w in whole.detach().split(rows)]
+    return FusedWeights(whole, rows), [matrices[kind :: len(outs)] for kind in range(len(outs))]
 
 
 @pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("kinds", [1, 2], ids=["apart", "together"])
 @pytest.mark.parametrize("out", [INNER, 6], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_grouped_linear_is_the_loop(dtype, out, deferred):
-    """Outputs and gradients equal autograd's through the plain loop; what stood in a fresh gradient is overwritten, and
-    what a microbatch before left is added to."""
+def test_grouped_linear_is_the_loop(dtype, out, kinds, deferred):
+    """Outputs and gradients equal autograd's through the plain loop, of two matrices of each expert in two stacks or in
+    one; what stood in a fresh gradient is overwritten, and what a microbatch before left is added to."""
     counts = torch.tensor([4, 0, 1, 3, 0])
-    accumulator, kinds, fused = GradAccumulator(), [stacked(dtype, out) for _ in range(2)], {}
-    for whole, each in kinds:
-        fused[each[0]] = FusedWeights(whole, (out,) * X)
-    accumulator.open([whole for whole, _ in kinds])
-    op, weights = GroupedLinear(accumulator, SavedOps(), fused), [each for _, each in kinds]
+    accumulator, stacks = GradAccumulator(), [stacked(dtype, (out,) * kinds) for _ in range(2 // kinds)]
+    fused = {of_kinds[0][0]: stack for stack, of_kinds in stacks}
+    accumulator.open([stack.weight for stack in fused.values()])
+    grad_of = {}  # of each matrix, in the gradient of its stack
+    for stack, of_kinds in stacks:
+        matrices = chain.from_iterable(zip(*of_kinds, strict=True))
+        grad_of |= zip(matrices, stack.weight.grad.split(stack.rows), strict=True)
+    op, weights = GroupedLinear(accumulator, SavedOps(), fused), [each for _, of_kinds in stacks for each in of_kinds]
     x = drawn(8, E).to(dtype).requires_grad_()
     seeds = [drawn(8, out).to(dtype), drawn(8, out).to(dtype).cos()]
     later = []
@@ -212,8 +219,8 @@ def test_grouped_linear_is_the_loop(dtype, out, deferred):
         for y, expected in zip(outputs, ys, strict=True):
             torch.testing.assert_close(y, expected)
         torch.testing.assert_close(got, dx)
-        whole = torch.cat([torch.stack(dws[:X]).flatten(0, 1), torch.stack(dws[X:]).flatten(0, 1)])
-        torch.testing.assert_close(torch.cat([w.grad for w, _ in kinds]), times * whole)
+        for w, dw in zip(chain.from_iterable(weights), dws, strict=True):
+            torch.testing.assert_close(grad_of[w], times * dw)
 
 
 # ------------------------------------------------------------------------------------------------------ declarations
@@ -244,11 +251,12 @@ def test_recompute_of_mixed_layers_is_counted_by_their_kind():
     assert flops.block_flops(SHAPE, 100, 0) != flops.block_flops(SHAPE, 100, 1)
 
 
-def test_experts_are_a_unit_whose_matrices_of_one_kind_are_neighbours():
+def test_experts_are_a_unit_whose_matrices_of_one_input_are_neighbours():
     names = [n for n in tensor_dims(SHAPE) if unit_of(n) == "model.layers.2.mlp.experts"]
-    kinds = ("gate_proj", "up_proj", "down_proj")
-    assert names == [f"model.layers.2.mlp.experts.{x}.{kind}.weight" for kind in kinds for x in range(4)]
-    assert tuple(names[:4]) in fused_names(SHAPE)
+    of_one_input = ("gate_proj", "up_proj"), ("down_proj",)
+    stacks = [[f"model.layers.2.mlp.experts.{x}.{p}.weight" for x in range(4) for p in ps] for ps in of_one_input]
+    assert names == stacks[0] + stacks[1]
+    assert {tuple(stacks[0]), tuple(stacks[1])} <= set(fused_names(SHAPE))
     assert unit_of("model.layers.2.mlp.shared_expert.up_proj.weight") == "model.layers.2"
 
 

@@ -1,8 +1,9 @@
 """A block whose MLP is a mixture of experts (Shazeer et al., 2017, arXiv:1701.06538; Jiang et al., 2024,
 arXiv:2401.04088).
 
-Every expert's matrices are parameters of their own, under the names that Hugging Face's files have. Those of one kind
-lie one behind the other in a unit's buffer (`Block.stacks`), so that one grouped product serves all experts.
+Every expert's matrices are parameters of their own, under the names that Hugging Face's files have. In a unit's buffer
+gate and up of all experts lie one behind the other, and then down of all experts (`Block.stacks`), so that one grouped
+product serves each.
 
 Shape legend: N tokens, M rows (each token once for each of its experts, sorted by expert), R rows of the experts that
 are here, E hidden_size, F an expert's intermediate size, X experts, K experts of a token.
@@ -67,9 +68,13 @@ class MoEBlock(Block):
         return expert
 
     @classmethod
-    def stacks(cls, m: ModelConfig, family: Family) -> tuple[tuple[str, ...], ...]:
+    def stacks(cls, m: ModelConfig, family: Family) -> tuple[tuple[tuple[str, ...], ...], ...]:
         moe, experts = resolved(family.moe), range(resolved(m.num_experts))
-        return tuple(tuple(f"{moe.module}.experts.{x}.{p}" for x in experts) for p in moe.projections)
+        of_one_input = moe.projections[:2], moe.projections[2:]
+        return tuple(
+            tuple(tuple(f"{moe.module}.experts.{x}.{p}" for p in projections) for x in experts)
+            for projections in of_one_input
+        )
 
     @classmethod
     def multiply_adds(cls, m: ModelConfig, family: Family, weights: Mapping[str, int]) -> dict[str, int]:
@@ -77,8 +82,8 @@ class MoEBlock(Block):
         moe = resolved(family.moe)
         ops = {op: cls.multiply_adds_of(op, weights) for op in ("qkv_proj", "o_proj")}
         ops["router"] = weights[f"{moe.module}.gate"]
-        gate, up, down = (resolved(m.num_experts_per_tok) * weights[stack[0]] for stack in cls.stacks(m, family))
-        ops |= {"experts": gate + up, "experts_down": down}
+        for op, (of_first, *_) in zip(("experts", "experts_down"), cls.stacks(m, family), strict=True):
+            ops[op] = resolved(m.num_experts_per_tok) * sum(weights[p] for p in of_first)
         shared = [n for path, n in weights.items() if ".shared_expert" in path]
         return ops | ({"shared_expert": sum(shared)} if shared else {})
 
