@@ -215,23 +215,23 @@ def transformers_layer(options: Options, experts: int, block: Block) -> Layer | 
 
 
 def balanced_products(options: Options, experts: int, device: torch.device) -> Callable[[], object]:
-    """The nine products of a layer whose experts have equally many rows: three forward, three for the gradients of
-    their inputs, three for those of their matrices."""
+    """The six products of a layer whose experts have equally many rows, where gate and up are one: two forward, two for
+    the gradients of their inputs, two for those of their matrices."""
     rows, wide, narrow = options.tokens * options.top_k, options.hidden, options.intermediate
     make = lambda *shape: torch.randn(*shape, device=device, dtype=DTYPES[options.dtype])
     counts = torch.full((experts,), rows // experts, device=device)
     counts[: rows % experts] += 1
     groups = ExpertRows.of(counts, rows)
-    x_ME, h_MF = make(rows, wide), make(rows, narrow)
-    up_XEF, down_XFE = make(experts, wide, narrow), make(experts, narrow, wide)
+    x_ME, both_MB, h_MF = make(rows, wide), make(rows, 2 * narrow), make(rows, narrow)
+    gate_up_XBE, down_XEF = make(experts, 2 * narrow, wide), make(experts, wide, narrow)
 
     def step() -> None:
-        for _ in range(3):  # gate and up forward, the gradient of the down projection's input
-            products(x_ME, up_XEF, groups)
-        for _ in range(3):  # the down projection forward, the gradients of the input of gate and up
-            products(h_MF, down_XFE, groups)
-        for h_RF, x_RE in zip(h_MF.split(groups.sizes), x_ME.split(groups.sizes), strict=True):
-            for _ in range(3):
-                h_RF.t() @ x_RE
+        products(x_ME, gate_up_XBE.transpose(1, 2), groups)
+        products(h_MF, down_XEF.transpose(1, 2), groups)
+        products(x_ME, down_XEF, groups)
+        products(both_MB, gate_up_XBE, groups)
+        for grad_MO, input_MI in ((x_ME, h_MF), (both_MB, x_ME)):
+            for grad_RO, input_RI in zip(grad_MO.split(groups.sizes), input_MI.split(groups.sizes), strict=True):
+                grad_RO.t() @ input_RI
 
     return step

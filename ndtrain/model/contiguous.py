@@ -27,12 +27,8 @@ def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat(list(parts), dim) if whole is None else whole
 
 
-def cat_groups(parts: Sequence[Tensor], sizes: Sequence[int], dim: int) -> list[Tensor]:
-    """The concatenation of each group of consecutive `parts`.
-
-    Args:
-        sizes: of the groups.
-    """
+def cat_consecutive(parts: Sequence[Tensor], counts: Sequence[int], dim: int) -> list[Tensor]:
+    """One concatenation for each count: of the first `counts[0]` parts, of the next `counts[1]`, and so on."""
     rest = iter(parts)
-    groups = [[next(rest) for _ in range(size)] for size in sizes]
-    return [group[0] if len(group) == 1 else cat(group, dim) for group in groups]
+    taken = [[next(rest) for _ in range(count)] for count in counts]
+    return [some[0] if len(some) == 1 else cat(some, dim) for some in taken]

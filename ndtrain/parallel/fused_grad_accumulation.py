@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ndtrain.model import Ops
 from ndtrain.model.attention.core import attend
-from ndtrain.model.contiguous import cat_groups
+from ndtrain.model.contiguous import cat_consecutive
 from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, chunked_loss, cross_entropy
 from ndtrain.parallel import compiled_linear
 from ndtrain.parallel.ep import SavedExchange
@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
         (x_NI,) = ctx.saved_tensors
         db = [None if b is None else g.sum(0) for b, g in zip(ctx.biases, grads, strict=True)]
         gradients = _local_gradients if ctx.comm == LOCAL_LINEAR else _comm_gradients
-        fused = cat_groups(grads, [len(s.rows) for s in ctx.fused_weights], -1)
+        fused = cat_consecutive(grads, [len(s.rows) for s in ctx.fused_weights], -1)
         return None, None, None, gradients(ctx, x_NI, fused), None, *db
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndtrain.model.contiguous import cat_groups
+from ndtrain.model.contiguous import cat_consecutive
 from ndtrain.model.device_kind import on_gpu
 from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
@@ -46,7 +46,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         (x_MI,) = ctx.saved_tensors
         experts = len(ctx.expert_rows.sizes)
-        dys_MO = cat_groups(grads, [len(_rows_of_first(s, experts)) for s in ctx.stacks], -1)
+        dys_MO = cat_consecutive(grads, [len(_rows_of_first(s, experts)) for s in ctx.stacks], -1)
         dx_MI = sum_of_products(dys_MO, [_matrices(s, experts) for s in ctx.stacks], ctx.expert_rows)
         for dy_MO, s in zip(dys_MO, ctx.stacks, strict=True):
             ctx.accumulator.accumulate_by_expert(s.weight, dy_MO, x_MI, ctx.expert_rows.sizes)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ndtrain.bench import moe
 from ndtrain.bench.__main__ import main
@@ -52,14 +53,25 @@ def test_the_loop_makes_the_gradients_of_weights_too():
 
 
 def test_the_products_are_those_of_the_layer(monkeypatch):
-    """Six grouped products forward and backward of rows, and three a group for weights; all rows are in a group."""
-    made = []
-    real = grouped_linear.products
-    monkeypatch.setattr(moe, "products", lambda x, w, rows: made.append((x.shape, w.shape, rows)) or real(x, w, rows))
-    balanced_products(Options(tokens=33, hidden=16, intermediate=8), 4, torch.device("cpu"))()
-    assert [(x, w) for x, w, _ in made] == [((66, 16), (4, 16, 8))] * 3 + [((66, 8), (4, 8, 16))] * 3
-    sizes = made[0][2].sizes
-    assert sum(sizes) == 66 and max(sizes) - min(sizes) == 1
+    """Those of rows have the layer's shapes, forward and backward, and all together have nine matmuls' FLOPs. All rows
+    are in a group, as even as can be."""
+    made, sizes, options, device = [], [], Options(tokens=33, hidden=16, intermediate=8), torch.device("cpu")
+    real = grouped_linear.sum_of_products
+
+    def record(xs, ws, rows):
+        made.extend((tuple(x.shape), tuple(w.shape)) for x, w in zip(xs, ws, strict=True))
+        sizes.append(rows.sizes)
+        return real(xs, ws, rows)
+
+    monkeypatch.setattr(grouped_linear, "sum_of_products", record)
+    with FlopCounterMode(display=False) as counter:
+        balanced_products(options, 4, device)()
+    assert counter.get_total_flops() == 9 * 2 * 66 * 16 * 8
+    assert sum(sizes[0]) == 66 and max(sizes[0]) - min(sizes[0]) == 1
+    alone, made = made, []
+    x = torch.randn(33, 16)
+    moe.passes(our_block(options, 4, device).feed_forward, x, x)
+    assert sorted(made) == sorted(alone) and len(made) == 4
 
 
 @pytest.mark.parametrize("experts", ["", "1", "8,many"])
