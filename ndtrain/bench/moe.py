@@ -30,7 +30,8 @@ from ndtrain.model.moe.router import softmax_top_k
 from ndtrain.parallel.build import DTYPES, build_stages, initialise
 from ndtrain.parallel.grouped_linear import products
 
-OURS, LOOP, TRANSFORMERS, PRODUCTS = "ours", "loop", "transformers", "products"
+OURS, LOOP, PRODUCTS = "ours", "loop", "products"
+TRANSFORMERS = {"transformers": "eager", "transformers, grouped": "grouped_mm"}  # -> its implementation of experts
 BOUNDS = {"fp32": 1e-4, "bf16": 3e-2}  # of differences, relative to the norm
 Layer = Callable[[Tensor], Tensor]  # [N, E] -> [N, E]
 
@@ -88,8 +89,9 @@ def of_case(options: Options, experts: int) -> dict[str, Any]:
     x_NE, grad_NE = (torch.randn(options.tokens, options.hidden, device=device, dtype=dtype) for _ in range(2))
     block = our_block(options, experts, device)
     layers: dict[str, Layer] = {OURS: block.feed_forward, LOOP: loop_over(block)}
-    if peer := transformers_layer(options, experts, block):
-        layers[TRANSFORMERS] = peer
+    for name, implementation in TRANSFORMERS.items():
+        if peer := transformers_layer(options, experts, block, implementation):
+            layers[name] = peer
     compare({name: passes(layer, x_NE, grad_NE) for name, layer in layers.items()}, BOUNDS[options.dtype])
     steps: dict[str, Callable[[], object]] = {
         name: lambda layer=layer: passes(layer, x_NE, grad_NE) for name, layer in layers.items()
@@ -109,7 +111,7 @@ def report(options: Options, experts: int, timers: dict[str, BlockTimer]) -> dic
         ms, over = quartiles(timer.block_ms), ratio(timer, timers[OURS])
         of_case[name] = {"ms": ms, "over_ours": over}
         relative = "" if name == OURS else f"   over ours {over['median']:.2f} ({over['q1']:.2f} to {over['q3']:.2f})"
-        print(f"  {name:13} {ms['median']:9.2f} ms ({ms['q1']:.2f} to {ms['q3']:.2f}){relative}")
+        print(f"  {name:21} {ms['median']:9.2f} ms ({ms['q1']:.2f} to {ms['q3']:.2f}){relative}")
     return of_case
 
 
@@ -191,8 +193,8 @@ def loop_over(block: Block) -> Layer:
     return layer
 
 
-def transformers_layer(options: Options, experts: int, block: Block) -> Layer | None:
-    """Qwen3's layer in its eager implementation; None: `transformers` is not installed."""
+def transformers_layer(options: Options, experts: int, block: Block, implementation: str) -> Layer | None:
+    """Qwen3's layer; None: `transformers` is not installed."""
     try:
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
     except ImportError:
@@ -203,7 +205,7 @@ def transformers_layer(options: Options, experts: int, block: Block) -> Layer | 
         num_experts=experts,
         num_experts_per_tok=options.top_k,
         norm_topk_prob=True,
-        experts_implementation="eager",
+        experts_implementation=implementation,
     )
     router_XE, gate_XFE, up_XFE, down_XEF = stacked(block)
     module = Qwen3MoeSparseMoeBlock(config).to(gate_XFE.device, gate_XFE.dtype)

@@ -19,7 +19,7 @@ def test_all_sides_are_measured(tmp_path, capsys):
     cases = json.loads((tmp_path / "moe.json").read_text())["cases"]
     assert list(cases) == ["2", "5"]
     for case in cases.values():
-        assert list(case) == [OURS, LOOP, TRANSFORMERS, PRODUCTS]
+        assert list(case) == [OURS, LOOP, *TRANSFORMERS, PRODUCTS]
         assert all(of["ms"]["median"] > 0 for of in case.values()) and case[OURS]["over_ours"]["median"] == 1
     assert "5 experts, 32 tokens to 2 each, 16 x 8, fp32" in capsys.readouterr().out
 

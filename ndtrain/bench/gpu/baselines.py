@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ndtrain.bench.peers.implementations import Draw, HuggingFace, Loop, fill_parameters
+from ndtrain.bench.peers.implementations import Cast, Draw, HuggingFace, Loop, fill_parameters
 from ndtrain.bench.peers.llama import Llama, Rope, summed_loss
 from ndtrain.config import Config, ConfigError, ModelConfig
 from ndtrain.parallel.build import DTYPES
@@ -141,7 +141,8 @@ class Autocast(nn.Module):
 
 
 def transformers(cfg: Config, device: torch.device, draw: Draw) -> Loop:
-    """`transformers`' model, compiled whole where `train.compile` says so, under autocast."""
+    """`transformers`' model, compiled whole where `train.compile` says so, under autocast. Autocast leaves the grouped
+    products of experts in fp32, so a mixture computes with copies of its weights in the compute precision."""
     with torch.device(device):
         module = HuggingFace(cfg.model)
     fill_parameters(cfg, module.causal_lm, draw)
@@ -150,7 +151,8 @@ def transformers(cfg: Config, device: torch.device, draw: Draw) -> Loop:
     module.causal_lm.train()
     if compiles(cfg, device):
         module.causal_lm.compile()
-    return Loop(cfg, Autocast(module, device.type, DTYPES[cfg.precision.compute]))
+    dtype = DTYPES[cfg.precision.compute]
+    return Loop(cfg, Cast(module, dtype) if cfg.model.num_experts else Autocast(module, device.type, dtype))
 
 
 PEERS: dict[str, Callable[[Config, torch.device, Draw], Loop]] = {"native": native, "transformers": transformers}

@@ -87,9 +87,19 @@ SHAPES = {
     "8b16": ("model=llama3_8b", "model.num_hidden_layers=16"),
     "8b8": ("model=llama3_8b", "model.num_hidden_layers=8"),
     "8b4": ("model=llama3_8b", "model.num_hidden_layers=4"),
+    "a3b12": ("model=qwen3_30b_a3b", "model.num_hidden_layers=12"),
+    "a3b5": ("model=qwen3_30b_a3b", "model.num_hidden_layers=5"),
+    "a3b4": ("model=qwen3_30b_a3b", "model.num_hidden_layers=4", "model.vocab_size=32768"),
+    "a3b2": ("model=qwen3_30b_a3b", "model.num_hidden_layers=2", "model.vocab_size=32768"),
     "small": (
         "model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=3", "model.vocab_size=1024",
         "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=64",
+    ),
+    "experts": (
+        "model.model_type=qwen3_moe", "model.hidden_size=64", "model.intermediate_size=128",
+        "model.num_hidden_layers=2", "model.vocab_size=256", "model.num_attention_heads=4",
+        "model.num_key_value_heads=2", "model.num_experts=8", "model.num_experts_per_tok=2",
+        "model.moe_intermediate_size=32", "train.loss_chunk=64",
     ),
     "tiny": (
         "model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=2", "model.vocab_size=256",
@@ -187,6 +197,18 @@ def _versus(shape: str, micro_batch: int, *more: str) -> tuple[Case, ...]:
     )
 
 
+def _mixture(alone: str, paired: str) -> tuple[Case, ...]:
+    """30B-A3B's layers: beside `transformers`, which runs eagerly (its graphs break at the experts), and by themselves.
+    Without a balance, as `transformers` trains by default."""
+    tokens = (*_tokens(4096, 2), "moe.balance=none")
+    own = (*tokens, *NARROW, COMPILED)
+    return (
+        Case(paired, "4096 eager against transformers", (*tokens, EAGER), ("ours", "transformers")),
+        Case(alone, "4096", own),
+        Case(alone, "4096 profile", own, kind="profile"),
+    )
+
+
 def _losses(shape: str, *more: str) -> tuple[Case, ...]:
     """The curves of fp8 and bf16. Short sequences: 50 steps of 8,192 tokens of 8B are a minute."""
     tokens = (*_tokens(2048, 1), COMPILED, "optim.warmup=20", *more)
@@ -217,13 +239,20 @@ _OFFLOADED = Case("8b", "8192 full offloaded", (*_tokens(8192, 1), *OFFLOAD, COM
 
 
 def _suite(
-    large: _Steps, ones: _Steps, paired: str, beside_peer: int, budgets: tuple[str, str], own: tuple[Case, ...] = ()
+    large: _Steps,
+    ones: _Steps,
+    paired: str,
+    beside_peer: int,
+    mixtures: tuple[str, str],
+    budgets: tuple[str, str],
+    own: tuple[Case, ...] = (),
 ) -> tuple[Case, ...]:
     """Every case, in the order of what they decide. What takes minutes is last.
 
     Args:
         large: what stands for 8B; ones: 1B; paired: 8B's widths with layers that fit beside a peer; beside_peer: of
-            8,192 tokens of 1B how many sequences fit there.
+            8,192 tokens of 1B how many sequences fit there; mixtures: 30B-A3B with layers that fit alone, and beside a
+            peer.
         budgets: `recompute.budget` of a step and of the longest sequence. own: cases of this device alone.
     """
     selective, full, budget = large.recompute(budgets[0])
@@ -234,6 +263,7 @@ def _suite(
         *large.speed(), selective, full,
         *ones.speed(),
         *versus_large[:2], *versus_ones[:2],
+        *_mixture(*mixtures),
         large.fp8(), *_losses(large.shape, *large.state),
         *short,
         *_attention(paired, 1),
@@ -249,8 +279,16 @@ def _suite(
 _NATIVE = Case(
     "8b", "8192 full, native", (*_tokens(8192, 1, 2), COMPILED, "mesh.zero=3", "recompute=full"), ("native",), rounds=2
 )
-_H200 = _suite(_Steps("8b", 8192, NARROW, 2, rounds=2), _Steps("1b", 32768), "8b8", 2, ("20GiB", "40GiB"), (_NATIVE,))
-_H100 = _suite(_Steps("8b16", 8192, NARROW, 2), _Steps("1b", 16384), "8b4", 1, ("12GiB", "20GiB"))
+_H200 = _suite(
+    _Steps("8b", 8192, NARROW, 2, rounds=2),
+    _Steps("1b", 32768),
+    "8b8",
+    2,
+    ("a3b12", "a3b4"),
+    ("20GiB", "40GiB"),
+    (_NATIVE,),
+)
+_H100 = _suite(_Steps("8b16", 8192, NARROW, 2), _Steps("1b", 16384), "8b4", 1, ("a3b5", "a3b2"), ("12GiB", "20GiB"))
 _SMALL = (*_tokens(64, 2), "train.loss_chunk=64")
 _SMOKE = (
     Case("tiny", "trains", (*_SMALL, "optim.lr=3e-3"), kind="losses", steps=40),
@@ -262,6 +300,7 @@ _SMOKE = (
     Case("tiny", "selective", (*_SMALL, COMPILED, "model.num_hidden_layers=1", "recompute=selective")),
     Case("tiny", "against native", (*_SMALL, "recompute=selective"), ("ours", "native")),
     Case("tiny", "against transformers", _SMALL, ("ours", "transformers")),
+    Case("experts", "against transformers", (*_SMALL, "moe.balance=none"), ("ours", "transformers")),
     Case("tiny", "fp8", (*_SMALL, COMPILED, "model.num_hidden_layers=1", FP8)),
     Case("tiny", "losses bf16", (*_SMALL, "optim.lr=3e-3"), kind="losses", steps=40),
     Case("tiny", "losses fp8", (*_SMALL, "optim.lr=3e-3", FP8), kind="losses", steps=40),

@@ -6,7 +6,7 @@ all microbatches, the gradient's mean over the valid tokens of the global batch,
 (decay on matrices only), and the global batch's mean loss as a float.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -26,6 +26,7 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.model import Transformer
+from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.loss import IGNORE
@@ -243,7 +244,22 @@ def own_group() -> dist.ProcessGroup:
 def fill_parameters(cfg: Config, module: nn.Module, draw: Draw = standard_normal) -> None:
     """The initial weights of `run.seed`, from `draw`."""
     for name, p in module.named_parameters():
-        fill(p.data.view(-1), cfg.model, cfg.run.seed, name, 0, draw)
+        for own, tensor in _by_expert(cfg.model, name, p.data):
+            fill(tensor.view(-1), cfg.model, cfg.run.seed, own, 0, draw)
+
+
+def _by_expert(m: ModelConfig, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter under our names: `transformers` keeps one of all experts' gates and ups, [X, 2 F, E], and one of
+    their downs, [X, E, F]."""
+    experts, found, stack = name.partition(".experts.")
+    moe = family_of(m).moe
+    if moe is None or not found or stack not in ("gate_up_proj", "down_proj"):
+        yield name, tensor
+        return
+    gate, up, down = moe.projections
+    for x, matrices in enumerate(tensor):
+        own = zip((gate, up), matrices.chunk(2), strict=True) if stack == "gate_up_proj" else [(down, matrices)]
+        yield from ((f"{experts}.experts.{x}.{projection}.weight", matrix) for projection, matrix in own)
 
 
 def _narrows(cfg: Config) -> bool:
