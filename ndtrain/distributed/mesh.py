@@ -171,6 +171,8 @@ class Mesh:
     """
 
     def __init__(self, spec: MeshSpec, rank: int, device: torch.device, in_order: bool | None = None):
+        if device.type == "cuda" and device.index is None:  # a thread of ours has to know which
+            device = torch.device("cuda", torch.cuda.current_device())
         self.spec, self.rank, self.device = spec, rank, device
         self.coords = spec.coords(rank)
         self.in_order = kind_of(device) == "cuda" if in_order is None else in_order

@@ -58,7 +58,7 @@ def update(
     tensor_keys: Tensor,
     s: Scalars,
     one_row: bool,
-    first: int,
+    first: int | None,
 ) -> None:
     """Updates neighbouring tensors, or a chunk of one, in place. It computes in fp32 by operations that round once, so
     that the bits of an element depend neither on the bounds of its shard nor on whether this is compiled.
@@ -67,7 +67,8 @@ def update(
         weight, grad: fp32 [n]. exp_avg, exp_avg_sq: bf16 [n].
         places: int32 [k, 5], a `Place` of each tensor. tensor_keys: int32 [k, 2].
         one_row: whether each tensor's elements lie within one row.
-        first: the position of the chunk's first element.
+        first: the position of the chunk's first element. None: 0, which no compiler takes for a variable: PyTorch 2.11
+            would add it as an int64, whose bits are not those of an int32.
     """
     if s.grad_scale is not None:
         grad = grad / s.grad_scale
@@ -75,7 +76,9 @@ def update(
     m = old_m.mul(s.beta1).add_(grad * s.rest1)
     v = old_v.mul(s.beta2).add_(grad.square().mul_(s.rest2))
     new = weight.mul(s.decay).sub_(m.mul(s.rate).div_(_sqrt(v).add_(s.eps)))
-    position = torch.arange(first, first + weight.numel(), dtype=torch.int32, device=weight.device)
+    position = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device)
+    if first is not None:
+        position.add_(first)
     rows = [(*p.unbind(), *key.unbind()) for p, key in zip(places.unbind(), tensor_keys.unbind(), strict=True)]
     shift, *of_rows, key1, key2 = select(position, [(r[0], r[1], *r[5:]) for r in rows] if one_row else rows)
     upper, lower = halves(draw(element_index(position, shift, of_rows), key1, key2))
@@ -214,7 +217,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         buffers = (part.weight, part.weight.grad, state["exp_avg"], state["exp_avg_sq"])
         whole = [x[part.at] for x in buffers]
         if self.compiled:
-            compiled_update()(*whole, places, tensor_keys, scalars, part.one_row, 0)
+            compiled_update()(*whole, places, tensor_keys, scalars, part.one_row, None)
             return
         kind = kind_of(self._device)
         most = _CHUNK[kind] * (torch.get_num_threads() if kind == "cpu" else 1)

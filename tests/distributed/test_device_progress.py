@@ -179,6 +179,8 @@ def test_a_busy_gpu_is_waited_for(tmp_path):
         x = torch.ones(8, device=device)
         all_reduce(x, torch.distributed.group.WORLD).wait()  # creates the communicator
         torch.cuda.synchronize()
+        time.sleep(1)
+        progress.poll()  # time counts from the last completion that a poll saw
         torch.cuda._sleep(int(4e9))  # clock ticks: two seconds or more
         began = time.monotonic()
         all_reduce(x, torch.distributed.group.WORLD).wait()

@@ -260,7 +260,7 @@ def test_a_named_kernel_is_the_same_attention():
 @pytest.mark.parametrize("name", list(GPU_KERNELS))
 def test_kernels_agree_on_a_gpu(name, in_tiles):
     torch.manual_seed(0)
-    shape = Shape(2, 256, 8, 2, 64, torch.bfloat16, in_tiles)
+    shape = Shape(2, 256, 8, 2, 64, torch.bfloat16, in_tiles, Scores())
     assert 0 < seconds(name, shape, torch.device("cuda")) < 1
     q, k, v = (torch.randn(2, 256, n, 64, device="cuda", requires_grad=True) for n in (8, 2, 2))
     recall = (lambda make: make()) if in_tiles else None

@@ -64,7 +64,7 @@ class Training:
         return self.step.run(self.number, batches)
 
     def steps(self, n: int) -> list[StepReport]:
-        return [self.launch(self.batches())() for _ in range(n)]
+        return [self.launch(self.batches()).wait() for _ in range(n)]
 
     def weights(self) -> torch.Tensor:
         """All master weights, fp32 on the CPU."""

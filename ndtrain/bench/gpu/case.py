@@ -42,7 +42,8 @@ def run_case(case: Case, suite: Suite, device: str, limit_s: float) -> dict[str,
     except ConfigError as error:
         row = {"status": "failed", "why": str(error)}
     except RankFailed as error:
-        row = {"status": "timed out" if TIMED_OUT in str(error) else "failed", "why": str(error).splitlines()[-1]}
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        row = {"status": "timed out" if TIMED_OUT in str(error) else "failed", "why": lines[-1]}
     return {"kind": case.kind, **row, "seconds": round(time.monotonic() - began, 1)}
 
 
