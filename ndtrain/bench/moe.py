@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ndtrain.arguments import option
-from ndtrain.bench.ranks import DEVICE_HELP, Device, WrongResult, choose_device
+from ndtrain.bench.ranks import DEVICE_HELP, Device, WrongResult, choose_device, rank_device
 from ndtrain.bench.results import require_folder, save
 from ndtrain.bench.rounds import BlockTimer, quartiles, ratio, run_rounds
 from ndtrain.config import Config, ConfigError, load_config, resolve
@@ -32,7 +32,8 @@ from ndtrain.parallel.grouped_linear import products
 
 OURS, LOOP, PRODUCTS = "ours", "loop", "products"
 TRANSFORMERS = {"transformers": "eager", "transformers, grouped": "grouped_mm"}  # -> its implementation of experts
-BOUNDS = {"fp32": 1e-4, "bf16": 3e-2}  # of differences, relative to the norm
+# of differences, relative to the norm; routers in fp32 and in bf16 choose other experts for some tokens
+BOUNDS = {"fp32": 1e-4, "bf16": 0.1}
 Layer = Callable[[Tensor], Tensor]  # [N, E] -> [N, E]
 
 
@@ -85,7 +86,7 @@ def run(options: Options) -> None:
 def of_case(options: Options, experts: int) -> dict[str, Any]:
     """Measures one number of experts."""
     torch.manual_seed(0)
-    device, dtype = torch.device(choose_device(options.device)), DTYPES[options.dtype]
+    device, dtype = rank_device(0, choose_device(options.device)), DTYPES[options.dtype]
     x_NE, grad_NE = (torch.randn(options.tokens, options.hidden, device=device, dtype=dtype) for _ in range(2))
     block = our_block(options, experts, device)
     layers: dict[str, Layer] = {OURS: block.feed_forward, LOOP: loop_over(block)}

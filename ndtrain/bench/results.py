@@ -77,11 +77,13 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with `-dirty` where files differ from it; outside a checkout what NDTRAIN_COMMIT says, or
-    None. A copy of a working tree on a bare machine is no checkout."""
+    """What NDTRAIN_COMMIT says, else the checkout's commit, with `-dirty` where files differ from it; None outside one.
+    A copy of a working tree on a bare machine is no checkout, or one of another commit."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    if said := os.environ.get("NDTRAIN_COMMIT"):
+        return said
     try:
         commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     except OSError:  # no git
-        commit = ""
-    return commit or os.environ.get("NDTRAIN_COMMIT") or None
+        return None
+    return commit or None

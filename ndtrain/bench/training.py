@@ -251,6 +251,6 @@ def _figures(timer: BlockTimer, steps: QueuedSteps, rates: Rates) -> dict[str, A
         **rates(of["median"], steps.implementation),
         "state_bytes": steps.implementation.state_bytes,
         "block_ms": timer.block_ms,
-        "losses": [steps.outcomes[0].loss, steps.outcomes[-1].loss],
+        "losses": [outcome.loss for outcome in steps.outcomes],
         "steps": len(steps.outcomes),
     }

@@ -124,11 +124,12 @@ def test_attention_backends_agree(backend, way):
     compare(*both, steps=2, loss=5e-3, norm=3e-2, weights=0.4)
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_offloaded_state_changes_nothing(compute):
-    """Another kernel makes the update on the host, from the same numbers."""
+@pytest.mark.parametrize(("compute", "weights"), [("fp32", 2e-2), ("bf16", 0.1)])
+def test_offloaded_state_changes_nothing(compute, weights):
+    """Another kernel makes the update on the host, from the same numbers. Where its last bit differs, a weight may
+    become another bf16 number."""
     more = [f"precision.compute={compute}"]
-    compare(Training("cuda", "optim.offload=true", *more), Training("cuda", *more), 3, 1e-3, 1e-2, 2e-2)
+    compare(Training("cuda", "optim.offload=true", *more), Training("cuda", *more), 3, 1e-3, 1e-2, weights)
 
 
 def test_offloaded_state_is_not_on_the_gpu():
