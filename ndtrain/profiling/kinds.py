@@ -41,10 +41,11 @@ OPERATORS = {
 GPU_KERNELS = {
     "no kernel": r"no kernel",
     "communication": r".*nccl.*",
-    "attention": r".*(flash|fmha|attention|sdpa).*",
-    "optimizer": r".*(multi_tensor_apply|fused_?adam|foreach).*",
+    "attention": r".*(flash|fmha|attention|sdpa|cudnn::fusion).*",
+    # what has random bits and a square root is the update that rounds its moments to bf16
+    "optimizer": r".*(multi_tensor_apply|fused_?adam|foreach).*|triton_\w+_bitwise_xor_\w+_sqrt_\w+",
     "matmul": r".*(gemm|gemv|cutlass|cublas|nvjet|wgmma|splitk|triton_tem|_mm_).*",
-    "copies": r".*(memcpy|memset|copy|catarray|index|gather|scatter|fill|embedding|sort|scan).*",
+    "copies": r"(?!triton).*(memcpy|memset|copy|catarray|index|gather|scatter|fill|embedding|sort|scan).*",
     "elementwise": r".*(elementwise|triton|reduce|softmax|norm|vectorized|distribution).*",
 }
 _TABLES = {"cpu": OPERATORS, "cuda": GPU_KERNELS}

@@ -81,6 +81,13 @@ def table_of_a_step(overrides: list[str], steps: int = 2) -> Table:
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "cuda", "communication"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "cuda", "optimizer"),
         ("triton_poi_fused_mul_silu_3", "cuda", "elementwise"),
+        ("triton_poi_fused__to_copy_add_cat_mul_neg_split_view_1", "cuda", "elementwise"),
+        (
+            "triton_poi_fused___rshift____to_copy_add_bitwise_and_bitwise_xor_copy__div_pow_sqrt_sub_0",
+            "cuda",
+            "optimizer",
+        ),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*)", "cuda", "attention"),
         ("void at::native::vectorized_elementwise_kernel<4, MulFunctor>", "cuda", "elementwise"),
         ("Memcpy HtoD (Pinned -> Device)", "cuda", "copies"),
     ],
