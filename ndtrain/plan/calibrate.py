@@ -81,16 +81,16 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     require_folder("out", options.out)
     device, began = choose_device(options.device), time.perf_counter()
     cores = min(MOST_RANKS, 1 << (_cores(device).bit_length() - 1))
-    alone, host, share = _kernels(options, device, 1)
-    kernels = {1: alone}
+    alone, host, share, probe = _kernels(options, device, 1)
+    kernels, probes = {1: alone}, {1: probe}
     if cores > 1:
-        kernels[cores] = _kernels(options, device, cores)[0]
+        kernels[cores], _, _, probes[cores] = _kernels(options, device, cores)
     collectives = _collectives(options, device)
     if cores > 1:
         backend = "nccl" if device == "cuda" else "gloo"
         host["interference"] = run_ranks(interference, cores, backend, backend=backend)
         host["late_s"] = run_ranks(lateness, cores, backend, backend=backend)
-    measured = Measured.of({"cores": cores, "kernels": kernels, "collectives": collectives})
+    measured = Measured.of({"cores": cores, "kernels": kernels, "collectives": collectives, "probes": probes})
     body = _description(options, device, measured, host)
     write(Path(options.out), body, _conditions(share))
     _show(body, measured, time.perf_counter() - began)
@@ -123,15 +123,19 @@ def cases(precision: str, ranks: int, device: str) -> list[Config]:
     return made
 
 
-def _kernels(options: Options, device: str, ranks: int) -> tuple[dict[str, Tables], dict[str, float], float]:
-    """Of so many ranks at once: the tables of kernels, the rates of the host, and the share of a core that they had."""
+def _kernels(options: Options, device: str, ranks: int) -> tuple[dict[str, Tables], dict[str, float], float, float]:
+    """Of so many ranks at once: the tables of kernels, the rates of the host, the share of a core that they had, and
+    the seconds of the probe at the speed that all of these are of."""
     backend = "nccl" if device == "cuda" else "gloo"
     cfgs = [cfg for precision in options.precisions for cfg in cases(precision, ranks, device)]
     began, used = time.perf_counter(), os.times()
     times: list[CaseTimes] = run_ranks(time_cases, ranks, cfgs, options.steps, device, backend=backend)
     ended = os.times()
     cpu = ended.children_user + ended.children_system - used.children_user - used.children_system
-    return tables_of(times), host_rates(times), cpu / (time.perf_counter() - began) / ranks
+    share = cpu / (time.perf_counter() - began) / ranks
+    probe = float(f"{statistics.median(s for case in times for s in case.probes):.4g}")
+    times = [case.at_speed(probe) for case in times]
+    return tables_of(times), host_rates(times), share, probe
 
 
 def tables_of(times: Sequence[CaseTimes]) -> dict[str, Tables]:

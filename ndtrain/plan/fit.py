@@ -18,7 +18,7 @@ from ndtrain.plan.fitting.scatter import Points, scatter_svg
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import refuse_overrides, write_file
 from ndtrain.plan.predict import Prediction, Predictor, StepPlan
-from ndtrain.plan.price import Rates
+from ndtrain.plan.price import PUBLISHED, Rates
 from ndtrain.plan.published.cells import Row, count, number, text
 from ndtrain.plan.published.run import run_of
 from ndtrain.plan.table import held_gib, read_table
@@ -87,7 +87,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     if not rows:
         raise ConfigError(f"in={options.source}: no row has a measured step time and can be priced")
     problems = Problems.of(rows) if options.fit else None
-    rates = problems.solve() if problems else Rates()
+    rates = problems.solve() if problems else PUBLISHED
     predicted = Predicted(step_times(rows, rates), memories(rows, rates))
     report = {"rates": asdict(rates), "sources": by_source(rows, predicted)}
     print(as_text("rates of " + ("all rows" if options.fit else "the planner"), report["sources"]))
@@ -142,7 +142,7 @@ class Problem:
     def __init__(self, rows: Sequence[Measurement], names: Fitted, measured: Sequence[float], predict: Predict):
         self.rows, self.names, self.predict = rows, names, predict
         self.logarithms = np.log(measured)
-        self.begin = at_start(partial(self._residuals, Rates(), range(len(rows))), list(names.values()))
+        self.begin = at_start(partial(self._residuals, PUBLISHED, range(len(rows))), list(names.values()))
 
     def solve(self, rates: Rates, held_out: Collection[str] = ()) -> Rates:
         """The rates with the least error, others as in `rates`. A source with four times the rows counts twice as much.
@@ -180,7 +180,7 @@ class Problems(NamedTuple):
 
     def solve(self, held_out: Collection[str] = ()) -> Rates:
         """The rates with the least error of step times and of memory, without some sources."""
-        rates = self.time.solve(Rates(), held_out)
+        rates = self.time.solve(PUBLISHED, held_out)
         return self.memory.solve(rates, held_out) if self.memory else rates
 
 

@@ -1,5 +1,6 @@
 """Times the operators of real training steps, one by one, as the kernels that the planner knows."""
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan.events import Kernel
+from ndtrain.plan.machine_speed import SpeedProbe
 from ndtrain.plan.operators import access_of, is_free, kernel_of
 
 WARM_UP = 1  # untimed steps of a case
@@ -77,6 +79,7 @@ class CaseTimes:
         steps: how many were timed.
         passes_kernels, update_kernels: of forward and backward, and of the update: kernel -> seconds of each time.
         passes, updates: seconds of each forward and backward, and of each update, without the mode.
+        probes: seconds of the probe of `machine_speed` before each step.
     """
 
     steps: int
@@ -84,6 +87,15 @@ class CaseTimes:
     update_kernels: dict[Kernel, list[float]] = field(default_factory=dict)
     passes: list[float] = field(default_factory=list)
     updates: list[float] = field(default_factory=list)
+    probes: list[float] = field(default_factory=list)
+
+    def at_speed(self, probe: float) -> "CaseTimes":
+        """The times of a machine on which the probe takes so long."""
+        scale = probe / statistics.median(self.probes)
+        of_kernels = lambda kernels: {k: [scale * s for s in seconds] for k, seconds in kernels.items()}
+        passes, updates = ([scale * s for s in seconds] for seconds in (self.passes, self.updates))
+        both = of_kernels(self.passes_kernels), of_kernels(self.update_kernels)
+        return CaseTimes(self.steps, *both, passes, updates, [probe])
 
 
 def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
@@ -92,9 +104,11 @@ def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
     initialise(stages, cfg)
     step, batches, clock = TrainingStep(cfg, mesh, stages), batches_of(cfg, mesh, 0), Clock(mesh.device)
     times, of_passes, of_updates = CaseTimes(steps), KernelTimes(clock), KernelTimes(clock)
+    probe = SpeedProbe(mesh.device)
     for i in range(WARM_UP):
         step.run(i + 1, batches).wait()
     for i in range(WARM_UP + 1, WARM_UP + 2 * steps, 2):
+        times.probes.append(probe.seconds(clock.now, clock.between))
         start = clock.now()
         loss = step.forward_backward(i, batches)
         middle = clock.now()

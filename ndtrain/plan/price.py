@@ -22,7 +22,8 @@ GROUPED, TILE = "_grouped_mm", 128  # the operator of grouped products, and rows
 class Rates:
     """What real machines reach of their data sheet. Efficiencies are shares of a peak or of a bandwidth.
 
-    The defaults are fitted to 451 published runs of ten sources: docs/plan_table.md has the errors.
+    The defaults are fitted to 451 published runs of ten sources: docs/plan_table.md has the errors. `step_s` is
+    ndtrain's own, measured; that of the published trainers is in `PUBLISHED`.
 
     Attributes:
         matmul: of a large matmul.
@@ -59,10 +60,13 @@ class Rates:
     interference: float = 0.196
     late_s: float = 0.0  # not fitted
     imbalance: float = 1.0  # not fitted: routing is taken to be balanced
-    step_s: float = 0.110
+    step_s: float = 0.013  # the time without a kernel in a step of 8B on one H200: docs/speed.md
     slower: float = 1.0
     memory_factor: float = 1.073
     memory_gb: float = 1.58
+
+
+PUBLISHED = Rates(step_s=0.110)  # of other trainers, whose data and logs are not beside the step
 
 
 def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:

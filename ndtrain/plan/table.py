@@ -11,6 +11,7 @@ from ndtrain.config import ConfigError
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import refuse_overrides
 from ndtrain.plan.predict import Prediction, Predictor
+from ndtrain.plan.price import PUBLISHED
 from ndtrain.plan.published.cells import Row
 from ndtrain.plan.published.machine import GIB
 from ndtrain.plan.published.run import Run, run_of
@@ -82,7 +83,7 @@ _predictors: dict[str, Predictor] = {}
 
 def predictor_of(priced: Run) -> Predictor:
     """The predictor of a run's hardware, which keeps what it has recorded."""
-    return _predictors.setdefault(repr(priced.hardware), Predictor(priced.hardware))
+    return _predictors.setdefault(repr(priced.hardware), Predictor(priced.hardware, PUBLISHED))
 
 
 # ------------------------------------------------------------------------------------------------------------- files

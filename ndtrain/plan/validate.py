@@ -1,7 +1,8 @@
 """`ndtrain plan validate hardware=FILE.yaml`: real steps of small models on this machine against their predictions.
 
 The file is that of `plan calibrate` here. Cases of one number of ranks run in the same processes, in alternating
-rounds. A case's time is the median of its blocks, of the slowest rank.
+rounds. A case's time is the median of its blocks, of the slowest rank, at the speed that the machine had when it was
+calibrated: each block is scaled by what the probe of `machine_speed` takes around it.
 """
 
 import json
@@ -13,12 +14,13 @@ from typing import NamedTuple
 
 from ndtrain.arguments import option
 from ndtrain.bench.ranks import choose_device, rank_device, run_ranks
-from ndtrain.bench.rounds import BlockTimer, run_rounds
+from ndtrain.bench.rounds import BlockTimer, in_round
 from ndtrain.bench.training import DISTINCT, QueuedSteps, batches_of, ours
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.plan.fitting.accuracy import kendall_tau
 from ndtrain.plan.hardware import load_hardware
+from ndtrain.plan.machine_speed import SpeedProbe
 from ndtrain.plan.options import refuse_overrides, write_file
 from ndtrain.plan.predict import Predictor
 
@@ -81,31 +83,30 @@ class Options:
         return [int(w) for w in words]
 
 
-@dataclass
-class Blocks:
-    """How often each case is measured, as `bench.rounds.Repeats`."""
-
-    rounds: int
-    steps: int
-    warmup: int
-
-
 class Row(NamedTuple):
     """A case.
 
     Attributes:
         blocks: seconds of a step, of each block.
         predicted: seconds.
+        speeds: the machine's during each block, over that of its calibration.
     """
 
     ranks: int
     case: str
     blocks: list[float]
     predicted: float
+    speeds: list[float]
+
+    @property
+    def clocked(self) -> float:
+        """By the clock alone."""
+        return statistics.median(self.blocks)
 
     @property
     def measured(self) -> float:
-        return statistics.median(self.blocks)
+        """At the speed of the calibration."""
+        return statistics.median(block * speed for block, speed in zip(self.blocks, self.speeds, strict=True))
 
     @property
     def error(self) -> float:
@@ -123,14 +124,16 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     if hardware.measured is None:
         raise ConfigError(f"hardware={options.hardware}: has nothing measured: give a file of `ndtrain plan calibrate`")
     device, predictor, rows = choose_device(hardware.device), Predictor(hardware), []
-    print(f"{'ranks':>5} {'measured ms':>12} {'least':>9} {'predicted':>9} {'error':>7}  case")
+    print(f"{'ranks':>5} {'clock ms':>9} {'speed':>6} {'measured':>9} {'predicted':>9} {'error':>7}  case")
     for ranks in options.worlds:
         for cases in _parts(CASES[ranks]):
             cfgs = [config_of(case, ranks) for case in cases]
             backend = "nccl" if device == "cuda" else "gloo"
             times = run_ranks(measure, ranks, cfgs, options, device, backend=backend)
-            for case, cfg, blocks in zip(cases, cfgs, times, strict=True):
-                rows.append(Row(ranks, case, blocks, predictor.predict(cfg, explain=False).step_time_s))
+            usual = hardware.measured.probe(ranks)
+            for case, cfg, (blocks, probes) in zip(cases, cfgs, times, strict=True):
+                speeds = [usual / probe if usual else 1.0 for probe in probes]
+                rows.append(Row(ranks, case, blocks, predictor.predict(cfg, explain=False).step_time_s, speeds))
                 print(_line(rows[-1]), flush=True)
     print(*summary(rows, hardware.measured.cores), sep="\n")
     if options.json:
@@ -147,20 +150,30 @@ def config_of(case: str, ranks: int) -> Config:
     return resolve(load_config([*MODEL, *case.split()]), ranks)
 
 
-def measure(rank: int, cfgs: Sequence[Config], options: Options, device: str) -> list[list[float]]:
-    """Seconds of a step in each block, of each case; runs in each rank's process."""
+def measure(rank: int, cfgs: Sequence[Config], options: Options, device: str) -> list[tuple[list[float], list[float]]]:
+    """Of each case: seconds of a step in each block, and of the probe around it; runs in each rank's process."""
     timers = {}
     for i, cfg in enumerate(cfgs):
         mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
         batches = [batches_of(cfg, mesh, step) for step in range(DISTINCT)]
         queued = QueuedSteps(ours(cfg, mesh), batches, mesh.device)
         timers[str(i)] = BlockTimer(queued, queued.finish)
-    run_rounds(timers, Blocks(options.rounds, options.steps, options.warmup))
-    return [[ms / 1e3 for ms in timer.block_ms] for timer in timers.values()]
+    for timer in timers.values():
+        timer.run(options.warmup)
+    probe, probes = SpeedProbe(rank_device(rank, device)), {name: [] for name in timers}
+    for i in range(options.rounds):
+        before = probe.slowest()
+        for name in in_round(timers, i):
+            timers[name].time_block(options.steps)
+            after = probe.slowest()
+            probes[name].append((before + after) / 2)
+            before = after
+    return [([ms / 1e3 for ms in timer.block_ms], probes[name]) for name, timer in timers.items()]
 
 
 def _line(row: Row) -> str:
-    times = f"{1e3 * row.measured:12.1f} {1e3 * min(row.blocks):9.1f} {1e3 * row.predicted:9.1f}"
+    speed = f"{1e3 * row.clocked:9.1f} {statistics.median(row.speeds):6.2f}"
+    times = f"{speed} {1e3 * row.measured:9.1f} {1e3 * row.predicted:9.1f}"
     return f"{row.ranks:5} {times} {row.error:+7.1%}  {row.case or 'as it is'}"
 
 
@@ -172,9 +185,8 @@ def summary(rows: Sequence[Row], cores: int) -> list[str]:
         ("ranks > cores", [r for r in rows if r.ranks > cores]),
     ):
         if part:
-            errors = sorted(abs(r.error) for r in part)
-            within = f"{sum(e <= WITHIN for e in errors)} of {len(part)} within {WITHIN:.0%}"
-            said.append(f"{name}: error median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; {within}")
+            said.append(f"{name}: {_errors([r.error for r in part])}")
+            said.append(f"  by the clock alone: {_errors([r.predicted / r.clocked - 1 for r in part])}")
     if len(rows) > 1:
         said.append(f"Kendall's tau of the order: {_tau(rows)}")
     for ranks in sorted({r.ranks for r in rows}):
@@ -182,6 +194,12 @@ def summary(rows: Sequence[Row], cores: int) -> list[str]:
         if len(part) > 1:
             said.append(f"  of {ranks} ranks alone: {_tau(part)}")
     return said
+
+
+def _errors(errors: Sequence[float]) -> str:
+    sizes = sorted(abs(e) for e in errors)
+    within = f"{sum(e <= WITHIN for e in sizes)} of {len(sizes)} within {WITHIN:.0%}"
+    return f"error median {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}; {within}"
 
 
 def _tau(rows: Sequence[Row]) -> str:

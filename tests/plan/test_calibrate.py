@@ -71,6 +71,13 @@ def test_host_time_is_what_operators_leave():
     assert calibrate.host_rates([case]) == pytest.approx({"launch_s": 0.1, "step_s": 1.0})
 
 
+def test_times_are_those_of_one_speed():
+    case = CaseTimes(1, kernels(("mul", 8, [1.0])), kernels(("sqrt", 8, [2.0])), [3.0], [4.0], probes=[0.4, 0.6])
+    fast = case.at_speed(0.25)  # the probe took half a second
+    assert [*fast.passes_kernels.values(), *fast.update_kernels.values()] == [[0.5], [1.0]]
+    assert (fast.passes, fast.updates, fast.probes) == ([1.5], [2.0], [0.25])
+
+
 def test_launches_of_larger_cases_count_and_their_updates_do_not():
     small, large, larger = (
         CaseTimes(1, kernels(("mul", 8, [n])), kernels(("_fused_adamw_", 8, [n])), [n + host], [n + host])
@@ -128,6 +135,7 @@ def test_a_calibration_prices_a_run(tmp_path, monkeypatch, capsys):
     hardware = load_hardware(str(path))
     assert set(hardware.rates) == {"launch_s", "step_s", "interference", "late_s"}
     assert hardware.measured.collectives["all_gather"]["2 of 2"]
+    assert all(1e-5 < hardware.measured.probes[ranks] < 1 for ranks in (1, hardware.measured.cores))
     for ranks in (1, 2):
         cfg = calibrate.cases("fp32", ranks, "cpu")[0]
         prediction = Predictor(hardware).predict(cfg)

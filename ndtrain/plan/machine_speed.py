@@ -1,0 +1,56 @@
+"""How fast a machine is at a moment, by the time of a fixed piece of work.
+
+A shared host changes its speed within minutes: its cores are clocked up and down, and neighbours take their part. Times
+of different moments are compared at one speed: that of the moment when the probe took as long as it did then.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ndtrain.bench.rounds import max_over_ranks
+
+SIZE, MATMULS = 384, 4  # of a piece: matmuls as long as a small model's
+ELEMENTS, PASSES = 1 << 18, 8  # and passes over what does not fit the innermost caches
+PIECES = 5  # of which the median counts
+
+
+class SpeedProbe:
+    """Times the piece of work on every rank at once."""
+
+    def __init__(self, device: torch.device):
+        self._matrix = torch.randn(SIZE, SIZE, device=device)
+        self._vector = torch.randn(ELEMENTS, device=device)
+        self._finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def seconds(
+        self, now: Callable[[], Any] = time.perf_counter, between: Callable[[Any, Any], float] = lambda a, b: b - a
+    ) -> float:
+        """Of this rank, the median of some pieces.
+
+        Args:
+            now, between: the clock, and the seconds from one of its times to another.
+        """
+        if dist.is_initialized():
+            dist.barrier()
+        took = []
+        for _ in range(PIECES):
+            start = now()
+            self._work()
+            took.append(between(start, now()))
+        return statistics.median(took)
+
+    def slowest(self) -> float:
+        """Of the slowest rank, by the clock on the wall."""
+        return max_over_ranks(self.seconds())
+
+    def _work(self) -> None:
+        for _ in range(MATMULS):
+            self._matrix @ self._matrix
+        for _ in range(PASSES):
+            self._vector * 2
+        self._finish()
