@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from ndtrain.data import Batch, Tokens, microbatches, rows_of
 from ndtrain.data.token_array import Packing
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import BATCH_AXES
-from ndtrain.engine.train_step import TrainingStep
+from ndtrain.engine.train_step import StepReport, TrainingStep
 from ndtrain.metrics import peak_flops, peak_memory_bytes, reset_peak_memory
 from ndtrain.model import flops
 from ndtrain.parallel.build import DTYPES, build_stages, initialise, sequence_sharding
@@ -33,7 +32,7 @@ TOLERANCE = {"fp32": (1e-5, 1e-3), "fp64": (1e-9, 1e-6), "bf16": (5e-3, 5e-2), "
 
 
 class DifferentWork(RuntimeError):
-    """An implementation's step has another result than ours."""
+    """An implementation's step has another result than ours, or ours has none."""
 
 
 class Outcome(NamedTuple):
@@ -91,9 +90,21 @@ def ours(cfg: Config, mesh: Mesh) -> Implementation:
 
     def launch(batches: Sequence[Batch]) -> Callable[[], Outcome]:
         report = step.run(next(numbers), batches)
-        return lambda: Outcome(*attrgetter("loss", "grad_norm")(report.wait()))
+        return lambda: outcome_of(report.wait())
 
     return Implementation(launch, stages.units.state_bytes(), stages.recompute.skipped_ops)
+
+
+def outcome_of(report: StepReport) -> Outcome:
+    """
+    Raises:
+        DifferentWork: the step was skipped.
+    """
+    if report.skipped:
+        raise DifferentWork(
+            f"step {report.step} was skipped: loss {report.loss:.6g}, gradient norm {report.grad_norm:.6g}"
+        )
+    return Outcome(report.loss, report.grad_norm)
 
 
 class QueuedSteps:
@@ -252,5 +263,6 @@ def _figures(timer: BlockTimer, steps: QueuedSteps, rates: Rates) -> dict[str, A
         "state_bytes": steps.implementation.state_bytes,
         "block_ms": timer.block_ms,
         "losses": [outcome.loss for outcome in steps.outcomes],
+        "grad_norms": [outcome.grad_norm for outcome in steps.outcomes],
         "steps": len(steps.outcomes),
     }

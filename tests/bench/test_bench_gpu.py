@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -31,10 +32,12 @@ from ndtrain.bench.training import (
     batches_of,
     compare,
     compare_progress,
+    outcome_of,
     timed,
 )
 from ndtrain.config import ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.engine.train_step import StepReport
 from ndtrain.model.flops import flops_per_token, parameter_count
 from ndtrain.parallel.build import build_stages
 
@@ -350,6 +353,13 @@ def test_different_work_is_refused():
     for off in (Outcome(11.6, 2.0), Outcome(11.5, 2.2), Outcome(math.nan, 2.0), Outcome(11.5, math.inf)):
         with pytest.raises(DifferentWork, match=r"not the same work: .* of peer"):
             compare(first | {"peer": off}, *TOLERANCE["bf16"])
+
+
+def test_a_skipped_step_is_refused():
+    report = StepReport(2, 11.5, math.nan, lr=3e-4, tokens=128, skipped=True, signals=torch.zeros(1, 1))
+    with pytest.raises(DifferentWork, match=r"step 2 was skipped: loss 11\.5, gradient norm nan"):
+        outcome_of(report)
+    assert outcome_of(replace(report, grad_norm=2.0, skipped=False)) == Outcome(11.5, 2.0)
 
 
 def test_different_progress_is_refused():
