@@ -85,7 +85,8 @@ class Recomputed:
         self._call = _Origin(None, None, 0)
         self._calls: Counter[Func] = Counter()
         self._origins: dict[int, _Origin] = {}  # of the storages that this piece has allocated
-        self._operands: dict[int, set[int] | None] = {}  # of one operator that wrote it; None: several did
+        # of one operator that wrote it; None: several did, or an operand is freed
+        self._operands: dict[int, set[int] | None] = {}
         self._kept: dict[int, _Origin] = {}  # those that outlived their piece and that no matmul has read since
 
     def begin(self, piece: Hashable) -> None:
@@ -123,3 +124,6 @@ class Recomputed:
             self._again.add(origin)
         self._origins.pop(storage, None)
         self._operands.pop(storage, None)
+        for at, operands in self._operands.items():
+            if operands and storage in operands:  # its id may be another storage's from now on
+                self._operands[at] = None
