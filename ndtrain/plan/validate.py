@@ -8,13 +8,13 @@ calibrated: each block is scaled by what the probe of `machine_speed` takes arou
 import json
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ndtrain.arguments import option
 from ndtrain.bench.ranks import choose_device, rank_device, run_ranks
-from ndtrain.bench.rounds import BlockTimer, in_round
+from ndtrain.bench.rounds import BlockTimer, run_rounds
 from ndtrain.bench.training import DISTINCT, QueuedSteps, batches_of, ours
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
@@ -157,18 +157,27 @@ def measure(rank: int, cfgs: Sequence[Config], options: Options, device: str) ->
         mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
         batches = [batches_of(cfg, mesh, step) for step in range(DISTINCT)]
         queued = QueuedSteps(ours(cfg, mesh), batches, mesh.device)
-        timers[str(i)] = BlockTimer(queued, queued.finish)
-    for timer in timers.values():
-        timer.run(options.warmup)
-    probe, probes = SpeedProbe(rank_device(rank, device)), {name: [] for name in timers}
-    for i in range(options.rounds):
-        before = probe.slowest()
-        for name in in_round(timers, i):
-            timers[name].time_block(options.steps)
-            after = probe.slowest()
-            probes[name].append((before + after) / 2)
-            before = after
-    return [([ms / 1e3 for ms in timer.block_ms], probes[name]) for name, timer in timers.items()]
+        timers[str(i)] = _ProbedTimer(queued, queued.finish, SpeedProbe(mesh.device))
+    run_rounds(timers, options)
+    return [([ms / 1e3 for ms in timer.block_ms], timer.probes) for timer in timers.values()]
+
+
+class _ProbedTimer(BlockTimer):
+    """Also times the probe before and after each block.
+
+    Attributes:
+        probes: seconds around each block, the mean of both.
+    """
+
+    def __init__(self, step: Callable[[], object], finish: Callable[[], object], probe: SpeedProbe):
+        super().__init__(step, finish)
+        self._probe = probe
+        self.probes: list[float] = []
+
+    def time_block(self, n: int) -> None:
+        before = self._probe.slowest()
+        super().time_block(n)
+        self.probes.append((before + self._probe.slowest()) / 2)
 
 
 def _line(row: Row) -> str:

@@ -95,17 +95,15 @@ SHAPES = {
         "model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=3", "model.vocab_size=1024",
         "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=64",
     ),
-    "experts": (
-        "model.model_type=qwen3_moe", "model.hidden_size=64", "model.intermediate_size=128",
-        "model.num_hidden_layers=2", "model.vocab_size=256", "model.num_attention_heads=4",
-        "model.num_key_value_heads=2", "model.num_experts=8", "model.num_experts_per_tok=2",
-        "model.moe_intermediate_size=32", "train.loss_chunk=64",
-    ),
     "tiny": (
         "model.hidden_size=64", "model.intermediate_size=128", "model.num_hidden_layers=2", "model.vocab_size=256",
         "model.num_attention_heads=4", "model.num_key_value_heads=2", "train.loss_chunk=64",
     ),
 }  # fmt: skip
+SHAPES["experts"] = (
+    *SHAPES["tiny"], "model.model_type=qwen3_moe", "model.num_experts=8", "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=32",
+)  # fmt: skip
 WHAT = {"8b": "8B", "1b": "1B"} | {f"8b{n}": f"8B's widths, {n} of 32 layers" for n in (16, 8, 4)}
 COMPILED, EAGER = "train.compile=true", "train.compile=false"
 BASE = ("precision.compute=bf16", "optim.schedule=constant", "train.loss_chunk=2048", "mesh.zero=2", EAGER)
