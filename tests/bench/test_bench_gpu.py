@@ -42,7 +42,7 @@ from ndtrain.model.flops import flops_per_token, parameter_count
 from ndtrain.parallel.build import build_stages
 
 GIB = 2**30
-CASES = ("| tiny", "| small")  # how lines of the smoke suite's cases begin
+CASES = ("| tiny", "| small", "| experts")  # how lines of the smoke suite's cases begin
 MEMORY = {"h200": 139 * GIB, "h100": 78 * GIB}
 QUICK = {"8b 8192", "8b 8192 full offloaded", "8b longest budget", "tiny fp8"}  # the rest is for the full sweep
 ALL = [
@@ -320,7 +320,7 @@ def test_without_a_gpu_every_line_is_not_measured(tmp_path, capsys):
     report = (tmp_path / "gpu-h200.md").read_text()
     said = capsys.readouterr().out
     assert "no CUDA device" in said and "python -m ndtrain.bench gpu suite=h200 missing=true" in said
-    rows = [line for line in report.splitlines() if line.startswith(("| 1b", "| 8b", "| small"))]
+    rows = [line for line in report.splitlines() if line.startswith(("| 1b", "| 8b", "| a3b", "| small"))]
     assert len(rows) == len(SUITES["h200"].cases) and all("not measured" in row for row in rows)
     assert sum(line.count("not measured") for line in report.splitlines() if "| at " in line) == 2 * len(GOALS)
     assert "ahead" not in report and "behind" not in report.lower()
