@@ -2,7 +2,7 @@
 
 Real training steps of a few sizes run, on one rank and then on as many as the machine has cores, and each operator in
 them is timed (`kernel_times`). Collectives are those of `bench collectives`. The host's time is what steps
-take beyond their operators.
+take beyond their operators. What collectives cost beside their own time is fitted to the steps of several ranks.
 """
 
 import math
@@ -10,29 +10,28 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import yaml
 
 from ndtrain.arguments import one_of, option
 from ndtrain.bench.collectives import run as links
-from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, device_under, run_ranks
+from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, run_ranks
 from ndtrain.bench.results import require_folder
-from ndtrain.bench.rounds import max_over_ranks
 from ndtrain.config import Config, ConfigError, HardwareConfig, load_config, resolve
-from ndtrain.distributed.collectives import all_gather
 from ndtrain.metrics import peak_flops
 from ndtrain.metrics.measured_peak import cpu_model
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.events import Kernel
+from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.kernel_times import CaseTimes, time_cases
 from ndtrain.plan.measured import Measured, Tables
 from ndtrain.plan.options import refuse_overrides
+from ndtrain.plan.predict import Predictor, plan_step
 
 PRECISIONS = ("fp32", "bf16", "fp64")
 # hidden_size, intermediate_size, heads, K/V heads, vocab_size, seq_len, micro_batch
@@ -48,9 +47,9 @@ OPERATIONS = {
     "all_to_all": "all_to_all", "send/recv": "send_recv", "broadcast": "broadcast",
 }  # fmt: skip   # the bench's name -> the planner's
 OF_UPDATE = ("linalg_vector_norm", "_fused_adamw_")  # kernels that the planner knows; the rest is the same in each step
-MATMUL = 512  # rows and columns of a matmul beside or between collectives
-OVERLAP_BYTES, OVERLAP_ROUNDS = 8 * 2**20, 9
-LATE_BYTES, LATE_ROUNDS, LATE_CALLS = 256 * 2**10, 15, 20  # calls of a round
+LINK_ROUNDS = 12  # a thread that waits for a core makes single calls ten times as long
+INTERFERENCE = [n / 10 for n in range(21)]  # values that are tried, with each of the next
+LATE_S = [10 ** (n / 10) for n in range(-60, -19)]
 BUSY = 0.9  # with less of the cores other programs took the rest
 
 
@@ -81,20 +80,20 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     require_folder("out", options.out)
     device, began = choose_device(options.device), time.perf_counter()
     cores = min(MOST_RANKS, 1 << (_cores(device).bit_length() - 1))
-    alone, host, share, probe = _kernels(options, device, 1)
-    kernels, probes = {1: alone}, {1: probe}
+    alone = _timed_steps(options, device, 1)
+    host, by_ranks = host_rates(alone.times), {1: alone}
     if cores > 1:
-        kernels[cores], _, _, probes[cores] = _kernels(options, device, cores)
-    collectives = _collectives(options, device)
-    if cores > 1:
-        backend = "nccl" if device == "cuda" else "gloo"
-        host["interference"] = run_ranks(interference, cores, backend, backend=backend)
-        host["late_s"] = run_ranks(lateness, cores, backend, backend=backend)
+        by_ranks[cores] = _timed_steps(options, device, cores)
+    kernels = {ranks: tables_of(steps.times) for ranks, steps in by_ranks.items()}
+    probes, collectives = {ranks: steps.probe for ranks, steps in by_ranks.items()}, _collectives(options, device)
     measured = Measured.of({"cores": cores, "kernels": kernels, "collectives": collectives, "probes": probes})
-    body = _description(options, device, measured, host)
-    write(Path(options.out), body, _conditions(share))
+    if cores > 1:
+        known = _description(options, device, measured, host)
+        host |= beside_collectives(by_ranks[cores], Hardware("measured here", **known | {"measured": measured}))
+    body, conditions = _description(options, device, measured, host), _conditions(alone.share)
+    write(Path(options.out), body, conditions)
     _show(body, measured, time.perf_counter() - began)
-    print(f"{_conditions(share)}\nwrote {options.out}: hardware={options.out}")
+    print(f"{conditions}\nwrote {options.out}: hardware={options.out}")
 
 
 def _cores(device: str) -> int:
@@ -123,9 +122,22 @@ def cases(precision: str, ranks: int, device: str) -> list[Config]:
     return made
 
 
-def _kernels(options: Options, device: str, ranks: int) -> tuple[dict[str, Tables], dict[str, float], float, float]:
-    """Of so many ranks at once: the tables of kernels, the rates of the host, the share of a core that they had, and
-    the seconds of the probe at the speed that all of these are of."""
+class TimedSteps(NamedTuple):
+    """Steps of so many ranks at once, at one speed of the machine.
+
+    Attributes:
+        cfgs, times: of each case.
+        share: of a core that each rank had.
+        probe: seconds of the probe at that speed.
+    """
+
+    cfgs: list[Config]
+    times: list[CaseTimes]
+    share: float
+    probe: float
+
+
+def _timed_steps(options: Options, device: str, ranks: int) -> TimedSteps:
     backend = "nccl" if device == "cuda" else "gloo"
     cfgs = [cfg for precision in options.precisions for cfg in cases(precision, ranks, device)]
     began, used = time.perf_counter(), os.times()
@@ -134,8 +146,7 @@ def _kernels(options: Options, device: str, ranks: int) -> tuple[dict[str, Table
     cpu = ended.children_user + ended.children_system - used.children_user - used.children_system
     share = cpu / (time.perf_counter() - began) / ranks
     probe = float(f"{statistics.median(s for case in times for s in case.probes):.4g}")
-    times = [case.at_speed(probe) for case in times]
-    return tables_of(times), host_rates(times), share, probe
+    return TimedSteps(cfgs, [case.at_speed(probe) for case in times], share, probe)
 
 
 def tables_of(times: Sequence[CaseTimes]) -> dict[str, Tables]:
@@ -195,7 +206,7 @@ def _collectives(options: Options, device: str) -> dict[str, Tables]:
     most = min(options.ranks, _cores(device)) if device == "cuda" else options.ranks
     backend = "nccl" if device == "cuda" else "gloo"
     for world, mesh in _meshes(most):
-        asked = links.Options(ranks=world, mesh=mesh, min="1KiB", max="16MiB", factor=16, rounds=3)
+        asked = links.Options(ranks=world, mesh=mesh, min="1KiB", max="16MiB", factor=16, rounds=LINK_ROUNDS)
         by_axis = run_ranks(links.measure, world, asked, backend, backend=backend)
         for axis in by_axis.values():
             for row in axis["rows"]:
@@ -213,66 +224,22 @@ def _meshes(most: int) -> list[tuple[int, str]]:
     return made + [(4, "dp=2 tp=2")] * (most >= 4)
 
 
-def interference(rank: int, backend: str) -> float:
-    """How much longer compute takes while a collective runs beside it, as a share of the collective's time, of the
-    slowest rank; runs in each rank's process."""
-    device = device_under(backend)
-    x = torch.randn(MATMUL, MATMUL, device=device)
-    buffer = torch.zeros(OVERLAP_BYTES // 4, device=device)
-    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    reduce = lambda: dist.all_reduce(buffer, async_op=True)
-    once = _seconds(lambda: x @ x, finish)
-    alone = _seconds(lambda: reduce().wait(), finish)
-    calls = max(1, round(2 * alone / once))
+def beside_collectives(steps: TimedSteps, hardware: Hardware) -> dict[str, float]:
+    """`Rates.interference` and `Rates.late_s` with which predictions of steps of several ranks are off the least, by
+    the sum of their relative errors: one step that was disturbed does not move them.
 
-    def compute() -> None:
-        for _ in range(calls):
-            x @ x
+    Every pair is tried, since one rate makes up for a part of the other and a search along each in turn stops early.
+    """
+    plans = [plan_step(cfg, hardware.device) for cfg in steps.cfgs]
+    measured = [statistics.median(case.steps_s) for case in steps.times]
 
-    def both() -> None:
-        work = reduce()
-        compute()
-        work.wait()
+    def off(rates: dict[str, float]) -> float:
+        predictor = Predictor(replace(hardware, rates=hardware.rates | rates))
+        predicted = (predictor.price(plan, explain=False).step_time_s for plan in plans)
+        return sum(abs(p / m - 1) for p, m in zip(predicted, measured, strict=True))
 
-    longer = (_seconds(both, finish) - _seconds(compute, finish)) / alone
-    return min(1.0, max(0.01, longer))
-
-
-def lateness(rank: int, backend: str) -> float:
-    """Seconds that a rank spends longer in a collective between matmuls, as a step's, than in a loop of its own; mean
-    of the ranks, the median of rounds of both in turn; runs in each rank's process."""
-    device, ranks = device_under(backend), dist.get_world_size()
-    x, full = torch.randn(MATMUL, MATMUL, device=device), torch.zeros(LATE_BYTES // 4, device=device)
-    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-    def inside(compute: Callable[[], object]) -> float:
-        took = 0.0
-        dist.barrier()
-        for _ in range(LATE_CALLS):
-            compute()
-            finish()
-            began = time.perf_counter()
-            all_gather(full, full.view(ranks, -1)[rank], dist.group.WORLD).wait()
-            finish()
-            took += time.perf_counter() - began
-        return took / LATE_CALLS
-
-    rounds = [inside(lambda: x @ x) - inside(lambda: None) for _ in range(LATE_ROUNDS)]
-    longer = torch.tensor(rounds, dtype=torch.float64, device=device)
-    dist.all_reduce(longer)
-    return max(0.0, longer.median().item() / ranks)
-
-
-def _seconds(call: Callable[[], object], finish: Callable[[], object]) -> float:
-    """Of a call on the slowest rank, median of some rounds."""
-    took = []
-    for _ in range(OVERLAP_ROUNDS):
-        dist.barrier()
-        began = time.perf_counter()
-        call()
-        finish()
-        took.append(max_over_ranks(time.perf_counter() - began))
-    return statistics.median(took)
+    pairs = ({"interference": share, "late_s": late} for share in INTERFERENCE for late in LATE_S)
+    return min(pairs, key=off)
 
 
 # ------------------------------------------------------------------------------------------------------ the description

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtrain.bench.ranks import rank_device
+from ndtrain.bench.rounds import max_over_ranks
 from ndtrain.bench.training import batches_of
 from ndtrain.config import Config
 from ndtrain.distributed.mesh import Mesh, MeshSpec
@@ -79,6 +80,7 @@ class CaseTimes:
         steps: how many were timed.
         passes_kernels, update_kernels: of forward and backward, and of the update: kernel -> seconds of each time.
         passes, updates: seconds of each forward and backward, and of each update, without the mode.
+        steps_s: seconds of each step without the mode by the clock on the wall, of the slowest rank.
         probes: seconds of the probe of `machine_speed` before each step.
     """
 
@@ -87,15 +89,17 @@ class CaseTimes:
     update_kernels: dict[Kernel, list[float]] = field(default_factory=dict)
     passes: list[float] = field(default_factory=list)
     updates: list[float] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
     probes: list[float] = field(default_factory=list)
 
     def at_speed(self, probe: float) -> "CaseTimes":
         """The times of a machine on which the probe takes so long."""
         scale = probe / statistics.median(self.probes)
         of_kernels = lambda kernels: {k: [scale * s for s in seconds] for k, seconds in kernels.items()}
-        passes, updates = ([scale * s for s in seconds] for seconds in (self.passes, self.updates))
-        both = of_kernels(self.passes_kernels), of_kernels(self.update_kernels)
-        return CaseTimes(self.steps, *both, passes, updates, [probe])
+        of_steps = ([scale * s for s in seconds] for seconds in (self.passes, self.updates, self.steps_s))
+        return CaseTimes(
+            self.steps, of_kernels(self.passes_kernels), of_kernels(self.update_kernels), *of_steps, probes=[probe]
+        )
 
 
 def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
@@ -109,13 +113,14 @@ def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
         step.run(i + 1, batches).wait()
     for i in range(WARM_UP + 1, WARM_UP + 2 * steps, 2):
         times.probes.append(probe.seconds(clock.now, clock.between))
-        start = clock.now()
+        began, start = time.perf_counter(), clock.now()
         loss = step.forward_backward(i, batches)
         middle = clock.now()
         step.update(i, loss).wait()
         end = clock.now()
         times.passes.append(clock.between(start, middle))
         times.updates.append(clock.between(middle, end))
+        times.steps_s.append(max_over_ranks(time.perf_counter() - began))
         with of_passes:
             loss = step.forward_backward(i + 1, batches)
         with of_updates:

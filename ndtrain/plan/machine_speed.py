@@ -4,6 +4,7 @@ A shared host changes its speed within minutes: its cores are clocked up and dow
 of different moments are compared at one speed: that of the moment when the probe took as long as it did then.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,9 +21,11 @@ PIECES = 5  # of which the median counts
 
 
 class SpeedProbe:
-    """Times the piece of work on every rank at once."""
+    """Times the piece of work on as many ranks at once as there are cores: more ranks would time their queue for one."""
 
     def __init__(self, device: torch.device):
+        waiting = device.type == "cpu" and dist.is_initialized() and dist.get_rank() >= len(os.sched_getaffinity(0))
+        self._pieces = 0 if waiting else PIECES
         self._matrix = torch.randn(SIZE, SIZE, device=device)
         self._vector = torch.randn(ELEMENTS, device=device)
         self._finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -30,7 +33,7 @@ class SpeedProbe:
     def seconds(
         self, now: Callable[[], Any] = time.perf_counter, between: Callable[[Any, Any], float] = lambda a, b: b - a
     ) -> float:
-        """Of this rank, the median of some pieces.
+        """Of this rank, the median of some pieces; 0 on a rank beyond the cores, which waits for the others.
 
         Args:
             now, between: the clock, and the seconds from one of its times to another.
@@ -38,11 +41,11 @@ class SpeedProbe:
         if dist.is_initialized():
             dist.barrier()
         took = []
-        for _ in range(PIECES):
+        for _ in range(self._pieces):
             start = now()
             self._work()
             took.append(between(start, now()))
-        return statistics.median(took)
+        return statistics.median(took) if took else 0.0
 
     def slowest(self) -> float:
         """Of the slowest rank, by the clock on the wall."""

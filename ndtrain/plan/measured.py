@@ -96,8 +96,7 @@ class Measured:
         """Seconds of the probe on so many ranks at the speed that the kernels are of; None: not measured."""
         if not self.probes:
             return None
-        nearest = min(self.probes, key=lambda n: abs(n - min(ranks, self.cores)))
-        return max(1.0, ranks / self.cores) * self.probes[nearest]
+        return self.probes[min(self.probes, key=lambda n: abs(n - min(ranks, self.cores)))]
 
     # --------------------------------------------------------------------------------------------------- collectives
 

@@ -2,13 +2,12 @@
 `hardware=` takes."""
 
 import time
-from unittest import mock
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 
-from ndtrain.bench.ranks import run_ranks
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.plan import calibrate
 from ndtrain.plan.__main__ import main
@@ -92,19 +91,15 @@ def test_cases_are_cut_over_every_axis_in_turn(monkeypatch):
     assert set(axes) == set(calibrate.AXES)
 
 
-def uneven_ranks(rank: int) -> float:
-    """On one rank: how late collectives are where one rank's matmuls take some milliseconds longer."""
-    with mock.patch.multiple(calibrate, MATMUL=(64, 1024)[rank], LATE_ROUNDS=3):
-        return calibrate.lateness(rank, "gloo")
-
-
-def test_a_collective_is_late_where_ranks_come_to_it_at_different_times():
-    a = torch.randn(1024, 1024)
-    began = time.thread_time()
-    for _ in range(5):
-        a @ a
-    matmul = (time.thread_time() - began) / 5
-    assert run_ranks(uneven_ranks, 2, backend="gloo") > 0.2 * matmul  # one of two ranks waits for it
+def test_what_collectives_cost_beside_their_time_is_what_predictions_lack(monkeypatch):
+    """Steps that take as long as predictions with rates of ours say lead back to these rates, one of them disturbed."""
+    monkeypatch.setattr(calibrate, "SHAPES", [(2048, 5632, 16, 8, 8192, 2048, 2)] * 6)
+    cfgs, hardware = calibrate.cases("bf16", 2, "cuda"), load_hardware("a100")
+    own = {"interference": 0.6, "late_s": calibrate.LATE_S[20]}
+    exact = Predictor(replace(hardware, rates=own))
+    times = [CaseTimes(1, steps_s=[exact.predict(cfg, explain=False).step_time_s]) for cfg in cfgs]
+    times[0] = CaseTimes(1, steps_s=[1.1 * times[0].steps_s[0]])
+    assert calibrate.beside_collectives(calibrate.TimedSteps(cfgs, times, 1.0, 1.0), hardware) == own
 
 
 MISTAKES = {
