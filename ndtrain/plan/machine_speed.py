@@ -21,7 +21,7 @@ PIECES = 5  # of which the median counts
 
 
 class SpeedProbe:
-    """Times the piece of work on as many ranks at once as there are cores: more ranks would time their queue for one."""
+    """Times the piece of work on no more ranks than there are cores: more would time how long they wait for one."""
 
     def __init__(self, device: torch.device):
         waiting = device.type == "cpu" and dist.is_initialized() and dist.get_rank() >= len(os.sched_getaffinity(0))
