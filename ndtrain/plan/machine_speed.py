@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from ndtrain.bench.rounds import max_over_ranks
 
-SIZE, MATMULS = 384, 4  # of a piece: matmuls as long as a small model's
-ELEMENTS, PASSES = 1 << 18, 8  # and passes over what does not fit the innermost caches
+# A piece is mixed as a step of a small model: neighbours slow memory and the host's code down more than products.
+SIZE, MATMULS = 384, 3
+ELEMENTS, PASSES = 1 << 21, 8
+FEW, LAUNCHES = 64, 400
 PIECES = 5  # of which the median counts
 
 
@@ -28,6 +30,7 @@ class SpeedProbe:
         self._pieces = 0 if waiting else PIECES
         self._matrix = torch.randn(SIZE, SIZE, device=device)
         self._vector = torch.randn(ELEMENTS, device=device)
+        self._few = torch.randn(FEW, device=device)
         self._finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def seconds(
@@ -56,4 +59,6 @@ class SpeedProbe:
             self._matrix @ self._matrix
         for _ in range(PASSES):
             self._vector * 2
+        for _ in range(LAUNCHES):
+            self._few * 2
         self._finish()
