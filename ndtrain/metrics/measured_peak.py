@@ -180,11 +180,11 @@ def _key(device_type: str, dtype: torch.dtype) -> str:
     if device_type == "cuda":
         device = f"{torch.cuda.get_device_name()}, {torch.get_float32_matmul_precision()}"
     else:
-        device = f"{cpu_model()}, {_cores()} cores, {torch.get_num_threads()} threads"
+        device = f"{cpu_model()}, {cpu_cores()} cores, {torch.get_num_threads()} threads"
     return f"{device}, {dtype}, torch {torch.__version__}"
 
 
-def _cores() -> int:
+def cpu_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -24,7 +24,7 @@ from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, run_ranks
 from ndtrain.bench.results import require_folder
 from ndtrain.config import Config, ConfigError, HardwareConfig, load_config, resolve
 from ndtrain.metrics import peak_flops
-from ndtrain.metrics.measured_peak import cpu_model
+from ndtrain.metrics.measured_peak import cpu_cores, cpu_model
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
@@ -81,23 +81,23 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     device, began = choose_device(options.device), time.perf_counter()
     cores = min(MOST_RANKS, 1 << (_cores(device).bit_length() - 1))
     alone = _timed_steps(options, device, 1)
-    host, by_ranks = host_rates(alone.times), {1: alone}
+    by_ranks = {1: alone}
     if cores > 1:
         by_ranks[cores] = _timed_steps(options, device, cores)
     kernels = {ranks: tables_of(steps.times) for ranks, steps in by_ranks.items()}
     probes, collectives = {ranks: steps.probe for ranks, steps in by_ranks.items()}, _collectives(options, device)
     measured = Measured.of({"cores": cores, "kernels": kernels, "collectives": collectives, "probes": probes})
+    body, conditions = _description(options, device, measured, host_rates(alone.times)), _conditions(alone.share)
     if cores > 1:
-        known = _description(options, device, measured, host)
-        host |= beside_collectives(by_ranks[cores], Hardware("measured here", **known | {"measured": measured}))
-    body, conditions = _description(options, device, measured, host), _conditions(alone.share)
+        here = Hardware("measured here", **body | {"measured": measured})
+        body["rates"] |= _rounded(beside_collectives(by_ranks[cores], here))
     write(Path(options.out), body, conditions)
     _show(body, measured, time.perf_counter() - began)
     print(f"{conditions}\nwrote {options.out}: hardware={options.out}")
 
 
 def _cores(device: str) -> int:
-    return torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
+    return torch.cuda.device_count() if device == "cuda" else cpu_cores()
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -252,7 +252,7 @@ def _description(options: Options, device: str, measured: Measured, host: dict[s
     gathers = measured.collectives.get("all_gather", {}).get("2 of 2", [])
     return {  # what a description must have comes last, so that no part of a file is one
         "measured": measured.plain(),
-        "rates": {name: float(f"{rate:.4g}") for name, rate in host.items()},
+        "rates": _rounded(host),
         "device": device,
         "memory_gb": round(memory / 1e9, 2),
         "gpus_per_node": _cores(device) if device == "cuda" else max(options.ranks, measured.cores),
@@ -261,6 +261,10 @@ def _description(options: Options, device: str, measured: Measured, host: dict[s
         "link_gb_s": float(f"{gathers[-1][0] / 2 / gathers[-1][1] / 1e9:.3g}") if gathers else None,
         "network_gb_s": None,
     }
+
+
+def _rounded(rates: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{rate:.4g}") for name, rate in rates.items()}
 
 
 def _host_memory() -> int:

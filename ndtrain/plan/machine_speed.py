@@ -4,7 +4,6 @@ A shared host changes its speed within minutes: its cores are clocked up and dow
 of different moments are compared at one speed: that of the moment when the probe took as long as it did then.
 """
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.bench.rounds import max_over_ranks
+from ndtrain.metrics.measured_peak import cpu_cores
 
 # A piece is mixed as a step of a small model: neighbours slow memory and the host's code down more than products.
 SIZE, MATMULS = 384, 3
@@ -26,7 +26,7 @@ class SpeedProbe:
     """Times the piece of work on no more ranks than there are cores: more would time how long they wait for one."""
 
     def __init__(self, device: torch.device):
-        waiting = device.type == "cpu" and dist.is_initialized() and dist.get_rank() >= len(os.sched_getaffinity(0))
+        waiting = device.type == "cpu" and dist.is_initialized() and dist.get_rank() >= cpu_cores()
         self._pieces = 0 if waiting else PIECES
         self._matrix = torch.randn(SIZE, SIZE, device=device)
         self._vector = torch.randn(ELEMENTS, device=device)

@@ -124,7 +124,7 @@ def test_ranks_that_wait_leave_their_core_to_others(tmp_path):
 
 
 def test_the_probe_is_that_of_as_many_ranks():
-    """More ranks than cores share them."""
+    """The probe runs on no more ranks than cores."""
     measured = Measured.of(broken("probes", value={1: 2e-3, 2: 3e-3}) | {"cores": 2})
     assert [measured.probe(ranks) for ranks in (1, 2, 4)] == [2e-3, 3e-3, 3e-3]
     assert Measured.of(PLAIN).probe(1) is None
