@@ -32,7 +32,7 @@ TIME = {
     "sustained": Parameter(0.9, 0.6, 1.0),
     "memory": Parameter(0.75, 0.3, 1.0),
     "kernel_s": Parameter(3e-6, 1e-7, 2e-5),
-    "launch_s": Parameter(1.5e-5, 2e-6, 4e-5),
+    "launch_s": Parameter(4e-5, 2e-6, 1e-4),
     "link": Parameter(0.75, 0.2, 1.0),
     "network": Parameter(0.8, 0.1, 1.0),
     "interference": Parameter(0.15, 0.01, 1.0),
