@@ -60,7 +60,8 @@ class Options:
     out: str = option("the description to write, FILE.yaml")
     dtypes: str = option('precisions to measure, of fp32, bf16 and fp64: "fp32,bf16"', "fp32,bf16")
     ranks: int = option("measure links of up to so many ranks", MOST_RANKS)
-    steps: int = option("timed steps of each model", 3)
+    launches: int = option("how often the ranks of each model are started", 3)
+    steps: int = option("timed steps of each model in a launch", 3)
     device: Device = option(DEVICE_HELP, "auto")
 
     @property
@@ -141,7 +142,9 @@ def _timed_steps(options: Options, device: str, ranks: int) -> TimedSteps:
     backend = "nccl" if device == "cuda" else "gloo"
     cfgs = [cfg for precision in options.precisions for cfg in cases(precision, ranks, device)]
     began, used = time.perf_counter(), os.times()
-    times: list[CaseTimes] = run_ranks(time_cases, ranks, cfgs, options.steps, device, backend=backend)
+    launch = lambda: run_ranks(time_cases, ranks, cfgs, options.steps, device, backend=backend)
+    starts = (launch() for _ in range(options.launches))
+    times = [CaseTimes.joined(of_case) for of_case in zip(*starts, strict=True)]
     ended = os.times()
     cpu = ended.children_user + ended.children_system - used.children_user - used.children_system
     share = cpu / (time.perf_counter() - began) / ranks

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtrain.bench.ranks import rank_device
@@ -81,7 +82,7 @@ class CaseTimes:
         passes_kernels, update_kernels: of forward and backward, and of the update: kernel -> seconds of each time.
         passes, updates: seconds of each forward and backward, and of each update, without the mode.
         steps_s: seconds of each step without the mode by the clock on the wall, of the slowest rank.
-        probes: seconds of the probe of `machine_speed` before each step.
+        probes: seconds of the probe of `machine_speed` after each step.
     """
 
     steps: int
@@ -91,6 +92,18 @@ class CaseTimes:
     updates: list[float] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
     probes: list[float] = field(default_factory=list)
+
+    @classmethod
+    def joined(cls, parts: Sequence["CaseTimes"]) -> "CaseTimes":
+        """All steps of several launches."""
+        joined = cls(sum(part.steps for part in parts))
+        for part in parts:
+            for name in ("passes", "updates", "steps_s", "probes"):
+                getattr(joined, name).extend(getattr(part, name))
+            for name in ("passes_kernels", "update_kernels"):
+                for kernel, seconds in getattr(part, name).items():
+                    getattr(joined, name).setdefault(kernel, []).extend(seconds)
+        return joined
 
     def at_speed(self, probe: float) -> "CaseTimes":
         """The times of a machine on which the probe takes so long."""
@@ -103,7 +116,8 @@ class CaseTimes:
 
 
 def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
-    """Times a configuration's step, plainly and operator by operator in turn."""
+    """Times a configuration's step, operator by operator and plainly in turn. A plain step comes after another step, as
+    in a run, and not after the probe, which takes the caches."""
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step, batches, clock = TrainingStep(cfg, mesh, stages), batches_of(cfg, mesh, 0), Clock(mesh.device)
@@ -112,19 +126,21 @@ def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
     for i in range(WARM_UP):
         step.run(i + 1, batches).wait()
     for i in range(WARM_UP + 1, WARM_UP + 2 * steps, 2):
-        times.probes.append(probe.seconds(clock.now, clock.between))
+        with of_passes:
+            loss = step.forward_backward(i, batches)
+        with of_updates:
+            step.update(i, loss).wait()
+        if dist.is_initialized():
+            dist.barrier()  # a step's time holds no wait for a rank that began it later
         began, start = time.perf_counter(), clock.now()
-        loss = step.forward_backward(i, batches)
+        loss = step.forward_backward(i + 1, batches)
         middle = clock.now()
-        step.update(i, loss).wait()
+        step.update(i + 1, loss).wait()
         end = clock.now()
         times.passes.append(clock.between(start, middle))
         times.updates.append(clock.between(middle, end))
         times.steps_s.append(max_over_ranks(time.perf_counter() - began))
-        with of_passes:
-            loss = step.forward_backward(i + 1, batches)
-        with of_updates:
-            step.update(i + 1, loss).wait()
+        times.probes.append(probe.seconds(clock.now, clock.between))
     times.passes_kernels, times.update_kernels = of_passes.seconds(), of_updates.seconds()
     return times
 

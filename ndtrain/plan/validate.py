@@ -1,8 +1,9 @@
 """`ndtrain plan validate hardware=FILE.yaml`: real steps of small models on this machine against their predictions.
 
 The file is that of `plan calibrate` here. Cases of one number of ranks run in the same processes, in alternating
-rounds. A case's time is the median of its blocks, of the slowest rank, at the speed that the machine had when it was
-calibrated: each block is scaled by what the probe of `machine_speed` takes around it.
+rounds, and are launched several times: how fast processes are differs from launch to launch, by where their threads and
+their memory lie. A case's time is the median of its blocks, of the slowest rank, at the speed that the machine had when
+it was calibrated: each block is scaled by what the probe of `machine_speed` takes around it.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from ndtrain.arguments import option
@@ -66,7 +68,8 @@ class Options:
 
     hardware: str = option("the description of this machine that `plan calibrate` wrote")
     ranks: str = option("only cases of these numbers of ranks, 1,2", ",".join(map(str, CASES)))
-    rounds: int = option("timed blocks of each case", 5)
+    launches: int = option("how often the ranks of each case are started", 3)
+    rounds: int = option("timed blocks of each case in a launch", 2)
     steps: int = option("steps of a block", 2)
     warmup: int = option("untimed steps before", 2)
     json: str | None = option("the file to write everything to", None)
@@ -128,10 +131,8 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     for ranks in options.worlds:
         for cases in _parts(CASES[ranks]):
             cfgs = [config_of(case, ranks) for case in cases]
-            backend = "nccl" if device == "cuda" else "gloo"
-            times = run_ranks(measure, ranks, cfgs, options, device, backend=backend)
             usual = hardware.measured.probe(ranks)
-            for case, cfg, (blocks, probes) in zip(cases, cfgs, times, strict=True):
+            for case, cfg, (blocks, probes) in zip(cases, cfgs, _launch(cfgs, ranks, options, device), strict=True):
                 speeds = [usual / probe if usual else 1.0 for probe in probes]
                 rows.append(Row(ranks, case, blocks, predictor.predict(cfg, explain=False).step_time_s, speeds))
                 print(_line(rows[-1]), flush=True)
@@ -148,6 +149,14 @@ def _parts(cases: list[str]) -> Iterator[list[str]]:
 def config_of(case: str, ranks: int) -> Config:
     """The resolved configuration of a case."""
     return resolve(load_config([*MODEL, *case.split()]), ranks)
+
+
+def _launch(cfgs: Sequence[Config], ranks: int, options: Options, device: str) -> list[tuple[list[float], list[float]]]:
+    """Of each case what `measure` returns, of all launches."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    starts = (run_ranks(measure, ranks, cfgs, options, device, backend=backend) for _ in range(options.launches))
+    blocks_and_probes = (zip(*of_case, strict=True) for of_case in zip(*starts, strict=True))
+    return [(list(chain(*blocks)), list(chain(*probes))) for blocks, probes in blocks_and_probes]
 
 
 def measure(rank: int, cfgs: Sequence[Config], options: Options, device: str) -> list[tuple[list[float], list[float]]]:

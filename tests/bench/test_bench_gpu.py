@@ -391,7 +391,7 @@ def test_a_peer_that_skips_something_is_wrong(peer):
 
 
 def measured(**row):
-    return {"status": "measured", **row}
+    return {"status": "measured", "commit": "a1b2", **row}
 
 
 def rows_of(mfu, own, fp8, ratio, off, waiting, shape="8b"):
@@ -430,6 +430,14 @@ def test_goals_are_ahead_or_behind():
     assert [goal.outcome({}) for goal in GOALS] == [("not measured",) * 2] * len(GOALS)
     on_cpu = {name: row | {"device": "cpu"} for name, row in good.items()}
     assert [goal.outcome(on_cpu) for goal in GOALS] == [("not measured",) * 2] * len(GOALS)
+
+
+def test_two_commits_do_not_make_one_gain():
+    """Their sessions may have had machines of different speed."""
+    rows, (gain,) = rows_of(**GOOD), [goal for goal in GOALS if "fp8 over bf16" in goal.text]
+    assert gain.outcome(rows) == ("1.273", "ahead")
+    rows["8b 8192"]["commit"] = "c3d4"
+    assert gain.outcome(rows) == ("not measured", "not measured")
 
 
 def test_less_than_8b_is_called_so():

@@ -77,6 +77,15 @@ def test_times_are_those_of_one_speed():
     assert (fast.passes, fast.updates, fast.probes) == ([1.5], [2.0], [0.25])
 
 
+def test_several_launches_are_one_measurement():
+    first = CaseTimes(2, kernels(("mul", 8, [1.0, 3.0])), {}, [5.0, 6.0], [1.0, 1.0], [7.0, 8.0], [0.5, 0.5])
+    second = CaseTimes(1, kernels(("mul", 8, [4.0]), ("add", 8, [2.0])), {}, [9.0], [2.0], [11.0], [0.7])
+    both = CaseTimes.joined([first, second])
+    assert both.steps == 3 and both.passes == [5.0, 6.0, 9.0] and both.updates == [1.0, 1.0, 2.0]
+    assert both.steps_s == [7.0, 8.0, 11.0] and both.probes == [0.5, 0.5, 0.7]
+    assert list(both.passes_kernels.values()) == [[1.0, 3.0, 4.0], [2.0]] and first.passes == [5.0, 6.0]
+
+
 def test_launches_of_larger_cases_count_and_their_updates_do_not():
     small, large, larger = (
         CaseTimes(1, kernels(("mul", 8, [n])), kernels(("_fused_adamw_", 8, [n])), [n + host], [n + host])
@@ -124,7 +133,7 @@ def test_a_mistake_is_one_line(name, capsys, tmp_path, monkeypatch):
 def test_a_calibration_prices_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "SHAPES", TINY * 3)  # so that each axis has its turn
     path = tmp_path / "this.yaml"
-    assert main(["calibrate", f"out={path}", "dtypes=fp32", "ranks=2", "steps=1", "device=cpu"]) == 0
+    assert main(["calibrate", f"out={path}", "dtypes=fp32", "ranks=2", "launches=1", "steps=1", "device=cpu"]) == 0
     assert "wrote" in capsys.readouterr().out
     assert list(yaml.safe_load(path.read_text()))[:2] == ["measured", "rates"], "so that no part of it is a description"
     hardware = load_hardware(str(path))

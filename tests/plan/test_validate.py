@@ -48,6 +48,13 @@ def test_blocks_are_steps_of_each_case(monkeypatch):
     assert len(one) == len(six) == len(probes) == 3 and 0 < min(one) < min(six) and 1e-5 < min(probes) < 1
 
 
+def test_the_blocks_of_all_launches_count(monkeypatch):
+    starts = iter([[([1.0], [0.1]), ([2.0], [0.2])], [([3.0, 4.0], [0.3, 0.3]), ([5.0, 6.0], [0.4, 0.5])]])
+    monkeypatch.setattr(validate, "run_ranks", lambda *args, **kwargs: next(starts))
+    launched = validate._launch([], 2, Options(hardware="", launches=2), "cpu")
+    assert launched == [([1.0, 3.0, 4.0], [0.1, 0.3, 0.3]), ([2.0, 5.0, 6.0], [0.2, 0.4, 0.5])]
+
+
 def test_blocks_are_compared_at_the_speed_of_the_calibration():
     """The second block ran on a machine half as fast."""
     row = Row(1, "a", [1.0, 2.2, 1.1], 1.1, [1.0, 0.5, 1.0])
