@@ -6,8 +6,9 @@ Blocks of some megabytes are read, computed and written one after the other. No 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from ndtrain.checkpoint.safetensors_io import (
 from ndtrain.checkpoint.verifying import blocks
 from ndtrain.config import CheckpointConfig
 from ndtrain.distributed.row_map import Rows
+from ndtrain.model.transformer import is_selection_bias
 
 # the files beside the weights: the tokenizer, generation_config.json
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -36,15 +38,14 @@ _NOT_COPIED = ("state.json", "config.json", "*.index.json")
 
 @dataclass(frozen=True)
 class _Source:
-    """The weights of one folder.
+    """What is read of one folder.
 
     Attributes:
-        names: of the tensors that are read.
+        tensors: the stem of the files to write -> the names of their tensors -> who reads them.
     """
 
     path: Path
-    reader: Reader
-    names: list[str]
+    tensors: dict[str, dict[str, Reader]]
 
 
 def average(
@@ -57,11 +58,14 @@ def average(
     """Writes the Hugging Face folder `out` with the weighted average of the sources' weights, computed in fp64. The
     other files (config.json, the tokenizer) are those of the first source.
 
+    Selection biases of experts are averaged too, and stay in their own dtype. Those for which a family's model files
+    have no place stand in `optimizer.safetensors`, where `init_from` reads them.
+
     Args:
         sources: checkpoints or Hugging Face folders with the same tensors.
         weights: one for each source; they are divided by their sum. None: equal ones.
-        dtype: of the tensors written; None: that of the first source.
-        ema: whether the average of `optim.ema` is read instead of the weights.
+        dtype: of the weights written; None: that of the first source.
+        ema: whether the average of `optim.ema` is read instead of the weights. Biases have none.
 
     Returns:
         The bytes of all tensors.
@@ -102,56 +106,78 @@ def _open(path: Path, ema: bool) -> _Source:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
     try:
-        if not ema:
-            reader = open_weights(weight_files(path))
-            return _Source(path, reader, reader.names())
-        files, prefix = sorted(path.glob("optimizer*.safetensors")), AVERAGE[0]
-        names = [name.removeprefix(prefix) for name in Reader(files).names() if name.startswith(prefix)]
-        if not names:
-            raise CheckpointError(f"ema=true: {path} holds no average of the weights: it was saved without optim.ema")
-        return _Source(path, Reader(files, lambda name: name.removeprefix(prefix)), names)
+        weights, state = open_weights(weight_files(path)), sorted(path.glob("optimizer*.safetensors"))
+        beside, prefix = Reader(state), AVERAGE[0]
+        model = {name: weights for name in weights.names() if not ema or is_selection_bias(name)}
+        if ema:
+            averages = Reader(state, lambda name: name.removeprefix(prefix))
+            names = [name.removeprefix(prefix) for name in beside.names() if name.startswith(prefix)]
+            if not names:
+                raise CheckpointError(
+                    f"ema=true: {path} holds no average of the weights: it was saved without optim.ema"
+                )
+            model |= dict.fromkeys(names, averages)
+        biases = {name: beside for name in beside.names() if is_selection_bias(name)}
+        return _Source(path, {"model": model, "optimizer": biases})
     except DamagedFile as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
 def _check_same(sources: Sequence[_Source]) -> None:
     """Checks that all sources hold the same tensors in the same shapes."""
-    first = sources[0]
+    first, of_first = sources[0], _all_tensors(sources[0])
     for source in sources[1:]:
-        for one, other in ((first, source), (source, first)):
-            if lacking := sorted(set(one.names) - set(other.names)):
+        tensors = _all_tensors(source)
+        for (one, its), (other, others) in permutations(((first, of_first), (source, tensors))):
+            if lacking := sorted(its.keys() - others):
                 raise CheckpointError(
                     f"{other.path} lacks the tensor {lacking[0]}, which {one.path} has: "
                     "average checkpoints of one model"
                 )
-        for name in first.names:
-            if source.reader.shape(name) != first.reader.shape(name):
+        for name, reader in of_first.items():
+            if tensors[name].shape(name) != reader.shape(name):
                 raise CheckpointError(
-                    f"{source.path}: tensor {name} has shape {source.reader.shape(name)} there and "
-                    f"{first.reader.shape(name)} in {first.path}: average checkpoints of one model"
+                    f"{source.path}: tensor {name} has shape {tensors[name].shape(name)} there and "
+                    f"{reader.shape(name)} in {first.path}: average checkpoints of one model"
                 )
 
 
+def _all_tensors(source: _Source) -> dict[str, Reader]:
+    return {name: reader for tensors in source.tensors.values() for name, reader in tensors.items()}
+
+
 def _write(sources: Sequence[_Source], shares: Sequence[float], folder: Path, dtype: torch.dtype | None) -> int:
-    first, readers = sources[0].reader, [source.reader for source in sources]
-    described = {name: (first.shape(name), dtype or first.dtype(name)) for name in sources[0].names}
-    plans = plan_files("model", described, CheckpointConfig.max_file_bytes)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for plan in plans:
-        create(folder / plan.name, plan)
-        _write_file(readers, shares, folder / plan.name, plan, described)
-    if len(plans) > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index_json(plans), indent=1) + "\n")
-    return sum(plan.size - len(plan.header) for plan in plans)
+    size = 0
+    for stem, tensors in sources[0].tensors.items():
+        described = {name: (reader.shape(name), _dtype(reader, name, dtype)) for name, reader in tensors.items()}
+        plans = plan_files(stem, described, CheckpointConfig.max_file_bytes) if tensors else []
+        for plan in plans:
+            create(folder / plan.name, plan)
+            _write_file([source.tensors[stem] for source in sources], shares, folder / plan.name, plan, described)
+        if len(plans) > 1:
+            (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index_json(plans), indent=1) + "\n")
+        size += sum(plan.size - len(plan.header) for plan in plans)
+    return size
+
+
+def _dtype(reader: Reader, name: str, dtype: torch.dtype | None) -> torch.dtype:
+    """A bias grows by steps that a narrow dtype rounds away."""
+    return reader.dtype(name) if dtype is None or is_selection_bias(name) else dtype
 
 
 def _write_file(
-    readers: Sequence[Reader], shares: Sequence[float], path: Path, plan: PlannedFile, described: Described
+    sources: Sequence[Mapping[str, Reader]],
+    shares: Sequence[float],
+    path: Path,
+    plan: PlannedFile,
+    described: Described,
 ) -> None:
     fd = os.open(path, os.O_WRONLY)
     try:
         for name, offset in plan.offsets.items():
+            readers = [tensors[name] for tensors in sources]
             for parts in zip(*(_blocks_like(readers[0], reader, name) for reader in readers), strict=True):
                 rows, own = parts[0]
                 data = own if len(parts) == 1 else _weighted([x for _, x in parts], shares)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ndtrain.config import ModelConfig
+from ndtrain.config.registry import get, names
 from ndtrain.config.schema import resolved
 from ndtrain.model.attention.custom_op import handle
 from ndtrain.model.attention.mods import attention_mod
@@ -28,6 +29,7 @@ from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import inverse_frequencies, rope_table, table_factor
 
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+_BIAS = "selection_bias."  # before the name of a layer
 
 # -------------------------------------------------------------------------------------------- the table of named dims
 
@@ -96,8 +98,14 @@ def bias_names(m: ModelConfig) -> dict[str, str]:
     Where a family's model files have no place for it, it stands beside the optimizer's state."""
     moe, layers = family_of(m).moe, sparse_layers(m)
     if moe is None or moe.bias is None:
-        return {f"selection_bias.{layer(i)}": "optimizer" for i in layers}
+        return {_BIAS + layer(i): "optimizer" for i in layers}
     return {f"{layer(i)}.{moe.bias}": "model" for i in layers}
+
+
+def is_selection_bias(name: str) -> bool:
+    """Whether a tensor of a checkpoint is one, by the names of all families."""
+    mixtures = [moe for moe in (get("family", f).moe for f in names("family")) if moe is not None and moe.bias]
+    return name.startswith(_BIAS) or any(name.endswith(f".{moe.bias}") for moe in mixtures)
 
 
 def fused_names(m: ModelConfig) -> list[tuple[str, ...]]:

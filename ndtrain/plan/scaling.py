@@ -174,16 +174,15 @@ def fastest_of(
     except ConfigError:
         ranked = []
     predicted: Predictions = {}
-    fastest: dict[str, Candidate] = {}
     for family in FAMILIES:
         own = [r for r in ranked if _is_of(family, r.candidate)]
         wider = [r.candidate for r in own if family in before and _is_wider(r.candidate, before[family])]
         predict_all(space, pool, [c for c in (*shortlist(own, predict), *wider) if c not in predicted], predicted)
         climb(space, pool, own, predicted, predict)
-        running = {c: p.step_time_s for c, p in predicted.items() if _is_of(family, c) and isinstance(p, Prediction)}
-        if running:
-            fastest[family] = min(running, key=running.__getitem__)
-    return fastest, predicted
+    # after all families, since a later one's candidates may belong to an earlier one too
+    running = {c: p.step_time_s for c, p in predicted.items() if isinstance(p, Prediction)}
+    of_family = {family: [c for c in running if _is_of(family, c)] for family in FAMILIES}
+    return {family: min(own, key=running.__getitem__) for family, own in of_family.items() if own}, predicted
 
 
 def _is_of(family: str, c: Candidate) -> bool:

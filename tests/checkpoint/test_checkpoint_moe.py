@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from ndtrain import checkpoint
 from ndtrain.checkpoint import State, elements, pretrained, saving
+from ndtrain.checkpoint.rewriting import average
 from ndtrain.generate.text import load_model
 from tests.checkpoint.test_checkpoint_matrix import SAVED, check, ranks_of, resume, write
 from tests.lib.helpers import flip, tensor_bytes
@@ -103,6 +104,28 @@ def test_biases_are_read_by_all_who_read_the_model(stem, tmp_path):
             assert torch.equal(run.stages.balance.bias_LX, biases_LX)
         blocks = load_model(path, torch.device("cpu")).model.layers
         assert all(torch.equal(blocks[str(i)].selection_bias, biases_LX[i]) for i in (0, 1))
+
+
+@pytest.mark.parametrize("ema", [False, True], ids=["weights", "ema"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_an_average_keeps_biases(family, ema, tmp_path):
+    """In their own precision, beside the model files or in them, whatever dtype the weights get."""
+    router = ["model.norm_topk_prob=true"] if family == "qwen3_moe" else ["model.n_shared_experts=1"]
+    own = ["recipe=moe_debug", f"model.model_type={family}", *router, *(["optim.ema=0.5"] if ema else [])]
+    paths, drawn = [], []
+    for seed in (0, 1):
+        run = RankStages.build(own)
+        run.stages.balance.bias_LX.copy_(torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)))
+        paths.append(checkpoint.save(tmp_path / str(seed), run.stages, run.mesh, run.cfg, State(1, 1, {})))
+        drawn.append(run.stages.balance.bias_LX.clone())
+    average(paths, tmp_path / "mean", weights=[1, 3], dtype=torch.bfloat16, ema=ema)
+    average(paths[:1], tmp_path / "one", dtype=torch.bfloat16, ema=ema)
+    for folder, expected_LX in (("mean", drawn[0] / 4 + drawn[1] * 3 / 4), ("one", drawn[0])):
+        read_LX = pretrained.selection_biases(tmp_path / folder, run.stages.model)
+        torch.testing.assert_close(read_LX, expected_LX, rtol=1e-6, atol=1e-7)
+        files = {p.name: load_file(p) for p in (tmp_path / folder).glob("*.safetensors")}
+        assert set(files) == {"model.safetensors", *(["optimizer.safetensors"] if family == "qwen3_moe" else [])}
+        assert files["model.safetensors"]["lm_head.weight"].dtype == torch.bfloat16
 
 
 def test_a_checkpoint_without_biases_starts_with_zeros(tmp_path):

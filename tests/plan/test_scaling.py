@@ -1,6 +1,7 @@
 """`plan scaling`: points, where regimes begin and axes pay, and its command."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,22 @@ def test_where_a_point_won_the_next_one_begins(monkeypatch):
     won = Candidate((1, 1, 2, 1, 1), 1, "ring", 3, Stages("1f1b"), ("full", ()))
     _, predicted = fastest_of(Space(cfg, 4, hardware), 1, {"fsdp": won}, None)
     assert {won._replace(mesh=(1, 1, 4, 1, 1)), won._replace(mesh=(1, 2, 2, 1, 1))} <= set(predicted)
+
+
+def test_what_a_later_family_finds_counts_for_an_earlier_one(monkeypatch):
+    """Ulysses is found with +pp alone, though it has no pp: so pp does not pay."""
+    ring, ulysses = (
+        Candidate((1, 1, 2, 2, 1), 1, kind, 1, Stages("1f1b"), ("none", ())) for kind in ("ring", "ulysses")
+    )
+    found = {"fsdp": {}, "+tp": {}, "+cp": {ring: 2.0}, "+pp": {ulysses: 1.0}}
+    timed = lambda s: SimpleNamespace(step_time_s=s)
+    of_families = iter([{c: timed(s) for c, s in of_family.items()} for of_family in found.values()])
+    monkeypatch.setattr(scaling, "Prediction", SimpleNamespace)
+    monkeypatch.setattr(scaling, "rank_all", lambda space, pool: ([], 0))
+    monkeypatch.setattr(scaling, "predict_all", lambda space, pool, cs, predicted: predicted.update(next(of_families)))
+    monkeypatch.setattr(scaling, "climb", lambda *args: None)
+    fastest, _ = fastest_of(None, 1, {}, None)
+    assert fastest == {"+cp": ulysses, "+pp": ulysses}
 
 
 @pytest.mark.full
