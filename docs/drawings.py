@@ -660,7 +660,7 @@ def loss_curve() -> str:
 
 
 def moe_loss_curve() -> str:
-    """The loss of moe_small and of llama_small, with the same tokens a step."""
+    """The loss of moe_small and of llama_small, with the same tokens a step, in about equal time."""
     folder = ROOT / "benchmarks"
     names = {
         "llama_small-4096-cpu-1": "llama_small",
