@@ -141,6 +141,19 @@ def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo", limit
         return pickle.loads((Path(folder) / "result").read_bytes())
 
 
+def run_launches(
+    launches: int, fn: Callable[..., Sequence], ranks: int, *args: Any, backend: str = "gloo"
+) -> list[tuple]:
+    """`run_ranks` several times. Returns for each item of `fn`'s result those of all launches."""
+    results = (run_ranks(fn, ranks, *args, backend=backend) for _ in range(launches))
+    return list(zip(*results, strict=True))
+
+
+def backend_of(device: str) -> str:
+    """The backend of a bench's collectives on "cpu" or "cuda"."""
+    return "nccl" if device == "cuda" else "gloo"
+
+
 def _wait(processes: Sequence[mp.Process], folder: Path, limit_s: float | None) -> None:
     """Waits until all have ended, and raises as soon as one has failed."""
     running = {p.sentinel: rank for rank, p in enumerate(processes)}

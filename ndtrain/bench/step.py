@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ndtrain.arguments import option
-from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, rank_device, run_ranks
+from ndtrain.bench.ranks import DEVICE_HELP, Device, backend_of, choose_device, rank_device, run_ranks
 from ndtrain.bench.results import require_folder, save
 from ndtrain.bench.rounds import BlockOptions
 from ndtrain.bench.training import QueuedSteps, timed
@@ -58,7 +58,7 @@ def run(options: Options) -> None:
     cases = {name: config_of(options, own) for name, own in options.overrides.items()}
     print(f"{options.recipe} on {options.ranks} x {device}; {options.rounds} rounds of {options.steps} steps\n")
     print(HEAD)
-    backend, by_case = "nccl" if device == "cuda" else "gloo", {}
+    backend, by_case = backend_of(device), {}
     for name, cfg in cases.items():
         by_case[name] = run_ranks(measure, options.ranks, options, cfg, device, backend=backend)
         print(line(name or "as it is", by_case[name]))

@@ -106,18 +106,18 @@ def _open(path: Path, ema: bool) -> _Source:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
     try:
-        weights, state = open_weights(weight_files(path)), sorted(path.glob("optimizer*.safetensors"))
-        beside, prefix = Reader(state), AVERAGE[0]
+        weights, beside = open_weights(weight_files(path)), Reader(sorted(path.glob("optimizer*.safetensors")))
+        biases = {name: beside for name in beside.names() if is_selection_bias(name)}
         model = {name: weights for name in weights.names() if not ema or is_selection_bias(name)}
         if ema:
-            averages = Reader(state, lambda name: name.removeprefix(prefix))
-            names = [name.removeprefix(prefix) for name in beside.names() if name.startswith(prefix)]
-            if not names:
+            prefix = AVERAGE[0]
+            averages = {name.removeprefix(prefix): name for name in beside.names() if name.startswith(prefix)}
+            if not averages:
                 raise CheckpointError(
                     f"ema=true: {path} holds no average of the weights: it was saved without optim.ema"
                 )
-            model |= dict.fromkeys(names, averages)
-        biases = {name: beside for name in beside.names() if is_selection_bias(name)}
+            beside.name_also(averages)
+            model |= dict.fromkeys(averages, beside)
         return _Source(path, {"model": model, "optimizer": biases})
     except DamagedFile as error:
         raise CheckpointError(f"{path}: {error}") from error

@@ -20,7 +20,7 @@ import yaml
 
 from ndtrain.arguments import one_of, option
 from ndtrain.bench.collectives import run as links
-from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, run_ranks
+from ndtrain.bench.ranks import DEVICE_HELP, Device, backend_of, choose_device, run_launches, run_ranks
 from ndtrain.bench.results import require_folder
 from ndtrain.config import Config, ConfigError, HardwareConfig, load_config, resolve
 from ndtrain.metrics import peak_flops
@@ -139,12 +139,10 @@ class TimedSteps(NamedTuple):
 
 
 def _timed_steps(options: Options, device: str, ranks: int) -> TimedSteps:
-    backend = "nccl" if device == "cuda" else "gloo"
     cfgs = [cfg for precision in options.precisions for cfg in cases(precision, ranks, device)]
     began, used = time.perf_counter(), os.times()
-    launch = lambda: run_ranks(time_cases, ranks, cfgs, options.steps, device, backend=backend)
-    starts = (launch() for _ in range(options.launches))
-    times = [CaseTimes.joined(of_case) for of_case in zip(*starts, strict=True)]
+    what = time_cases, ranks, cfgs, options.steps, device
+    times = [CaseTimes.joined(of_case) for of_case in run_launches(options.launches, *what, backend=backend_of(device))]
     ended = os.times()
     cpu = ended.children_user + ended.children_system - used.children_user - used.children_system
     share = cpu / (time.perf_counter() - began) / ranks
@@ -207,7 +205,7 @@ def _collectives(options: Options, device: str) -> dict[str, Tables]:
     """operation -> "ranks of a group of those of the mesh" -> (bytes, seconds), the slowest rank's, medians."""
     tables: dict[str, Tables] = defaultdict(dict)
     most = min(options.ranks, _cores(device)) if device == "cuda" else options.ranks
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = backend_of(device)
     for world, mesh in _meshes(most):
         asked = links.Options(ranks=world, mesh=mesh, min="1KiB", max="16MiB", factor=16, rounds=LINK_ROUNDS)
         by_axis = run_ranks(links.measure, world, asked, backend, backend=backend)

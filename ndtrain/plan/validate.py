@@ -15,7 +15,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ndtrain.arguments import option
-from ndtrain.bench.ranks import choose_device, rank_device, run_ranks
+from ndtrain.bench.ranks import backend_of, choose_device, rank_device, run_launches
 from ndtrain.bench.rounds import BlockTimer, run_rounds
 from ndtrain.bench.training import DISTINCT, QueuedSteps, batches_of, ours
 from ndtrain.config import Config, ConfigError, load_config, resolve
@@ -153,9 +153,8 @@ def config_of(case: str, ranks: int) -> Config:
 
 def _launch(cfgs: Sequence[Config], ranks: int, options: Options, device: str) -> list[tuple[list[float], list[float]]]:
     """Of each case what `measure` returns, of all launches."""
-    backend = "nccl" if device == "cuda" else "gloo"
-    starts = (run_ranks(measure, ranks, cfgs, options, device, backend=backend) for _ in range(options.launches))
-    blocks_and_probes = (zip(*of_case, strict=True) for of_case in zip(*starts, strict=True))
+    by_case = run_launches(options.launches, measure, ranks, cfgs, options, device, backend=backend_of(device))
+    blocks_and_probes = (zip(*of_case, strict=True) for of_case in by_case)
     return [(list(chain(*blocks)), list(chain(*probes))) for blocks, probes in blocks_and_probes]
 
 

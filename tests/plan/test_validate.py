@@ -50,7 +50,7 @@ def test_blocks_are_steps_of_each_case(monkeypatch):
 
 def test_the_blocks_of_all_launches_count(monkeypatch):
     starts = iter([[([1.0], [0.1]), ([2.0], [0.2])], [([3.0, 4.0], [0.3, 0.3]), ([5.0, 6.0], [0.4, 0.5])]])
-    monkeypatch.setattr(validate, "run_ranks", lambda *args, **kwargs: next(starts))
+    monkeypatch.setattr("ndtrain.bench.ranks.run_ranks", lambda *args, **kwargs: next(starts))
     launched = validate._launch([], 2, Options(hardware="", launches=2), "cpu")
     assert launched == [([1.0, 3.0, 4.0], [0.1, 0.3, 0.3]), ([2.0, 5.0, 6.0], [0.2, 0.4, 0.5])]
 

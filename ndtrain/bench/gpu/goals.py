@@ -47,7 +47,7 @@ def measured(rows: Rows, *names: str) -> list[Mapping[str, Any]] | None:
     return chosen if done else None
 
 
-def from_rows(of: Callable[..., float], *names: str) -> Figure:
+def from_rows(of: Callable[..., float | None], *names: str) -> Figure:
     """The figure that `of` makes of these cases' rows; None where one is not measured."""
 
     def figure(rows: Rows) -> float | None:
@@ -78,13 +78,8 @@ def gain(fast: str, base: str) -> Figure:
     """Tokens a second of one case over those of another; None where they are of two commits, so of two sessions whose
     machines may differ."""
 
-    def figure(rows: Rows) -> float | None:
-        chosen = measured(rows, fast, base)
-        if not chosen or chosen[0]["commit"] != chosen[1]["commit"]:
-            return None
-        return _tokens_per_s(chosen[0]) / _tokens_per_s(chosen[1])
-
-    return figure
+    ratio = lambda a, b: _tokens_per_s(a) / _tokens_per_s(b) if a["commit"] == b["commit"] else None
+    return from_rows(ratio, fast, base)
 
 
 def least_ratio(peer: str, *names: str) -> Figure:

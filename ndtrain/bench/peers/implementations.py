@@ -251,9 +251,9 @@ def fill_parameters(cfg: Config, module: nn.Module, draw: Draw = standard_normal
 def _by_expert(m: ModelConfig, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A parameter under our names: `transformers` keeps one of all experts' gates and ups, [X, 2 F, E], and one of
     their downs, [X, E, F]."""
-    experts, found, stack = name.partition(".experts.")
+    experts, separator, stack = name.partition(".experts.")
     moe = family_of(m).moe
-    if moe is None or not found or stack not in ("gate_up_proj", "down_proj"):
+    if moe is None or not separator or stack not in ("gate_up_proj", "down_proj"):
         yield name, tensor
         return
     gate, up, down = moe.projections
