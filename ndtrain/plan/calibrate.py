@@ -28,7 +28,7 @@ from ndtrain.metrics.measured_peak import cpu_cores, cpu_model
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
-from ndtrain.plan.kernel_times import CaseTimes, time_cases
+from ndtrain.plan.kernel_times import CaseTimes, fastest, time_cases
 from ndtrain.plan.measured import Measured, Tables
 from ndtrain.plan.options import refuse_overrides
 from ndtrain.plan.predict import Predictor, plan_step
@@ -60,7 +60,7 @@ class Options:
     out: str = option("the description to write, FILE.yaml")
     dtypes: str = option('precisions to measure, of fp32, bf16 and fp64: "fp32,bf16"', "fp32,bf16")
     ranks: int = option("measure links of up to so many ranks", MOST_RANKS)
-    launches: int = option("how often the ranks of each model are started", 3)
+    launches: int = option("how often the ranks of each model are started; the fastest start counts", 4)
     steps: int = option("timed steps of each model in a launch", 3)
     device: Device = option(DEVICE_HELP, "auto")
 
@@ -86,8 +86,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     if cores > 1:
         by_ranks[cores] = _timed_steps(options, device, cores)
     kernels = {ranks: tables_of(steps.times) for ranks, steps in by_ranks.items()}
-    probes, collectives = {ranks: steps.probe for ranks, steps in by_ranks.items()}, _collectives(options, device)
-    measured = Measured.of({"cores": cores, "kernels": kernels, "collectives": collectives, "probes": probes})
+    measured = Measured.of({"cores": cores, "kernels": kernels, "collectives": _collectives(options, device)})
     body, conditions = _description(options, device, measured, host_rates(alone.times)), _conditions(alone.share)
     if cores > 1:
         here = Hardware("measured here", **body | {"measured": measured})
@@ -124,30 +123,26 @@ def cases(precision: str, ranks: int, device: str) -> list[Config]:
 
 
 class TimedSteps(NamedTuple):
-    """Steps of so many ranks at once, at one speed of the machine.
+    """Steps of so many ranks at once.
 
     Attributes:
         cfgs, times: of each case.
         share: of a core that each rank had.
-        probe: seconds of the probe at that speed.
     """
 
     cfgs: list[Config]
     times: list[CaseTimes]
     share: float
-    probe: float
 
 
 def _timed_steps(options: Options, device: str, ranks: int) -> TimedSteps:
     cfgs = [cfg for precision in options.precisions for cfg in cases(precision, ranks, device)]
     began, used = time.perf_counter(), os.times()
     what = time_cases, ranks, cfgs, options.steps, device
-    times = [CaseTimes.joined(of_case) for of_case in run_launches(options.launches, *what, backend=backend_of(device))]
+    times = [fastest(of_case) for of_case in run_launches(options.launches, *what, backend=backend_of(device))]
     ended = os.times()
     cpu = ended.children_user + ended.children_system - used.children_user - used.children_system
-    share = cpu / (time.perf_counter() - began) / ranks
-    probe = float(f"{statistics.median(s for case in times for s in case.probes):.4g}")
-    return TimedSteps(cfgs, [case.at_speed(probe) for case in times], share, probe)
+    return TimedSteps(cfgs, times, cpu / (time.perf_counter() - began) / ranks)
 
 
 def tables_of(times: Sequence[CaseTimes]) -> dict[str, Tables]:

@@ -1,6 +1,5 @@
 """Times the operators of real training steps, one by one, as the kernels that the planner knows."""
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan.events import Kernel
-from ndtrain.plan.machine_speed import SpeedProbe
 from ndtrain.plan.operators import access_of, is_free, kernel_of
 
 WARM_UP = 1  # untimed steps of a case
@@ -82,7 +80,6 @@ class CaseTimes:
         passes_kernels, update_kernels: of forward and backward, and of the update: kernel -> seconds of each time.
         passes, updates: seconds of each forward and backward, and of each update, without the mode.
         steps_s: seconds of each step without the mode by the clock on the wall, of the slowest rank.
-        probes: seconds of the probe of `machine_speed` after each step.
     """
 
     steps: int
@@ -91,38 +88,20 @@ class CaseTimes:
     passes: list[float] = field(default_factory=list)
     updates: list[float] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
-    probes: list[float] = field(default_factory=list)
 
-    @classmethod
-    def joined(cls, parts: Sequence["CaseTimes"]) -> "CaseTimes":
-        """All steps of several launches."""
-        joined = cls(sum(part.steps for part in parts))
-        for part in parts:
-            for name in ("passes", "updates", "steps_s", "probes"):
-                getattr(joined, name).extend(getattr(part, name))
-            for name in ("passes_kernels", "update_kernels"):
-                for kernel, seconds in getattr(part, name).items():
-                    getattr(joined, name).setdefault(kernel, []).extend(seconds)
-        return joined
 
-    def at_speed(self, probe: float) -> "CaseTimes":
-        """The times of a machine on which the probe takes so long."""
-        scale = probe / statistics.median(self.probes)
-        of_kernels = lambda kernels: {k: [scale * s for s in seconds] for k, seconds in kernels.items()}
-        of_steps = ([scale * s for s in seconds] for seconds in (self.passes, self.updates, self.steps_s))
-        return CaseTimes(
-            self.steps, of_kernels(self.passes_kernels), of_kernels(self.update_kernels), *of_steps, probes=[probe]
-        )
+def fastest(launches: Sequence[CaseTimes]) -> CaseTimes:
+    """The times of the launch with the fastest step. How fast processes are differs from launch to launch, by where
+    their threads and their memory lie, and other programs can make them slower, but not faster."""
+    return min(launches, key=lambda times: min(times.steps_s))
 
 
 def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
-    """Times a configuration's step, operator by operator and plainly in turn. A plain step comes after another step, as
-    in a run, and not after the probe, which takes the caches."""
+    """Times a configuration's step, operator by operator and plainly in turn."""
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step, batches, clock = TrainingStep(cfg, mesh, stages), batches_of(cfg, mesh, 0), Clock(mesh.device)
     times, of_passes, of_updates = CaseTimes(steps), KernelTimes(clock), KernelTimes(clock)
-    probe = SpeedProbe(mesh.device)
     for i in range(WARM_UP):
         step.run(i + 1, batches).wait()
     for i in range(WARM_UP + 1, WARM_UP + 2 * steps, 2):
@@ -140,7 +119,6 @@ def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
         times.passes.append(clock.between(start, middle))
         times.updates.append(clock.between(middle, end))
         times.steps_s.append(max_over_ranks(time.perf_counter() - began))
-        times.probes.append(probe.seconds(clock.now, clock.between))
     times.passes_kernels, times.update_kernels = of_passes.seconds(), of_updates.seconds()
     return times
 

@@ -11,11 +11,10 @@ Its plain form is the section `measured` of a description of hardware:
         memory: {"mul fp32": [[4096, 2.0e-6], [1048576, 7.3e-5]]}
     collectives:
       all_gather: {"2 of 2": [[4096, 9.0e-5]]}
-    probes: {1: 2.1e-3}
 
 A number under `kernels` says how many ranks computed meanwhile. The last number of a point is its seconds. Before it
 stand a matmul's batch, M, N and K, an attention's shape and FLOPs, and bytes elsewhere. "2 of 4" are the ranks of a
-group and of the mesh, whose groups were busy at once. `probes` may be missing.
+group and of the mesh, whose groups were busy at once.
 """
 
 import math
@@ -23,7 +22,7 @@ import re
 import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -45,14 +44,11 @@ class Measured:
         cores: ranks that compute at full speed side by side: CPU cores, or GPUs.
         kernels: number of ranks that computed meanwhile -> kind -> "operator dtype", of matmuls "dtype" -> points.
         collectives: operation -> "ranks of the group of ranks of the mesh" -> points.
-        probes: number of ranks that computed meanwhile -> seconds of the probe of `machine_speed` when their kernels
-            were measured.
     """
 
     cores: int
     kernels: dict[int, dict[str, Tables]]
     collectives: dict[str, Tables]
-    probes: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, read: Any) -> "Measured":
@@ -91,12 +87,6 @@ class Measured:
     def _by_busy(self, busy: int) -> list[dict[str, Tables]]:
         """The tables, those of the nearest number of ranks first."""
         return [self.kernels[n] for n in sorted(self.kernels, key=lambda n: abs(n - busy))]
-
-    def probe(self, ranks: int) -> float | None:
-        """Seconds of the probe on so many ranks at the speed that the kernels are of; None: not measured."""
-        if not self.probes:
-            return None
-        return self.probes[min(self.probes, key=lambda n: abs(n - min(ranks, self.cores)))]
 
     # --------------------------------------------------------------------------------------------------- collectives
 
@@ -190,7 +180,7 @@ _READERS = {"matmul": _matmul, "attention": _attention, "memory": _memory}
 def _problem(read: Any) -> str:
     """What is wrong with the plain form; "" where nothing is."""
     keys = ["cores", "kernels", "collectives"]
-    if not isinstance(read, dict) or sorted(read.keys() - {"probes"}) != sorted(keys):
+    if not isinstance(read, dict) or sorted(read) != sorted(keys):
         return f": must be a mapping with the keys {', '.join(keys)}"
     if type(read["cores"]) is not int or read["cores"] < 1:
         return f".cores={read['cores']}: must be a whole number, at least 1"
@@ -208,9 +198,6 @@ def _problem(read: Any) -> str:
     for op, tables in collectives.items():
         if bad := _bad_table(tables, 2) or _bad_sizes(tables):
             return f".collectives.{op}{bad}"
-    probes = read.get("probes", {})
-    if not isinstance(probes, dict) or not all(type(n) is int and _positive(s) for n, s in probes.items()):
-        return ".probes: must be a mapping from numbers of ranks to seconds"
     return ""
 
 

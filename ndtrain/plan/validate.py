@@ -2,14 +2,14 @@
 
 The file is that of `plan calibrate` here. Cases of one number of ranks run in the same processes, in alternating
 rounds, and are launched several times: how fast processes are differs from launch to launch, by where their threads and
-their memory lie. A case's time is the median of its blocks, of the slowest rank, at the speed that the machine had when
-it was calibrated: each block is scaled by what the probe of `machine_speed` takes around it.
+their memory lie. A case's time is that of its fastest block, of the slowest rank: other programs can make a block
+slower, but not faster. The errors of the median blocks are said beside.
 """
 
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -22,7 +22,6 @@ from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.plan.fitting.accuracy import kendall_tau
 from ndtrain.plan.hardware import load_hardware
-from ndtrain.plan.machine_speed import SpeedProbe
 from ndtrain.plan.options import refuse_overrides, write_file
 from ndtrain.plan.predict import Predictor
 
@@ -92,24 +91,21 @@ class Row(NamedTuple):
     Attributes:
         blocks: seconds of a step, of each block.
         predicted: seconds.
-        speeds: the machine's during each block, over that of its calibration.
     """
 
     ranks: int
     case: str
     blocks: list[float]
     predicted: float
-    speeds: list[float]
-
-    @property
-    def clocked(self) -> float:
-        """By the clock alone."""
-        return statistics.median(self.blocks)
 
     @property
     def measured(self) -> float:
-        """At the speed of the calibration."""
-        return statistics.median(block * speed for block, speed in zip(self.blocks, self.speeds, strict=True))
+        """Of the fastest block."""
+        return min(self.blocks)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.blocks)
 
     @property
     def error(self) -> float:
@@ -127,14 +123,12 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     if hardware.measured is None:
         raise ConfigError(f"hardware={options.hardware}: has nothing measured: give a file of `ndtrain plan calibrate`")
     device, predictor, rows = choose_device(hardware.device), Predictor(hardware), []
-    print(f"{'ranks':>5} {'clock ms':>9} {'speed':>6} {'measured':>9} {'predicted':>9} {'error':>7}  case")
+    print(f"{'ranks':>5} {'median ms':>9} {'fastest':>9} {'predicted':>9} {'error':>7}  case")
     for ranks in options.worlds:
         for cases in _parts(CASES[ranks]):
             cfgs = [config_of(case, ranks) for case in cases]
-            usual = hardware.measured.probe(ranks)
-            for case, cfg, (blocks, probes) in zip(cases, cfgs, _launch(cfgs, ranks, options, device), strict=True):
-                speeds = [usual / probe if usual else 1.0 for probe in probes]
-                rows.append(Row(ranks, case, blocks, predictor.predict(cfg, explain=False).step_time_s, speeds))
+            for case, cfg, blocks in zip(cases, cfgs, _launch(cfgs, ranks, options, device), strict=True):
+                rows.append(Row(ranks, case, blocks, predictor.predict(cfg, explain=False).step_time_s))
                 print(_line(rows[-1]), flush=True)
     print(*summary(rows, hardware.measured.cores), sep="\n")
     if options.json:
@@ -151,46 +145,26 @@ def config_of(case: str, ranks: int) -> Config:
     return resolve(load_config([*MODEL, *case.split()]), ranks)
 
 
-def _launch(cfgs: Sequence[Config], ranks: int, options: Options, device: str) -> list[tuple[list[float], list[float]]]:
+def _launch(cfgs: Sequence[Config], ranks: int, options: Options, device: str) -> list[list[float]]:
     """Of each case what `measure` returns, of all launches."""
     by_case = run_launches(options.launches, measure, ranks, cfgs, options, device, backend=backend_of(device))
-    blocks_and_probes = (zip(*of_case, strict=True) for of_case in by_case)
-    return [(list(chain(*blocks)), list(chain(*probes))) for blocks, probes in blocks_and_probes]
+    return [list(chain(*of_case)) for of_case in by_case]
 
 
-def measure(rank: int, cfgs: Sequence[Config], options: Options, device: str) -> list[tuple[list[float], list[float]]]:
-    """Of each case: seconds of a step in each block, and of the probe around it; runs in each rank's process."""
+def measure(rank: int, cfgs: Sequence[Config], options: Options, device: str) -> list[list[float]]:
+    """Of each case the seconds of a step in each block; runs in each rank's process."""
     timers = {}
     for i, cfg in enumerate(cfgs):
         mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
         batches = [batches_of(cfg, mesh, step) for step in range(DISTINCT)]
         queued = QueuedSteps(ours(cfg, mesh), batches, mesh.device)
-        timers[str(i)] = _ProbedTimer(queued, queued.finish, SpeedProbe(mesh.device))
+        timers[str(i)] = BlockTimer(queued, queued.finish)
     run_rounds(timers, options)
-    return [([ms / 1e3 for ms in timer.block_ms], timer.probes) for timer in timers.values()]
-
-
-class _ProbedTimer(BlockTimer):
-    """Also times the probe before and after each block.
-
-    Attributes:
-        probes: seconds around each block, the mean of both.
-    """
-
-    def __init__(self, step: Callable[[], object], finish: Callable[[], object], probe: SpeedProbe):
-        super().__init__(step, finish)
-        self._probe = probe
-        self.probes: list[float] = []
-
-    def time_block(self, n: int) -> None:
-        before = self._probe.slowest()
-        super().time_block(n)
-        self.probes.append((before + self._probe.slowest()) / 2)
+    return [[ms / 1e3 for ms in timer.block_ms] for timer in timers.values()]
 
 
 def _line(row: Row) -> str:
-    speed = f"{1e3 * row.clocked:9.1f} {statistics.median(row.speeds):6.2f}"
-    times = f"{speed} {1e3 * row.measured:9.1f} {1e3 * row.predicted:9.1f}"
+    times = " ".join(f"{1e3 * seconds:9.1f}" for seconds in (row.median, row.measured, row.predicted))
     return f"{row.ranks:5} {times} {row.error:+7.1%}  {row.case or 'as it is'}"
 
 
@@ -203,7 +177,7 @@ def summary(rows: Sequence[Row], cores: int) -> list[str]:
     ):
         if part:
             said.append(f"{name}: {_errors([r.error for r in part])}")
-            said.append(f"  by the clock alone: {_errors([r.predicted / r.clocked - 1 for r in part])}")
+            said.append(f"  of the median blocks: {_errors([r.predicted / r.median - 1 for r in part])}")
     if len(rows) > 1:
         said.append(f"Kendall's tau of the order: {_tau(rows)}")
     for ranks in sorted({r.ranks for r in rows}):

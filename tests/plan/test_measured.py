@@ -123,13 +123,6 @@ def test_ranks_that_wait_leave_their_core_to_others(tmp_path):
     assert times[4] <= times[2] < 1.9 * times[4]
 
 
-def test_the_probe_is_that_of_as_many_ranks():
-    """The probe runs on no more ranks than cores."""
-    measured = Measured.of(broken("probes", value={1: 2e-3, 2: 3e-3}) | {"cores": 2})
-    assert [measured.probe(ranks) for ranks in (1, 2, 4)] == [2e-3, 3e-3, 3e-3]
-    assert Measured.of(PLAIN).probe(1) is None
-
-
 def broken(*path, value):
     plain = copy.deepcopy(PLAIN)
     at = plain
@@ -147,7 +140,7 @@ BROKEN = {
     "nan": (broken("kernels", 1, "memory", "mul fp32", value=[[100, math.nan]]), "a point has 2 positive numbers"),
     "order": (broken("kernels", 1, "memory", "mul fp32", value=[[9, 1.0], [8, 1.0]]), "sizes must grow"),
     "group": (broken("collectives", "all_gather", value={"2": [[1, 1.0]]}), "collectives.all_gather.2: must be ranks"),
-    "probe": (broken("probes", value={1: 0.0}), "measured.probes: must be a mapping from numbers of ranks to seconds"),
+    "strange key": (broken("probes", value={1: 0.1}), "measured: must be a mapping with the keys cores, kernels"),
     "text": ("half", "measured: must be a mapping"),
 }
 
