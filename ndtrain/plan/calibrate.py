@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ SHAPES = [
     (256, 1024, 8, 2, 4096, 256, 4), (512, 1376, 8, 8, 4096, 128, 1), (512, 2048, 8, 4, 2048, 512, 1),
     (1024, 2816, 16, 8, 1024, 128, 1), (384, 1024, 8, 4, 4096, 1024, 1),
 ]  # fmt: skip
-AXES = ("tp", "cp", "fsdp")  # of the cases on several ranks, in turn
+AXES = ("tp", "cp", "fsdp")  # of the cases on several ranks
 MOST_RANKS = 8  # that share a host's links
 OPERATIONS = {
     "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce",
@@ -60,7 +61,7 @@ class Options:
     out: str = option("the description to write, FILE.yaml")
     dtypes: str = option('precisions to measure, of fp32, bf16 and fp64: "fp32,bf16"', "fp32,bf16")
     ranks: int = option("measure links of up to so many ranks", MOST_RANKS)
-    launches: int = option("how often the ranks of each model are started; the fastest start counts", 4)
+    launches: int = option("how often the ranks of each model are started; the fastest start counts", 3)
     steps: int = option("timed steps of each model in a launch", 3)
     device: Device = option(DEVICE_HELP, "auto")
 
@@ -104,10 +105,10 @@ def _cores(device: str) -> int:
 
 
 def cases(precision: str, ranks: int, device: str) -> list[Config]:
-    """The models whose steps are timed, on one rank or cut over several."""
+    """The models whose steps are timed, on one rank, or sharded over several in each way."""
     made = []
-    for i, (hidden, intermediate, heads, kv_heads, vocab, length, micro) in enumerate(SHAPES):
-        axis = AXES[i % len(AXES)]
+    for shape, axis in product(SHAPES, AXES if ranks > 1 else AXES[:1]):
+        hidden, intermediate, heads, kv_heads, vocab, length, micro = shape
         overrides = [
             "recipe=llama_small", "model.num_hidden_layers=1", f"model.hidden_size={hidden}",
             f"model.intermediate_size={intermediate}", f"model.num_attention_heads={heads}",

@@ -83,15 +83,21 @@ def test_launches_of_larger_cases_count_and_their_updates_do_not():
     assert calibrate.host_rates([larger, small, large]) == pytest.approx({"launch_s": 0.3, "step_s": 0.1})
 
 
-def test_cases_are_cut_over_every_axis_in_turn(monkeypatch):
-    monkeypatch.setattr(calibrate, "SHAPES", TINY * 3)
-    axes = [next(a for a in calibrate.AXES if getattr(c.mesh, a) == 2) for c in calibrate.cases("bf16", 2, "cpu")]
-    assert set(axes) == set(calibrate.AXES)
+def test_every_model_is_cut_over_every_axis():
+    models = {(c.model.hidden_size, c.train.seq_len, c.model.vocab_size) for c in calibrate.cases("bf16", 1, "cpu")}
+    assert len(models) == len(calibrate.SHAPES)
+    cut = [
+        (c.model.hidden_size, c.train.seq_len, c.model.vocab_size, axis)
+        for c in calibrate.cases("bf16", 2, "cpu")
+        for axis in calibrate.AXES
+        if getattr(c.mesh, axis) == 2
+    ]
+    assert sorted(cut) == sorted((*model, axis) for model in models for axis in calibrate.AXES)
 
 
 def test_what_collectives_cost_beside_their_time_is_what_predictions_lack(monkeypatch):
     """Steps that take as long as predictions with rates of ours say lead back to these rates, one of them disturbed."""
-    monkeypatch.setattr(calibrate, "SHAPES", [(2048, 5632, 16, 8, 8192, 2048, 2)] * 6)
+    monkeypatch.setattr(calibrate, "SHAPES", [(2048, 5632, 16, 8, 8192, 2048, 2)] * 2)
     cfgs, hardware = calibrate.cases("bf16", 2, "cuda"), load_hardware("a100")
     own = {"interference": 0.6, "late_s": calibrate.LATE_S[20]}
     exact = Predictor(replace(hardware, rates=own))
@@ -120,7 +126,7 @@ def test_a_mistake_is_one_line(name, capsys, tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_a_calibration_prices_a_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(calibrate, "SHAPES", TINY * 3)  # so that each axis has its turn
+    monkeypatch.setattr(calibrate, "SHAPES", TINY)
     path = tmp_path / "this.yaml"
     assert main(["calibrate", f"out={path}", "dtypes=fp32", "ranks=2", "launches=1", "steps=1", "device=cpu"]) == 0
     assert "wrote" in capsys.readouterr().out
