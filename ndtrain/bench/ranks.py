@@ -141,12 +141,20 @@ def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo", limit
         return pickle.loads((Path(folder) / "result").read_bytes())
 
 
-def run_launches(
-    launches: int, fn: Callable[..., Sequence], ranks: int, *args: Any, backend: str = "gloo"
-) -> list[tuple]:
-    """`run_ranks` several times. Returns for each item of `fn`'s result those of all launches."""
-    results = (run_ranks(fn, ranks, *args, backend=backend) for _ in range(launches))
-    return list(zip(*results, strict=True))
+def run_launches(launches: int, jobs: Sequence[Sequence[Any]], backend: str) -> list[list[tuple]]:
+    """`run_ranks` of some jobs, several times in turn: a slow minute of the machine falls on one launch of each.
+
+    Args:
+        jobs: the function, which returns a sequence, the number of ranks and further arguments of each.
+
+    Returns:
+        Of each job, for each item of its sequence those of all launches.
+    """
+    results: list[list[Sequence]] = [[] for _ in jobs]
+    for _ in range(launches):
+        for of_job, job in zip(results, jobs, strict=True):
+            of_job.append(run_ranks(*job, backend=backend))
+    return [list(zip(*of_job, strict=True)) for of_job in results]
 
 
 def backend_of(device: str) -> str:

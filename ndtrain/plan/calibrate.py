@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,10 +82,8 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     require_folder("out", options.out)
     device, began = choose_device(options.device), time.perf_counter()
     cores = min(MOST_RANKS, 1 << (_cores(device).bit_length() - 1))
-    alone = _timed_steps(options, device, 1)
-    by_ranks = {1: alone}
-    if cores > 1:
-        by_ranks[cores] = _timed_steps(options, device, cores)
+    by_ranks = _timed_steps(options, device, sorted({1, cores}))
+    alone = by_ranks[1]
     kernels = {ranks: tables_of(steps.times) for ranks, steps in by_ranks.items()}
     measured = Measured.of({"cores": cores, "kernels": kernels, "collectives": _collectives(options, device)})
     body, conditions = _description(options, device, measured, host_rates(alone.times)), _conditions(alone.share)
@@ -128,7 +126,7 @@ class TimedSteps(NamedTuple):
 
     Attributes:
         cfgs, times: of each case.
-        share: of a core that each rank had.
+        share: of a core that the first rank had.
     """
 
     cfgs: list[Config]
@@ -136,14 +134,20 @@ class TimedSteps(NamedTuple):
     share: float
 
 
-def _timed_steps(options: Options, device: str, ranks: int) -> TimedSteps:
-    cfgs = [cfg for precision in options.precisions for cfg in cases(precision, ranks, device)]
-    began, used = time.perf_counter(), os.times()
-    what = time_cases, ranks, cfgs, options.steps, device
-    times = [fastest(of_case) for of_case in run_launches(options.launches, *what, backend=backend_of(device))]
-    ended = os.times()
-    cpu = ended.children_user + ended.children_system - used.children_user - used.children_system
-    return TimedSteps(cfgs, times, cpu / (time.perf_counter() - began) / ranks)
+def _timed_steps(options: Options, device: str, worlds: Sequence[int]) -> dict[int, TimedSteps]:
+    """Number of ranks -> their steps."""
+    cfgs = {n: [cfg for precision in options.precisions for cfg in cases(precision, n, device)] for n in worlds}
+    jobs = [(time_cases, n, cfgs[n], options.steps, device) for n in worlds]
+    launched = run_launches(options.launches, jobs, backend_of(device))
+    return {
+        n: TimedSteps(cfgs[n], [fastest(of_case) for of_case in by_case], _share_of_a_core(list(chain(*by_case))))
+        for n, by_case in zip(worlds, launched, strict=True)
+    }
+
+
+def _share_of_a_core(times: Sequence[CaseTimes]) -> float:
+    """Of the time that a rank's steps took by the clock on the wall, that in which it had a core."""
+    return sum(sum(t.passes) + sum(t.updates) for t in times) / sum(sum(t.steps_s) for t in times)
 
 
 def tables_of(times: Sequence[CaseTimes]) -> dict[str, Tables]:

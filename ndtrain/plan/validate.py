@@ -123,13 +123,15 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     if hardware.measured is None:
         raise ConfigError(f"hardware={options.hardware}: has nothing measured: give a file of `ndtrain plan calibrate`")
     device, predictor, rows = choose_device(hardware.device), Predictor(hardware), []
+    print(f"{options.launches} launches of each of {sum(len(CASES[n]) for n in options.worlds)} cases", flush=True)
+    parts = [(ranks, part) for ranks in options.worlds for part in _parts(CASES[ranks])]
+    timed = _launch(parts, options, device)
     print(f"{'ranks':>5} {'median ms':>9} {'fastest':>9} {'predicted':>9} {'error':>7}  case")
-    for ranks in options.worlds:
-        for cases in _parts(CASES[ranks]):
-            cfgs = [config_of(case, ranks) for case in cases]
-            for case, cfg, blocks in zip(cases, cfgs, _launch(cfgs, ranks, options, device), strict=True):
-                rows.append(Row(ranks, case, blocks, predictor.predict(cfg, explain=False).step_time_s))
-                print(_line(rows[-1]), flush=True)
+    for (ranks, cases), launched in zip(parts, timed, strict=True):
+        for case, blocks in zip(cases, launched, strict=True):
+            predicted = predictor.predict(config_of(case, ranks), explain=False).step_time_s
+            rows.append(Row(ranks, case, blocks, predicted))
+            print(_line(rows[-1]))
     print(*summary(rows, hardware.measured.cores), sep="\n")
     if options.json:
         write_file("json", options.json, json.dumps([{**r._asdict(), "error": r.error} for r in rows], indent=1))
@@ -145,10 +147,11 @@ def config_of(case: str, ranks: int) -> Config:
     return resolve(load_config([*MODEL, *case.split()]), ranks)
 
 
-def _launch(cfgs: Sequence[Config], ranks: int, options: Options, device: str) -> list[list[float]]:
-    """Of each case what `measure` returns, of all launches."""
-    by_case = run_launches(options.launches, measure, ranks, cfgs, options, device, backend=backend_of(device))
-    return [list(chain(*of_case)) for of_case in by_case]
+def _launch(parts: Sequence[tuple[int, list[str]]], options: Options, device: str) -> list[list[list[float]]]:
+    """Of each part, a number of ranks and cases of it: of each case what `measure` returns, of all launches."""
+    jobs = [(measure, n, [config_of(case, n) for case in cases], options, device) for n, cases in parts]
+    by_part = run_launches(options.launches, jobs, backend_of(device))
+    return [[list(chain(*of_case)) for of_case in by_case] for by_case in by_part]
 
 
 def measure(rank: int, cfgs: Sequence[Config], options: Options, device: str) -> list[list[float]]:

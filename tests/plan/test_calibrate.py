@@ -75,6 +75,11 @@ def test_the_launch_with_the_fastest_step_counts():
     assert fastest([disturbed, quiet, slow]) is quiet
 
 
+def test_the_share_of_a_core_is_that_of_the_steps():
+    half = CaseTimes(2, passes=[1.0, 2.0], updates=[0.5, 0.5], steps_s=[3.0, 5.0])
+    assert calibrate._share_of_a_core([half, CaseTimes(1, passes=[1.0], updates=[1.0], steps_s=[4.0])]) == 0.5
+
+
 def test_launches_of_larger_cases_count_and_their_updates_do_not():
     small, large, larger = (
         CaseTimes(1, kernels(("mul", 8, [n])), kernels(("_fused_adamw_", 8, [n])), [n + host], [n + host])

@@ -52,10 +52,20 @@ def test_blocks_are_steps_of_each_case(monkeypatch):
 
 
 def test_the_blocks_of_all_launches_count(monkeypatch):
-    starts = iter([[[1.0], [2.0]], [[3.0, 4.0], [5.0, 6.0]]])
-    monkeypatch.setattr("ndtrain.bench.ranks.run_ranks", lambda *args, **kwargs: next(starts))
-    launched = validate._launch([], 2, Options(hardware="", launches=2), "cpu")
-    assert launched == [[1.0, 3.0, 4.0], [2.0, 5.0, 6.0]]
+    """Launches of all parts take turns."""
+    starts = iter([(1, [[1.0], [2.0]]), (2, [[7.0]]), (1, [[3.0, 4.0], [5.0, 6.0]]), (2, [[8.0]])])
+
+    def run_ranks(fn, ranks, *args, backend):
+        expected, blocks = next(starts)
+        assert ranks == expected
+        return blocks
+
+    monkeypatch.setattr("ndtrain.bench.ranks.run_ranks", run_ranks)
+    parts = [(1, ["", "recompute=full"]), (2, ["mesh.dp=2"])]
+    assert validate._launch(parts, Options(hardware="", launches=2), "cpu") == [
+        [[1.0, 3.0, 4.0], [2.0, 5.0, 6.0]],
+        [[7.0, 8.0]],
+    ]
 
 
 MISTAKES = {
