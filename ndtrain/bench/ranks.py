@@ -157,11 +157,6 @@ def run_launches(launches: int, jobs: Sequence[Sequence[Any]], backend: str) -> 
     return [list(zip(*of_job, strict=True)) for of_job in results]
 
 
-def backend_of(device: str) -> str:
-    """The backend of a bench's collectives on "cpu" or "cuda"."""
-    return "nccl" if device == "cuda" else "gloo"
-
-
 def _wait(processes: Sequence[mp.Process], folder: Path, limit_s: float | None) -> None:
     """Waits until all have ended, and raises as soon as one has failed."""
     running = {p.sentinel: rank for rank, p in enumerate(processes)}

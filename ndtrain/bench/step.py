@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ndtrain.arguments import option
-from ndtrain.bench.ranks import DEVICE_HELP, Device, backend_of, choose_device, rank_device, run_ranks
+from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, rank_device, run_ranks
 from ndtrain.bench.results import require_folder, save
 from ndtrain.bench.rounds import BlockOptions
 from ndtrain.bench.training import QueuedSteps, timed
@@ -16,6 +16,7 @@ from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.parallel.compile_choice import compiles
 from ndtrain.profiling.profile import name_fused_kernels, record
+from ndtrain.runtime.rendezvous import backend_of
 
 GIB = 2**30
 PROFILED = 10  # steps, each after one that is not profiled: on a shared machine the times of single steps vary

@@ -113,11 +113,10 @@ def meet(
     """
     if world == 1:
         return None
-    backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         meeting = meeting or rendezvous.meet(rank, world, cfg.hardware.timeout_s)
         _require_own_gpu(meeting.shared, rank, world)
-    return rendezvous.join(backend, rank, world, cfg.hardware.timeout_s, device, meeting)
+    return rendezvous.join(rendezvous.backend_of(device.type), rank, world, cfg.hardware.timeout_s, device, meeting)
 
 
 def model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:

@@ -21,7 +21,7 @@ import yaml
 
 from ndtrain.arguments import one_of, option
 from ndtrain.bench.collectives import run as links
-from ndtrain.bench.ranks import DEVICE_HELP, Device, backend_of, choose_device, run_launches, run_ranks
+from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, run_launches, run_ranks
 from ndtrain.bench.results import require_folder
 from ndtrain.config import Config, ConfigError, HardwareConfig, load_config, resolve
 from ndtrain.metrics import peak_flops
@@ -33,6 +33,7 @@ from ndtrain.plan.kernel_times import CaseTimes, fastest, time_cases
 from ndtrain.plan.measured import Measured, Tables
 from ndtrain.plan.options import refuse_overrides
 from ndtrain.plan.predict import Predictor, plan_step
+from ndtrain.runtime.rendezvous import backend_of
 
 PRECISIONS = ("fp32", "bf16", "fp64")
 # hidden_size, intermediate_size, heads, K/V heads, vocab_size, seq_len, micro_batch

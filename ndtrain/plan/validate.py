@@ -15,7 +15,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ndtrain.arguments import option
-from ndtrain.bench.ranks import backend_of, choose_device, rank_device, run_launches
+from ndtrain.bench.ranks import choose_device, rank_device, run_launches
 from ndtrain.bench.rounds import BlockTimer, run_rounds
 from ndtrain.bench.training import DISTINCT, QueuedSteps, batches_of, ours
 from ndtrain.config import Config, ConfigError, load_config, resolve
@@ -24,6 +24,7 @@ from ndtrain.plan.fitting.accuracy import kendall_tau
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import refuse_overrides, write_file
 from ndtrain.plan.predict import Predictor
+from ndtrain.runtime.rendezvous import backend_of
 
 WITHIN = 0.15  # that an error is to be
 TOGETHER = 6  # cases that are in memory at one time

@@ -36,7 +36,7 @@ def axes_of(spec: MeshSpec) -> list[tuple[str, ...]]:
 def connect(context: RankContext) -> Findings:
     """The process groups of a run."""
     began = time.perf_counter()
-    backend = "nccl" if context.device.type == "cuda" else "gloo"
+    backend = rendezvous.backend_of(context.device.type)
     rendezvous.join(backend, context.rank, context.spec.world_size, context.deadline_s, context.device)
     context.mesh = Mesh(context.spec, context.rank, context.device)
     for axes in axes_of(context.spec):

@@ -45,6 +45,11 @@ def meet(rank: int, world: int, timeout_s: float) -> Meeting:
     return Meeting(store, prefix)
 
 
+def backend_of(device_type: str) -> str:
+    """The backend of collectives on "cpu" or "cuda"."""
+    return "nccl" if device_type == "cuda" else "gloo"
+
+
 def join(
     backend: str,
     rank: int,
