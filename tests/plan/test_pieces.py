@@ -170,9 +170,11 @@ def donated_buffers(donated: bool) -> Iterator[None]:
     """Inside, compiled backwards may or may not write over what their forward kept. What was compiled before is not
     used: the keys of the compiler's caches leave the choice out."""
     torch.compiler.reset()
-    with functorch_config.patch(donated_buffer=donated), inductor_config.patch(force_disable_caches=True):
-        yield
-    torch.compiler.reset()
+    try:
+        with functorch_config.patch(donated_buffer=donated), inductor_config.patch(force_disable_caches=True):
+            yield
+    finally:
+        torch.compiler.reset()
 
 
 @pytest.mark.full
@@ -187,7 +189,7 @@ def test_memory_is_that_of_a_real_step(recompute, compiled):
     assert 0 <= allocated - peak <= 64  # a few numbers
     if compiled == "true":
         with donated_buffers(True):
-            assert allocated_by_a_step(cfg) <= allocated
+            assert 0 <= allocated - allocated_by_a_step(cfg) <= recorded.boundary_bytes
 
 
 # ------------------------------------------------------------------------------------------------- single instructions
