@@ -219,6 +219,10 @@ def _check_train(cfg: Config) -> None:
     for key in ("lr", "min_lr", "eps", "weight_decay", "clip"):
         value = getattr(optim, key)
         require(value is None or math.isfinite(value), f"optim.{key}={value}: must be a finite number")
+    for key in ("lr_mult", "wd_mult"):
+        for pattern, factor in getattr(optim, key).items():
+            fits = math.isfinite(factor) and factor >= 0
+            require(fits, f"optim.{key}: the factor of {pattern} is {factor}: must be at least 0")
     require(optim.lr > 0, f"optim.lr={optim.lr}: must be positive")
     require(
         len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas),

@@ -287,6 +287,9 @@ class OptimConfig(Section):
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = at_least(0, 0.1)
+    # pattern of parameter names, as "*.experts.*" -> the factor of the learning rate; of several that match, the last
+    lr_mult: dict[str, float] = field(default_factory=dict)
+    wd_mult: dict[str, float] = field(default_factory=dict)  # the same for the weight decay
     clip: float | None = 1.0
     schedule: str = choice("cosine", part="lr_schedule")  # of the learning rate
     warmup: int = at_least(0, 0)  # steps

@@ -14,11 +14,13 @@ replica owns the shard: it alone counts the shard in a norm and writes it to a c
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ndtrain.config import DATA_AXES, ConfigError
 from ndtrain.distributed.mesh import EP, MeshSpec, beside_ep
 from ndtrain.distributed.row_map import RowMap, Run
+
+Key = TypeVar("Key")
 
 SHARD_AXES = ("fsdp", "cp")  # axes that split flat buffers, where the gradients are partial over them
 BATCH_AXES = ("dp", "fsdp")  # axes with different sequences
@@ -287,21 +289,21 @@ class Layouts:
 class FlatLayout:
     """The flat buffer of one unit: the concatenation of its local shards, padded to a multiple of `groups.shards`.
 
-    Matrices come before vectors, so that a weight-decay group is one slice. Among each, sharded tensors come before
+    Matrices come before vectors, so that those that decay are one slice. Among each, sharded tensors come before
     replicated ones.
 
     Attributes:
         tensors: in the order of the buffer.
         groups: the ranks that the buffer is split over.
         offsets: name -> first element in the flat buffer.
-        decayed: number of elements that belong to matrices; they come first.
+        matrix_numel: number of elements that belong to matrices; they come first.
         numel: number of elements, padding included.
     """
 
     tensors: tuple[TensorLayout, ...]
     groups: UnitGroups
     offsets: dict[str, int]
-    decayed: int
+    matrix_numel: int
     numel: int
 
     @classmethod
@@ -312,8 +314,8 @@ class FlatLayout:
         for t in ordered:
             offsets[t.name] = at
             at += t.local_numel
-        decayed = sum(t.local_numel for t in ordered if len(t.dims) >= 2)
-        return cls(ordered, groups, offsets, decayed, -(-at // groups.shards) * groups.shards)
+        of_matrices = sum(t.local_numel for t in ordered if len(t.dims) >= 2)
+        return cls(ordered, groups, offsets, of_matrices, -(-at // groups.shards) * groups.shards)
 
     @property
     def own(self) -> tuple[int, int]:
@@ -333,10 +335,6 @@ class FlatLayout:
         alike = {(t.local_shape[1:], t.tp_replicas, t.shard_dim) for t in adjacent}
         return [t.name for t in adjacent] == list(names) and len(alike) == 1
 
-    def decayed_in(self, start: int, stop: int) -> int:
-        """Number of elements of [start, stop) that belong to matrices. They are its first ones."""
-        return max(0, min(stop, self.decayed) - start)
-
     def tensors_in(self, start: int, stop: int) -> list[tuple[TensorLayout, int, int]]:
         """(tensor, first, end) for each tensor with elements in [start, stop): those elements are [first, end) of the
         flat buffer."""
@@ -353,14 +351,18 @@ class FlatLayout:
             runs.append((t, [r._replace(local_start=r.local_start + a - start) for r in t.runs(a - at, b - at)]))
         return runs
 
+    def grouped(self, start: int, stop: int, key: Callable[[TensorLayout], Key]) -> list[tuple[Key, slice]]:
+        """The elements of [start, stop) by a key of their tensors, as slices that count from `start`. Neighbours with
+        the same key are one slice. Padding belongs to none."""
+        grouped: list[tuple[Key, slice]] = []
+        for t, a, b in self.tensors_in(start, stop):
+            own, first = key(t), a - start
+            if grouped and grouped[-1][0] == own:
+                first = grouped.pop()[1].start
+            grouped.append((own, slice(first, b - start)))
+        return grouped
+
     def slices(self, start: int, stop: int, wanted: Callable[[TensorLayout], bool]) -> list[slice]:
         """The elements of [start, stop) that belong to tensors for which `wanted` is true, as slices that count from
-        `start`. Adjacent slices are merged."""
-        slices: list[slice] = []
-        for t, a, b in self.tensors_in(start, stop):
-            if not wanted(t):
-                continue
-            if slices and slices[-1].stop == a - start:
-                a = slices.pop().start + start
-            slices.append(slice(a - start, b - start))
-        return slices
+        `start`."""
+        return [at for is_wanted, at in self.grouped(start, stop, wanted) if is_wanted]

@@ -28,7 +28,7 @@ class AdamW(Optimizer):
         adamw = self._adamw
         adamw.found_inf = update.found_inf  # as GradScaler passes it to the fused kernel, which then changes nothing
         for group in adamw.param_groups:
-            group |= {"lr": update.lr, "number": update.step}
+            group |= {"lr": update.lr * group["lr_mult"], "number": update.step}
         weights = [w for group in adamw.param_groups for w in group["params"]]
         scale = update.grad_scale
         if scale is not None and weights[0].dtype == torch.float32:  # also as GradScaler does: saves a pass
@@ -41,18 +41,19 @@ class AdamW(Optimizer):
 
     def _make(self, tensors: Sequence[OptimTensor]) -> torch.optim.Optimizer:
         """PyTorch's optimizer over the tensors, with our state tensors as its own."""
-        groups: dict[float, list[Tensor]] = {}
+        groups: dict[tuple[float, float], list[Tensor]] = {}
         state, slices = {}, {}
         for t in tensors:
             t.weight.grad = t.grad
-            groups.setdefault(t.weight_decay, []).append(t.weight)
+            groups.setdefault((t.lr_mult, t.weight_decay), []).append(t.weight)
             state[t.weight] = {"step": torch.zeros((), dtype=torch.float32, device=t.weight.device), **t.state}
             slices[t.weight] = t.slices
-        cfg, by_decay = self.cfg, [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
+        cfg = self.cfg
+        param_groups = [{"params": p, "lr_mult": m, "weight_decay": decay} for (m, decay), p in groups.items()]
         common = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
         if cfg.state_dtype == "bf16":
-            adamw: torch.optim.Optimizer = RoundedAdamW(by_decay, slices, **common)
+            adamw: torch.optim.Optimizer = RoundedAdamW(param_groups, slices, **common)
         else:
-            adamw = torch.optim.AdamW(by_decay, **common, fused=True)
+            adamw = torch.optim.AdamW(param_groups, **common, fused=True)
         adamw.state.update(state)
         return adamw

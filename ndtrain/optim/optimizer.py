@@ -66,6 +66,7 @@ class OptimTensor:
         state: name -> state tensor, changed in place.
         weight_decay: 0 for vectors.
         slices: the tensors that the elements belong to; padding belongs to none. Empty for a whole tensor.
+        lr_mult: the factor of the learning rate.
     """
 
     weight: Tensor
@@ -73,6 +74,7 @@ class OptimTensor:
     state: dict[str, Tensor]
     weight_decay: float
     slices: tuple[TensorSlice, ...] = ()
+    lr_mult: float = 1.0
 
 
 class Update(NamedTuple):
@@ -81,7 +83,7 @@ class Update(NamedTuple):
     Attributes:
         step: the number of the step, from 1.
         made: the number of updates made before, without the skipped ones; a scalar on the state's device.
-        lr: the learning rate.
+        lr: the learning rate of a tensor whose `lr_mult` is 1.
         found_inf: 1 if the loss or a gradient is not finite, so that nothing may change, otherwise 0; such a scalar
             too.
         grad_scale: the divisor of the gradients (clipping), such a scalar too; None: 1.
@@ -126,12 +128,13 @@ class PerTensorOptimizer(Optimizer):
         for tensor in tensors:
             if update.grad_scale is not None:
                 tensor.grad.div_(update.grad_scale.to(tensor.grad.dtype))
-            self.update(tensor, update.lr, made + 1)
+            self.update(tensor, update.lr * tensor.lr_mult, made + 1)
 
     @abstractmethod
     def update(self, tensor: OptimTensor, lr: float, step: int) -> None:
         """Changes `tensor.weight` and `tensor.state` in place; the gradient is clipped already.
 
         Args:
+            lr: the tensor's learning rate, `lr_mult` included.
             step: the number of updates made, this one included.
         """

@@ -203,10 +203,11 @@ class RoundedAdamW(torch.optim.Optimizer):
         made = self.state[group["params"][0]]["step"].double() + 1
         corrections = [1 - beta**made for beta in group["betas"]]
         width = corrections[1].sqrt()
-        rate, eps = (group["lr"] * width / corrections[0]).float(), (group["eps"] * width).float()
+        eps = (group["eps"] * width).float()
         scale = None if self.grad_scale is None else self.grad_scale.float()
         tensor_keys = self._on_device([keys(name, group["number"]) for name in self._names])
         for group in self.param_groups:
+            rate = (group["lr"] * width / corrections[0]).float()
             decay = torch.full_like(rate, 1 - group["lr"] * group["weight_decay"])
             scalars = Scalars(*self._constants, eps, decay, rate, self.found_inf, scale)
             for part in (part for weight in group["params"] for part in self._parts[weight]):

@@ -34,6 +34,7 @@ from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.kernel_choice import choose_kernel
+from ndtrain.parallel.param_groups import check_patterns
 from ndtrain.parallel.pp import Placement, TiedReducer
 from ndtrain.parallel.recompute import (
     RecomputePlan,
@@ -146,6 +147,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     """
     placement = Placement.of(cfg)
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
+    check_patterns(cfg.optim, layouts.names())
     trains, plan = plan is None, plan or state_plan(cfg)
     compiled, compile_note = choose_compile(cfg, mesh, trains)
     in_graph = compiled and linear_in_graph(cfg, placement)

@@ -238,7 +238,7 @@ class ShardedUnits:
     def _start_gradient(self, unit: Unit) -> None:
         """Zeroes the gradients of vectors, which autograd adds to, and the padding behind them. Gradients of matrices
         are overwritten by their first matmul."""
-        unit.full_grad[unit.layout.decayed :].zero_()
+        unit.full_grad[unit.layout.matrix_numel :].zero_()
         self.accumulator.open(unit.accumulated)
 
     def _close(self, unit: Unit) -> None:

@@ -12,6 +12,7 @@ from ndtrain.optim import Optimizer, OptimTensor, TensorSlice, Update
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.grad_stats import GradStats, GradStatsReducer
 from ndtrain.parallel.offload import OffloadCopier
+from ndtrain.parallel.param_groups import param_group
 from ndtrain.parallel.unit import Unit
 from ndtrain.parallel.whole_tensors import WholeTensors
 
@@ -19,9 +20,10 @@ from ndtrain.parallel.whole_tensors import WholeTensors
 class ShardedOptimizer:
     """Updates the shards of all units, and with `optim.ema` an exponential average of the weights.
 
-    An elementwise optimizer gets each unit's shard as at most two tensors, matrices (decayed) and vectors (not), which
-    are slices of the flat buffers. All are updated together, or, where the state is offloaded, unit by unit on the
-    host. An optimizer of whole tensors gets each tensor on the rank that owns it (`WholeTensors`).
+    An elementwise optimizer gets each unit's shard as few slices of the flat buffers, each of one parameter group:
+    without `optim.lr_mult` and `wd_mult` as two, matrices (decayed) and vectors (not). All are updated together, or,
+    where the state is offloaded, unit by unit on the host. An optimizer of whole tensors gets each tensor on the rank
+    that owns it (`WholeTensors`).
 
     Attributes:
         reduce_stats: makes the statistics of a step's gradients.
@@ -60,7 +62,7 @@ class ShardedOptimizer:
 
 def _resident_update(optimizer: Optimizer, units: ShardedUnits, cfg: OptimConfig) -> Callable[[Update], None]:
     tensors = [t for u in units.units.values() for t in _tensors(u, u.grad, cfg)]
-    return lambda update: optimizer.step(tensors, update)
+    return lambda update: optimizer.step(tensors, update) if tensors else None  # a shard may be padding alone
 
 
 def _offloaded_update(kind: type[Optimizer], units: ShardedUnits, cfg: OptimConfig) -> Callable[[Update], None]:
@@ -71,25 +73,25 @@ def _offloaded_update(kind: type[Optimizer], units: ShardedUnits, cfg: OptimConf
 
 
 def _whole_update(optimizer: Optimizer, whole: WholeTensors, cfg: OptimConfig) -> Callable[[Update], None]:
-    decay = lambda weight: cfg.weight_decay if weight.ndim > 1 else 0.0
-
     def step(update: Update) -> None:
-        whole.update_each(lambda w, grad, state: optimizer.step([OptimTensor(w, grad, state, decay(w))], update))
+        def update_one(name: str, weight: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
+            group = param_group(cfg, name, weight.ndim)
+            tensor = OptimTensor(weight, grad, state, group.weight_decay, lr_mult=group.lr_mult)
+            optimizer.step([tensor], update)
+
+        whole.update_each(update_one)
 
     return step
 
 
 def _tensors(unit: Unit, grad: Tensor, cfg: OptimConfig) -> Sequence[OptimTensor]:
-    """The shard of a unit, whose gradient comes in `grad`: its matrices and its vectors."""
+    """The shard of a unit, whose gradient comes in `grad`, by parameter groups."""
     start, stop = unit.layout.own
-    cut = unit.layout.decayed_in(start, stop)
     made = []
-    for span, decay in ((slice(0, cut), cfg.weight_decay), (slice(cut, stop - start), 0.0)):
-        weight = unit.master[span]
-        if weight.numel():
-            state = {name: x[span] for name, x in unit.state.items()}
-            slices = _slices(unit, start + span.start, start + span.stop)
-            made.append(OptimTensor(weight, grad[span], state, decay, slices))
+    for group, span in unit.layout.grouped(start, stop, lambda t: param_group(cfg, t.name, len(t.dims))):
+        state = {name: x[span] for name, x in unit.state.items()}
+        slices = _slices(unit, start + span.start, start + span.stop)
+        made.append(OptimTensor(unit.master[span], grad[span], state, group.weight_decay, slices, group.lr_mult))
     return made
 
 

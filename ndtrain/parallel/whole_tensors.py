@@ -118,12 +118,12 @@ class WholeTensors:
             replica = layouts[position][unit].groups.replica
             yield WholeTensor(t.name, t.shape, group, position, replica, owner[t.name], holdings, shards[unit], state)
 
-    def update_each(self, update: Callable[[Tensor, Tensor, dict[str, Tensor]], None]) -> None:
-        """Calls `update(weight, grad, state)` on the owner of each tensor. Every rank of the group calls this."""
+    def update_each(self, update: Callable[[str, Tensor, Tensor, dict[str, Tensor]], None]) -> None:
+        """Calls `update(name, weight, grad, state)` on the owner of each tensor. Every rank of the group calls this."""
         for t in self.tensors:
             whole = self._gather(t)
             if whole is not None:
-                update(whole[0].view(t.shape), whole[1].view(t.shape), t.state)
+                update(t.name, whole[0].view(t.shape), whole[1].view(t.shape), t.state)
             self._scatter(t, None if whole is None else whole[0])
 
     def _gather(self, t: WholeTensor) -> Tensor | None:

@@ -10,6 +10,7 @@ from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import flat_layouts, layouts_of
+from ndtrain.parallel.param_groups import param_group
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute_budget import typical_batch
 from ndtrain.plan import report
@@ -96,14 +97,19 @@ def plan_alike(cfg: Config) -> list[list[int]]:
 
 def _program(cfg: Config, spec: MeshSpec, placement: Placement, rank: int) -> Hashable:
     """What a rank's program depends on: its row of the schedule and its layers, its part of the sequence, and of each
-    unit how many elements there are, are its own, decay, and are counted or written by this rank."""
+    unit how many elements there are, are its own, are in each parameter group, and are counted or written by this
+    rank."""
     coords, layouts = spec.coords(rank), layouts_of(cfg, spec, rank, placement)
     names = [n for n in layouts.names() if layouts.holds(n)]
     units = []
     for unit in flat_layouts(layouts, names).values():
         own, groups = unit.own, unit.groups
         counted = [s.stop - s.start for s in unit.slices(*own, lambda t: t.owned)]
-        units.append((unit.numel, own[1] - own[0], unit.decayed_in(*own), tuple(counted), groups.replica == 0))
+        updated = [
+            (group, s.stop - s.start)
+            for group, s in unit.grouped(*own, lambda t: param_group(cfg.optim, t.name, len(t.dims)))
+        ]
+        units.append((unit.numel, own[1] - own[0], tuple(updated), tuple(counted), groups.replica == 0))
     return coords["pp"], coords["cp"], tuple(units)
 
 

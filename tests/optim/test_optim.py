@@ -25,20 +25,45 @@ def test_learning_rates():
     assert [rate(s, schedule="wsd", wsd_decay=0.2) for s in (1, 80, 90, 100)] == pytest.approx([1.0, 1.0, 0.55, 0.1])
 
 
-@pytest.mark.parametrize("clip", ["0.5", "null"])
-def test_three_steps_equal_a_plain_loop(clip):
-    """Weights after three steps of the plain model with autograd, clip_grad_norm_ and AdamW with two groups."""
+# of a parameter that two patterns match, the last holds
+MULTS = [
+    "optim.lr_mult={*.down_proj.weight:4,model.layers.1.*:0.25,*norm.weight:2}",
+    "optim.wd_mult={model.embed_tokens.weight:0,*.q_proj.weight:3,*norm.weight:5}",
+]
+
+
+def group(name: str, ndim: int, o: OptimConfig, mults: bool) -> dict[str, float]:
+    """The learning rate's factor and the weight decay of a parameter, without patterns."""
+    decay, down, norm = o.weight_decay if ndim > 1 else 0.0, "down_proj" in name, "norm" in name
+    if not mults:
+        return {"factor": 1, "weight_decay": decay}
+    lr_mult = 2 if norm else 0.25 if "layers.1." in name else 4 if down else 1
+    return {"factor": lr_mult, "weight_decay": decay * (0 if "embed" in name else 3 if "q_proj" in name else 1)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "clip", "mults"),
+    [
+        ("mesh.fsdp=2", "0.5", False),
+        ("mesh.fsdp=2", "null", True),
+        *(pytest.param(m, "0.5", True, marks=pytest.mark.full) for m in ("mesh.tp=2", "mesh.pp=2", "mesh.zero=1")),
+        pytest.param("optim.offload=true", "0.5", True, marks=pytest.mark.full),
+    ],
+)
+def test_three_steps_equal_a_plain_loop(mesh, clip, mults):
+    """Weights after three steps of the plain model with autograd, clip_grad_norm_ and AdamW with its groups."""
     overrides = [*SHAPE, *FP64, "train.global_batch=8", "train.micro_batch=2", f"optim.clip={clip}"]
-    ours = train(2, [*overrides, "mesh.fsdp=2"], "uneven")
+    overrides += [*(MULTS if mults else []), "model.num_attention_heads=4", "model.num_key_value_heads=2"]
+    overrides += ["model.head_dim=10"]
+    mesh = [mesh] if mesh in ("mesh.tp=2", "mesh.pp=2") else [mesh, "mesh.fsdp=2"]
+    ours = train(2, [*overrides, *dict.fromkeys(mesh)], "uneven")
     cfg = resolve(load_config([*overrides, "train.micro_batch=8"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     model = Transformer(cfg.model).double()
     for name, p in model.named_parameters():
         fill(p.data.view(-1), cfg.model, cfg.run.seed, name, 0)
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
     o = cfg.optim
-    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": [p], **group(name, p.ndim, o, mults)} for name, p in model.named_parameters()]
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas), eps=o.eps)
     for step in range(1, 4):
         (batch,) = make_batches(cfg, mesh, step, "uneven")
@@ -46,8 +71,8 @@ def test_three_steps_equal_a_plain_loop(clip):
         adamw.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip or float("inf"))
-        for group in adamw.param_groups:
-            group["lr"] = learning_rate(o, step, cfg.train.steps)
+        for params in adamw.param_groups:
+            params["lr"] = params["factor"] * learning_rate(o, step, cfg.train.steps)
         adamw.step()
         assert ours.losses[step - 1] == pytest.approx(loss.item(), rel=1e-12)
         assert ours.norms[step - 1] == pytest.approx(norm.item(), rel=1e-12)

@@ -82,7 +82,8 @@ def test_an_element_knows_its_place(tp):
 def rank_updates(overrides: list[str]) -> tuple[Run, list[tuple]]:
     """On one rank: three updates, one of them skipped, from gradients that depend on step and element alone."""
     rank, _, world = world_from_env()
-    cfg = resolve(load_config([*MODEL, "train.global_batch=8", "train.micro_batch=2", BF16, *overrides]), world)
+    batch = ["train.global_batch=8", "train.micro_batch=2"]
+    cfg = resolve(load_config([*MODEL, *batch, BF16, "optim.lr_mult={*.down_proj.weight:4}", *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)

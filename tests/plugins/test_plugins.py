@@ -58,7 +58,8 @@ def importable():
 
 # --------------------------------------------------------------------------------------------------------- parity
 
-MODEL = [*SHAPE, *FP64, PLUGIN, "optim=factored", "model.model_type=squared_relu", "train.global_batch=8"]
+MULTS = ["optim.lr_mult={*.down_proj.weight:4}", "optim.wd_mult={*.q_proj.weight:3}"]
+MODEL = [*SHAPE, *FP64, PLUGIN, "optim=factored", *MULTS, "model.model_type=squared_relu", "train.global_batch=8"]
 MESHES = {
     "dp fsdp tp": ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "model.num_key_value_heads=2", "train.micro_batch=2"],
     "pp tied": ["mesh.pp=2", "mesh.fsdp=2", "model.tie_word_embeddings=true", "train.micro_batch=2"],
