@@ -287,7 +287,7 @@ class OptimConfig(Section):
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = at_least(0, 0.1)
-    # pattern of parameter names, as "*.experts.*" -> the factor of the learning rate; of several that match, the last
+    # shell pattern of parameter names -> the factor of their learning rate; of several that match, the last one holds
     lr_mult: dict[str, float] = field(default_factory=dict)
     wd_mult: dict[str, float] = field(default_factory=dict)  # the same for the weight decay
     clip: float | None = 1.0
