@@ -292,7 +292,7 @@ def flat_fsdp() -> str:
     )
     c.text(20, 30, "One unit (a block): its parameters are views of one flat buffer", 15, bold=True)
     scale, x, y = 950 / flat.numel, 25, 92
-    c.text(x, 62, f"matrices: {flat.decayed} elements, with weight decay", 12, fill=GREY)
+    c.text(x, 62, f"matrices: {flat.matrix_numel} elements, with weight decay", 12, fill=GREY)
     for i, (t, first, last) in enumerate(flat.tensors_in(0, flat.numel)):
         leaf = t.name.split(".")[-2].replace("_layernorm", "")
         w, matrix = (last - first) * scale, len(t.dims) > 1
@@ -301,7 +301,7 @@ def flat_fsdp() -> str:
             c.text(x + first * scale + w / 2, y + (18 if i % 2 else 30), leaf, 11, None, "middle")
     used = flat.offsets[flat.tensors[-1].name] + flat.tensors[-1].local_numel
     c.rect(x + used * scale, y, (flat.numel - used) * scale, 40, GREY, INK, 0)
-    c.line((x + flat.decayed * scale, y - 4), (x + flat.decayed * scale, 70), colour=GREY)
+    c.line((x + flat.matrix_numel * scale, y - 4), (x + flat.matrix_numel * scale, 70), colour=GREY)
     c.text(x + flat.numel * scale, 62, "vectors (two norms), padding", 12, anchor="end", fill=GREY)
     for part in range(flat.groups.shards):
         start, stop = flat.bounds(part)
