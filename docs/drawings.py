@@ -347,7 +347,7 @@ def _unit_life(c: Canvas) -> None:
         "Unit 2 is read next by its own backward, so it stays. Gradients are written into a flat buffer of their own,",
         "which is reduce-scattered while the next backward runs. A rank adds the sum for its shard to its gradient.",
         "zero=2 keeps the gathered parameters. zero=1 also keeps the whole gradient, and reduce-scatters once a step.",
-        "The optimizer updates the shard: at most two tensors a unit, matrices (decayed) and vectors (not).",
+        "The optimizer updates the shard in two slices a unit: matrices, which decay, and vectors, which do not.",
     ]
     c.notes(370, notes, 970)
 
