@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.config import ConfigError, world_from_env
+from ndtrain.distributed.cores import cpu_cores
 from ndtrain.metrics import grow_segments, keep_freed_memory
 from ndtrain.runtime import rendezvous
 
@@ -78,7 +79,7 @@ def rank_device(rank: int, device: str) -> torch.device:
         return torch.device("cpu")
     grow_segments()
     torch.cuda.set_device(rank)
-    torch.set_num_threads(max(1, os.cpu_count() // torch.cuda.device_count()))  # for what is offloaded to the host
+    torch.set_num_threads(max(1, cpu_cores() // torch.cuda.device_count()))  # for what is offloaded to the host
     return torch.device("cuda", rank)
 
 

@@ -21,7 +21,6 @@ After an interrupt or a kill, the same command goes on where it stopped. A chang
 that another tokenizer made is refused.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -35,6 +34,7 @@ from ndtrain.data.manifest import Manifest
 from ndtrain.data.prepare import PART_BYTES, prepare
 from ndtrain.data.progress import ProgressDisplay, TextProgress
 from ndtrain.data.workers import WorkerDied, start_forkserver
+from ndtrain.distributed.cores import cpu_cores
 
 VOCAB_SIZE = 4096  # where data.vocab_size is not given: there is no model to take it from
 _DATA = ("path", "tokenizer", "vocab_size", "validation", "text_key", "subset", "split", "eval_split", "cache")
@@ -99,7 +99,7 @@ def parse(args: Sequence[str]) -> Options:
     check_data(cfg.data)
     return Options(
         out=Path(given["out"]).expanduser(),
-        workers=_count("workers", given.get("workers", str(len(os.sched_getaffinity(0))))),
+        workers=_count("workers", given.get("workers", str(cpu_cores()))),
         unit=_count("unit", given["unit"]) if "unit" in given else None,
         data=cfg.data,
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.distributed.collectives import Group, Pending, all_gather_row, size
+from ndtrain.distributed.cores import cpu_cores
 from ndtrain.distributed.flight_recorder import RECORDER
 
 
@@ -29,7 +30,7 @@ def host_threads(device: torch.device) -> int:
     threads = torch.get_num_threads()
     if device.type == "cpu" or threads > 1:
         return threads
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def page_locked(numel: int, dtype: torch.dtype, owner: object) -> Tensor:

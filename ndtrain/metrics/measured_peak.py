@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ndtrain.distributed.cores import cpu_cores
+
 WHOLE_S = 0.9  # duration of a measurement over all sizes, its warm-up included
 BRIEF_S = 0.15  # duration of a check of the rate that is kept
 _WARM_UP_S = 0.1  # until clocks are up and memory is laid out
@@ -182,11 +184,6 @@ def _key(device_type: str, dtype: torch.dtype) -> str:
     else:
         device = f"{cpu_model()}, {cpu_cores()} cores, {torch.get_num_threads()} threads"
     return f"{device}, {dtype}, torch {torch.__version__}"
-
-
-def cpu_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:

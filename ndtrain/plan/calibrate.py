@@ -24,8 +24,9 @@ from ndtrain.bench.collectives import run as links
 from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, run_launches, run_ranks
 from ndtrain.bench.results import require_folder
 from ndtrain.config import Config, ConfigError, HardwareConfig, load_config, resolve
+from ndtrain.distributed.cores import cpu_cores
 from ndtrain.metrics import peak_flops
-from ndtrain.metrics.measured_peak import cpu_cores, cpu_model
+from ndtrain.metrics.measured_peak import cpu_model
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
@@ -277,7 +278,7 @@ def _conditions(share: float) -> str:
     """On what was measured, and whether it was alone there."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_model()
     load = os.getloadavg()[0]
-    text = f"measured on {name}, {os.cpu_count()} cores, torch {torch.__version__}; load average {load:.1f}"
+    text = f"measured on {name}, {cpu_cores()} cores, torch {torch.__version__}; load average {load:.1f}"
     if share < BUSY:
         text += f"; BUSY: other programs took {1 - share:.0%} of a core's time, so links are slower than they are alone"
     return text

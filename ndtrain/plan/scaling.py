@@ -1,7 +1,6 @@
 """How throughput and MFU change with the number of GPUs, at a fixed and at a growing global batch."""
 
 import json
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass
 from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
 from ndtrain.config.schema import resolved
+from ndtrain.distributed.cores import cpu_cores
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model import flops
 from ndtrain.parallel.build import DTYPES
@@ -97,7 +97,7 @@ class Options:
     least: int = option("the smallest number of GPUs", 8)
     most: int = option("the largest number of GPUs; the ones between are doubled", 1024)
     predict: int = option("candidates to predict for each point of each family", 8)
-    processes: int = option("processes to work in; unless given one for each core", os.cpu_count() or 1)
+    processes: int = option("processes to work in; unless given one for each core", cpu_cores())
     json: str | None = option("the file to write the curves to", None)
     svg: str | None = option("the file to draw them in", None)
 

@@ -5,7 +5,6 @@ import gc
 import heapq
 import json
 import multiprocessing
-import os
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from ndtrain.arguments import option
 from ndtrain.config import ConfigError
 from ndtrain.config.registry import load_plugins
 from ndtrain.data.workers import end_with_parent
+from ndtrain.distributed.cores import cpu_cores
 from ndtrain.plan.candidates import SPLIT, Candidate, Space, searched_run
 from ndtrain.plan.estimate import ModelCosts, Place
 from ndtrain.plan.hardware import load_hardware
@@ -40,7 +40,7 @@ class Options(RunOptions):
     """Of `plan search`."""
 
     predict: int = option("candidates to predict before those next to the best ones", 100)
-    processes: int = option("processes to work in; unless given one for each core", os.cpu_count() or 1)
+    processes: int = option("processes to work in; unless given one for each core", cpu_cores())
     imbalance: float = option(IMBALANCE, 1.0, read=at_least_1)
     against: str | None = option('a mesh to compare with, by its overrides: "mesh.tp=8 mesh.pp=16"', None)
 

@@ -6,7 +6,6 @@ every other one backwards, so that a drift of the machine's speed meets all alik
 """
 
 import json
-import os
 import shlex
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ import yaml
 
 from ndtrain.arguments import option
 from ndtrain.config import ConfigError, resolve
+from ndtrain.distributed.cores import cpu_cores
 from ndtrain.metrics.measured_peak import cpu_model
 from ndtrain.plan.candidates import Space, searched_run
 from ndtrain.plan.hardware import Hardware, description_path, load_hardware
@@ -151,7 +151,7 @@ class Table:
         Raises:
             ConfigError: the folder cannot be used, or the table is none.
         """
-        path, machine = Path(folder) / TABLE, f"{os.cpu_count()} x {cpu_model()}"
+        path, machine = Path(folder) / TABLE, f"{cpu_cores()} x {cpu_model()}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text() if path.exists() else ""

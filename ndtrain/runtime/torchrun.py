@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ndtrain.arguments import wants_help
+from ndtrain.distributed.cores import cpu_cores
 from ndtrain.runtime.launcher_report import PRINTED
 
 _LOGGERS = (  # what they say of a failure is in the last line too
@@ -54,8 +55,7 @@ def main(args: Sequence[str]) -> int:
 
 def set_threads(ranks: int) -> None:
     """Sets OMP_NUM_THREADS for the ranks of this host, unless it is set."""
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // ranks)))
 
 
 def last_line(rank: int, failure: ProcessFailure) -> str:
