@@ -14,6 +14,7 @@ from ndtrain.config.lengths import check_positions, fit_warmup
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.mesh_checks import check_ep, check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
 from ndtrain.config.moe_checks import resolve_balance
+from ndtrain.config.name_patterns import check_factors
 from ndtrain.config.rope_kinds import ROPE_KINDS
 from ndtrain.config.schema import Config, ConfigError, ModelConfig, require, written
 
@@ -115,6 +116,7 @@ def _resolve_schedule(cfg: Config) -> None:
 
 
 def _check_model(m: ModelConfig) -> None:
+    check_factors("model.init_mult", m.init_mult)
     require(
         m.num_attention_heads % m.num_key_value_heads == 0,
         f"model.num_attention_heads={m.num_attention_heads} must be a multiple of "
@@ -219,10 +221,8 @@ def _check_train(cfg: Config) -> None:
     for key in ("lr", "min_lr", "eps", "weight_decay", "clip"):
         value = getattr(optim, key)
         require(value is None or math.isfinite(value), f"optim.{key}={value}: must be a finite number")
-    for key in ("lr_mult", "wd_mult"):
-        for pattern, factor in getattr(optim, key).items():
-            fits = math.isfinite(factor) and factor >= 0
-            require(fits, f"optim.{key}: the factor of {pattern} is {factor}: must be at least 0")
+    check_factors("optim.lr_mult", optim.lr_mult)
+    check_factors("optim.wd_mult", optim.wd_mult)
     require(optim.lr > 0, f"optim.lr={optim.lr}: must be positive")
     require(
         len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas),

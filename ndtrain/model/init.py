@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.config import ModelConfig
+from ndtrain.config.name_patterns import factor_of
 from ndtrain.model.families import family_of
 
 _WORDS_PER_COUNT = 4  # Philox-4x64 gives four words per counter
@@ -98,7 +99,7 @@ def _blocks(out: Tensor, start: int) -> Iterable[tuple[Tensor, int]]:
 
 def _std(m: ModelConfig, name: str) -> float:
     """The standard deviation. Projections that write to the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2,
-    Radford et al., 2019)."""
+    Radford et al., 2019). `init_mult` has factors of its own."""
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight"))
     std = m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if writes_residual else 1)
-    return family_of(m).init_std(m, name, std)
+    return family_of(m).init_std(m, name, std) * factor_of(m.init_mult, name)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ndtrain.config import DATA_AXES, Config, ConfigError
+from ndtrain.config.name_patterns import check_patterns
 from ndtrain.config.registry import get
 from ndtrain.config.schema import resolved
 from ndtrain.distributed.gpu import use_gpu
@@ -34,7 +35,6 @@ from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.kernel_choice import choose_kernel
-from ndtrain.parallel.param_groups import check_patterns
 from ndtrain.parallel.pp import Placement, TiedReducer
 from ndtrain.parallel.recompute import (
     RecomputePlan,
@@ -147,7 +147,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     """
     placement = Placement.of(cfg)
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
-    check_patterns(cfg.optim, layouts.names())
+    _check_patterns(cfg, layouts)
     trains, plan = plan is None, plan or state_plan(cfg)
     compiled, compile_note = choose_compile(cfg, mesh, trains)
     in_graph = compiled and linear_in_graph(cfg, placement)
@@ -353,6 +353,16 @@ def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:
     if differ := set(names) ^ set(shapes):
         raise ValueError(f"{min(differ)}: the model and its layouts do not place it on the same ranks")
     return names
+
+
+def _check_patterns(cfg: Config, layouts: Layouts) -> None:
+    """Every pattern of the configuration has to match a parameter of the model."""
+    for key, factors in (
+        ("model.init_mult", cfg.model.init_mult),
+        ("optim.lr_mult", cfg.optim.lr_mult),
+        ("optim.wd_mult", cfg.optim.wd_mult),
+    ):
+        check_patterns(key, factors, layouts.names())
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

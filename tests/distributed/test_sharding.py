@@ -190,6 +190,15 @@ def test_initial_weights_are_normal_and_differ_by_name_and_seed():
     assert abs(out.std() - 0.02) < 4e-4 and abs(down.std() - 0.02 / 4) < 1e-4
 
 
+def test_a_factor_of_initial_weights():
+    m = ModelConfig(init_mult={"*.down_proj.weight": 4, "*.input_layernorm.*": 4})
+    for name, factor in (("down_proj", 4), ("up_proj", 1), ("input_layernorm", 1)):
+        plain, times = torch.empty(100), torch.empty(100)
+        fill(plain, ModelConfig(), 0, f"model.layers.0.{name}.weight", 0)
+        fill(times, m, 0, f"model.layers.0.{name}.weight", 0)
+        assert torch.equal(times, factor * plain), name
+
+
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_initial_weights_do_not_depend_on_threads(threads, monkeypatch):
     """Blocks of runs that begin anywhere, against the whole stream."""

@@ -1,9 +1,13 @@
-"""Which factor of learning rate and weight decay a parameter has."""
+"""Which factors of learning rate, weight decay and initial weights a parameter has."""
 
 import pytest
+import torch
 
-from ndtrain.config import ConfigError, OptimConfig
-from ndtrain.parallel.param_groups import ParamGroup, check_patterns, param_group
+from ndtrain.config import ConfigError, OptimConfig, load_config, resolve
+from ndtrain.config.name_patterns import check_patterns
+from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.parallel.build import build_stages
+from ndtrain.parallel.param_groups import ParamGroup, param_group
 from tests.lib.helpers import config_refusal
 from tests.lib.parity import SHAPE, compare, train
 from tests.parallel.test_parity_moe import MODEL as EXPERTS
@@ -23,17 +27,22 @@ def test_the_last_pattern_that_matches_holds():
     assert param_group(OptimConfig(weight_decay=0.5, wd_mult={"*": 3}), "model.norm.weight", 1) == ParamGroup(1, 0)
 
 
-@pytest.mark.parametrize("key", ["lr_mult", "wd_mult"])
-def test_a_pattern_without_parameters_is_refused(key):
-    check_patterns(OptimConfig(**{key: {"*.down_proj.*": 2}}), NAMES)
-    with pytest.raises(ConfigError, match=rf"^optim\.{key}: no parameter's name matches \*\.down_prj\.\*; "):
-        check_patterns(OptimConfig(**{key: {"*.down_proj.*": 2, "*.down_prj.*": 2}}), NAMES)
+def test_a_pattern_matches_a_parameter():
+    check_patterns("optim.lr_mult", {"*.down_proj.*": 2, "*.down_prj.*": 1}, NAMES)
+    with pytest.raises(ConfigError, match=r"^optim\.lr_mult: no parameter's name matches \*\.down_prj\.\*; names are"):
+        check_patterns("optim.lr_mult", {"*.down_proj.*": 2, "*.down_prj.*": 2}, NAMES)
+    with pytest.raises(ConfigError, match=rf"matches {NAMES[1][:-5]}; did you mean '{NAMES[1]}'\? "):
+        check_patterns("optim.lr_mult", {NAMES[1][:-5]: 2}, NAMES)
 
 
-@pytest.mark.parametrize("factor", ["-1", "inf", "nan"])
-def test_a_factor_is_at_least_zero(factor):
-    line = f"optim.lr_mult: the factor of * is {float(factor)}: must be at least 0"
-    assert config_refusal([f"optim.lr_mult={{*:{factor}}}"]) == line
+@pytest.mark.parametrize("key", ["optim.lr_mult", "optim.wd_mult", "model.init_mult"])
+def test_factors_are_checked_before_a_run(key):
+    for factor in ("-1", "inf", "nan"):
+        line = f"{key}: the factor of * is {float(factor)}: must be finite and at least 0"
+        assert config_refusal([f"{key}={{*:{factor}}}"]) == line
+    cfg = resolve(load_config([*SHAPE, f"{key}={{*.down_prj.*:2}}"]), 1)
+    with pytest.raises(ConfigError, match=rf"^{key}: no parameter's name matches \*\.down_prj\.\*; "):
+        build_stages(cfg, Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("precision", [[], pytest.param(["optim.state_dtype=bf16"], marks=pytest.mark.full)])
@@ -48,7 +57,8 @@ def test_a_factor_of_every_parameter_is_one_of_the_learning_rate(precision):
 @pytest.mark.parametrize("mesh", ["mesh.ep=2", pytest.param("mesh.zero=1", marks=pytest.mark.full)])
 def test_factors_of_experts_on_a_mesh(mesh):
     """Weights and moments after three steps, against one process."""
-    model = [*EXPERTS, *MODELS["qwen2-moe"], "model.num_experts=8", f"optim.lr_mult={{{DOWN}:4}}"]
-    one, plain = train(1, [*model, "train.micro_batch=8"]), train(1, [*model[:-1], "train.micro_batch=8"])
-    compare(train(2, [*model, "mesh.fsdp=2", mesh, "train.micro_batch=2"]), one, loss=1e-10, state=1e-9)
-    assert one.losses[1:] != plain.losses[1:], "the factor changes nothing"
+    model, factors = [*EXPERTS, *MODELS["qwen2-moe"], "model.num_experts=8"], f"{{{DOWN}:4}}"
+    given = [f"optim.lr_mult={factors}", f"model.init_mult={factors}"]
+    one, *others = (train(1, [*model, *some, "train.micro_batch=8"]) for some in (given, given[:1], given[1:]))
+    compare(train(2, [*model, *given, "mesh.fsdp=2", mesh, "train.micro_batch=2"]), one, loss=1e-10, state=1e-9)
+    assert all(one.losses[1:] != other.losses[1:] for other in others), "a factor changes nothing"
