@@ -13,14 +13,14 @@ from ndtrain.config.schema import resolved, written
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import tensor_shapes
 from ndtrain.model.families import family_of
-from ndtrain.model.families.hf_fields import mod_fields
+from ndtrain.model.families.hf_fields import OURS, mod_fields
 from ndtrain.model.families.moe import OPTIONAL_FIELDS
 from ndtrain.model.transformer import layer, sparse_layers
 from ndtrain.parallel.build import Stages, initialise
 
 _MLP = ("gate_proj", "up_proj", "down_proj")  # of a dense layer, and of a shared expert
 # what a mixture and the dense model that it starts from need not have alike; `_mlp_sizes` are checked by themselves
-_OWN = {"name", "model_type", "intermediate_size", "initializer_range", "max_position_embeddings", *OPTIONAL_FIELDS}
+_OWN = {*OURS, "model_type", "intermediate_size", "initializer_range", "max_position_embeddings", *OPTIONAL_FIELDS}
 _OWN -= {"clip_qkv"}
 
 

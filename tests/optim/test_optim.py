@@ -9,7 +9,7 @@ from ndtrain.engine.train_step import TrainingStep
 from ndtrain.model import Transformer
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE
-from ndtrain.optim import learning_rate
+from ndtrain.optim import OptimTensor, PerTensorOptimizer, StateSpec, Update, learning_rate
 from ndtrain.parallel.build import build_stages
 from tests.lib.parity import FP64, SHAPE, make_batches, train
 
@@ -78,6 +78,22 @@ def test_three_steps_equal_a_plain_loop(mesh, clip, mults):
         assert ours.norms[step - 1] == pytest.approx(norm.item(), rel=1e-12)
     for name, p in model.named_parameters():
         torch.testing.assert_close(ours.tensors["weight"][name], p.data, rtol=1e-10, atol=1e-12)
+
+
+class Descent(PerTensorOptimizer):
+    @classmethod
+    def state_spec(cls, cfg: OptimConfig) -> tuple[StateSpec, ...]:
+        return ()
+
+    def update(self, tensor: OptimTensor, lr: float, step: int) -> None:
+        tensor.weight.sub_(lr * tensor.grad)
+
+
+def test_an_optimizer_of_one_tensor_gets_its_own_learning_rate():
+    weights = [torch.zeros(2), torch.zeros(2)]
+    tensors = [OptimTensor(w, torch.ones(2), {}, 0.0, lr_mult=m) for w, m in zip(weights, (1.0, 4.0), strict=True)]
+    Descent(OptimConfig()).step(tensors, Update(1, torch.zeros(()), 0.25, torch.zeros(()), None))
+    assert torch.equal(torch.stack(weights), torch.tensor([[-0.25, -0.25], [-1.0, -1.0]]))
 
 
 def test_the_norm_of_a_large_fp32_gradient_is_exact():

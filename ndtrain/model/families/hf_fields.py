@@ -15,8 +15,9 @@ from ndtrain.model.families.moe import COUNT_SPELLINGS, OPTIONAL_FIELDS
 
 OWN = "ndtrain_"  # before the model_type of what transformers has no class for, lest it load it as something else
 EXTRAS = ("attn_logit_softcapping", "alibi", "attention")  # what makes a model such a one
-# what both sides name alike; `name` is ours alone, RoPE is written in both of transformers' spellings
-_DIFFERENT = ("name", "model_type", "rope_theta", "rope_scaling", "sliding_window", *EXTRAS, *OPTIONAL_FIELDS)
+OURS = ("name", "init_mult")  # what no config.json has
+# what both sides name alike; RoPE is written in both of transformers' spellings
+_DIFFERENT = (*OURS, "model_type", "rope_theta", "rope_scaling", "sliding_window", *EXTRAS, *OPTIONAL_FIELDS)
 SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _DIFFERENT)
 
 
