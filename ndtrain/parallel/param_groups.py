@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from ndtrain.config import OptimConfig
 from ndtrain.config.name_patterns import factor_of
+from ndtrain.distributed.sharding import FlatLayout
 
 
 class ParamGroup(NamedTuple):
@@ -22,3 +23,8 @@ def param_group(cfg: OptimConfig, name: str, ndim: int) -> ParamGroup:
     """The group of a tensor with so many dims."""
     decay = cfg.weight_decay * factor_of(cfg.wd_mult, name) if ndim > 1 else 0.0
     return ParamGroup(factor_of(cfg.lr_mult, name), decay)
+
+
+def groups_of_shard(cfg: OptimConfig, layout: FlatLayout) -> list[tuple[ParamGroup, slice]]:
+    """The elements of this rank's part of a flat buffer by groups, as slices that count from its start."""
+    return layout.grouped(*layout.own, lambda t: param_group(cfg, t.name, len(t.dims)))

@@ -12,7 +12,7 @@ from ndtrain.optim import Optimizer, OptimTensor, TensorSlice, Update
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.grad_stats import GradStats, GradStatsReducer
 from ndtrain.parallel.offload import OffloadCopier
-from ndtrain.parallel.param_groups import param_group
+from ndtrain.parallel.param_groups import groups_of_shard, param_group
 from ndtrain.parallel.unit import Unit
 from ndtrain.parallel.whole_tensors import WholeTensors
 
@@ -73,10 +73,11 @@ def _offloaded_update(kind: type[Optimizer], units: ShardedUnits, cfg: OptimConf
 
 
 def _whole_update(optimizer: Optimizer, whole: WholeTensors, cfg: OptimConfig) -> Callable[[Update], None]:
+    groups = {t.name: param_group(cfg, t.name, len(t.shape)) for t in whole.tensors}
+
     def step(update: Update) -> None:
         def update_one(name: str, weight: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
-            group = param_group(cfg, name, weight.ndim)
-            tensor = OptimTensor(weight, grad, state, group.weight_decay, lr_mult=group.lr_mult)
+            tensor = OptimTensor(weight, grad, state, groups[name].weight_decay, lr_mult=groups[name].lr_mult)
             optimizer.step([tensor], update)
 
         whole.update_each(update_one)
@@ -86,9 +87,9 @@ def _whole_update(optimizer: Optimizer, whole: WholeTensors, cfg: OptimConfig) -
 
 def _tensors(unit: Unit, grad: Tensor, cfg: OptimConfig) -> Sequence[OptimTensor]:
     """The shard of a unit, whose gradient comes in `grad`, by parameter groups."""
-    start, stop = unit.layout.own
+    start, _ = unit.layout.own
     made = []
-    for group, span in unit.layout.grouped(start, stop, lambda t: param_group(cfg, t.name, len(t.dims))):
+    for group, span in groups_of_shard(cfg, unit.layout):
         state = {name: x[span] for name, x in unit.state.items()}
         slices = _slices(unit, start + span.start, start + span.stop)
         made.append(OptimTensor(unit.master[span], grad[span], state, group.weight_decay, slices, group.lr_mult))

@@ -10,7 +10,7 @@ from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import flat_layouts, layouts_of
-from ndtrain.parallel.param_groups import param_group
+from ndtrain.parallel.param_groups import groups_of_shard
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute_budget import typical_batch
 from ndtrain.plan import report
@@ -105,10 +105,7 @@ def _program(cfg: Config, spec: MeshSpec, placement: Placement, rank: int) -> Ha
     for unit in flat_layouts(layouts, names).values():
         own, groups = unit.own, unit.groups
         counted = [s.stop - s.start for s in unit.slices(*own, lambda t: t.owned)]
-        updated = [
-            (group, s.stop - s.start)
-            for group, s in unit.grouped(*own, lambda t: param_group(cfg.optim, t.name, len(t.dims)))
-        ]
+        updated = [(group, s.stop - s.start) for group, s in groups_of_shard(cfg.optim, unit)]
         units.append((unit.numel, own[1] - own[0], tuple(updated), tuple(counted), groups.replica == 0))
     return coords["pp"], coords["cp"], tuple(units)
 
