@@ -107,8 +107,10 @@ def _problem(read: Any) -> str:
         return "rates: must be a mapping from names of rates to numbers"
     rates = {key: read[key] for key in ("memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s")}
     rates |= {f"peak_tflops.{p}": rate for p, rate in read["peak_tflops"].items()}
-    rates |= {f"rates.{name}": rate for name, rate in read.get("rates", {}).items()}
     for key, rate in rates.items():
         if rate is not None and (type(rate) not in (int, float) or not 0 < rate < float("inf")):
             return f"{key}={rate}: must be a positive number, or null"
+    for key, rate in read.get("rates", {}).items():
+        if type(rate) not in (int, float) or not 0 <= rate < float("inf"):
+            return f"rates.{key}={rate}: must be a number, at least 0"
     return ""

@@ -66,6 +66,9 @@ class Rates:
     memory_gb: float = 1.58
 
 
+# Rates that are added, so that a machine may have none of them. The others are factors.
+ADDED = ("kernel_s", "launch_s", "link_hop_s", "network_hop_s", "interference", "late_s", "step_s", "memory_gb")
+
 # of other trainers, whose data and logs are not beside the step, and whose hosts take longer for an operator
 PUBLISHED = Rates(step_s=0.110, launch_s=44e-6)
 
@@ -74,7 +77,7 @@ def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:
     """The rates, with what the description of the hardware has measured in their place.
 
     Raises:
-        ConfigError: the description names a rate that there is not.
+        ConfigError: the description names a rate that there is not, or a factor of 0.
     """
     known = [f.name for f in fields(Rates)]
     if strange := [name for name in hardware.rates if name not in known]:
@@ -82,6 +85,8 @@ def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:
             f"hardware={hardware.name}: rates.{strange[0]}: no such rate; {near(strange[0], known)}known: "
             f"{', '.join(known)}"
         )
+    if zero := [name for name, rate in hardware.rates.items() if not rate and name not in ADDED]:
+        raise ConfigError(f"hardware={hardware.name}: rates.{zero[0]}=0: must be a positive number")
     return replace(rates or Rates(), **hardware.rates)
 
 

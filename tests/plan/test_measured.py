@@ -8,7 +8,7 @@ import yaml
 
 from ndtrain.config import ConfigError, MeshConfig, load_config, resolve
 from ndtrain.distributed.mesh import MeshSpec
-from ndtrain.plan.calibrate import write
+from ndtrain.plan.calibrate import INTERFERENCE, LATE_S, write
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.measured import Measured, along, near_rate
@@ -152,6 +152,17 @@ def test_a_broken_section_is_one_line(tmp_path, name):
         described(tmp_path, measured=measured)
     assert text in str(raised.value) and "\n" not in str(raised.value)
     assert str(raised.value).endswith("run `ndtrain plan calibrate` again")
+
+
+def test_what_a_calibration_may_find_is_taken(tmp_path):
+    found = {"launch_s": 1e-7, "step_s": 1e-7, "interference": min(INTERFERENCE), "late_s": min(LATE_S)}
+    assert described(tmp_path, rates=found).rates == found
+
+
+@pytest.mark.parametrize("rate", [-0.1, None, "fast", math.inf])
+def test_a_rate_that_is_none_is_one_line(tmp_path, rate):
+    with pytest.raises(ConfigError, match=rf"^hardware=\S+: rates\.late_s={rate}: must be a number, at least 0$"):
+        described(tmp_path, rates={"late_s": rate})
 
 
 def test_a_part_of_a_file_is_refused(tmp_path):

@@ -1,6 +1,6 @@
 """Seconds of kernels and collectives, by hand."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -8,7 +8,7 @@ from ndtrain.config import ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware, load_hardware
-from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
+from ndtrain.plan.price import ADDED, Prices, Rates, peak_flops, rates_of
 
 # 1 TFLOP/s, 1 GB/s of memory, links of 10 GB/s, a network of 1 GB/s a device, everything reached
 MACHINE = Hardware("mine", "cuda", 80, 8, {"bf16": 1}, 1, 10, 1)
@@ -93,3 +93,12 @@ def test_measured_rates_of_a_description_go_before_the_planners():
     assert rates_of(replace(MACHINE, rates={"matmul": 0.9}), RATES) == replace(RATES, matmul=0.9)
     with pytest.raises(ConfigError, match=r"rates\.matmull: no such rate; did you mean 'matmul'\?"):
         rates_of(replace(MACHINE, rates={"matmull": 0.9}))
+
+
+def test_a_machine_may_lack_a_cost_but_no_efficiency():
+    none = dict.fromkeys(ADDED, 0.0)
+    assert rates_of(replace(MACHINE, rates=none), RATES) == replace(RATES, **none)
+    for f in fields(Rates):
+        if f.name not in ADDED:
+            with pytest.raises(ConfigError, match=rf"rates\.{f.name}=0: must be a positive number"):
+                rates_of(replace(MACHINE, rates={f.name: 0.0}))
