@@ -5,24 +5,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ndtrain.config.composition_errors import one_line
+from ndtrain.config.composition_errors import one_line, wrong_configuration
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.overrides import check_overrides
 from ndtrain.config.registry import KINDS, Part, joined, own_keys, plugin_parts
 from ndtrain.config.schema import Config, ConfigError
-
-# what composing a wrong configuration raises; the last two are Hydra's for a defaults list that is none, or a circle
-COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
 
 
 def compose(*overrides: str) -> Config:
@@ -63,7 +58,9 @@ def compose_checked(overrides: list[str], search: Sequence[str] | None = None) -
             return _typed(cfg, _keys_of(overrides))
     except ConfigError:
         raise
-    except COMPOSING as error:
+    except Exception as error:
+        if not wrong_configuration(error, overrides):
+            raise
         raise ConfigError(one_line(error, search, overrides)) from error
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, OmegaConfBaseException
 
@@ -13,6 +14,10 @@ from ndtrain.arguments import near
 from ndtrain.config.keys import Key, config_folders, group_options, known_keys, near_key
 from ndtrain.config.schema import ConfigError
 
+# what composing a wrong configuration raises; the last two are Hydra's for a defaults list that is none, or a circle
+_COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
+_OF_NULL = ("'NoneType' object has no attribute 'get'", "Unexpected type for root: NoneType")
+_NULL = "the key is null, in a file or an earlier override, and takes no entries: leave the null out"
 PACKAGE = "# @package _global_"
 _NUMBERS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
 
@@ -39,6 +44,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def wrong_configuration(error: Exception, overrides: Sequence[str]) -> bool:
+    """Whether composing raised it because of what the user wrote."""
+    return isinstance(error, _COMPOSING) or bool(_entries_of_null(error, overrides))
+
+
+def _entries_of_null(error: BaseException, overrides: Sequence[str]) -> str:
+    """The override that adds entries to a free-form key that is null; "" for another error. OmegaConf has no error of
+    its own for that: its code fails."""
+    if not isinstance(error, AttributeError | AssertionError) or not str(error).startswith(_OF_NULL):
+        return ""
+    return next((o.lstrip("+") for o in overrides if o.startswith("++") and not o.endswith("=null")), "")
+
+
 def one_line(error: BaseException, search: Sequence[str] | None = None, overrides: Sequence[str] = ()) -> str:
     """The line for an error of Hydra or OmegaConf.
 
@@ -54,6 +72,8 @@ def one_line(error: BaseException, search: Sequence[str] | None = None, override
     first = next(iter(str(error).strip().splitlines()), "")
     named = re.match(r"In '?(?P<config>[^':]*)'?: (?P<text>.*)", first)
     path = _file_of(named["config"], folders) if named else None
+    if added := _entries_of_null(error, overrides):
+        return f"{added}: {_NULL}"
     causes = [e for e in (error, error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)]
     if causes:
         return _wrong_value(causes[0], path or _file_with(causes[0].full_key, chosen, overrides), keys)

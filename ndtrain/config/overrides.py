@@ -207,6 +207,10 @@ def _parents(key: str) -> list[str]:
 def _check_key(override: Override, keys: Mapping[str, Key], groups: Mapping[str, set[str]]) -> str:
     key, line = override.key_or_group, override.input_line or ""
     if any(keys[parent].free_form for parent in _parents(key) if parent in keys):
+        if key in keys and keys[key].optional and override.value() == {}:
+            raise ConfigError(
+                f"{line}: entries are added to those of the recipe, and this adds none; {key}=null: no entry"
+            )
         return "++" + line if override.type == OverrideType.CHANGE else line
     if key not in keys:
         raise ConfigError(f"{key}: no such key; {near_key(key, keys, groups)}`--cfg job` lists them all")

@@ -154,8 +154,8 @@ class ModelConfig(Section):
     alibi: bool = False  # linear biases by distance instead of rotary positions
     attention: str | None = choice(None, part="attention_mod")  # a plugin's function of the scores or the mask
     initializer_range: float = 0.02
-    # shell pattern of parameter names -> the factor of the standard deviation of their initial weights
-    init_mult: dict[str, float] = field(default_factory=dict)
+    # shell pattern of parameter names -> the factor of the standard deviation of their initial weights; null: none
+    init_mult: dict[str, float] | None = field(default_factory=dict)
     # mixtures of experts; null: the model is dense
     num_experts: int | None = at_least(1, None)
     num_experts_per_tok: int | None = at_least(1, None)  # experts that a token goes to
@@ -290,8 +290,8 @@ class OptimConfig(Section):
     eps: float = 1e-8
     weight_decay: float = at_least(0, 0.1)
     # shell pattern of parameter names -> the factor of their learning rate; of several that match the last one holds
-    lr_mult: dict[str, float] = field(default_factory=dict)
-    wd_mult: dict[str, float] = field(default_factory=dict)  # the same for the weight decay
+    lr_mult: dict[str, float] | None = field(default_factory=dict)  # null: none
+    wd_mult: dict[str, float] | None = field(default_factory=dict)  # the same for the weight decay
     clip: float | None = 1.0
     schedule: str = choice("cosine", part="lr_schedule")  # of the learning rate
     warmup: int = at_least(0, 0)  # steps

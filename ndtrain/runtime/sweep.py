@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ndtrain.config import Config, ConfigError, resolve, world_from_env
-from ndtrain.config.composition import COMPOSING, compose_checked, register_schema, search_path, to_config
-from ndtrain.config.composition_errors import one_line
+from ndtrain.config.composition import compose_checked, register_schema, search_path, to_config
+from ndtrain.config.composition_errors import one_line, wrong_configuration
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.overrides import sweep_jobs
 from ndtrain.runtime.exit_status import CODES
@@ -61,8 +61,8 @@ def run_with_hydra(
     try:
         with _errors_raised():
             hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
-    except COMPOSING as error:
-        if failed:
+    except Exception as error:
+        if failed or not wrong_configuration(error, overrides):
             raise
         raise ConfigError(one_line(error, search, overrides)) from error
     return max(codes, default=0)

@@ -173,6 +173,20 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
         "mesh.order=[dp: cannot read the override (no viable alternative at input '[dp'); close brackets and quotes, "
         "and put a value with special characters in quotes of its own: 'mesh.order=\"[dp\"'",
     ),
+    "no entries": (
+        ["optim.lr_mult={}"],
+        "optim.lr_mult={}: entries are added to those of the recipe, and this adds none; optim.lr_mult=null: no entry",
+    ),
+    "entries of null": (
+        ["optim.lr_mult=null", "optim.lr_mult={lm_head.weight:2}"],
+        "optim.lr_mult={lm_head.weight:2}: the key is null, in a file or an earlier override, "
+        "and takes no entries: leave the null out",
+    ),
+    "an entry of null": (
+        ["model.rope_scaling=null", "model.rope_scaling.factor=8"],
+        "model.rope_scaling.factor=8: the key is null, in a file or an earlier override, "
+        "and takes no entries: leave the null out",
+    ),
     "deletion of an optional key": (
         ["~train.profile"],
         "~train.profile: a key of the schema cannot be deleted; train.profile=null turns it off",

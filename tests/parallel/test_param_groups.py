@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ndtrain.config import ConfigError, OptimConfig, load_config, resolve
-from ndtrain.config.name_patterns import check_patterns
+from ndtrain.config.name_patterns import check_patterns, factor_of
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import build_stages
 from ndtrain.parallel.param_groups import ParamGroup, param_group
@@ -25,6 +25,15 @@ def test_the_last_pattern_that_matches_holds():
         ParamGroup(2, 0.5), ParamGroup(4, 0), ParamGroup(2, 0)
     ]  # fmt: skip
     assert param_group(OptimConfig(weight_decay=0.5, wd_mult={"*": 3}), "model.norm.weight", 1) == ParamGroup(1, 0)
+
+
+def test_null_takes_back_what_a_recipe_says():
+    name = "model.layers.0.mlp.experts.3.down_proj.weight"
+    cfg = load_config(["recipe=moe_small"])
+    assert (param_group(cfg.optim, name, 2), factor_of(cfg.model.init_mult, name)) == (ParamGroup(4, 0.1 / 4), 4)
+    cfg = load_config(["recipe=moe_small", "optim.lr_mult=null", "optim.wd_mult=null", "model.init_mult=null"])
+    assert (param_group(cfg.optim, name, 2), factor_of(cfg.model.init_mult, name)) == (ParamGroup(1, 0.1), 1)
+    build_stages(resolve(cfg, 1), Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")))
 
 
 def test_a_pattern_matches_a_parameter():
