@@ -167,8 +167,11 @@ def compare(run: Run, reference: Run, loss: float, state: float) -> None:
         state: tolerance of norms, gradients, weights and moments, relative to each tensor's norm.
 
     Raises:
-        AssertionError: a difference exceeds its tolerance; the message names the worst tensor.
+        AssertionError: a difference exceeds its tolerance; the message names the worst tensor. Or the reference has no
+            gradient of a tensor, which compares nothing: of an expert alone that may be so, where no token goes to it.
     """
+    zero = [n for n, t in reference.tensors.get("gradient", {}).items() if not t.any() and ".experts." not in n]
+    assert not zero, f"the reference's gradient of {zero[0]} is zero"
     for got, want in zip(run.losses, reference.losses, strict=True):
         assert abs(got - want) <= loss * max(1, abs(want)), f"loss {got!r}, reference {want!r}"
     for got, want in zip(run.norms, reference.norms, strict=True):
