@@ -147,8 +147,7 @@ class Executor:
         self._open_gradients(layer)
         with self.units.deferring(self._deferred.setdefault(at, []) if ins.kind == "I" else None):
             torch.autograd.backward(edge, self._gradients.pop(at))
-        for name in layer.units:
-            self.units.close_gradients(name)
+        self._close_gradients(layer)
         if x is None:
             return
         if layer.first:
@@ -160,8 +159,14 @@ class Executor:
         for name in layer.units:
             self.units.open_gradients(name)
 
+    def _close_gradients(self, layer: Layer) -> None:
+        for name in layer.units:
+            self.units.close_gradients(name)
+
     def _finish_weights(self, ins: Instruction) -> None:
-        self._open_gradients(self.layers[ins.layer])
+        layer = self.layers[ins.layer]
+        self._open_gradients(layer)
         with torch.no_grad():
             for write in self._deferred.pop((ins.microbatch, ins.layer)):
                 write()
+        self._close_gradients(layer)

@@ -162,7 +162,8 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
         TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in layouts.tp_replica_counts(names)}),
         TiedReducer(mesh, placement.pp_coords(cfg.model)[EMBED]),
         accumulator=accumulator,
-        in_graph=frozenset(unit_of(n) for n in names if in_graph and ".layers." in n),
+        compiled=frozenset(unit_of(n) for n in names if compiled and ".layers." in n),
+        in_graph=in_graph,
         fused_names=_fused_names(cfg, frozenset(names)),
     )
     if not plan.sharded_spec:
@@ -226,7 +227,7 @@ def _plan_recompute(cfg: Config, mesh: Mesh, stages: Stages) -> RecomputePlan:
         groups += plan_recompute(of_stage, cfg.recompute, always, choice[at : at + len(of_stage)])
         blocks += of_stage
         at += len(of_stage)
-    return RecomputePlan(groups, skipped_ops(blocks, groups, compiled=bool(stages.units.in_graph)))
+    return RecomputePlan(groups, skipped_ops(blocks, groups, compiled=stages.units.in_graph))
 
 
 def linear_in_graph(cfg: Config, placement: Placement) -> bool:

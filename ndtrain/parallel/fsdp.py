@@ -46,7 +46,8 @@ class ShardedUnits:
         tp_replicas, ties: sum gradients over the replicas that single tensors have along tp, and over the two stages
             that hold tied embeddings.
         accumulator: accumulates the gradients of matrices.
-        in_graph: the units whose matmuls are part of compiled graphs.
+        compiled: the units whose blocks are compiled.
+        in_graph: whether their matmuls are part of the graphs.
         fused_names: names of matrices that are fused where they are neighbours in the flat buffer.
 
     Attributes:
@@ -62,12 +63,13 @@ class ShardedUnits:
         tp_replicas: TPReplicaReducer,
         ties: TiedReducer,
         accumulator: GradAccumulator,
-        in_graph: frozenset[str],
+        compiled: frozenset[str],
+        in_graph: bool,
         fused_names: Sequence[tuple[str, ...]],
     ):
         self.plan, self.device = plan, mesh.device
         self.tp_replicas, self.ties = tp_replicas, ties
-        self.accumulator, self.in_graph = accumulator, in_graph
+        self.accumulator, self.compiled, self.in_graph = accumulator, compiled, in_graph
         self.compute, self.master, self.offload = plan.compute, plan.master, plan.offload
         self.state_device = host_of(mesh.device) if plan.offload else mesh.device
         self.before_update: list[Callable[[], None]] = []
@@ -77,13 +79,13 @@ class ShardedUnits:
         by_name: dict[str, Unit] = {}
         for groups in dict.fromkeys(layout.groups for layout in layouts.values()):
             alike = {name: layout for name, layout in layouts.items() if layout.groups == groups}
-            fused = {name: () if name in in_graph else fused_names for name in alike}
+            fused = {name: () if in_graph and name in compiled else fused_names for name in alike}
             by_name |= allocate(alike, plan, mesh, self._reducer(groups, mesh), fused)
         self.units = {name: by_name[name] for name in layouts}
         for unit in self.units.values():
-            if unit.name in in_graph:
+            if in_graph and unit.name in compiled:
                 compiled_linear.register(unit.accumulated, accumulator)
-            elif unit.residency.holds_full_grad:
+            if unit.name not in compiled and unit.residency.holds_full_grad:
                 self._attach(unit)
 
     def _reducer(self, groups: UnitGroups, mesh: Mesh) -> ReplicaReducer:
@@ -177,14 +179,14 @@ class ShardedUnits:
             unit.full_grad = torch.empty(unit.layout.numel, dtype=self.master, device=self.device)
             self._attach(unit)
             self._start_gradient(unit)
-        elif name in self.in_graph:
+        elif name in self.compiled:
             self._attach(unit)
 
     def close_gradients(self, name: str) -> None:
         """Ends the backward through the unit. The compiler refuses parameters that have a gradient of another
         precision, so the parameters of compiled units have a gradient only during backward."""
-        if name in self.in_graph:
-            for p in self.units[name].parameters.values():
+        if name in self.compiled:
+            for _, p in self.units[name].with_gradient:
                 p.grad = None
 
     def deferring(self, later: list[Callable[[], None]] | None) -> AbstractContextManager:
@@ -204,7 +206,7 @@ class ShardedUnits:
         full, work = unit.full_grad, reduce_scatter(unit.full_grad, unit.reductions)
         if not unit.residency.holds_full_grad:
             unit.full_grad = None  # only the reduction still reads it: the unit's next backward allocates another
-            for _, p in unit.with_gradient():
+            for _, p in unit.with_gradient:
                 p.grad = None
         if not (unit.residency.holds_full_grad and unit.replicas.alone and reduces_in_place(full)):
             self._wait_for_reductions()  # at most one that holds memory or that replicas sum next is in progress
@@ -243,12 +245,12 @@ class ShardedUnits:
 
     def _close(self, unit: Unit) -> None:
         """The gradients of matrices that no backward has reached become zero."""
-        if unit.name in self.in_graph:
+        if unit.name in self.compiled:
             self._attach(unit)
         self.accumulator.close(unit.accumulated)
         self.close_gradients(unit.name)
 
     def _attach(self, unit: Unit) -> None:
-        for name, p in unit.with_gradient():
+        for name, p in unit.with_gradient:
             at = unit.layout.offsets[name]
             p.grad = unit.full_grad[at : at + p.numel()].view(p.shape)

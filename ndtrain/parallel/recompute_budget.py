@@ -234,16 +234,16 @@ def _measure_block(block: Segment, units: ShardedUnits, saved_ops: SavedOps, ctx
         block.run(x, ctx)
     saved = saved_ops.drop("sizes")
     _, y = _run(block, ctx, x)  # a warm-up: what kernels or a compiler allocate the first time is no activation
-    y.backward(torch.empty_like(y))
+    _backward(block, units, y)
     del y
     with _follow(x.device) as made:
         _, y = _run(block, ctx, x)
         graph = made.now - _bytes(y)
-        y.backward(torch.empty_like(y))
+        _backward(block, units, y)
     backward, later = made.peak_bytes, []
     with _follow(x.device) as made, units.accumulator.deferred(later):
         x, y = _run(block, ctx, x)
-        y.backward(torch.empty_like(y))
+        _backward(block, units, y)
         del y
         waiting = made.now - _bytes(x.grad)
     return {"graph": graph, "backward": backward, "waiting": waiting, "saved": {op: saved[op] for op in _SIZED}}
@@ -263,9 +263,20 @@ def _measure_end(norm: Segment, head: Segment, units: ShardedUnits, ctx: Context
 
 
 def _open(segment: Segment, units: ShardedUnits) -> None:
+    """Weights and gradients of the segment are there from now on, and in no size."""
     for unit in segment.units:
         units.unshard(unit)
         units.open_gradients(unit)
+        units.close_gradients(unit)
+
+
+def _backward(segment: Segment, units: ShardedUnits, y: Tensor) -> None:
+    """As the executor runs it: a compiled block has gradients only meanwhile."""
+    for unit in segment.units:
+        units.open_gradients(unit)
+    y.backward(torch.empty_like(y))
+    for unit in segment.units:
+        units.close_gradients(unit)
 
 
 def _run(segment: Segment, ctx: Context, x: Tensor) -> tuple[Tensor, Tensor]:

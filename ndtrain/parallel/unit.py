@@ -1,7 +1,7 @@
 """A unit's buffers on this rank: which there are, how large, in which precision and where."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -69,7 +69,7 @@ class Residency:
 
 @dataclass
 class Unit:
-    """One unit's buffers on this rank. Parameters are views of `full`, their `.grad` views of `full_grad`.
+    """One unit's buffers on this rank. Parameters are views of `full`.
 
     Attributes:
         group: the ranks that the flat buffer is split over, for gathers.
@@ -78,7 +78,8 @@ class Unit:
         replicas: sums its gradient over the ranks that hold the same shard.
         residency: when its weights and gradient are whole on this rank.
         fused_weights: names of matrices -> these matrices as one fused weight.
-        accumulated: the weights whose gradients matmuls accumulate: fused weights, and the matrices that are in none.
+        with_gradient: fused weights, with the name of their first matrix, and the parameters that are in none. Their
+            `.grad` are views of `full_grad`.
         full: all local elements in compute precision; its storage is empty while the unit is resharded.
         master, grad, ema: this rank's shard in master precision; ema: None unless asked for.
         state: the optimizer's state tensors of the shard, by name.
@@ -108,22 +109,21 @@ class Unit:
     ema: Tensor | None = None
     gather: Pending | None = None
     accumulating: bool = False
-    accumulated: list[nn.Parameter] = field(init=False)
+    with_gradient: list[tuple[str, nn.Parameter]] = field(init=False)
 
     def __post_init__(self) -> None:
         fused_names = {name for names in self.fused_weights for name in names}
-        alone = [p for name, p in self.parameters.items() if p.ndim > 1 and name not in fused_names]
-        self.accumulated = [*(s.weight for s in self.fused_weights.values()), *alone]
+        fused = [(names[0], s.weight) for names, s in self.fused_weights.items()]
+        self.with_gradient = [*fused, *((n, p) for n, p in self.parameters.items() if n not in fused_names)]
+
+    @property
+    def accumulated(self) -> list[nn.Parameter]:
+        """The weights whose gradients matmuls accumulate; autograd adds to those of vectors."""
+        return [p for _, p in self.with_gradient if p.ndim > 1]
 
     def buffer(self, name: str) -> Tensor:
         """This rank's shard of the master weights, the average or a state tensor, by name."""
         return self.state[name] if name in self.state else getattr(self, name)
-
-    def with_gradient(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters and fused weights, whose `.grad` is a view of `full_grad`, with the name of their first
-        tensor."""
-        yield from self.parameters.items()
-        yield from ((names[0], s.weight) for names, s in self.fused_weights.items())
 
 
 def allocate(

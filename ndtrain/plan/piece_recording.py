@@ -160,7 +160,7 @@ def _record(cfg: Config, mesh: Mesh, groups: Sequence[tuple[Save, ...]], fresh: 
 
 def _leave_eager(stages: Stages, log: EventLog) -> None:
     """Tells the log which of the blocks' ops are no part of compiled graphs."""
-    in_graph = bool(stages.units.in_graph)
+    in_graph = stages.units.in_graph
     log.eager_nodes = _EAGER_NODES | (frozenset() if in_graph else _EAGER_LINEAR)
     for model in stages.models.values():
         linear = model.ops.linear if in_graph else log.apart(model.ops.linear)

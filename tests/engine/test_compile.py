@@ -120,22 +120,27 @@ def test_no_weight_gradient_is_made_in_a_graph(overrides):
         assert run_ranks(weight_gradients_in_graphs, 1, overrides, True) == [(7, 0)]
 
 
-SELECTIVE = ["recompute=selective"]
+SELECTIVE, BF16 = ["recompute=selective"], ["precision.compute=bf16"]
 LINEAR, CORE = "WeightOps.linear", "fused_ops.<locals>.core"
+EXPERTS = {"WeightOps.wide_linear", "DisableContext.__call__", "_SavedPart.receive", "SavedExchange.to_tokens"}
 # Graphs break only at calls that send something, save a result or defer a gradient. The last entry is the number of
 # pieces between them, each of which is at least two graphs: with gradients and without.
 BREAKS = {
     "tp": (2, ["mesh.tp=2"], {LINEAR}, 5),
     "ulysses": (2, ["mesh.cp=2", "cp.kind=ulysses"], {"head_shares"}, 2),
     "selective": (1, SELECTIVE, {LINEAR, CORE}, 6),
-    "budget": (1, ["recompute=budget", "recompute.budget=300kB"], {LINEAR, CORE}, 6),
+    "budget": (1, ["recompute=budget", "recompute.budget=410kB"], {LINEAR, CORE}, 6),
     "selective, ring": (2, ["mesh.cp=2", *SELECTIVE], {LINEAR}, 5),
     "gradients deferred": (2, ["mesh.pp=2", "schedule=zb_h1", "model.num_hidden_layers=4"], {LINEAR}, 5),
+    "experts": (1, ["model=moe_debug"], {LINEAR, *EXPERTS}, 8),
 }
+# a parameter that has a gradient of another precision would break them too
+BREAKS |= {f"{name}, bf16": (n, [*more, *BF16], *rest) for name, (n, more, *rest) in BREAKS.items()}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", list(BREAKS))
+@pytest.mark.parametrize(
+    "name", [n if n == "experts, bf16" else pytest.param(n, marks=pytest.mark.full) for n in BREAKS]
+)
 def test_breaks_are_at_what_is_done_outside(name):
     ranks, overrides, calls, pieces = BREAKS[name]
     for graphs, breaks in run_ranks(count_graphs, ranks, overrides, timeout=300):
