@@ -232,9 +232,10 @@ class Layouts:
             self._groups[partial] = UnitGroups.of(self.mesh, self.rank, split, rest)
         return self._groups[partial]
 
-    def tp_replica_counts(self, names: Iterable[str]) -> list[int]:
-        """Over how many tp replicas the gradients of some of these tensors are summed; the same list on every rank."""
-        counts = {self[n].tp_replicas for n in names if TENSOR_AXIS in self[n].partial}
+    def tp_replica_counts(self) -> list[int]:
+        """Over how many tp replicas gradients of the model are summed; the same list on every rank, whatever it holds,
+        since all ranks make a process group for each."""
+        counts = {self[n].tp_replicas for n in self.names() if TENSOR_AXIS in self[n].partial}
         return sorted(counts - {1})
 
     def _layout(self, name: str, dims: tuple[Dim, ...]) -> TensorLayout:

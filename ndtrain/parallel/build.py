@@ -159,7 +159,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
         flat_layouts(layouts, names),
         mesh,
         plan,
-        TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in layouts.tp_replica_counts(names)}),
+        TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in layouts.tp_replica_counts()}),
         TiedReducer(mesh, placement.pp_coords(cfg.model)[EMBED]),
         accumulator=accumulator,
         compiled=frozenset(unit_of(n) for n in names if compiled and ".layers." in n),

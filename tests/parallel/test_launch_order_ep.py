@@ -51,11 +51,24 @@ def test_programs_with_experts_on_other_ranks(world, overrides):
     assert {s.comm.partition(" [")[0] for s in steps if s.name == "all_to_all"} == {"ep exchange"}
 
 
-def test_ranks_without_experts_make_their_groups_too():
-    """Every rank asks for the same groups in the same order, also those of a stage without experts."""
+SAME_GROUPS = {
+    "a stage without experts": (
+        4, [*EXPERTS, "mesh.pp=2", "mesh.fsdp=2", "mesh.ep=2", "model.mlp_only_layers=[0,1,2,3]"], "ep exchange"
+    ),
+    "a stage without layers": (
+        8, [*EXPERTS, "mesh.pp=2", "mesh.tp=2", "mesh.fsdp=2", "mesh.ep=2", "schedule.split=[0,8]"], "tp"
+    ),
+    "tied embeddings": (4, ["mesh.pp=2", "mesh.tp=2", "model.tie_word_embeddings=true", "schedule.split=[0,8]"], "tp"),
+    "fewer K/V heads than tp": (8, ["mesh.pp=2", "mesh.tp=4", "schedule.split=[0,8]"], "tp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_GROUPS)
+def test_every_rank_makes_the_same_groups(name):
+    """In the same order, also a stage without experts or without layers."""
     asked: dict[int, list] = {}
-    overrides = ["mesh.pp=2", "mesh.fsdp=2", "mesh.ep=2", "model.mlp_only_layers=[0,1,2,3]", "train.global_batch=4"]
-    cfg = resolve(load_config([*MODEL, *EXPERTS, *overrides]), 4)
+    world, overrides, among = SAME_GROUPS[name]
+    cfg = resolve(load_config([*MODEL, *overrides, "train.global_batch=4"]), world)
 
     def noted(mesh: Mesh, name: str, blocks: list, make: Callable = Mesh._new_groups) -> Any:
         asked.setdefault(mesh.rank, []).append((name, blocks))
@@ -65,9 +78,9 @@ def test_ranks_without_experts_make_their_groups_too():
         build_stages(cfg, Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"), in_order=True))
 
     with mock.patch.object(Mesh, "_new_groups", noted):
-        on_fake_ranks(build_rank, 4)
-    assert all(asked[rank] == asked[0] for rank in range(4))
-    assert "ep exchange" in [name for name, _ in asked[0]]
+        on_fake_ranks(build_rank, world)
+    assert all(asked[rank] == asked[0] for rank in range(world))
+    assert among in [name for name, _ in asked[0]]
 
 
 def test_the_shared_expert_is_computed_while_rows_travel():
