@@ -28,6 +28,7 @@ TENSOR_AXIS = "tp"  # the axis that rules may map dims to
 STAGE_AXIS = "pp"  # the axis along which stages differ
 
 UNEVEN = ("vocab",)  # dims whose shards may differ by one unit
+ALIGNED = 8  # elements, 16 bytes of bf16: units begin where kernels load several elements at once
 REPLICATED = ("kv_heads",)  # dims that may have fewer units than tp has ranks: neighbouring ranks then hold replicas
 APPLIED_TO = {"head_dim": "heads"}  # a tensor with the first dim is applied to activations sharded as the second
 # dims of the same units with another width: the rule of the second shards the first
@@ -288,7 +289,8 @@ class Layouts:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat buffer of one unit: the concatenation of its local shards, padded to a multiple of `groups.shards`.
+    """The flat buffer of one unit: the concatenation of its local shards, padded so that each of `groups.shards` parts
+    is a multiple of `ALIGNED`.
 
     Matrices come before vectors, so that those that decay are one slice. Among each, sharded tensors come before
     replicated ones.
@@ -316,7 +318,8 @@ class FlatLayout:
             offsets[t.name] = at
             at += t.local_numel
         of_matrices = sum(t.local_numel for t in ordered if len(t.dims) >= 2)
-        return cls(ordered, groups, offsets, of_matrices, -(-at // groups.shards) * groups.shards)
+        whole = groups.shards * ALIGNED
+        return cls(ordered, groups, offsets, of_matrices, -(-at // whole) * whole)
 
     @property
     def own(self) -> tuple[int, int]:

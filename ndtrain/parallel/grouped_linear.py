@@ -2,15 +2,15 @@
 buffers.
 
 The matrices of all experts that read one input lie one behind the other in their unit's buffer, so they are one tensor
-[X, O, I], where O counts those of one expert together (`FusedWeights`). Where it serves, one grouped product computes
-all experts; elsewhere, fp64 included, a loop does. The gradients of weights are a loop everywhere: each expert's
+[X, O, I], where O counts those of one expert together (`FusedWeights`). Where PyTorch has a kernel for it, one grouped
+product computes all experts: in bf16 on Hopper and Blackwell. Elsewhere a loop does. The gradients of weights are a loop everywhere: each expert's
 product accumulates in place, in the precision of the buffer. An expert without rows gets a gradient of zeros.
 
 Shape legend: M rows, X experts, I in, O out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.recompute import SavedOps
 
-_ALIGNMENT = 16  # bytes, of the rows of a grouped product's factors
+_ALIGNMENT = 16  # bytes, of a grouped product's factors and of their rows
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -79,7 +79,7 @@ def products(x_MI: Tensor, w_XIO: Tensor, expert_rows: ExpertRows) -> Tensor:
 
 def sum_of_products(xs_MI: Sequence[Tensor], ws_XIO: Sequence[Tensor], expert_rows: ExpertRows) -> Tensor:
     """The sum of each expert's rows of several tensors times its matrices, [M, O]."""
-    if all(_serves_grouped(t) for t in (*xs_MI, *ws_XIO)):
+    if all(serves_grouped(t) for t in (*xs_MI, *ws_XIO)):
         return reduce(
             Tensor.add_, (F.grouped_mm(x, w, offs=expert_rows.ends) for x, w in zip(xs_MI, ws_XIO, strict=True))
         )
@@ -95,13 +95,19 @@ def sum_of_products(xs_MI: Sequence[Tensor], ws_XIO: Sequence[Tensor], expert_ro
     return y_MO
 
 
-def _serves_grouped(x: Tensor) -> bool:
-    """Whether a grouped product takes this factor and is faster: not on a CPU, whose product writes zeros first; not in
-    fp64, without memory only in bf16, and only rows (or columns) that are aligned."""
-    if not on_gpu(x) or x.dtype not in ((torch.bfloat16,) if x.is_meta else (torch.float32, torch.bfloat16)):
+def serves_grouped(x: Tensor) -> bool:
+    """Whether PyTorch's kernel for grouped products takes this factor: rows (or columns) that are aligned."""
+    if not on_gpu(x) or x.dtype != torch.bfloat16 or not _has_kernel(x.device):
         return False
     *_, rows, columns = x.stride()
-    return 1 in (rows, columns) and max(rows, columns) * x.element_size() % _ALIGNMENT == 0
+    starts = (max(rows, columns), x.storage_offset())
+    return 1 in (rows, columns) and all(n * x.element_size() % _ALIGNMENT == 0 for n in starts)
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    """On other GPUs a grouped product waits until the host has read the offsets, and is a loop too."""
+    return device.type == "meta" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 class GroupedLinear:

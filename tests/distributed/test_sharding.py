@@ -151,11 +151,11 @@ def test_matrices_come_first_and_padding_is_even():
     tensors = {"norm": (Dim("embed", 3),), "w": (Dim("mlp", 3), Dim("embed", 3)), "u": (Dim("mlp", 1), Dim("embed", 3))}
     layouts = Layouts(tensors, {}, mesh, 0)
     flat = FlatLayout.of([layouts[name] for name in tensors], UnitGroups(shards=4))
-    assert flat.offsets == {"w": 0, "u": 9, "norm": 12} and flat.matrix_numel == 12 and flat.numel == 16
+    assert flat.offsets == {"w": 0, "u": 9, "norm": 12} and flat.matrix_numel == 12 and flat.numel == 32
     by_rank = [flat.grouped(*flat.bounds(i), lambda t: len(t.dims)) for i in range(4)]
-    assert by_rank == [[(2, slice(0, 4))], [(2, slice(0, 4))], [(2, slice(0, 4))], [(1, slice(0, 3))]]
-    assert flat.grouped(6, 16, lambda t: t.name) == [("w", slice(0, 3)), ("u", slice(3, 6)), ("norm", slice(6, 9))]
-    assert flat.slices(6, 16, lambda t: t.name != "w") == [slice(3, 9)]
+    assert by_rank == [[(2, slice(0, 8))], [(2, slice(0, 4)), (1, slice(4, 7))], [], []]
+    assert flat.grouped(6, 32, lambda t: t.name) == [("w", slice(0, 3)), ("u", slice(3, 6)), ("norm", slice(6, 9))]
+    assert flat.slices(6, 32, lambda t: t.name != "w") == [slice(3, 9)]
 
 
 def test_errors_name_the_parameter_the_dim_and_the_axis():

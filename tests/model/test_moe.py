@@ -14,6 +14,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from ndtrain.config import ConfigError, ModelConfig, load_config, resolve
 from ndtrain.model import Transformer, flops, tensor_dims
 from ndtrain.model.block import grouped_linear, wide_linear
+from ndtrain.model.device_kind import meta_stands_for
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.moe import permutation
 from ndtrain.model.moe.balance import balance_loss, load_entropy, load_max_over_mean, with_gradient_of, z_loss
@@ -22,7 +23,7 @@ from ndtrain.model.moe.permutation import Permutation, combine, permute
 from ndtrain.model.moe.router import sigmoid_top_k, softmax_top_k
 from ndtrain.model.transformer import fused_names, unit_of
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
-from ndtrain.parallel.grouped_linear import GroupedLinear, sum_of_products
+from ndtrain.parallel.grouped_linear import GroupedLinear, serves_grouped, sum_of_products
 from ndtrain.parallel.recompute import SavedOps
 
 N, K, X, E, INNER = 7, 2, 5, 8, 12
@@ -221,6 +222,23 @@ def test_grouped_linear_is_the_loop(dtype, out, kinds, deferred):
         torch.testing.assert_close(got, dx)
         for w, dw in zip(chain.from_iterable(weights), dws, strict=True):
             torch.testing.assert_close(grad_of[w], times * dw)
+
+
+FACTORS = {  # dtype, elements before it in its buffer, columns -> does the kernel take it
+    "aligned": (torch.bfloat16, 8, 16, True),
+    "fp32": (torch.float32, 8, 16, False),
+    "a start within 16 bytes": (torch.bfloat16, 12, 16, False),
+    "rows that start within 16 bytes": (torch.bfloat16, 8, 12, False),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_the_kernel_of_grouped_products_takes_what_is_aligned(name):
+    dtype, before, columns, serves = FACTORS[name]
+    factor = lambda: torch.empty(before + 4 * columns, dtype=dtype, device="meta")[before:].view(4, columns)
+    assert not serves_grouped(factor())
+    with meta_stands_for("cuda"):
+        assert serves_grouped(factor()) is serves
 
 
 # ------------------------------------------------------------------------------------------------------ declarations
