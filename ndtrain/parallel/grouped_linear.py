@@ -3,8 +3,9 @@ buffers.
 
 The matrices of all experts that read one input lie one behind the other in their unit's buffer, so they are one tensor
 [X, O, I], where O counts those of one expert together (`FusedWeights`). Where PyTorch has a kernel for it, one grouped
-product computes all experts: in bf16 on Hopper and Blackwell. Elsewhere a loop does. The gradients of weights are a loop everywhere: each expert's
-product accumulates in place, in the precision of the buffer. An expert without rows gets a gradient of zeros.
+product computes all experts: in bf16 on Hopper and Blackwell. Elsewhere a loop does. The gradients of weights are a
+loop everywhere: each expert's product accumulates in place, in the precision of the buffer. An expert without rows gets
+a gradient of zeros.
 
 Shape legend: M rows, X experts, I in, O out.
 """
