@@ -257,21 +257,25 @@ def _check_precision(cfg: Config) -> None:
         _check_fp8(cfg)
 
 
-_FP8_MULTIPLE = 16  # of every size of a matmul in fp8
+FP8_MULTIPLE = 16  # of every size of a matmul in fp8
 
 
 def _check_fp8(cfg: Config) -> None:
+    """What every model multiplies in fp8. A rank's matrices are known later (`fp8.check_shapes`): not every model with
+    experts has a dense MLP, nor every one with a latent such heads."""
     m, shapes = cfg.model, LocalShapes.of(cfg)
     sizes = {
         "model.hidden_size": m.hidden_size,
-        "model.intermediate_size / mesh.tp": shapes.intermediate_size,
-        "model.num_attention_heads x head_dim / mesh.tp": shapes.heads * m.head_dim,
-        "model.num_key_value_heads x head_dim / mesh.tp": shapes.kv_heads * m.head_dim,
         "train.micro_batch x train.seq_len / mesh.cp": shapes.tokens,
     }
+    if m.num_experts is None:
+        sizes["model.intermediate_size / mesh.tp"] = shapes.intermediate_size
+    if m.kv_lora_rank is None:
+        sizes["model.num_attention_heads x head_dim / mesh.tp"] = shapes.heads * m.head_dim
+        sizes["model.num_key_value_heads x head_dim / mesh.tp"] = shapes.kv_heads * m.head_dim
     for key, size in sizes.items():
         require(
-            size % _FP8_MULTIPLE == 0,
-            f"{key} = {size} must be a multiple of {_FP8_MULTIPLE} with precision.compute=fp8: change it, or compute "
+            size % FP8_MULTIPLE == 0,
+            f"{key} = {size} must be a multiple of {FP8_MULTIPLE} with precision.compute=fp8: change it, or compute "
             "in bf16",
         )

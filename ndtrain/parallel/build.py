@@ -30,7 +30,7 @@ from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.ep import LANE, ExpertExchange, keep_out_of_graphs, parts_of
 from ndtrain.parallel.ep_capacity import Capacity
 from ndtrain.parallel.expert_slices import ExpertSlices
-from ndtrain.parallel.fp8 import Fp8Matmul, multiplies_fp8, prepare_compile
+from ndtrain.parallel.fp8 import Fp8Matmul, check_shapes, multiplies_fp8, prepare_compile
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
@@ -148,6 +148,8 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     placement = Placement.of(cfg)
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
     _check_patterns(cfg, layouts)
+    if cfg.precision.compute == "fp8":
+        check_shapes(layouts)
     trains, plan = plan is None, plan or state_plan(cfg)
     compiled, compile_note = choose_compile(cfg, mesh, trains)
     in_graph = compiled and linear_in_graph(cfg, placement)

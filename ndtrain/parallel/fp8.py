@@ -6,6 +6,8 @@
 | input gradient  | dy e5m2, w e4m3           | bf16                                |
 | weight gradient | dy e5m2, x e4m3           | fp32, added to the flat buffer      |
 
+Routers, gates of one output and the experts that tokens are routed to are computed as without fp8.
+
 Each factor is cast when it is used, with a scale of its own from its largest magnitude then, on the device. Scales are
 powers of two, so they move the range and not the digits: an element well inside the range becomes the same number under
 any of them. What a rank scales by the largest of its own part of a tensor agrees so with what another mesh makes of it,
@@ -21,6 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ndtrain.config.checks import FP8_MULTIPLE
+from ndtrain.config.schema import require
+from ndtrain.distributed.sharding import Layouts
 from ndtrain.model.device_kind import kind_of
 from ndtrain.model.opaque import opaque
 from ndtrain.parallel.compiled_linear import accumulator_of, add_biases, apply
@@ -30,6 +35,25 @@ from ndtrain.parallel.grad_accumulator import GradAccumulator
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TOP = {_E4M3: 9, _E5M2: 16}  # the largest number is 0.875 * 2^this
 _OUT = torch.bfloat16
+
+
+_NOT_IN_FP8 = ("experts", "one", "expert_mlp")  # dims of the matrices in blocks that are multiplied as without fp8
+
+
+def check_shapes(layouts: Layouts) -> None:
+    """
+    Raises:
+        ConfigError: a matrix of a block has a size on this rank that no fp8 matmul takes.
+    """
+    for name in layouts.names():
+        tensor = layouts[name]
+        if ".layers." not in name or len(tensor.dims) < 2 or any(d.name in _NOT_IN_FP8 for d in tensor.dims):
+            continue
+        require(
+            all(size % FP8_MULTIPLE == 0 for size in tensor.local_shape),
+            f"precision.compute=fp8: {name} is {list(tensor.local_shape)} on a rank, and fp8 needs multiples of "
+            f"{FP8_MULTIPLE}: change the model's size or mesh.tp, or compute in bf16",
+        )
 
 
 class Cast(NamedTuple):

@@ -321,7 +321,8 @@ class WeightOps:
 
     def _plan(self, weights: Sequence[Tensor]) -> tuple[LinearComm, list[FusedWeights], str | None]:
         first = weights[0]
-        comm = self.comm_of(first)._replace(matmul=self.matmul)
+        one_output = first.shape[0] == 1  # a gate: there is no product of such a matrix in fp8
+        comm = self.comm_of(first)._replace(matmul=PLAIN_MATMUL if one_output else self.matmul)
         self._plans[id(first)] = plan = comm, self._fuse(weights), self.saved_ops.op_of.get(first)
         return plan
 

@@ -18,7 +18,8 @@ from ndtrain.parallel.compiled_linear import register
 from ndtrain.parallel.fp8 import Fp8Matmul, cast, multiplies_fp8, multiply, prepare_compile
 from ndtrain.parallel.fused_grad_accumulation import Gathered, MatmulImpl
 from ndtrain.parallel.grad_accumulator import GradAccumulator
-from tests.lib.parity import train
+from tests.lib.parity import make_batches, train
+from tests.lib.ranks import run_ranks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STEP = {E4M3: 2**-4, E5M2: 2**-3}  # the largest relative rounding error
@@ -229,6 +230,41 @@ def test_the_loss_falls_as_in_bf16():
     print(f"means of {together} steps, fp8 and bf16:", *means)
     assert wide[-10:].mean() < 1.2, "without the blocks it comes to 1.6"
     assert (abs(means[0] / means[1] - 1) < 0.02).all()
+
+
+# ------------------------------------------------------------------------------------------------------------ experts
+
+EXPERTS = [
+    *MODEL, "precision.compute=fp8", "model.model_type=qwen2_moe", "model.num_experts=4", "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=20", "model.shared_expert_intermediate_size=32",
+]  # fmt: skip
+
+
+def weights_in_fp8(overrides: list[str]) -> set[tuple[int, ...]]:
+    """The shapes of the weights that a step multiplies in fp8."""
+    cfg = resolve(load_config([*EXPERTS, "train.steps=1", *overrides]), 1)
+    mesh, shapes, cast_weight = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")), set(), Fp8Matmul.weight
+    Fp8Matmul.weight = lambda self, w, backward: shapes.add(tuple(w.shape)) or cast_weight(self, w, backward)
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg)
+    TrainingStep(cfg, mesh, stages).run(1, make_batches(cfg, mesh, 1, "none")).wait()
+    return shapes
+
+
+def test_the_shared_expert_is_multiplied_in_fp8_but_not_its_gate_nor_routed_experts():
+    assert run_ranks(weights_in_fp8, 1, []) == [{(96, 64), (32, 64), (64, 64), (64, 32)}]
+
+
+def test_a_shared_expert_of_another_size_is_refused():
+    cfg = resolve(load_config([*EXPERTS, "model.shared_expert_intermediate_size=40"]), 1)
+    with pytest.raises(
+        ConfigError, match=r"mlp\.shared_expert\.gate_proj\.weight is \[40, 64\] on a rank, and fp8 needs"
+    ):
+        build_stages(cfg, Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")))
+
+
+def test_a_model_without_dense_layers_needs_no_size_of_them():
+    resolve(load_config([*EXPERTS, "model.intermediate_size=72"]), 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
