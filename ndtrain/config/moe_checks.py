@@ -10,8 +10,8 @@ def resolve_balance(cfg: Config) -> None:
     """Fills in `moe.balance` and `moe.aux_coef` of a model with experts.
 
     Raises:
-        ConfigError: a dense model with keys of experts, a loss that the family does not have, or a coefficient that
-            nothing reads.
+        ConfigError: a dense model with keys of experts, a loss that the family does not have, or a coefficient of one
+            that there is not.
     """
     moe = cfg.moe
     family = registry.get("family", cfg.model.model_type)

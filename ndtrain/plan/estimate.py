@@ -16,13 +16,13 @@ from ndtrain.model.families import family_of
 from ndtrain.model.transformer import is_sparse, kinds
 from ndtrain.parallel.build import DTYPES, state_plan
 from ndtrain.parallel.pp import head_in_layers, rank_cost
-from ndtrain.parallel.recompute import COMBINE, DISPATCH, always_saved_ops
+from ndtrain.parallel.recompute import COMBINE, DISPATCH, EXPERTS_DOWN, always_saved_ops
 from ndtrain.parallel.unit import StatePlan
 from ndtrain.plan.candidates import SPLIT, Candidate, Stages, balanced
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.pieces import update_bytes
-from ndtrain.plan.price import Prices, Rates
+from ndtrain.plan.price import Prices, Rates, rates_for
 
 _RANKS = 8  # of a pipeline that is simulated
 _STEADY = 2  # microbatches for each pipeline rank, from which on a step only gets longer
@@ -81,7 +81,7 @@ class Place:
     """
 
     def __init__(self, cfg: Config, hardware: Hardware, rates: Rates, costs: ModelCosts | None = None):
-        self.cfg, self.hardware, self.rates = cfg, hardware, rates
+        self.cfg, self.hardware, self.rates = cfg, hardware, rates_for(rates, cfg)
         self.costs = costs or ModelCosts.of(cfg)
         self.shapes, self.prices = LocalShapes.of(cfg), Prices(hardware, rates, MeshSpec.of(cfg.mesh))
         self.pp, self.fsdp, self.cp, self.tp = (cfg.mesh.pp, cfg.mesh.fsdp, cfg.mesh.cp, cfg.mesh.tp)
@@ -179,19 +179,26 @@ class Place:
         for op, count in self.costs.op_flops.items():
             name, visible, of = kind(op)
             seconds[op] = self.prices.arithmetic(Kernel(name, int(tokens * count * visible / self.tp), 0, of))
-        if "experts" in seconds:
-            seconds["experts"] = self._experts_seconds(seconds["experts"])
+        if experts := {op: seconds[op] for op in ("experts", EXPERTS_DOWN) if op in seconds}:
+            slower = self._experts_factor(sum(experts.values()))
+            seconds |= {op: slower * balanced_s for op, balanced_s in experts.items()}
         values = self.costs.elementwise * tokens / self.tp * DTYPES[dtype].itemsize
         return seconds | {"elementwise": self.prices.kernel(Kernel("memory", 0, int(values), dtype))}
 
-    def _experts_seconds(self, balanced_s: float) -> float:
-        """Of a block's grouped products, whose matrices are read once. The fullest rank holds up the others."""
+    def _experts_factor(self, balanced_s: float) -> float:
+        """By how much a block's grouped products take longer than on rows that are even: the fullest rank holds up the
+        others, buffers of a capacity are whole, and matrices are read once."""
         experts = next((h for h in self.held if h.of_experts), None)
         if experts is None:
-            return balanced_s
+            return 1.0
         read = experts.parameters / self.layers * DTYPES[self.cfg.precision.compute].itemsize
         read_s = self.prices.kernel(Kernel("memory", 0, int(read), self.cfg.precision.compute))
-        return max(read_s, balanced_s * (self.rates.imbalance if self.cfg.mesh.ep > 1 else 1.0))
+        return max(self._rows_over_mean, read_s / balanced_s)
+
+    @property
+    def _rows_over_mean(self) -> float:
+        """Rows of the rank whose experts get most, or of its buffers, over the mean."""
+        return self.rates.imbalance * (self.cfg.moe.capacity or 1.0) if self.cfg.mesh.ep > 1 else 1.0
 
     @cached_property
     def _ep_seconds(self) -> float:
@@ -199,7 +206,7 @@ class Place:
         if self.cfg.mesh.ep == 1:
             return 0.0
         nbytes = int(self._op_elements[DISPATCH] * DTYPES[self.cfg.precision.compute].itemsize)
-        return 4 * self.rates.imbalance * self.prices.collective(EP, "all_to_all", nbytes)
+        return 4 * self._rows_over_mean * self.prices.collective(EP, "all_to_all", nbytes)
 
     @cached_property
     def _head_seconds(self) -> float:

@@ -21,6 +21,7 @@ from ndtrain.config.schema import (
     resolved,
 )
 from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.distributed.sharding import SHARD_AXES
 from ndtrain.engine.executor import Executor
 from ndtrain.engine.instructions import Instruction, Layer, line_up
 from ndtrain.engine.train_step import contexts
@@ -65,10 +66,22 @@ def compiles(cfg: Config, device: str) -> bool:
         return compile_choice.compiles(cfg, torch.device("meta"))
 
 
-def accumulates(cfg: Config) -> bool:
-    """Whether the matmuls of weight gradients add to those of earlier microbatches."""
-    plan = StatePlan(resolved(cfg.mesh.zero), DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params], ())
-    return Residency.of(plan, cfg.mesh.fsdp * cfg.mesh.cp).holds_full_grad
+class Fresh(NamedTuple):
+    """Whether gradients of weights overwrite those of the microbatch before, which the ranks have reduced and share.
+
+    Attributes:
+        experts, others: of units of experts, and of all others.
+    """
+
+    experts: bool
+    others: bool
+
+    @classmethod
+    def of(cls, cfg: Config) -> "Fresh":
+        plan = StatePlan(resolved(cfg.mesh.zero), DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params], ())
+        spec = MeshSpec.of(cfg.mesh)
+        shards = spec.size(*map(spec.beside_ep, SHARD_AXES)), spec.size(*SHARD_AXES)
+        return cls(*(not Residency.of(plan, n).holds_full_grad for n in shards))
 
 
 def reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
@@ -100,14 +113,14 @@ def reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
 
 
 def record(
-    cfg: Config, device: str, groups: Sequence[tuple[Save, ...]], fresh: bool, imbalance: float = 1.0
+    cfg: Config, device: str, groups: Sequence[tuple[Save, ...]], fresh: Fresh, imbalance: float = 1.0
 ) -> Recorded:
     """Records the rank of the reduced configuration that has the last part of the sequence.
 
     Args:
         device: "cpu" or "cuda".
         groups: for each group of neighbouring blocks what its blocks save for a recompute; None: there is none.
-        fresh: whether gradients of weights overwrite those of the microbatch before.
+        fresh: which gradients of weights overwrite others.
         imbalance: as in `Rates`.
     """
     spec, meta = MeshSpec.of(cfg.mesh), torch.device("meta")
@@ -139,7 +152,7 @@ def _no_collection_by_chance() -> Iterator[None]:
             gc.enable()
 
 
-def _record(cfg: Config, mesh: Mesh, groups: Sequence[tuple[Save, ...]], fresh: bool, log: EventLog) -> Recorded:
+def _record(cfg: Config, mesh: Mesh, groups: Sequence[tuple[Save, ...]], fresh: Fresh, log: EventLog) -> Recorded:
     stages = build_stages(cfg, mesh)
     if cfg.train.compile:
         _leave_eager(stages, log)
@@ -183,7 +196,7 @@ class _Stepper(Executor):
         layers: Sequence[Layer],
         groups: Sequence[tuple[Save, ...]],
         log: EventLog,
-        fresh: bool,
+        fresh: Fresh,
     ):
         row = [Action(kind, m, 0) for m in range(2) for kind in "FB"]
         row += [Action(kind, 2, 0) for kind in "FIW"] if cfg.microbatches > 2 else []
@@ -203,8 +216,9 @@ class _Stepper(Executor):
             return super().run(contexts)
 
     def _enter(self, a: Action) -> None:
-        if self.fresh and a.kind == "F":
-            self.units.begin_step()
+        for name, unit in self.units.units.items() if a.kind == "F" else ():
+            if self.fresh.experts if name.endswith(".experts") else self.fresh.others:
+                self.units.accumulator.open(unit.accumulated)
         super()._enter(a)
 
     def _run(self, ins: Instruction) -> None:

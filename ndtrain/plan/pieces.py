@@ -29,7 +29,7 @@ from ndtrain.engine.instructions import Instruction
 from ndtrain.parallel.build import DTYPES
 from ndtrain.parallel.recompute import always_saved_ops, blocks_a_group
 from ndtrain.plan.events import Piece
-from ndtrain.plan.piece_recording import accumulates, compiles, record, reduced
+from ndtrain.plan.piece_recording import Fresh, compiles, record, reduced
 from ndtrain.plan.variants import NOTHING, Save, Variant, kind_of_layer, variants
 
 __all__ = ["Pieces", "kind_of_layer", "record_pieces", "update_bytes"]
@@ -90,7 +90,7 @@ def record_pieces(cfg: Config, device: str, imbalance: float = 1.0) -> Pieces:
     _check(cfg, device)
     groups = _groups(cfg)
     small = reduced(cfg, sum(map(len, groups)), compiles(cfg, device))
-    return _cached(_Key(small, repr(small), device, groups, not accumulates(cfg), imbalance))
+    return _cached(_Key(small, repr(small), device, groups, Fresh.of(cfg), imbalance))
 
 
 def _check(cfg: Config, device: str) -> None:
@@ -135,7 +135,7 @@ class _Key(NamedTuple):
     text: str
     device: str
     groups: tuple[tuple[Save, ...], ...]
-    fresh: bool
+    fresh: Fresh
     imbalance: float
 
     def __eq__(self, other: object) -> bool:

@@ -18,7 +18,7 @@ from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.memory import RankMemory, rank_memory
 from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, planned_config, write_file
 from ndtrain.plan.pieces import record_pieces, update_bytes
-from ndtrain.plan.price import Prices, Rates, peak_flops, rates_of
+from ndtrain.plan.price import Prices, Rates, peak_flops, rates_for, rates_of
 from ndtrain.plan.program import StepProgram
 from ndtrain.plan.report import table
 from ndtrain.plan.simulate import CAUSES, Simulation, Sizes, StepTimes
@@ -104,7 +104,7 @@ class Predictor:
             ConfigError: the hardware's description lacks a rate.
         """
         cfg, mesh = plan.cfg, MeshSpec.of(plan.cfg.mesh)
-        prices, waterfall = Prices(self.hardware, self.rates, mesh), {}
+        prices, waterfall = Prices(self.hardware, rates_for(self.rates, cfg), mesh), {}
         simulated = _simulations(plan, prices)
         seconds = simulated(frozenset()).end
         if explain or prices.ranks_a_core > 1:
@@ -135,7 +135,7 @@ class Predictor:
         Args:
             work: seconds of a rank that never waits for another one, and gets its share of a core.
         """
-        own_core = Prices(self.hardware, self.rates, mesh, own_core=True)
+        own_core = Prices(self.hardware, rates_for(self.rates, plan.cfg), mesh, own_core=True)
         return max(work, Simulation(plan.program, plan.pieces, plan.sizes, own_core).times.end)
 
     def memory(self, plan: "StepPlan") -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 from ndtrain.arguments import near
-from ndtrain.config import ConfigError
+from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
@@ -88,6 +88,11 @@ def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:
     if zero := [name for name, rate in hardware.rates.items() if not rate and name not in ADDED]:
         raise ConfigError(f"hardware={hardware.name}: rates.{zero[0]}=0: must be a positive number")
     return replace(rates or Rates(), **hardware.rates)
+
+
+def rates_for(rates: Rates, cfg: Config) -> Rates:
+    """The rates of a run. With `moe.capacity` buffers are as large however rows are routed: there is no imbalance."""
+    return rates if cfg.moe.capacity is None else replace(rates, imbalance=1.0)
 
 
 @dataclass(frozen=True)

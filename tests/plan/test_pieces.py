@@ -216,6 +216,16 @@ def test_matmuls_have_their_shapes_and_bytes():
     assert fresh.bytes == dw.bytes - 4 * E * F  # or overwrites it
 
 
+def test_experts_that_are_whole_on_a_rank_add_to_their_gradients():
+    """With ep=2 over fsdp=2 the ranks reduce and then overwrite the gradients of all else."""
+    f, rows = 48, 64  # of each of the four experts of a rank
+    for zero in (1, 3):
+        case = f"{EXPERTS} train.seq_len=64 train.micro_batch=2 mesh.fsdp=2 mesh.ep=2 mesh.zero={zero}"
+        made = kernels(record_pieces(config(case), "cuda").of("B", "sparse"), "matmul")
+        of_downs = [k.bytes for k in made if k.shape == (1, E, f, rows)]
+        assert of_downs == [2 * rows * (E + f) + 2 * 4 * E * f] * 4
+
+
 def test_attention_is_one_kernel():
     forward, backward = (kernels(piece(BF16, kind), "attention") for kind in "FB")
     pairs = 2 * 8 * 64 * 65 // 2

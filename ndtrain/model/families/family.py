@@ -34,7 +34,8 @@ class Family:
         absent: fields of ours that its configuration class does not have; they must be false or null.
         fields: the names of its own fields in config.json, which its config dataclass declares or which stand in
             `OPTIONAL_FIELDS`.
-        block: the class of its blocks; None: `Block`.
+        block: the class of its blocks without experts; None: `Block`. Without `latent_attention`, whose blocks are its
+            own.
         latent_attention: whether its attention makes keys and values out of a latent (`model/latent_block.py`).
         moe: its mixtures of experts; None: it has none.
         init_std: (model, parameter name, the usual standard deviation) -> that of its initial weights.
@@ -57,6 +58,10 @@ class Family:
     latent_attention: bool = False
     moe: MoE | None = None
     init_std: Callable[[ModelConfig, str, float], float] = lambda m, name, std: std
+
+    def __post_init__(self) -> None:
+        if self.block and self.latent_attention:
+            raise ValueError(f"family {self.model_type}: latent_attention has blocks of its own: leave block out")
 
     @property
     def causal_lm(self) -> str:
