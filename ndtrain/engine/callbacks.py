@@ -261,13 +261,13 @@ def make_metrics(trainer: "Trainer", peak: float) -> Metrics:
         peak: FLOP/s of a device.
     """
     cfg, t = trainer.cfg, trainer.cfg.train
-    recomputed = trainer.stages.recompute.skipped_ops
+    recomputed, ahead = trainer.stages.recompute.skipped_ops, cfg.moe.balance == "hf"
     return Metrics(
         cfg,
         Path(cfg.run.dir),
         start_step=trainer.state.step,
         flops_per_token=flops.flops_per_token(cfg.model, t.seq_len),
-        hardware_flops_per_token=flops.hardware_flops_per_token(cfg.model, t.seq_len, recomputed),
+        hardware_flops_per_token=flops.hardware_flops_per_token(cfg.model, t.seq_len, recomputed, ahead),
         peak_flops_per_device=peak,
         world_size=trainer.mesh.spec.world_size,
         resume=trainer.state.step > 0,

@@ -116,17 +116,21 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> int:
     return 3 * (over_layers(m, lambda i: block_flops(m, seq_len, i)) + head_flops(m))
 
 
-def hardware_flops_per_token(m: ModelConfig, seq_len: int, skipped_ops: Sequence[frozenset[str] | None]) -> float:
-    """FLOPs a token that are really executed, which HFU counts: the model's, and those of the recompute.
-    The head never is (its gradients are made while the logits are at hand).
+def hardware_flops_per_token(
+    m: ModelConfig, seq_len: int, skipped_ops: Sequence[frozenset[str] | None], look_ahead: bool = False
+) -> float:
+    """FLOPs a token that are really executed, which HFU counts: the model's, those of the recompute, and those of a
+    look ahead. The head is in neither (its gradients are made while the logits are at hand).
 
     Args:
         skipped_ops: for each of some blocks the ops that its recompute skips, None where it is not recomputed
             (`parallel/recompute.py` knows); the model's other blocks are taken to be like these on average.
+        look_ahead: whether a forward of all blocks comes first (`moe.balance=hf`).
     """
     run_again = [ops for ops in skipped_ops if ops is not None]
     again = sum(over_layers(m, lambda i, ops=ops: recompute_flops(m, seq_len, ops, i)) for ops in run_again)
-    return flops_per_token(m, seq_len) + (again / len(skipped_ops) if skipped_ops else 0)
+    ahead = over_layers(m, lambda i: block_flops(m, seq_len, i)) if look_ahead else 0
+    return flops_per_token(m, seq_len) + ahead + (again / len(skipped_ops) if skipped_ops else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- memory

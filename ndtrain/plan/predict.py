@@ -177,7 +177,8 @@ class StepPlan:
         """As in `model.flops`, of the recompute of all blocks."""
         skipped = Counter(ops for rank in self.program.ranks for ops in rank.skipped_ops)
         of = partial(hardware_flops_per_token, self.cfg.model, self.cfg.train.seq_len)
-        return sum(times * of([ops]) for ops, times in skipped.items()) / skipped.total()
+        ahead = self.cfg.moe.balance == "hf"
+        return sum(times * of([ops], look_ahead=ahead) for ops, times in skipped.items()) / skipped.total()
 
 
 def plan_step(cfg: Config, device: str, imbalance: float = 1.0) -> StepPlan:

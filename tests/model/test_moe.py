@@ -267,6 +267,8 @@ def test_recompute_of_mixed_layers_is_counted_by_their_kind():
     again = flops.hardware_flops_per_token(SHAPE, 100, [frozenset()] * 3) - flops.flops_per_token(SHAPE, 100)
     assert again == sum(flops.block_flops(SHAPE, 100, i) for i in range(3))
     assert flops.block_flops(SHAPE, 100, 0) != flops.block_flops(SHAPE, 100, 1)
+    ahead = flops.hardware_flops_per_token(SHAPE, 100, [None] * 3, look_ahead=True) - flops.flops_per_token(SHAPE, 100)
+    assert ahead == again, "a look ahead is a forward of every block too"
 
 
 def test_experts_are_a_unit_whose_matrices_of_one_input_are_neighbours():
