@@ -198,6 +198,10 @@ class Block(nn.Module):
     def add_mlp(self, m: ModelConfig, family: Family) -> None:
         self.mlp = self.make_mlp(m, family)
 
+    def use(self, ops: Ops) -> None:
+        """Replaces the calls, after the parameters if these are replaced too."""
+        self.ops = ops
+
     @classmethod
     def stacks(cls, m: ModelConfig, family: Family) -> tuple[tuple[tuple[str, ...], ...], ...]:
         """What grouped products serve: for each of them the projections of each expert, which read one input."""

@@ -201,7 +201,7 @@ class Transformer(nn.Module):
         """Replaces the calls."""
         self.ops = ops
         for block in self.model.layers.values():
-            block.ops = ops
+            block.use(ops)
 
     def use_biases(self, bias_LX: Tensor) -> None:
         """Gives the stage's blocks with experts their selection biases, as views of those of the whole model."""

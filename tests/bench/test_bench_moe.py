@@ -47,9 +47,12 @@ def test_the_loop_makes_the_gradients_of_weights_too():
     loop(x).square().sum().backward()
     block.feed_forward(x).square().sum().backward()
     theirs = next(c.cell_contents for c in loop.__closure__ if isinstance(c.cell_contents, list))
-    for expert, (gate, _, down) in zip(block.mixture.experts.values(), theirs, strict=True):
-        assert torch.allclose(expert.gate_proj.weight.grad, gate.grad, atol=1e-5) and gate.grad.abs().max() > 0
-        assert torch.allclose(expert.down_proj.weight.grad, down.grad, atol=1e-5)
+    first, stacks = block.mixture.experts["0"], block.ops.grouped_linear.stacks
+    of_first = first.gate_proj.weight, first.down_proj.weight
+    gates_and_ups, downs = (stacks[w].weight.grad.unflatten(0, (4, -1)) for w in of_first)
+    for gate_and_up, of_down, (gate, up, down) in zip(gates_and_ups, downs, theirs, strict=True):
+        assert torch.allclose(gate_and_up, torch.cat([gate.grad, up.grad]), atol=1e-5) and gate.grad.abs().max() > 0
+        assert torch.allclose(of_down, down.grad, atol=1e-5)
 
 
 def test_the_products_are_those_of_the_layer(monkeypatch):

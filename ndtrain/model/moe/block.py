@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
-from ndtrain.model.block import Block, Weights
+from ndtrain.model.block import Block, Ops, Weights
 from ndtrain.model.families.family import Family
 from ndtrain.model.moe.exchange import Part
 from ndtrain.model.moe.permutation import Permutation, combine, permute
@@ -39,6 +39,17 @@ class MoEBlock(Block):
         self.add_module(self.moe.module, self.make_mlp(m, family))
         # added to the router's scores when experts are chosen; no parameter: the loads move it, and no gradient does
         self.register_buffer("selection_bias", torch.zeros(resolved(m.num_experts)), persistent=False)
+        self._list_experts()
+
+    def use(self, ops: Ops) -> None:
+        super().use(ops)
+        self._list_experts()
+
+    def _list_experts(self) -> None:
+        """Lists the weights of each projection. With many experts a list takes longer than a grouped product, so no
+        forward makes one."""
+        experts = self.mixture.experts.values()
+        self._weights = [[getattr(e, p).weight for e in experts] for p in self.moe.projections]
 
     @property
     def mixture(self) -> nn.Module:
@@ -104,8 +115,7 @@ class MoEBlock(Block):
 
     def experts(self, x_RE: Tensor, part: Part) -> Tensor:
         """The outputs of some experts for their rows, which are sorted by expert."""
-        here = list(self.mixture.experts.values())[part.experts]
-        gates, ups, downs = ([getattr(e, p).weight for e in here] for p in self.moe.projections)
+        gates, ups, downs = (weights[part.experts] for weights in self._weights)
         gate_RF, up_RF = self.ops.grouped_linear(x_RE, part.expert_rows, [gates, ups])
         return self.ops.grouped_linear(swiglu(gate_RF, up_RF), part.expert_rows, [downs])[0]
 
