@@ -10,6 +10,7 @@ are recomputed.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from ndtrain.distributed.host_device import gather_numbers
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import Context, Segment
 from ndtrain.model.device_kind import kind_of
-from ndtrain.model.flops import elementwise_values, recompute_flops
+from ndtrain.model.flops import elementwise_values, over_layers, recompute_flops
 from ndtrain.parallel.allocations import Allocations
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.recompute import LAST, SavedOps, results_unread
@@ -154,12 +155,18 @@ def _useful(options: Sequence[Choice], sizes: BlockSizes, cost: Callable[[Choice
 
 
 def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
-    """The cost of a block's recompute in FLOPs a token: those of its matmuls and attention. The elementwise ops between
-    them count as many FLOPs as the device computes in the time it reads and writes their values."""
+    """The cost of a block's recompute in FLOPs a token, the mean of all layers: those of its matmuls and attention. The
+    elementwise ops between them count as many FLOPs as the device computes in the time it reads and writes their
+    values."""
+    m, length = cfg.model, cfg.train.seq_len
     width = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}[cfg.precision.compute]
-    between = elementwise_values(cfg.model) * width * _FLOPS_A_BYTE.get(device, _FLOPS_A_BYTE["cpu"])
-    ops = lambda choice: recompute_flops(cfg.model, cfg.train.seq_len, choice | results_unread(choice))
-    return lambda choice: 0 if choice is None else ops(choice) + between
+    a_value = width * _FLOPS_A_BYTE.get(device, _FLOPS_A_BYTE["cpu"])
+
+    def of_layer(skipped: frozenset[str], i: int) -> int:
+        return recompute_flops(m, length, skipped, i) + elementwise_values(m, i) * a_value
+
+    mean = lambda skipped: over_layers(m, partial(of_layer, skipped)) / m.num_hidden_layers
+    return lambda choice: 0 if choice is None else mean(choice | results_unread(choice))
 
 
 # -------------------------------------------------------------------------------------------------------- the sizes

@@ -38,6 +38,9 @@ class Holding:
         return sum(run.length for run in self.runs)
 
 
+NO_PART = Holding((), counted=False)
+
+
 @dataclass(frozen=True, eq=False)
 class WholeTensor:
     """One tensor of the stage.
@@ -111,8 +114,9 @@ class WholeTensors:
         for t, _ in sorted(tensors, key=lambda item: (-item[0].numel, item[0].name)):
             owner[t.name] = owned.index(min(owned))
             owned[owner[t.name]] += t.numel
+        of_unit = {unit: [_holdings(layout[unit]) for layout in layouts] for unit in layouts[0]}
         for t, unit in tensors:
-            holdings = [_holding(layout[unit], t.name) for layout in layouts]
+            holdings = [of_rank.get(t.name, NO_PART) for of_rank in of_unit[unit]]
             make = lambda s, t=t: torch.zeros(s.shape_of(t.shape), dtype=s.dtype or self.master, device=self.device)
             state = {s.name: make(s) for s in spec} if owner[t.name] == position else {}
             replica = layouts[position][unit].groups.replica
@@ -169,11 +173,9 @@ class WholeTensors:
                 send(message, t.group, position).wait()
 
 
-def _holding(layout: FlatLayout, name: str) -> Holding:
-    for tensor, runs in layout.runs(*layout.own):
-        if tensor.name == name:
-            return Holding(tuple(runs), counted=tensor.tp_replica == 0)
-    return Holding((), counted=False)
+def _holdings(layout: FlatLayout) -> dict[str, Holding]:
+    """Of each tensor that a rank holds a part of."""
+    return {t.name: Holding(tuple(runs), counted=t.tp_replica == 0) for t, runs in layout.runs(*layout.own)}
 
 
 def _packed(shard: Tensor, holding: Holding) -> Tensor:
