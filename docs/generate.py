@@ -115,7 +115,8 @@ def value_text(value: Any) -> str:
 def allowed_text(f: Field) -> str:
     choices, least = f.metadata.get("choices"), f.metadata.get("least")
     parts = [", ".join(f"`{value_text(c)}`" for c in choices)] if choices else []
-    return "; ".join(parts + ([f"at least {least}"] if least is not None else []))
+    parts += [f"at least {least}"] if least is not None else []
+    return "; ".join(parts + ["above 0"] * ("positive" in f.metadata))
 
 
 def escape(text: str) -> str:

@@ -130,10 +130,9 @@ def _check_same(sources: Sequence[_Source]) -> None:
         tensors = _all_tensors(source)
         for (one, its), (other, others) in permutations(((first, of_first), (source, tensors))):
             if lacking := sorted(its.keys() - others):
-                raise CheckpointError(
-                    f"{other.path} lacks the tensor {lacking[0]}, which {one.path} has: "
-                    "average checkpoints of one model"
-                )
+                folder = "a run has biases for its experts, the folder that it began with has none"
+                why = folder if is_selection_bias(lacking[0]) else "average checkpoints of one model"
+                raise CheckpointError(f"{other.path} lacks the tensor {lacking[0]}, which {one.path} has: {why}")
         for name, reader in of_first.items():
             if tensors[name].shape(name) != reader.shape(name):
                 raise CheckpointError(

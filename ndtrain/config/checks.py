@@ -80,6 +80,12 @@ def _check_field(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if "least" in metadata:
         least = metadata["least"]
         require(value is None or value >= least, f"{key}={value}: must be at least {least}")
+        finite = value is None or math.isfinite(value)
+        require(finite or metadata["infinite"], f"{key}={value}: must be a finite number")
+    if "positive" in metadata and value is not None:
+        require(math.isfinite(value), f"{key}={value}: must be a finite number")
+        or_null = ", or null" if metadata["optional"] else ""
+        require(value > 0, f"{key}={value}: must be positive{or_null}")
 
 
 def _check_loggers(cfg: Config) -> None:
@@ -134,13 +140,21 @@ def _check_model(m: ModelConfig) -> None:
     )
     in_part = m.qk_rope_head_dim is not None  # whose family has checked it
     require(in_part or m.head_dim % 2 == 0, f"model.head_dim={m.head_dim} must be even (RoPE rotates pairs)")
-    cap = m.attn_logit_softcapping
-    require(cap is None or cap > 0, f"model.attn_logit_softcapping={cap}: must be positive, or null")
     if m.rope_scaling:
         kind = m.rope_scaling.get("rope_type", m.rope_scaling.get("type"))
         require(kind in ROPE_KINDS, f"model.rope_scaling.rope_type={kind}: known: {', '.join(ROPE_KINDS)}")
         for key in ROPE_KINDS[kind].needed:
             require(key in m.rope_scaling, f"model.rope_scaling.{key} is missing: rope_type={kind} needs it")
+            _check_rope_number(key, m.rope_scaling[key], positive=True)
+        for key in ROPE_KINDS[kind].optional:
+            if m.rope_scaling.get(key) is not None:
+                _check_rope_number(key, m.rope_scaling[key], positive=False)
+
+
+def _check_rope_number(key: str, value: Any, positive: bool) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    require(is_number, f"model.rope_scaling.{key}={written(value)}: must be a number")
+    require(not positive or value > 0, f"model.rope_scaling.{key}={value}: must be positive")
 
 
 def _check_kernel(cfg: Config) -> None:
@@ -218,18 +232,12 @@ def _check_train(cfg: Config) -> None:
         not (t.profile and t.trace),
         f"train.profile={t.profile} slows the step that train.trace=true times: set only one of them",
     )
-    for key in ("lr", "min_lr", "eps", "weight_decay", "clip"):
-        value = getattr(optim, key)
-        require(value is None or math.isfinite(value), f"optim.{key}={value}: must be a finite number")
     check_factors("optim.lr_mult", optim.lr_mult)
     check_factors("optim.wd_mult", optim.wd_mult)
-    require(optim.lr > 0, f"optim.lr={optim.lr}: must be positive")
     require(
         len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas),
         f"optim.betas={optim.betas}: must be two numbers in [0, 1)",
     )
-    require(optim.eps > 0, f"optim.eps={optim.eps}: must be positive")
-    require(optim.clip is None or optim.clip > 0, f"optim.clip={optim.clip}: must be positive, or null for no clipping")
     require(optim.ema is None or 0 < optim.ema < 1, f"optim.ema={optim.ema}: must lie in (0, 1), or null for none")
     require(0 < optim.wsd_decay <= 1, f"optim.wsd_decay={optim.wsd_decay}: must lie in (0, 1]")
     length = t.steps if optim.decay_steps is None else optim.decay_steps

@@ -61,7 +61,7 @@ def check_ep(cfg: Config) -> None:
     require(
         not moe.overlap or moe.parts <= each,
         f"moe.overlap=true: moe.parts={moe.parts} is more than the experts of a layer that a rank holds, "
-        f"{experts} / {mesh.ep} = {each}: lower mesh.ep, or leave it out",
+        f"{experts} / {mesh.ep} = {each}: lower moe.parts or mesh.ep, or leave moe.overlap out",
     )
 
 

@@ -20,7 +20,8 @@ def resolve_balance(cfg: Config) -> None:
             value = getattr(moe, key)
             require(
                 value == default,
-                f"moe.{key}={written(value)}: model.model_type={cfg.model.model_type} has no experts: leave it out",
+                f"moe.{key}={written(value)}: model.model_type={cfg.model.model_type} has no experts: leave it out, or "
+                f"take a recipe's back with moe.{key}={written(default)}",
             )
         return
     require(
@@ -37,7 +38,8 @@ def resolve_balance(cfg: Config) -> None:
     require(
         moe.aux_coef is None or moe.balance in ("sequence", "bias"),
         f"moe.aux_coef={moe.aux_coef} is the factor of a sequence's loss: moe.balance={moe.balance} has none; "
-        "leave it out, or set model.router_aux_loss_coef with moe.balance=hf",
+        "leave it out, or take a recipe's back with moe.aux_coef=null (that of moe.balance=hf is "
+        "model.router_aux_loss_coef)",
     )
     if moe.aux_coef is None:
         moe.aux_coef = SEQUENCE_COEF if moe.balance == "sequence" else 0.0

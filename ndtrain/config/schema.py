@@ -29,9 +29,14 @@ def choice(default: str | None, *choices: str, part: str | None = None, several:
     return field(default=default, metadata={"choices": choices, "part": part, "several": several})
 
 
-def at_least(least: float, default: float | None) -> Any:
-    """A number that is not below `least`; None passes."""
-    return field(default=default, metadata={"least": least})
+def at_least(least: float, default: float | None, infinite: bool = False) -> Any:
+    """A number that is not below `least`, and finite unless `infinite`; None passes."""
+    return field(default=default, metadata={"least": least, "infinite": infinite})
+
+
+def positive(default: float | None, optional: bool = False) -> Any:
+    """A finite number above 0, or None where it is optional."""
+    return field(default=default, metadata={"positive": True, "optional": optional})
 
 
 def require(ok: bool, message: str) -> None:
@@ -40,9 +45,9 @@ def require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def written(value: bool | str) -> str:
+def written(value: Any) -> Any:
     """The value as it is written in YAML and on the command line."""
-    return str(value).lower() if isinstance(value, bool) else value
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
 
 
 Value = TypeVar("Value")
@@ -141,8 +146,8 @@ class ModelConfig(Section):
     num_key_value_heads: int = at_least(1, 4)
     head_dim: int | None = None  # null: hidden_size / num_attention_heads
     max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
+    rms_norm_eps: float = positive(1e-5)
+    rope_theta: float = positive(10000.0)
     rope_scaling: dict[str, Any] | None = field(
         default_factory=dict
     )  # empty or null: none; e.g. {rope_type: llama3, factor: 32, ...}
@@ -150,10 +155,10 @@ class ModelConfig(Section):
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     sliding_window: int | None = None  # tokens a token attends to, itself included
-    attn_logit_softcapping: float | None = None  # scores become c tanh(score / c)
+    attn_logit_softcapping: float | None = positive(None, optional=True)  # scores become c tanh(score / c)
     alibi: bool = False  # linear biases by distance instead of rotary positions
     attention: str | None = choice(None, part="attention_mod")  # a plugin's function of the scores or the mask
-    initializer_range: float = 0.02
+    initializer_range: float = at_least(0, 0.02)
     # shell pattern of parameter names -> the factor of the standard deviation of their initial weights; null: none
     init_mult: dict[str, float] | None = field(default_factory=dict)
     # mixtures of experts; null: the model is dense
@@ -166,12 +171,12 @@ class ModelConfig(Section):
     shared_expert_intermediate_size: int | None = at_least(1, None)  # of the expert that every token goes to
     output_router_logits: bool = False  # whether the model is trained with Hugging Face's balance loss (moe.balance=hf)
     router_aux_loss_coef: float = at_least(0, 0.001)  # the factor of that loss
-    clip_qkv: float | None = None  # queries, keys and values are clipped to this size
+    clip_qkv: float | None = positive(None, optional=True)  # queries, keys and values are clipped to this size
     n_shared_experts: int | None = at_least(1, None)  # experts that every token goes to, as one MLP
     first_k_dense_replace: int = at_least(0, 0)  # so many first layers have a dense MLP
     n_group: int = at_least(1, 1)  # groups of experts, of which a token chooses from the best
     topk_group: int = at_least(1, 1)  # groups that a token chooses from
-    routed_scaling_factor: float = 1.0  # of the weights of a token's experts
+    routed_scaling_factor: float = positive(1.0)  # of the weights of a token's experts
     # latent attention; null: the model has none
     q_lora_rank: int | None = at_least(1, None)  # of the queries' latent; null: queries have none
     kv_lora_rank: int | None = at_least(1, None)  # of the latent of keys and values
@@ -193,7 +198,7 @@ class MoEConfig(Section):
     overlap: bool = False  # with mesh.ep: rows travel in parts, and one part is multiplied while others travel
     parts: int = at_least(2, 2)  # with overlap: how many
     # with mesh.ep: the size of buffers over the mean number of rows; null: as large as the rows need
-    capacity: float | None = at_least(1, None)
+    capacity: float | None = at_least(1, None, infinite=True)
     # the experts start as copies of the MLPs of a dense model, which init_from names; model.* is then the run's own
     upcycle: bool = False
 
@@ -284,15 +289,15 @@ class CPConfig(Section):
 @dataclass
 class OptimConfig(Section):
     name: str = choice("adamw", part="optimizer")
-    lr: float = 3e-4
+    lr: float = positive(3e-4)
     min_lr: float = at_least(0, 0.0)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
+    eps: float = positive(1e-8)
     weight_decay: float = at_least(0, 0.1)
     # shell pattern of parameter names -> the factor of their learning rate; of several that match the last one holds
     lr_mult: dict[str, float] | None = field(default_factory=dict)  # null: none
     wd_mult: dict[str, float] | None = field(default_factory=dict)  # the same for the weight decay
-    clip: float | None = 1.0
+    clip: float | None = positive(1.0, optional=True)
     schedule: str = choice("cosine", part="lr_schedule")  # of the learning rate
     warmup: int = at_least(0, 0)  # steps
     decay_steps: int | None = None  # null: train.steps

@@ -183,7 +183,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     ops = replace(ops, balance=torch.compiler.disable(balance) if compiled else balance)
     kernel, attention = choose_kernel(cfg, mesh, plan.compute) if kind_of(mesh.device) == "cuda" else (None, "")
     for model in models.values():
-        _complete(model, units, ops, kernel, compiled)
+        _complete(model, units, ops, kernel, compiled, in_graph)
         balance.adopt(model)
     segments = {s: m.segments() for s, m in models.items()}
     notes = [note for note in (attention, compile_note) if note]
@@ -208,7 +208,9 @@ def _in_parts(cfg: Config, names: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [names[part.start * each : part.stop * each] for part in parts]
 
 
-def _complete(model: Transformer, units: ShardedUnits, ops: Ops, kernel: str | None, compiled: bool) -> None:
+def _complete(
+    model: Transformer, units: ShardedUnits, ops: Ops, kernel: str | None, compiled: bool, in_graph: bool
+) -> None:
     """Gives a stage its parameters, which are views of the units' buffers, its ops and its attention kernel."""
     for name, _ in list(model.named_parameters()):
         _set_parameter(model, name, units.units[unit_of(name)].parameters[name])
@@ -216,6 +218,8 @@ def _complete(model: Transformer, units: ShardedUnits, ops: Ops, kernel: str | N
     model.kernel = kernel
     if compiled:
         for block in model.model.layers.values():
+            if not in_graph:  # else the compiler makes a graph of nothing for each number of its weights
+                block.linear = torch.compiler.disable(block.linear)
             block.compile()
 
 

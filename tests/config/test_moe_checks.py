@@ -42,6 +42,12 @@ REFUSED = {
     ),
     "upcycling nothing": ("moe_debug", "moe.upcycle=true", ["moe.upcycle=true", "init_from=FOLDER"]),
     "upcycling to a dense model": ("llama_debug", "moe.upcycle=true", ["moe.upcycle=true", "llama has no experts"]),
+    "an endless rate": ("moe_debug", "moe.bias_rate=inf", ["moe.bias_rate=inf", "finite"]),
+    "a recipe's coefficient": ("moe_small", "moe.balance=none", ["moe.aux_coef=0.003", "moe.aux_coef=null"]),
+    "a recipe's rate": ("moe_small", "model=llama_small", ["moe.bias_rate=0.0005", "moe.bias_rate=0.001"]),
+    "more parts than experts": (
+        "moe_debug", "mesh.dp=4 mesh.ep=4 moe.overlap=true moe.parts=3", ["parts=3", "8 / 4 = 2", "lower moe.parts"],
+    ),
     "a negative rate": ("moe_debug", "moe.bias_rate=-1", ["moe.bias_rate=-1", "at least 0"]),
 }  # fmt: skip
 
@@ -49,5 +55,5 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     recipe, overrides, said = REFUSED[name]
-    line = config_refusal([f"recipe={recipe}", *overrides.split()])
+    line = config_refusal([f"recipe={recipe}", *overrides.split()], 4 if "mesh.dp=4" in overrides else 1)
     assert all(word in line for word in said), line

@@ -32,6 +32,7 @@ def count_graphs(overrides: list[str]) -> tuple[list[int], list[str]]:
     """(graphs of blocks compiled after each of five steps, why any graph broke), with an evaluation after the second
     and the third. Any compilation after the second step and the first evaluation raises."""
     torch._dynamo.reset()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     counters.clear()
     # the captured graphs do not depend on the backend, and this backend generates no code
     without_code, of_blocks = lookup_backend("aot_eager"), []
@@ -121,7 +122,11 @@ def test_no_weight_gradient_is_made_in_a_graph(overrides):
 
 
 SELECTIVE, BF16 = ["recompute=selective"], ["precision.compute=bf16"]
-LINEAR, CORE = "WeightOps.linear", "fused_ops.<locals>.core"
+LINEAR, CORE = "Block.linear", "fused_ops.<locals>.core"
+MIXED = [
+    "model=moe_debug", "model.model_type=qwen2_moe", "model.mlp_only_layers=[0]",
+    "model.shared_expert_intermediate_size=24",
+]  # fmt: skip
 EXPERTS = {"WeightOps.wide_linear", "DisableContext.__call__", "_SavedPart.receive", "SavedExchange.to_tokens"}
 # Graphs break only at calls that send something, save a result or defer a gradient. The last entry is the number of
 # pieces between them, each of which is at least two graphs: with gradients and without.
@@ -133,6 +138,8 @@ BREAKS = {
     "selective, ring": (2, ["mesh.cp=2", *SELECTIVE], {LINEAR}, 5),
     "gradients deferred": (2, ["mesh.pp=2", "schedule=zb_h1", "model.num_hidden_layers=4"], {LINEAR}, 5),
     "experts": (1, ["model=moe_debug"], {LINEAR, *EXPERTS}, 8),
+    # a dense layer, and experts for all tokens: matmuls of one, two and three weights
+    "experts and MLPs": (1, MIXED, {LINEAR, *EXPERTS}, 8),
 }
 # a parameter that has a gradient of another precision would break them too
 BREAKS |= {f"{name}, bf16": (n, [*more, *BF16], *rest) for name, (n, more, *rest) in BREAKS.items()}

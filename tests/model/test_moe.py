@@ -307,6 +307,13 @@ REFUSED = {
     "choices beyond the chosen groups": (
         [*LATENT, "n_group=4", "num_experts_per_tok=3"], ["num_experts_per_tok=3", "2 experts", "topk_group=1"],
     ),
+    "more dense layers than layers": (
+        [*LATENT, "first_k_dense_replace=3"], ["first_k_dense_replace=3", "num_hidden_layers=2"],
+    ),
+    "clipped to nothing": (
+        ["model_type=olmoe", "moe_intermediate_size=null", "clip_qkv=0"], ["model.clip_qkv=0.0", "positive, or null"],
+    ),
+    "a scale of nothing": ([*LATENT, "routed_scaling_factor=0"], ["routed_scaling_factor=0.0", "positive"]),
     "no latent": ([*LATENT, "kv_lora_rank=null"], ["model.kv_lora_rank is missing", "deepseek_v3"]),
     "another size of head": ([*LATENT, "head_dim=8"], ["head_dim=8", "= 12", "leave it out"]),
     "fewer keys than heads": ([*LATENT, "num_key_value_heads=2"], ["num_key_value_heads=2", "num_attention_heads=4"]),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ndtrain.config import ModelConfig
+from ndtrain.config.schema import written
 from ndtrain.model.families import latent
 from ndtrain.model.families.moe import OPTIONAL_FIELDS, MoE
 
@@ -98,6 +99,7 @@ class Family:
             value = getattr(m, f.name)
             default = f.default_factory() if callable(f.default_factory) else f.default
             if f.name in OPTIONAL_FIELDS and f.name not in self.own_fields and value != default:
-                return f"model.{f.name}={value}: model.model_type={self.model_type} has none: leave it out"
+                said = f"model.{f.name}={written(value)}: model.model_type={self.model_type} has none: leave it out"
+                return f"{said}, or take a recipe's back with model.{f.name}={written(default)}"
         reason = latent.refusal(m) if self.latent_attention else None
         return reason or (self.moe.refusal(m) if self.moe else None)

@@ -39,6 +39,7 @@ _NEUTRAL: dict[str, tuple] = {
     "is_encoder_decoder": (), "add_cross_attention": (),
     "quantization_config": (), "quantization": (), "compression_config": (),
 }  # fmt: skip
+_FALSE_SAYS_SOMETHING = ("qkv_bias",)  # of these false is a computation too
 # Fields that change nothing in what is trained.
 _PASSED = {
     "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "transformers_version", "use_cache",
@@ -108,7 +109,8 @@ def check_fields(config: dict[str, Any], family: Family, own: bool) -> None:
     neutral = {key: fine for key, fine in _NEUTRAL.items() if key not in family.own_fields}
     for key, fine in (neutral | dict.fromkeys(absent, ())).items():
         value = config.get(key)
-        if not _says_nothing(value) and value not in fine:
+        silent = _says_nothing(value) and not (value is False and key in _FALSE_SAYS_SOMETHING)
+        if not silent and value not in fine:
             allowed = " or ".join(str(v) for v in fine) or "null"
             raise refusal(
                 config, key, f"ndtrain has no model of type {family.model_type} that computes so; supported: {allowed}"

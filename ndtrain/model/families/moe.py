@@ -119,6 +119,11 @@ class MoE:
             return f"model.num_experts_per_tok={k} exceeds model.num_experts={experts}: lower it"
         if reason := _refused_choice(m, experts, k):
             return reason
+        if m.first_k_dense_replace > m.num_hidden_layers:
+            return (
+                f"model.first_k_dense_replace={m.first_k_dense_replace} is more than "
+                f"model.num_hidden_layers={m.num_hidden_layers}: lower it"
+            )
         if beyond := [i for i in m.mlp_only_layers if not 0 <= i < m.num_hidden_layers]:
             return f"model.mlp_only_layers names layer {beyond[0]}: there are layers 0 to {m.num_hidden_layers - 1}"
         return None
