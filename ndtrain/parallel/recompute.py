@@ -167,7 +167,7 @@ def needs_saved_ops(cfg: Config) -> bool:
 
 def always_saved_ops(cfg: Config) -> frozenset[str]:
     """The ops with communication. Every mode saves them, so that a recompute sends nothing twice, except the gathers of
-    matmul inputs, which no backward saves either."""
+    matmul inputs, which no backward saves either, and with tp the result of an expert that every token goes to."""
     by_tp, by_cp = {"o_proj", LAST} if cfg.mesh.tp > 1 else (), {"core"} if cfg.mesh.cp > 1 else ()
     by_ep = {DISPATCH, COMBINE} if cfg.mesh.ep > 1 else ()
     return frozenset({*by_tp, *by_cp, *by_ep})
