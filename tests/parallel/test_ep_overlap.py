@@ -155,7 +155,7 @@ REFUSED = {
     "without ep": (["moe.overlap=true"], 1, ["moe.overlap=true", "mesh.ep=1", "leave it out"]),
     "a dense model": (["recipe=llama_debug", "moe.overlap=true"], 1, ["moe.overlap=true", "llama has no experts"]),
     "more parts than experts": (
-        ["mesh.dp=2", "mesh.ep=2", "moe.overlap=true", "moe.parts=5"], 2, ["moe.parts=5", "8 / 2 = 4", "lower mesh.ep"],
+        ["mesh.dp=2", "mesh.ep=2", "moe.overlap=true", "moe.parts=5"], 2, ["parts=5", "8 / 2 = 4", "lower moe.parts"],
     ),
     "one part": (["mesh.dp=2", "mesh.ep=2", "moe.overlap=true", "moe.parts=1"], 2, ["moe.parts=1", "at least 2"]),
     "parts of nothing": (["mesh.dp=2", "mesh.ep=2", "moe.parts=3"], 2, ["moe.parts=3", "moe.overlap=true"]),
