@@ -50,10 +50,15 @@ def mask_none(row: int, step: int, seq_len: int) -> int:
 def mask_uneven(row: int, step: int, seq_len: int) -> int:
     """Number of leading labels that are ignored. It differs widely between rows. The first four rows have no valid
     token; with 8 ranks these are all rows of a rank."""
-    return seq_len if row < 4 else int(np.random.default_rng((step, row, 1)).integers(0, seq_len))
+    return seq_len if row < 4 else mask_ragged(row, step, seq_len)
 
 
-MASKS = {"none": mask_none, "uneven": mask_uneven}
+def mask_ragged(row: int, step: int, seq_len: int) -> int:
+    """As `mask_uneven`, with valid tokens in every row: for batches of four rows and fewer."""
+    return int(np.random.default_rng((step, row, 1)).integers(0, seq_len))
+
+
+MASKS = {"none": mask_none, "uneven": mask_uneven, "ragged": mask_ragged}
 
 
 EOS = 7  # ends a document with data.pack
