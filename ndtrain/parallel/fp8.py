@@ -29,7 +29,7 @@ from ndtrain.distributed.sharding import Layouts
 from ndtrain.model.device_kind import kind_of
 from ndtrain.model.opaque import opaque
 from ndtrain.parallel.compiled_linear import accumulator_of, add_biases, apply
-from ndtrain.parallel.fused_grad_accumulation import Gathered, MatmulImpl, Rows
+from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, Gathered, MatmulImpl, Rows
 from ndtrain.parallel.grad_accumulator import GradAccumulator
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -145,6 +145,10 @@ class _Casts(Gathered):
 
 class Fp8Matmul(MatmulImpl):
     """As `MatmulImpl`, of factors in fp8."""
+
+    def of_weight(self, w_OI: Tensor) -> MatmulImpl:
+        """A gate has one output, and fp8 has no product of such a matrix."""
+        return PLAIN_MATMUL if w_OI.shape[0] == 1 else self
 
     def input(self, x: Gathered) -> Gathered:
         return _Casts(x, _E4M3)

@@ -81,6 +81,10 @@ class MatmulImpl:
     """The matmuls of y = x @ w.T and of its gradients, and how their factors are prepared. This class leaves the
     factors as they are."""
 
+    def of_weight(self, w_OI: Tensor) -> "MatmulImpl":
+        """What multiplies this weight."""
+        return self
+
     def input(self, x: Gathered) -> Gathered:
         return x
 
@@ -321,8 +325,7 @@ class WeightOps:
 
     def _plan(self, weights: Sequence[Tensor]) -> tuple[LinearComm, list[FusedWeights], str | None]:
         first = weights[0]
-        one_output = first.shape[0] == 1  # a gate: there is no product of such a matrix in fp8
-        comm = self.comm_of(first)._replace(matmul=PLAIN_MATMUL if one_output else self.matmul)
+        comm = self.comm_of(first)._replace(matmul=self.matmul.of_weight(first))
         self._plans[id(first)] = plan = comm, self._fuse(weights), self.saved_ops.op_of.get(first)
         return plan
 
