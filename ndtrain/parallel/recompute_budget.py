@@ -10,7 +10,7 @@ are recomputed.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -165,7 +165,8 @@ def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
     def of_layer(skipped: frozenset[str], i: int) -> int:
         return recompute_flops(m, length, skipped, i) + elementwise_values(m, i) * a_value
 
-    mean = lambda skipped: over_layers(m, partial(of_layer, skipped)) / m.num_hidden_layers
+    # a plan asks for the same few choices thousands of times
+    mean = cache(lambda skipped: over_layers(m, partial(of_layer, skipped)) / m.num_hidden_layers)
     return lambda choice: 0 if choice is None else mean(choice | results_unread(choice))
 
 
