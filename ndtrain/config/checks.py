@@ -177,7 +177,8 @@ def _check_kernel(cfg: Config) -> None:
 
 
 SAVABLE_OPS = ("qkv_proj", "core", "o_proj", "gate_up_proj")  # their results can be saved for the recompute
-EXPERT_OPS = ("router", "dispatch", "experts", "combine")  # those of a mixture of experts too
+# those of a mixture of experts too
+EXPERT_OPS = ("router", "dispatch", "experts", "combine", "shared_expert", "shared_expert_down")
 _UNITS = {"b": 1} | {f"{p}{b}": base**n for n, p in enumerate("kmgt", 1) for b, base in (("b", 1000), ("ib", 1024))}
 
 

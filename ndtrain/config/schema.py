@@ -267,7 +267,7 @@ class RecomputeConfig(Section):
     name: str = choice("none", "none", "full", "selective", "every", "budget")
     every: int | str = 1  # with recompute=every: keep one boundary in this many blocks; auto: the root of their number
     # with recompute=selective: the ops whose results a block keeps (qkv_proj, core, o_proj, gate_up_proj; with experts
-    # router, dispatch, experts, combine too)
+    # router, dispatch, experts, combine, shared_expert, shared_expert_down too)
     keep: list[str] = field(default_factory=lambda: ["core", "o_proj", "gate_up_proj"])
     budget: int | str | None = None  # with recompute=budget: bytes of activations a rank may hold, e.g. 2GiB or 500MB
 

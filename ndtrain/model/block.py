@@ -208,17 +208,19 @@ class Block(nn.Module):
         return ()
 
     @classmethod
+    def ops_projections(cls, m: ModelConfig, family: Family) -> Mapping[str, tuple[str, ...]]:
+        """Op -> its projections, those of all experts too, in the order the ops run. The model may lack some."""
+        return cls.matmuls
+
+    @classmethod
     def multiply_adds(cls, m: ModelConfig, family: Family, weights: Mapping[str, int]) -> dict[str, int]:
         """Op -> multiply-adds a token, in the order the ops run.
 
         Args:
             weights: projection -> elements of its weight.
         """
-        return {op: cls.multiply_adds_of(op, weights) for op in cls.matmuls}
-
-    @classmethod
-    def multiply_adds_of(cls, op: str, weights: Mapping[str, int]) -> int:
-        return sum(weights[name] for name in cls.matmuls[op] if name in weights)
+        projections = cls.ops_projections(m, family).items()
+        return {op: sum(weights[name] for name in names if name in weights) for op, names in projections}
 
     def make_attention(self, m: ModelConfig, family: Family) -> nn.Module:
         a, bias = nn.Module(), family.qkv_bias(m)

@@ -117,6 +117,19 @@ def fused_names(m: ModelConfig) -> list[tuple[str, ...]]:
     return [tuple(f"{layer(i)}.{p}.weight" for p in projections) for i, projections in fused]
 
 
+def ops_of_weights(m: ModelConfig) -> dict[str, str]:
+    """The weights of all blocks that a token is multiplied by: name -> the op (as in `flops.op_flops`) that does it."""
+    family = family_of(m)
+    of_kind = [(layers, kind.ops_projections(m, family)) for kind, layers in kinds(m).items()]
+    return {
+        f"{layer(i)}.{projection}.weight": op
+        for layers, ops in of_kind
+        for op, projections in ops.items()
+        for projection in projections
+        for i in layers
+    }
+
+
 def layer(i: int) -> str:
     return f"model.layers.{i}"
 

@@ -23,7 +23,7 @@ from ndtrain.model.device_kind import kind_of
 from ndtrain.model.families import family_of
 from ndtrain.model.init import Draw, fill_all, standard_normal
 from ndtrain.model.loss import compiled_cross_entropy, cross_entropy
-from ndtrain.model.transformer import EMBED, expert_of, fused_names, unit_of
+from ndtrain.model.transformer import EMBED, expert_of, fused_names, ops_of_weights, unit_of
 from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.compile_choice import choose_compile
 from ndtrain.parallel.cp import cp_core
@@ -41,7 +41,6 @@ from ndtrain.parallel.recompute import (
     SavedOps,
     always_saved_ops,
     needs_saved_ops,
-    op_of,
     plan_recompute,
     skipped_ops,
 )
@@ -170,12 +169,10 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     )
     if not plan.sharded_spec:
         units.whole_tensors = _whole_tensors(cfg, mesh, units, names, placement)
-    parameter_layouts, op_names = {}, {}
-    for unit in units.units.values():
-        for name, parameter in unit.parameters.items():
-            parameter_layouts[parameter] = layouts[name]
-            op_names[parameter] = op_of(name)
-    saved_ops = SavedOps(op_names)
+    parameters = {name: p for unit in units.units.values() for name, p in unit.parameters.items()}
+    parameter_layouts = {p: layouts[name] for name, p in parameters.items()}
+    op_of_name = ops_of_weights(cfg.model)
+    saved_ops = SavedOps({p: op_of_name[name] for name, p in parameters.items() if name in op_of_name})
     fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
     balance = Balance(cfg, mesh)
     capacity = Capacity(cfg, mesh) if cfg.moe.capacity is not None else None

@@ -15,35 +15,22 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ndtrain.config import Config, RecomputeConfig
-from ndtrain.model.transformer import expert_of
 from ndtrain.parallel.allocations import storage_id
 
 T = TypeVar("T")
 NOTHING: frozenset[str] = frozenset()
 DISPATCH, COMBINE = "dispatch", "combine"  # the ways of tokens to other ranks' experts, and back
 EXPERTS_DOWN = "experts_down"  # the last op of experts: where its result travels, what came back is saved
+SHARED_EXPERT_DOWN = "shared_expert_down"  # the last op of the expert that every token goes to
 LAST = "down_proj"  # the last op of a block: the next layer saves its result as an input anyway
-_OP_OF_LEAF = {
-    "o_proj": "o_proj", "gate_proj": "gate_up_proj", "down_proj": "down_proj", "gate": "router",
-} | dict.fromkeys(("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), "qkv_proj")  # fmt: skip
-_OP_OF_EXPERT = {"gate_proj": "experts", "w1": "experts", "down_proj": EXPERTS_DOWN, "w2": EXPERTS_DOWN}
-
-
-def op_of(parameter: str) -> str | None:
-    """The op (as in `flops.op_flops`) that begins with the weight of this global name; None: no op of a block whose
-    result can be saved."""
-    path, _, leaf = parameter.rpartition(".")
-    if leaf != "weight" or ".shared_expert" in path:
-        return None
-    ops = _OP_OF_LEAF if expert_of(parameter) is None else _OP_OF_EXPERT
-    return ops.get(path.rpartition(".")[2])
 
 
 class SavedOps:
     """The op results that recomputed blocks save in their first run and replay in their second.
 
     Args:
-        op_of: the first weight of each matmul -> the op's name.
+        op_of: weight -> the op (as in `flops.op_flops`) that multiplies by it. A matmul of several weights goes by the
+            first one.
     """
 
     def __init__(self, op_of: Mapping[nn.Parameter, str] | None = None):
@@ -167,8 +154,8 @@ def needs_saved_ops(cfg: Config) -> bool:
 
 def always_saved_ops(cfg: Config) -> frozenset[str]:
     """The ops with communication. Every mode saves them, so that a recompute sends nothing twice, except the gathers of
-    matmul inputs, which no backward saves either, and with tp the result of an expert that every token goes to."""
-    by_tp, by_cp = {"o_proj", LAST} if cfg.mesh.tp > 1 else (), {"core"} if cfg.mesh.cp > 1 else ()
+    matmul inputs, which no backward saves either."""
+    by_tp, by_cp = {"o_proj", LAST, SHARED_EXPERT_DOWN} if cfg.mesh.tp > 1 else (), {"core"} if cfg.mesh.cp > 1 else ()
     by_ep = {DISPATCH, COMBINE} if cfg.mesh.ep > 1 else ()
     return frozenset({*by_tp, *by_cp, *by_ep})
 

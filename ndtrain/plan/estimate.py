@@ -16,7 +16,7 @@ from ndtrain.model.families import family_of
 from ndtrain.model.transformer import is_sparse, kinds
 from ndtrain.parallel.build import DTYPES, state_plan
 from ndtrain.parallel.pp import head_in_layers, rank_cost
-from ndtrain.parallel.recompute import COMBINE, DISPATCH, EXPERTS_DOWN, always_saved_ops
+from ndtrain.parallel.recompute import COMBINE, DISPATCH, EXPERTS_DOWN, SHARED_EXPERT_DOWN, always_saved_ops
 from ndtrain.parallel.unit import StatePlan
 from ndtrain.plan.candidates import SPLIT, Candidate, Stages, balanced
 from ndtrain.plan.events import Kernel
@@ -164,7 +164,14 @@ class Place:
         rows = sparse * s.routed_tokens * resolved(m.num_experts_per_tok)
         wide = resolved(family_of(m).moe).dim_sizes(m)["expert_mlp"][0] / s.expert_parts
         way = rows * m.hidden_size
-        return elements | {DISPATCH: way, "experts": 2 * rows * wide, COMBINE: way}
+        shared = sparse * s.tokens * resolved(family_of(m).moe).dim_sizes(m)["shared_mlp"][0] / self.tp
+        return elements | {
+            DISPATCH: way,
+            "experts": 2 * rows * wide,
+            COMBINE: way,
+            "shared_expert": 2 * shared,
+            SHARED_EXPERT_DOWN: sparse * stream if shared else 0,
+        }
 
     # ------------------------------------------------------------------------------------------------------------ time
 

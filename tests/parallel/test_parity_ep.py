@@ -108,12 +108,28 @@ def test_no_row_travels_again_for_a_recompute(recompute):
     assert sent.bytes == layers * microbatches * (8 * 8 + 4 * rows * row)
 
 
+@pytest.mark.parametrize("model", [pytest.param("qwen2-moe", marks=FULL), "deepseek-v3"])
+@pytest.mark.parametrize("recompute", ["full", *(pytest.param(r, marks=FULL) for r in ("selective", "every"))])
+def test_no_sum_over_tp_is_sent_again_for_a_recompute(recompute, model):
+    """That of a shared expert neither. The backward sends what it sends without a recompute."""
+    overrides = [*MODEL, *MODELS[model], EIGHT, "mesh.tp=2", "train.micro_batch=1", "recompute.every=2"]
+
+    def sums(name: str) -> list[tuple[int, int]]:
+        record = dry_run(resolve(load_config([*overrides, f"recompute={name}"]), 2), 1, "cpu")
+        return [(t.count, t.bytes) for t in record.traffic if t.op == "reduce_scatter"]
+
+    assert sums(recompute) == sums("none") != []
+
+
+SHARED = "shared_expert", "shared_expert_down"
 REPEATED = {  # (ep, what is kept) -> the ops of a sparse layer that a recompute runs again
-    (1, "core"): {"qkv_proj", "o_proj", "router", "shared_expert", "experts", "experts_down"},
-    (1, "router,experts"): {"qkv_proj", "core", "o_proj", "shared_expert", "experts_down"},
-    (1, "qkv_proj,core,o_proj,combine"): {"router", "shared_expert", "experts"},
-    (2, "core"): {"qkv_proj", "o_proj", "router", "shared_expert", "experts"},
-    (2, "core,experts"): {"qkv_proj", "o_proj", "router", "shared_expert"},
+    (1, "core"): {"qkv_proj", "o_proj", "router", *SHARED, "experts", "experts_down"},
+    (1, "router,experts"): {"qkv_proj", "core", "o_proj", *SHARED, "experts_down"},
+    (1, "qkv_proj,core,o_proj,combine"): {"router", *SHARED, "experts"},
+    (1, "core,shared_expert"): {"qkv_proj", "o_proj", "router", "shared_expert_down", "experts", "experts_down"},
+    (2, "core"): {"qkv_proj", "o_proj", "router", *SHARED, "experts"},
+    (2, "core,experts"): {"qkv_proj", "o_proj", "router", *SHARED},
+    (2, "core,experts,shared_expert_down"): {"qkv_proj", "o_proj", "router", "shared_expert"},
 }
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ndtrain.config import SAVABLE_OPS, ConfigError, RecomputeConfig, load_config, resolve
-from ndtrain.model import tensor_dims
+from ndtrain.config import EXPERT_OPS, SAVABLE_OPS, ConfigError, RecomputeConfig, load_config, resolve
+from ndtrain.model.transformer import ops_of_weights, tensor_dims
 from ndtrain.parallel import recompute_budget
-from ndtrain.parallel.recompute import LAST, RecomputeGroup, SavedOps, op_of, plan_recompute, skipped_ops
+from ndtrain.parallel.recompute import EXPERTS_DOWN, LAST, RecomputeGroup, SavedOps, plan_recompute, skipped_ops
 from ndtrain.parallel.recompute_budget import BlockSizes, Load, choices, load, peak_bytes, plan, recompute_cost
 from ndtrain.schedule import Action
 from tests.lib.parity import FP64, SHAPE, Run, compare, rank_run, train
@@ -112,10 +112,11 @@ def test_shape_only_ops_are_saved_as_a_shape():
     assert saved.drop("a") == {"x": 4 * (15 + 4), "y": 4}
 
 
-def test_ops_are_named_by_their_first_weight():
-    names = ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.gate_proj.weight", "mlp.down_proj.bias"]
-    assert [op_of(f"model.layers.3.{n}") for n in names] == ["qkv_proj", None, "gate_up_proj", None]
-    assert op_of("lm_head.weight") is None
+@pytest.mark.parametrize("model", ["llama_debug", "moe_debug", "mixtral_8x7b", "deepseek_v3"])
+def test_every_matrix_of_a_block_has_an_op(model):
+    m = resolve(load_config([f"model={model}", "model.num_hidden_layers=5"]), 1).model
+    matrices = {name for name, dims in tensor_dims(m).items() if len(dims) > 1 and ".layers." in name}
+    assert matrices <= set(ops_of_weights(m))
 
 
 # ----------------------------------------------------------------------------------------------------------- groups
@@ -371,7 +372,7 @@ def test_with_equal_live_microbatches_the_last_blocks_save_most():
 
 def test_the_cost_of_a_recompute_knows_layers_with_and_without_experts():
     """Of DeepSeek-V3 58 of 61 layers have experts: their results save more than those of the dense layers' MLPs."""
-    cost = recompute_cost(resolve(load_config(["recipe=deepseek_v3"]), 2048), "cuda")
+    cost = recompute_cost(resolve(load_config(["model=deepseek_v3"]), 2048), "cuda")
     everything, experts, dense = (cost(frozenset(ops)) for ops in ((), ("experts",), ("gate_up_proj",)))
     assert experts < dense < everything
 
@@ -405,5 +406,7 @@ def test_budgets_are_bytes(text, size):
 
 
 def test_all_ops_of_a_block_but_the_last_can_be_saved():
-    matmuls = {op_of(name) for name in tensor_dims(resolve(load_config([]), 1).model)}
-    assert {*SAVABLE_OPS} == {"core", *matmuls} - {LAST, None}
+    matmuls = ops_of_weights(resolve(load_config([]), 1).model).values()
+    assert {*SAVABLE_OPS} == {"core", *matmuls} - {LAST}
+    matmuls = ops_of_weights(resolve(load_config(["model=deepseek_v3"]), 1).model).values()
+    assert {*SAVABLE_OPS, *EXPERT_OPS} == {"core", "dispatch", "combine", *matmuls} - {LAST, EXPERTS_DOWN}

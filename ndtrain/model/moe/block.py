@@ -10,6 +10,7 @@ are here, E hidden_size, F an expert's intermediate size, X experts, K experts o
 """
 
 from collections.abc import Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from ndtrain.model.families.family import Family
 from ndtrain.model.moe.exchange import Part
 from ndtrain.model.moe.permutation import Permutation, combine, permute
 from ndtrain.model.swiglu import swiglu
+
+_EXPERTS = "experts", "experts_down"  # the ops of `Block.stacks`
 
 
 class MoEBlock(Block):
@@ -88,15 +91,21 @@ class MoEBlock(Block):
         )
 
     @classmethod
-    def multiply_adds(cls, m: ModelConfig, family: Family, weights: Mapping[str, int]) -> dict[str, int]:
-        """The experts count as often as a token goes to one."""
+    def ops_projections(cls, m: ModelConfig, family: Family) -> Mapping[str, tuple[str, ...]]:
         moe = resolved(family.moe)
-        ops = {op: cls.multiply_adds_of(op, weights) for op in ("qkv_proj", "o_proj")}
-        ops["router"] = weights[f"{moe.module}.gate"]
-        for op, (of_first, *_) in zip(("experts", "experts_down"), cls.stacks(m, family), strict=True):
-            ops[op] = resolved(m.num_experts_per_tok) * sum(weights[p] for p in of_first)
-        shared = [n for path, n in weights.items() if ".shared_expert" in path]
-        return ops | ({"shared_expert": sum(shared)} if shared else {})
+        ops = {op: cls.matmuls[op] for op in ("qkv_proj", "o_proj")} | {"router": (f"{moe.module}.gate",)}
+        if moe.shared:
+            shared = f"{moe.module}.{moe.shared.module}"
+            ops["shared_expert"] = f"{shared}.gate_proj", f"{shared}.up_proj", f"{shared}_gate"
+            ops["shared_expert_down"] = (f"{shared}.down_proj",)
+        of_experts = (tuple(chain.from_iterable(stack)) for stack in cls.stacks(m, family))
+        return ops | dict(zip(_EXPERTS, of_experts, strict=True))
+
+    @classmethod
+    def multiply_adds(cls, m: ModelConfig, family: Family, weights: Mapping[str, int]) -> dict[str, int]:
+        """The experts count as often as a token goes to one; all are of one size."""
+        ops, chosen, experts = super().multiply_adds(m, family, weights), m.num_experts_per_tok, m.num_experts
+        return ops | {op: ops[op] * resolved(chosen) // resolved(experts) for op in _EXPERTS}
 
     def feed_forward(self, x_NE: Tensor) -> Tensor:
         logits_NX = self.ops.wide_linear(x_NE, self.mixture.gate.weight)
