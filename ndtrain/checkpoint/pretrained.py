@@ -114,7 +114,7 @@ def selection_biases(folder: Path, m: ModelConfig) -> Tensor:
     """The selection biases of all layers with experts, fp32 [layers, experts]; zeros where the folder has none.
 
     Raises:
-        DamagedFile: as `Reader`.
+        DamagedFile: as `Reader`; a bias is not a finite number.
     """
     readers = {
         "model": open_weights(weight_files(folder)),
@@ -125,6 +125,8 @@ def selection_biases(folder: Path, m: ModelConfig) -> Tensor:
     for bias_X, (name, stem) in zip(biases_LX, names.items(), strict=True):
         if name in readers[stem]:
             bias_X.copy_(readers[stem].read(name, Rows(0, len(bias_X))).view(-1))
+            if not bias_X.isfinite().all():  # a router would choose such an expert always, or never
+                raise DamagedFile(f"tensor {name} has elements that are no finite numbers")
     return biases_LX
 
 

@@ -9,7 +9,7 @@ import os
 from ndtrain.config.checks import EXPERT_OPS, SAVABLE_OPS, check_model, resolve
 from ndtrain.config.composition import compose, load_config, register_schema, to_config, to_yaml
 from ndtrain.config.keys import conf_dir
-from ndtrain.config.local_shapes import LocalShapes
+from ndtrain.config.local_shapes import LocalShapes, shards_stream
 from ndtrain.config.overrides import check_overrides
 from ndtrain.config.schema import (
     AXES,
@@ -55,6 +55,7 @@ __all__ = [
     "register_schema",
     "resolve",
     "resolved",
+    "shards_stream",
     "to_config",
     "to_yaml",
     "world_from_env",

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from ndtrain.config.schema import Config, resolved
 
 
+def shards_stream(cfg: Config) -> bool:
+    """Whether tp ranks hold different tokens of the residual stream."""
+    return cfg.mesh.tp > 1 and cfg.tp.sequence_parallel
+
+
 @dataclass(frozen=True)
 class LocalShapes:
     """Sizes on one rank, for one microbatch. All ranks have the same, but for an uneven vocabulary.
@@ -38,7 +43,7 @@ class LocalShapes:
         parts = lambda dim: mesh.tp if cfg.layout.rules.get(dim) == "tp" else 1
         ulysses = cfg.cp.ulysses or 1
         tokens = resolved(t.micro_batch) * t.seq_len // mesh.cp
-        stream = tokens // (mesh.tp if cfg.tp.sequence_parallel else 1)
+        stream = tokens // (mesh.tp if shards_stream(cfg) else 1)
         heads, kv_heads = m.num_attention_heads // parts("heads"), max(1, m.num_key_value_heads // parts("kv_heads"))
         return cls(
             tokens=tokens,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain import schedule as schedules
-from ndtrain.config import Config, LocalShapes
+from ndtrain.config import Config, LocalShapes, shards_stream
 from ndtrain.data import Batch, Tokens, microbatches
 from ndtrain.data.validation import ValidationSet
 from ndtrain.distributed.collectives import all_reduce
@@ -64,7 +64,7 @@ class Sampler:
         row = schedule.table[mesh.coords["pp"]]
         self._executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, [])
         self._layout = stages.layouts[f"{EMBED if cfg.model.tie_word_embeddings else HEAD}.weight"]
-        self._shares_stream = cfg.mesh.tp > 1 and cfg.tp.sequence_parallel
+        self._shares_stream = shards_stream(cfg)
         # made here, where all ranks are, and not in the head, which only some of them have
         self._stream_group = mesh.group("cp", "tp") if self._shares_stream else mesh.group("cp")
         self._tp, self._pp, _ = mesh.group("tp"), mesh.group("pp"), mesh.world

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ndtrain.config import Config
+from ndtrain.config import Config, shards_stream
 from ndtrain.config.schema import resolved
 from ndtrain.distributed.collectives import Pending, all_reduce
 from ndtrain.distributed.mesh import Mesh
@@ -29,11 +29,6 @@ from ndtrain.model.moe.router import Routing
 from ndtrain.model.transformer import sparse_layers
 
 LOSSES = 2  # columns of a step's sums beside the loads: the balance loss and the z-loss
-
-
-def shards_stream(cfg: Config) -> bool:
-    """Whether tp ranks hold different tokens."""
-    return cfg.mesh.tp > 1 and cfg.tp.sequence_parallel
 
 
 # -------------------------------------------------------------------------------------------------------------- losses

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ndtrain.config import DATA_AXES, Config, ConfigError
+from ndtrain.config import DATA_AXES, Config, ConfigError, shards_stream
 from ndtrain.config.name_patterns import check_patterns
 from ndtrain.config.registry import get
 from ndtrain.config.schema import resolved
@@ -86,7 +86,7 @@ def layouts_of(cfg: Config, mesh: MeshSpec, rank: int, placement: Placement | No
     tensors = {name: tuple(Dim(d, *sizes[d]) for d in dims) for name, dims in tensor_dims(cfg.model).items()}
     used = {d.name for dims in tensors.values() for d in dims}  # a model of experts alone has no dim `mlp`
     rules = {dim: axis for dim, axis in cfg.layout.rules.items() if dim in used}
-    residual_axes = (*DATA_AXES, "tp") if cfg.mesh.tp > 1 and cfg.tp.sequence_parallel else DATA_AXES
+    residual_axes = (*DATA_AXES, "tp") if shards_stream(cfg) else DATA_AXES
     coords_of_unit = (placement or Placement.of(cfg)).pp_coords(cfg.model)
     pp_coords = {name: coords_of_unit[unit_of(name)] for name in tensors}
     ep_coords = {name: x // experts_each(cfg) for name in tensors if (x := expert_of(name)) is not None}

@@ -106,6 +106,16 @@ def test_biases_are_read_by_all_who_read_the_model(stem, tmp_path):
         assert all(torch.equal(blocks[str(i)].selection_bias, biases_LX[i]) for i in (0, 1))
 
 
+def test_a_bias_that_is_no_finite_number_is_refused(tmp_path):
+    """A router would choose its expert always, and no loss would tell."""
+    run = RankStages.build(["recipe=moe_debug"])
+    run.stages.balance.bias_LX[1, 3] = torch.nan
+    path = checkpoint.save(tmp_path, run.stages, run.mesh, run.cfg, State(1, 1, {}))
+    message = r"init_from=.*tensor selection_bias\.model\.layers\.1 has elements that are no finite numbers"
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        checkpoint.load_weights(path, run.stages, run.mesh)
+
+
 @pytest.mark.parametrize("ema", [False, True], ids=["weights", "ema"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_an_average_keeps_biases(family, ema, tmp_path):
