@@ -18,6 +18,7 @@ from ndtrain.engine.validation import Validation
 from ndtrain.metrics import Metrics, peak_flops
 from ndtrain.metrics.stragglers import Stragglers
 from ndtrain.model import flops
+from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
 from ndtrain.profiling.window import Profile, Window
 
@@ -261,7 +262,7 @@ def make_metrics(trainer: "Trainer", peak: float) -> Metrics:
         peak: FLOP/s of a device.
     """
     cfg, t = trainer.cfg, trainer.cfg.train
-    recomputed, ahead = trainer.stages.recompute.skipped_ops, cfg.moe.balance == "hf"
+    recomputed, ahead = trainer.stages.recompute.skipped_ops, looks_ahead(cfg)
     return Metrics(
         cfg,
         Path(cfg.run.dir),

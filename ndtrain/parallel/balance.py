@@ -31,6 +31,11 @@ from ndtrain.model.transformer import sparse_layers
 LOSSES = 2  # columns of a step's sums beside the loads: the balance loss and the z-loss
 
 
+def looks_ahead(cfg: Config) -> bool:
+    """Whether a forward of the whole batch comes before each step: a balance loss needs the loads of all of it."""
+    return cfg.moe.balance == "hf" and bool(sparse_layers(cfg.model))
+
+
 # -------------------------------------------------------------------------------------------------------------- losses
 
 
@@ -114,8 +119,7 @@ class Balance:
         self._sums = zeros(experts + LOSSES, torch.float64)  # of this step: loads, then losses
         self._rows: dict[Tensor, int] = {}  # of each block's bias
         self._counts_here = shards_stream(cfg) or mesh.coords["tp"] == 0
-        uses_hf = moe.balance == "hf" and self.layers
-        self.pooled = PooledShares(zeros(experts, torch.float64), tokens) if uses_hf else None
+        self.pooled = PooledShares(zeros(experts, torch.float64), tokens) if looks_ahead(cfg) else None
         self._looks_ahead = False
         self._loss = self._make_loss(cfg)
         self._z_factor = moe.z_loss * len(self.layers)

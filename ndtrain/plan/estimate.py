@@ -14,6 +14,7 @@ from ndtrain.distributed.mesh import EP, MeshSpec
 from ndtrain.model import flops
 from ndtrain.model.families import family_of
 from ndtrain.model.transformer import is_sparse, kinds
+from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES, state_plan
 from ndtrain.parallel.pp import head_in_layers, rank_cost
 from ndtrain.parallel.recompute import COMBINE, DISPATCH, EXPERTS_DOWN, SHARED_EXPERT_DOWN, always_saved_ops
@@ -87,6 +88,7 @@ class Place:
         self.pp, self.fsdp, self.cp, self.tp = (cfg.mesh.pp, cfg.mesh.fsdp, cfg.mesh.cp, cfg.mesh.tp)
         self.microbatches = cfg.microbatches
         self.layers = cfg.model.num_hidden_layers / self.pp
+        self.forwards = 2 if looks_ahead(cfg) else 1
         self.held = _held(cfg, self.costs)
         self.forward_s = self.layers * sum(self._op_seconds.values()) + self._head_seconds
         self.message_s = self.layers * (self._tp_seconds + self._cp_seconds + self._ep_seconds)
@@ -99,7 +101,7 @@ class Place:
         s, z, r = (
             self._of_stages(candidate.stages), self._of_zero(candidate.zero), self._of_recompute(candidate.recompute)
         )  # fmt: skip
-        of_microbatch = s.slower * (3 * self.forward_s + r.again_s + self.message_s)
+        of_microbatch = s.slower * ((self.forwards + 2) * self.forward_s + r.again_s + self.message_s)
         seconds = (self.microbatches + s.idle / 3) * of_microbatch
         memory = z.state_bytes + s.live_blocks * r.block_bytes
         return Estimate(seconds + self._sharding_seconds(candidate.zero, z.moved_s, of_microbatch), memory)
@@ -111,7 +113,8 @@ class Place:
 
     def _zero(self, zero: int) -> "_OfZero":
         gather, scatter, _, _ = self._unit_seconds
-        gathers, scatters = {1: (1, 1), 2: (1, self.microbatches), 3: (2 * self.microbatches, self.microbatches)}[zero]
+        each = self.microbatches
+        gathers, scatters = {1: (1, 1), 2: (1, each), 3: ((self.forwards + 1) * each, each)}[zero]
         return _OfZero(self._state_bytes(zero), gathers * gather + scatters * scatter)
 
     def _recompute(self, recompute: tuple[str, Sequence[str]]) -> "_OfRecompute":

@@ -26,6 +26,7 @@ from ndtrain.config import Config, LocalShapes
 from ndtrain.config.registry import get
 from ndtrain.config.schema import require
 from ndtrain.engine.instructions import Instruction
+from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
 from ndtrain.parallel.recompute import always_saved_ops, blocks_a_group
 from ndtrain.plan.events import Piece
@@ -119,13 +120,14 @@ def update_bytes(cfg: Config) -> int:
 
 def _groups(cfg: Config) -> tuple[tuple[Save, ...], ...]:
     """The recompute groups of which a rank may have blocks, each as what its blocks save. Longer groups are like those
-    of three blocks: a first one, a last one, and others."""
-    r = cfg.recompute
+    of three blocks: a first one, a last one, and others. A forward before the step keeps as little as that of a block
+    that is recomputed and saves nothing."""
+    r, ahead = cfg.recompute, [(NOTHING,)] if looks_ahead(cfg) else []
     if r.name == "none":
-        return ((None,),)
+        return ((None,), *ahead)
     save = always_saved_ops(cfg) | frozenset(r.keep if r.name == "selective" else ())
     most = min(3, blocks_a_group(cfg.model.num_hidden_layers, r))
-    return tuple((save,) * n for n in range(1, most + 1))
+    return tuple(dict.fromkeys([*((save,) * n for n in range(1, most + 1)), *ahead]))
 
 
 class _Key(NamedTuple):

@@ -7,10 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
 
+import torch
+
 from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import EP, MeshSpec
 from ndtrain.model.flops import flops_per_token, hardware_flops_per_token
+from ndtrain.model.transformer import sparse_layers
+from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.drawings import waterfall_svg
 from ndtrain.plan.events import Kernel, Piece
@@ -177,7 +181,7 @@ class StepPlan:
         """As in `model.flops`, of the recompute of all blocks."""
         skipped = Counter(ops for rank in self.program.ranks for ops in rank.skipped_ops)
         of = partial(hardware_flops_per_token, self.cfg.model, self.cfg.train.seq_len)
-        ahead = self.cfg.moe.balance == "hf"
+        ahead = looks_ahead(self.cfg)
         return sum(times * of([ops], look_ahead=ahead) for ops, times in skipped.items()) / skipped.total()
 
 
@@ -198,7 +202,8 @@ def plan_step(cfg: Config, device: str, imbalance: float = 1.0) -> StepPlan:
     recorded = record_pieces(cfg, device, imbalance)
     compute, master = DTYPES[cfg.precision.compute].itemsize, DTYPES[cfg.precision.params].itemsize
     message, context = recorded.boundary_bytes, recorded.context_bytes
-    sizes = Sizes(compute, master, message, context, update_bytes(cfg), gradient=master)
+    loads = torch.float64.itemsize * len(sparse_layers(cfg.model)) * (cfg.model.num_experts or 0)
+    sizes = Sizes(compute, master, message, context, update_bytes(cfg), gradient=master, loads=loads)
     return StepPlan(cfg, StepProgram.of(cfg, recorded.compiled), recorded.recorded, sizes)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import NamedTuple, overload
 
 import torch
@@ -16,13 +16,21 @@ from ndtrain.config import Config
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.engine.instructions import Instruction, Layer, expand, line_up, units_ahead
 from ndtrain.model import Segment, Transformer
+from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import flat_layouts, layouts_of, linear_in_graph, state_plan
 from ndtrain.parallel.pp import Placement, input_of, receives
-from ndtrain.parallel.recompute import RecomputeGroup, always_saved_ops, plan_recompute, skipped_ops
+from ndtrain.parallel.recompute import (
+    NOTHING,
+    RecomputeGroup,
+    always_saved_ops,
+    plan_recompute,
+    results_unread,
+    skipped_ops,
+)
 from ndtrain.parallel.unit import StatePlan
 from ndtrain.plan.variants import BLOCKS, Variant, kind_of_layer, variants
 from ndtrain.plan.walk import Op, Run, UnitFacts, Walk
-from ndtrain.schedule import Action, Message, Schedule, sends
+from ndtrain.schedule import Action, Message, Schedule, forwards, sends
 from ndtrain.schedule.check import in_order
 
 
@@ -49,17 +57,20 @@ class RankProgram:
     Attributes:
         units: the names of those that it holds.
         turns: its row. Those that do the same mostly share it.
+        look_ahead: the turns of a forward before that (`looks_ahead`).
         skipped_ops: for each block what its recompute skips, None where it is not recomputed.
     """
 
     units: tuple[str, ...]
     turns: list[Turn]
     skipped_ops: list[frozenset[str] | None]
+    look_ahead: list[Turn]
 
     @cached_property
     def passes(self) -> Counter[Variant]:
         """How often it makes each pass of a layer in a step."""
-        runs = Counter(op.variants for turn in self.turns for op in turn.ops if isinstance(op, Run))
+        turns = chain(self.look_ahead, self.turns)
+        runs = Counter(op.variants for turn in turns for op in turn.ops if isinstance(op, Run))
         passes: Counter[Variant] = Counter()
         for variants_of_run, times in runs.items():
             for variant in variants_of_run:
@@ -72,18 +83,20 @@ class StepProgram:
     """The programs of all pipeline ranks.
 
     Attributes:
+        look_ahead: of the forward before the step (`looks_ahead`); None: there is none.
         units: of the whole model, by name.
     """
 
     schedule: Schedule
+    look_ahead: Schedule | None
     plan: StatePlan
     units: dict[str, UnitFacts]
     ranks: Sequence[RankProgram]
 
-    @property
-    def order(self) -> list[tuple[int, int]]:
-        """(rank, index of its turn) of all turns, in an order in which they can run."""
-        return _order(self.schedule)
+    def turns(self, schedule: Schedule) -> Iterator[tuple[int, Turn]]:
+        """(rank, its turn) of all turns of one of the schedules, in an order in which they can run."""
+        of_rank = lambda rank: self.ranks[rank].turns if schedule is self.schedule else self.ranks[rank].look_ahead
+        return ((rank, of_rank(rank)[index]) for rank, index in _order(schedule))
 
     @classmethod
     def of(cls, cfg: Config, compiled: bool = False) -> "StepProgram":
@@ -100,7 +113,9 @@ class StepProgram:
         names = [name for name in layouts.names() if layouts.is_along_ep(name)]
         units = {name: UnitFacts.of(f, plan) for name, f in flat_layouts(layouts, names).items()}
         in_graph = compiled and linear_in_graph(cfg, placement)
-        return cls(placement.schedule, plan, units, _shared(_Ranks(cfg, placement, units, in_graph)))
+        ahead = forwards(placement.schedule) if looks_ahead(cfg) else None
+        ranks = _shared(_Ranks(cfg, placement, units, in_graph, ahead))
+        return cls(placement.schedule, ahead, plan, units, ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +127,7 @@ class _Ranks(Sequence[RankProgram]):
     placement: Placement
     units: dict[str, UnitFacts]
     in_graph: bool
+    look_ahead: Schedule | None
 
     def __len__(self) -> int:
         return self.placement.schedule.pp
@@ -137,13 +153,15 @@ class _Ranks(Sequence[RankProgram]):
         return _segments(self.cfg, self.placement)
 
     def _program(self, rank: int) -> RankProgram:
-        return _rank_program(self.cfg, self.placement.schedule, rank, self._segments, self.units, self.in_graph)
+        schedules = self.placement.schedule, self.look_ahead
+        return _rank_program(self.cfg, *schedules, rank, self._segments, self.units, self.in_graph)
 
     @cached_property
     def _facts(self) -> str:
         units = [(name, u.residency, u.shards == u.replicas == 1) for name, u in self.units.items()]
         saved = sorted(always_saved_ops(self.cfg))
-        return repr((self.cfg.model, self.cfg.recompute, saved, self.placement.layers, units, self.in_graph))
+        ahead = self.look_ahead is not None
+        return repr((self.cfg.model, self.cfg.recompute, saved, self.placement.layers, units, self.in_graph, ahead))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Ranks):
@@ -161,7 +179,7 @@ def _shared(ranks: _Ranks) -> _Ranks:
     return ranks
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _order(schedule: Schedule) -> list[tuple[int, int]]:
     at = [0] * schedule.pp
     order = []
@@ -185,6 +203,7 @@ def _segments(cfg: Config, placement: Placement) -> dict[int, list[Segment]]:
 def _rank_program(
     cfg: Config,
     schedule: Schedule,
+    look_ahead: Schedule | None,
     rank: int,
     segments: dict[int, list[Segment]],
     units: dict[str, UnitFacts],
@@ -197,12 +216,26 @@ def _rank_program(
     held = [units[name] for name in names]
     reshards = any(u.residency.reshard_after_forward for u in held)
     resident = not reshards and all(u.shards == u.replicas == 1 for u in held)
-    row = schedule.table[rank]
-    instructions = expand(row, layers, groups, units_ahead(resident, reshards))
+    prefetched, walk = units_ahead(resident, reshards), Walk(layers, units)
+    before = _look_ahead(look_ahead, rank, layers, kinds, prefetched, walk) if look_ahead else []
+    instructions = expand(schedule.table[rank], layers, groups, prefetched)
     passes = variants((ins for action in instructions for ins in action), kinds)
-    turns = _turns(schedule, rank, instructions, passes, Walk(layers, units))
+    turns = _turns(schedule, rank, instructions, passes, walk)
     blocks = [i for i, kind in enumerate(kinds) if kind in BLOCKS]
-    return RankProgram(names, turns, skipped_ops(blocks, groups, in_graph))
+    return RankProgram(names, turns, skipped_ops(blocks, groups, in_graph), before)
+
+
+def _look_ahead(
+    schedule: Schedule, rank: int, layers: Sequence[Layer], kinds: Sequence[str], prefetched: int, walk: Walk
+) -> list[Turn]:
+    """The turns of a forward of all blocks that keeps nothing. It has no head."""
+    headless = [layer._replace(units=()) if layer.loss else layer for layer in layers]
+    expanded = expand(schedule.table[rank], headless, [], prefetched)
+    instructions = [[ins for ins in action if not layers[ins.layer].loss] for action in expanded]
+    unsaved = NOTHING, results_unread(NOTHING)  # a forward without a graph
+    of = lambda kind: Variant("F", kind, *unsaved) if kind in BLOCKS else Variant("F", kind)
+    passes = (of(kinds[ins.layer]) for action in instructions for ins in action)
+    return _turns(schedule, rank, instructions, passes, walk)
 
 
 def _recompute_groups(cfg: Config, layers: Sequence[Layer], kinds: Sequence[str]) -> list[RecomputeGroup]:

@@ -39,6 +39,7 @@ class Sizes(NamedTuple):
         context: that a microbatch holds over the whole step.
         update: that the optimizer reads and writes for an element.
         gradient: that is held of an element's gradient.
+        loads: of the numbers of tokens that all layers' experts got.
     """
 
     compute: int
@@ -47,6 +48,7 @@ class Sizes(NamedTuple):
     context: int
     update: int
     gradient: int
+    loads: int = 0
 
 
 class Costs:
@@ -302,8 +304,12 @@ class Simulation:
         """Runs the step."""
         program, costs = self.program, self.costs
         ranks = [_Rank(self, [0.0] * (2 + len(self.axes))) for _ in program.ranks]
-        for rank, index in program.order:
-            self._turn(rank, ranks[rank], program.ranks[rank].turns[index])
+        if program.look_ahead is not None:
+            for rank, turn in program.turns(program.look_ahead):
+                self._turn(rank, ranks[rank], turn)
+            self._add_up_loads(ranks)
+        for rank, turn in program.turns(program.schedule):
+            self._turn(rank, ranks[rank], turn)
         gradients, norms, updates = [], [], []
         for state, own in zip(ranks, program.ranks, strict=True):
             state.finish([program.units[name] for name in own.units], [t.sends for t in own.turns if t.sends])
@@ -314,6 +320,16 @@ class Simulation:
         end = max(norms) + self._statistics() + max(updates)
         copies = sum(state.copies for state in ranks) / len(ranks)
         return StepTimes(max(gradients), end + costs.prices.rates.step_s, copies)
+
+    def _add_up_loads(self, ranks: Sequence[_Rank]) -> None:
+        """All ranks wait for the loads of experts that a forward before the step has counted. Its messages are gone."""
+        counted = max(state.clocks[STREAM] for state in ranks)
+        mesh = self.costs.prices.mesh
+        known = counted + self.costs.prices.collective("+".join(mesh.order), "all_reduce", self.sizes.loads)
+        for state in ranks:
+            state.clocks[STREAM] = max(state.clocks[STREAM], known)
+        self._sent.clear()
+        self.arrived.clear()
 
     @cached_property
     def _message_s(self) -> float:

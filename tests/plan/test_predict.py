@@ -134,6 +134,16 @@ LARGE = (
 )
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_balance_loss_over_the_whole_batch_takes_a_forward_more(recompute):
+    plain, ahead = (of_experts(more=f"moe.balance={balance} recompute={recompute}") for balance in ("none", "hf"))
+    forward = plain.waterfall["matmul at peak"] / 3
+    assert ahead.waterfall["matmul at peak"] - plain.waterfall["matmul at peak"] == pytest.approx(forward, rel=0.1)
+    assert ahead.step_time_s > plain.step_time_s + forward
+    assert sum(ahead.waterfall.values()) == pytest.approx(ahead.step_time_s)
+    assert ahead.memory_bytes == pytest.approx(plain.memory_bytes, rel=0.01)
+
+
 def of_experts(imbalance: float = 1.0, more: str = ""):
     cfg = configured(f"{LARGE} {more}", 8)
     return Predictor(H100, Rates(imbalance=imbalance)).predict(cfg)

@@ -63,10 +63,12 @@ def test_gathers_reductions_and_messages_are_those_of_the_dry_run(mesh, ranks):
     "how",
     ["mesh.zero=1 schedule=interleaved", *(pytest.param(h, marks=pytest.mark.full) for h in (
         "mesh.zero=2 schedule=zb_h1", "mesh.zero=3 schedule=1f1b recompute=full", "mesh.zero=3 schedule=zb_v",
-    ))],
+        "model=moe_debug moe.balance=hf mesh.zero=2 schedule=interleaved",
+    )), "model=moe_debug moe.balance=hf mesh.zero=3 recompute=full"],
 )  # fmt: skip
 def test_launches_and_waits_are_in_the_executors_order(how):
-    """Gathers, messages and the waits for them, on real stages whose collectives carry nothing."""
+    """Gathers, messages and the waits for them, on real stages whose collectives carry nothing. A balance loss over the
+    whole batch has a forward before the step."""
     overrides = [*SHAPE, "model.num_hidden_layers=8", "mesh.pp=2", "mesh.fsdp=2", "precision.compute=fp32"]
     cfg = resolve(load_config([*overrides, "train.compile=false", *how.split()]), 4)
     ran, program = on_fake_ranks(lambda rank, entries: _run_step(cfg, rank, entries), 4), StepProgram.of(cfg)
@@ -86,7 +88,7 @@ def _run_step(cfg: Config, rank: int, entries: list) -> None:
 
 def _as_planned(own: RankProgram) -> Iterator[str]:
     names = {Gather: "gather", Await: "wait for a gather", Receive: "wait for a message", Send: "send"}
-    for turn in own.turns:
+    for turn in (*own.look_ahead, *own.turns):
         yield from ("receive" for _ in turn.receives)
         yield from (names[type(op)] for op in turn.ops if type(op) in names)
 

@@ -91,6 +91,14 @@ def test_messages_of_one_pair_go_one_after_another():
     assert seconds(cfg, cost, hardware=linked, message=5 * GB) == pytest.approx(1 + 8 * 5 + 1 + 5 * 8)
 
 
+def test_a_forward_before_the_step_has_its_own_bubble():
+    """All ranks wait for the loads that it has counted."""
+    mesh = "model=moe_debug moe.balance={} mesh.pp=2 schedule=gpipe schedule.split=[2,2]"
+    cost = BLOCKS | {(kind, "sparse"): seconds for (kind, _), seconds in BLOCKS.items()}
+    with_it, without = (seconds(configured(mesh.format(balance), 2), cost) for balance in ("hf", "none"))
+    assert with_it - without == pytest.approx((8 + 2 - 1) * 2)
+
+
 # -------------------------------------------------------------------------------------------- collectives inside passes
 
 ROUND = (Collective("tp", "all_gather", 2 * GB, 0), *compute(3), Wait(0))  # half of the bytes cross
