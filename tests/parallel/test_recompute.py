@@ -372,7 +372,7 @@ def test_with_equal_live_microbatches_the_last_blocks_save_most():
 
 def test_the_cost_of_a_recompute_knows_layers_with_and_without_experts():
     """Of DeepSeek-V3 58 of 61 layers have experts: their results save more than those of the dense layers' MLPs."""
-    cost = recompute_cost(resolve(load_config(["model=deepseek_v3"]), 2048), "cuda")
+    cost = recompute_cost(resolve(load_config(["recipe=deepseek_v3"]), 2048), "cuda")
     everything, experts, dense = (cost(frozenset(ops)) for ops in ((), ("experts",), ("gate_up_proj",)))
     assert experts < dense < everything
 

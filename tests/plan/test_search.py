@@ -139,7 +139,7 @@ def test_of_what_does_not_fit_one_ranks_program_is_made(memory_gb, ranks, monkey
     space, made, of_rank = space_of(), [], program._rank_program
     candidate, _ = next(iter(space.places((4, 1, 1, 1, 1))))
     program._shared.cache_clear()
-    monkeypatch.setattr(program, "_rank_program", lambda *args: made.append(args[2]) or of_rank(*args))
+    monkeypatch.setattr(program, "_rank_program", lambda *args: made.append(args[3]) or of_rank(*args))
     small = replace(space, hardware=replace(H100, memory_gb=memory_gb))
     assert isinstance(predict(small, candidate), TooLarge) == (memory_gb < 1) and made == ranks
 
