@@ -1,6 +1,7 @@
 """Mixtures of experts that start from a dense model (`moe.upcycle`)."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +36,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "mixtral": MISTRAL | COMMON,
     "qwen2_moe": QWEN2 | COMMON,
     "olmoe": LLAMA | COMMON | {"num_key_value_heads": 4},
+    "glm4_moe": LLAMA | COMMON,
 }
 OWN = {  # what makes the run's model go with that folder
     "qwen3_moe": ["model.head_dim=16", "model.moe_intermediate_size=48"],
@@ -45,6 +47,10 @@ OWN = {  # what makes the run's model go with that folder
     "qwen2_moe": [
         "model.model_type=qwen2_moe", "model.moe_intermediate_size=48", "model.shared_expert_intermediate_size=48",
         "model.mlp_only_layers=[1]", "model.intermediate_size=48",
+    ],
+    "glm4_moe": [
+        "model.model_type=glm4_moe", "model.moe_intermediate_size=48", "model.intermediate_size=48",
+        "model.n_shared_experts=1", "model.routed_scaling_factor=1.5", "model.first_k_dense_replace=1",
     ],
 }  # fmt: skip
 MESHES = {1: [], 2: ["mesh.fsdp=2", "mesh.ep=2"]}
@@ -119,6 +125,19 @@ def test_computes_what_the_dense_model_does(family, tmp_path):
             assert torch.equal(got, want), name
         for _, pieces, elements in ranks:
             assert elements == sum(values.numel() for _, name, _, _, values in pieces if name not in drawn)
+
+
+def test_a_shared_expert_without_a_gate_adds_its_mlp_once_more(tmp_path):
+    """To those of a token's experts, whose weights add up to the scaling factor."""
+    weights = dense_folder(tmp_path / "dense", DENSE["glm4_moe"])
+    overrides = [*BASE, *OWN["glm4_moe"], f"init_from={tmp_path / 'dense'}", "moe.upcycle=true"]
+    upcycled, *_ = start(overrides)
+    shutil.copytree(tmp_path / "dense", tmp_path / "wider")
+    weights["model.layers.1.mlp.down_proj.weight"] *= 1.5 + 1
+    save_file(weights, tmp_path / "wider" / "model.safetensors", {"format": "pt"})
+    base = [word for word in BASE if not word.startswith("model.")]
+    dense, *_ = start([*base, f"init_from={tmp_path / 'wider'}"])
+    assert abs(upcycled.losses[0] - dense.losses[0]) < 1e-6, "weights in fp32 were multiplied"
 
 
 def test_dense_layers_and_shared_experts_are_copies_too(tmp_path):
