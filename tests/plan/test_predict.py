@@ -134,7 +134,7 @@ LARGE = (
 )
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
 def test_a_balance_loss_over_the_whole_batch_takes_a_forward_more(recompute):
     plain, ahead = (of_experts(more=f"moe.balance={balance} recompute={recompute}") for balance in ("none", "hf"))
     forward = plain.waterfall["matmul at peak"] / 3
