@@ -165,9 +165,10 @@ class Place:
         if not sparse:
             return elements
         rows = sparse * s.routed_tokens * resolved(m.num_experts_per_tok)
-        wide = resolved(family_of(m).moe).dim_sizes(m)["expert_mlp"][0] / s.expert_parts
+        widths = resolved(family_of(m).moe).dim_sizes(m)
+        wide = widths["expert_mlp"][0] / s.expert_parts
         way = rows * m.hidden_size
-        shared = sparse * s.tokens * resolved(family_of(m).moe).dim_sizes(m)["shared_mlp"][0] / self.tp
+        shared = sparse * s.tokens * widths["shared_mlp"][0] / self.tp
         return elements | {
             DISPATCH: way,
             "experts": 2 * rows * wide,

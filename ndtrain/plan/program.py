@@ -115,7 +115,7 @@ class StepProgram:
         in_graph = compiled and linear_in_graph(cfg, placement)
         ahead = forwards(placement.schedule) if looks_ahead(cfg) else None
         ranks = _shared(_Ranks(cfg, placement, units, in_graph, ahead))
-        return cls(placement.schedule, ahead, plan, units, ranks)
+        return cls(placement.schedule, ranks.look_ahead, plan, units, ranks)
 
 
 @dataclass(frozen=True, eq=False)
