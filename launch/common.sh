@@ -4,6 +4,9 @@
 # A signal asks for a stop through the file <run.dir>/stop, which the ranks agree on after a step. torchrun, sent the
 # same signal, would end the ranks itself, 30 seconds later at the latest, saved or not; so it is kept away from it.
 
+# shellcheck source=launch/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
 run_dir=""  # absolute, from `prepare` on
 child=""    # process id of what `supervise` runs
 status=0    # its exit status
@@ -60,7 +63,8 @@ prepare() { # OVERRIDES...: sets run_dir. It may belong to a live run: that run'
 }
 
 folder_of() { # OVERRIDES...: prints the run folder, absolute
-    (trap '' INT && exec python -m ndtrain.runtime.launch_query folder "$@") # Ctrl-C is this script's to answer
+    contained python -m ndtrain.runtime.launch_query folder "$@"
+    (trap '' INT && exec "${command[@]}") # Ctrl-C is this script's to answer
 }
 
 supervise() { # COMMAND...: runs it to its end and sets `status`
@@ -80,16 +84,20 @@ end_now() { # ends what `supervise` runs; a script whose ranks are not torchrun'
 }
 
 end_torchrun() { # PID: torchrun and its ranks, each of which leads a session of its own
-    local ranks
+    local found=("$@") children i
     [ -n "$1" ] || return 0
-    ranks=$(cat "/proc/$1/task/"*/children 2>/dev/null) || ranks=$(pgrep -P "$1") || true
-    # shellcheck disable=SC2086 # a list of numbers
-    kill -KILL "$1" $ranks 2>/dev/null || true
+    for ((i = 0; i < ${#found[@]}; i++)); do # a container's program stands between this script and torchrun
+        children=$(cat "/proc/${found[i]}/task/"*/children 2>/dev/null) || children=$(pgrep -P "${found[i]}") || true
+        read -r -d '' -a children <<<"$children" || true
+        found+=("${children[@]}")
+    done
+    kill -KILL "${found[@]}" 2>/dev/null || true
 }
 
 outcome() { # sets `status` to the documented exit code, and says why a run has failed: the last thing on the console
     local ended=0
-    (trap '' INT && exec python -m ndtrain.runtime.launch_query ended "$run_dir" "$status") || ended=$?
+    contained python -m ndtrain.runtime.launch_query ended "$run_dir" "$status"
+    (trap '' INT && exec "${command[@]}") || ended=$?
     status=$ended
 }
 

@@ -8,6 +8,9 @@
 #   NPROC     the number of ranks
 #   RESTARTS  how often torchrun starts the ranks again after one has died (default 0)
 #   OMP_NUM_THREADS  threads of a rank on the CPU (default: the cores divided by the ranks)
+#   PRELUDE   a file to source first: modules, conda
+#   VENV      a virtual environment to activate
+#   CONTAINER an image that Python runs in, with CONTAINER_RUNTIME and CONTAINER_MOUNTS (docs/launch.md)
 # Ctrl-C, SIGTERM and SIGUSR1 stop the run after a step, with a checkpoint. Exit codes: docs/launch.md.
 set -euo pipefail
 
@@ -18,9 +21,11 @@ if help_asked "$@"; then
     show_help "$0"
     exit
 fi
+enter_environment
 prepare "$@"
 # torchrun, with the error of the rank that failed in one line
-supervise python -m ndtrain.runtime.torchrun --standalone --nproc-per-node "${NPROC:-$(ranks_here)}" --max-restarts "${RESTARTS:-0}" \
+contained python -m ndtrain.runtime.torchrun --standalone --nproc-per-node "${NPROC:-$(ranks_here)}" --max-restarts "${RESTARTS:-0}" \
     -m ndtrain.train "$@"
+supervise "${command[@]}"
 outcome
 exit "$status"

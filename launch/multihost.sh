@@ -7,7 +7,9 @@
 # This repository, the Python environment and run.dir lie at the same paths on all hosts, on shared storage. The first
 # host holds the rendezvous. What stands behind -- are overrides of the configuration.
 #   NPROC      ranks per host
+#   PRELUDE    a file that every host sources first: modules, conda, variables of NCCL
 #   VENV       a virtual environment to activate on every host
+#   CONTAINER  an image that Python runs in on every host, with CONTAINER_RUNTIME and CONTAINER_MOUNTS (docs/launch.md)
 #   PORT       of the rendezvous on the first host (default 29400)
 #   RESTARTS   how often torchrun starts the ranks again after one has died (default 0)
 #   MIN_HOSTS  go on, after a restart, while so many hosts are left (default: all of them)
@@ -16,10 +18,6 @@
 # Ctrl-C, SIGTERM and SIGUSR1 stop the run after a step, with a checkpoint. Exit codes: docs/launch.md.
 set -euo pipefail
 
-if [ -n "${VENV:-}" ]; then
-    # shellcheck disable=SC1091
-    source "$VENV/bin/activate"
-fi
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=launch/common.sh
 source "$here/common.sh"
@@ -38,6 +36,7 @@ if [ "${#hosts[@]}" = 0 ] || [ $# = 0 ]; then
     exit 2
 fi
 shift
+enter_environment
 least=${MIN_HOSTS:-${#hosts[@]}}
 read -ra remote_shell <<<"${SSH:-ssh -o BatchMode=yes -o ServerAliveInterval=30}"
 GRACE=10 # seconds that the other hosts have to say their part when one has failed
@@ -46,14 +45,13 @@ GRACE=10 # seconds that the other hosts have to say their part when one has fail
 remote_command() { # NODE OVERRIDES...: what a host is to run, in one line
     local node=$1 variables=() name
     shift
-    for name in $(compgen -e | grep -E '^((NCCL|GLOO|OMP|TORCH|CUDA|HYDRA|NDTRAIN)_|WANDB_MODE$)'); do
+    for name in $(compgen -e | grep -E '^((NCCL|GLOO|OMP|TORCH|CUDA|HYDRA|NDTRAIN|CONTAINER)_|(WANDB_MODE|PRELUDE|VENV|CONTAINER)$)'); do
         variables+=("$name=${!name}")
     done
     variables+=(
         "NODE=$node" "NODES=$least:${#hosts[@]}" "ENDPOINT=${hosts[0]}:${PORT:-29400}" "RUN_ID=$run_id"
         "LOGS=$run_dir/logs" "LAUNCH=$NDTRAIN_LAUNCH" "RANKS=${NPROC:-}" "RESTARTS=${RESTARTS:-0}" WHILE_CONNECTED=1
     )
-    if [ -n "${VENV:-}" ]; then printf '. %q && ' "$VENV/bin/activate"; fi
     printf 'cd %q && exec env' "$PWD"
     printf ' %q' "${variables[@]}" bash "$here/node.sh" "$@"
 }

@@ -6,6 +6,7 @@
 #   NODE, NODES      number of this host (0 has the rendezvous); how many there are, or MIN:MAX
 #   ENDPOINT, RUN_ID HOST:PORT of the rendezvous; a name for it that no other run has
 #   LOGS, RANKS      the logs' folder; ranks on this host
+#   PRELUDE, VENV, CONTAINER...  as launch/environment.sh has them
 #   LAUNCH           the start of the script that started this one
 #   RESTARTS         how often torchrun starts the ranks again after one has died
 #   WHILE_CONNECTED  if set, the ranks are ended at once when standard input ends
@@ -19,6 +20,9 @@ if help_asked "$@"; then
     exit
 fi
 export NDTRAIN_LAUNCH=$LAUNCH # not this host's part
+run_dir=${LOGS%/logs}
+if [ "${CONTAINER_RUNTIME:-}" = pyxis ]; then unset CONTAINER; fi # this script runs inside already
+enter_environment
 
 # with its default torchrun keeps the address of the first round's rank 0, and hosts that come back, or the loss of that
 # one among three, find nobody there
@@ -32,11 +36,10 @@ elif [ "$RANK" = 0 ]; then exec > >(exec tee -a "$log") 2>&1
 elif [ "$LOCAL_RANK" = 0 ]; then exec >>"$log" 2> >(exec tee -a "$log" >&2)
 else exec >>"$log" 2>&1; fi
 exec python -u -m ndtrain.train "$@"'
-command=(
-    python -m ndtrain.runtime.torchrun --nnodes="$NODES" --nproc-per-node="${RANKS:-$(ranks_here)}" --max-restarts="${RESTARTS:-0}"
-    --rdzv-backend=c10d --rdzv-endpoint="$ENDPOINT" --rdzv-id="$RUN_ID" --rdzv-conf="is_host=$host"
+contained \
+    python -m ndtrain.runtime.torchrun --nnodes="$NODES" --nproc-per-node="${RANKS:-$(ranks_here)}" --max-restarts="${RESTARTS:-0}" \
+    --rdzv-backend=c10d --rdzv-endpoint="$ENDPOINT" --rdzv-id="$RUN_ID" --rdzv-conf="is_host=$host" \
     --no-python bash --norc -c "$rank" "$LOGS" "$@"
-)
 if [ -z "${WHILE_CONNECTED:-}" ]; then
     exec "${command[@]}"
 fi
