@@ -13,10 +13,10 @@ from functools import partial
 import torch.distributed as dist
 
 from ndtrain.config import Config, ConfigError
-from ndtrain.engine.setup import prepare
+from ndtrain.engine.setup import RunSetup, prepare
 from ndtrain.engine.trainer import Trainer
 from ndtrain.runtime import cli, exit_status, stop_signals, usage
-from ndtrain.runtime.failure_report import record_failure, report_failure
+from ndtrain.runtime.failure_report import exit_with_plugin_error, record_failure, report_failure
 from ndtrain.runtime.folder_lock import FolderLost
 from ndtrain.runtime.stop_signals import StopRequest
 
@@ -31,7 +31,14 @@ def train(cfg: Config) -> int:
     Raises:
         ConfigError: the run cannot start; one line says why.
     """
-    setup = prepare(cfg)
+    try:
+        return _run(prepare(cfg))
+    except Exception as error:
+        exit_with_plugin_error(error)
+        raise
+
+
+def _run(setup: RunSetup) -> int:
     # not before: a rank that waits for one that failed must die of the launcher's SIGTERM
     stop = StopRequest(setup.run_dir / stop_signals.STOP_FILE if setup.rank == 0 else None)
     with ExitStack() as closing:  # no process group is destroyed on an error: gloo would wait for what peers never send
@@ -50,7 +57,6 @@ def train(cfg: Config) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
             raise SystemExit(exit_status.CODES["failed"]) from error
         except BaseException as error:
-            log.exception("rank %d failed", setup.rank)
             stop.restore()
             if setup.world > 1 and not isinstance(error, ConfigError):
                 report_failure(error, stop, setup.run_dir)

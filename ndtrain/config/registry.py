@@ -195,11 +195,26 @@ def _import(module: str, origin: str) -> None:
         raise ConfigError(f"{origin}: {module} cannot be imported: {_where(error)}") from error
 
 
-def _where(error: Exception) -> str:
-    """The error with its file and line."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+def plugin_failure(error: BaseException) -> str | None:
+    """Return one line that names the plugin in whose code an error was raised; None if no plugin's code was running.
+
+    The plugin's innermost frame counts, also if that frame called other code. All modules of a plugin's package are
+    its code.
+    """
+    modules = {part.module.partition(".")[0]: part.module for part in plugin_parts(*KINDS)}
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for depth in reversed(range(len(frames))):
+        package = str(frames[depth][0].f_globals.get("__name__", "")).partition(".")[0]
+        if package in modules:
+            return f"plugin {modules[package]}: {_where(error, depth)}"
+    return None
+
+
+def _where(error: BaseException, depth: int = -1) -> str:
+    """Return the error with file and line of the frame at `depth` of its traceback."""
+    frame = traceback.extract_tb(error.__traceback__)[depth]
     line = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {line} ({frame.filename}:{frame.lineno})"
+    return f"{type(error).__name__}{': ' * bool(line)}{line} ({frame.filename}:{frame.lineno})"
 
 
 def decorator(kind: str, name: str, config: type | None = None) -> Callable[[Any], Any]:

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
-from ndtrain.config import ConfigError
+from ndtrain.config import ConfigError, registry
 from ndtrain.data.documents import SPLITS, Corpus
 from ndtrain.data.manifest import read_json, write_json
 from ndtrain.data.store import SplitStats, content_hash, write_splits
@@ -207,9 +207,22 @@ def _serve(pipe: Connection, job: TokeniseJob) -> None:
             number, corpus = pipe.recv()
             try:
                 answer = tokenise_part(job, number, corpus)
-            except (ConfigError, OSError) as error:
-                answer = error
+            except Exception as error:
+                answer = _answer(error)
             pipe.send(answer)
+
+
+def _answer(error: Exception) -> Exception:
+    """Return what a worker answers for an error of its part.
+
+    Raises:
+        Exception: an error that neither a document, nor the disk, nor a plugin has caused.
+    """
+    if not isinstance(error, ConfigError) and (line := registry.plugin_failure(error)):
+        return ConfigError(line)
+    if isinstance(error, (ConfigError, OSError)):
+        return error
+    raise error
 
 
 def end_with_parent() -> None:

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,8 +11,7 @@ import ndtrain
 from ndtrain.arguments import near
 from ndtrain.config import Config, ConfigError, check_overrides, load_config, world_from_env
 from ndtrain.runtime import completion
-from ndtrain.runtime.launcher_report import record_error
-from ndtrain.runtime.stop_signals import REPEAT_S
+from ndtrain.runtime.launcher_report import print_error, record_error
 from ndtrain.runtime.sweep import run_with_hydra
 
 log = logging.getLogger("ndtrain")
@@ -81,14 +79,9 @@ def plain_config(args: list[str]) -> Config:
 
 
 def _report_error(error: ConfigError) -> None:
-    """Prints the error, in general once per host. The ranks of a host mostly have the same error, and torchrun ends all
-    of them when the first one exits. Local rank 0 prints at once; the others wait, and print if they still run."""
-    rank, local_rank, _ = world_from_env()
+    """Logs the error and prints it in one line."""
     log.error(str(error))
-    record_error(str(error))
-    if local_rank > 0:
-        time.sleep(REPEAT_S * 3)
-    print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+    print_error(str(error))
 
 
 # --------------------------------------------------------------------------------------------------------- arguments

@@ -1,5 +1,6 @@
 """Reports the failure of a rank on the console, to torchrun and in exit.json."""
 
+import logging
 import sys
 import time
 import traceback
@@ -9,47 +10,77 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ndtrain.config import ConfigError, world_from_env
+from ndtrain.config import ConfigError, registry, world_from_env
 from ndtrain.runtime import exit_status
-from ndtrain.runtime.launcher_report import record_error
+from ndtrain.runtime.launcher_report import print_error, record_error
 from ndtrain.runtime.stop_signals import StopRequest
+
+log = logging.getLogger("ndtrain")
 
 PATIENCE_S = 5.0  # delay of a rank that lost a peer: the peer reports first, and the launcher may end all ranks
 
 
 def report_failure(error: BaseException, stop: StopRequest, run_dir: Path) -> None:
-    """Prints the traceback and writes exit.json.
+    """Logs and prints the traceback, of a plugin's error one line, and writes exit.json.
 
     A rank that only lost a peer waits `PATIENCE_S` first, so that the rank at fault reports first. In general the
     launcher ends it meanwhile. If it has been signalled already, one line replaces the traceback. Call this in the
     handler of `error`.
     """
     rank = world_from_env()[0]
+    log.error("rank %d failed", rank, exc_info=error)
     lost = _lost_a_peer(error)
     if lost and stop.signal:
         print(f"rank {rank}: stopped by {stop.signal}, and a peer has left", file=sys.stderr)
         return
     if lost:
         time.sleep(PATIENCE_S)
+    if line := _plugin_line(error):
+        _write_exit_status(error, run_dir)
+        print_error(line)
+        return
     record_error(error)
     _write_exit_status(error, run_dir)
     sys.excepthook(type(error), error, error.__traceback__)
 
 
+def exit_with_plugin_error(error: Exception) -> None:
+    """Print one line and exit if a plugin raised the error. Otherwise return.
+
+    Raises:
+        SystemExit: with the status of a failed run.
+    """
+    if line := _plugin_line(error):
+        print_error(line)
+        raise SystemExit(exit_status.CODES["failed"]) from error
+
+
 @contextmanager
 def record_failure(run_dir: Path) -> Iterator[None]:
-    """Writes an error that leaves the block to exit.json, and lets it propagate."""
+    """Writes an error that leaves the block to the log and to exit.json, and lets it propagate."""
     try:
         yield
-    except Exception as error:
-        _write_exit_status(error, run_dir)
+    except (Exception, KeyboardInterrupt) as error:
+        if not isinstance(error, ConfigError):  # which the command line logs in one line
+            log.error("rank %d failed", world_from_env()[0], exc_info=error)
+        if isinstance(error, Exception):
+            _write_exit_status(error, run_dir)
         raise
 
 
 def _write_exit_status(error: BaseException, run_dir: Path) -> None:
     why = "config" if isinstance(error, ConfigError) else "died" if _lost_a_peer(error) else "failed"
-    text = str(error) if why == "config" else "".join(traceback.format_exception(error))
+    line = str(error) if why == "config" else _plugin_line(error)
+    text = line or "".join(traceback.format_exception(error))
     exit_status.write_first(run_dir, why, rank=world_from_env()[0], error=text)
+
+
+def _plugin_line(error: BaseException) -> str | None:
+    """Return the line for an error in a plugin's code; None for any other one."""
+    if isinstance(error, ConfigError) or _lost_a_peer(error):
+        return None
+    line = registry.plugin_failure(error)
+    return line and f"{line}; the traceback is in the run's logs/rank-{world_from_env()[0]}.log"
 
 
 def _lost_a_peer(error: BaseException) -> bool:

@@ -2,9 +2,13 @@
 
 import json
 import os
+import sys
 import time
 import traceback
 from pathlib import Path
+
+from ndtrain.config import world_from_env
+from ndtrain.runtime.stop_signals import REPEAT_S
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun names a file for each rank here
 PRINTED = "printed"  # in the file: whether local rank 0 prints the same line
@@ -30,6 +34,19 @@ def record_error(error: BaseException | str) -> None:
             json.dump({"message": content}, out)
     except OSError:  # the first error is there, or torchrun has gone and its folder with it
         pass
+
+
+def print_error(line: str) -> None:
+    """Tell torchrun the line and print it, in general once per host.
+
+    The ranks of a host mostly have the same error, and torchrun ends all of them when the first one exits. Local rank 0
+    prints at once; the others wait, and print if they still run.
+    """
+    rank, local_rank, _ = world_from_env()
+    record_error(line)
+    if local_rank > 0:
+        time.sleep(REPEAT_S * 3)
+    print(f"error: {line}" if rank == 0 else f"error (rank {rank}): {line}", file=sys.stderr, flush=True)
 
 
 def describe(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from ndtrain import compose
 from ndtrain.config import ConfigError, load_config
-from ndtrain.runtime import cli
+from ndtrain.runtime import cli, launcher_report
 from tests.lib.helpers import refusal
 
 GLOBAL = "# @package _global_\n"
@@ -305,7 +305,7 @@ def test_a_mistake_on_the_command_line(name, own, capsys, monkeypatch):
     args, line = COMMANDS[name]
     fill = lambda text: text.replace("{dir}", str(own))
     ran: list = []
-    monkeypatch.setattr(cli, "record_error", ran.append)
+    monkeypatch.setattr(launcher_report, "record_error", ran.append)
     assert refusal(capsys, [fill(arg) for arg in args]) == fill(line)
     assert ran == [fill(line)], "torchrun is told another line"
 

@@ -1,7 +1,10 @@
 """A user's package adds parts to ndtrain without a change to it; what is wrong with a plugin is one clear line."""
 
 import json
+import os
 import re
+import sqlite3
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +18,12 @@ from ndtrain.data import IterableCorpus, open_data
 from ndtrain.data.__main__ import main as prepare
 from ndtrain.data.mixture import mixture_entries
 from ndtrain.data.workers import pickled
+from ndtrain.engine.train_step import TrainingStep
 from ndtrain.model.families.hf_config import from_hf, to_hf
 from ndtrain.model.families.hf_fields import unknown_fields
-from tests.lib.helpers import checkpoint_of, given_process_group, refusal, rows
+from ndtrain.runtime import exit_status
+from ndtrain.train import main
+from tests.lib.helpers import checkpoint_of, given_process_group, one_error, refusal, rows, write_corpus
 from tests.lib.parity import FP64, SHAPE, Run, assemble, compare, rank_run
 from tests.lib.ranks import run_ranks
 from tests.parallel.test_unit_groups import mixed
@@ -318,6 +324,121 @@ def test_a_mistake_is_one_line(mistake, tmp_path, monkeypatch, capsys):
     line = refusal(capsys, ["recipe=llama_debug", override, f"run.dir={tmp_path / 'run'}"])
     assert override in line
     assert re.search(message.replace("(", r"\(").replace(")", r"\)"), line), line
+
+
+FAULTY = """
+from dataclasses import dataclass
+from ndtrain.config import ConfigError, DataConfig
+from ndtrain.data import IterableCorpus
+from ndtrain.engine.callbacks import Callback
+from ndtrain.optim import AdamW
+from ndtrain.plugins import register_callback, register_optimizer, register_source
+
+@register_source("faulty")
+def source(data):
+    return IterableCorpus("data=faulty", 0.0, texts, "1", 4)
+
+def texts():
+    yield "a", "some text " * 400
+    {}["texts"]
+
+@register_source("missing")
+def missing(data):
+    return open(data.path)
+
+@register_optimizer("faulty")
+class Faulty(AdamW):
+    def step(self, *args, **kwargs):
+        {}["step"]
+
+@register_callback("faulty")
+class FaultyCallback(Callback):
+    def on_report(self, report, metrics):
+        if self.trainer.cfg.run.name == "callback":
+            [].pop()  # in C, so that the innermost frame is the plugin's
+"""
+FAULTS = {  # overrides -> the error, and the function in which it is raised
+    "source": (["data=missing", "data.path=/no/such.txt"], "FileNotFoundError: .*no/such.txt'"),
+    "texts": (["data=faulty"], "KeyError: 'texts'"),
+    "optimizer": (["optim=faulty"], "KeyError: 'step'"),
+    "callback": (["run.name=callback"], "IndexError: pop from empty list"),
+}
+
+
+def faulty_run(folder: Path, fault: str) -> list[str]:
+    (folder / "broken_plugin.py").write_text(FAULTY)
+    text = ["data=text", f"data.path={write_corpus(folder / 'corpus.txt')}"]
+    common = ["recipe=llama_debug", "plugins=[broken_plugin]", "data.tokenizer=byte", f"data.cache={folder / 'cache'}"]
+    rest = ["logger=jsonl", "hardware.device=cpu", "hardware.peak_tflops=0.1", f"run.dir={folder / 'run'}"]
+    return [*common, *text, *rest, *FAULTS[fault][0]]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_in_a_plugins_code_names_the_plugin_in_one_line(fault, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(faulty_run(tmp_path, fault))
+    line = one_error(capsys.readouterr().err)
+    assert ended.value.code == 1
+    assert re.match(rf"plugin broken_plugin: {FAULTS[fault][1]} \(.*/broken_plugin\.py:\d+\); the traceback", line), (
+        line
+    )
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
+    assert log.count("Traceback (most recent call last)") == 1 and "broken_plugin.py" in log
+    status = exit_status.read(tmp_path / "run")
+    assert (status.why, status.code, status.error) == ("failed", 1, line)
+
+
+def test_an_error_outside_of_plugins_keeps_its_traceback(tmp_path, monkeypatch):
+    """Also in a run that has loaded one."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(TrainingStep, "forward_backward", lambda *args: [].pop())
+    with pytest.raises(IndexError):
+        main(faulty_run(tmp_path, "callback"))
+    assert "Traceback" in exit_status.read(tmp_path / "run").error
+
+
+@pytest.mark.full
+def test_an_error_in_a_plugins_code_on_two_ranks(tmp_path, monkeypatch):
+    """torchrun shows the line as well, and no rank prints a traceback."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    argv = [sys.executable, "-m", "ndtrain.runtime.torchrun", "--standalone", "--nproc-per-node", "2"]
+    args = [*faulty_run(tmp_path, "callback"), "mesh.fsdp=2"]
+    done = subprocess.run([*argv, "-m", "ndtrain.train", *args], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert one_error(done.stderr).startswith("plugin broken_plugin: IndexError: pop from empty list")
+
+
+@pytest.mark.full
+def test_prepare_names_the_plugin_whose_texts_fail(tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken_plugin.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = ["plugins=[broken_plugin]", "data=faulty", "data.tokenizer=byte", f"data.cache={tmp_path / 'cache'}"]
+    assert prepare(["prepare", f"out={tmp_path / 'out'}", *source]) == 2
+    assert one_error(capsys.readouterr().err).startswith("plugin broken_plugin: KeyError: 'texts' (")
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/howto/plugin.md"
+NOTES_WRONG = {
+    "no path": ([], "data.path=None: no such file: name the SQLite database"),
+    "no file": (["data.path={folder}/none.db"], "data.path={folder}/none.db: no such file: name the SQLite database"),
+    "no table": (["data.path={folder}/notes.db", "data.table=letters"], "data.table=letters: .*no such table: letters"),
+}
+
+
+@pytest.mark.parametrize("wrong", NOTES_WRONG)
+def test_the_pages_source_names_the_key_that_is_wrong(wrong, tmp_path, monkeypatch, capsys):
+    code = re.search(r"```python\n# my_package/notes.py\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    (tmp_path / "broken_plugin.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with sqlite3.connect(tmp_path / "notes.db") as database:
+        database.execute("create table notes (text)")
+    overrides, message = NOTES_WRONG[wrong]
+    args = ["recipe=llama_debug", "plugins=[broken_plugin]", "data=notes", f"run.dir={tmp_path / 'run'}"]
+    line = refusal(capsys, [*args, "data.tokenizer=byte", *(o.format(folder=tmp_path) for o in overrides)])
+    assert re.match(message.format(folder=tmp_path), line), line
 
 
 # ------------------------------------------------------------------------------------------------------------- frozen
