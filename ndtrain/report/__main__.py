@@ -1,9 +1,12 @@
-"""Shows runs: one HTML page with their curves and what differs in their configurations, or one curve as an SVG.
+"""Shows runs: one HTML page with their curves and what differs in their configurations, one curve as an SVG, or all
+curves as a CSV.
 
 python -m ndtrain.report RUN [RUN ...] [out=report.html]
 python -m ndtrain.report RUN [RUN ...] svg=loss.svg [metric=loss]
+python -m ndtrain.report RUN [RUN ...] csv=curves.csv
 
 RUN is a run folder, or a folder with run folders in it, as a sweep makes. The page needs no other file and no network.
+The CSV has a row for each run and step, under the keys and in the units of metrics.jsonl.
 
 {options}
 """
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ndtrain.arguments import ArgumentError, help_lines, one_of, option, parse, status_of, wants_help
-from ndtrain.report import ReportError, find_runs, render_page, render_svg
+from ndtrain.report import ReportError, find_runs, render_csv, render_page, render_svg
 from ndtrain.report.runs import METRICS, read_runs
 
 KEYS = [m.key for m in METRICS]
@@ -35,6 +38,7 @@ def _ending(ending: str) -> Callable[[str, str], str]:
 class Options:
     out: str | None = option("the page; report.html unless given", None, read=_ending(".html"))
     svg: str | None = option("an SVG of one metric instead of a page", None, read=_ending(".svg"))
+    csv: str | None = option("the values of all curves instead of a page", None, read=_ending(".csv"))
     metric: str = option(
         f"of svg: {', '.join(KEYS)}", "loss", read=lambda key, text: one_of(key, text, KEYS)
     )  # fmt: skip
@@ -54,7 +58,9 @@ def main(args: Sequence[str]) -> int:
         written = []
         if options.svg:
             written.append(_write(Path(options.svg), render_svg(runs, options.metric)))
-        if options.out or not options.svg:
+        if options.csv:
+            written.append(_write(Path(options.csv), render_csv(runs)))
+        if options.out or not (options.svg or options.csv):
             written.append(_write(Path(options.out or "report.html"), render_page(runs)))
     except (ArgumentError, ReportError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,12 +1,13 @@
 "use strict";
-// Draws the curves of the JSON block #data: {metrics: [{key, title}], runs: [{name, steps, curves, restarts, skipped}]}.
+// Draws the curves of the JSON block #data: {step_axis, metrics: [{key, title, axis}],
+// runs: [{name, steps, curves, restarts, skipped}]}. `step_axis` and `axis` name the axes.
 // `steps` are the first and the last.
 // A curve is {x, mean} and, where a point stands for several steps, {low, high}.
 
-const { metrics, runs } = JSON.parse(document.getElementById("data").textContent);
+const { step_axis, metrics, runs } = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = 7;
-const HEIGHT = 230;
-const EDGE = { left: 52, right: 20, top: 16, bottom: 34 };
+const HEIGHT = 244;
+const EDGE = { left: 66, right: 20, top: 16, bottom: 48 };
 const FEW = 40; // points of a curve that are drawn one by one, and not smoothed
 const hidden = new Set();
 let smoothing = 0;
@@ -107,15 +108,19 @@ function band(curve, x, y) {
   return `M${up.join("L")}L${down.join("L")}Z`;
 }
 
-function drawAxes(svg, width, x, y, log) {
+function drawAxes(svg, metric, width, x, y, log) {
   for (const t of log ? logTicks(y.low, y.high) : linearTicks(y.low, y.high, 5)) {
     const at = y.at(t);
     svgElement(svg, "line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: at, y2: at });
     svgElement(svg, "text", { x: EDGE.left - 6, y: at + 4, "text-anchor": "end" }, format(t));
   }
   for (const t of linearTicks(x.low, x.high, Math.max(2, Math.floor(width / 75)))) {
-    svgElement(svg, "text", { x: x.at(t), y: HEIGHT - 6, "text-anchor": "middle" }, format(t));
+    svgElement(svg, "text", { x: x.at(t), y: HEIGHT - 21, "text-anchor": "middle" }, format(t));
   }
+  const [middle, centre] = [(EDGE.left + width - EDGE.right) / 2, (EDGE.top + HEIGHT - EDGE.bottom) / 2];
+  svgElement(svg, "text", { class: "axis", x: middle, y: HEIGHT - 4, "text-anchor": "middle" }, step_axis);
+  const upright = `translate(11 ${centre}) rotate(-90)`;
+  svgElement(svg, "text", { class: "axis", transform: upright, "text-anchor": "middle" }, metric.axis);
 }
 
 function drawMarks(svg, run, group, x) {
@@ -195,7 +200,7 @@ function draw(chart) {
     svgElement(svg, "text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing to show");
     return;
   }
-  drawAxes(svg, width, chart.x, chart.y, log);
+  drawAxes(svg, metric, width, chart.x, chart.y, log);
   for (const [run, i, curve] of chart.shown) drawMarks(svg, run, drawRun(svg, i, curve, chart.x, chart.y), chart.x);
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ndtrain.report.curves import reduce_curve, thin
-from ndtrain.report.runs import METRICS, Run, differences
+from ndtrain.report.runs import STEP_AXIS, Run, differences, logged_metrics
 
 POINTS = 120_000  # of all curves of a page, which bounds its size
 MOST_POINTS, LEAST_POINTS = 1000, 40  # of one curve
@@ -38,10 +38,11 @@ def _asset(name: str) -> str:
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     """What page.js draws: `metrics` (those that any run has) and `runs` with their reduced curves."""
-    metrics = [m for m in METRICS if any(np.isfinite(run.values[m.key]).any() for run in runs)]
+    metrics = logged_metrics(runs)
     most = max(LEAST_POINTS, min(MOST_POINTS, POINTS // (len(runs) * max(1, len(metrics)))))
     return {
-        "metrics": [{"key": m.key, "title": m.title} for m in metrics],
+        "step_axis": STEP_AXIS,
+        "metrics": [{"key": m.key, "title": m.title, "axis": m.axis} for m in metrics],
         "runs": [
             {
                 "name": run.name,

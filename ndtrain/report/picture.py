@@ -57,6 +57,14 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
+def short_number(value: float) -> str:
+    """Return at most five significant digits, with k, M or G from 10,000 on, as page.js writes numbers."""
+    for least, unit, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / unit:.5g}{suffix}"
+    return f"{value:.5g}"
+
+
 def widened(low: float, high: float) -> tuple[float, float]:
     """The range of an axis, which is not empty."""
     if low < high:

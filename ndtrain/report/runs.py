@@ -28,24 +28,32 @@ class Metric:
 
     Attributes:
         key: the key of metrics.jsonl.
-        title: its name, with the unit.
+        title: its name.
+        unit: the unit of the curve; "" if it has none.
         scale: a value of the file times this is a value of the curve.
     """
 
     key: str
     title: str
+    unit: str = ""
     scale: float = 1.0
 
+    @property
+    def axis(self) -> str:
+        """The name of the vertical axis, with the unit."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
 
+
+STEP_AXIS = "Step"
 METRICS = (
-    Metric("loss", "Loss"),
-    Metric("eval_loss", "Evaluation loss"),
+    Metric("loss", "Loss", "nats per token"),
+    Metric("eval_loss", "Evaluation loss", "nats per token"),
     Metric("lr", "Learning rate"),
     Metric("grad_norm", "Gradient norm"),
-    Metric("tokens_per_s", "Tokens per second"),
-    Metric("mfu", "MFU (%)", 100.0),
-    Metric("peak_memory_bytes", "Peak memory (GiB)", 2.0**-30),
-    Metric("data_wait_s", "Data wait (ms)", 1000.0),
+    Metric("tokens_per_s", "Throughput", "tokens/s"),
+    Metric("mfu", "MFU", "%", 100.0),
+    Metric("peak_memory_bytes", "Peak memory", "GiB", 2.0**-30),
+    Metric("data_wait_s", "Data wait", "ms", 1000.0),
 )
 
 
@@ -72,6 +80,11 @@ class Run:
     skipped: list[int]
     config: dict[str, Any]
     ended: str
+
+
+def logged_metrics(runs: Sequence[Run]) -> list[Metric]:
+    """Return the metrics of which any run has a finite value."""
+    return [m for m in METRICS if any(np.isfinite(run.values[m.key]).any() for run in runs)]
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:

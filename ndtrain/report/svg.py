@@ -6,11 +6,11 @@ from html import escape
 import numpy as np
 
 from ndtrain.report.curves import Curve, reduce_curve
-from ndtrain.report.picture import COLOURS, Axis, document, heading, ticks, widened
-from ndtrain.report.runs import METRICS, ReportError, Run
+from ndtrain.report.picture import COLOURS, Axis, document, heading, short_number, ticks, widened
+from ndtrain.report.runs import METRICS, STEP_AXIS, ReportError, Run
 
 WIDTH, HEIGHT = 760, 320
-LEFT, RIGHT, BOTTOM = 64, 24, 48
+LEFT, RIGHT, BOTTOM = 80, 24, 48
 POINTS = 300  # of one curve
 
 
@@ -29,7 +29,7 @@ def render_svg(runs: Sequence[Run], key: str = "loss") -> str:
     plot = _Plot([run for _, run, _ in shown], [curve for _, _, curve in shown], top)
     parts = [
         heading(LEFT, metric.title),
-        plot.axes(),
+        plot.axes(metric.axis),
         *(_legend(n, i, run.name) for n, (i, run, _) in enumerate(shown)),
     ]
     parts += [plot.run(i, run, curve) for i, run, curve in shown]
@@ -57,17 +57,20 @@ class _Plot:
         values = widened(min(c.low.min() for c in curves), max(c.high.max() for c in curves))
         self.x, self.y = Axis(*steps, LEFT, WIDTH - RIGHT), Axis(*values, self.foot, self.top)
 
-    def axes(self) -> str:
+    def axes(self, name: str) -> str:
+        """Return both axes with their grid. `name` is the vertical one's."""
         lines = []
         for t in ticks(self.y.low, self.y.high, 5):
             y = self.y.at(t)
             lines.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            lines.append(f'<text class="ink" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{t:.4g}</text>')
+            lines.append(f'<text class="ink" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short_number(t)}</text>')
         for t in ticks(self.x.low, self.x.high, 6):
             x = self.x.at(t)
             lines.append(f'<text class="ink" x="{x:.1f}" y="{self.foot + 22}" text-anchor="middle">{t:,.6g}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
-        lines.append(f'<text class="ink" x="{middle}" y="{HEIGHT - 7}" text-anchor="middle">step</text>')
+        lines.append(f'<text class="ink" x="{middle}" y="{HEIGHT - 7}" text-anchor="middle">{STEP_AXIS}</text>')
+        upright = f'transform="translate(18 {(self.top + self.foot) / 2:.1f}) rotate(-90)"'
+        lines.append(f'<text class="ink" {upright} text-anchor="middle">{escape(name)}</text>')
         return f'<g font-size="12">{"".join(lines)}</g>'
 
     def run(self, i: int, run: Run, curve: Curve) -> str:

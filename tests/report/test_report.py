@@ -1,5 +1,6 @@
 """The report of runs: what it reads, how curves are reduced, and the page and SVG that it writes."""
 
+import csv
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from ndtrain.report import ReportError, find_runs, render_page, render_svg
 from ndtrain.report.__main__ import main
 from ndtrain.report.curves import reduce_curve, thin
 from ndtrain.report.page import COLOURS, page_data
-from ndtrain.report.picture import ticks
+from ndtrain.report.picture import short_number, ticks
 from ndtrain.report.runs import METRICS, differences, read_runs
 
 CONFIG = "run: {{name: {name}, dir: x}}\noptim: {{lr: {lr}, betas: [0.9, 0.95]}}\nmodel: {{rope_scaling: {{}}}}\n"
@@ -124,6 +125,11 @@ def test_ticks_are_round_and_inside():
     assert ticks(1.1, 1.9, 4) == pytest.approx([1.2, 1.4, 1.6, 1.8])
 
 
+def test_numbers_of_an_axis_leave_room_for_its_name():
+    numbers = {123_400: "123.4k", 8_000: "8000", 2.5e6: "2.5M", 1e10: "10G", 5e-4: "0.0005", -20_000: "-20k", 0: "0"}
+    assert {value: short_number(value) for value in numbers} == numbers
+
+
 # -------------------------------------------------------------------------------------------------------- page and SVG
 
 
@@ -182,7 +188,7 @@ def test_the_svg_is_one_valid_picture(tmp_path):
     runs = runs_of(make_run(tmp_path / "a", step_3={"resumed_step": 2}), make_run(tmp_path / "b<", steps=900))
     root = ET.fromstring(render_svg(runs, "loss"))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"Loss", "a", "b<", "step"} <= set(texts)
+    assert {"Loss", "a", "b<", "Step", "Loss (nats per token)"} <= set(texts)
     with pytest.raises(ReportError, match="metric=eval_loss"):
         render_svg(runs, "eval_loss")
 
@@ -206,6 +212,22 @@ def test_the_command_writes_what_is_asked(tmp_path, capsys):
     )
 
 
+def test_the_csv_has_every_value_of_metrics_jsonl(tmp_path, capsys):
+    steps = {"step_2": {"loss": None, "mfu": 0.123456789}, "step_3": {"eval_loss": 7.5, "data_wait_s": 0.0023}}
+    first = make_run(tmp_path / "a, b", steps=3, step_1={"peak_memory_bytes": 151_000_000_001}, **steps)
+    (first / "config.yaml").write_text("run: {name: 'a, b'}\n")
+    make_run(tmp_path / "c", steps=1200)
+    target = tmp_path / "curves.csv"
+    assert main([str(tmp_path / "a, b"), str(tmp_path / "c"), f"csv={target}"]) == 0
+    assert re.match(r"2 runs, 1,203 steps: wrote .*curves.csv \(\d+ KiB\)\n$", capsys.readouterr().out)
+    rows = list(csv.DictReader(target.open(newline="")))
+    assert list(rows[0]) == ["run", "step", *(m.key for m in METRICS)]
+    assert len(rows) == 1203 and [row["run"] for row in rows[2:4]] == ["a, b", "c"]
+    assert (rows[0]["peak_memory_bytes"], rows[0]["eval_loss"], rows[0]["loss"]) == ("151000000001", "", "7.75")
+    assert (rows[1]["loss"], rows[1]["mfu"]) == ("", "0.123456789")
+    assert (rows[2]["eval_loss"], rows[2]["data_wait_s"], rows[2]["step"]) == ("7.5", "0.0023", "3")
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -216,6 +238,7 @@ def test_the_command_writes_what_is_asked(tmp_path, capsys):
         (["{tmp}/new", "metric=los"], "los: no such metric; did you mean 'loss'?"),
         (["{tmp}/new", "ouT=a"], "did you mean 'out'?"),
         (["{tmp}/ok", "svg={tmp}/x.png"], "x.png: what is written is SVG: let the name end in .svg"),
+        (["{tmp}/ok", "csv={tmp}/x.tsv"], "x.tsv: what is written is CSV: let the name end in .csv"),
         (["{tmp}/ok", "out={tmp}/x.png"], "x.png: what is written is HTML: let the name end in .html"),
         (["{tmp}/ok", "out={tmp}/no/page.html"], "cannot be written"),
     ],
@@ -270,3 +293,6 @@ def test_a_browser_draws_all_curves(tmp_path):
     assert done.stdout.count("<figure>") == drawn
     assert len(re.findall(r'<path class="curve" d="M[0-9.]+ [0-9.]+L', done.stdout)) == 2 * drawn
     assert done.stdout.count('class="restart"') == drawn
+    assert done.stdout.count(">Step</text>") == drawn
+    for metric in METRICS:
+        assert (f">{metric.axis}</text>" in done.stdout) == (metric.key != "eval_loss"), metric
