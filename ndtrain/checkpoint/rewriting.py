@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ndtrain.checkpoint.companions import read_companions
 from ndtrain.checkpoint.elements import AVERAGE, CheckpointError
 from ndtrain.checkpoint.pretrained import open_weights, weight_files
 from ndtrain.checkpoint.safetensors_io import (
@@ -28,12 +29,9 @@ from ndtrain.checkpoint.safetensors_io import (
 )
 from ndtrain.checkpoint.verifying import blocks
 from ndtrain.config import CheckpointConfig
+from ndtrain.data.hf_code import without_code
 from ndtrain.distributed.row_map import Rows
 from ndtrain.model.transformer import is_selection_bias
-
-# the files beside the weights: the tokenizer, generation_config.json
-_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
-_NOT_COPIED = ("state.json", "config.json", "*.index.json")
 
 
 @dataclass(frozen=True)
@@ -204,13 +202,10 @@ def _weighted(parts: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def _write_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """config.json with the dtype of the weights, and the files beside it."""
-    for path in source.iterdir():
-        matches = lambda patterns, path=path: any(path.match(pattern) for pattern in patterns)
-        if path.is_file() and matches(_COPIED) and not matches(_NOT_COPIED):
-            shutil.copyfile(path, folder / path.name)
+    """Writes config.json with the dtype of the weights, and copies what else goes with them."""
+    read_companions(source).write_files(folder)
     if (source / "config.json").is_file():
-        config = json.loads((source / "config.json").read_text())
+        config = json.loads(without_code((source / "config.json").read_bytes()))
         if dtype is not None:
             config |= dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -114,12 +114,14 @@ class Writer:
                 _write_json(temporary / f"{stem}.safetensors.index.json", index_json(files))
         self.extras(temporary)
         big = {f.name for f in _files(self.plans)}
-        small = sorted(p.name for p in temporary.iterdir() if p.name not in big)
+        written = (p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+        small = sorted(name for name in written if name not in big)
         body = self._body(temporary, small, sums, state)
         _write_json(temporary / "state.json", body | {"digest": digest(body)})
         for name in (*small, "state.json"):
             _fsync(temporary / name)
-        _fsync(temporary)
+        for folder in (temporary, *(p for p in temporary.iterdir() if p.is_dir())):
+            _fsync(folder)
         if final.exists():  # the same step, saved before a resume from an older one: removed only now
             remove(final)
         os.rename(temporary, final)

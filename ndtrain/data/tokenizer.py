@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.data.cache import atomic_write, digest, load_or_build
+from ndtrain.data.hf_code import without_code
 from ndtrain.data.progress import elapsed_on_stderr
 
 EOS = "<|endoftext|>"
@@ -18,6 +20,15 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+# files of tokenizers that ndtrain does not read
+_OTHER_FILES = (
+    "vocab.txt",
+    "tekken.json",
+    "*.model",
+    "*.tiktoken",
+    "added_tokens*.json",
+    "additional_chat_templates/*",
+)
 
 
 class Tokenizer:
@@ -58,9 +69,23 @@ class Tokenizer:
         for name, content in self._files.items():
             (folder / name).write_bytes(content)
 
+    def same_ids(self, tokenizer_json: bytes) -> bool:
+        """Returns whether another tokenizer.json gives every token the id that this one gives it."""
+        if tokenizer_json == self._files["tokenizer.json"]:
+            return True
+        try:
+            return tokenizers.Tokenizer.from_str(tokenizer_json.decode()).get_vocab() == self._backend.get_vocab()
+        except Exception:  # the library raises bare Exception
+            return False
+
     def digest(self) -> str:
         """Returns a digest that is equal for tokenizers that turn a text into the same ids."""
         return digest(self._files["tokenizer.json"].decode(), self.eos_id)
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Returns whether a file of a Hugging Face folder belongs to its tokenizer."""
+    return any(fnmatch(name, pattern) for pattern in (*_TOKENIZER_FILES, *_OTHER_FILES))
 
 
 def load_tokenizer(data: DataConfig, texts: Callable[[], Iterable[str]], cache: Path) -> Tokenizer:
@@ -181,6 +206,7 @@ def _given_tokenizer(setting: str) -> Tokenizer:
             "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     files = {name: main.with_name(name).read_bytes() for name in _TOKENIZER_FILES if main.with_name(name).is_file()}
+    files = {name: without_code(content) for name, content in files.items()}
     files["tokenizer.json"] = main.read_bytes()
     try:
         backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())

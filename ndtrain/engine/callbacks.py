@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ndtrain.checkpoint import Saved, Saver
+from ndtrain.checkpoint.companions import Companions, read_companions
 from ndtrain.config import Config
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.setup import write_extras
@@ -290,14 +291,25 @@ class CheckpointCallback(Callback):
 
     def on_train_start(self) -> None:
         trainer = self.trainer
-        extras = partial(self._write_extras, trainer)
+        extras = partial(self._write_extras, trainer, self._companions(trainer))
         folder = Path(trainer.cfg.run.dir) / "checkpoints"
         self._saver = Saver(folder, trainer.stages, trainer.mesh, trainer.cfg, extras)
 
     @staticmethod
-    def _write_extras(trainer: "Trainer", folder: Path) -> None:
+    def _companions(trainer: "Trainer") -> Companions:
+        """Reads, on rank 0, the companions of the checkpoint that is resumed, else of the folder of `init_from`."""
+        origin = trainer.resumed or (trainer.cfg.init_from and Path(trainer.cfg.init_from))
+        if not origin or trainer.mesh.rank > 0:
+            return Companions()
+        companions = read_companions(origin, trainer.cfg.model)
+        for note in companions.notes:
+            trainer.warn(note)
+        return companions
+
+    @staticmethod
+    def _write_extras(trainer: "Trainer", companions: Companions, folder: Path) -> None:
         trainer.claim.check()  # the last moment before a checkpoint is published
-        write_extras(trainer.data, folder)
+        write_extras(trainer.data, companions, folder)
 
     def needs_report(self) -> bool:
         step, c = self.trainer.state.step, self.trainer.cfg.checkpoint

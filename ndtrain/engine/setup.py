@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ndtrain import checkpoint
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
+from ndtrain.checkpoint.companions import Companions
 from ndtrain.config import TOKEN_SOURCES, Config, ConfigError, resolve, to_yaml, world_from_env
 from ndtrain.data import Data, open_data
 from ndtrain.data.token_array import Packing
@@ -337,11 +338,19 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> tuple[Path | No
     return None, State(step=0, tokens=0, order=order_of(cfg, setup.data)), []
 
 
-def write_extras(data: Data, folder: Path) -> None:
-    """What `transformers` needs beside the model to make text from a checkpoint."""
+def write_extras(data: Data, companions: Companions, folder: Path) -> None:
+    """Writes what a checkpoint holds besides the weights: the companions of the model that the run started from, and
+    the tokenizer of the data.
+
+    Where the data has another tokenizer than the companions, theirs is left out, and with it all that names its tokens.
+    """
+    theirs = companions.files.get("tokenizer.json")
+    if data.tokenizer and theirs is not None and not data.tokenizer.same_ids(theirs):
+        companions = companions.without_tokenizer()
+    companions.write(folder)
     if data.tokenizer:
         data.tokenizer.save(folder)
-    if data.eos_id is not None:  # else it takes the end of a text to be Llama's
+    if data.eos_id is not None and not companions.names_end_token():  # else transformers takes Llama's
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": data.eos_id}) + "\n")
 
 

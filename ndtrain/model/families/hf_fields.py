@@ -49,6 +49,7 @@ _PASSED = {
     "is_llama_config", "ep_size", "aux_loss_alpha", "seq_aux", "qk_head_dim", "num_nextn_predict_layers",
     "num_mtp_layers", "temperature", "top_k", "top_p", "do_sample", "max_length", "repetition_penalty",
 }  # fmt: skip
+_NOT_CARRIED = ("dtype", "torch_dtype", "auto_map", "custom_pipelines")  # of a checkpoint, or names of code
 _READ = {
     "model_type", "architectures", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", *SAME, *EXTRAS,
@@ -161,6 +162,21 @@ def unknown_fields(config: dict[str, Any]) -> list[str]:
     own = get("family", kind).fields if kind in names("family") else ()
     known = _READ | _PASSED | _NEUTRAL.keys() | {*own, *mod_fields(config.get("attention"))}
     return [k for k, v in config.items() if k not in known and not k.startswith("_") and not _says_nothing(v)]
+
+
+def uninterpreted_fields(config: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """The fields of a config.json that do not say what the model is: fields about tokens, generation and files, fields
+    that change nothing, and fields that ndtrain does not know. Names of code are left out.
+
+    Args:
+        model_type: of the model that is written. If it is not config.json's, only fields about tokens, generation and
+            files are returned: the others may change the computation of that model.
+    """
+    kind = str(config.get("model_type")).removeprefix(OWN)
+    own = get("family", kind).own_fields if kind in names("family") else ()
+    left = _READ | {*own, *mod_fields(config.get("attention")), *COUNT_SPELLINGS, *_NOT_CARRIED}
+    kept = {key: value for key, value in config.items() if key not in left}
+    return kept if kind == model_type else {key: value for key, value in kept.items() if key in _PASSED}
 
 
 def mod_fields(attention: str | None) -> list[str]:
