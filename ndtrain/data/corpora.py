@@ -230,8 +230,9 @@ def _jsonl_text(line: bytes, text_key: str, location: str) -> str:
     """
     try:
         record = json.loads(line)
-    except ValueError as error:  # broken JSON or UTF-8
-        raise ConfigError(f"{location}: not a JSON object ({error}): correct or remove the line") from error
+    except (ValueError, RecursionError) as error:  # broken JSON or UTF-8, or thousands of brackets
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{location}: not a JSON object ({why}): correct or remove the line") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{location}: not a JSON object but a {type(record).__name__}: correct or remove the line")
     if text_key not in record:

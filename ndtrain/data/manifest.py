@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ndtrain.config import ConfigError, DataConfig
+from ndtrain.config.json_file import parse_object
 from ndtrain.data.cache import atomic_write, digest, sampled_digest
 from ndtrain.data.documents import SPLITS
 
@@ -121,10 +122,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
         ValueError: the file is damaged, or another program's.
     """
     try:
-        record = json.loads(path.read_bytes())
+        record = parse_object(path.read_bytes(), str(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if not isinstance(record, dict) or record.pop("digest", None) != digest(record):
+    if record.pop("digest", None) != digest(record):
         raise ValueError("not what was written")
     return record
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ndtrain.config import ConfigError, DataConfig
+from ndtrain.config.json_file import parse_object
 from ndtrain.data.cache import atomic_write, digest, load_or_build, sampled_digest
 from ndtrain.data.corpora import matching_files
 from ndtrain.data.documents import SPLITS, Corpus, TextChunk
@@ -72,7 +73,7 @@ def sample_texts(corpus: Corpus, limit: int) -> Iterator[str]:
 def _load(entry: Path) -> TokenisedCorpus | None:
     """Returns the entry; None where it is absent or damaged."""
     try:
-        record = json.loads(entry.read_bytes())
+        record = parse_object(entry.read_bytes(), str(entry))
         paths = _split_paths(entry)
         if any(sampled_digest(path) != record["files"][split] for split, path in paths.items()):
             return None
@@ -284,7 +285,7 @@ def token_positions(tokens: np.ndarray, token: int) -> np.ndarray:
 
 def _load_scan(entry: Path) -> TokenFileScan | None:
     try:
-        return TokenFileScan(**json.loads(entry.read_bytes()))
+        return TokenFileScan(**parse_object(entry.read_bytes(), str(entry)))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ndtrain.config import ConfigError, DataConfig
+from ndtrain.config.json_file import parse_object
 from ndtrain.data.cache import atomic_write, digest, load_or_build
 from ndtrain.data.documents import SPLITS
 from ndtrain.data.formats import FORMATS, FormatError, TokenFile
@@ -101,7 +102,7 @@ def _refuse_twice(setting: str, paths: Sequence[Path]) -> None:
 def _load(entry: Path) -> tuple[DocumentSummary, list[list[np.ndarray]]] | None:
     """Returns the summary, and of each split the runs and where documents start; None where the entry is absent."""
     try:
-        summary = DocumentSummary(**json.loads(entry.read_bytes()))
+        summary = DocumentSummary(**parse_object(entry.read_bytes(), str(entry)))
         tables = [[_table_path(entry, split, what) for what in _TABLES] for split in SPLITS]
         return summary, [[np.load(path, mmap_mode="r") for path in paths] for paths in tables]
     except (FileNotFoundError, ValueError, TypeError, EOFError):

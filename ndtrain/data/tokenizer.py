@@ -10,11 +10,13 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ndtrain.config import ConfigError, DataConfig
+from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.data.cache import atomic_write, digest, load_or_build
 from ndtrain.data.hf_code import without_code
 from ndtrain.data.progress import elapsed_on_stderr
 
 EOS = "<|endoftext|>"
+_LARGEST_ID = 2**32 - 1  # that the library takes
 _KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -225,21 +227,22 @@ def _given_tokenizer(setting: str) -> Tokenizer:
 def _eos_id(backend: tokenizers.Tokenizer, folder: Path) -> int | None:
     """Returns the end-of-text token that the files beside a tokenizer.json name, else a token with a usual name.
 
-    None where there is neither.
+    None where there is neither, or where the files name what is no token.
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _read_json(folder / name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            return backend.token_to_id(token)
+            return backend.token_to_id(token) if isinstance(token, str) else None
     ids = _read_json(folder / "config.json").get("eos_token_id")
     if ids is not None:
-        return ids[0] if isinstance(ids, list) else ids
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        return first if type(first) is int and 0 <= first <= _LARGEST_ID else None
     return next((i for i in map(backend.token_to_id, _KNOWN_EOS) if i is not None), None)
 
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_bytes()) if path.is_file() else {}
-    except ValueError as error:
-        raise ConfigError(f"data.tokenizer: {path} is not JSON: {error}") from error
+        return read_object(path) if path.is_file() else {}
+    except JsonError as error:
+        raise ConfigError(f"data.tokenizer: {error}") from error

@@ -55,11 +55,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return []
     rows = {}
     for line in content.splitlines():
-        try:
-            row = json.loads(line)
-            rows[int(row["step"])] = row
-        except (ValueError, KeyError, TypeError):
-            continue
+        if row := _row(line):
+            rows[row["step"]] = row
     return list(rows.values())
 
 
@@ -94,8 +91,15 @@ def _keep_until(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a complete line; None for an incomplete one."""
+    """The step of a complete line; None for an incomplete one, or one that is no row."""
+    row = _row(line) if line.endswith(b"\n") else None
+    return row["step"] if row else None
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A row, whose step is a whole number; None if the line is none."""
     try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError):
+        row = json.loads(line)
+    except (ValueError, RecursionError):
         return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.distributed.cores import cpu_cores
 
 WHOLE_S = 0.9  # duration of a measurement over all sizes, its warm-up included
@@ -198,10 +199,10 @@ def cpu_model() -> str:
 def _read_cache(path: Path) -> dict[str, Kept]:
     """The kept rates; none if the file is missing, damaged or of another version."""
     try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
+        known = read_object(path)
+    except JsonError:
         return {}
-    return {key: kept for key, value in known.items() if (kept := _read(value))} if isinstance(known, dict) else {}
+    return {key: kept for key, value in known.items() if (kept := _read(value))}
 
 
 def _read(value: Any) -> Kept | None:

@@ -1,6 +1,5 @@
 """Reads run folders: the rows of metrics.jsonl, the configuration, and how the run ended."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.metrics.jsonl import read_rows
 
 METRICS_FILE = "metrics.jsonl"
@@ -199,8 +199,8 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _ended(path: Path) -> str:
     try:
-        why = json.loads((path / "exit.json").read_text())["why"]
-    except (OSError, ValueError, KeyError, TypeError):
+        why = read_object(path / "exit.json").get("why", "unknown")
+    except JsonError:
         return "unknown"
     return "running, or killed" if why == "died" else str(why)
 

@@ -783,6 +783,10 @@ ERRORS = {
         lambda p: {"name": "jsonl", "path": write(p / "a.jsonl", b'{"text": "x"}\n\n{"text": \n')},
         "data.path: .*/a.jsonl:3: not a JSON object .*: correct or remove the line",
     ),
+    "deep json": (
+        lambda p: {"name": "jsonl", "path": write(p / "a.jsonl", b'{"text": "x"}\n' + b"[" * 200_000)},
+        "data.path: .*/a.jsonl:2: not a JSON object .nested too deeply.: correct or remove the line",
+    ),
     "json that is no object": (
         lambda p: {"name": "jsonl", "path": write(p / "a.jsonl", b'["text"]')},
         "data.path: .*/a.jsonl:1: not a JSON object but a list",
@@ -887,7 +891,37 @@ def test_tokenizer_without_an_end_of_text_token(folder, tmp_path, given_tokenize
     with pytest.raises(ConfigError, match=r"end-of-text token is unknown: name it as eos_token in .*config\.json"):
         open_data(cfg)
     (given_tokenizer / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: .*config\.json is not JSON"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .*config\.json does not parse"):
+        open_data(cfg)
+
+
+NO_TOKENS = {  # files of a tokenizer's folder that name no token
+    "a content that is no text": {"tokenizer_config.json": {"eos_token": {"content": ["x"]}}},
+    "a token that is no text": {"special_tokens_map.json": {"eos_token": 7}},
+    "an id beyond the library": {"config.json": {"eos_token_id": 10**12}},
+    "an id below 0": {"config.json": {"eos_token_id": -1}},
+    "an id in words": {"config.json": {"eos_token_id": "257"}},
+    "true": {"config.json": {"eos_token_id": True}},
+    "no ids": {"config.json": {"eos_token_id": []}},
+}
+
+
+@pytest.mark.parametrize("name", NO_TOKENS)
+def test_an_end_of_text_token_that_is_none_is_refused(name, folder, tmp_path, given_tokenizer):
+    (given_tokenizer / "tokenizer_config.json").unlink(missing_ok=True)
+    for file, content in NO_TOKENS[name].items():
+        (given_tokenizer / file).write_text(json.dumps(content))
+    cfg = config({"name": "text", "path": str(folder), "tokenizer": str(given_tokenizer)}, tmp_path)
+    with pytest.raises(ConfigError, match="end-of-text token is unknown") as refused:
+        open_data(cfg)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ["[1]", "[" * 100_000], ids=["a list", "deep"])
+def test_a_tokenizer_config_that_is_no_object_is_refused(content, folder, tmp_path, given_tokenizer):
+    (given_tokenizer / "tokenizer_config.json").write_text(content)
+    cfg = config({"name": "text", "path": str(folder), "tokenizer": str(given_tokenizer)}, tmp_path)
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .*config\.json does not parse"):
         open_data(cfg)
 
 

@@ -21,7 +21,7 @@ from ndtrain.config import HardwareConfig, load_config, resolve
 from ndtrain.engine.setup import device_of
 from ndtrain.metrics import Metrics, measured_peak, peak, peak_flops, peak_memory_bytes, reset_peak_memory, wandb_logger
 from ndtrain.metrics.console import Console, duration
-from ndtrain.metrics.jsonl import JsonlWriter
+from ndtrain.metrics.jsonl import JsonlWriter, read_rows
 from ndtrain.metrics.measured_peak import Measurement
 from tests.lib.ranks import run_ranks
 
@@ -126,6 +126,16 @@ def test_torn_lines_are_dropped_on_resume(tmp_path):
     path.write_bytes(b'{"step": 1}\n{"step": 2}')  # valid JSON, but digits may be missing
     JsonlWriter(path, 3).close()
     assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_rows_whose_step_is_no_whole_number_are_dropped(tmp_path):
+    """Somebody edited the file: such a row is none, whatever it holds."""
+    path = tmp_path / "metrics.jsonl"
+    strange = [b'{"step": "x"}', b'{"step": 1e999}', b'{"step": null}', b'{"step": [1]}', b"[" * 100_000]
+    path.write_bytes(b'{"step": 1}\n' + b"\n".join(strange) + b'\n{"step": 2}\n')
+    assert [row["step"] for row in read_rows(path)] == [1, 2]
+    JsonlWriter(path, 2).close()
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
 def test_a_fresh_run_overwrites_the_file(tmp_path):

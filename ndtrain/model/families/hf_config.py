@@ -1,10 +1,10 @@
 """Between `ModelConfig` and Hugging Face's config.json; `hf_fields.py` says what its fields mean."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ndtrain.config import ConfigError, ModelConfig
+from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.config.registry import config_of, joined, names
 from ndtrain.config.rope_kinds import ORIGINAL, ROPE_KINDS
 from ndtrain.model.families import family_of
@@ -154,9 +154,12 @@ def _window(config: dict[str, Any], family: Family) -> int | None:
     if family.sliding_window == "never" and window is not None:
         raise refusal(config, "sliding_window", f"a {family.class_prefix} has no window: set it to null")
     first = config["max_window_layers"] if used else 0
-    types = config.get("layer_types") or [_SLIDES if window and i >= first else _FULL for i in range(layers)]
-    if types[0] not in (_SLIDES, _FULL) or len(types) != layers or any(t != types[0] for t in types):
-        key = "layer_types" if config.get("layer_types") else "max_window_layers"
+    if types := config.get("layer_types"):
+        key, alike = "layer_types", len(types) == layers and all(t == types[0] for t in types)
+    else:  # no list of all layers: config.json may name any number of them
+        key, alike = "max_window_layers", window is None or first <= 0 or first >= layers
+        types = [_SLIDES if window is not None and first <= 0 else _FULL]
+    if types[0] not in (_SLIDES, _FULL) or not alike:
         raise refusal(config, key, f"each of {layers} layers must have the same attention, {_FULL} or {_SLIDES}")
     slides = types[0] == _SLIDES
     if slides != (window is not None) and (slides or not used):
@@ -168,16 +171,14 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """config.json of a Hugging Face folder.
 
     Raises:
-        ConfigError: there is none, or it does not parse.
+        ConfigError: there is none, or it cannot be read or does not parse.
     """
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except OSError as error:
+    path = folder / "config.json"
+    if not path.is_file():
         adapter = (folder / "adapter_config.json").exists()
         fix = "an adapter: merge it into its base model first" if adapter else "give a Hugging Face model folder"
-        raise ConfigError(f"init_from={folder}: config.json cannot be read ({error.strerror}): {fix}") from error
-    except ValueError as error:
-        raise ConfigError(f"init_from={folder}: config.json does not parse: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"init_from={folder}: config.json does not parse: it holds no object")
-    return config
+        raise ConfigError(f"init_from={folder}: there is no config.json: {fix}")
+    try:
+        return read_object(path)
+    except JsonError as error:
+        raise ConfigError(f"init_from={folder}: {error}") from error

@@ -62,6 +62,7 @@ _TYPES = {f.name: f.type for f in fields(ModelConfig) if f.name in (*SAME, *EXTR
 _OPTIONAL_TYPES = {f.name: f.type for f in fields(ModelConfig) if f.name in OPTIONAL_FIELDS} | {
     "mlp_only_layers": list | None
 }
+_LARGEST = 10**15
 _MAY_BE_ZERO = (
     "max_window_layers",
     "initializer_range",
@@ -148,6 +149,8 @@ def _check_value(config: dict[str, Any], key: str, wanted: Any) -> None:
         right = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
     if not right:
         raise refusal(config, key, f"must be of type {getattr(wanted, '__name__', wanted)}")
+    if is_number(value) and not abs(value) < _LARGEST:
+        raise refusal(config, key, f"must be a number below {_LARGEST:.0e}")
     if is_number(value) and value <= 0 and key not in _MAY_BE_ZERO:
         raise refusal(config, key, "must be above 0")
 
