@@ -7,10 +7,10 @@ the step and the checksums. Every element has one owner, which writes it straigh
 under a temporary name, flushed, and published by one rename: a half-written one never has a checkpoint's name.
 """
 
-from ndtrain.checkpoint.directory import candidates, inspect, list_checkpoints, set_aside_later
-from ndtrain.checkpoint.elements import CheckpointError, DamagedCheckpoint, State
+from ndtrain.checkpoint.directory import candidates, inspect, list_checkpoints, older_checkpoints, set_aside_later
+from ndtrain.checkpoint.elements import CheckpointError, DamagedCheckpoint, State, together
 from ndtrain.checkpoint.loading import load
-from ndtrain.checkpoint.pretrained import check_folder, load_weights, model_folder
+from ndtrain.checkpoint.pretrained import check_folder, load_weights, model_folder, read_model
 from ndtrain.checkpoint.saver import Saved, Saver
 from ndtrain.checkpoint.saving import save
 from ndtrain.checkpoint.upcycling import load_start, starting_model
@@ -29,7 +29,10 @@ __all__ = [
     "load_start",
     "load_weights",
     "model_folder",
+    "older_checkpoints",
+    "read_model",
     "save",
     "set_aside_later",
     "starting_model",
+    "together",
 ]

@@ -1,6 +1,5 @@
 """Compares two checkpoints, or two Hugging Face folders: tensors and configuration."""
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from ndtrain.checkpoint.directory import read_state
 from ndtrain.checkpoint.pretrained import open_weights, weight_files
 from ndtrain.checkpoint.safetensors_io import Reader, bytes_of
 from ndtrain.checkpoint.verifying import blocks, short
+from ndtrain.config.json_file import read_object
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _distance(name: str, a: Reader, b: Reader) -> Distance:
     largest, squares, norm, elements = 0.0, 0.0, 0.0, 0
     wide, narrow = (a, b) if a.dtype(name).itemsize >= b.dtype(name).itemsize else (b, a)
     for rows, block in blocks(wide, name):
-        other = narrow.read(name, rows).view(-1)
+        other = narrow.read(name, rows)
         x, y = (block, other) if wide is a else (other, block)
         if x.dtype == y.dtype and (bytes_of(x) == bytes_of(y)).all():
             norm += x.double().square().sum().item()
@@ -112,7 +112,6 @@ def _distance(name: str, a: Reader, b: Reader) -> Distance:
             squares += gap.square().sum().item()
             elements += int((gap != 0).sum())
             largest = _larger(largest, gap.max().item())
-        narrow.release(name, rows)
     relative = math.sqrt(squares / norm) if norm else math.inf if squares else 0.0
     return Distance(name, largest, relative, elements, torch.Size(a.shape(name)).numel())
 
@@ -130,8 +129,7 @@ def _config_of(path: Path) -> dict[str, Any]:
     if (path / "state.json").is_file():
         state = read_state(path)
         return _flat(state["config"]) | {key: state[key] for key in ("step", "tokens")}
-    text = (path / "config.json").read_text() if (path / "config.json").is_file() else "{}"
-    return _flat(json.loads(text))
+    return _flat(read_object(path / "config.json")) if (path / "config.json").is_file() else {}
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,22 +1,26 @@
 """The folder of a run's checkpoints: lists them, picks those to resume from, and removes old ones."""
 
-import json
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ndtrain.checkpoint.elements import FORMAT, CheckpointError, DamagedCheckpoint, State, digest, sha256
 from ndtrain.checkpoint.safetensors_io import read_header
 from ndtrain.config import ModelConfig
+from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.model.families.hf_config import to_hf
+
+_NAME = re.compile(r"step-[0-9]{8,}")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Published checkpoints in a `checkpoints/` folder, newest first."""
-    named = (p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir())
+    named = (p for p in folder.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir())
     return sorted(named, key=_step, reverse=True)
 
 
@@ -48,13 +52,14 @@ def inspect(path: Path, m: ModelConfig) -> State:
     """Reads and verifies a checkpoint, without the contents of its tensors.
 
     Raises:
-        CheckpointError: damaged (the file is named), or of another architecture (the first differing field is named).
+        CheckpointError: damaged or unreadable (the file is named), or of another architecture (the first differing
+            field is named).
     """
     body = read_state(path)
     for _, problem in file_problems(path, body):
         raise DamagedCheckpoint(f"{path} is damaged: {problem}")
     _check_architecture(path, m)
-    return State(body["step"], body["tokens"], body["order"], body.get("skipped", 0), body.get("stream"))
+    return State(body["step"], body["tokens"], body["order"], body.get("skipped") or 0, body.get("stream"))
 
 
 def file_problems(path: Path, body: dict) -> Iterator[tuple[str, str]]:
@@ -63,33 +68,101 @@ def file_problems(path: Path, body: dict) -> Iterator[tuple[str, str]]:
     Args:
         body: of `read_state`.
     """
-    for name, (size, header) in body["files"].items():
-        actual = (path / name).stat().st_size if (path / name).exists() else None
-        if actual != size:
-            yield name, f"{name} is missing" if actual is None else f"{name} has {actual} bytes instead of {size}"
-        elif sha256(read_header(path / name)) != header:
-            yield name, f"the header of {name} is not what was written"
-    for name, expected in body["sha256"].items():
-        if not (path / name).exists() or sha256((path / name).read_bytes()) != expected:
-            yield name, f"{name} is not what was written"
+    for problem_of, expected in ((_problem_of_tensors, body["files"]), (_problem_of_content, body["sha256"])):
+        for name, wanted in expected.items():
+            try:
+                problem = problem_of(path / name, wanted)
+            except FileNotFoundError:
+                problem = f"{name} is missing"
+            except OSError as error:
+                problem = f"{name} cannot be read ({error.strerror or error})"
+            if problem:
+                yield name, problem
+
+
+def _problem_of_tensors(file: Path, expected: tuple[int, str]) -> str | None:
+    """What is wrong with the size or the header of a safetensors file; None: nothing."""
+    size, header = expected
+    if (actual := file.stat().st_size) != size:
+        return f"{file.name} has {actual} bytes instead of {size}"
+    return None if sha256(read_header(file)) == header else f"the header of {file.name} is not what was written"
+
+
+def _problem_of_content(file: Path, expected: str) -> str | None:
+    with open(file, "rb") as opened:
+        actual = hashlib.file_digest(opened, "sha256").hexdigest()
+    return None if actual == expected else f"{file.name} is not what was written"
 
 
 def read_state(path: Path) -> dict:
-    """The content of state.json.
+    """The content of state.json. Its fields have the types that a run relies on.
 
     Raises:
-        DamagedCheckpoint: it cannot be read, is not what was written, or has another format.
+        DamagedCheckpoint: it cannot be read, is not what was written, has another format, or is of another step than
+            the folder's name says.
     """
     try:
-        body = json.loads((path / "state.json").read_text())
-        expected = body.pop("digest")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise DamagedCheckpoint(f"{path} is damaged: state.json cannot be read") from error
-    if expected != digest(body):
+        body = read_object(path / "state.json")
+    except JsonError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+    if body.pop("digest", None) != digest(body):
         raise DamagedCheckpoint(f"{path} is damaged: state.json is not what was written")
-    if body["format"] != FORMAT:
-        raise DamagedCheckpoint(f"{path} has format {body['format']}, this version reads format {FORMAT}")
+    if body.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"{path} has format {body.get('format')}, this version reads format {FORMAT}")
+    for key, right in _FIELDS.items():
+        if not right(body.get(key)):
+            raise DamagedCheckpoint(f"{path} is damaged: state.json has no {key} that can be used")
+    named = path.absolute().name
+    if _NAME.fullmatch(named) and named != (own := f"step-{body['step']:08d}"):
+        raise DamagedCheckpoint(f"{path} holds step {body['step']}: rename the folder to {own}, or remove it")
     return body
+
+
+def plugins_of(body: dict[str, Any]) -> list[str]:
+    """The plugins of the run that wrote a state.json; none where the configuration lists no names.
+
+    Args:
+        body: of `read_state`.
+    """
+    plugins = body["config"].get("plugins")
+    return [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _by_file(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether a value is an object whose keys name files of the folder, never files elsewhere."""
+    is_file = lambda name: name not in ("", ".", "..") and not {"/", "\0"} & set(name)
+    return lambda value: _is_object(value) and all(map(is_file, value)) and all(map(is_value, value.values()))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
+
+
+def _is_checksum(value: Any) -> bool:
+    return _is_pair(value) and all(isinstance(word, str) and _WORD.fullmatch(word) for word in value)
+
+
+_WORD = re.compile(r"[0-9a-f]{16}")
+# what a run reads of a state.json -> whether a value can be used
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "tokens": _is_count,
+    "skipped": lambda value: value is None or _is_count(value),
+    "order": _is_object,
+    "stream": lambda value: value is None or _is_object(value),
+    "config": _is_object,
+    "files": _by_file(lambda value: _is_pair(value) and _is_count(value[0]) and isinstance(value[1], str)),
+    "sha256": _by_file(lambda value: isinstance(value, str)),
+    "checksums": lambda value: _is_object(value) and all(map(_is_checksum, value.values())),
+}
 
 
 # what may differ between a checkpoint and the model that resumes it
@@ -97,7 +170,10 @@ _FREE = ("architectures", "initializer_range", "max_position_embeddings", "use_c
 
 
 def _check_architecture(path: Path, m: ModelConfig) -> None:
-    there = json.loads((path / "config.json").read_text())
+    try:
+        there = read_object(path / "config.json")
+    except JsonError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
     for key, here in to_hf(m).items():
         if key not in _FREE and there.get(key) != here:
             raise CheckpointError(
@@ -110,10 +186,15 @@ def set_aside_later(chosen: Path) -> None:
     """Renames the checkpoints of later steps than the one resumed. They belong to an abandoned continuation, or are
     damaged. They stay under a name that nothing resumes, so that a later `resume=auto` does not pick them."""
     for path in list_checkpoints(chosen.parent):
-        if path.name > chosen.name:
+        if _NAME.fullmatch(chosen.name) and _step(path) > _step(chosen):
             aside = path.with_name(f"superseded-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(path, aside)
+
+
+def older_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints in the folder of `path` that are of earlier steps, newest first."""
+    return [p for p in list_checkpoints(path.parent) if _NAME.fullmatch(path.name) and _step(p) < _step(path)]
 
 
 def prune(folder: Path, keep: int, keep_every: int = 0) -> None:

@@ -26,6 +26,7 @@ from ndtrain.parallel.unit import StatePlan, Unit
 FORMAT = 2
 AVERAGE = ("ema.", "ema")
 BLOCK = 2 << 20  # bytes processed at one time: they stay in the cache from read to checksum to write
+_BUFFER = 4 * BLOCK  # bytes: a block of 2-byte elements whose file has 8-byte elements
 AHEAD = 16  # blocks that are requested from the disk before they are read
 
 
@@ -198,6 +199,7 @@ def read_into(
     sums: Tensor | None = None,
     rows: dict[str, int] | None = None,
     left: Collection[str] = (),
+    finite: bool = False,
 ) -> None:
     """Reads this rank's elements of some parts, converted to the precision of the run.
 
@@ -205,22 +207,46 @@ def read_into(
         sums: where to add each tensor's checksum, int64 [n, 2].
         rows: tensor -> its row in `sums`.
         left: tensors that are not read.
+        finite: whether infinite elements and NaN are refused.
 
     Raises:
-        DamagedFile: a tensor is missing or has another shape.
+        DamagedFile: a file cannot be read; a tensor is missing, has another shape or no row, or is not finite.
     """
     wanted = list(_wanted(stages, reader, parts, left))
+    buffer = torch.empty(_BUFFER, dtype=torch.uint8)
     expected = 0
     for i, (name, target, there) in enumerate(wanted):
         while expected < min(i + AHEAD, len(wanted)):
             reader.expect(wanted[expected][0], wanted[expected][2])
             expected += 1
-        data = reader.read(name, there)
-        target.view(data.shape).copy_(data)
+        data = _read_block(reader, name, there, target, buffer)
         if sums is not None:
-            as_read = target.device.type == "cpu" and target.dtype == data.dtype
-            sums[rows[name]] += checksum(target if as_read else data.contiguous().view(-1), there)
-        reader.release(name, there)
+            sums[_row(rows, name)] += checksum(data, there)
+        if finite and not _is_finite(data):
+            raise DamagedFile(f"tensor {name} has elements that are not finite numbers ({reader.file(name)})")
+
+
+def _read_block(reader: Reader, name: str, there: Rows, target: Tensor, buffer: Tensor) -> Tensor:
+    """Reads elements into `target`: straight into its memory, or through the buffer if it is on a GPU or has another
+    dtype. Returns them as they are in the file, on the CPU."""
+    dtype = reader.dtype(name)
+    if target.device.type == "cpu" and target.dtype == dtype:
+        return reader.read(name, there, target)
+    data = reader.read(name, there, buffer[: there.numel * dtype.itemsize].view(dtype))
+    target.copy_(data)
+    return data
+
+
+def _row(rows: dict[str, int] | None, name: str) -> int:
+    if rows is None or name not in rows:
+        raise DamagedFile(f"state.json has no checksum of tensor {name}")
+    return rows[name]
+
+
+def _is_finite(data: Tensor) -> bool:
+    """Whether all elements are. Their sum, which is fast, tells unless it overflows."""
+    wide = torch.float64 if data.dtype == torch.float64 else torch.float32
+    return bool(data.sum(dtype=wide).isfinite()) or bool(data.isfinite().all())
 
 
 def read_biases(
@@ -235,10 +261,10 @@ def read_biases(
         if reader.shape(name) != bias_X.shape:
             raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {tuple(bias_X.shape)} here")
         whole = Rows(0, bias_X.numel())
-        data = reader.read(name, whole).view(-1)
+        data = reader.read(name, whole)
         bias_X.copy_(data)
-        if sums is not None and rows is not None:
-            sums[rows[name]] += checksum(data.contiguous(), whole)
+        if sums is not None:
+            sums[_row(rows, name)] += checksum(data, whole)
 
 
 def _wanted(
@@ -271,7 +297,7 @@ def together(mesh: Mesh, work: Callable[[], Any]) -> None:
         work()
     except OSError as error:
         mine = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''} (rank {mesh.rank})"
-    except (DamagedFile, CheckpointError) as error:
+    except (DamagedFile, ConfigError) as error:
         mine = str(error)
     if reason := _first(mesh, mine):
         raise CheckpointError(reason)

@@ -29,9 +29,10 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
         Messages for the user: an average that the checkpoint does not hold starts as the weights.
 
     Raises:
-        DamagedCheckpoint: on every rank, naming the tensor whose content is not what was written.
+        DamagedCheckpoint: on every rank, naming the tensor whose content is not what was written, or the file that a
+            rank cannot read.
     """
-    written = read_state(path)["checksums"]
+    written = _written_sums(path, mesh)
     plan = stages.units.plan
     wanted = plan.ema
     there = any(name.startswith(AVERAGE[0]) for name in written)
@@ -58,6 +59,16 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
         stages.units.start_average()
         return [f"optim.ema: {path} holds no average of the weights, so it starts as they are there"]
     return []
+
+
+def _written_sums(path: Path, mesh: Mesh) -> dict[str, list[str]]:
+    """The checksums in state.json, which every rank reads."""
+    sums: dict[str, list[str]] = {}
+    try:
+        together(mesh, lambda: sums.update(read_state(path)["checksums"]))
+    except CheckpointError as error:
+        raise DamagedCheckpoint(str(error)) from error
+    return sums
 
 
 def _read(path: Path, stages: Stages, mesh: Mesh, parts, written: list[str]) -> torch.Tensor:

@@ -3,24 +3,27 @@
 The tensors have the names of the whole language model, or those of a saved base model, which lack the leading `model.`.
 """
 
-import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ndtrain.checkpoint.directory import list_checkpoints
+from ndtrain.checkpoint.directory import list_checkpoints, read_state
 from ndtrain.checkpoint.elements import CheckpointError, model_part, read_into, together
-from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader
+from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader, reading
 from ndtrain.config import ModelConfig
+from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.row_map import Rows
 from ndtrain.model import tensor_shapes
-from ndtrain.model.families.hf_config import read_hf_config
+from ndtrain.model.block import dim_sizes
+from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.model.families.hf_fields import unknown_fields
-from ndtrain.model.transformer import bias_names
+from ndtrain.model.transformer import bias_names, sparse_layers
 from ndtrain.parallel.build import Stages
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,6 +31,7 @@ _MODEL, _EMBED, _HEAD = "model.", "embed_tokens.weight", "lm_head.weight"
 _LEFTOVERS = re.compile(r".*\brotary_emb\.inv_freq")  # buffers that older versions of transformers saved
 
 
+_MOST_ELEMENTS = 2**59  # of a tensor whose bytes can still be counted
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -35,13 +39,16 @@ def model_folder(init_from: str) -> Path:
     """Returns the folder with the model that `init_from` names: that folder, or the newest checkpoint of a run folder.
 
     Raises:
-        CheckpointError: there is no such folder, or the run has no checkpoint yet. For a name that may be one on the
-            Hugging Face hub, the message says how to download it.
+        CheckpointError: there is no such folder, the run has no checkpoint yet, or its newest one is damaged or is of
+            another step than its name says. For a name that may be one on the Hugging Face hub, the message says how to
+            download it.
     """
     folder = Path(init_from).expanduser()
     if (folder / "config.json").is_file():
         return folder
     if checkpoints := list_checkpoints(folder / "checkpoints") or list_checkpoints(folder):
+        if (checkpoints[0] / "state.json").is_file():
+            read_state(checkpoints[0])
         return checkpoints[0]
     if (folder / "checkpoints").is_dir():
         raise CheckpointError(
@@ -56,12 +63,57 @@ def model_folder(init_from: str) -> Path:
     return folder
 
 
+def read_model(folder: Path) -> ModelConfig:
+    """Returns the model of a folder's config.json. No code loops over its layers or experts before their numbers are
+    compared with the number of tensors in the folder's files.
+
+    Raises:
+        CheckpointError: the folder has too few tensors for such a model, or no weights.
+        ConfigError: as `read_hf_config` and `from_hf`.
+    """
+    m = from_hf(read_hf_config(folder), name=folder.name)
+    with naming(folder):
+        held = _number_of_tensors(weight_files(folder))
+        if m.num_hidden_layers > held:
+            raise DamagedFile(_too_few(f"num_hidden_layers={m.num_hidden_layers}", held))
+        if len(m.mlp_only_layers) > m.num_hidden_layers:
+            raise DamagedFile("mlp_only_layers in config.json names more layers than there are")
+        if m.num_experts and m.num_experts * len(sparse_layers(m)) > held:
+            raise DamagedFile(_too_few(f"the experts of {len(sparse_layers(m))} layers, {m.num_experts} each,", held))
+        sizes = sorted(units * width for units, width in dim_sizes(m).values())
+        if math.prod(sizes[-2:]) > _MOST_ELEMENTS:
+            raise DamagedFile(f"config.json names the sizes {sizes[-1]} and {sizes[-2]}: no tensor can be so large")
+    return m
+
+
+def _too_few(what: str, held: int) -> str:
+    return f"{what} in config.json cannot be: the model files hold {held} tensors"
+
+
+def _number_of_tensors(files: list[Path]) -> int:
+    """As the index says, which is at least as long, or else the header of the one file."""
+    return len(Reader(files).names() if files[0].name == _ONE else _weight_map(files[0].parent))
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Within this context errors name `init_from`.
+
+    Raises:
+        CheckpointError: instead of DamagedFile.
+    """
+    try:
+        yield
+    except DamagedFile as error:
+        raise CheckpointError(f"init_from={folder}: {error}") from error
+
+
 def check_folder(folder: Path, m: ModelConfig) -> list[str]:
     """Checks the weights of a Hugging Face folder against the model of its config.json, by the files' headers alone.
     Meant for one rank, before any process group.
 
     Args:
-        m: as `from_hf` gives it.
+        m: as `read_model` gives it.
 
     Returns:
         Messages for the user.
@@ -70,15 +122,11 @@ def check_folder(folder: Path, m: ModelConfig) -> list[str]:
         CheckpointError: one line that names the file or tensor: pickled weights, a file of the index that is missing, a
             damaged header, a tensor that is missing, has no place in the model, or has another shape than there.
     """
-    try:
+    with naming(folder):
         files = weight_files(folder)
         if files[0].name != _ONE:
             _check_index(folder, Reader(files))
         _check_tensors(open_weights(files), m)
-    except DamagedFile as error:
-        raise CheckpointError(f"init_from={folder}: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"init_from={folder}: {error.strerror or error}: {error.filename}") from error
     strange = unknown_fields(read_hf_config(folder))
     return [f"init_from={folder}: fields of config.json that are not read: {', '.join(strange)}"] if strange else []
 
@@ -92,14 +140,15 @@ def load_weights(folder: Path, stages: Stages, mesh: Mesh, origins: Mapping[str,
             tensor is left as it is.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape, or the file is damaged.
+        CheckpointError: a tensor is missing, has another shape or elements that are not finite, or a file is damaged
+            or cannot be read.
     """
 
     def read() -> None:
         reader, renamed = open_weights(weight_files(folder)), origins or {}
         reader.name_also({name: origin for name, origin in renamed.items() if origin is not None})
         left = {name for name, origin in renamed.items() if origin is None}
-        read_into(stages, reader, [model_part(stages.units.plan)], left=left)
+        read_into(stages, reader, [model_part(stages.units.plan)], left=left, finite=True)
         stages.balance.bias_LX.copy_(selection_biases(folder, stages.model))
 
     try:
@@ -124,7 +173,9 @@ def selection_biases(folder: Path, m: ModelConfig) -> Tensor:
     biases_LX = torch.zeros(len(names), m.num_experts or 0)
     for bias_X, (name, stem) in zip(biases_LX, names.items(), strict=True):
         if name in readers[stem]:
-            bias_X.copy_(readers[stem].read(name, Rows(0, len(bias_X))).view(-1))
+            if readers[stem].shape(name) != bias_X.shape:
+                raise DamagedFile(f"tensor {name} has shape {readers[stem].shape(name)}, not {tuple(bias_X.shape)}")
+            bias_X.copy_(readers[stem].read(name, Rows(0, len(bias_X))))
             if not bias_X.isfinite().all():  # a router would choose such an expert always, or never
                 raise DamagedFile(f"tensor {name} has elements that are no finite numbers")
     return biases_LX
@@ -161,7 +212,7 @@ def weight_files(folder: Path) -> list[Path]:
     for name in names:
         if not (folder / name).is_file():
             raise DamagedFile(f"{name} is missing, which {_INDEX} names: fetch the folder again")
-        with open(folder / name, "rb") as f:
+        with reading(folder / name), open(folder / name, "rb") as f:
             if f.read(12) == b"version http":
                 raise DamagedFile(f"{name} is a Git LFS pointer, not the weights: fetch them with git lfs pull")
     return [folder / name for name in names]
@@ -170,9 +221,9 @@ def weight_files(folder: Path) -> list[Path]:
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> name of its file, as the index says."""
     try:
-        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedFile(f"{_INDEX} does not parse: fetch the folder again") from error
+        weight_map = read_object(folder / _INDEX).get("weight_map")
+    except JsonError as error:
+        raise DamagedFile(f"{error}: fetch the folder again") from error
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise DamagedFile(f"{_INDEX} does not parse: its weight_map does not name files")
     if strange := [f for f in weight_map.values() if Path(f).name != f]:
@@ -210,7 +261,7 @@ def _check_tensors(reader: Reader, m: ModelConfig) -> None:
             raise DamagedFile(f"tensor {name} is missing from the model files{tied}")
         if reader.shape(name) != shape:
             raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {shape} by config.json")
-        reader.read(name, Rows(0, 1))  # refuses a dtype that no weight has
+        reader.dtype(name)  # refuses a dtype that no weight has
     for name in reader.names():
         # of a tied model transformers does not read the head either
         if name not in wanted and name != _HEAD and not _LEFTOVERS.fullmatch(name):

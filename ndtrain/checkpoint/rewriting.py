@@ -29,7 +29,8 @@ from ndtrain.checkpoint.safetensors_io import (
 )
 from ndtrain.checkpoint.verifying import blocks
 from ndtrain.config import CheckpointConfig
-from ndtrain.data.hf_code import without_code
+from ndtrain.config.json_file import read_object
+from ndtrain.data.hf_code import CODE_KEYS
 from ndtrain.distributed.row_map import Rows
 from ndtrain.model.transformer import is_selection_bias
 
@@ -190,8 +191,7 @@ def _blocks_like(first: Reader, reader: Reader, name: str) -> Iterator[tuple[Row
         yield from blocks(reader, name)
         return
     for rows, _ in blocks(first, name):
-        yield rows, reader.read(name, rows).view(-1)
-        reader.release(name, rows)
+        yield rows, reader.read(name, rows)
 
 
 def _weighted(parts: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
@@ -205,7 +205,7 @@ def _write_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None
     """Writes config.json with the dtype of the weights, and copies what else goes with them."""
     read_companions(source).write_files(folder)
     if (source / "config.json").is_file():
-        config = json.loads(without_code((source / "config.json").read_bytes()))
+        config = {k: v for k, v in read_object(source / "config.json").items() if k not in CODE_KEYS}
         if dtype is not None:
             config |= dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -7,16 +7,16 @@ header of name -> {dtype, shape, data_offsets}, the tensors' bytes.
 
 import json
 import math
-import mmap
 import os
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from ndtrain.distributed.row_map import Rows
@@ -30,7 +30,9 @@ _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {
 }  # fmt: skip
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own bound
 _MOST = 2**63 - 1  # the largest size
-_AROUND = 2 << 20  # bytes: with a page that is read the kernel also maps its neighbours within this distance
+_OPEN = 16  # files that one reader keeps open
+_GAP = 64 << 10  # bytes between two pieces up to which they are read together: reading on is faster than a second call
+_SPAN = 1 << 20  # bytes of pieces and gaps that are read together: they stay in the cache until the pieces are copied
 
 
 class DamagedFile(ValueError):
@@ -137,23 +139,25 @@ class _Stored(NamedTuple):
 
 
 class Reader:
-    """Memory-maps a set of safetensors files and reads elements of their tensors.
+    """Reads elements of the tensors of a set of safetensors files.
+
+    The files are read with `pread`, never mapped: a page that the disk cannot deliver is an error of the call, and not
+    a signal that ends the process.
 
     Args:
         rename: maps the name of a tensor in its file to the name under which it is asked for.
 
     Raises:
-        DamagedFile: a header that does not parse; one whose tensors overlap, leave gaps, reach outside their file or
-            have another size than their shape says; a tensor that two files hold.
+        DamagedFile: a file that cannot be read; a header that does not parse; one whose tensors overlap, leave gaps,
+            reach outside their file or have another size than their shape says; a tensor that two files hold.
     """
 
     def __init__(self, files: list[Path], rename: Callable[[str], str] = lambda name: name):
         self._tensors: dict[str, _Stored] = {}
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._views: dict[str, Tensor] = {}  # uint8
+        self._files = _OpenFiles()
+        self._span: np.ndarray | None = None  # uint8 [_SPAN], allocated at the first use
         for path in files:
-            self._maps[path] = mapped = _map(path)
-            for name, stored in _tensors_of(path, mapped).items():
+            for name, stored in _tensors_of(path).items():
                 name = rename(name)
                 if name in self._tensors:
                     raise DamagedFile(f"tensor {name} is in {self._tensors[name].path} and again in {path}")
@@ -188,85 +192,139 @@ class Reader:
             raise DamagedFile(f"{stored.path}: tensor {name} has the dtype {stored.dtype}; known: {', '.join(_DTYPES)}")
         return _DTYPES[stored.dtype]
 
-    def read(self, name: str, rows: Rows) -> Tensor:
-        """Elements of a tensor [rows.number, rows.length], read-only, not copied where the file has them aligned.
+    def read(self, name: str, rows: Rows, out: Tensor | None = None) -> Tensor:
+        """Returns elements of a tensor [rows.numel].
+
+        Args:
+            out: where to put them: [rows.numel], contiguous, on the CPU, of the tensor's dtype. None: in new memory.
 
         Raises:
-            DamagedFile: a dtype that no weight has.
+            DamagedFile: the file cannot be read, or was cut since its header was read; a dtype that no weight has.
         """
         stored, dtype = self._tensors[name], self.dtype(name)
-        if name not in self._views:
-            self._views[name] = _view(self._maps[stored.path], stored)
         item = dtype.itemsize
-        shape, strides = (rows.number, rows.length * item), (rows.stride * item, 1)
-        view = self._views[name].as_strided(shape, strides, rows.start * item)
-        aligned = stored.offset % item == 0  # another writer's header may end anywhere
-        return (view if aligned else view.clone()).view(dtype)
+        if (rows.start + rows.span) * item > stored.size:
+            raise ValueError(f"{rows} lie outside tensor {name} of shape {stored.shape}")
+        out = torch.empty(rows.numel, dtype=dtype) if out is None else out
+        bytes_NL = bytes_of(out).reshape(rows.number, rows.length * item)
+        fd, begin, step = self._files.open(stored.path), stored.offset + rows.start * item, rows.stride * item
+        if rows.number == 1 or rows.stride == rows.length:
+            _fill(fd, stored.path, memoryview(bytes_NL.reshape(-1)), begin)
+        elif step - rows.length * item > _GAP or step > _SPAN:
+            for i, piece in enumerate(bytes_NL):
+                _fill(fd, stored.path, memoryview(piece), begin + i * step)
+        else:
+            self._read_with_gaps(fd, stored.path, bytes_NL, begin, step)
+        return out
+
+    def _read_with_gaps(self, fd: int, path: Path, bytes_NL: np.ndarray, begin: int, step: int) -> None:
+        """Reads N pieces of L bytes, which begin `step` bytes apart, together with the gaps between them."""
+        if self._span is None:
+            self._span = np.empty(_SPAN, np.uint8)
+        for i in range(0, len(bytes_NL), _SPAN // step):
+            pieces = bytes_NL[i : i + _SPAN // step]
+            read = self._span[: (len(pieces) - 1) * step + pieces.shape[1]]
+            _fill(fd, path, memoryview(read), begin + i * step)
+            np.copyto(pieces, as_strided(read, pieces.shape, (step, 1)))
 
     def expect(self, name: str, rows: Rows) -> None:
         """Tells the kernel that these elements will be read soon."""
-        self._advise(mmap.MADV_WILLNEED, name, rows)
-
-    def release(self, name: str, rows: Rows) -> None:
-        """Tells the kernel that these elements are no longer needed: their pages stop counting as this process's
-        memory."""
-        self._advise(mmap.MADV_DONTNEED, name, rows, around=_AROUND)
-
-    def _advise(self, advice: int, name: str, rows: Rows, around: int = 0) -> None:
-        stored, mapped = self._tensors[name], self._maps[self._tensors[name].path]
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
+        stored = self._tensors[name]
         item = _ITEM_BYTES[stored.dtype]
-        begin = stored.offset + rows.start * item
-        end = min(begin + rows.span * item + around, len(mapped))
-        begin = max(0, begin - around) // mmap.PAGESIZE * mmap.PAGESIZE
-        mapped.madvise(advice, begin, end - begin)
+        fd, begin = self._files.open(stored.path), stored.offset + rows.start * item
+        with suppress(OSError):
+            os.posix_fadvise(fd, begin, rows.span * item, os.POSIX_FADV_WILLNEED)
 
 
-def _map(path: Path) -> mmap.mmap:
-    with open(path, "rb") as f:
-        size = os.fstat(f.fileno()).st_size
-        if size < 8:
-            raise DamagedFile(f"{path} is damaged: it has {size} bytes, and the length of a header alone takes 8")
-        return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+class _OpenFiles:
+    """The files that were read last. A large model has more files than a process may have open."""
+
+    def __init__(self) -> None:
+        self._fds: dict[Path, int] = {}  # the one that was used last stands last
+
+    def open(self, path: Path) -> int:
+        """Returns the descriptor of a file. It is valid until other files are opened.
+
+        Raises:
+            DamagedFile: the file cannot be opened.
+        """
+        fd = self._fds.pop(path, None)
+        if fd is None:
+            while len(self._fds) >= _OPEN:
+                os.close(self._fds.pop(next(iter(self._fds))))
+            with reading(path):
+                fd = os.open(path, os.O_RDONLY)
+        self._fds[path] = fd
+        return fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        for fd in self._fds.values():
+            close(fd)
 
 
-def _view(mapped: mmap.mmap, stored: _Stored) -> Tensor:
-    """A tensor's bytes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "not writable": it is only ever copied from
-        return torch.from_numpy(np.frombuffer(mapped, np.uint8, stored.size, stored.offset))
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within this context an error of the operating system is a file that cannot be read.
+
+    Raises:
+        DamagedFile: naming `path`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DamagedFile(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def _fill(fd: int, path: Path, view: memoryview, offset: int) -> None:
+    """Fills all of `view` with the bytes of a file from `offset` on."""
+    with reading(path):
+        while view:
+            done = os.preadv(fd, [view], offset)
+            if not done:
+                raise DamagedFile(f"{path} was cut while it was read: it ends before byte {offset + len(view)}")
+            view, offset = view[done:], offset + done
 
 
 # ----------------------------------------------------------------------------------------------------------- headers
 
 
 def read_header(path: Path) -> bytes:
-    """The file's header with its length field, as long as the length field says."""
+    """Returns the file's header with its length field, as far as the file reaches.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     with open(path, "rb") as f:
         length = f.read(8)
-        return length + f.read(min(int.from_bytes(length, "little"), path.stat().st_size))
+        return length + f.read(min(int.from_bytes(length, "little"), os.fstat(f.fileno()).st_size, _LONGEST_HEADER))
 
 
-def _tensors_of(path: Path, mapped: mmap.mmap) -> dict[str, _Stored]:
+def _tensors_of(path: Path) -> dict[str, _Stored]:
     """The tensors of a file, in the order of their bytes.
 
     Raises:
         DamagedFile: they do not fill the file exactly from the header to the end.
     """
-    length = int.from_bytes(mapped[:8], "little")
-    base = 8 + length
-    if base > len(mapped) or length > _LONGEST_HEADER:
+    with reading(path):
+        file_size, header = path.stat().st_size, read_header(path)
+    if len(header) < 8:
+        raise DamagedFile(f"{path} is damaged: it has {len(header)} bytes, and the length of a header alone takes 8")
+    base = 8 + int.from_bytes(header[:8], "little")
+    if base != len(header):
         raise DamagedFile(f"{path} is damaged: its header does not fit into the file")
     tensors, at = {}, base
-    entries = [(name, *_entry(path, name, e)) for name, e in _parse(path, mapped[8:base]).items()]
+    entries = [(name, *_entry(path, name, e)) for name, e in _parse(path, header[8:]).items()]
     for name, dtype, shape, first, last in sorted(entries, key=lambda e: e[3:]):
-        if base + last > len(mapped):
-            raise DamagedFile(f"{path} is truncated: tensor {name} ends at byte {base + last} of {len(mapped)}")
+        if base + last > file_size:
+            raise DamagedFile(f"{path} is truncated: tensor {name} ends at byte {base + last} of {file_size}")
         if base + first != at:
             raise DamagedFile(f"{path} is damaged: tensor {name} overlaps the one before it, or leaves a gap")
         tensors[name] = _Stored(path, dtype, shape, base + first, last - first)
         at = base + last
-    if at != len(mapped):
-        raise DamagedFile(f"{path} is damaged: {len(mapped) - at} bytes follow its last tensor")
+    if at != file_size:
+        raise DamagedFile(f"{path} is damaged: {file_size - at} bytes follow its last tensor")
     return tensors
 
 

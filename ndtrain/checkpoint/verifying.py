@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.directory import file_problems, list_checkpoints, read_state
-from ndtrain.checkpoint.elements import BLOCK, CheckpointError, DamagedCheckpoint
+from ndtrain.checkpoint.elements import AHEAD, BLOCK, CheckpointError, DamagedCheckpoint
 from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader
 from ndtrain.distributed.row_map import Rows
 
@@ -115,9 +115,17 @@ def verify(path: Path) -> dict[str, str]:
     problems = dict.fromkeys((*body["files"], *body["sha256"], "state.json"), "") | dict(file_problems(path, body))
     for name in body["files"]:
         if not problems[name]:
-            bad = bad_tensors(Reader([path / name]), body["checksums"])
-            problems[name] = f"the content of {', '.join(bad)} is not what was written" if bad else ""
+            problems[name] = _problem_of_elements(path / name, body["checksums"])
     return problems
+
+
+def _problem_of_elements(file: Path, checksums: dict[str, list[str]]) -> str:
+    """What is wrong with the elements of a file's tensors; empty: nothing."""
+    try:
+        bad = bad_tensors(Reader([file]), checksums)
+    except DamagedFile as error:
+        return str(error)
+    return f"the content of {', '.join(bad)} is not what was written" if bad else ""
 
 
 def bad_tensors(reader: Reader, checksums: dict[str, list[str]]) -> list[str]:
@@ -133,12 +141,13 @@ def bad_tensors(reader: Reader, checksums: dict[str, list[str]]) -> list[str]:
 
 
 def blocks(reader: Reader, name: str) -> Iterator[tuple[Rows, Tensor]]:
-    """The elements of a tensor, block by block in order, each [rows.numel] and read-only. The pages of a block leave
-    this process's memory when the next one is asked for."""
-    size = torch.Size(reader.shape(name)).numel()
+    """The elements of a tensor, block by block in order, each [rows.numel]. The next block overwrites them."""
+    size, dtype = torch.Size(reader.shape(name)).numel(), reader.dtype(name)
     if not size:
         return
-    for rows in Rows(0, size).chunks(BLOCK // reader.dtype(name).itemsize):
-        reader.expect(name, rows)
-        yield rows, reader.read(name, rows).view(-1)
-        reader.release(name, rows)
+    most = BLOCK // dtype.itemsize
+    buffer = torch.empty(min(size, most), dtype=dtype)
+    for i, rows in enumerate(Rows(0, size).chunks(most)):
+        if i % AHEAD == 0:
+            reader.expect(name, Rows(rows.start, min(2 * AHEAD * most, size - rows.start)))
+        yield rows, reader.read(name, rows, buffer[: rows.numel])

@@ -2,7 +2,7 @@
 
 import json
 
-_CODE_KEYS = ("auto_map", "custom_pipelines")  # they name classes in *.py files, which are neither run nor copied
+CODE_KEYS = ("auto_map", "custom_pipelines")  # they name classes in *.py files, which are neither run nor copied
 
 
 def without_code(content: bytes) -> bytes:
@@ -10,13 +10,13 @@ def without_code(content: bytes) -> bytes:
 
     A file that has no such field, or is no JSON object, is returned as it is.
     """
-    if not any(key.encode() in content for key in _CODE_KEYS):
+    if not any(key.encode() in content for key in CODE_KEYS):
         return content
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError):
         return content
-    if not isinstance(fields, dict) or not any(key in fields for key in _CODE_KEYS):
+    if not isinstance(fields, dict) or not any(key in fields for key in CODE_KEYS):
         return content
-    kept = {key: value for key, value in fields.items() if key not in _CODE_KEYS}
+    kept = {key: value for key, value in fields.items() if key not in CODE_KEYS}
     return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()

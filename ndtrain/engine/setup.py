@@ -24,7 +24,6 @@ from ndtrain.distributed.gpu import own_gpu, use_gpu
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.memory_check import require_memory
 from ndtrain.metrics import grow_segments, keep_freed_memory
-from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.parallel.build import Stages, initialise
 from ndtrain.runtime import exit_status, folder_lock, rendezvous, shared_config, stop_signals
 from ndtrain.runtime.failure_report import record_failure
@@ -125,7 +124,7 @@ def model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
     and what the user is to know."""
     folder = checkpoint.model_folder(cfg.init_from)
     cfg.init_from = str(folder)  # the run's records name the checkpoint of a run folder
-    held = from_hf(read_hf_config(folder), name=folder.name)
+    held = checkpoint.read_model(folder)
     cfg.model = checkpoint.starting_model(cfg, held)
     notes = checkpoint.check_folder(folder, held) if rank == 0 else []
     trained = cfg.data.tokenizer in ("byte", "bpe") and cfg.data.name not in TOKEN_SOURCES
@@ -314,11 +313,7 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> tuple[Path | No
     """Fills the stages: from rank 0's checkpoint (or, with resume=auto, an older one if its content is damaged), from a
     Hugging Face folder, or from the seed. Returns the checkpoint, if any, the state to go on from, and what the user is
     to know."""
-    cfg, (path, state, resume) = setup.cfg, (setup.path, setup.state, setup.resume)
-    if mesh.world is not None:
-        chosen = [(path, state, resume)]
-        dist.broadcast_object_list(chosen, src=0)
-        path, state, resume = chosen[0]
+    cfg, (path, state, resume) = setup.cfg, _as_on_rank_0(mesh, (setup.path, setup.state, setup.resume))
     while path is not None:
         try:
             notes = checkpoint.load(path, stages, mesh)
@@ -329,13 +324,38 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> tuple[Path | No
             return path, state, notes
         except DamagedCheckpoint as error:
             _pass_over(error, resume)
-            older = [p for p in checkpoint.list_checkpoints(path.parent) if p.name < path.name]
-            path, state = _first_whole(older, cfg, resume)
+            path, state, _ = _as_on_rank_0(mesh, (*_older_one(path, cfg, resume, mesh), resume))
     if cfg.init_from:
         checkpoint.load_start(cfg, stages, mesh)
     else:
         initialise(stages, cfg)
     return None, State(step=0, tokens=0, order=order_of(cfg, setup.data)), []
+
+
+def _as_on_rank_0(mesh: Mesh, chosen: tuple[Path | None, State | None, str]) -> tuple[Path | None, State | None, str]:
+    """The checkpoint, its state and how the run resumes, as rank 0 has chosen them."""
+    if mesh.world is None:
+        return chosen
+    held = [chosen]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+def _older_one(path: Path, cfg: Config, resume: str, mesh: Mesh) -> tuple[Path | None, State | None]:
+    """On rank 0 the newest whole checkpoint before a damaged one. The other ranks choose none: they might not be able
+    to read what rank 0 can.
+
+    Raises:
+        CheckpointError: on every rank: there is no older one.
+    """
+    chosen: list[tuple[Path | None, State | None]] = [(None, None)]
+
+    def choose() -> None:
+        if mesh.rank == 0:
+            chosen[0] = _first_whole(checkpoint.older_checkpoints(path), cfg, resume)
+
+    checkpoint.together(mesh, choose)
+    return chosen[0]
 
 
 def write_extras(data: Data, companions: Companions, folder: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ndtrain.arguments import near
-from ndtrain.checkpoint.directory import read_state
+from ndtrain.checkpoint import DamagedCheckpoint, read_model
+from ndtrain.checkpoint.directory import plugins_of, read_state
 from ndtrain.config import AXES, Config, ConfigError, load_config, to_config
-from ndtrain.model.families.hf_config import from_hf, read_hf_config
 
 # section -> the keys that come from the checkpoint; None: all. The loss does not depend on the other sections
 _KEPT: dict[str, tuple[str, ...] | None] = {
@@ -41,18 +41,31 @@ def configuration(checkpoint: Path, overrides: Sequence[str], world: int) -> Con
         words.append("mesh.fsdp=-1")
     if not (checkpoint / "state.json").is_file():
         return _of_hf_folder(checkpoint, words, given, world)
-    saved = read_state(checkpoint)["config"]
-    if saved["plugins"] and "plugins" not in given:
-        words.append(f"plugins=[{','.join(saved['plugins'])}]")
+    state = read_state(checkpoint)
+    saved, plugins = _sections(checkpoint, state["config"]), plugins_of(state)
+    if plugins and "plugins" not in given:
+        words.append(f"plugins=[{','.join(plugins)}]")
     container = asdict(load_config(words))
     for section, keys in _KEPT.items():
         _take(container[section], saved[section], section, keys, given)
     if "data" in given and "data.vocab_size" not in given:
-        container["data"]["vocab_size"] = saved["model"]["vocab_size"]
+        container["data"]["vocab_size"] = saved["model"].get("vocab_size")
     _use_tokenizer(container["data"], checkpoint, given)
     cfg = to_config(OmegaConf.create(container))
     _set_batch(cfg, given, world)
     return cfg
+
+
+def _sections(checkpoint: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of the run's configuration that are taken over.
+
+    Raises:
+        DamagedCheckpoint: one of them is not there.
+    """
+    for section in _KEPT:
+        if not isinstance(config.get(section), dict):
+            raise DamagedCheckpoint(f"{checkpoint} is damaged: the config of state.json has no section {section}")
+    return {section: config[section] for section in _KEPT}
 
 
 def _check_keys(given: Sequence[str]) -> None:
@@ -73,7 +86,7 @@ def _of_hf_folder(folder: Path, words: list[str], given: Sequence[str], world: i
     if not any(key.partition(".")[0] == "data" for key in given):
         raise ConfigError(f"{folder}: does not say which data it was trained on: give data=... and train.seq_len=...")
     cfg = load_config(words)
-    cfg.model = from_hf(read_hf_config(folder), name=folder.name)
+    cfg.model = read_model(folder)
     data = asdict(cfg.data)
     _use_tokenizer(data, folder, [*given, "data"])
     cfg.data.tokenizer = data["tokenizer"]

@@ -1,6 +1,5 @@
 """Loads a checkpoint as one plain model and continues token sequences with it."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +7,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ndtrain.checkpoint.pretrained import check_folder, open_weights, selection_biases, weight_files
+from ndtrain.checkpoint.directory import plugins_of, read_state
+from ndtrain.checkpoint.pretrained import (
+    check_folder,
+    naming,
+    open_weights,
+    read_model,
+    selection_biases,
+    weight_files,
+)
 from ndtrain.checkpoint.verifying import blocks
+from ndtrain.config import ConfigError
+from ndtrain.config.json_file import read_object
 from ndtrain.config.registry import load_plugins
 from ndtrain.generate.cache import KeyValueCache
 from ndtrain.model import Ops, Transformer
-from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.model.sampling import next_tokens
 
 Choose = Callable[[Tensor], Tensor]  # logits [B, V] -> tokens [B]
@@ -26,33 +34,40 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
         dtype: of its weights and its computation; None: that of the files.
 
     Raises:
-        ConfigError: config.json is of no known model, or the weights do not fit it; one line says why.
+        ConfigError: config.json is of no known model, the weights do not fit it, or a file cannot be read; one line
+            says why.
     """
-    state = folder / "state.json"
-    if state.is_file():
-        load_plugins(json.loads(state.read_text())["config"]["plugins"])
-    m = from_hf(read_hf_config(folder), name=folder.name)
+    if (folder / "state.json").is_file():
+        load_plugins(plugins_of(read_state(folder)))
+    m = read_model(folder)
     check_folder(folder, m)
     with torch.device("meta"):
         model = Transformer(m)
-    reader = open_weights(weight_files(folder))
-    for name, parameter in list(model.named_parameters()):
-        whole = torch.empty(parameter.shape, dtype=dtype or reader.dtype(name), device=device)
-        for rows, block in blocks(reader, name):
-            whole.view(-1)[rows.start : rows.start + rows.numel].copy_(block)
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, nn.Parameter(whole, requires_grad=False))
-    model.use_biases(selection_biases(folder, m).to(device))
+    with naming(folder):
+        reader = open_weights(weight_files(folder))
+        for name, parameter in list(model.named_parameters()):
+            whole = torch.empty(parameter.shape, dtype=dtype or reader.dtype(name), device=device)
+            for rows, block in blocks(reader, name):
+                whole.view(-1)[rows.start : rows.start + rows.numel].copy_(block)
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, nn.Parameter(whole, requires_grad=False))
+        model.use_biases(selection_biases(folder, m).to(device))
     return model
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """The tokens that end a text, as generation_config.json or config.json says; empty: none."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
+    """The tokens that end a text, as generation_config.json or config.json says; empty: none.
+
+    Raises:
+        ConfigError: the file cannot be read, or names what are no tokens.
+    """
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        said = read_object(path).get("eos_token_id") if path.is_file() else None
+        if said is not None:
+            ids = said if isinstance(said, list) else [said]
+            if not all(type(token) is int and token >= 0 for token in ids):
+                raise ConfigError(f"{path}: eos_token_id must be a token id, or a list of them")
+            return frozenset(ids)
     return frozenset()
 
 

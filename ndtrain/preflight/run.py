@@ -16,7 +16,6 @@ from ndtrain.config import Config, resolve, world_from_env
 from ndtrain.distributed.flight_recorder import RECORDER
 from ndtrain.distributed.gpu import use_gpu
 from ndtrain.distributed.mesh import MeshSpec
-from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.preflight import coordinator as coordinators
 from ndtrain.preflight.coordinator import MARGIN_S, Coordinator
 from ndtrain.preflight.host import check_hosts, check_matmul, device_of, probe_host, probe_matmul
@@ -74,7 +73,7 @@ def preflight(cfg: Config) -> int:
     rank, _, world = world_from_env()
     if cfg.init_from:
         folder = checkpoint.model_folder(cfg.init_from)
-        cfg.model = checkpoint.starting_model(cfg, from_hf(read_hf_config(folder), name=folder.name))
+        cfg.model = checkpoint.starting_model(cfg, checkpoint.read_model(folder))
     resolve(cfg, world)
     deadline_s = min(DEADLINE_S, cfg.hardware.timeout_s)
     try:

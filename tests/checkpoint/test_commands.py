@@ -1,9 +1,14 @@
 """`ndtrain checkpoint`: list, verify, diff, average and cast, on the checkpoints of one run."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from ndtrain.checkpoint.__main__ import main
 from ndtrain.checkpoint.comparing import diff
+from ndtrain.config import ConfigError
+from ndtrain.generate.text import load_model
 from ndtrain.train import main as train
 from tests.lib.helpers import arguments, checkpoint_of, flip, rows, write_corpus
 
@@ -180,6 +187,33 @@ def test_an_average_of_other_models_is_refused(run, capsys, tmp_path):
         text = said(capsys, 2, "average", run, tmp_path / name, f"out={tmp_path / 'out'}")
         assert "model.norm.weight" in text and "average checkpoints of one model" in text
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".writing-*"))
+
+
+def unreadable(name: str) -> Callable:
+    """`os.preadv` on a disk that does not deliver the elements in files of this name."""
+    real = os.preadv
+
+    def read(fd: int, *args) -> int:
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, *args)
+
+    return read
+
+
+def test_every_command_names_a_file_that_cannot_be_read(run, capsys, tmp_path):
+    folder, out = checkpoint_of(run, 4), tmp_path / "out"
+    name = sorted(p.name for p in folder.glob("model*.safetensors"))[0]
+    broken = f"{folder / name} cannot be read (Input/output error)"
+    with mock.patch("os.preadv", unreadable(name)):
+        assert broken in said(capsys, 1, "verify", folder)
+        for command in (["diff", folder, folder], ["average", folder, folder, f"out={out}"],
+                        ["cast", folder, "dtype=bf16", f"out={out}"]):  # fmt: skip
+            text = said(capsys, 2, *command)
+            assert broken in text and text.count("\n") == 1 and not out.exists()
+        with pytest.raises(ConfigError) as refused:
+            load_model(folder, torch.device("cpu"))
+    assert broken in str(refused.value) and "\n" not in str(refused.value)
 
 
 GROWTH = """

@@ -1,17 +1,21 @@
 """What `init_from` reads of a Hugging Face folder: every field and tensor is used, known to be harmless, or refused by
 name."""
 
+import errno
 import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from ndtrain.checkpoint.pretrained import check_folder, load_weights, model_folder
+from ndtrain.checkpoint.pretrained import check_folder, load_weights, model_folder, read_model
 from ndtrain.config import ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.model import tensor_shapes
@@ -357,6 +361,68 @@ def test_refused_files(name, tmp_path):
     damage(tmp_path)
     line = refused(lambda: check_folder(tmp_path, m))
     assert all(word in line for word in (f"init_from={tmp_path}", *said)), line
+
+
+IMPOSSIBLE = {  # what config.json says -> what the line must say
+    "layers": (LLAMA, {"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000", "hold 21 tensors"]),
+    "layers with windows": (
+        QWEN2, {"num_hidden_layers": 10**9, "use_sliding_window": True, "sliding_window": 8}, ["max_window_layers"]
+    ),
+    "experts": (MIXTRAL, {"num_local_experts": 10**9}, ["1000000000 each", "tensors"]),
+    "layers without experts": (QWEN3_MOE, {"mlp_only_layers": [0] * 9}, ["mlp_only_layers", "more layers"]),
+    "width": (LLAMA, {"hidden_size": 10**30, "head_dim": 8}, ["hidden_size", "must be a number below"]),
+    "widths": (LLAMA, {"hidden_size": 10**14, "intermediate_size": 10**14}, ["100000000000000 and 100000000000000"]),
+    "no number": (LLAMA, {"rms_norm_eps": math.nan}, ["rms_norm_eps=nan", "must be a number"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_config_of_sizes_that_the_files_do_not_have_is_refused_at_once(name, tmp_path):
+    """Before any code makes a list of layers or experts, which would take hours and all memory."""
+    base, patch, said = IMPOSSIBLE[name]
+    plain_folder(tmp_path, base)
+    assert read_model(tmp_path) == from_hf(base, name=tmp_path.name)
+    write(tmp_path, base | patch)
+    line = refused(lambda: read_model(tmp_path))
+    assert all(word in line for word in ("init_from", *said)), line
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_refused_by_name(value, dtype, tmp_path):
+    weights = plain_folder(tmp_path, dtype=dtype, shards=3)
+    weights[UP].view(-1)[-1] = value
+    save(tmp_path, weights, 3)
+    line = refused(lambda: loaded(tmp_path))
+    file = json.loads((tmp_path / INDEX).read_text())["weight_map"][UP]
+    assert f"init_from={tmp_path}: tensor {UP} has elements that are not finite" in line and file in line, line
+
+
+def test_large_weights_are_finite(tmp_path):
+    weights = plain_folder(tmp_path)
+    weights[UP].fill_(3e38)  # their sum is infinite
+    save(tmp_path, weights)
+    assert_equal(loaded(tmp_path), weights)
+
+
+@pytest.mark.parametrize("read", [check_folder, lambda folder, m: loaded(folder)], ids=["headers", "elements"])
+def test_a_weight_file_that_cannot_be_read_is_named(read, tmp_path):
+    plain_folder(tmp_path, shards=3)
+    m, real_open, real_read = from_hf(read_hf_config(tmp_path)), open, os.preadv
+    broken = OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def fail(file: Any) -> None:
+        path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
+        if path.endswith(SECOND):
+            raise broken
+
+    opening = lambda file, *args, **more: (fail(file), real_open(file, *args, **more))[1]
+    reading = lambda fd, *args: (fail(fd), real_read(fd, *args))[1]
+    patch = {"builtins.open": opening} if read is check_folder else {"os.preadv": reading}
+    ((name, replacement),) = patch.items()
+    with mock.patch(name, replacement):
+        line = refused(lambda: read(tmp_path, m))
+    assert f"init_from={tmp_path}" in line and f"{SECOND} cannot be read (Input/output error)" in line, line
 
 
 def test_which_folder_init_from_names(tmp_path, monkeypatch):

@@ -1,8 +1,11 @@
 """safetensors files written in place: wrong headers are refused, and checksums of parts add up."""
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ndtrain.checkpoint import safetensors_io
 from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader, Rows, create, plan_files, write
 
@@ -175,10 +179,62 @@ def test_rows_written_read_and_divided(block, most, dtype, tmp_path_factory):
     expected = torch.zeros(n, dtype=dtype)
     expected[indices(rows)] = data
     assert torch.equal(safetensors.torch.load_file(path)["x"], expected)
+    for gap, span in ((64 << 10, 1 << 20), (0, 1 << 20), (64 << 10, 64)):  # with the gaps, and piece by piece
+        with mock.patch.object(safetensors_io, "_GAP", gap), mock.patch.object(safetensors_io, "_SPAN", span):
+            reader = Reader([path])
+            reader.expect("x", rows)
+            assert torch.equal(reader.read("x", rows), data)
+            into = torch.zeros(rows.numel + 2, dtype=dtype)
+            assert reader.read("x", rows, into[1:-1]).data_ptr() == into[1:].data_ptr()
+            assert torch.equal(into[1:-1], data) and into[0] == into[-1] == 0
+
+
+# ---------------------------------------------------------------------------------------------------- broken reading
+
+
+def test_a_file_that_is_cut_after_its_header_was_read_is_named(tmp_path):
+    path = write_bytes(tmp_path, file_of(HEADER))
     reader = Reader([path])
-    reader.expect("x", rows)
-    assert torch.equal(reader.read("x", rows).reshape(-1), data)
-    reader.release("x", rows)
+    assert torch.equal(whole(reader, "a"), A)
+    os.truncate(path, path.stat().st_size - 8)
+    assert torch.equal(whole(reader, "a"), A)
+    with pytest.raises(DamagedFile, match=f"{path} was cut while it was read"):
+        whole(reader, "b")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
+def test_elements_that_the_disk_does_not_deliver_name_their_file(number, tmp_path):
+    path = write_bytes(tmp_path, file_of(HEADER))
+    reader = Reader([path])
+    with mock.patch("os.preadv", side_effect=OSError(number, os.strerror(number))), pytest.raises(DamagedFile) as error:
+        whole(reader, "a")
+    assert str(error.value) == f"{path} cannot be read ({os.strerror(number)})"
+
+
+def test_a_header_that_cannot_be_read_names_its_file(tmp_path):
+    (tmp_path / "folder.safetensors").mkdir()
+    for name, why in (("folder.safetensors", "Is a directory"), ("none.safetensors", "No such file")):
+        with pytest.raises(DamagedFile, match=f"{tmp_path / name} cannot be read .{why}"):
+            Reader([tmp_path / name])
+
+
+def test_elements_outside_a_tensor_are_not_read(tmp_path):
+    reader = Reader([write_bytes(tmp_path, file_of(HEADER))])
+    with pytest.raises(ValueError, match="outside tensor a"):
+        reader.read("a", Rows(4, 3))
+
+
+def test_a_reader_keeps_few_files_open(tmp_path):
+    """A model has more files than a process may have open."""
+    opened = lambda: len(os.listdir("/proc/self/fd"))
+    paths = [write_bytes(tmp_path, file_of({f"a{i}": HEADER["a"]}, DATA[:24]), f"{i}.safetensors") for i in range(40)]
+    before = opened()
+    reader = Reader(paths)
+    for i in [*range(40), *range(40)]:
+        assert torch.equal(whole(reader, f"a{i}"), A)
+    assert opened() <= before + 16
+    del reader
+    assert opened() == before
 
 
 # ----------------------------------------------------------------------------------------------------------- checksum

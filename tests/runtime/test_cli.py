@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from ndtrain.checkpoint.elements import digest
 from ndtrain.config import load_config, resolve
 from ndtrain.runtime import exit_status, launch_query, stop_signals
 from ndtrain.runtime.run_owner import LAUNCH
@@ -388,6 +389,14 @@ def flip_tensor(path: Path, name: str, element: int, bit: int) -> None:
     flip(path, 8 + length + begin + 4 * element + bit // 8, bit % 8)
 
 
+def edit_state(checkpoint: Path, **fields) -> None:
+    """Changes fields of state.json (None: takes them out) and makes its digest right again."""
+    body = json.loads((checkpoint / "state.json").read_text()) | fields
+    del body["digest"]
+    body = {key: value for key, value in body.items() if fields.get(key, "") is not None}
+    (checkpoint / "state.json").write_text(json.dumps(body | {"digest": digest(body)}))
+
+
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 NORM, GATE = "model.norm.weight", "model.layers.1.mlp.gate_proj.weight"
 DAMAGES = {  # a change of the newest checkpoint -> the word of the error that names it
@@ -415,6 +424,16 @@ DAMAGES = {  # a change of the newest checkpoint -> the word of the error that n
     "model missing": (lambda p: (p / MODEL).unlink(), MODEL),
     "state missing": (lambda p: (p / "state.json").unlink(), "state.json"),
     "config missing": (lambda p: (p / "config.json").unlink(), "config.json"),
+    "state, deep": (lambda p: (p / "state.json").write_text("[" * 100_000), "nested too deeply"),
+    "state, step in words": (lambda p: edit_state(p, step="4"), "state.json has no step that can be used"),
+    "state, half a step": (lambda p: edit_state(p, step=3.5), "state.json has no step"),
+    "state, another step": (lambda p: edit_state(p, step=5), "holds step 5: rename the folder to step-00000005"),
+    "state, no tokens": (lambda p: edit_state(p, tokens=None), "state.json has no tokens"),
+    "state, no files": (lambda p: edit_state(p, files=None), "state.json has no files"),
+    "state, files elsewhere": (lambda p: edit_state(p, sha256={"../../a": ""}), "state.json has no sha256"),
+    "state, no order": (lambda p: edit_state(p, order=None), "state.json has no order"),
+    "state, no checksums": (lambda p: edit_state(p, checksums={}), "no checksum of tensor model.embed_tokens.weight"),
+    "state, checksums of another kind": (lambda p: edit_state(p, checksums={NORM: [3, 4]}), "has no checksums"),
 }  # fmt: skip
 
 
@@ -444,6 +463,19 @@ def test_auto_uses_the_checkpoint_before_a_damaged_one(damage, damaged, corpus, 
     assert "resumed" in out + err and "at step 3" in out + err
     assert tensor_bytes(newest) == tensor_bytes(checkpoint_of(finished, 4))
     assert [r["step"] for r in rows(folder)] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over_and_set_aside(damaged, corpus, capsys):
+    """It would be the newest one for good."""
+    folder, newest = damaged
+    false = newest.with_name("step-99999999999999999999")
+    shutil.copytree(newest, false)
+    assert main(arguments(folder, corpus, "resume=auto", "train.steps=4")) == 0
+    out, err = capsys.readouterr()
+    (warning,) = [line for line in err.splitlines() if line.startswith("warning: ")]
+    assert f"{false} holds step 4: rename the folder to step-00000004" in warning
+    assert "at step 4" in out + err and not false.exists()
+    assert false.with_name(f"superseded-{false.name}").is_dir() and newest.is_dir()
 
 
 @pytest.mark.parametrize("damage", ["weight", "state", "config cut"])

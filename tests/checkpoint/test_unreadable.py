@@ -1,0 +1,99 @@
+"""A checkpoint that the disk does not deliver: the file is named, and resume=auto uses the checkpoint before it."""
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ndtrain.train import main
+from tests.lib.faulty_reads import CUT, ERROR, build_library, reads, run_preloaded, watch
+from tests.lib.helpers import arguments, rows, write_corpus
+
+FILES = (
+    "state.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "model.safetensors", "optimizer.safetensors",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpus) -> Path:
+    """The folder of a run of 4 steps with the checkpoints of steps 3 and 4. Tests copy it and do not change it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert main(arguments(folder, corpus, "train.steps=4", "checkpoint.every=1")) == 0
+    return folder
+
+
+# -------------------------------------------------------------------------------------------- real faults of a process
+
+Case = tuple[str, str, float]  # file, kind of fault, when: share of the reads of that file in a whole load
+
+
+def resume_each(finished: str, corpus: str, folder: str, cases: str) -> None:
+    """Resumes a copy of a run for each case, and prints a JSON line with the exit status and the output of each. For
+    a process with the preloaded library."""
+    resume = partial(_resume, Path(finished), Path(corpus))
+    in_all = dict(zip(FILES, resume(Path(folder, "whole"), FILES)["reads"], strict=True))
+    for i, (name, kind, share) in enumerate(json.loads(cases)):
+        at = 1 + int(share * in_all[name])
+        outcome = resume(Path(folder, str(i)), [name], kind, at)
+        print(json.dumps({"file": name, "kind": kind, "at": at, "of": in_all[name], **outcome}), flush=True)
+
+
+def _resume(
+    finished: Path, corpus: Path, run: Path, names: Sequence[str], kind: str | None = None, at: int = 0
+) -> dict[str, Any]:
+    shutil.copytree(finished, run)
+    output = StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        watch([f"{run.name}/checkpoints/step-00000004/{name}" for name in names], kind, at)
+        code = main(arguments(run, corpus, "resume=auto", "train.steps=4"))
+    counts = [reads(i) for i in range(len(names))]
+    watch([])
+    steps = [row["step"] for row in rows(run)]
+    shutil.rmtree(run)
+    return {"reads": counts, "code": code, "said": output.getvalue(), "steps": steps}
+
+
+def check_cases(cases: list[Case], finished: Path, corpus: Path, folder: Path) -> None:
+    """Runs the cases in one process, and checks that each used the checkpoint before the unreadable one."""
+    code = "import sys; from tests.checkpoint.test_unreadable import resume_each; resume_each(*sys.argv[1:])"
+    args = [str(finished), str(corpus), str(folder), json.dumps(cases)]
+    done = run_preloaded(code, build_library(folder), *args, timeout=60 + 10 * len(cases))
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(outcomes) == len(cases)
+    for outcome in outcomes:
+        warnings = [line for line in outcome["said"].splitlines() if line.startswith("warning: ")]
+        assert outcome["code"] == 0, outcome
+        assert len(warnings) == 1 and "step-00000004" in warnings[0] and outcome["file"] in warnings[0], outcome
+        assert "at step 3" in outcome["said"] and outcome["steps"] == [1, 2, 3, 4], outcome
+
+
+SAMPLE: list[Case] = [
+    ("config.json", ERROR, 0.0), ("state.json", ERROR, 0.9), ("tokenizer.json", CUT, 0.0),
+    ("model.safetensors", ERROR, 0.0), ("model.safetensors", CUT, 0.5), ("optimizer.safetensors", ERROR, 0.9),
+]  # fmt: skip
+
+
+def test_an_error_or_a_cut_while_a_checkpoint_is_read_falls_back(finished, corpus, tmp_path):
+    check_cases(SAMPLE, finished, corpus, tmp_path)
+
+
+@pytest.mark.full
+def test_fifty_random_errors_and_cuts_fall_back(finished, corpus, tmp_path):
+    draw = random.Random(0)
+    each = [(name, kind, draw.random()) for name in FILES for kind in (ERROR, CUT)]
+    more = [(draw.choice(FILES[-2:]), draw.choice((ERROR, CUT)), draw.random()) for _ in range(50 - len(each))]
+    check_cases(each + more, finished, corpus, tmp_path)
