@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ndtrain import schedule
 from ndtrain.config import Config
@@ -66,6 +66,9 @@ class Trainer:
         stop: how the process is asked to stop; None: this object listens to signals and to the stop file itself.
 
     Attributes:
+        model: this rank's part of the model: a `Transformer` for each stage that the rank computes, in the order of the
+            stages. It is one without a pipeline, and one for each chunk with `schedule.chunks`. Names of parameters
+            within a stage are those of the whole model.
         state: step, tokens and data order; it goes into checkpoints.
         last_step: of this run: `train.stop_at`, or `train.steps`.
         stopping: whether the run ends after this step, before its plan is done.
@@ -99,6 +102,7 @@ class Trainer:
                 watchdog = HangWatchdog(setup.connect, spec, rank, run_dir, deadline_s, on_device)
                 self._closing.callback(watchdog.close)
             self.stages = build_stages(self.cfg, self.mesh)
+            self.model = nn.ModuleList(module for _, module in sorted(self.stages.models.items()))
             self.train_step = TrainingStep(self.cfg, self.mesh, self.stages)
             self.resumed, self.state, notes = fill_weights(setup, self.mesh, self.stages)
             self.train_step.optimizer.skipped.fill_(self.state.skipped)

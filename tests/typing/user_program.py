@@ -6,7 +6,7 @@ The last function is wrong. Each of its errors is expected: mypy reports an `ign
 from dataclasses import dataclass
 from typing import assert_type
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ndtrain import Trainer, compose
 from ndtrain.config import Config, OptimConfig
@@ -50,6 +50,7 @@ def main() -> None:
     trainer = Trainer(cfg, callbacks=[Watch()])
     trainer.train()
     assert_type(trainer.loss, float | None)
+    assert_type(trainer.model, nn.ModuleList)
     assert_type(Lion, type[Lion])
     assert_type(half(1, cfg.optim, 2), float)
 

@@ -1,0 +1,53 @@
+"""`trainer.model`: the modules of a rank, for hooks and inspection from Python."""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from ndtrain import Trainer, compose
+from ndtrain.model import flops
+from ndtrain.model.block import Block
+from tests.lib.helpers import arguments, given_process_group, write_corpus
+from tests.lib.ranks import run_ranks
+
+
+def names_and_blocks(args: list[str]) -> tuple[list[list[str]], list[int]]:
+    """Trains a run. Returns the names of the parameters of each module of `trainer.model`, and for each module the
+    number of forwards that hooks on its blocks have seen."""
+    with given_process_group():
+        trainer = Trainer(compose(*args))
+    assert isinstance(trainer.model, nn.ModuleList)
+    seen = [0] * len(trainer.model)
+
+    def count(place: int) -> None:
+        seen[place] += 1
+
+    for place, module in enumerate(trainer.model):
+        for block in module.modules():
+            if isinstance(block, Block):
+                block.register_forward_hook(lambda *_, place=place: count(place))
+    with given_process_group():
+        assert trainer.train() == 0
+    trainer.close()
+    return [[name for name, _ in module.named_parameters()] for module in trainer.model], seen
+
+
+def test_one_process_has_the_whole_model(tmp_path: Path):
+    args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "train.steps=3", "train.micro_batch=8")
+    (names,), (forwards,) = names_and_blocks(args)
+    shapes = flops.block_shapes(compose(*args).model)
+    blocks = {f"model.layers.{layer}.{name}" for layer in range(2) for name in shapes}
+    assert set(names) == blocks | {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert forwards == 3 * 2, "a hook on a block is called in every forward of every step"
+
+
+@pytest.mark.full
+def test_a_rank_of_a_pipeline_has_its_chunks_in_the_order_of_stages(tmp_path: Path):
+    plan = ["mesh.pp=2", "schedule=interleaved", "schedule.chunks=2", "model.num_hidden_layers=4", "train.steps=3"]
+    args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), *plan)
+    ranks = run_ranks(names_and_blocks, 2, args)
+    layers = [[sorted({n.split(".")[2] for n in names if ".layers." in n}) for names in rank[0]] for rank in ranks]
+    assert layers == [[["0"], ["2"]], [["1"], ["3"]]]
+    assert "model.embed_tokens.weight" in ranks[0][0][0] and "lm_head.weight" in ranks[1][0][1]
+    assert all(forwards == 3 * 4 for rank in ranks for forwards in rank[1]), "3 steps of 4 microbatches"
