@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from ndtrain import Trainer, compose
+from ndtrain.config import resolve
 from ndtrain.model import flops
 from ndtrain.model.block import Block
 from tests.lib.helpers import arguments, given_process_group, write_corpus
@@ -36,7 +37,7 @@ def names_and_blocks(args: list[str]) -> tuple[list[list[str]], list[int]]:
 def test_one_process_has_the_whole_model(tmp_path: Path):
     args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "train.steps=3", "train.micro_batch=8")
     (names,), (forwards,) = names_and_blocks(args)
-    shapes = flops.block_shapes(compose(*args).model)
+    shapes = flops.block_shapes(resolve(compose(*args), 1).model)
     blocks = {f"model.layers.{layer}.{name}" for layer in range(2) for name in shapes}
     assert set(names) == blocks | {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert forwards == 3 * 2, "a hook on a block is called in every forward of every step"
