@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from ndtrain.plan.fault_tolerance import DAY, HOUR, Curves
 from ndtrain.plan.report import si
-from ndtrain.report.picture import Axis, document, heading, ink, text_width, ticks, widened
+from ndtrain.report.picture import WIDTH, Axis, document, heading, ink, text_width, ticks, widened
 
 if TYPE_CHECKING:  # these modules draw
     from ndtrain.plan.predict import Prediction
     from ndtrain.plan.scaling import Curve as ScalingCurve
     from ndtrain.plan.scaling import Scaling
 
-WIDTH, LEFT, RIGHT = 760, 64, 40  # pixels
+LEFT, RIGHT, EDGE = 60, 28, 16  # pixels
 SMALL = ' font-size="12"'
 
 # ---------------------------------------------------------------------------------------------------------- waterfall
@@ -26,7 +26,7 @@ CAUSES = {  # what a loss is due to -> its colour, and how the names of its part
     "update and the rest": ("c4", ("",)),
 }
 LEAST = 0.0005  # of the step: smaller parts are left out
-ROW, LABEL, VALUE = 26, 168, 150  # pixels: of a row; of its name, its value
+ROW, LABEL, VALUE = 26, 150, 124  # pixels: of a row; of its name, its value
 
 
 def waterfall_svg(prediction: "Prediction") -> str:
@@ -34,13 +34,14 @@ def waterfall_svg(prediction: "Prediction") -> str:
     step = prediction.step_time_s
     losses = [(name, s / step) for name, s in prediction.waterfall.items() if name != USEFUL and abs(s) > LEAST * step]
     rest = prediction.waterfall[USEFUL] / step
-    top, foot = 84, 84 + ROW * (len(losses) + 2)
     x = Axis(0.0, 1.0, LABEL, WIDTH - VALUE)
     title = f"Where a step's {_seconds(step)} go: MFU {_percent(prediction.mfu)}"
-    parts = [heading(16, title), _legend(16, 50, [(cause, colour) for cause, (colour, _) in CAUSES.items()])]
+    legend, below = _legend(50, [(cause, colour) for cause, (colour, _) in CAUSES.items()])
+    top, foot = below + 34, below + 34 + ROW * (len(losses) + 2)
+    parts = [heading(EDGE, title), legend]
     parts += [_rule(x.at(t / 5), top, x.at(t / 5), foot) for t in range(6)]
-    parts += [ink(x.at(t / 5), foot + 18, f"{20 * t} %", "middle", SMALL) for t in range(6)]
-    parts.append(ink((x.first + x.last) / 2, foot + 38, "share of the step, which is the share of the peak", "middle"))
+    parts += [ink(x.at(t / 2), foot + 18, f"{50 * t} %", "middle", SMALL) for t in range(3)]
+    parts.append(ink((x.first + x.last) / 2, foot + 38, "share of the step, and of the peak", "middle"))
     parts.append(_bar(x, top, "the peak", 0.0, 1.0, "c5", "100 %"))
     end = 1.0
     for row, (name, share) in enumerate(losses, 1):
@@ -50,9 +51,9 @@ def waterfall_svg(prediction: "Prediction") -> str:
     parts.append(_bar(x, foot - ROW, USEFUL, 0.0, rest, "c2", f"{_percent(rest)}, {_seconds(rest * step)}"))
     mfu = x.at(prediction.mfu)
     parts.append(f'<path class="c2" d="M{mfu:.1f} {top}V{foot}" stroke="currentColor" stroke-dasharray="5 4"/>')
-    note = f"Dashed: MFU, {_percent(prediction.mfu)}. It counts attention's FLOPs too, the masked ones included."
-    parts.append(ink(16, foot + 64, note, more=SMALL))
-    return document(title, WIDTH, foot + 80, parts)
+    notes = (f"Dashed: MFU, {_percent(prediction.mfu)}. It counts attention's FLOPs too,", "the masked ones included.")
+    parts += [ink(EDGE, foot + 64 + 18 * i, note, more=SMALL) for i, note in enumerate(notes)]
+    return document(title, WIDTH, foot + 98, parts)
 
 
 def _bar(x: Axis, y: float, name: str, start: float, end: float, colour: str, value: str) -> str:
@@ -89,17 +90,18 @@ def goodput_svg(curves: Curves) -> str:
     x = Axis(*widened(gpus[0], gpus[-1]), LEFT, WIDTH - RIGHT, log=True)
     shares = lambda curve: [100 * p.shares.training for p in curve.plans]
     least = min(min(shares(curve)) for curve in curves.curves)
-    y = Axis(min(90, 10 * math.floor(least / 10)), 100.0, 320, 92)
+    names = [(curve.name, f"c{i}") for i, curve in enumerate(curves.curves)]
+    legend, top = _legend(50, names)
+    y = Axis(min(90, 10 * math.floor(least / 10)), 100.0, top + 240, top + 42)
     intervals = lambda curve: [p.interval_s for p in curve.plans]
     times = [s for curve in curves.curves for s in intervals(curve)]
-    below = Axis(min(times) / 1.3, max(times) * 1.3, 320 + GAP + 180, 320 + GAP, log=True)
-    names = [(curve.name, f"c{i}") for i, curve in enumerate(curves.curves)]
-    parts = [heading(LEFT - 48, curves.title), _legend(LEFT - 48, 50, names)]
+    below = Axis(min(times) / 1.3, max(times) * 1.3, y.first + GAP + 180, y.first + GAP, log=True)
+    parts = [heading(EDGE, curves.title), legend]
     parts += _panel(
-        x, y, gpus[::2], ticks(y.low, y.high, 6), lambda t: f"{t:g} %", "goodput: share of time that trains"
+        x, y, _few(gpus), ticks(y.low, y.high, 6), lambda t: f"{t:g} %", "goodput: share of time that trains"
     )
     marks = [t for t in DURATIONS.values() if below.low <= t <= below.high]
-    parts += _panel(x, below, gpus[::2], marks, _duration, "training between two saves")
+    parts += _panel(x, below, _few(gpus), marks, _duration, "training between two saves")
     parts.append(ink((x.first + x.last) / 2, below.first + 40, "GPUs", "middle"))
     for axis, values in ((y, shares), (below, intervals)):
         parts += [_line(x, axis, c.gpus, values(c), f"c{i}") for i, c in enumerate(curves.curves)]
@@ -115,7 +117,7 @@ def _duration(seconds: float) -> str:
 
 
 def _marked(x: Axis, panels: Sequence[Axis], value: float, text: str) -> Iterator[str]:
-    """A dashed line through all panels, with a text beside its foot in the first one."""
+    """A dashed line through all panels, with a text next to its foot in the first one."""
     at = x.at(value)
     dashed = 'stroke="currentColor" stroke-dasharray="5 4"'
     yield from (f'<path class="c5" d="M{at:.1f} {y.last:.1f}V{y.first:.1f}" {dashed}/>' for y in panels)
@@ -125,7 +127,6 @@ def _marked(x: Axis, panels: Sequence[Axis], value: float, text: str) -> Iterato
 
 # ------------------------------------------------------------------------------------------------------------ scaling
 
-WIDE, COLUMN = 960, 400  # pixels: of the picture with two columns of plots, of a plot
 FAMILY_COLOURS = {"fsdp": "c5", "+tp": "c0", "+cp": "c1", "+pp": "c3"}  # as scaling.FAMILIES
 REGIME_COLOURS = {  # as scaling.REGIMES
     "compute bound": "c2",
@@ -133,34 +134,37 @@ REGIME_COLOURS = {  # as scaling.REGIMES
     "communication bound": "c4",
     "batch exhausted": "c5",
 }
-KINDS = {"strong": "fixed global batch", "weak": "global batch that grows with the GPUs"}
+KINDS = {"strong": "fixed global batch", "weak": "global batch grows with GPUs"}
 
 
 def scaling_svg(scaling: "Scaling") -> str:
-    """MFU and tokens/s over GPU counts, a column for each curve. Bands are the regimes of meshes of fsdp alone; below
+    """MFU and tokens/s over GPU counts, one curve below the other. Bands are the regimes of meshes of fsdp alone; below
     it says where each begins, and where further axes begin to pay."""
     title = f"Scaling of {scaling.model} on {scaling.hardware}"
     names = {"fsdp": "dp and fsdp alone", "+tp": "tp too", "+cp": "cp too", "+pp": "pp too"}
-    parts = [heading(16, title), _legend(16, 50, [(names[f], colour) for f, colour in FAMILY_COLOURS.items()])]
+    legend, foot = _legend(50, [(names[f], colour) for f, colour in FAMILY_COLOURS.items()])
     points = [p for curve in scaling.curves for p in curve.points if p.overrides is not None]
-    mfu = Axis(0.0, 10 * math.ceil(max(100 * p.mfu for p in points) / 10), 310, 98)
-    rates = [p.tokens_per_s for p in points]
-    rate = Axis(min(rates) / 1.3, max(rates) * 1.3, 570, 380, log=True)
-    for column, curve in enumerate(scaling.curves):
-        left = 76 + column * (COLUMN + 60)
-        gpus = sorted({p.gpus for p in curve.points})
-        x = Axis(*widened(gpus[0], gpus[-1]), left, left + COLUMN, log=True)
-        marks = gpus[:: math.ceil(len(gpus) / 6)]
-        parts += _bands(x, (mfu, rate), curve)
-        parts += _panel(x, mfu, marks, ticks(mfu.low, mfu.high, 6), lambda t: f"{t:g} %", f"MFU, {KINDS[curve.kind]}")
-        parts += _panel(
-            x, rate, marks, _powers(rate.low, rate.high), lambda t: si(t, ""), f"tokens/s, {KINDS[curve.kind]}"
-        )
-        parts.append(ink(left + COLUMN / 2, rate.first + 40, "GPUs", "middle"))
-        parts += _families(x, mfu, rate, curve)
-        parts += _beginnings(left, rate.first + 72, curve)
-    lines = max(len(curve.regimes) + len(curve.pays) for curve in scaling.curves)
-    return document(title, WIDE, int(rate.first) + 92 + 20 * lines, parts)
+    most, rates = 10 * math.ceil(max(100 * p.mfu for p in points) / 10), [p.tokens_per_s for p in points]
+    parts = [heading(EDGE, title), legend]
+    for curve in scaling.curves:
+        mfu = Axis(0.0, most, foot + 202, foot + 48)
+        rate = Axis(min(rates) / 1.3, max(rates) * 1.3, mfu.first + GAP + 150, mfu.first + GAP, log=True)
+        parts += _curve_panels(curve, mfu, rate)
+        parts += _beginnings(LEFT, rate.first + 72, curve)
+        foot = int(rate.first) + 92 + 20 * (len(curve.regimes) + len(curve.pays))
+    return document(title, WIDTH, foot, parts)
+
+
+def _curve_panels(curve: "ScalingCurve", mfu: Axis, rate: Axis) -> Iterator[str]:
+    """The panel of MFU, and below it the panel of tokens/s."""
+    gpus = sorted({p.gpus for p in curve.points})
+    x = Axis(*widened(gpus[0], gpus[-1]), LEFT, WIDTH - RIGHT, log=True)
+    kind, tokens = KINDS[curve.kind], lambda t: si(t, "")
+    yield from _bands(x, (mfu, rate), curve)
+    yield from _panel(x, mfu, _few(gpus), ticks(mfu.low, mfu.high, 6), lambda t: f"{t:g} %", f"MFU, {kind}")
+    yield from _panel(x, rate, _few(gpus), _powers(rate.low, rate.high), tokens, f"tokens/s, {kind}")
+    yield ink((x.first + x.last) / 2, rate.first + 40, "GPUs", "middle")
+    yield from _families(x, mfu, rate, curve)
 
 
 def _bands(x: Axis, panels: Sequence[Axis], curve: "ScalingCurve") -> Iterator[str]:
@@ -232,11 +236,19 @@ def _rule(x0: float, y0: float, x1: float, y1: float) -> str:
     return f'<line class="grid" x1="{x0:.1f}" x2="{x1:.1f}" y1="{y0:.1f}" y2="{y1:.1f}"/>'
 
 
-def _legend(x: float, y: float, names: Sequence[tuple[str, str]]) -> str:
-    """Squares of colours and what they stand for, in one row."""
-    parts = []
+def _few(counts: Sequence[int]) -> Sequence[int]:
+    """Some of the counts, evenly spaced: as many as have room below an axis."""
+    return counts[:: math.ceil(len(counts) / 6)]
+
+
+def _legend(y: int, names: Sequence[tuple[str, str]]) -> tuple[str, int]:
+    """Squares of colours with their names, in rows. Returns them, and the baseline of the last row."""
+    parts, x = [], EDGE
     for name, colour in names:
+        width = 18 + text_width(name, 13)
+        if x + width > WIDTH - EDGE:
+            x, y = EDGE, y + 22
         parts.append(f'<rect class="{colour}" x="{x:.1f}" y="{y - 10}" width="12" height="12" fill="currentColor"/>')
         parts.append(ink(x + 18, y, name))
-        x += 18 + text_width(name, 13) + 22
-    return "".join(parts)
+        x += width + 16
+    return "".join(parts), y

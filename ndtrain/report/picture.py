@@ -10,6 +10,7 @@ COLOURS = ("#0072b2", "#d55e00", "#008a64", "#b5478f", "#8f6b00", "#444444", "#3
 DARK_COLOURS = ("#56b4e9", "#ff8f45", "#2fcf9f", "#e596c5", "#f0e442", "#d0d0d0", "#8aa4ff")
 FONT = "Helvetica,Arial,'DejaVu Sans',sans-serif"
 SIZE = 13  # of text, in pixels
+WIDTH = 460  # of a picture: a phone shows it on 360 pixels, and texts of 12 pixels are still 9 high
 
 
 def document(title: str, width: int, height: int, parts: Sequence[str]) -> str:

@@ -6,11 +6,12 @@ from html import escape
 import numpy as np
 
 from ndtrain.report.curves import Curve, reduce_curve
-from ndtrain.report.picture import COLOURS, Axis, document, heading, short_number, ticks, widened
+from ndtrain.report.picture import COLOURS, WIDTH, Axis, document, heading, short_number, ticks, widened
 from ndtrain.report.runs import METRICS, STEP_AXIS, ReportError, Run
 
-WIDTH, HEIGHT = 760, 320
-LEFT, RIGHT, BOTTOM = 80, 24, 48
+HEIGHT = 320
+LEFT, RIGHT, BOTTOM = 76, 20, 48
+COLUMNS, NAME = 2, 20  # of the legend; characters of a run's name in it
 POINTS = 300  # of one curve
 
 
@@ -25,7 +26,7 @@ def render_svg(runs: Sequence[Run], key: str = "loss") -> str:
     shown = [(i, run, curve) for i, (run, curve) in enumerate(zip(runs, curves, strict=True)) if len(curve.x)]
     if not shown:
         raise ReportError(f"metric={key}: no run has a finite value of it")
-    top = 52 + 20 * ((len(shown) - 1) // 3 + 1)
+    top = 52 + 20 * ((len(shown) - 1) // COLUMNS + 1)
     plot = _Plot([run for _, run, _ in shown], [curve for _, _, curve in shown], top)
     parts = [
         heading(LEFT, metric.title),
@@ -37,9 +38,10 @@ def render_svg(runs: Sequence[Run], key: str = "loss") -> str:
 
 
 def _legend(place: int, i: int, name: str) -> str:
-    x, y = LEFT + 225 * (place % 3), 46 + 20 * (place // 3)
+    row, column = divmod(place, COLUMNS)
+    x, y = LEFT + (WIDTH - LEFT) / COLUMNS * column, 46 + 20 * row
     dash = _dash(i)
-    name = name if len(name) <= 24 else name[:23] + "…"
+    name = name if len(name) <= NAME else name[: NAME - 1] + "…"
     line = f'<line x1="{x}" x2="{x + 20}" y1="{y}" y2="{y}" stroke="currentColor" stroke-width="3"{dash}/>'
     return f'<g class="c{i % len(COLOURS)}">{line}</g><text class="ink" x="{x + 26}" y="{y + 4}">{escape(name)}</text>'
 
@@ -64,7 +66,7 @@ class _Plot:
             y = self.y.at(t)
             lines.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             lines.append(f'<text class="ink" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short_number(t)}</text>')
-        for t in ticks(self.x.low, self.x.high, 6):
+        for t in ticks(self.x.low, self.x.high, 5):
             x = self.x.at(t)
             lines.append(f'<text class="ink" x="{x:.1f}" y="{self.foot + 22}" text-anchor="middle">{t:,.6g}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2

@@ -76,6 +76,7 @@ PICTURES = {
     "goodput, the first count": lambda: goodput_svg(curves(8)),
     "goodput, one count": lambda: goodput_svg(curves(8, counts=1)),
     "goodput, the last count": lambda: goodput_svg(curves(131072)),
+    "goodput, a mark below the last count": lambda: goodput_svg(curves(262144, counts=16)),
 }
 
 

@@ -5,9 +5,12 @@ from html import escape
 from math import ceil, floor, log10
 from typing import NamedTuple
 
+from ndtrain.report.picture import WIDTH
+
 # Okabe and Ito's palette, which can be told apart with every kind of colour vision, and greys
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#111111", "#8c6d00", "#7f7f7f", "#5b3a8c")
-SIDE, LEFT, TOP, LEGEND = 560, 64, 44, 330  # pixels
+LEFT, TOP = 60, 44  # pixels
+SIDE = WIDTH - LEFT - 20  # of the plot
 STYLE = """text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#333}
 .t{font-size:14px;font-weight:600;fill:#111}.m{text-anchor:middle}.e{text-anchor:end}
 .g{stroke:#e2e5e9}.d{stroke:#333}.b{stroke:#999;stroke-dasharray:5 4}"""
@@ -31,18 +34,18 @@ def scatter_svg(title: str, axis: str, sources: Sequence[Points], band: float = 
     values = [v for s in sources for v in (*s.measured, *s.predicted)]
     low, high = floor(2 * log10(min(values))) / 2, ceil(2 * log10(max(values))) / 2
     place = lambda v: (log10(v) - low) / (high - low) * SIDE
-    width, height = LEFT + SIDE + LEGEND, TOP + SIDE + 56
+    height = TOP + SIDE + 60 + 20 * len(sources)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'font-size="12">',
         f"<title>{escape(title)}</title>",
-        f'<style>{STYLE}</style><rect width="{width}" height="{height}" fill="#fff"/>',
-        f'<text class="t" x="{LEFT}" y="26">{escape(title)}</text>',
+        f'<style>{STYLE}</style><rect width="{WIDTH}" height="{height}" fill="#fff"/>',
+        f'<text class="t" x="16" y="26">{escape(title)}</text>',
         f'<g transform="translate({LEFT} {TOP})">',
         *_grid(low, high, place),
         *_lines(low, high, band),
         f'<text class="m" x="{SIDE / 2}" y="{SIDE + 42}">measured {escape(axis)}</text>',
-        f'<text class="m" transform="translate(-48 {SIDE / 2}) rotate(-90)">predicted {escape(axis)}</text>',
+        f'<text class="m" transform="translate(-40 {SIDE / 2}) rotate(-90)">predicted {escape(axis)}</text>',
     ]
     for i, source in enumerate(sources):
         colour = COLOURS[i % len(COLOURS)]
@@ -50,9 +53,9 @@ def scatter_svg(title: str, axis: str, sources: Sequence[Points], band: float = 
             f'<circle cx="{place(m):.1f}" cy="{SIDE - place(p):.1f}" r="3.5" fill="{colour}" fill-opacity="0.6"/>'
             for m, p in zip(source.measured, source.predicted, strict=True)
         ]
-        y = 14 + 20 * i
-        parts.append(f'<circle cx="{SIDE + 22}" cy="{y - 4}" r="5" fill="{colour}"/>')
-        parts.append(f'<text x="{SIDE + 34}" y="{y}">{escape(source.name)}</text>')
+        y = SIDE + 66 + 20 * i
+        parts.append(f'<circle cx="5" cy="{y - 4}" r="5" fill="{colour}"/>')
+        parts.append(f'<text x="17" y="{y}">{escape(source.name)}</text>')
     return "\n".join([*parts, "</g></svg>"])
 
 
