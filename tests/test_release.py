@@ -35,6 +35,10 @@ def test_the_version_stands_in_one_place():
     assert re.findall(r'^__version__ = "(.*)"$', path.read_text(), flags=re.MULTILINE) == [ndtrain.__version__]
 
 
+def test_the_readme_names_this_version():
+    assert f"Version {ndtrain.__version__} ([changes]" in (ROOT / "README.md").read_text()
+
+
 def test_the_changelog_begins_with_unreleased_and_this_version():
     first, second, *_ = headings()
     assert first[1] == "Unreleased"
