@@ -14,6 +14,7 @@ from typing import Any
 
 from ndtrain.checkpoint.elements import CheckpointError
 from ndtrain.config import ModelConfig
+from ndtrain.data.chat.template import TEMPLATES
 from ndtrain.data.hf_code import without_code
 from ndtrain.data.tokenizer import is_tokenizer_file
 from ndtrain.model.families.hf_config import read_hf_config
@@ -22,7 +23,7 @@ from ndtrain.model.families.hf_fields import uninterpreted_fields
 _FILE_BYTES = 64 << 20  # of the largest file that is copied
 _TOTAL_BYTES = 256 << 20  # of all of them
 _FILES = 256
-_FOLDERS = ("additional_chat_templates",)  # whose files are copied too
+_FOLDERS = (TEMPLATES,)  # whose files are copied too
 _NOT_COPIED = (
     ".*", "config.json", "state.json", "*.index.json",
     # weights and training state
@@ -66,6 +67,14 @@ class Companions:
     def names_end_token(self) -> bool:
         """Returns whether they say which tokens end a text."""
         return _GENERATION in self.files or self.fields.get("eos_token_id") is not None
+
+    def end_tokens(self) -> set[int]:
+        """Returns the tokens that end a text; empty: nothing says it."""
+        try:
+            ids = json.loads(self.files.get(_GENERATION, b"{}"))["eos_token_id"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            ids = self.fields.get("eos_token_id")
+        return {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
 
     def without_tokenizer(self) -> "Companions":
         """Returns those that do not depend on the tokenizer."""

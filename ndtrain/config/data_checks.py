@@ -1,6 +1,7 @@
 """The keys of `data`, checked without reading any file."""
 
 from collections.abc import Sequence
+from datetime import date
 
 from ndtrain.config.schema import TOKEN_SOURCES, DataConfig, require
 
@@ -14,10 +15,12 @@ def check_data(data: DataConfig) -> None:
     name = data.name
     if name in TOKEN_SOURCES and name != "bin":
         _check_token_files(data)
-    if name in ("text", "jsonl", "bin", "hf"):
+    if name == "chat":
+        _check_chat(data)
+    if name in ("text", "jsonl", "chat", "bin", "hf"):
         require(bool(data.path), f"data.path is missing: data={name} needs it, e.g. data.path=corpus/")
     require(
-        name not in ("python", "text", "jsonl", "hf", "bin") or data.paths is None,
+        name not in ("python", "text", "jsonl", "chat", "hf", "bin") or data.paths is None,
         f"data.paths={data.paths}: only {_listed(TOKEN_SOURCES[1:])} read it, data={name} reads data.path: set it to "
         "null",
     )
@@ -42,6 +45,23 @@ def check_data(data: DataConfig) -> None:
 
 def _listed(sources: Sequence[str]) -> str:
     return ", ".join(f"data={name}" for name in sources)
+
+
+def _check_chat(data: DataConfig) -> None:
+    require(
+        data.tokenizer not in ("byte", "bpe"),
+        f"data.tokenizer={data.tokenizer}: data=chat needs the tokenizer of the model with its chat template: name its "
+        "folder, as init_from does",
+    )
+    require(
+        data.pack,
+        "data.pack=false: data=chat packs whole conversations, which do not attend to each other: leave it true",
+    )
+    require(data.eos_id is None, f"data.eos_id={data.eos_id}: data=chat takes it from data.tokenizer: set it to null")
+    try:
+        date.fromisoformat(data.date)
+    except ValueError:
+        require(False, f"data.date={data.date}: must be a day, e.g. {DataConfig.date}")
 
 
 def _check_token_files(data: DataConfig) -> None:

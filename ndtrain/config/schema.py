@@ -313,8 +313,8 @@ TOKEN_SOURCES = ("bin", "megatron", "llmc", "datatrove")
 
 @dataclass
 class DataConfig(Section):
-    name: str = choice("python", "python", "text", "jsonl", "hf", *TOKEN_SOURCES, "blend", part="source")
-    # file, folder or glob (text, jsonl, llmc, datatrove), prefix (megatron), one file (bin), hub name or local (hf)
+    name: str = choice("python", "python", "text", "jsonl", "chat", "hf", *TOKEN_SOURCES, "blend", part="source")
+    # file, folder or glob (text, jsonl, chat, llmc, datatrove), prefix (megatron), a file (bin), hub name or local (hf)
     path: str | None = None
     paths: list[str] | None = None  # megatron, llmc, datatrove: several of these, read one after the other
     tokenizer: str = "bpe"  # byte | bpe | a tokenizer.json or Hugging Face folder
@@ -333,6 +333,7 @@ class DataConfig(Section):
     validation_path: str | None = None  # token files: the one to validate on; null: `validation`, none with bin
     validation: float = 0.02  # fraction of files (or documents) held out
     cache: str = "${oc.env:NDTRAIN_CACHE,'~/.cache/ndtrain'}/data"
+    date: str = "2026-01-01"  # chat: the day that a chat template which asks for today gets, so that data stays equal
     prefetch: int = at_least(1, 2)  # batches kept ready
 
 

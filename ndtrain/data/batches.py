@@ -78,6 +78,10 @@ class Tokens(Protocol):
         """
         return [packing.starts_in(row) for row in tokens]
 
+    def learned(self, step: int, rows: Sequence[int]) -> np.ndarray | None:
+        """Returns bool [len(rows), T + 1]: which of those tokens are learned; None: all of them."""
+        return None
+
 
 class Source(Tokens, Protocol):
     """The training data. Every rank has one, and all see the same sequences."""
@@ -132,7 +136,8 @@ def microbatches(
     if len(rows) % micro_batch:
         raise ValueError(f"{len(rows)} rows do not divide into microbatches of {micro_batch}")
     tokens = source.tokens(step, rows)
-    batch = _full_batch(tokens, packing and source.document_starts(step, rows, tokens, packing))
+    starts = packing and source.document_starts(step, rows, tokens, packing)
+    batch = _full_batch(tokens, starts, source.learned(step, rows))
     if sharding is not None and sharding.length != batch.tokens.shape[1]:
         raise ValueError(f"a sharding of {sharding.length} tokens does not fit sequences of {batch.tokens.shape[1]}")
     if sharding is not None and sharding.parts > 1:
@@ -150,14 +155,17 @@ def positions_of(documents: Sequence[int], length: int) -> np.ndarray:
     return np.arange(length) - np.repeat(starts, np.diff(starts, append=length))
 
 
-def _full_batch(tokens: np.ndarray, starts: Sequence[np.ndarray] | None) -> Batch:
+def _full_batch(tokens: np.ndarray, starts: Sequence[np.ndarray] | None, learned: np.ndarray | None) -> Batch:
     """Returns sequences [B, T + 1] as one batch.
 
     Args:
         starts: for each row, where documents start behind its first token. The label of the token before is ignored: it
             is the next document's. None: each row is one document.
+        learned: bool [B, T + 1]: the labels of all other tokens are ignored. None: none is.
     """
     tokens_BT, labels_BT = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
+    if learned is not None:
+        labels_BT = labels_BT.masked_fill(torch.from_numpy(~learned[:, 1:]), IGNORE)
     if starts is None:
         return Batch(tokens_BT, labels_BT)
     length = tokens_BT.shape[1]

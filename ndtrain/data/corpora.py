@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
@@ -222,11 +222,11 @@ def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[bytes]:
         offset += len(line)
 
 
-def _jsonl_text(line: bytes, text_key: str, location: str) -> str:
-    """Returns the text of a line.
+def parse_record(line: bytes, location: str) -> dict[str, Any]:
+    """Returns the object that a line of JSONL holds.
 
     Raises:
-        ConfigError: the line holds no text. The message begins with `location`.
+        ConfigError: it holds none. The message begins with `location`.
     """
     try:
         record = json.loads(line)
@@ -235,6 +235,16 @@ def _jsonl_text(line: bytes, text_key: str, location: str) -> str:
         raise ConfigError(f"{location}: not a JSON object ({why}): correct or remove the line") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{location}: not a JSON object but a {type(record).__name__}: correct or remove the line")
+    return record
+
+
+def _jsonl_text(line: bytes, text_key: str, location: str) -> str:
+    """Returns the text of a line.
+
+    Raises:
+        ConfigError: the line holds no text. The message begins with `location`.
+    """
+    record = parse_record(line, location)
     if text_key not in record:
         fields = ", ".join(record) or "none"
         raise ConfigError(f"{location}: no field {text_key!r}: set data.text_key to one of its fields ({fields})")

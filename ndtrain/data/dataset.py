@@ -19,6 +19,7 @@ from ndtrain.data.streaming_source import StreamingSource
 from ndtrain.data.token_array import Tokens
 from ndtrain.data.token_reader import TokenReader
 from ndtrain.data.tokenizer import Tokenizer
+from ndtrain.data.validation import ValidationSet
 from ndtrain.distributed.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -37,14 +38,14 @@ class Data(ABC):
             streaming dataset, of the settings that name it.
         eos_id: the token that ends a document, at which a packed run separates documents where no index names them;
             None: not known.
-        validation: a flat array of ids for each corpus that has a validation split.
+        validation: a flat array of ids, or packed conversations, for each corpus that has a validation split.
     """
 
     tokenizer: Tokenizer | None
     vocab_size: int
     fingerprint: str
     eos_id: int | None
-    validation: tuple[Tokens, ...] = ()
+    validation: tuple[Any, ...] = ()
 
     @abstractmethod
     def describe(self) -> str:
@@ -53,6 +54,23 @@ class Data(ABC):
     def warnings(self, cfg: Config) -> list[str]:
         """Says in words what is remarkable about training on it as `cfg` says, a line each."""
         return []
+
+    def validation_set(self, arrays: Any, cfg: Config) -> Any:
+        """Returns the sequences of `arrays`, which are like `validation`, with the interface of `ValidationSet`."""
+        return ValidationSet(arrays, cfg.train.seq_len, cfg.train.global_batch)
+
+    def everything(self) -> tuple[Any, ...] | None:
+        """Returns all that can be evaluated, as `validation`; None: the training split has no end."""
+        return None
+
+    def epoch_sequences(self, cfg: Config) -> int | None:
+        """Returns how many sequences one pass over the training split has; None: there is no such number."""
+        return None
+
+    @property
+    def turn_ends(self) -> frozenset[int] | None:
+        """The special tokens with which the turns of an assistant end; None: there is no assistant."""
+        return None
 
     @abstractmethod
     def sequences(self, cfg: Config, mesh: Mesh, step: int, saved: dict[str, Any] | None) -> Source:
@@ -94,6 +112,12 @@ class IndexedData(Data):
     def train(self) -> tuple[Tokens, ...]:
         """The ids to train on, of each corpus."""
         return tuple(corpus.train for corpus in self.corpora)
+
+    def everything(self) -> tuple[Any, ...]:
+        return (*self.train, *self.validation)
+
+    def epoch_sequences(self, cfg: Config) -> int | None:
+        return None if self.mixture_order else (len(self.train[0]) - 1) // cfg.train.seq_len
 
     def describe(self) -> str:
         corpora = f"{len(self.corpora)} corpora, " if self.mixture_order else ""

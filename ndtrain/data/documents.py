@@ -92,7 +92,7 @@ class Corpus(ABC):
         for document in self.documents():
             held_out = document.held_out
             if held_out is None:
-                held_out = _hash_fraction("split", document.name) < self.validation
+                held_out = is_held_out(document.name, self.validation)
             yield from document_chunks(document.chunks, held_out, document.extra_bytes)
 
     def sample(self, limit: int, on_read: Callable[[TextChunk], None] = lambda chunk: None) -> Iterator[str]:
@@ -158,6 +158,11 @@ def require_training_text(setting: str, train: int, validation: int) -> None:
     if train == 0:
         cause = "every document is in the validation split" if validation else "no document has any text"
         raise ConfigError(f"{setting}: nothing to train on, {cause}: give more data or set data.validation=0")
+
+
+def is_held_out(name: str, fraction: float) -> bool:
+    """Returns whether the validation split, which holds that fraction of the documents, holds the document `name`."""
+    return _hash_fraction("split", name) < fraction
 
 
 def _hash_fraction(purpose: str, name: str | int) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ndtrain.config import TOKEN_SOURCES, Config, ConfigError, DataConfig, world_from_env
 from ndtrain.data.cache import digest
+from ndtrain.data.chat.dataset import open_chat
 from ndtrain.data.corpora import open_corpus
 from ndtrain.data.dataset import Data, IndexedData, StreamingData, TokenCorpus
 from ndtrain.data.documents import Corpus, require_training_text
@@ -46,6 +47,10 @@ def open_data(cfg: Config) -> Data:
     cache = Path(cfg.data.cache).expanduser()
     if cfg.data.name == "blend":
         return _open_mixture(cfg, cache)
+    if cfg.data.name == "chat":
+        data = open_chat(cfg, cache)
+        _check_vocabulary(cfg, data.tokenizer)
+        return data
     if cfg.data.streaming:
         return _open_streaming(cfg, cache)
     if cfg.data.name in TOKEN_SOURCES:

@@ -12,7 +12,7 @@ from ndtrain.data.mixture_order import MixtureOrder
 from ndtrain.data.token_array import Packing, TokenArray, Tokens
 
 
-class _EndlessRun(ABC):
+class EndlessRun(ABC):
     """Sequences numbered 0, 1, 2, ... without end. Sequence `i` of step `s` is number s * global_batch + i."""
 
     def __init__(self, global_batch: int):
@@ -42,6 +42,14 @@ class _EndlessRun(ABC):
         """Returns for each row where documents start among its `tokens`, but for the first."""
         return self.starts(global_numbers(step, rows, self._global_batch), tokens, packing)
 
+    def learned(self, step: int, rows: Sequence[int]) -> np.ndarray | None:
+        """Returns which of the tokens of those sequences are learned, bool [len(rows), T + 1]; None: all are."""
+        return self.learned_of(global_numbers(step, rows, self._global_batch))
+
+    def learned_of(self, numbers: np.ndarray) -> np.ndarray | None:
+        """Returns which tokens of those sequences of the run are learned, bool [n, T + 1]; None: all are."""
+        return None
+
     def where(self, step: int, i: int) -> str:
         """Says in words which sequence of which corpus sequence `i` of `step` is."""
         return self.name(int(global_numbers(step, [i], self._global_batch)[0]))
@@ -55,7 +63,7 @@ class _EndlessRun(ABC):
         return None
 
 
-class Sequences(_EndlessRun):
+class Sequences(EndlessRun):
     """The sequences of one corpus.
 
     The corpus holds `count` sequences of `length` = `seq_len` + 1 tokens; neighbours share one token. Number k of the
@@ -104,11 +112,10 @@ class Sequences(_EndlessRun):
 
     def _indices(self, numbers: np.ndarray) -> np.ndarray:
         """Returns int64 [n]: which sequences of the corpus those of the run are."""
-        epoch, position = np.divmod(numbers, self.count)
-        return _permute(position, epoch, self.count, self._seed) if self._shuffle else position
+        return epoch_indices(numbers, self.count, self._seed, self._shuffle)
 
 
-class Mixture(_EndlessRun):
+class Mixture(EndlessRun):
     """The sequences of several corpora. `order` says which corpus each sequence of the run belongs to."""
 
     def __init__(self, corpora: Sequence[Sequences], order: MixtureOrder, global_batch: int):
@@ -130,6 +137,15 @@ class Mixture(_EndlessRun):
     def name(self, number: int) -> str:
         corpus, own_number = self._order.locate(np.array([number]))
         return self._corpora[corpus[0]].name(int(own_number[0]))
+
+
+def epoch_indices(numbers: np.ndarray, count: int, seed: int, shuffle: bool) -> np.ndarray:
+    """Returns int64 [n]: which of the `count` sequences of an epoch those of an endless run are.
+
+    With `shuffle`, the order of each epoch depends on the seed and on the epoch alone.
+    """
+    epoch, position = np.divmod(numbers, count)
+    return _permute(position, epoch, count, seed) if shuffle else position
 
 
 def global_numbers(step: int, rows: Sequence[int], global_batch: int) -> np.ndarray:

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from datetime import date
 from fnmatch import fnmatch
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -12,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.data.cache import atomic_write, digest, load_or_build
+from ndtrain.data.chat.template import TEMPLATES, ChatTemplate, read_template
 from ndtrain.data.hf_code import without_code
 from ndtrain.data.progress import elapsed_on_stderr
 
@@ -29,7 +32,7 @@ _OTHER_FILES = (
     "*.model",
     "*.tiktoken",
     "added_tokens*.json",
-    "additional_chat_templates/*",
+    f"{TEMPLATES}*",
 )
 
 
@@ -58,6 +61,47 @@ class Tokenizer:
         """Returns the ids of each text. Adds no special token."""
         return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def encode_markup(self, texts: list[tuple[str, bool]]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Returns the ids of each text and, for each id, the (start, end) of its characters. A special token that a
+        text spells out is that token.
+
+        Args:
+            texts: (text, whether special tokens are added as the tokenizer does it, such as one that begins a text).
+        """
+        made: list[Any] = [None] * len(texts)
+        for special in (False, True):
+            places = [i for i, (_, added) in enumerate(texts) if added == special]
+            encoded = self._markup.encode_batch([texts[i][0] for i in places], add_special_tokens=special)
+            for i, e in zip(places, encoded, strict=True):
+                made[i] = e.ids, e.offsets
+        return made
+
+    @cached_property
+    def _markup(self) -> tokenizers.Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(self._files["tokenizer.json"].decode())
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+
+    def special_ids(self) -> list[int]:
+        """Returns the ids of its special tokens."""
+        return [i for i, token in self._backend.get_added_tokens_decoder().items() if token.special]
+
+    def token(self, token_id: int) -> str:
+        """Returns the text of one token."""
+        return self._backend.id_to_token(token_id)
+
+    def chat_template(self, day: date) -> ChatTemplate | None:
+        """Returns its chat template; None if it has none.
+
+        Args:
+            day: what the template takes to be today.
+
+        Raises:
+            TemplateError: as `read_template`.
+        """
+        return read_template(self._files, day)
+
     def decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=False)
 
@@ -69,6 +113,7 @@ class Tokenizer:
         for name in set(_TOKENIZER_FILES) - set(self._files):
             (folder / name).unlink(missing_ok=True)
         for name, content in self._files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
 
     def same_ids(self, tokenizer_json: bytes) -> bool:
@@ -208,6 +253,7 @@ def _given_tokenizer(setting: str) -> Tokenizer:
             "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     files = {name: main.with_name(name).read_bytes() for name in _TOKENIZER_FILES if main.with_name(name).is_file()}
+    files |= {f"{TEMPLATES}{p.name}": p.read_bytes() for p in main.parent.glob(f"{TEMPLATES}*.jinja")}
     files = {name: without_code(content) for name, content in files.items()}
     files["tokenizer.json"] = main.read_bytes()
     try:

@@ -12,7 +12,7 @@ from ndtrain.checkpoint import Saved, Saver
 from ndtrain.checkpoint.companions import Companions, read_companions
 from ndtrain.config import Config
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.engine.setup import write_extras
+from ndtrain.engine.setup import turn_end_warning, write_extras
 from ndtrain.engine.trace import Trace, Tracer
 from ndtrain.engine.train_step import StepReport
 from ndtrain.engine.validation import Validation
@@ -291,7 +291,12 @@ class CheckpointCallback(Callback):
 
     def on_train_start(self) -> None:
         trainer = self.trainer
-        extras = partial(self._write_extras, trainer, self._companions(trainer))
+        companions = self._companions(trainer)
+        for note in companions.notes:
+            trainer.warn(note)
+        if trainer.mesh.rank == 0 and (warning := turn_end_warning(trainer.data, companions)):
+            trainer.warn(warning)
+        extras = partial(self._write_extras, trainer, companions)
         folder = Path(trainer.cfg.run.dir) / "checkpoints"
         self._saver = Saver(folder, trainer.stages, trainer.mesh, trainer.cfg, extras)
 
@@ -301,10 +306,7 @@ class CheckpointCallback(Callback):
         origin = trainer.resumed or (trainer.cfg.init_from and Path(trainer.cfg.init_from))
         if not origin or trainer.mesh.rank > 0:
             return Companions()
-        companions = read_companions(origin, trainer.cfg.model)
-        for note in companions.notes:
-            trainer.warn(note)
-        return companions
+        return read_companions(origin, trainer.cfg.model)
 
     @staticmethod
     def _write_extras(trainer: "Trainer", companions: Companions, folder: Path) -> None:

@@ -126,6 +126,8 @@ def model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
     cfg.init_from = str(folder)  # the run's records name the checkpoint of a run folder
     held = checkpoint.read_model(folder)
     cfg.model = checkpoint.starting_model(cfg, held)
+    if cfg.data.name == "chat" and cfg.data.tokenizer in ("byte", "bpe"):
+        cfg.data.tokenizer = str(folder)
     notes = checkpoint.check_folder(folder, held) if rank == 0 else []
     trained = cfg.data.tokenizer in ("byte", "bpe") and cfg.data.name not in TOKEN_SOURCES
     if trained and (folder / "tokenizer.json").exists():
@@ -372,6 +374,24 @@ def write_extras(data: Data, companions: Companions, folder: Path) -> None:
         data.tokenizer.save(folder)
     if data.eos_id is not None and not companions.names_end_token():  # else transformers takes Llama's
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": data.eos_id}) + "\n")
+
+
+def turn_end_warning(data: Data, companions: Companions) -> str | None:
+    """Returns what the user is to know if a model that learns conversations would not stop where a turn ends."""
+    ends = companions.end_tokens() or {data.eos_id}
+    if data.turn_ends is None or (data.turn_ends and data.turn_ends <= ends):
+        return None
+    if not data.turn_ends:
+        return (
+            "the assistant's turns end without a special token that is learned, so a text would not stop there: let "
+            "the chat template mark the token that ends a turn with {% generation %}"
+        )
+    token, known = min(data.turn_ends - ends), ", ".join(map(str, sorted(ends)))
+    text = data.tokenizer.token(token) if data.tokenizer else ""
+    return (
+        f"the assistant's turns end with the token {text} ({token}), which is not among the end tokens ({known}) of "
+        "generation_config.json, so a text would not stop there: add it to eos_token_id in the folder of init_from"
+    )
 
 
 def order_of(cfg: Config, data: Data) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The loss over a whole validation split, of a run or of a checkpoint."""
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import Any
 
 from ndtrain.config import Config, resolved
 from ndtrain.data import Batch, Data, Tokens, microbatches, rows_of
@@ -18,13 +17,13 @@ class Validation:
     """The validation split of some data, as this rank's stages see it. Every rank makes one and calls it alike.
 
     Args:
-        arrays: flat token arrays to evaluate instead of the split; None: the split.
+        arrays: what to evaluate instead of the split, of the same kind; None: the split.
 
     Attributes:
         labels: how many tokens are predicted.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, stages: Stages, data: Data, arrays: Sequence[np.ndarray] | None = None):
+    def __init__(self, cfg: Config, mesh: Mesh, stages: Stages, data: Data, arrays: Sequence[Any] | None = None):
         self._arrays = data.validation if arrays is None else arrays
         self._cfg, self._mesh, self._data = cfg, mesh, data
         self._evaluation = Evaluation(cfg, mesh, stages)
@@ -41,7 +40,7 @@ class Validation:
         return self._held().labels(packing_of(self._cfg, self._data))
 
     def _held(self) -> ValidationSet:
-        return ValidationSet(self._arrays, self._cfg.train.seq_len, self._cfg.train.global_batch)
+        return self._data.validation_set(self._arrays, self._cfg)
 
 
 def rank_batches(cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int) -> list[Batch]:

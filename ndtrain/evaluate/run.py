@@ -5,15 +5,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from ndtrain import checkpoint
 from ndtrain.checkpoint.directory import list_checkpoints
 from ndtrain.config import Config, ConfigError, resolve, world_from_env
 from ndtrain.data import Data, open_data
-from ndtrain.data.dataset import IndexedData
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.setup import device_of, meet
 from ndtrain.engine.validation import Validation
@@ -77,16 +76,16 @@ def evaluate(path: Path, overrides: Sequence[str] = (), everything: bool = False
     return result
 
 
-def _arrays(cfg: Config, data: Data, everything: bool) -> tuple[np.ndarray, ...]:
-    """The tokens to evaluate, an array for each corpus and split.
+def _arrays(cfg: Config, data: Data, everything: bool) -> tuple[Any, ...]:
+    """What to evaluate, as `Data.validation`, for each corpus and split.
 
     Raises:
         ConfigError: there are none, or the data is a stream of which only the validation split is known.
     """
     if everything:
-        if not isinstance(data, IndexedData):
+        if (arrays := data.everything()) is None:
             raise ConfigError("split=all: a stream has no end; evaluate its split data.eval_split")
-        return (*data.train, *data.validation)
+        return arrays
     if not data.validation:
         raise ConfigError(
             f"data.validation={cfg.data.validation:g}: no document is held out: give split=all, or raise it (data=bin "

@@ -1,0 +1,280 @@
+"""Conversations as flat arrays of token ids and of what is learned: made once from JSONL files, kept in the data cache.
+
+The arrays are memory-mapped.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ndtrain.config import ConfigError
+from ndtrain.data.cache import atomic_write, digest, load_or_build, sampled_digest
+from ndtrain.data.chat.rows import RowError, Sample, learned_tokens, samples_of
+from ndtrain.data.chat.template import ChatTemplate
+from ndtrain.data.corpora import parse_record
+from ndtrain.data.documents import SPLITS, is_held_out
+from ndtrain.data.progress import progress_on_stderr
+from ndtrain.data.store import map_tokens, token_dtype
+from ndtrain.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1  # of what this module makes of given files: a new one outdates every cache entry
+_ROW_BYTES = 64 << 20  # of the longest row that is read
+_BATCH_CHARACTERS = 1 << 22  # tokenised at a time
+_ARRAYS = ("ids", "learned", "ends", "firsts")  # of a split, each in a file beside the entry
+
+
+@dataclass(frozen=True)
+class ChatFiles:
+    """JSONL files of conversations.
+
+    Attributes:
+        setting: the key and value that begin an error message.
+        root, files: the files are '/'-separated paths below `root`, sorted.
+        validation: the fraction of rows that the validation split holds.
+    """
+
+    setting: str
+    root: Path
+    files: tuple[str, ...]
+    validation: float
+
+    def key(self) -> str:
+        """Returns a digest of the settings and of every file's name, size and time of change."""
+        stats = [os.stat(self.root / name) for name in self.files]
+        entries = [(name, s.st_size, s.st_mtime_ns) for name, s in zip(self.files, stats, strict=True)]
+        return digest(_VERSION, str(self.root), self.validation, entries)
+
+    def size(self) -> int:
+        return sum(os.path.getsize(self.root / name) for name in self.files)
+
+    def rows(self) -> Iterator[tuple[str, bytes]]:
+        """Yields (`file:line`, the line) of every row.
+
+        Raises:
+            ConfigError: a file cannot be read, or a row is too long.
+        """
+        for name in self.files:
+            try:
+                with (self.root / name).open("rb") as file:
+                    yield from _lines(file, name, self.location)
+            except OSError as error:
+                raise ConfigError(f"{self.setting}: cannot read {self.root / name}: {error.strerror}") from error
+
+    def location(self, row: str) -> str:
+        """Returns how a message names the row `file:line`."""
+        return f"data.path: {self.root / row}"
+
+
+def _lines(file: BinaryIO, name: str, location: Callable[[str], str]) -> Iterator[tuple[str, bytes]]:
+    number = 0
+    while line := file.readline(_ROW_BYTES + 1):
+        number += 1
+        if len(line) > _ROW_BYTES:
+            raise ConfigError(f"{location(f'{name}:{number}')}: longer than {_ROW_BYTES >> 20} MiB: split the row")
+        if line.strip():
+            yield f"{name}:{number}", line
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Tokenised conversations of one split, one after the other.
+
+    Attributes:
+        ids: unsigned [n].
+        learned: uint8 [n]: 1 for each token that is learned.
+        ends: int64 [conversations]: behind the last token of each.
+        firsts: int64 [conversations]: the first token of each that is learned and has a token before it.
+        rows: the number of rows that they were made of.
+    """
+
+    ids: np.ndarray
+    learned: np.ndarray
+    ends: np.ndarray
+    firsts: np.ndarray
+    rows: int
+
+    @property
+    def starts(self) -> np.ndarray:
+        """int64 [conversations]: the first token of each."""
+        return np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])[: len(self.ends)]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [conversations], in tokens."""
+        return self.ends - self.starts
+
+
+@dataclass(frozen=True)
+class ChatCorpus:
+    """The two splits and a digest of their content. `last` are the special tokens that conversations end with."""
+
+    train: Conversations
+    validation: Conversations
+    fingerprint: str
+    last: frozenset[int]
+
+
+def tokenise_chat(files: ChatFiles, template: ChatTemplate | None, tokenizer: Tokenizer, cache: Path) -> ChatCorpus:
+    """Returns the conversations as token ids, which are kept in the folder `cache`.
+
+    The process that makes them shows its progress on stderr.
+
+    Raises:
+        ConfigError: a row cannot be trained on, or the cache cannot be written.
+    """
+    key = digest(files.key(), tokenizer.digest(), template and template.identity)
+    entry = cache / f"chat-{key}.json"
+    return load_or_build(entry, partial(_load, entry), partial(_build, files, template, tokenizer, entry))
+
+
+def _load(entry: Path) -> ChatCorpus | None:
+    """Returns the entry; None where it is absent or damaged."""
+    try:
+        record = json.loads(entry.read_bytes())
+        if any(sampled_digest(entry.with_name(name)) != found for name, found in record["files"].items()):
+            return None
+        splits = [_open_split(entry, split, record) for split in SPLITS]
+        return ChatCorpus(*splits, record["fingerprint"], frozenset(record["last"]))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, EOFError):
+        return None
+
+
+def _open_split(entry: Path, split: str, record: dict[str, Any]) -> Conversations:
+    ids, learned, ends, firsts = (_path(entry, split, what) for what in _ARRAYS)
+    return Conversations(
+        map_tokens(ids, np.dtype(record["dtype"])),
+        map_tokens(learned, np.dtype(np.uint8)),
+        np.load(ends),
+        np.load(firsts),
+        record["rows"][split],
+    )
+
+
+def _path(entry: Path, split: str, what: str) -> Path:
+    return entry.with_name(f"{entry.stem}.{split}.{what}")
+
+
+# ------------------------------------------------------------------------------------------------------------ making
+
+
+class _SplitWriter:
+    """Writes the arrays of one split."""
+
+    def __init__(self, ids: BinaryIO, learned: BinaryIO):
+        self._ids, self._learned, self._hashed = ids, learned, blake2b(digest_size=16)
+        self.lengths: list[int] = []
+        self.firsts: list[int] = []
+        self.rows = 0
+
+    def write(self, ids: np.ndarray, learned: np.ndarray, first: int) -> None:
+        for file, array in ((self._ids, ids), (self._learned, learned)):
+            file.write(array)
+            self._hashed.update(array)
+        self.lengths.append(len(ids))
+        self.firsts.append(first)
+
+    @property
+    def ends(self) -> np.ndarray:
+        return np.cumsum(np.asarray(self.lengths, np.int64))
+
+    def digest(self) -> str:
+        return digest(self._hashed.hexdigest(), self.lengths)
+
+
+def _build(files: ChatFiles, template: ChatTemplate | None, tokenizer: Tokenizer, entry: Path) -> None:
+    log.info("tokenising %s: %d files in %s", files.setting, len(files.files), files.root)
+    dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
+    special, last = tokenizer.special_ids(), set[int]()
+    with ExitStack() as stack, progress_on_stderr("tokenising", files.size()) as advance:
+        opened = lambda split, what: stack.enter_context(atomic_write(_path(entry, split, what)))
+        writers = {split: _SplitWriter(opened(split, "ids"), opened(split, "learned")) for split in SPLITS}
+        for batch in _batches(_read(files, template, tokenizer)):
+            for row, (ids, learned) in zip(batch, _encode(batch, tokenizer), strict=True):
+                writer = writers[SPLITS[row.held_out]]
+                places = np.flatnonzero(learned[1:]) + 1
+                if not len(places):
+                    raise ConfigError(f"{files.location(row.name)}: nothing of it can be learned: remove the row")
+                writer.rows += row.begins
+                writer.write(ids.astype(dtype), learned.astype(np.uint8), int(places[0]))
+                learned_special = places[np.isin(ids[places], special)]
+                last |= {int(ids[learned_special[-1]])} if len(learned_special) else set()
+                advance(row.size, len(ids))
+    for split, writer in writers.items():
+        for what, array in (("ends", writer.ends), ("firsts", np.asarray(writer.firsts, np.int64))):
+            with atomic_write(_path(entry, split, what)) as file:
+                np.save(file, array)
+    record = {
+        "dtype": dtype.str,
+        "files": {p.name: sampled_digest(p) for p in (_path(entry, s, what) for s in SPLITS for what in _ARRAYS)},
+        "rows": {split: writer.rows for split, writer in writers.items()},
+        "fingerprint": digest("chat", *(writers[split].digest() for split in SPLITS)),
+        "last": sorted(last)[:1000],
+    }
+    with atomic_write(entry) as file:  # last: an entry is whole once this file exists
+        file.write(json.dumps(record).encode())
+
+
+@dataclass(frozen=True)
+class _RowSample:
+    """A sample of the row `name`, whose first sample it is if it `begins` it. `size` are bytes of the row."""
+
+    name: str
+    held_out: bool
+    begins: bool
+    sample: Sample
+    size: int
+
+
+def _read(files: ChatFiles, template: ChatTemplate | None, tokenizer: Tokenizer) -> Iterator[_RowSample]:
+    eos = tokenizer.token(tokenizer.eos_id)
+    for name, line in files.rows():
+        location = files.location(name)
+        try:
+            samples = samples_of(parse_record(line, location), template, eos)
+        except RowError as error:
+            raise ConfigError(f"{location}: {error}") from error
+        for number, sample in enumerate(samples):
+            if not _is_encodable(sample.text):
+                raise ConfigError(f"{location}: holds a lone surrogate: correct or remove the row")
+            held_out = is_held_out(name, files.validation)
+            yield _RowSample(name, held_out, number == 0, sample, len(line) if number == 0 else 0)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _batches(samples: Iterator[_RowSample]) -> Iterator[list[_RowSample]]:
+    batch: list[_RowSample] = []
+    size = 0
+    for sample in samples:
+        batch.append(sample)
+        size += len(sample.sample.text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(batch: Sequence[_RowSample], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields for each sample its ids, int64 [n], and which of them are learned, bool [n]."""
+    encoded = tokenizer.encode_markup([(row.sample.text, row.sample.special) for row in batch])
+    for row, (ids, offsets) in zip(batch, encoded, strict=True):
+        learned = learned_tokens(offsets, row.sample.spans)
+        yield np.asarray(ids, np.int64), np.asarray(learned, bool)

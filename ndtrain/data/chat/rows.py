@@ -1,0 +1,206 @@
+"""A row of a chat data set as text, and which of its characters are learned: those of the assistant."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from ndtrain.data.chat.template import ChatTemplate, Message, TemplateError
+
+ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, of which templates read the first
+
+
+class RowError(ValueError):
+    """A row that cannot be trained on. The message is one line, and does not name the row."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text, and what of it is learned.
+
+    Attributes:
+        spans: (start, end) in characters of what is learned, in order.
+        special: whether the tokenizer adds its special tokens, as it does to a text without a template.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    special: bool = False
+
+
+def samples_of(row: Mapping[str, Any], template: ChatTemplate | None, eos: str) -> list[Sample]:
+    """Returns the samples of a row: one, or several if the template renders earlier turns otherwise than the last one.
+
+    Args:
+        row: with `messages`, or with `prompt` and `completion`: two lists of messages, or two texts.
+        template: None: the tokenizer has none.
+        eos: ends a completion that is a text.
+
+    Raises:
+        RowError: the row has another form, or the template does not render it.
+    """
+    if "messages" in row and ("prompt" in row or "completion" in row):
+        raise RowError("has both messages and prompt or completion: keep one of them")
+    if "messages" in row:
+        messages, first, whole = _messages(row["messages"], "messages"), 0, True
+    elif "prompt" in row and "completion" in row:
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return [_plain(prompt, completion, eos)]
+        messages = _messages(prompt, "prompt")
+        first, whole = len(messages), False
+        messages += _messages(completion, "completion")
+    else:
+        fields = ", ".join(row) or "none"
+        raise RowError(f"has neither messages nor prompt and completion: rename its fields ({fields})")
+    if template is None:
+        raise RowError("has messages, but the tokenizer has no chat template to render them with")
+    conversation = _Conversation(template, messages, _tools(row.get("tools")), _more(row.get("chat_template_kwargs")))
+    try:
+        return conversation.marked() if whole and conversation.is_marked else list(conversation.turns(first))
+    except TemplateError as error:
+        raise RowError(f"the chat template does not render it: {error}") from error
+
+
+def _plain(prompt: str, completion: str, eos: str) -> Sample:
+    if not completion:
+        raise RowError("completion is empty: there is nothing to learn")
+    text = prompt + completion
+    text += "" if completion.endswith(eos) else eos
+    return Sample(text, ((len(prompt), len(text)),), special=True)
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    template: ChatTemplate
+    messages: list[Message]
+    tools: list[Any] | None
+    more: Mapping[str, Any]
+
+    @property
+    def is_marked(self) -> bool:
+        return self.template.marks(self.tools)
+
+    def marked(self) -> list[Sample]:
+        """Returns the whole conversation. What the template marks is learned."""
+        if not any(message["role"] == ASSISTANT for message in self.messages):
+            raise RowError(_NO_ANSWER)
+        rendered = self.template.render(self.messages, self.tools, self.more)
+        if not rendered.spans:
+            raise RowError("the chat template marks nothing of the conversation with {% generation %}")
+        return [Sample(rendered.text, rendered.spans)]
+
+    def turns(self, first: int) -> Iterator[Sample]:
+        """Yields samples in which each turn of the assistant, from message `first` on, is learned once.
+
+        A turn is what the template adds behind the prompt that a model would see: the conversation so far, with the
+        generation prompt. A sample goes on as long as the template renders earlier turns as it did. Otherwise the next
+        turn begins a new sample, whose earlier turns are not learned again.
+        """
+        text, spans = "", []
+        for number in range(first, len(self.messages)):
+            if self.messages[number]["role"] != ASSISTANT:
+                continue
+            start, after = self._turn(number)
+            if spans and not after.startswith(text):
+                yield Sample(text, tuple(spans))
+                spans = []
+            text = after
+            if start < len(after):
+                spans.append((start, len(after)))
+        if not spans:
+            raise RowError(_NO_ANSWER)
+        yield Sample(text, tuple(spans))
+
+    def _turn(self, number: int) -> tuple[int, str]:
+        """Returns the conversation up to message `number`, and where in this text the message begins."""
+        after = self._text(number + 1)
+        before = self._text(number, add_generation_prompt=True)
+        if after.startswith(before):
+            return len(before), after
+        # the generation prompt may hold more than the header of the message
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+        if after.startswith(so_far := self._text(number)) and shared >= len(so_far):
+            return shared, after
+        raise RowError(
+            f"the chat template renders the messages before message {number + 1} otherwise once that one follows: mark "
+            "what the assistant says in the template with {% generation %} and {% endgeneration %}"
+        )
+
+    def _text(self, count: int, add_generation_prompt: bool = False) -> str:
+        return self.template.render(self.messages[:count], self.tools, self.more, add_generation_prompt).text
+
+
+_NO_ANSWER = "holds nothing that the assistant says: remove the row"
+
+
+# ------------------------------------------------------------------------------------------------------------ fields
+
+
+def _messages(value: Any, key: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise RowError(f"{key} is no list of messages but {_kind(value)}")
+    if not value:
+        raise RowError(f"{key} is empty: remove the row")
+    return [_message(message, f"message {number} of {key}") for number, message in enumerate(value, 1)]
+
+
+def _message(message: Any, name: str) -> Message:
+    """Returns a message without fields that are null, as `transformers` gives it to templates."""
+    if not isinstance(message, dict):
+        raise RowError(f"{name} is no object but {_kind(message)}")
+    role = message.get("role")
+    if role not in ROLES:
+        known = ", ".join(ROLES)
+        raise RowError(
+            f"{name} has no role" if role is None else f"{name} has the unknown role {role!r}; known: {known}"
+        )
+    content = message.get("content")
+    if content is not None and not isinstance(content, str | list):
+        raise RowError(f"{name} has content that is no text but {_kind(content)}")
+    if content is None and not message.get("tool_calls"):
+        raise RowError(f"{name} has neither content nor tool_calls")
+    kept = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((kept[key] for key in _REASONING if key in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, _REASONING[0]: reasoning}
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """Returns the tools of a row, which may also be given as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowError("tools is a text that is not JSON") from error
+    if value is not None and not isinstance(value, list):
+        raise RowError(f"tools is no list but {_kind(value)}")
+    return value
+
+
+def _more(value: Any) -> Mapping[str, Any]:
+    value = {} if value is None else value
+    if not isinstance(value, dict):
+        raise RowError(f"chat_template_kwargs is no object but {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return {type(None): "null", list: "a list", dict: "an object", str: "a text"}.get(type(value), repr(value)[:40])
+
+
+def learned_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Returns for each token whether one of its characters is learned.
+
+    Args:
+        offsets: (start, end) in characters of each token, in order.
+        spans: as `Sample.spans`.
+    """
+    learned, at = [], 0
+    for start, end in offsets:
+        while at < len(spans) and start >= spans[at][1]:
+            at += 1
+        learned.append(at < len(spans) and end > spans[at][0])
+    return learned

@@ -1,0 +1,255 @@
+"""The chat template of a tokenizer: jinja2 in a sandbox, with the functions that `transformers` gives to templates.
+
+A template comes with a downloaded model, so it is not trusted: the sandbox lets it read no attribute that leads to
+Python's internals and change no argument, and it sees nothing but plain JSON values.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+Message = dict[str, Any]
+
+_LARGEST = 64 << 20  # characters of a rendered conversation
+_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TEMPLATES = "additional_chat_templates/"  # a folder of further templates
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # tokens that a template finds as bos_token, ...
+
+
+class TemplateError(ValueError):
+    """A template that cannot be compiled, or does not render a conversation. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        spans: (start, end) in characters of what the template marks with `{% generation %}`, in order.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+    """The chat templates of a tokenizer: the usual one, and perhaps one for conversations with tools.
+
+    Attributes:
+        identity: what the rendered text depends on besides the conversation, as JSON.
+    """
+
+    def __init__(self, texts: Mapping[str, str], special: Mapping[str, str], day: date):
+        """
+        Args:
+            texts: name ("default", "tool_use") -> the template.
+            special: e.g. `bos_token` -> its text.
+            day: the day that `strftime_now` gives.
+
+        Raises:
+            TemplateError: a template cannot be compiled, or there is no usual one.
+        """
+        if "default" not in texts:
+            raise TemplateError(f"there are several chat templates ({', '.join(texts)}), and none is named default")
+        self.identity = [dict(texts), dict(special), day.isoformat()]
+        self._special = dict(special)
+        mark = secrets.token_hex(8)  # no conversation holds it
+        self._begin, self._end = f"\ufdd0{mark}<", f"\ufdd0{mark}>"
+        self._edges = re.compile(f"{self._begin}|{self._end}")
+        environment = _environment(day, self._begin, self._end)
+        self._templates = {name: _compiled(environment, name, text) for name, text in texts.items()}
+        self._marked = {name: bool(_MARKED.search(text)) for name, text in texts.items()}
+
+    def marks(self, tools: Sequence[Any] | None) -> bool:
+        """Returns whether the template for a conversation with these tools marks what the assistant says."""
+        return self._marked[self._name(tools)]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        more: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> Rendered:
+        """Renders a conversation.
+
+        Args:
+            more: further variables of the template.
+
+        Raises:
+            TemplateError: the template refuses the conversation, fails, or makes too much of it.
+        """
+        given = {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
+        variables = self._special | {"documents": None} | dict(more or {}) | given
+        try:
+            return self._split("".join(_bounded(self._templates[self._name(tools)].generate(variables))))
+        except TemplateError:
+            raise
+        except Exception as error:  # any that an expression of the template raises
+            raise TemplateError(_line(error)) from error
+
+    def _name(self, tools: Sequence[Any] | None) -> str:
+        return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+
+    def _split(self, text: str) -> Rendered:
+        """Takes the marks out of a rendered text."""
+        parts, spans, starts, length, at = [], [], [], 0, 0
+        for edge in self._edges.finditer(text):
+            parts.append(text[at : edge.start()])
+            length, at = length + len(parts[-1]), edge.end()
+            if edge[0] == self._begin:
+                starts.append(length)
+            else:
+                spans.append((starts.pop(), length))
+        return Rendered("".join([*parts, text[at:]]), tuple(sorted(s for s in spans if s[0] < s[1])))
+
+
+def read_template(files: Mapping[str, bytes], day: date) -> ChatTemplate | None:
+    """Returns the chat template in the files of a tokenizer's folder; None if it has none.
+
+    Raises:
+        TemplateError: a file cannot be read as what it is, or a template cannot be compiled.
+    """
+    config = _json(files, "tokenizer_config.json")
+    texts = _templates_of(config.get("chat_template") or _json(files, "chat_template.json").get("chat_template"))
+    found = {
+        name.removeprefix(TEMPLATES).removesuffix(".jinja"): _text(content, name)
+        for name, content in files.items()
+        if name.startswith(TEMPLATES) and name.endswith(".jinja")
+    }
+    if "chat_template.jinja" in files:
+        found["default"] = _text(files["chat_template.jinja"], "chat_template.jinja")
+    texts |= found
+    special: dict[str, str] = {}
+    for source in (_json(files, "special_tokens_map.json"), config):
+        for key in (f"{name}_token" for name in _SPECIAL):
+            token = source.get(key)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                special[key] = token
+    return ChatTemplate(texts, special, day) if texts else None
+
+
+def _templates_of(value: Any) -> dict[str, str]:
+    """Returns the templates of a tokenizer_config.json: a text, or a list of named ones."""
+    if value is None:
+        return {}
+    named = [{"name": "default", "template": value}] if isinstance(value, str) else value
+    try:
+        texts = {entry["name"]: entry["template"] for entry in named}
+    except (TypeError, KeyError):
+        texts = {"": None}
+    if not all(isinstance(part, str) for pair in texts.items() for part in pair):
+        raise TemplateError("chat_template in tokenizer_config.json is neither a text nor a list of named ones")
+    return texts
+
+
+def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise TemplateError(f"{name} is not JSON: {_line(error)}") from error
+    if not isinstance(fields, dict):
+        raise TemplateError(f"{name} is not a JSON object")
+    return fields
+
+
+def _text(content: bytes, name: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise TemplateError(f"{name} is not UTF-8 text") from error
+
+
+def _line(error: Exception) -> str:
+    """Returns what an exception says, in one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+# ------------------------------------------------------------------------------------------------------ environment
+
+
+class _Generation(Extension):
+    """The tag `{% generation %}`: puts marks around what is rendered inside."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        begin, end = self.environment.marks  # type: ignore[attr-defined]
+        return f"{begin}{caller()}{end}"
+
+
+class _SafeNamespace(Namespace):
+    """A `namespace` that holds no name with a leading underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja's, so that a template may name an entry "self"
+        self, given = args[0], dict(*args[1:], **kwargs)
+        for name in given:
+            _check_name(name)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace holds no name with a leading underscore: {name}")
+
+
+def _environment(day: date, begin: str, end: str) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.extend(marks=(begin, end))
+    midnight = datetime(day.year, day.month, day.day)
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: midnight.strftime(form),
+        "namespace": _SafeNamespace,
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),
+    }
+    return environment
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _compiled(environment: ImmutableSandboxedEnvironment, name: str, text: str) -> jinja2.Template:
+    try:
+        return environment.from_string(text)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise TemplateError(f"the chat template {name} cannot be compiled: {_line(error)}") from error
+
+
+def _bounded(parts: Iterator[str]) -> Iterator[str]:
+    size = 0
+    for part in parts:
+        size += len(part)
+        if size > _LARGEST:
+            raise TemplateError(f"it renders more than {_LARGEST >> 20} Mi characters")
+        yield part
