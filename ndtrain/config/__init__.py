@@ -6,7 +6,7 @@ exits with status 2 before any process group forms.
 
 import os
 
-from ndtrain.config.checks import EXPERT_OPS, SAVABLE_OPS, check_model, resolve
+from ndtrain.config.checks import EXPERT_OPS, SAVABLE_OPS, check_model, resolve, resolve_epochs
 from ndtrain.config.composition import compose, load_config, register_schema, to_config, to_yaml
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.local_shapes import LocalShapes, shards_stream
@@ -54,6 +54,7 @@ __all__ = [
     "load_config",
     "register_schema",
     "resolve",
+    "resolve_epochs",
     "resolved",
     "shards_stream",
     "to_config",

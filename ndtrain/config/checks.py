@@ -10,7 +10,7 @@ from ndtrain import schedule as schedules
 from ndtrain.arguments import near
 from ndtrain.config import registry
 from ndtrain.config.data_checks import check_data
-from ndtrain.config.lengths import check_positions, fit_warmup
+from ndtrain.config.lengths import check_positions, choose_length, fit_warmup, steps_of
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.mesh_checks import check_ep, check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
 from ndtrain.config.moe_checks import resolve_balance
@@ -36,7 +36,9 @@ def resolve(cfg: Config, world_size: int) -> Config:
     check_ep(cfg)
     resolve_micro_batch(cfg)
     check_positions(cfg)
-    fit_warmup(cfg)
+    choose_length(cfg)
+    if cfg.train.epochs is None:
+        _resolve_steps(cfg)
     _check_train(cfg)
     check_data(cfg.data)
     _resolve_schedule(cfg)
@@ -49,6 +51,27 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _check_loggers(cfg)
     cfg.freeze()
     return cfg
+
+
+def resolve_epochs(cfg: Config, sequences: int | None) -> Config:
+    """Returns a resolved configuration with the `train.steps` that its `train.epochs` come to, checked and frozen.
+    Without `train.epochs`, it is returned as it is.
+
+    Args:
+        sequences: of one pass over the training split; None: it has no end.
+
+    Raises:
+        ConfigError: there is no such number, or another key does not fit the steps.
+    """
+    t = cfg.train
+    if t.epochs is None:
+        return cfg
+    require(sequences is not None, f"train.epochs={t.epochs:g}: the data has no known length: give train.steps")
+    made = cfg.unfrozen()
+    made.train.steps = steps_of(t.epochs, sequences or 0, t.global_batch)
+    _resolve_steps(made)
+    made.freeze()
+    return made
 
 
 def check_model(cfg: Config) -> None:
@@ -222,13 +245,6 @@ def _check_train(cfg: Config) -> None:
         f"try train.global_batch={per_forward * max(1, round(t.global_batch / per_forward))}",
     )
     require(t.stop_at is None or t.stop_at >= 1, f"train.stop_at={t.stop_at}: must be at least 1, or null")
-    if t.stop_at is not None:
-        require(t.stop_at <= t.steps, f"train.stop_at={t.stop_at} lies beyond train.steps={t.steps}")
-    end, key = (t.steps, "train.steps") if t.stop_at is None else (t.stop_at, "train.stop_at")
-    require(
-        not t.profiled or t.profiled[-1] <= end,
-        f"train.profile={t.profile} lies beyond {key}={end}: choose earlier steps",
-    )
     require(
         not (t.profile and t.trace),
         f"train.profile={t.profile} slows the step that train.trace=true times: set only one of them",
@@ -241,12 +257,27 @@ def _check_train(cfg: Config) -> None:
     )
     require(optim.ema is None or 0 < optim.ema < 1, f"optim.ema={optim.ema}: must lie in (0, 1), or null for none")
     require(0 < optim.wsd_decay <= 1, f"optim.wsd_decay={optim.wsd_decay}: must lie in (0, 1]")
+    steps = optim.decay_steps
+    require(steps is None or steps >= 1, f"optim.decay_steps={steps}: must be at least 1, or null for train.steps")
+
+
+def _resolve_steps(cfg: Config) -> None:
+    """Fits and checks the keys that depend on `train.steps`."""
+    fit_warmup(cfg)
+    t, optim = cfg.train, cfg.optim
+    origin = "" if t.epochs is None else f" (train.epochs={t.epochs:g})"
+    if t.stop_at is not None:
+        require(t.stop_at <= t.steps, f"train.stop_at={t.stop_at} lies beyond train.steps={t.steps}{origin}")
+    end = f"train.steps={t.steps}{origin}" if t.stop_at is None else f"train.stop_at={t.stop_at}"
+    require(
+        not t.profiled or t.profiled[-1] <= (t.stop_at or t.steps),
+        f"train.profile={t.profile} lies beyond {end}: choose earlier steps",
+    )
     length = t.steps if optim.decay_steps is None else optim.decay_steps
-    require(length >= 1, f"optim.decay_steps={length}: must be at least 1, or null for train.steps")
     require(
         optim.schedule == "constant" or optim.warmup < length,
         f"optim.warmup={optim.warmup} must be less than the {length} steps of the schedule "
-        "(optim.decay_steps, or train.steps)",
+        f"(optim.decay_steps, or train.steps{origin})",
     )
 
 

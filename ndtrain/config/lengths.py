@@ -1,6 +1,35 @@
-"""Lengths that two keys must agree on: of a sequence and the model's positions, of the warmup and the run."""
+"""Lengths that two keys must agree on: of a sequence and the model's positions, of the warmup and the run, and of the
+run in steps and in epochs."""
 
-from ndtrain.config.schema import Config, ConfigError
+import math
+
+from ndtrain.config.schema import Config, ConfigError, require
+
+
+def choose_length(cfg: Config) -> None:
+    """Decides between `train.steps` and `train.epochs`. The one that the user has given replaces a recipe's other one.
+
+    Raises:
+        ConfigError: the user has given both, or the data has no epochs.
+    """
+    t, data = cfg.train, cfg.data
+    if t.epochs is None:
+        return
+    if "train.steps" in cfg.given:
+        require(
+            "train.epochs" not in cfg.given,
+            f"train.steps={t.steps} and train.epochs={t.epochs:g}: both say how long the run is: give one of them",
+        )
+        t.epochs = None
+        return
+    streams = data.streaming or data.name == "blend"
+    what = "data=blend repeats its corpora by their weights" if data.name == "blend" else "a stream has no known length"
+    require(not streams, f"train.epochs={t.epochs:g}: {what}: give train.steps, and set train.epochs=null")
+
+
+def steps_of(epochs: float, sequences: int, global_batch: int) -> int:
+    """Returns the steps in which every sequence is read `epochs` times. The last one goes on into the next epoch."""
+    return max(1, math.ceil(epochs * sequences / global_batch * (1 - 1e-12)))
 
 
 def check_positions(cfg: Config) -> None:
@@ -34,7 +63,7 @@ def fit_warmup(cfg: Config) -> None:
     """Shortens a recipe's warmup where the user has given a shorter run and no warmup. A note says so."""
     optim, given = cfg.optim, cfg.given
     length = cfg.train.steps if optim.decay_steps is None else optim.decay_steps
-    shortened = "train.steps" in given or "optim.decay_steps" in given
+    shortened = "train.steps" in given or "optim.decay_steps" in given or cfg.train.epochs is not None
     fits = optim.schedule == "constant" or optim.warmup < length
     if fits or length < 1 or not shortened or "optim.warmup" in given:
         return

@@ -206,6 +206,8 @@ class MoEConfig(Section):
 @dataclass
 class TrainConfig(Section):
     steps: int = at_least(1, 1000)  # the plan's length, which LR schedules refer to
+    # instead of steps: passes over the training split, from which the data then gives the steps
+    epochs: float | None = positive(None, optional=True)
     stop_at: int | None = None  # stop early after this step
     seq_len: int = at_least(1, 256)
     global_batch: int = at_least(1, 16)  # sequences per step over the whole mesh

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ndtrain import checkpoint
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
 from ndtrain.checkpoint.companions import Companions
-from ndtrain.config import TOKEN_SOURCES, Config, ConfigError, resolve, to_yaml, world_from_env
+from ndtrain.config import TOKEN_SOURCES, Config, ConfigError, resolve, resolve_epochs, to_yaml, world_from_env
 from ndtrain.data import Data, open_data
 from ndtrain.data.token_array import Packing
 from ndtrain.distributed.gpu import own_gpu, use_gpu
@@ -72,7 +72,7 @@ def prepare(cfg: Config) -> RunSetup:
     if cfg.init_from and not cfg.frozen:
         cfg, notes = model_of_folder(cfg, rank)
     cfg = resolve(cfg, world)
-    notes += cfg.notes
+    notes, noted = notes + cfg.notes, len(cfg.notes)
     resume, path, state, meeting = cfg.resume, None, None, None
     timeout_s = cfg.hardware.timeout_s
     with ExitStack() as undo:
@@ -93,6 +93,8 @@ def prepare(cfg: Config) -> RunSetup:
         device = device_of(cfg, local_rank)
         require_memory(cfg, device, _ranks_of_host(rank, local_rank))
         data = open_data(cfg)
+        cfg = _plan_epochs(cfg, data, rank, path, state)
+        notes += cfg.notes[noted:]
         _check_validation(cfg, data)
         _check_samples(cfg, data)
         notes += data.warnings(cfg)
@@ -136,6 +138,24 @@ def model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
             f"that is data.tokenizer={folder}"
         )
     return cfg, notes
+
+
+def _plan_epochs(cfg: Config, data: Data, rank: int, path: Path | None, state: State | None) -> Config:
+    """Returns the configuration with the steps of `train.epochs`. Rank 0 records it in the run folder."""
+    if cfg.train.epochs is None:
+        return cfg
+    cfg = resolve_epochs(cfg, data.epoch_sequences(cfg))
+    if rank == 0:
+        _require_steps_left(cfg, path, state)
+        _write_config(cfg, Path(cfg.run.dir))
+    return cfg
+
+
+def _write_config(cfg: Config, run_dir: Path) -> None:
+    try:
+        (run_dir / "config.yaml").write_text(to_yaml(cfg))
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}): give another run.dir") from error
 
 
 def _check_validation(cfg: Config, data: Data) -> None:
@@ -253,11 +273,12 @@ def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, str, Path | None
             undo.callback(claim.release)
             _check_new(resume, run_dir)
             path, state = _choose(cfg, resume, run_dir)
-            _require_steps_left(cfg, path, state)
+            if cfg.train.epochs is None:
+                _require_steps_left(cfg, path, state)
             stop = run_dir / stop_signals.STOP_FILE
             if not exit_status.is_restart(run_dir) and stop_signals.remove_stale(stop, now):
                 print(f"removed {stop}, which an earlier run has left", file=sys.stderr)
-            (run_dir / "config.yaml").write_text(to_yaml(cfg))
+            _write_config(cfg, run_dir)
             exit_status.begin(run_dir)
         except OSError as error:
             raise ConfigError(
@@ -284,11 +305,14 @@ def _choose(cfg: Config, resume: str, run_dir: Path) -> tuple[Path | None, State
 
 def _require_steps_left(cfg: Config, path: Path | None, state: State | None) -> None:
     """A plan that ends before the checkpoint is a mistake. One that ends there is complete: nothing is to be done."""
-    key, last = ("train.stop_at", cfg.train.stop_at) if cfg.train.stop_at else ("train.steps", cfg.train.steps)
+    t = cfg.train
+    key, last = ("train.stop_at", t.stop_at) if t.stop_at else ("train.steps", t.steps)
+    end = f"{key}={last}"
+    if key == "train.steps" and t.epochs is not None:
+        key, end = "train.epochs", f"train.epochs={t.epochs:g} (train.steps={last})"
     if state is not None and state.step > last:
         raise ConfigError(
-            f"{key}={last}: the run is at step {state.step} already ({path}): raise {key} to train on, or give another "
-            "run.dir"
+            f"{end}: the run is at step {state.step} already ({path}): raise {key} to train on, or give another run.dir"
         )
 
 
