@@ -86,8 +86,10 @@ def result_of(cfg: Config, hardware: Hardware, options: Options, step_s: float) 
     """The plans of a run whose steps take `step_s`.
 
     Raises:
-        ConfigError: its failures leave no time to train.
+        ConfigError: its failures leave no time to train, or the number of its steps depends on its data.
     """
+    if cfg.train.epochs is not None:
+        raise ConfigError(f"train.epochs={cfg.train.epochs:g}: a plan does not read the data: give train.steps instead")
     cluster = cluster_of(cfg, hardware, options, MeshSpec.of(cfg.mesh).world_size)
     plans = plans_of(cluster, options, step_s)
     own = replace(options, interval_s=cfg.checkpoint.every * step_s)

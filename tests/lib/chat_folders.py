@@ -110,7 +110,7 @@ STYLES: dict[str, dict[str, Any]] = {
         "files": {"merges.txt": "#version: 0.2\n", "added_tokens.json": '{"<think>": 3}', "NOTICE": "a notice"},
     },
     "mistral": {
-        "template": MISTRAL_TEMPLATE, "where": "tokenizer_config.json",
+        "template": MISTRAL_TEMPLATE, "where": "chat_template.jinja",
         "special": ["<s>", "</s>", "[INST]", "[/INST]"], "bos": "<s>", "eos": "</s>", "pad": None,
         "config": MISTRAL | {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None},
         "generation": {"_from_model_config": True, "bos_token_id": 0, "eos_token_id": 1},
