@@ -13,6 +13,7 @@ from ndtrain.checkpoint.elements import FORMAT, CheckpointError, DamagedCheckpoi
 from ndtrain.checkpoint.safetensors_io import read_header
 from ndtrain.config import ModelConfig
 from ndtrain.config.json_file import JsonError, read_object
+from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_config import to_hf
 
 _NAME = re.compile(r"step-[0-9]{8,}")
@@ -52,8 +53,8 @@ def inspect(path: Path, m: ModelConfig) -> State:
     """Reads and verifies a checkpoint, without the contents of its tensors.
 
     Raises:
-        CheckpointError: damaged or unreadable (the file is named), or of another architecture (the first differing
-            field is named).
+        CheckpointError: damaged or unreadable (the file is named), or of another architecture (every differing key is
+            named).
     """
     body = read_state(path)
     for _, problem in file_problems(path, body):
@@ -174,12 +175,22 @@ def _check_architecture(path: Path, m: ModelConfig) -> None:
         there = read_object(path / "config.json")
     except JsonError as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
-    for key, here in to_hf(m).items():
-        if key not in _FREE and there.get(key) != here:
-            raise CheckpointError(
-                f"{path} is of another architecture: {key} is {there.get(key)} there and {here} here: "
-                f"set model.{key} as there, or train in another run.dir"
-            )
+    if different := _differences(there, m):
+        raise CheckpointError(
+            f"{path} is of another architecture: {', '.join(different)}: to go on with it, leave out the recipe and "
+            "these keys, as in `resume=auto run.dir=FOLDER`, and the model is the run folder's; for a new run give "
+            "another run.dir and no resume"
+        )
+
+
+def _differences(there: dict[str, Any], m: ModelConfig) -> list[str]:
+    """The keys of `model` that differ between a checkpoint's config.json and the model here, each with both values.
+    Fields of config.json that follow from these keys are named only if nothing else differs."""
+    count = family_of(m).moe.count if family_of(m).moe else ""
+    different = {key: here for key, here in to_hf(m).items() if key not in _FREE and there.get(key) != here}
+    keys = {key: "num_experts" if key == count else key for key in different}
+    own = [key for key in different if hasattr(m, keys[key])]
+    return [f"model.{keys[key]} is {there.get(key)} there and {different[key]} here" for key in own or different]
 
 
 def set_aside_later(chosen: Path) -> None:

@@ -7,7 +7,7 @@ exits with status 2 before any process group forms.
 import os
 
 from ndtrain.config.checks import EXPERT_OPS, SAVABLE_OPS, check_model, resolve, resolve_epochs
-from ndtrain.config.composition import compose, load_config, register_schema, to_config, to_yaml
+from ndtrain.config.composition import compose, load_config, register_schema, to_yaml
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.local_shapes import LocalShapes, shards_stream
 from ndtrain.config.overrides import check_overrides
@@ -28,6 +28,7 @@ from ndtrain.config.schema import (
     TPConfig,
     resolved,
 )
+from ndtrain.config.typed import to_config
 
 __all__ = [
     "AXES",

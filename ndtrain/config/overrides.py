@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
@@ -14,29 +13,40 @@ from omegaconf import OmegaConf
 from ndtrain.arguments import near
 from ndtrain.config.composition_errors import read_yaml
 from ndtrain.config.keys import Key, config_folders, group_options, known_keys, near_key
-from ndtrain.config.registry import joined, load_plugins, plugin_parts
-from ndtrain.config.schema import Config, ConfigError, LoggerConfig
+from ndtrain.config.registry import load_plugins
+from ndtrain.config.saved_run import SavedRun, overrides_for, run_to_resume
+from ndtrain.config.schema import Config, ConfigError
+from ndtrain.config.typed import store_loggers
 
 
-def check_overrides(overrides: list[str], search: list[str] | None = None, hydra: bool = False) -> list[str]:
+def check_overrides(
+    overrides: list[str], search: list[str] | None = None, hydra: bool = False, base: SavedRun | None = None
+) -> list[str]:
     """Loads the plugins that the overrides or the recipe name. Checks the names of keys and group options.
+
+    Overrides that resume a run and name no recipe take the run's own configuration in place of one.
 
     Args:
         hydra: Hydra runs the job (`--multirun`, `--cfg`): sweeps and `hydra.*` mean something.
+        base: the saved configuration that the overrides change. None: that of the run that they resume, if any.
 
     Returns:
         The overrides for Hydra: a key of a free-form dict (rope_scaling, layout.rules) is marked as an addition.
 
     Raises:
-        ConfigError: naming the first unknown key or option and its near miss, a plugin that cannot be loaded, or an
-            override that means nothing here.
+        ConfigError: naming the first unknown key or option and its near miss, a plugin that cannot be loaded, an
+            override that means nothing here, or a run to resume whose configuration cannot be used.
     """
     folders = config_folders(search)
     parsed = [_parse(override, group_options(folders)) for override in overrides]
-    load_plugins(_plugins_named(parsed, folders))
+    given, swept = _values(parsed), {o.key_or_group for o in parsed if o.is_sweep_override()}
+    base = base or run_to_resume(given, swept)
+    recipe, where = (base.values, f"{base.source}: ") if base else _recipe(given, folders)
+    load_plugins(_plugins_named(given, recipe, where))
     groups, keys = group_options(folders), known_keys()
-    _check_init_from({o.key_or_group: o for o in parsed}, _recipe(parsed, folders)[0])
-    return [_check(o, keys, groups, folders, hydra) for o in parsed]
+    _check_init_from({o.key_or_group: o for o in parsed}, recipe)
+    checked = [_check(o, keys, groups, folders, hydra) for o in parsed]
+    return [*checked, *(overrides_for(base, given, keys) if base else ())]
 
 
 def sweep_jobs(overrides: list[str]) -> list[list[str]]:
@@ -72,12 +82,11 @@ def _parse(override: str, groups: Mapping[str, set[str]]) -> Override:
         ) from error
 
 
-def _plugins_named(parsed: Sequence[Override], folders: Sequence[Path]) -> list[str]:
+def _plugins_named(given: Mapping[str, Any], recipe: Mapping[str, Any], where: str) -> list[str]:
     """The modules of the key `plugins`: the override's, else the recipe's."""
-    values = _values(parsed)
-    recipe, where = ({}, "") if "plugins" in values else _recipe(parsed, folders)
-    modules = values.get("plugins", recipe.get("plugins")) or []
-    if isinstance(modules, str):
+    where = "" if "plugins" in given else where
+    modules = given.get("plugins", recipe.get("plugins")) or []
+    if not isinstance(modules, list):
         raise ConfigError(f"{where}plugins={modules}: a list stands in brackets: 'plugins=[{modules}]'")
     return [str(module) for module in modules]
 
@@ -87,9 +96,9 @@ def _values(parsed: Sequence[Override]) -> dict[str, Any]:
     return {o.key_or_group: o.value() for o in parsed if not o.is_sweep_override()}
 
 
-def _recipe(parsed: Sequence[Override], folders: Sequence[Path]) -> tuple[dict[str, Any], str]:
+def _recipe(given: Mapping[str, Any], folders: Sequence[Path]) -> tuple[dict[str, Any], str]:
     """What the chosen recipe's own file says, and that file for a message; nothing without a recipe."""
-    name = _values(parsed).get("recipe")
+    name = given.get("recipe")
     paths = [path for folder in folders if (path := folder / "recipe" / f"{name}.yaml").is_file()]
     return (read_yaml(paths[0]), f"{paths[0]}: ") if paths else ({}, "")
 
@@ -170,18 +179,7 @@ def _check_group(override: Override, known: set[str], folders: Sequence[Path]) -
         paths = [path for folder in folders if (path := folder / key / f"{value}.yaml").is_file()]
         if len({path.resolve() for path in paths}) > 1:
             raise ConfigError(f"{key}={value}: two files have this name, {' and '.join(map(str, paths))}: rename yours")
-    return f"{key}={_store_loggers(values[0])}" if several else line
-
-
-def _store_loggers(names: list[str]) -> str:
-    """Makes an option of the group `logger` that stands for several loggers. Returns its name. Hydra alone would take
-    the last one's name, and refuse two loggers with keys of their own."""
-    parts = [part for part in plugin_parts("logger") if part.name in names and part.config]
-    node = OmegaConf.structured(joined([part.config for part in parts if part.config] or [LoggerConfig]))
-    node.name = names
-    option = "+".join(names)
-    ConfigStore.instance().store(group="logger", name=option, node=node)
-    return option
+    return f"{key}={store_loggers(values[0])}" if several else line
 
 
 def _misplaced(group: str, value: str, known: set[str], folders: Sequence[Path]) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,16 @@ import torch.distributed as dist
 from ndtrain import checkpoint
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
 from ndtrain.checkpoint.companions import Companions
-from ndtrain.config import TOKEN_SOURCES, Config, ConfigError, resolve, resolve_epochs, to_yaml, world_from_env
+from ndtrain.config import (
+    TOKEN_SOURCES,
+    Config,
+    ConfigError,
+    resolve,
+    resolve_epochs,
+    saved_run,
+    to_yaml,
+    world_from_env,
+)
 from ndtrain.data import Data, open_data
 from ndtrain.data.token_array import Packing
 from ndtrain.distributed.gpu import own_gpu, use_gpu
@@ -69,7 +78,7 @@ def prepare(cfg: Config) -> RunSetup:
     """
     rank, local_rank, world = world_from_env()
     notes, written = [], Written.of(cfg)
-    if cfg.init_from and not cfg.frozen:
+    if cfg.init_from and not cfg.frozen and not _needs_no_start(cfg):
         cfg, notes = model_of_folder(cfg, rank)
     cfg = resolve(cfg, world)
     notes, noted = notes + cfg.notes, len(cfg.notes)
@@ -121,6 +130,37 @@ def meet(
     return rendezvous.join(rendezvous.backend_of(device.type), rank, world, cfg.hardware.timeout_s, device, meeting)
 
 
+def _needs_no_start(cfg: Config) -> bool:
+    """Whether the folder of `init_from` is gone, and a checkpoint that the run resumes has the weights."""
+    return not Path(cfg.init_from or "").expanduser().exists() and bool(
+        checkpoint.candidates(cfg.resume, Path(cfg.run.dir))
+    )
+
+
+def save_config(setup: RunSetup) -> None:
+    """Writes config.yaml in one rename. Call it on rank 0 once nothing can refuse the run any more: a refused one must
+    leave the file as it was, and other ranks may still read it before the ranks have met.
+
+    Raises:
+        ConfigError: it cannot be written.
+        FolderLost: another run has taken the run folder over.
+    """
+    setup.claim.check()
+    cfg, run_dir = setup.cfg, setup.run_dir
+    part = run_dir / f"{saved_run.NAME}.{os.getpid()}"
+    try:
+        part.write_text(to_yaml(cfg))
+        part.replace(run_dir / saved_run.NAME)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise _unwritable(run_dir, error) from error
+
+
+def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}): give another run.dir")
+
+
 def model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
     """The configuration with the model that starts from the Hugging Face folder `init_from`, whose files rank 0 checks;
     and what the user is to know."""
@@ -141,21 +181,13 @@ def model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
 
 
 def _plan_epochs(cfg: Config, data: Data, rank: int, path: Path | None, state: State | None) -> Config:
-    """Returns the configuration with the steps of `train.epochs`. Rank 0 records it in the run folder."""
+    """Returns the configuration with the steps of `train.epochs`."""
     if cfg.train.epochs is None:
         return cfg
     cfg = resolve_epochs(cfg, data.epoch_sequences(cfg))
     if rank == 0:
         _require_steps_left(cfg, path, state)
-        _write_config(cfg, Path(cfg.run.dir))
     return cfg
-
-
-def _write_config(cfg: Config, run_dir: Path) -> None:
-    try:
-        (run_dir / "config.yaml").write_text(to_yaml(cfg))
-    except OSError as error:
-        raise ConfigError(f"run.dir={run_dir} cannot be written ({error.strerror}): give another run.dir") from error
 
 
 def _check_validation(cfg: Config, data: Data) -> None:
@@ -278,12 +310,9 @@ def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, str, Path | None
             stop = run_dir / stop_signals.STOP_FILE
             if not exit_status.is_restart(run_dir) and stop_signals.remove_stale(stop, now):
                 print(f"removed {stop}, which an earlier run has left", file=sys.stderr)
-            _write_config(cfg, run_dir)
             exit_status.begin(run_dir)
         except OSError as error:
-            raise ConfigError(
-                f"run.dir={run_dir} cannot be written ({error.strerror}): give another run.dir"
-            ) from error
+            raise _unwritable(run_dir, error) from error
         undo.pop_all()
     return claim, resume, path, state
 

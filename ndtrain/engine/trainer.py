@@ -35,7 +35,7 @@ from ndtrain.engine.callbacks import (
     make_metrics,
 )
 from ndtrain.engine.samples import SampleCallback
-from ndtrain.engine.setup import RunSetup, fill_weights, order_of, prepare
+from ndtrain.engine.setup import RunSetup, fill_weights, order_of, prepare, save_config
 from ndtrain.engine.train_step import PendingReport, StepReport, TrainingStep
 from ndtrain.engine.validation import rank_batches
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
@@ -105,6 +105,8 @@ class Trainer:
             self.model = nn.ModuleList(module for _, module in sorted(self.stages.models.items()))
             self.train_step = TrainingStep(self.cfg, self.mesh, self.stages)
             self.resumed, self.state, notes = fill_weights(setup, self.mesh, self.stages)
+            if setup.rank == 0:
+                save_config(setup)
             self.train_step.optimizer.skipped.fill_(self.state.skipped)
             self.last_step = self.cfg.train.stop_at or self.cfg.train.steps
             self.stopping, self.failure = False, ""

@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from ndtrain.arguments import near
 from ndtrain.checkpoint import DamagedCheckpoint, read_model
 from ndtrain.checkpoint.directory import plugins_of, read_state
-from ndtrain.config import AXES, Config, ConfigError, load_config, to_config
+from ndtrain.config import AXES, Config, ConfigError, load_config
+from ndtrain.config.saved_run import SavedRun
 
 # section -> the keys that come from the checkpoint; None: all. The loss does not depend on the other sections
 _KEPT: dict[str, tuple[str, ...] | None] = {
@@ -41,31 +39,11 @@ def configuration(checkpoint: Path, overrides: Sequence[str], world: int) -> Con
         words.append("mesh.fsdp=-1")
     if not (checkpoint / "state.json").is_file():
         return _of_hf_folder(checkpoint, words, given, world)
-    state = read_state(checkpoint)
-    saved, plugins = _sections(checkpoint, state["config"]), plugins_of(state)
-    if plugins and "plugins" not in given:
-        words.append(f"plugins=[{','.join(plugins)}]")
-    container = asdict(load_config(words))
-    for section, keys in _KEPT.items():
-        _take(container[section], saved[section], section, keys, given)
-    if "data" in given and "data.vocab_size" not in given:
-        container["data"]["vocab_size"] = saved["model"].get("vocab_size")
-    _use_tokenizer(container["data"], checkpoint, given)
-    cfg = to_config(OmegaConf.create(container))
+    saved = SavedRun(_kept(checkpoint, given), str(checkpoint / "state.json"), follows=False)
+    cfg = load_config(words, base=saved)
+    _use_tokenizer(cfg, checkpoint, given)
     _set_batch(cfg, given, world)
     return cfg
-
-
-def _sections(checkpoint: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The sections of the run's configuration that are taken over.
-
-    Raises:
-        DamagedCheckpoint: one of them is not there.
-    """
-    for section in _KEPT:
-        if not isinstance(config.get(section), dict):
-            raise DamagedCheckpoint(f"{checkpoint} is damaged: the config of state.json has no section {section}")
-    return {section: config[section] for section in _KEPT}
 
 
 def _check_keys(given: Sequence[str]) -> None:
@@ -87,28 +65,34 @@ def _of_hf_folder(folder: Path, words: list[str], given: Sequence[str], world: i
         raise ConfigError(f"{folder}: does not say which data it was trained on: give data=... and train.seq_len=...")
     cfg = load_config(words)
     cfg.model = read_model(folder)
-    data = asdict(cfg.data)
-    _use_tokenizer(data, folder, [*given, "data"])
-    cfg.data.tokenizer = data["tokenizer"]
+    _use_tokenizer(cfg, folder, [*given, "data"])
     _set_batch(cfg, given, world)
     return cfg
 
 
-def _take(target: dict, saved: dict, section: str, keys: tuple[str, ...] | None, given: Sequence[str]) -> None:
-    """Copies a section's keys from the checkpoint, unless they are given or their whole group is."""
-    if section in given:
-        return
-    for key, value in saved.items():
-        name = f"{section}.{key}"
-        if (keys is None or key in keys) and not any(g == name or g.startswith(f"{name}.") for g in given):
-            target[key] = value
+def _kept(checkpoint: Path, given: Sequence[str]) -> dict[str, Any]:
+    """What the loss depends on of the configuration in a checkpoint. A given group, `data=text`, takes the place of its
+    whole section.
+
+    Raises:
+        DamagedCheckpoint: a section is not there.
+    """
+    state = read_state(checkpoint)
+    kept: dict[str, Any] = {"plugins": plugins_of(state)}
+    for name, keys in _KEPT.items():
+        section = state["config"].get(name)
+        if not isinstance(section, dict):
+            raise DamagedCheckpoint(f"{checkpoint} is damaged: the config of state.json has no section {name}")
+        if name not in given:
+            kept[name] = {k: v for k, v in section.items() if keys is None or k in keys}
+    return kept
 
 
-def _use_tokenizer(data: dict[str, Any], folder: Path, given: Sequence[str]) -> None:
+def _use_tokenizer(cfg: Config, folder: Path, given: Sequence[str]) -> None:
     """Other data is tokenised as the model's training data was. (A bpe would be trained anew on the other corpus.)"""
     other = any(g.partition(".")[0] == "data" for g in given)
     if other and "data.tokenizer" not in given and (folder / "tokenizer.json").is_file():
-        data["tokenizer"] = str(folder)
+        cfg.data.tokenizer = str(folder)
 
 
 def _set_batch(cfg: Config, given: Sequence[str], world: int) -> None:

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from ndtrain.config import Config, ConfigError, resolve, world_from_env
-from ndtrain.config.composition import compose_checked, register_schema, search_path, to_config
+from ndtrain.config.composition import compose_checked, register_schema, search_path
 from ndtrain.config.composition_errors import one_line, wrong_configuration
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.overrides import sweep_jobs
+from ndtrain.config.typed import to_config
 from ndtrain.runtime.exit_status import CODES
 from ndtrain.runtime.sweep_jobs import as_job
 

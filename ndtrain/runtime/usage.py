@@ -28,8 +28,8 @@ examples:
   {command} recipe=llama_debug
       some seconds on one CPU core
   {command} recipe=llama_small run.dir=runs/first train.steps=100 optim.lr=1e-3
-  {command} recipe=llama_small run.dir=runs/first resume=auto
-      goes on where that run has stopped
+  {command} run.dir=runs/first resume=auto
+      goes on where that run has stopped, as its folder's config.yaml says
   torchrun --nproc-per-node 4 -m ndtrain.train recipe=llama_small mesh.fsdp=2 mesh.tp=-1
       -1: the ranks that the other sizes leave
   {command} recipe=llama_small data=text data.path=my_texts/ data.tokenizer=bpe

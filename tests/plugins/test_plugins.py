@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ndtrain.config import Config, ConfigError, load_config, registry, resolve
+from ndtrain.config import Config, ConfigError, load_config, registry, resolve, to_yaml
 from ndtrain.data import IterableCorpus, open_data
 from ndtrain.data.__main__ import main as prepare
 from ndtrain.data.mixture import mixture_entries
@@ -452,3 +452,14 @@ def test_a_resolved_configuration_is_frozen():
     changed = cfg.unfrozen()
     changed.optim.lr = 2.0
     assert cfg.optim.lr != 2.0 and resolve(cfg, 1) is cfg
+
+
+def test_a_run_with_plugins_is_resumed_from_its_folder_alone(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    started = load_config([*PARTS, "optim.beta=0.5", "logger=[jsonl,wandb]", f"run.dir={run}"])
+    (run / "config.yaml").write_text(to_yaml(resolve(started, 1)))
+    cfg = load_config(["resume=auto", f"run.dir={run}", "optim.lr=1"])
+    assert (cfg.optim.name, cfg.optim.beta, cfg.optim.lr) == ("factored", 0.5, 1)
+    assert (cfg.model.model_type, cfg.data.name, cfg.logger.name) == ("squared_relu", "counting", ["jsonl", "wandb"])
+    assert load_config(["resume=auto", f"run.dir={run}", "optim=adamw"]).optim.name == "adamw"

@@ -373,6 +373,26 @@ def test_another_architecture_is_refused(override, field, resume, finished, corp
     assert "another architecture" in line and field in line and str(finished) in line
 
 
+def test_every_difference_to_the_checkpoint_is_named_with_the_way_out(finished, corpus, capsys):
+    before = (finished / "config.yaml").read_bytes()
+    line = refusal(capsys, arguments(finished, corpus, "resume=auto", "model=moe_debug"))
+    named = ("model.model_type", "model.num_experts", "model.num_experts_per_tok", "leave out the recipe")
+    assert all(word in line for word in named) and "rope_parameters" not in line, line
+    assert (finished / "config.yaml").read_bytes() == before
+
+
+def test_a_run_folder_is_enough(damaged, capsys):
+    """Even if the folder of its `init_from` is gone. A run that is refused late leaves the configuration as it was."""
+    folder, _ = damaged
+    saved = (folder / "config.yaml").read_text().replace("init_from: null", "init_from: /no/such/model")
+    (folder / "config.yaml").write_text(saved)
+    line = refusal(capsys, ["resume=auto", f"run.dir={folder}", "train.steps=6", "data.path=/no/such/corpus"])
+    assert "/no/such/corpus" in line and (folder / "config.yaml").read_text() == saved
+    assert main([f"resume={folder}", "train.steps=6"]) == 0
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
+    assert "  steps: 6\n" in (folder / "config.yaml").read_text()
+
+
 def cut(path: Path, by: int) -> None:
     path.write_bytes(path.read_bytes()[:-by])
 

@@ -1,0 +1,103 @@
+"""A composed tree of keys as a typed `Config`."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ndtrain.config.composition_errors import one_line
+from ndtrain.config.registry import KINDS, Part, joined, own_keys, plugin_parts
+from ndtrain.config.schema import Config, ConfigError, LoggerConfig
+
+
+def to_config(cfg: DictConfig, given: Iterable[str] | None = None) -> Config:
+    """A composed DictConfig as a plain typed `Config`; merging it again refuses keys that `+key=` smuggled in.
+
+    Args:
+        given: the keys that the user has overridden; None: those of the job that Hydra runs, if it does.
+
+    Raises:
+        ConfigError: a key, value or interpolation is wrong.
+    """
+    if given is None:
+        given = overridden(HydraConfig.get().overrides.task) if HydraConfig.initialized() else ()
+    try:
+        return typed(cfg, given)
+    except OmegaConfBaseException as error:
+        raise ConfigError(one_line(error)) from error
+
+
+def typed(cfg: DictConfig, given: Iterable[str]) -> Config:
+    """As `to_config`, with the errors of OmegaConf."""
+    container = OmegaConf.to_container(cfg, resolve=False)
+    container.pop("hydra", None)
+    parts = _chosen_parts(container)
+    _drop_unused_defaults(container, parts)
+    made = OmegaConf.to_object(OmegaConf.merge(schema_with(parts), container))
+    made.interpolated = dict(_interpolations(container))
+    return made.with_given(given)
+
+
+def overridden(overrides: Iterable[str]) -> frozenset[str]:
+    """The keys of overrides in Hydra's grammar."""
+    return frozenset(o.partition("=")[0].lstrip("+~") for o in overrides)
+
+
+def _interpolations(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of every value whose text holds an interpolation."""
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from _interpolations(value, f"{prefix}{name}.")
+        elif "${" in str(value):
+            yield f"{prefix}{name}", str(value)
+
+
+def schema_with(parts: Iterable[Part]) -> DictConfig:
+    """The schema with the configs of these parts in their sections."""
+    schema, configs = OmegaConf.structured(Config), {}
+    for part in parts:
+        if part.kind == "callback" and part.config:
+            schema.callbacks[part.name] = OmegaConf.structured(part.config)
+        elif part.config:
+            configs.setdefault(KINDS[part.kind].section, []).append(part.config)
+    for section, classes in configs.items():
+        schema[section] = OmegaConf.structured(joined(classes))
+    return schema
+
+
+def _chosen_parts(container: dict[str, Any]) -> list[Part]:
+    """The plugins' parts that a composed configuration selects."""
+
+    def selects(part: Part, key: str) -> bool:
+        value = container.get(KINDS[part.kind].section, {}).get(key)
+        return part.name in value if isinstance(value, list) else part.name == value
+
+    named = [part for part in plugin_parts("optimizer", "source", "logger") if selects(part, "name")]
+    families = [part for part in plugin_parts("family") if selects(part, "model_type")]
+    mods = [part for part in plugin_parts("attention_mod") if selects(part, "attention")]
+    return [*plugin_parts("callback"), *named, *families, *mods]
+
+
+def _drop_unused_defaults(container: dict[str, Any], chosen: Iterable[Part]) -> None:
+    """Takes the keys of attention mods that no key selects out of `model`, where they have their defaults: a mod is no
+    option of a group, so the schema has the keys of all loaded mods while a configuration is composed."""
+    used = {key for part in chosen if part.kind != "callback" for key in own_keys(part.kind, part.name)}
+    for part in plugin_parts("attention_mod"):
+        defaults = OmegaConf.to_container(OmegaConf.structured(part.config)) if part.config else {}
+        for key in own_keys(part.kind, part.name):
+            if key not in used and container["model"].get(key) == defaults[key]:
+                container["model"].pop(key, None)
+
+
+def store_loggers(names: list[str]) -> str:
+    """Makes an option of the group `logger` that stands for several loggers. Returns its name. Hydra alone would take
+    the last one's name, and refuse two loggers with keys of their own."""
+    parts = [part for part in plugin_parts("logger") if part.name in names and part.config]
+    node = OmegaConf.structured(joined([part.config for part in parts if part.config] or [LoggerConfig]))
+    node.name = names
+    option = "+".join(names)
+    ConfigStore.instance().store(group="logger", name=option, node=node)
+    return option
