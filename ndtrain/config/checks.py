@@ -10,6 +10,7 @@ from ndtrain import schedule as schedules
 from ndtrain.arguments import near
 from ndtrain.config import registry
 from ndtrain.config.data_checks import check_data
+from ndtrain.config.foreign_names import meaning_of_value
 from ndtrain.config.lengths import check_positions, choose_length, fit_warmup, steps_of
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.mesh_checks import check_ep, check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
@@ -99,7 +100,8 @@ def _check_field(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
         for one in value if metadata["several"] and isinstance(value, list) else [value]:
             text = written(one)
             if text not in known:
-                raise ConfigError(f"{key}={text}: no such choice; {near(str(text), known)}known: {', '.join(known)}")
+                hint = meaning_of_value(key, str(text), known) or near(str(text), known)
+                raise ConfigError(f"{key}={text}: no such choice; {hint}known: {', '.join(known)}")
     if "least" in metadata:
         least = metadata["least"]
         require(value is None or value >= least, f"{key}={value}: must be at least {least}")

@@ -5,6 +5,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 
 from ndtrain.arguments import near
+from ndtrain.config.foreign_names import meaning_of
 from ndtrain.config.registry import KINDS, plugin_parts
 from ndtrain.config.schema import Config, ConfigError
 
@@ -95,7 +96,10 @@ def _keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
 
 
 def near_key(key: str, known: Mapping[str, Key], groups: Iterable[str] = ()) -> str:
-    """`did you mean 'x'? ` for a misspelt key, or nothing. Keys of the same section come first."""
+    """A hint on a key that does not exist, or nothing: by its meaning, else by its spelling. Keys of the same section
+    come first."""
+    if hint := meaning_of(key, [*known, *groups]):
+        return hint
     section = key.rpartition(".")[0]
     siblings = [k for k in known if k.rpartition(".")[0] == section] if section in known else []
     return near(key, siblings) or near(key, [*known, *groups])

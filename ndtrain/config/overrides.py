@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from ndtrain.arguments import near
 from ndtrain.config.composition_errors import read_yaml
+from ndtrain.config.foreign_names import meaning_of, meaning_of_value
 from ndtrain.config.keys import Key, config_folders, group_options, known_keys, near_key
 from ndtrain.config.registry import load_plugins
 from ndtrain.config.saved_run import SavedRun, overrides_for, run_to_resume
@@ -174,7 +175,8 @@ def _check_group(override: Override, known: set[str], folders: Sequence[Path]) -
     several = key == "logger" and isinstance(values[0], list) and values[0]
     for value in values[0] if several else values:
         if not isinstance(value, str) or value not in known:
-            hint = _misplaced(key, str(value), known, folders) or near(str(value), list(known))
+            hint = _misplaced(key, str(value), known, folders)
+            hint = hint or meaning_of_value(key, str(value), known) or near(str(value), list(known))
             raise ConfigError(f"{key}={value}: no such {key}; {hint}known: {', '.join(sorted(known))}")
         paths = [path for folder in folders if (path := folder / key / f"{value}.yaml").is_file()]
         if len({path.resolve() for path in paths}) > 1:
@@ -214,7 +216,8 @@ def _check_key(override: Override, keys: Mapping[str, Key], groups: Mapping[str,
         raise ConfigError(f"{key}: no such key; {near_key(key, keys, groups)}`--cfg job` lists them all")
     if keys[key].section and not isinstance(override.value(), dict):
         below = next(k for k in [*keys, f"{key}.KEY"] if k.startswith(f"{key}."))
-        raise ConfigError(f"{line}: {key} is a section, which takes no value: set its keys, as in {below}=...")
+        hint = meaning_of(key, ()) or f"set its keys, as in {below}=..."
+        raise ConfigError(f"{line}: {key} is a section, which takes no value: {hint.strip()}")
     scalar = isinstance(override.value(), str | int | float) and "${" not in line
     if keys[key].listed and scalar and not override.is_sweep_override():
         raise ConfigError(f"{line}: a list stands in brackets: '{key}=[{override.value()}]'")

@@ -393,8 +393,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    # none | auto: the newest checkpoint of run.dir | a checkpoint, or a run folder for its newest. Without a recipe,
-    # the run folder's config.yaml takes the place of one
+    # none | auto: the newest checkpoint of run.dir | a checkpoint, or a run folder for its newest. With no recipe, the
+    # run folder's config.yaml takes its place
     resume: str = "none"
     init_from: str | None = None  # a Hugging Face folder, a checkpoint, or a run folder (its newest checkpoint)
     plugins: list[str] = field(default_factory=list)  # modules that add parts to ndtrain (`ndtrain.plugins`)

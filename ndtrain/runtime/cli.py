@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 import ndtrain
 from ndtrain.arguments import near
 from ndtrain.config import Config, ConfigError, check_overrides, load_config, world_from_env
+from ndtrain.config.foreign_names import meaning_of
+from ndtrain.config.keys import config_folders, group_options, known_keys
 from ndtrain.runtime import completion
 from ndtrain.runtime.launcher_report import print_error, record_error
 from ndtrain.runtime.sweep import run_with_hydra
@@ -107,12 +109,23 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         elif name in _OURS:
             continue
         elif arg.startswith("-"):
-            known = [flag for flag in (*_OURS, *_FLAGS) if flag.startswith("--")]
-            raise ConfigError(f"{arg}: no such flag; {near(name, known)}known: {', '.join(known)}")
+            raise ConfigError(_unknown_flag(name, value if equals else next(rest, ""), search))
         else:
             overrides.append(arg)
     _check_flags(flags)
     return overrides, search, flags
+
+
+def _unknown_flag(name: str, value: str, search: list[str]) -> str:
+    """The line on a flag that does not exist. It may be an override with dashes, or another trainer's flag."""
+    key, keys, groups = name.lstrip("-"), known_keys(), group_options(config_folders(search))
+    if key in keys or key in groups:
+        given = value if value and "=" not in value and not value.startswith("-") else "VALUE"
+        return f"{name}: an override has no dashes: {key}={given}"
+    if hint := meaning_of(key, [*keys, *groups]):
+        return f"{name}: no such flag; {hint}an override is key=value, without dashes"
+    known = [flag for flag in (*_OURS, *_FLAGS) if flag.startswith("--")]
+    return f"{name}: no such flag; {near(name, known)}known: {', '.join(known)}"
 
 
 def _flag(arg: str, rest: Iterator[str]) -> list[str]:
