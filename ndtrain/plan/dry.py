@@ -1,6 +1,5 @@
 """A dry run: the program of rank r of N on tensors without memory."""
 
-import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -13,10 +12,11 @@ from ndtrain.parallel.build import flat_layouts, layouts_of
 from ndtrain.parallel.param_groups import groups_of_shard
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute_budget import typical_batch
-from ndtrain.plan import report
+from ndtrain.plan import report, steady
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.options import RunOptions, planned_config, write_file
-from ndtrain.plan.step import RankRecord, record_step
+from ndtrain.plan.progress import Progress
+from ndtrain.plan.step import RankRecord, RecordedStep, record_step
 from ndtrain.plan.world import pretended_world
 
 
@@ -56,22 +56,34 @@ def run(options: Options, overrides: Sequence[str]) -> None:
 
 def _planned(cfg: Config, hardware: Hardware, groups: Sequence[list[int]]) -> list[report.Planned]:
     """The records of the groups' first ranks, equal ones as one."""
-    planned = []
-    for number, ranks in enumerate(groups, 1):
-        if sys.stderr.isatty():
-            print(f"\rrank {ranks[0]}: {number} of {len(groups)} ", end="", file=sys.stderr, flush=True)
-        planned.append(report.Planned(ranks, stages_at(cfg, ranks[0]), dry_run(cfg, ranks[0], hardware.device)))
-    if sys.stderr.isatty():
-        print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    planned = [
+        report.Planned(ranks, stages_at(cfg, ranks[0]), dry_run(cfg, ranks[0], hardware.device))
+        for ranks in Progress().count(groups, "planning a rank", len(groups))
+    ]
     return report.merged(planned)
 
 
 def dry_run(cfg: Config, rank: int, device: str) -> RankRecord:
-    """Builds the stages of a rank and runs one training step, as on a device of this kind.
+    """Builds the stages of a rank and runs one training step, as on a device of this kind. Of a step with many
+    microbatches those of the steady state are counted and not run (`plan.steady`).
 
     Args:
         cfg: resolved.
         device: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: the rank cannot be built.
+    """
+    sample = steady.sample_of(cfg)
+    if sample is None:
+        return walk(cfg, rank, device).record
+    counts = (1, sample.fewer, sample.more)  # the first step of a process makes constants, which the others share
+    _, fewer, more = (walk(steady.with_microbatches(cfg, count), rank, device) for count in counts)
+    return steady.extended(fewer, more, sample)
+
+
+def walk(cfg: Config, rank: int, device: str) -> RecordedStep:
+    """Run all microbatches of a rank's step, as on a device of this kind.
 
     Raises:
         ConfigError: the rank cannot be built.

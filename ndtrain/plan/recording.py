@@ -1,9 +1,9 @@
 """Records a step as it runs, on tensors with memory or without: FLOPs, and the memory by kind."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,17 @@ STATE = ("parameters", "gradients", "master weights", "optimizer state", "averag
 HOST = "host: "  # begins a kind that lies in host memory
 
 
+class Peak(NamedTuple):
+    """The most bytes that were alive at one time.
+
+    Attributes:
+        kinds: kind -> bytes alive then.
+    """
+
+    nbytes: int
+    kinds: dict[str, int]
+
+
 class Recording(Allocations):
     """Follows memory by kind, and counts FLOPs.
 
@@ -29,6 +40,8 @@ class Recording(Allocations):
         bytes: kind -> bytes alive.
         at_peak: `bytes` at the peak.
         flops: "matmul" and "attention" -> FLOPs.
+        windows: part of the step -> its peak, for the parts that are over (`open_window`). `peak_bytes` and `at_peak`
+            are those of the open one.
     """
 
     def __init__(self, separate_host: bool) -> None:
@@ -37,6 +50,8 @@ class Recording(Allocations):
         self.bytes: Counter[str] = Counter()
         self.at_peak: dict[str, int] = {}
         self.flops: Counter[str] = Counter()
+        self.windows: dict[Hashable, Peak] = {}
+        self._window: Hashable = None
         self._kinds: dict[int, str] = {}
         self._label: str | None = None
 
@@ -79,6 +94,23 @@ class Recording(Allocations):
         self._read_sizes()
         self.peak_bytes, self.at_peak = self.now, +self.bytes
         self.flops.clear()
+        self.windows.clear()
+
+    def open_window(self, name: Hashable) -> None:
+        """Close the open window of the step, and open the next one."""
+        self._read_sizes()
+        self.windows[self._window] = Peak(self.peak_bytes, dict(self.at_peak))
+        self._window, self.peak_bytes, self.at_peak = name, self.now, +self.bytes
+
+    def open_window_at(self, owner: Any, method: str, name: Callable[..., Hashable]) -> None:
+        """Let each call of a method of an object open a window, whose name is made from the call's arguments."""
+        call = getattr(owner, method)
+
+        def opening(*args, **kwargs):
+            self.open_window(name(*args, **kwargs))
+            return call(*args, **kwargs)
+
+        setattr(owner, method, opening)
 
     def state_bytes(self) -> dict[str, int]:
         """The bytes of each kind of state."""

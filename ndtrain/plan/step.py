@@ -3,8 +3,9 @@
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.build import Stages, build_stages
 from ndtrain.parallel.compile_choice import compiles
 from ndtrain.plan.compiled import pretended_compiler
-from ndtrain.plan.recording import HOST, Recording, classify_state, label_step
+from ndtrain.plan.recording import HOST, Peak, Recording, classify_state, label_step
 from ndtrain.plan.world import recorded_collectives
 
 
@@ -76,13 +77,28 @@ class RankRecord:
     seconds: float
 
 
+class RecordedStep(NamedTuple):
+    """A rank's record, and the peaks of its parts.
+
+    Attributes:
+        windows: part -> peak, in order: None is what comes before the first action, then each action of the rank's row,
+            then what follows the last one, `AFTER`.
+    """
+
+    record: RankRecord
+    windows: dict[Hashable, Peak]
+
+
+AFTER = "after the last action"
+
+
 def record_step(
     cfg: Config,
     mesh: Mesh,
     batches: Sequence[Batch],
     separate_host: bool,
     fill: Callable[[Stages], None] = lambda stages: None,
-) -> RankRecord:
+) -> RecordedStep:
     """Builds this rank's stages and runs the first training step.
 
     On tensors with memory nothing is compiled, since what compiled code allocates cannot be followed.
@@ -101,15 +117,19 @@ def record_step(
         with recording.labelled(f"{HOST}copies" if cfg.optim.offload else "update"):
             step = TrainingStep(cfg, mesh, stages)
         label_step(recording, stages, step)
+        recording.open_window_at(step.executor.pipeline, "post_recv", lambda number: step.executor.row[number])
+        recording.open_window_at(step.executor.pipeline, "finish", lambda: AFTER)
         gc.collect()
         state = recording.state_bytes()
         recording.restart()
         with recorded_collectives() as collectives:
             step.run(1, batches).result.wait("the recorded step")
-    return RankRecord(
+        recording.open_window(None)  # closes the last one
+    peak = max(recording.windows.values(), key=lambda p: p.nbytes)
+    record = RankRecord(
         state=state,
-        peak_bytes=recording.peak_bytes,
-        at_peak=dict(recording.at_peak),
+        peak_bytes=peak.nbytes,
+        at_peak=peak.kinds,
         flops=dict(recording.flops),
         traffic=traffic_of(collectives),
         checkpoint=checkpoint_size(stages, cfg),
@@ -117,6 +137,7 @@ def record_step(
         compiled=compiles(cfg, mesh.device),
         seconds=time.perf_counter() - began,
     )
+    return RecordedStep(record, recording.windows)
 
 
 def traffic_of(collectives: Sequence[CollectiveRecord]) -> tuple[Traffic, ...]:
