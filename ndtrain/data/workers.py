@@ -114,7 +114,7 @@ class WorkerPool:
 
     def __enter__(self) -> "WorkerPool":
         try:
-            with _interrupts_held():
+            with interrupts_held():
                 for _ in range(self._workers):
                     self._start()
         except BaseException:
@@ -242,12 +242,12 @@ def start_forkserver() -> None:
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
     resource_tracker.ensure_running()  # started later, it would unblock the signals that are held below
-    with _interrupts_held():
+    with interrupts_held():
         forkserver.ensure_running()
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
+def interrupts_held() -> Iterator[None]:
     """Delays a Ctrl-C within the block until its end.
 
     Processes that begin there never get one: they inherit the signal mask.

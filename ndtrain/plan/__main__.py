@@ -5,21 +5,27 @@ the plan and raises ConfigError or ArgumentError. `ndtrain.runtime.commands.PLAN
 """
 
 import logging
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ndtrain.arguments import ArgumentError, help_lines, one_of, status_of, wants_help
+from ndtrain.arguments import ArgumentError, help_lines, one_of, parse, status_of, wants_help
 from ndtrain.config import ConfigError
-from ndtrain.plan.options import split_options
 from ndtrain.runtime import usage
 from ndtrain.runtime.commands import PLANS
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Own = TypeVar("Own", bound="DataclassInstance")
+
 
 def main(args: Sequence[str]) -> int:
-    """Runs a plan. The exit status: 2 where it cannot be made (one line says why)."""
+    """Make a plan. Return the exit status: 2 if it cannot be made (one line says why), 130 after a Ctrl-C."""
     if wants_help(args) and args[0] in PLANS:
         print(usage.plan(args[0], help_lines(_module(args[0]).Options)))
         return 0
@@ -33,6 +39,26 @@ def main(args: Sequence[str]) -> int:
     except (ArgumentError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # what is known so far is printed
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def split_options(cls: type[Own], args: Sequence[str]) -> tuple[Own, list[str]]:
+    """Return the plan's options, an instance of the dataclass `cls`, and the other arguments.
+
+    Raises:
+        ArgumentError, ConfigError: an option has no such value, or one is missing.
+    """
+    own = {f.metadata.get("key") or f.name for f in fields(cls)}
+    mine = [arg for arg in args if arg.partition("=")[0] in own]
+    return parse(cls, mine), [arg for arg in args if arg not in mine]
+
+
+def say_at_once(args: Sequence[str]) -> None:
+    """Repeat the plan that was asked for. Some seconds may pass until its modules are imported."""
+    if args and args[0] in PLANS and not wants_help(args):
+        print(f"plan {shlex.join(args)}", file=sys.stderr, flush=True)
 
 
 def _module(plan: str) -> Any:
@@ -43,4 +69,5 @@ if __name__ == "__main__":
     logging.getLogger("ndtrain").addHandler(logging.NullHandler())
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     warnings.filterwarnings("ignore", category=UserWarning, module="torch._dynamo")
+    say_at_once(sys.argv[1:])
     sys.exit(status_of(main))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ndtrain import schedule as schedules
 from ndtrain.config import AXES, Config, ConfigError, resolve
+from ndtrain.config.schema import resolved
 from ndtrain.parallel.pp import balanced_sizes, head_in_layers
 from ndtrain.parallel.recompute import always_saved_ops
 from ndtrain.plan.hardware import Hardware
@@ -103,6 +104,19 @@ def searched_run(overrides: Sequence[str], hardware: Hardware) -> tuple[Config, 
     return cfg, [*overrides, f"{SPLIT}=null"]
 
 
+def candidate_of(cfg: Config) -> Candidate:
+    """Return the candidate that a resolved run is."""
+    return Candidate(
+        mesh=tuple(getattr(cfg.mesh, axis) for axis in AXES),
+        micro_batch=resolved(cfg.train.micro_batch),
+        cp_kind=cfg.cp.kind,
+        zero=resolved(cfg.mesh.zero),
+        stages=Stages(cfg.schedule.name, cfg.schedule.chunks, tuple(cfg.schedule.split or ())),
+        recompute=(cfg.recompute.name, tuple(cfg.recompute.keep)),
+        ep=cfg.mesh.ep,
+    )
+
+
 @dataclass(frozen=True)
 class Space:
     """All candidates.
@@ -110,12 +124,19 @@ class Space:
     Attributes:
         cfg: the run, not resolved. What its command line gives is not searched.
         rates: None: the defaults.
+        free_gb: memory of a device that a candidate has to leave free.
     """
 
     cfg: Config
     ranks: int
     hardware: Hardware
     rates: Rates | None = None
+    free_gb: float = 0.0
+
+    @property
+    def memory_gb(self) -> float:
+        """The memory of a device that a candidate may take."""
+        return math.inf if self.hardware.memory_gb is None else self.hardware.memory_gb - self.free_gb
 
     def meshes(self) -> list[tuple[int, ...]]:
         """Sizes of pp, dp, fsdp, cp and tp. Not all are legal. A size that is not given has a bound: pp is at most the

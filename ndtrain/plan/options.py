@@ -1,20 +1,15 @@
 """The plan's own arguments, which stand among the overrides of the run."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
-from ndtrain.arguments import ArgumentError, option, parse, unknown
+from ndtrain.arguments import ArgumentError, option, unknown
 from ndtrain.config import AXES, Config, ConfigError, resolve
 from ndtrain.engine.setup import model_of_folder
 from ndtrain.plan.hardware import Hardware
 from ndtrain.runtime import cli
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Own = TypeVar("Own", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +38,6 @@ def at_least_1(key: str, text: str) -> float:
     if not 1 <= value < float("inf"):
         raise ArgumentError(f"{key}={text}: must be a number from 1")
     return value
-
-
-def split_options(cls: type[Own], args: Sequence[str]) -> tuple[Own, list[str]]:
-    """The plan's options, an instance of the dataclass `cls`, and the other arguments.
-
-    Raises:
-        ArgumentError, ConfigError: an option has no such value, or one is missing.
-    """
-    own = {f.metadata.get("key") or f.name for f in fields(cls)}
-    mine = [arg for arg in args if arg.partition("=")[0] in own]
-    return parse(cls, mine), [arg for arg in args if arg not in mine]
 
 
 def refuse_overrides(cls: type, overrides: Sequence[str]) -> None:
@@ -88,6 +72,10 @@ def unresolved_config(overrides: Sequence[str], hardware: Hardware) -> Config:
         cfg, _ = model_of_folder(cfg, 0)
     if cfg.precision.compute == "fp8" and hardware.device == "cuda" and "fp8" not in hardware.peak_tflops:
         raise ConfigError(f"precision.compute=fp8: hardware={hardware.name} has no fp8 matmuls: compute in bf16")
+    if cfg.precision.params == "fp64" and cfg.precision.compute != "fp64" and hardware.device == "cuda":
+        raise ConfigError(
+            "precision.params=fp64: a GPU adds up such gradients only with precision.compute=fp64: set it"
+        )
     return cfg
 
 
@@ -108,6 +96,18 @@ def world_of(cfg: Config, options: RunOptions, hardware: Hardware) -> int:
             raise ConfigError(f"mesh.{axis}=-1 takes the rest of the ranks: give their number by nodes= or ranks=")
         world *= max(1, size)
     return world
+
+
+def words_of(key: str, text: str) -> list[str]:
+    """Split overrides as a shell does.
+
+    Raises:
+        ArgumentError: a quote is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ArgumentError(f"{key}={text}: a quote is not closed") from error
 
 
 def write_file(key: str, path: str, text: str) -> None:

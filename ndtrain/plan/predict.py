@@ -18,13 +18,15 @@ from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.drawings import waterfall_svg
 from ndtrain.plan.events import Kernel, Piece
+from ndtrain.plan.fitting import published
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.memory import RankMemory, rank_memory
 from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, planned_config, write_file
 from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.price import Prices, Rates, peak_flops, rates_for, rates_of
 from ndtrain.plan.program import StepProgram
-from ndtrain.plan.report import table
+from ndtrain.plan.report import si, table
+from ndtrain.plan.run_length import run_length
 from ndtrain.plan.simulate import CAUSES, Simulation, Sizes, StepTimes
 from ndtrain.plan.variants import Variant
 
@@ -51,7 +53,13 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     if options.svg:
         write_file("svg", options.svg, waterfall_svg(prediction))
     if options.json:
-        body = {"hardware": asdict(hardware), "rates": asdict(predictor.rates), **asdict(prediction)}
+        length = run_length(cfg, prediction.step_time_s, MeshSpec.of(cfg.mesh).world_size)
+        body = {
+            "hardware": asdict(hardware),
+            "rates": asdict(predictor.rates),
+            **asdict(prediction),
+            "run": length and length._asdict(),
+        }
         write_file("json", options.json, json.dumps(body, indent=1))
 
 
@@ -281,13 +289,18 @@ def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
     sizes = " ".join(f"{a}={n}" for a, n in named if n > 1) or "one rank"
     limit = hardware.memory_gb
     of_limit = f", {p.memory_bytes / limit / 1e7:.0f} % of {limit:g} GB" if limit else ""
+    free = [("memory free", f"{limit - p.memory_bytes / 1e9:.1f} GB")] if limit else []
+    known = published.applies_to(hardware)
+    error = ", likely {:.4g} to {:.4g}".format(*published.band(p.step_time_s)) if known else ""
     facts = [
-        ("step time", f"{p.step_time_s:.4g} s"),
+        ("step time", f"{p.step_time_s:.4g} s{error}"),
         ("tokens/s", f"{p.tokens_per_s:,.0f}"),
         ("tokens/s of a device", f"{p.tokens_per_s_per_device:,.0f}"),
         ("MFU", f"{100 * p.mfu:.1f} %"),
         ("HFU", f"{100 * p.hfu:.1f} %"),
         ("memory", f"{p.memory_bytes / 1e9:.1f} GB{of_limit}"),
+        *free,
+        *_length_facts(cfg, p.step_time_s, mesh.world_size),
     ]
     parts = [
         (name, f"{seconds:.4f}", f"{100 * seconds / p.step_time_s:.1f} %") for name, seconds in p.waterfall.items()
@@ -297,6 +310,19 @@ def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
         table(facts),
         table([("where the step goes", "seconds", "share"), *parts]),
     ]
+    if known:
+        blocks.append(published.note())
     if limit and p.memory_bytes > 1e9 * limit:
         blocks.append(f"does not fit into {limit:g} GB")
     return "\n\n".join(blocks)
+
+
+def _length_facts(cfg: Config, step_time_s: float, devices: int) -> list[tuple[str, str]]:
+    """Return the rows about the whole run; none if its length is not known."""
+    length = run_length(cfg, step_time_s, devices)
+    if length is None:
+        return []
+    return [
+        ("tokens a day", si(length.tokens_per_day, "").strip()),
+        (f"{si(length.tokens, '').strip()} tokens", f"{length.days:.3g} days, {length.gpu_hours:,.0f} GPU hours"),
+    ]

@@ -3,7 +3,6 @@
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 
 from ndtrain.arguments import option
@@ -19,7 +18,16 @@ from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.options import write_file
 from ndtrain.plan.predict import Prediction, Predictor
 from ndtrain.plan.price import Prices
-from ndtrain.plan.search import Predictions, climb, override_line, predict_all, rank_all, shortlist, workers
+from ndtrain.plan.search import (
+    Predictions,
+    Workers,
+    climb,
+    override_line,
+    predict_all,
+    rank_all,
+    shortlist,
+    workers,
+)
 
 REGIMES = ("compute bound", "communication hidden", "communication bound", "batch exhausted")  # of meshes of fsdp alone
 FAMILIES = ("fsdp", "+tp", "+cp", "+pp")  # meshes of dp and fsdp alone; each further family may use one axis more
@@ -44,6 +52,9 @@ class Point:
     tokens_per_s: float
     mfu: float
     regime: str
+
+
+Points = dict[str, list[Point]]  # kind of a curve -> its points
 
 
 @dataclass(frozen=True)
@@ -118,8 +129,13 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     cfg, overrides = searched_run(overrides, hardware)
     if options.most < options.least:
         raise ConfigError(f"most={options.most} is below least={options.least}: give GPUs from least to most")
-    with workers(options.processes) as pool:
-        made = scaling(cfg, hardware, gpu_counts(options.least, options.most), options.predict, overrides, pool)
+    gpus, points = gpu_counts(options.least, options.most), Points()
+    try:
+        with workers(options.processes) as pool:
+            made = scaling(cfg, hardware, gpus, options.predict, overrides, pool, points)
+    except KeyboardInterrupt:
+        print("interrupted: what is known so far\n" + as_text(scaling_of(cfg, hardware, points)), flush=True)
+        raise
     if all(point.overrides is None for curve in made.curves for point in curve.points):
         raise ConfigError(f"most={options.most}: no mesh of at most so many {hardware.name} fits: give more GPUs")
     print(as_text(made))
@@ -135,17 +151,25 @@ def gpu_counts(least: int, most: int) -> list[int]:
 
 
 def scaling(
-    cfg: Config, hardware: Hardware, gpus: Sequence[int], predict: int, given: Sequence[str], pool: Executor | None
+    cfg: Config,
+    hardware: Hardware,
+    gpus: Sequence[int],
+    predict: int,
+    given: Sequence[str],
+    pool: Workers | None,
+    points: Points | None = None,
 ) -> Scaling:
     """The curves of a run that is not resolved. Its global batch is that of the strong curve at all GPU counts, and of
     the weak curve at the first one.
 
     Args:
-        predict: candidates to predict for each point. given: the user's overrides.
+        predict: candidates to predict for each point.
+        given: the user's overrides.
+        points: where to put the points as they are made, so that an interrupted caller has them.
     """
-    curves = []
+    points = Points() if points is None else points
     for kind in ("strong", "weak"):
-        points: list[Point] = []
+        of_curve = points.setdefault(kind, [])
         fastest: dict[str, Candidate] = {}
         for n in gpus:
             batch = cfg.train.global_batch * (n // gpus[0] if kind == "weak" else 1)
@@ -154,14 +178,19 @@ def scaling(
             words = [w for w in given if not w.startswith("train.global_batch=")] + [f"train.global_batch={batch}"]
             space = Space(sized, n, hardware)
             won, predicted = fastest_of(space, predict, fastest, pool)
-            points += [_point(space, f, won.get(f), predicted, words) for f in FAMILIES]
+            of_curve += [_point(space, f, won.get(f), predicted, words) for f in FAMILIES]
             fastest = won
-        curves.append(Curve(kind, tuple(points), tuple(regimes(points)), tuple(pays(points))))
+    return scaling_of(cfg, hardware, points)
+
+
+def scaling_of(cfg: Config, hardware: Hardware, points: Points) -> Scaling:
+    """Return the curves through these points."""
+    curves = (Curve(kind, tuple(own), tuple(regimes(own)), tuple(pays(own))) for kind, own in points.items())
     return Scaling(cfg.run.name, hardware.name, tuple(curves))
 
 
 def fastest_of(
-    space: Space, predict: int, before: Mapping[str, Candidate], pool: Executor | None
+    space: Space, predict: int, before: Mapping[str, Candidate], pool: Workers | None
 ) -> tuple[dict[str, Candidate], Predictions]:
     """The fastest candidate of each family that has one which fits, and all predictions. A family has the meshes of the
     ones before it too.

@@ -9,23 +9,29 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby, islice
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, TypeVar
 
-from ndtrain.arguments import option
-from ndtrain.config import ConfigError
+from ndtrain.arguments import ArgumentError, option
+from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.config.registry import load_plugins
-from ndtrain.data.workers import end_with_parent
+from ndtrain.data.workers import end_with_parent, interrupts_held
 from ndtrain.distributed.cores import cpu_cores
-from ndtrain.plan.candidates import SPLIT, Candidate, Space, searched_run
+from ndtrain.plan.candidates import SPLIT, Candidate, Space, candidate_of, searched_run
 from ndtrain.plan.estimate import ModelCosts, Place
+from ndtrain.plan.fitting import published
 from ndtrain.plan.hardware import load_hardware
-from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, world_of, write_file
+from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, unresolved_config, words_of, world_of, write_file
 from ndtrain.plan.predict import Prediction, Predictor, plan_step
 from ndtrain.plan.price import Rates
+from ndtrain.plan.progress import Progress
+from ndtrain.plan.report import si
+from ndtrain.plan.run_length import run_length
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,6 +41,21 @@ _ROUNDS = 8  # of predicting those next to the best, at most
 _NEAR = 40  # of them in a round
 
 
+def _free_gb(key: str, text: str) -> float:
+    """Return a number of GB, 0 or more.
+
+    Raises:
+        ArgumentError: it is not one.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ArgumentError(f"{key}={text}: must be a number of GB, 0 or more")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
     """Of `plan search`."""
@@ -42,6 +63,7 @@ class Options(RunOptions):
     predict: int = option("candidates to predict before those next to the best ones", 100)
     processes: int = option("processes to work in; unless given one for each core", cpu_cores())
     imbalance: float = option(IMBALANCE, 1.0, read=at_least_1)
+    free_gb: float = option("GB of a device's memory to leave free", 0.0, read=_free_gb)
     against: str | None = option('a mesh to compare with, by its overrides: "mesh.tp=8 mesh.pp=16"', None)
 
 
@@ -74,14 +96,30 @@ class Result:
     """The result of a search.
 
     Attributes:
-        best: the fastest first.
+        best: the fastest candidate of each mesh, the fastest mesh first.
         against: the fastest of the candidates to compare with; None: not asked for, or none fits.
         counts: what was looked at -> how many.
+        fitting: all predicted candidates that fit, the fastest first, without waterfalls.
+        own: the run as its recipe and overrides have it, with its mesh; or one line that says why it has no row.
     """
 
     best: list[Row]
     against: Row | None
     counts: dict[str, int]
+    fitting: Sequence[Row] = ()
+    own: Row | str = ""
+
+
+class Workers(NamedTuple):
+    """Those who share the work of a search.
+
+    Attributes:
+        executor: processes; None: this process alone.
+        progress: where to say how far the work is.
+    """
+
+    executor: Executor | None
+    progress: Progress
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
@@ -91,23 +129,34 @@ def run(options: Options, overrides: Sequence[str]) -> None:
         ConfigError: there is no such run, no candidate is legal or fits, or the file cannot be written.
     """
     hardware = load_hardware(options.hardware)
+    against, own = words_of("against", options.against or ""), unresolved_config(overrides, hardware)
     cfg, overrides = searched_run(overrides, hardware)
-    space = Space(cfg, world_of(cfg, options, hardware), hardware, Rates(imbalance=options.imbalance))
-    with workers(options.processes) as pool:
-        result = search(space, pool, options.predict, shlex.split(options.against or ""))
+    space = Space(cfg, world_of(cfg, options, hardware), hardware, Rates(imbalance=options.imbalance), options.free_gb)
     given = [arg for arg in overrides if not arg.startswith("mesh.") or not arg.endswith("=-1")]
+    predicted: Predictions = {}
+    with printing_so_far(space, predicted, given):
+        with workers(options.processes) as pool:
+            result = search(space, pool, options.predict, against, predicted)
+        result = replace(result, own=own_row(space, own))
     print(as_text(space, result, given))
     if options.json:
         write_file("json", options.json, as_json(space, result, given))
 
 
-def search(space: Space, pool: Executor | None, predict: int, against: Sequence[str] = ()) -> Result:
+def search(
+    space: Space,
+    pool: Workers | None,
+    predict: int,
+    against: Sequence[str] = (),
+    predicted: Predictions | None = None,
+) -> Result:
     """The best candidates of a space.
 
     Args:
         pool: where to work; None: here.
         predict: how many to predict at first.
         against: overrides of the candidates to compare with.
+        predicted: where to put the predictions as they are made, so that an interrupted caller has them.
 
     Raises:
         ConfigError: no candidate is legal, or none fits.
@@ -116,34 +165,60 @@ def search(space: Space, pool: Executor | None, predict: int, against: Sequence[
     like = [r for r in ranked if set(against) <= set(r.candidate.overrides())] if against else []
     if against and not like:
         raise ConfigError(f"against={shlex.join(against)}: no legal candidate has these overrides and may fit")
-    predicted: Predictions = {}
+    predicted = {} if predicted is None else predicted
     predict_all(space, pool, shortlist(ranked, predict) + shortlist(like, max(8, predict // 4)), predicted)
     for group in (ranked, like):
         climb(space, pool, group, predicted)
-    best = _fastest(predicted)
-    if not best:
+    fitting = _fastest(predicted)
+    if not fitting:
         least = min((p.memory_bytes for p in predicted.values()), default=0) / 1e9
         raise ConfigError(
             f"ranks={space.ranks}: of {len(predicted)} predicted candidates none fits into "
-            f"{space.hardware.memory_gb} GB; the smallest needs at least {least:.0f} GB: take more ranks"
+            f"{space.memory_gb:g} GB; the smallest needs at least {least:.0f} GB: take more ranks"
         )
-    counts |= {"predicted": len(predicted), "predicted to fit": len(best)}
-    rivals = [row for row in best if set(against) <= set(row.candidate.overrides())] if against else []
-    shown = explained(space, pool, [*best[:SHOWN], *rivals[:1]])
-    return Result(shown[: len(best[:SHOWN])], shown[-1] if rivals else None, counts)
+    counts |= {"predicted": len(predicted), "predicted to fit": len(fitting)}
+    best = of_each_mesh(fitting)[:SHOWN]
+    rivals = [row for row in fitting if set(against) <= set(row.candidate.overrides())] if against else []
+    shown = explained(space, pool, [*best, *rivals[:1]])
+    return Result(shown[: len(best)], shown[-1] if rivals else None, counts, fitting)
+
+
+def of_each_mesh(rows: Iterable[Row]) -> list[Row]:
+    """Return the first row of each mesh, in their order."""
+    first: dict[Any, Row] = {}
+    for row in rows:
+        first.setdefault((row.candidate.mesh, row.candidate.ep), row)
+    return list(first.values())
+
+
+def own_row(space: Space, cfg: Config) -> Row | str:
+    """Predict the run as it is given, with the mesh of its recipe. Return one line if it has no prediction.
+
+    Args:
+        cfg: the run before its mesh is known.
+    """
+    try:
+        candidate = candidate_of(resolve(cfg, space.ranks))
+        made = predict(space, candidate, explain=True)
+    except ConfigError as error:
+        return str(error)
+    if isinstance(made, Prediction):
+        return Row(candidate, made)
+    need = f": a rank needs at least {made.memory_bytes / 1e9:.0f} GB" if made else ""
+    return f"does not fit into {space.memory_gb:g} GB{need}"
 
 
 # ------------------------------------------------------------------------------------------------------------- ranking
 
 
-def rank_all(space: Space, pool: Executor | None) -> tuple[list[Ranked], dict[str, int]]:
+def rank_all(space: Space, pool: Workers | None) -> tuple[list[Ranked], dict[str, int]]:
     """The candidates that may fit, the fastest by its estimate first, and how many there are.
 
     Raises:
         ConfigError: none is legal.
     """
     meshes = space.meshes()
-    made = _mapped(pool, partial(_rank_mesh, space), meshes)
+    made = list(_mapped(pool, partial(_rank_mesh, space), meshes, "estimating the candidates of a mesh"))
     ranked = sorted(r for of_mesh in made for r in of_mesh.ranked)
     counts = {
         "meshes": len(meshes),
@@ -154,7 +229,7 @@ def rank_all(space: Space, pool: Executor | None) -> tuple[list[Ranked], dict[st
         raise ConfigError(f"ranks={space.ranks}: no mesh is legal with what is given: {_a_reason(space, meshes)}")
     if not ranked:
         raise ConfigError(
-            f"ranks={space.ranks}: none of {counts['candidates']} candidates fits into {space.hardware.memory_gb} GB "
+            f"ranks={space.ranks}: none of {counts['candidates']} candidates fits into {space.memory_gb:g} GB "
             "by its state and activations alone: take more ranks"
         )
     return ranked, counts
@@ -197,7 +272,7 @@ def _rank_mesh(space: Space, mesh: tuple[int, ...]) -> _OnMesh:
 
 
 def fits(space: Space, nbytes: float) -> bool:
-    return space.hardware.memory_gb is None or nbytes <= 1e9 * space.hardware.memory_gb
+    return nbytes <= 1e9 * space.memory_gb
 
 
 def shortlist(ranked: Sequence[Ranked], count: int) -> list[Candidate]:
@@ -224,7 +299,7 @@ def shortlist(ranked: Sequence[Ranked], count: int) -> list[Candidate]:
 
 def climb(
     space: Space,
-    pool: Executor | None,
+    pool: Workers | None,
     ranked: Sequence[Ranked],
     predicted: Predictions,
     near: int = _NEAR,
@@ -254,16 +329,19 @@ def _fastest(predicted: Predictions) -> list[Row]:
     return sorted(rows, key=lambda row: row.prediction.step_time_s)
 
 
-def predict_all(space: Space, pool: Executor | None, candidates: Sequence[Candidate], into: Predictions) -> None:
-    into |= {c: p for c, p in _in_order(pool, partial(predict, space), candidates) if p is not None}
+def predict_all(space: Space, pool: Workers | None, candidates: Sequence[Candidate], into: Predictions) -> None:
+    """Predict the candidates, each into `into` as soon as it is known. One that is not legal is left out."""
+    for candidate, prediction in _in_order(pool, partial(predict, space), candidates):
+        if prediction is not None:
+            into[candidate] = prediction
 
 
 def _in_order(
-    pool: Executor | None, fn: Callable[[Candidate], R], candidates: Iterable[Candidate], parts: int = 24
+    pool: Workers | None, fn: Callable[[Candidate], R], candidates: Iterable[Candidate], parts: int = 24
 ) -> Iterator[tuple[Candidate, R]]:
     """Each candidate with `fn` of it, in the order of `_shared`."""
     order = sorted(dict.fromkeys(candidates), key=_shared)
-    return zip(order, _mapped(pool, fn, order, parts), strict=True)
+    return zip(order, _mapped(pool, fn, order, "predicting a candidate", parts), strict=True)
 
 
 def _shared(c: Candidate) -> tuple:
@@ -294,21 +372,42 @@ def predict(space: Space, candidate: Candidate, explain: bool = False) -> Predic
     return predictor.price(plan, explain)
 
 
-def explained(space: Space, pool: Executor | None, rows: Sequence[Row]) -> list[Row]:
+def explained(space: Space, pool: Workers | None, rows: Sequence[Row]) -> list[Row]:
     """The same rows, whose predictions have waterfalls."""
     of = dict(_in_order(pool, partial(predict, space, explain=True), (row.candidate for row in rows), parts=2))
     return [Row(c, p) for c, _ in rows if isinstance(p := of[c], Prediction)]
 
 
 @contextmanager
-def workers(processes: int) -> Iterator[Executor | None]:
-    """Processes to work in; with one, None."""
+def workers(processes: int) -> Iterator[Workers]:
+    """Yield the processes to work in; with one, this process alone. Those that still work when the block fails or is
+    interrupted are ended.
+
+    Raises:
+        ConfigError: the system has ended a process.
+    """
+    progress = Progress()
     if processes == 1:
-        yield None
+        yield Workers(None, progress)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, initializer=_begin_worker) as pool:
-        yield pool
+    executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_begin_worker)
+    resource_tracker.ensure_running()  # started later, it would unblock the signal that is held below
+    with interrupts_held():
+        executor.submit(int)  # starts all processes
+    try:
+        yield Workers(executor, progress)
+    except BaseException as error:
+        executor.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise ConfigError(
+                f"processes={processes}: the system ended a process, as it does if memory runs out: give fewer"
+            ) from error
+        raise
+    finally:
+        progress.clear()
+    executor.shutdown()
 
 
 def _begin_worker() -> None:
@@ -319,12 +418,20 @@ def _begin_worker() -> None:
     gc.set_threshold(200_000, 20, 100)
 
 
-def _mapped(pool: Executor | None, fn: Callable[[T], R], items: Iterable[T], parts: int = 24) -> list[R]:
-    """`fn` of each, in parts that are neighbours."""
+def _mapped(pool: Workers | None, fn: Callable[[T], R], items: Iterable[T], what: str, parts: int = 24) -> Iterator[R]:
+    """`fn` of each, in parts that are neighbours.
+
+    Args:
+        what: is done, for the progress.
+    """
     every = list(items)
-    if pool is None or len(every) < 8:
-        return [fn(item) for item in every]
-    return list(pool.map(fn, every, chunksize=-(-len(every) // parts)))
+    if pool is None:
+        return map(fn, every)
+    if pool.executor is None or len(every) < 8:
+        made = map(fn, every)
+    else:
+        made = pool.executor.map(fn, every, chunksize=-(-len(every) // parts))
+    return pool.progress.count(made, what, len(every))
 
 
 # -------------------------------------------------------------------------------------------------------------- output
@@ -340,29 +447,60 @@ def reason(row: Row, best: Row) -> str:
     return f"{slower:+.3g} s: " + ", ".join(said) if said else f"{slower:+.3g} s"
 
 
+@contextmanager
+def printing_so_far(space: Space, predicted: Predictions, given: Sequence[str]) -> Iterator[None]:
+    """A Ctrl-C in the block prints the best of what is predicted by then."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(so_far(space, predicted, given), flush=True)
+        raise
+
+
+def so_far(space: Space, predicted: Predictions, given: Sequence[str]) -> str:
+    """Return the table of an interrupted search; one line if nothing that fits was predicted."""
+    best = of_each_mesh(_fastest(predicted))[:SHOWN]
+    if not best:
+        return f"interrupted: of {len(predicted)} predicted candidates none fits yet"
+    return "interrupted: the best so far\n" + as_text(space, Result(best, None, {"predicted": len(predicted)}), given)
+
+
 def as_text(space: Space, result: Result, given: Sequence[str]) -> str:
     """A table for people, with the override line of each row below it."""
     first, counts = result.best[0], ", ".join(f"{n} {what}" for what, n in result.counts.items())
-    rows = [(str(i), row) for i, row in enumerate(result.best, 1)] + (
-        [("vs", result.against)] if result.against else []
-    )
+    rows = [(str(i), row) for i, row in enumerate(result.best, 1)]
+    rows += [("vs", result.against)] if result.against else []
+    own = [("own", result.own)] if isinstance(result.own, Row) else []
     limit = f" of {space.hardware.memory_gb:g} GB" if space.hardware.memory_gb else ""
-    lines = [f"{space.ranks} ranks of {space.hardware.name}{limit}: {counts}", "", HEAD]
-    lines += [_line(name, row) for name, row in rows]
+    lines = [f"{space.ranks} ranks of {space.hardware.name}{limit}: {counts}", "", _head(space)]
+    lines += [_line(space, name, row) for name, row in (*rows, *own)]
+    lines += [f"own  {result.own}"] if result.own and not own else []
+    lines += _notes(space, first)
     lines += ["", "why each is slower than the first, and its overrides"]
     for name, row in rows:
         why = "the fastest" if row is first else reason(row, first)
         lines += [f"{name:>3}  {why}", f"     {override_line(row.candidate, given)}"]
+    lines += [f"own  {reason(row, first)}: the run as it is given" for _, row in own]
     return "\n".join(lines)
 
 
-HEAD = (
-    f"{'':>3}  {'step s':>8} {'tokens/s/dev':>13} {'MFU':>6} {'HFU':>6} {'memory GB':>10}   "
-    "mesh, zero, microbatch, schedule, recompute"
-)
+def _notes(space: Space, first: Row) -> list[str]:
+    """What a reader should know of the table's figures: the length of the run, and how far predictions are off."""
+    length = run_length(space.cfg, first.prediction.step_time_s, space.ranks)
+    notes = [f"days and GPU hours are those of {si(length.tokens, '').strip()} tokens (train.steps)"] if length else []
+    return ["", *notes, *([published.note()] if published.applies_to(space.hardware) else [])]
 
 
-def _line(name: str, row: Row) -> str:
+def _head(space: Space) -> str:
+    free = f" {'free GB':>8}" if space.hardware.memory_gb else ""
+    length = f" {'tokens/day':>10} {'days':>7} {'GPU hours':>10}" if space.cfg.train.steps else ""
+    return (
+        f"{'':>3}  {'step s':>8} {'tokens/s/dev':>13} {'MFU':>6} {'HFU':>6} {'memory GB':>10}{free}{length}   "
+        "mesh, zero, microbatch, schedule, recompute"
+    )
+
+
+def _line(space: Space, name: str, row: Row) -> str:
     p, c = row.prediction, row.candidate
     axes = " ".join(text.removeprefix("mesh.") for text in c.overrides()[:5] if not text.endswith("=1")) or "one rank"
     written = [text for text in c.overrides()[5:] if not text.startswith(("recompute.", SPLIT))]
@@ -371,8 +509,17 @@ def _line(name: str, row: Row) -> str:
     )
     return (
         f"{name:>3}  {p.step_time_s:8.3f} {p.tokens_per_s_per_device:13,.0f} {p.mfu:6.1%} {p.hfu:6.1%} "
-        f"{p.memory_bytes / 1e9:10.1f}   {axes} {' '.join(rest)}"
+        f"{p.memory_bytes / 1e9:10.1f}{_resources(space, p)}   {axes} {' '.join(rest)}"
     )
+
+
+def _resources(space: Space, p: Prediction) -> str:
+    """The cells for the memory that is free, and for the length of the run."""
+    limit, length = space.hardware.memory_gb, run_length(space.cfg, p.step_time_s, space.ranks)
+    free = f" {limit - p.memory_bytes / 1e9:8.1f}" if limit else ""
+    if length is None:
+        return free
+    return f"{free} {si(length.tokens_per_day, ''):>10} {length.days:7.3g} {length.gpu_hours:10,.0f}"
 
 
 def _runs(sizes: Sequence[int]) -> str:
@@ -394,6 +541,7 @@ def as_json(space: Space, result: Result, given: Sequence[str]) -> str:
     first = result.best[0]
     body = lambda row: {
         **asdict(row.prediction),
+        **_resources_json(space, row.prediction),
         "overrides": override_line(row.candidate, given),
         "reason": "" if row is first else reason(row, first),
     }
@@ -403,5 +551,12 @@ def as_json(space: Space, result: Result, given: Sequence[str]) -> str:
         "counts": result.counts,
         "best": [body(row) for row in result.best],
         "against": body(result.against) if result.against else None,
+        "own": body(result.own) if isinstance(result.own, Row) else result.own,
     }
     return json.dumps(plan, indent=1)
+
+
+def _resources_json(space: Space, p: Prediction) -> dict[str, Any]:
+    """As in the table: bytes that are free of a device, and the length of the run."""
+    limit, length = space.hardware.memory_gb, run_length(space.cfg, p.step_time_s, space.ranks)
+    return {"free_bytes": limit and int(1e9 * limit) - p.memory_bytes, "run": length and length._asdict()}

@@ -1,7 +1,6 @@
 """Predicts the rows of a table of published measurements, with other trainers' runs priced as if ndtrain ran them."""
 
 import csv
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import refuse_overrides
 from ndtrain.plan.predict import Prediction, Predictor
 from ndtrain.plan.price import PUBLISHED
+from ndtrain.plan.progress import Progress
 from ndtrain.plan.published.cells import Row
 from ndtrain.plan.published.machine import GIB
 from ndtrain.plan.published.run import Run, run_of
@@ -39,13 +39,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     """
     refuse_overrides(Options, overrides)
     columns, rows = read_table("in", options.source)
-    predicted = []
-    for number, row in enumerate(rows, 1):
-        if sys.stderr.isatty():
-            print(f"\rrow {number} of {len(rows)} ", end="", file=sys.stderr, flush=True)
-        predicted.append(predicted_columns(row))
-    if sys.stderr.isatty():
-        print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    predicted = [predicted_columns(row) for row in Progress().count(rows, "predicting a row", len(rows))]
     own = [*PREDICTED, REFUSED]
     both = [row | p for row, p in zip(rows, predicted, strict=True)]
     write_table(options.out, [*(c for c in columns if c not in own), *own], both)

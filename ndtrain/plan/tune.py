@@ -24,10 +24,10 @@ from ndtrain.distributed.cores import cpu_cores
 from ndtrain.metrics.measured_peak import cpu_model
 from ndtrain.plan.candidates import Space, searched_run
 from ndtrain.plan.hardware import Hardware, description_path, load_hardware
-from ndtrain.plan.options import RunOptions, world_of, write_file
+from ndtrain.plan.options import RunOptions, words_of, world_of, write_file
 from ndtrain.plan.predict import Predictor
 from ndtrain.plan.price import Rates
-from ndtrain.plan.search import override_line, search, workers
+from ndtrain.plan.search import Predictions, override_line, printing_so_far, search, workers
 from ndtrain.runtime import cli
 
 TABLE, DESCRIPTION = "tune.jsonl", "hardware.yaml"
@@ -56,10 +56,11 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     hardware = load_hardware(options.hardware)
     table = Table.open(options.folder)
     candidates = _candidates(options, overrides, hardware)
-    for number in range(options.rounds):
-        for candidate in candidates[:: -1 if number % 2 else 1]:
-            if not table.has(candidate, number):
-                print(_progress(table.add(candidate, number, measure(candidate, options.steps))), flush=True)
+    try:
+        _measure_all(table, candidates, options)
+    except KeyboardInterrupt:
+        print("interrupted: the same call goes on with what is missing\n" + as_text(ranking(table, candidates)))
+        raise
     tuned = ranking(table, candidates)
     if tuned[0].step_ms is None:
         raise ConfigError(f"folder={options.folder}: every candidate failed, the first one with: {tuned[0].error}")
@@ -70,6 +71,14 @@ def run(options: Options, overrides: Sequence[str]) -> None:
         print(f"\nmeasured / predicted: {ratio:.3f}. hardware={path} predicts with it")
     if options.json:
         write_file("json", options.json, json.dumps([t._asdict() for t in tuned], indent=1))
+
+
+def _measure_all(table: "Table", candidates: Sequence["Trial"], options: Options) -> None:
+    """Measure what the table lacks, in rounds, every other one backwards. Print a line for each measurement."""
+    for number in range(options.rounds):
+        for candidate in candidates[:: -1 if number % 2 else 1]:
+            if not table.has(candidate, number):
+                print(_progress(table.add(candidate, number, measure(candidate, options.steps))), flush=True)
 
 
 class Trial(NamedTuple):
@@ -95,12 +104,13 @@ def _candidates(options: Options, overrides: Sequence[str], hardware: Hardware) 
     cfg, overrides = searched_run(overrides, hardware)
     ranks = world_of(cfg, options, hardware)
     if options.candidates is None:
-        with workers(options.processes) as pool:
-            best = search(Space(cfg, ranks, hardware), pool, options.predict).best[: options.best]
+        space, predicted = Space(cfg, ranks, hardware), Predictions()
+        with printing_so_far(space, predicted, overrides), workers(options.processes) as pool:
+            best = search(space, pool, options.predict, predicted=predicted).fitting[: options.best]
         return [Trial(override_line(row.candidate, overrides), ranks, 1e3 * row.prediction.step_time_s) for row in best]
     trials = []
     for own in options.candidates.split("|"):
-        words = [*overrides, *shlex.split(own)]
+        words = [*overrides, *words_of("candidates", own)]
         run = resolve(cli.plain_config(words), ranks)
         seconds = Predictor(hardware).predict(run, explain=False).step_time_s if hardware.peak_tflops else None
         trials.append(Trial(shlex.join(words), ranks, None if seconds is None else 1e3 * seconds))
@@ -240,7 +250,8 @@ def as_text(tuned: Sequence[Tuned]) -> str:
     lines = [f"{'fastest ms':>10} {'median ms':>10} {'predicted ms':>13}   overrides"]
     for t in tuned:
         lines.append(f"{ms(t.step_ms):>10} {ms(t.median_ms):>10} {ms(t.predicted_ms):>13}   {t.error or t.overrides}")
-    return "\n".join([*lines, "", f"winner: {tuned[0].overrides}"])
+    winner = ["", f"winner: {tuned[0].overrides}"] if tuned[0].step_ms is not None else []
+    return "\n".join([*lines, *winner])
 
 
 def _progress(row: dict[str, Any]) -> str:

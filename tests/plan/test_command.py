@@ -47,12 +47,16 @@ MISTAKES = {
     "rest": ([*RUN, "mesh.fsdp=-1"], "mesh.fsdp=-1 takes the rest"),
     "both": ([*RUN, "nodes=1", "ranks=8"], "give only one of them"),
     "key": ([*RUN, "mesh.tpp=2"], "did you mean 'mesh.tp'?"),
+    "fp64": ([*RUN, "precision.params=fp64"], "precision.params=fp64: a GPU adds up"),
+    "nested": (["dry", "recipe=llama_debug", "hardware=NESTED.yaml"], "cannot be read (it is no YAML)"),
     "fp8": (["dry", "recipe=llama_debug", "hardware=a100", "precision.compute=fp8"], "has no fp8 matmuls"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name, capsys):
+def test_a_mistake_is_one_line(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "NESTED.yaml").write_text("[" * 5000)
     args, text = MISTAKES[name]
     assert main(args) == 2
     err = capsys.readouterr().err

@@ -100,6 +100,24 @@ def test_a_model_that_fits_nowhere_is_one_line(capsys):
     assert err.startswith("error: most=8: no mesh of at most so many h100 fits") and err.count("\n") == 1
 
 
+def test_a_ctrl_c_prints_the_points_that_are_known(monkeypatch, capsys):
+    """On the second number of GPUs of the strong curve."""
+    found = iter([({}, {})])
+
+    def fastest(*args):
+        try:
+            return next(found)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(scaling, "fastest_of", fastest)
+    assert main(["scaling", *RUN, "least=2", "most=8", "processes=1"]) == 130
+    out, err = capsys.readouterr()
+    rows = [line for line in out.splitlines() if "does not fit" in line]
+    assert "interrupted: what is known so far" in out and [row.split()[0] for row in rows] == ["2"]
+    assert err == "interrupted\n"
+
+
 def test_counts_in_the_wrong_order_are_one_line(capsys):
     assert main(["scaling", *RUN, "least=8", "most=4"]) == 2
     err = capsys.readouterr().err

@@ -14,11 +14,24 @@ from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.parallel.pp import Placement
 from ndtrain.plan import program
 from ndtrain.plan.__main__ import main
-from ndtrain.plan.candidates import Candidate, Space, Stages, searched_run
+from ndtrain.plan.candidates import Candidate, Space, Stages, candidate_of, searched_run
 from ndtrain.plan.estimate import Place, pipeline
+from ndtrain.plan.fitting import published
 from ndtrain.plan.hardware import load_hardware
+from ndtrain.plan.options import unresolved_config
 from ndtrain.plan.predict import Predictor
-from ndtrain.plan.search import Row, TooLarge, override_line, predict, rank_all, reason, search, shortlist
+from ndtrain.plan.search import (
+    Row,
+    TooLarge,
+    fits,
+    override_line,
+    own_row,
+    predict,
+    rank_all,
+    reason,
+    search,
+    shortlist,
+)
 from ndtrain.runtime import cli
 from tests.lib.helpers import MARK, processes, wait_for
 
@@ -191,13 +204,82 @@ def test_the_command(tmp_path, capsys):
     out = capsys.readouterr().out
     plan = json.loads((tmp_path / "found.json").read_text())
     assert plan["against"]["overrides"] in out and "mesh.tp=4" in plan["against"]["overrides"]
+    meshes = [tuple(word for word in row["overrides"].split() if word.startswith("mesh.")) for row in plan["best"]]
+    axes = [tuple(word for word in mesh if "zero" not in word) for mesh in meshes]
+    assert len(set(axes)) == len(axes) > 1, "each mesh has one row"
+    assert plan["own"].startswith("mesh") and "own  mesh" in out, "the recipe's mesh has one rank"
+    first = plan["best"][0]
+    assert first["free_bytes"] == int(84.9e9) - first["memory_bytes"]
+    assert first["run"]["days"] == pytest.approx(20 * first["step_time_s"] / 86400), "the recipe has 20 steps"
+    assert published.note() in out
     times = [row["step_time_s"] for row in plan["best"]]
     assert times == sorted(times) and plan["best"][0]["reason"] == "" and plan["best"][1]["reason"]
     pasted: Config = resolve(cli.plain_config(shlex.split(plan["best"][0]["overrides"])), 4)
     assert Predictor(H100).predict(pasted, explain=False).step_time_s == times[0]
 
 
+def test_the_run_as_it_is_given_has_a_row_of_its_own():
+    own = own_row(space_of(), cli.plain_config([*RUN, "mesh.fsdp=-1", "mesh.zero=2", "recompute=full"]))
+    assert isinstance(own, Row) and own.candidate.mesh == (1, 1, 4, 1, 1) and own.prediction.waterfall
+    assert (own.candidate.zero, own.candidate.recompute[0]) == (2, "full")
+    too_large = own_row(Space(cli.plain_config(LARGE), 1, H100, free_gb=84), cli.plain_config(LARGE))
+    assert isinstance(too_large, str) and too_large.startswith("does not fit into 0.9 GB: a rank needs at least")
+
+
+def test_the_split_of_a_recipe_belongs_to_its_own_row():
+    cfg = resolve(unresolved_config(["recipe=llama3_405b"], H100), 16_384)
+    assert candidate_of(cfg).stages == Stages("interleaved", 8, (0, *[1] * 126, 0))
+
+
+def test_memory_that_is_to_stay_free_does_not_count():
+    assert fits(Space(cli.plain_config(RUN), 4, H100), 84.9e9)
+    assert not fits(Space(cli.plain_config(RUN), 4, H100, free_gb=8), 77e9)
+
+
+def interrupted(predictions: int, monkeypatch) -> int:
+    """The status of a search that is interrupted after some predictions."""
+    made = []
+
+    def counted(*args, **kwargs):
+        if len(made) == predictions:
+            raise KeyboardInterrupt
+        made.append(1)
+        return predict(*args, **kwargs)
+
+    monkeypatch.setattr("ndtrain.plan.search.predict", counted)
+    return main(["search", *RUN, "hardware=h100", "ranks=4", "processes=1", "schedule=1f1b"])
+
+
+def test_a_ctrl_c_prints_the_best_so_far(monkeypatch, capsys):
+    assert interrupted(3, monkeypatch) == 130
+    out, err = capsys.readouterr()
+    assert out.startswith("interrupted: the best so far\n4 ranks of h100 of 84.9 GB: 3 predicted")
+    assert "mesh.tp=" in out and err == "interrupted\n"
+
+
+def test_a_ctrl_c_before_any_prediction_says_so(monkeypatch, capsys):
+    assert interrupted(0, monkeypatch) == 130
+    assert capsys.readouterr().out == "interrupted: of 0 predicted candidates none fits yet\n"
+
+
+@pytest.mark.full
+def test_a_ctrl_c_ends_the_processes_without_a_traceback(tmp_path):
+    words = ["recipe=llama3_405b", "hardware=h100", "ranks=16384", "processes=2", "mesh.pp=16", "mesh.tp=8"]
+    plan = subprocess.Popen(
+        [sys.executable, "-m", "ndtrain.plan", "search", *words], env=os.environ | {MARK: str(tmp_path)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    wait_for(lambda: len(processes(tmp_path)) == 4, "the search, its two workers and their resource tracker")
+    os.killpg(plan.pid, signal.SIGINT)  # as a terminal does: all processes get it
+    out, err = plan.communicate(timeout=60)
+    assert plan.returncode == 130 and out.startswith("interrupted: "), (out, err)
+    assert err.endswith("interrupted\n") and "Traceback" not in err
+    wait_for(lambda: not processes(tmp_path), "the workers to end", timeout=20)
+
+
 MISTAKES = {
+    "quote": (["against=mesh.tp='"], "against=mesh.tp=': a quote is not closed"),
+    "free": (["free_gb=-1"], "free_gb=-1: must be a number of GB, 0 or more"),
     "no mesh": (["mesh.tp=3"], "no mesh is legal"),
     "heads": (["mesh.tp=4", "model.num_attention_heads=6", "model.num_key_value_heads=2"], "model.num_attention_heads"),
     "against": (["against=mesh.tp=3"], "against=mesh.tp=3: no legal candidate"),
@@ -225,7 +307,7 @@ from ndtrain.plan.search import workers
 
 if __name__ == "__main__":
     with workers(2) as pool:
-        list(pool.map(time.sleep, [600, 600]))
+        list(pool.executor.map(time.sleep, [600, 600]))
 """
 
 

@@ -37,8 +37,10 @@ def test_an_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
         return {"block_ms": [5.0 if "fsdp" in trial.overrides else 6.0], "error": ""}
 
     monkeypatch.setattr(tune, "measure", measured)
-    with pytest.raises(KeyboardInterrupt):
-        main([*ARGS, f"folder={tmp_path}"])
+    assert main([*ARGS, f"folder={tmp_path}"]) == 130
+    out, err = capsys.readouterr()
+    assert "interrupted: the same call goes on" in out and "winner: recipe=llama_debug mesh.fsdp=2" in out
+    assert err == "interrupted\n"
     with (tmp_path / "tune.jsonl").open("a") as file:
         file.write('{"machine": "cut')  # what a kill leaves
     done[:] = [None]
@@ -89,6 +91,7 @@ MISTAKES = {
     "folder": (["recipe=llama_debug", "hardware=cpu", "ranks=2"], "folder is missing"),
     "recipe": (["hardware=cpu", "ranks=2", "folder=FOLDER"], "recipe is missing"),
     "candidate": (["recipe=llama_debug", "hardware=cpu", "ranks=2", "folder=FOLDER", "candidates=mesh.tp=3"], "mesh"),
+    "quote": (["recipe=llama_debug", "hardware=cpu", "ranks=2", "folder=FOLDER", "candidates='"], "is not closed"),
     "hardware": (["recipe=llama_debug", "hardware=cpu", "ranks=2", "folder=FOLDER"], "is not listed"),
 }
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+WITHIN = 0.25  # the error up to which a prediction counts as near
+
 
 @dataclass(frozen=True)
 class Accuracy:
@@ -15,7 +17,7 @@ class Accuracy:
         median: of the errors' sizes.
         quartiles: of the errors, signed.
         worst: the error of the largest size.
-        within_25: share of rows whose error is at most 25 %.
+        within_25: share of rows whose error is at most `WITHIN`.
         tau: Kendall's tau-b of the step times; None where there are fewer than two pairs to order.
         memory_rows, memory_median: as rows and median, of memory; None where no row has it.
     """
@@ -42,7 +44,7 @@ def accuracy(
         median=float(np.median(np.abs(errors))),
         quartiles=(float(low), float(high)),
         worst=float(errors[np.argmax(np.abs(errors))]),
-        within_25=float(np.mean(np.abs(errors) <= 0.25)),
+        within_25=float(np.mean(np.abs(errors) <= WITHIN)),
         tau=kendall_tau(measured, predicted) if len(errors) > 2 else None,
         memory_rows=len(memory_errors),
         memory_median=float(np.median(memory_errors)) if memory_errors else None,
