@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ndtrain.checkpoint.elements import FORMAT, CheckpointError, DamagedCheckpoint, State, digest, sha256
+from ndtrain.checkpoint.elements import FORMAT, CheckpointError, DamagedCheckpoint, State, damaged, digest, sha256
 from ndtrain.checkpoint.safetensors_io import read_header
 from ndtrain.config import ModelConfig
 from ndtrain.config.json_file import JsonError, read_object
@@ -58,7 +58,7 @@ def inspect(path: Path, m: ModelConfig) -> State:
     """
     body = read_state(path)
     for _, problem in file_problems(path, body):
-        raise DamagedCheckpoint(f"{path} is damaged: {problem}")
+        raise damaged(path, problem)
     _check_architecture(path, m)
     return State(body["step"], body["tokens"], body["order"], body.get("skipped") or 0, body.get("stream"))
 
@@ -105,14 +105,14 @@ def read_state(path: Path) -> dict:
     try:
         body = read_object(path / "state.json")
     except JsonError as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+        raise damaged(path, error) from error
     if body.pop("digest", None) != digest(body):
-        raise DamagedCheckpoint(f"{path} is damaged: state.json is not what was written")
+        raise damaged(path, "state.json is not what was written")
     if body.get("format") != FORMAT:
         raise DamagedCheckpoint(f"{path} has format {body.get('format')}, this version reads format {FORMAT}")
     for key, right in _FIELDS.items():
         if not right(body.get(key)):
-            raise DamagedCheckpoint(f"{path} is damaged: state.json has no {key} that can be used")
+            raise damaged(path, f"state.json has no {key} that can be used")
     named = path.absolute().name
     if _NAME.fullmatch(named) and named != (own := f"step-{body['step']:08d}"):
         raise DamagedCheckpoint(f"{path} holds step {body['step']}: rename the folder to {own}, or remove it")
@@ -174,7 +174,7 @@ def _check_architecture(path: Path, m: ModelConfig) -> None:
     try:
         there = read_object(path / "config.json")
     except JsonError as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+        raise damaged(path, error) from error
     if different := _differences(there, m):
         raise CheckpointError(
             f"{path} is of another architecture: {', '.join(different)}: to go on with it, leave out the recipe and "

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,15 @@ class CheckpointError(ConfigError):
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint whose bytes are not those that were written."""
+
+
+def damaged(path: Path, why: object) -> DamagedCheckpoint:
+    """The error of a damaged checkpoint.
+
+    Args:
+        why: what is wrong with which of its files.
+    """
+    return DamagedCheckpoint(f"{path} is damaged: {why}".replace(f" {path}/", " "))
 
 
 @dataclass

@@ -11,6 +11,7 @@ from ndtrain.checkpoint.elements import (
     CheckpointError,
     DamagedCheckpoint,
     biases_of,
+    damaged,
     parts_of,
     read_biases,
     read_into,
@@ -53,7 +54,7 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
             continue
         readers = readers_of[name]
         if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
-            raise DamagedCheckpoint(f"{path} is damaged: the content of {name} is not what was written")
+            raise damaged(path, f"the content of {name} is not what was written")
     stages.units.weights_changed()
     if wanted and not there:
         stages.units.start_average()
@@ -85,7 +86,7 @@ def _read(path: Path, stages: Stages, mesh: Mesh, parts, written: list[str]) -> 
     try:
         together(mesh, read)
     except CheckpointError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
+        raise damaged(path, error) from error
     if mesh.background is not None:
         dist.all_reduce(sums, group=mesh.background)
     return sums

@@ -105,7 +105,7 @@ def naming(folder: Path) -> Iterator[None]:
     try:
         yield
     except DamagedFile as error:
-        raise CheckpointError(f"init_from={folder}: {error}") from error
+        raise CheckpointError(f"init_from={folder}: {error}".replace(f" {folder}/", " ")) from error
 
 
 def check_folder(folder: Path, m: ModelConfig) -> list[str]:

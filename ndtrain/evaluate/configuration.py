@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ndtrain.arguments import near
-from ndtrain.checkpoint import DamagedCheckpoint, read_model
+from ndtrain.checkpoint import read_model
 from ndtrain.checkpoint.directory import plugins_of, read_state
+from ndtrain.checkpoint.elements import damaged
 from ndtrain.config import AXES, Config, ConfigError, load_config
 from ndtrain.config.saved_run import SavedRun
 
@@ -82,7 +83,7 @@ def _kept(checkpoint: Path, given: Sequence[str]) -> dict[str, Any]:
     for name, keys in _KEPT.items():
         section = state["config"].get(name)
         if not isinstance(section, dict):
-            raise DamagedCheckpoint(f"{checkpoint} is damaged: the config of state.json has no section {name}")
+            raise damaged(checkpoint, f"the config of state.json has no section {name}")
         if name not in given:
             kept[name] = {k: v for k, v in section.items() if keys is None or k in keys}
     return kept

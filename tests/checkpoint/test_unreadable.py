@@ -1,6 +1,8 @@
 """A checkpoint that the disk does not deliver: the file is named, and resume=auto uses the checkpoint before it."""
 
+import errno
 import json
+import os
 import random
 import shutil
 from collections.abc import Sequence
@@ -9,12 +11,14 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ndtrain.train import main
 from tests.lib.faulty_reads import CUT, ERROR, build_library, reads, run_preloaded, watch
-from tests.lib.helpers import arguments, rows, write_corpus
+from tests.lib.helpers import arguments, checkpoint_of, given_process_group, rows, write_corpus
+from tests.lib.ranks import run_ranks
 
 FILES = (
     "state.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -97,3 +101,47 @@ def test_fifty_random_errors_and_cuts_fall_back(finished, corpus, tmp_path):
     each = [(name, kind, draw.random()) for name in FILES for kind in (ERROR, CUT)]
     more = [(draw.choice(FILES[-2:]), draw.choice((ERROR, CUT)), draw.random()) for _ in range(50 - len(each))]
     check_cases(each + more, finished, corpus, tmp_path)
+
+
+# -------------------------------------------------------------------------------------------- one rank that cannot read
+
+
+def rank_that_cannot_read(rank: int, name: str, args: list[str]) -> tuple[int, str]:
+    """`main` in the process group of `run_ranks`, whose files of this name rank `rank` cannot read."""
+    real_open, real_read, output = open, os.preadv, StringIO()
+
+    def fail(file: Any) -> None:
+        path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
+        if os.environ["RANK"] == str(rank) and path.endswith(f"step-00000004/{name}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    opening = lambda file, *args, **more: (fail(file), real_open(file, *args, **more))[1]
+    reading = lambda fd, *args: (fail(fd), real_read(fd, *args))[1]
+    what, broken = ("os.preadv", reading) if name.startswith("optimizer") else ("builtins.open", opening)
+    with (
+        mock.patch(what, broken),
+        redirect_stdout(output),
+        redirect_stderr(output),
+        given_process_group(),
+    ):
+        return main(args), output.getvalue()
+
+
+@pytest.mark.parametrize("name", ["state.json", pytest.param("optimizer.safetensors", marks=pytest.mark.full)])
+def test_all_ranks_fall_back_where_one_cannot_read(name, finished, corpus, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    args = arguments(folder, corpus, "resume=auto", "train.steps=4", "mesh.fsdp=2")
+    outcomes = run_ranks(rank_that_cannot_read, 2, 1, name, args)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert f"{checkpoint_of(folder, 4)} is damaged: {name} cannot be read" in outcomes[0][1]
+    assert "at step 3" in outcomes[0][1] and [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
+
+
+@pytest.mark.full
+def test_all_ranks_refuse_where_no_older_checkpoint_is_whole(finished, corpus, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(checkpoint_of(folder, 3))
+    args = arguments(folder, corpus, "resume=auto", "train.steps=4", "mesh.fsdp=2")
+    outcomes = run_ranks(rank_that_cannot_read, 2, 1, "state.json", args)
+    assert [code for code, _ in outcomes] == [2, 2], outcomes
+    assert "error: resume=auto: every checkpoint in" in outcomes[0][1]

@@ -181,4 +181,4 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     try:
         return read_object(path)
     except JsonError as error:
-        raise ConfigError(f"init_from={folder}: {error}") from error
+        raise ConfigError(f"init_from={folder}: {error}".replace(f" {folder}/", " ")) from error
