@@ -72,7 +72,7 @@ def file_problems(path: Path, body: dict) -> Iterator[tuple[str, str]]:
     for problem_of, expected in ((_problem_of_tensors, body["files"]), (_problem_of_content, body["sha256"])):
         for name, wanted in expected.items():
             try:
-                problem = problem_of(path / name, wanted)
+                problem = problem_of(path, name, wanted)
             except FileNotFoundError:
                 problem = f"{name} is missing"
             except OSError as error:
@@ -81,18 +81,18 @@ def file_problems(path: Path, body: dict) -> Iterator[tuple[str, str]]:
                 yield name, problem
 
 
-def _problem_of_tensors(file: Path, expected: tuple[int, str]) -> str | None:
+def _problem_of_tensors(path: Path, name: str, expected: tuple[int, str]) -> str | None:
     """What is wrong with the size or the header of a safetensors file; None: nothing."""
     size, header = expected
-    if (actual := file.stat().st_size) != size:
-        return f"{file.name} has {actual} bytes instead of {size}"
-    return None if sha256(read_header(file)) == header else f"the header of {file.name} is not what was written"
+    if (actual := (path / name).stat().st_size) != size:
+        return f"{name} has {actual} bytes instead of {size}"
+    return None if sha256(read_header(path / name)) == header else f"the header of {name} is not what was written"
 
 
-def _problem_of_content(file: Path, expected: str) -> str | None:
-    with open(file, "rb") as opened:
-        actual = hashlib.file_digest(opened, "sha256").hexdigest()
-    return None if actual == expected else f"{file.name} is not what was written"
+def _problem_of_content(path: Path, name: str, expected: str) -> str | None:
+    with open(path / name, "rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    return None if actual == expected else f"{name} is not what was written"
 
 
 def read_state(path: Path) -> dict:
@@ -138,8 +138,8 @@ def _is_object(value: Any) -> bool:
 
 
 def _by_file(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether a value is an object whose keys name files of the folder, never files elsewhere."""
-    is_file = lambda name: name not in ("", ".", "..") and not {"/", "\0"} & set(name)
+    """Whether a value is an object whose keys name files in the folder, never files elsewhere."""
+    is_file = lambda name: "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
     return lambda value: _is_object(value) and all(map(is_file, value)) and all(map(is_value, value.values()))
 
 

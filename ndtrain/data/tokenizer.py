@@ -252,10 +252,10 @@ def _given_tokenizer(setting: str) -> Tokenizer:
             f"data.tokenizer={setting}: this folder has no tokenizer.json: write one with "
             "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    files = {name: main.with_name(name).read_bytes() for name in _TOKENIZER_FILES if main.with_name(name).is_file()}
-    files |= {f"{TEMPLATES}{p.name}": p.read_bytes() for p in main.parent.glob(f"{TEMPLATES}*.jinja")}
+    files = {name: _content(main.with_name(name)) for name in _TOKENIZER_FILES if main.with_name(name).is_file()}
+    files |= {f"{TEMPLATES}{p.name}": _content(p) for p in main.parent.glob(f"{TEMPLATES}*.jinja")}
     files = {name: without_code(content) for name, content in files.items()}
-    files["tokenizer.json"] = main.read_bytes()
+    files["tokenizer.json"] = _content(main)
     try:
         backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
     except Exception as error:  # the library raises bare Exception
@@ -285,6 +285,13 @@ def _eos_id(backend: tokenizers.Tokenizer, folder: Path) -> int | None:
         first = ids[0] if isinstance(ids, list) and ids else ids
         return first if type(first) is int and 0 <= first <= _LARGEST_ID else None
     return next((i for i in map(backend.token_to_id, _KNOWN_EOS) if i is not None), None)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"data.tokenizer: {path} cannot be read ({error.strerror})") from error
 
 
 def _read_json(path: Path) -> dict:

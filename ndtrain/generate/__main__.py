@@ -90,14 +90,17 @@ def run(path: Path, texts: Sequence[str], o: Options) -> int:
     """Continues the texts one after the other.
 
     Raises:
-        ConfigError: there is no checkpoint, or none with a tokenizer.
+        ConfigError: there is no checkpoint, none with a tokenizer, or one that is damaged.
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such folder")
     folder = next(iter(list_checkpoints(path / "checkpoints") or list_checkpoints(path)), path)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{folder}: there is no tokenizer.json, so text cannot be read: put the model's one there")
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{folder}: tokenizer.json cannot be used: {error}") from error
     if o.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: this machine has no CUDA device that torch can use")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
