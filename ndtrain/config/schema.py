@@ -368,6 +368,8 @@ class HardwareConfig(Section):
     name: str = "auto"
     device: str = choice("auto", "auto", "cpu", "cuda")
     peak_tflops: float | None = None  # per device; null: from the table of devices, measured for CPU
+    # threads of a rank on the CPU; null: OMP_NUM_THREADS, else 1 for a small model, else PyTorch's number
+    threads: int | None = at_least(1, None)
     # the kernel on a GPU; auto: the fastest on the run's shape
     attention: str = choice("auto", "auto", "flash", "cudnn", "efficient", "flex", "math")
     timeout_s: float = at_least(1, 600.0)  # deadline of a collective

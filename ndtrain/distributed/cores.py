@@ -1,6 +1,12 @@
-"""How many cores a process has. Nothing here imports PyTorch, which some commands start without."""
+"""How many cores a process has, and who has set its number of threads.
+
+Nothing here imports PyTorch, which some commands start without.
+"""
 
 import os
+
+# in the environment where `ndtrain torchrun`, and not the user, has set OMP_NUM_THREADS
+THREADS_ARE_A_DEFAULT = "NDTRAIN_DEFAULT_THREADS"
 
 
 def cpu_cores() -> int:

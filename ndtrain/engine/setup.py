@@ -32,6 +32,7 @@ from ndtrain.data.token_array import Packing
 from ndtrain.distributed.gpu import own_gpu, use_gpu
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.memory_check import require_memory
+from ndtrain.engine.threads import set_threads
 from ndtrain.metrics import grow_segments, keep_freed_memory
 from ndtrain.parallel.build import Stages, initialise
 from ndtrain.runtime import exit_status, folder_lock, rendezvous, shared_config, stop_signals
@@ -100,6 +101,7 @@ def prepare(cfg: Config) -> RunSetup:
                 undo.enter_context(record_failure(Path(cfg.run.dir)))
         _log_to(Path(cfg.run.dir), rank)
         device = device_of(cfg, local_rank)
+        set_threads(cfg, device)
         require_memory(cfg, device, _ranks_of_host(rank, local_rank))
         data = open_data(cfg)
         cfg = _plan_epochs(cfg, data, rank, path, state)

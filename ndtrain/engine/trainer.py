@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from ndtrain import schedule
@@ -279,7 +280,7 @@ class Trainer:
         )
         self.note(
             f"{cfg.run.name}: {flops.parameter_count(cfg.model):,} parameters, {self.data.describe()}, "
-            f"mesh {sizes}, {self._pipeline()}zero={cfg.mesh.zero}, {cfg.precision.compute} on {mesh.device.type}, "
+            f"mesh {sizes}, {self._pipeline()}zero={cfg.mesh.zero}, {cfg.precision.compute} on {self._device()}, "
             f"{origin}; run folder {cfg.run.dir}"
         )
         for line in self.stages.notes:
@@ -290,6 +291,13 @@ class Trainer:
             text = f"{', '.join(changed)} changed since the checkpoint: from here on the data order is another one"
             self.warn(text)
             self.state.order = now
+
+    def _device(self) -> str:
+        """Return the kind of device; of a CPU also the number of threads."""
+        if self.mesh.device.type != "cpu":
+            return self.mesh.device.type
+        threads = torch.get_num_threads()
+        return f"cpu with {threads} thread{'s' * (threads > 1)}"
 
     def _pipeline(self) -> str:
         """The schedule in words; nothing where there is no pipeline."""

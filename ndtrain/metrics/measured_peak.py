@@ -51,7 +51,10 @@ class Measurement:
     def doubt(self) -> str:
         """Says in words why the rate may be too low; "" where nothing disturbed the measurement."""
         if self.share < _MIN_CORE_SHARE and (self.spread > _EVEN or self.threads > 1):
-            return f"other programs used {100 * (1 - self.share):.0f} % of its cores' time"
+            remedy = "end them"
+            if self.threads > 1:
+                remedy += " or set hardware.threads=1, as all threads of a rank wait for one that has no core"
+            return f"other programs used {100 * (1 - self.share):.0f} % of its cores' time: {remedy}"
         if self.spread > _MAX_SPREAD:
             return f"the median matmul took {self.spread:.1f} times as long as the best"
         return ""
@@ -123,7 +126,7 @@ def _message(kept: Kept | None, made: Measurement) -> str:
     if made.doubt and not (kept and kept.settled):
         return (
             f"the peak of this device was measured as {rate(max(made.flops, kept.flops if kept else 0))}, but "
-            f"{made.doubt}: MFU may be too high until a later run measures a better one; hardware.peak_tflops sets it"
+            f"{made.doubt}; MFU may be too high until a later run measures a better one; hardware.peak_tflops sets it"
         )
     return ""
 

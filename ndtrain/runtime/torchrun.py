@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ndtrain.arguments import wants_help
-from ndtrain.distributed.cores import cpu_cores
+from ndtrain.distributed.cores import THREADS_ARE_A_DEFAULT, cpu_cores
 from ndtrain.runtime.launcher_report import PRINTED
 
 _LOGGERS = (  # what they say of a failure is in the last line too
@@ -55,7 +55,9 @@ def main(args: Sequence[str]) -> int:
 
 def set_threads(ranks: int) -> None:
     """Sets OMP_NUM_THREADS for the ranks of this host, unless it is set."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // ranks)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cpu_cores() // ranks))
+        os.environ[THREADS_ARE_A_DEFAULT] = "1"  # a rank with a small model may take fewer
 
 
 def last_line(rank: int, failure: ProcessFailure) -> str:

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ndtrain.bench.__main__ as bench
+from ndtrain.distributed.cores import THREADS_ARE_A_DEFAULT
 from ndtrain.runtime import torchrun
 from ndtrain.runtime.launcher_report import ERROR_FILE, record_error
 from tests.lib.helpers import MARK, arguments, processes, reset_signals, rows, wait_for, write_corpus
@@ -89,10 +90,13 @@ def test_the_last_line(error_file):
 def test_threads_of_a_rank(given, ranks, threads, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+    monkeypatch.setenv(THREADS_ARE_A_DEFAULT, "")
+    monkeypatch.delenv(THREADS_ARE_A_DEFAULT)
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     torchrun.set_threads(ranks)
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
+    assert (THREADS_ARE_A_DEFAULT in os.environ) == (given is None)
 
 
 def test_help(capsys):
