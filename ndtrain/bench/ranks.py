@@ -19,8 +19,10 @@ import torch.distributed as dist
 
 from ndtrain.config import ConfigError, world_from_env
 from ndtrain.distributed.cores import cpu_cores
+from ndtrain.distributed.json_messages import all_gather_json
 from ndtrain.metrics import grow_segments, keep_freed_memory
 from ndtrain.runtime import rendezvous
+from ndtrain.runtime.listeners import choose_interface
 
 Backend = Literal["auto", "gloo", "nccl"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -107,6 +109,13 @@ def on_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any
     return result if rank == 0 else None
 
 
+def from_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks, as JSON holds them; inside of `on_ranks` or `run_ranks`, with more than one rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    return all_gather_json(value, group, torch.device("cpu"))
+
+
 def exit_process(code: int) -> NoReturn:
     """Ends this process. A rank that torchrun started skips Python's own teardown, in which gloo's threads abort about
     every second time."""
@@ -183,6 +192,7 @@ def _rank(fn: Callable, rank: int, ranks: int, args: Sequence[Any], backend: str
         if backend == "nccl":
             torch.cuda.set_device(rank)
         if ranks > 1:
+            choose_interface(one_host=True)
             store = dist.FileStore(str(folder / "store"), ranks)
             timeout = timedelta(seconds=TIMEOUT_S)
             dist.init_process_group(GROUPS[backend], store=store, rank=rank, world_size=ranks, timeout=timeout)

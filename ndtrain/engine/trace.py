@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ndtrain.distributed.json_messages import gather_json
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.executor import ActionTiming, Executor
 from ndtrain.schedule import Schedule, Span, Timeline, simulate
 from ndtrain.schedule.draw import panel, timeline_svg
-from ndtrain.schedule.table import sends, show
+from ndtrain.schedule.table import Action, sends, show
 
 ROWS = ("actions", "waiting")  # of each rank in the Chrome trace
 
@@ -130,6 +131,25 @@ class _Log(NamedTuple):
     zero: float
     took: list[ActionTiming]
 
+    @classmethod
+    def from_json(cls, value: Any) -> "_Log":
+        """What a rank has sent; JSON holds named tuples as lists.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        match value:
+            case [str(clock), float(zero), list(took)]:
+                return cls(clock, zero, [_timing_from_json(timing) for timing in took])
+        raise ValueError("what a rank has sent is no log of a step")
+
+
+def _timing_from_json(value: Any) -> ActionTiming:
+    match value:
+        case [[str(kind), int(microbatch), int(stage)], float(began), float(ended)]:
+            return ActionTiming(Action(kind, microbatch, stage), began, ended)
+    raise ValueError("what a rank has sent is no time of an action")
+
 
 class Tracer:
     """Records one step from now until `finish`, on all ranks at once: they meet first. Nothing that is computed depends
@@ -146,10 +166,13 @@ class Tracer:
         """On rank 0 the trace of the step, else None. Every rank calls this."""
         self._executor.timings = None
         mesh = self._mesh
-        logs = [self._log] * mesh.spec.world_size if mesh.rank == 0 else None
+        logs = [self._log]
         if mesh.world is not None:
-            dist.gather_object(self._log, logs, dst=0, group=mesh.world)
-        return Trace(step, mesh.spec, self._executor.pipeline.schedule, _aligned(logs)) if logs else None
+            gathered = gather_json(self._log, mesh.world, mesh.device)
+            if gathered is None:
+                return None
+            logs = [_Log.from_json(log) for log in gathered]
+        return Trace(step, mesh.spec, self._executor.pipeline.schedule, _aligned(logs))
 
 
 def _clock(rank: int) -> str:

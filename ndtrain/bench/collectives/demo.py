@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ndtrain.bench.collectives.cases import Pattern, Setting
 from ndtrain.bench.collectives.operations import OPERATIONS, Operation
-from ndtrain.bench.ranks import device_under
+from ndtrain.bench.ranks import device_under, from_all_ranks
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 
 NOTHING = "-"
@@ -24,7 +24,7 @@ def demonstrate(rank: int, spec: MeshSpec, axes: list[str], backend: str) -> dic
         n, group = spec.size(axis), mesh.group(axis)
         numbers = lambda r, n=n: Pattern(torch.arange(n).float() + r * 10 ** len(str(n - 1)))
         setting = Setting(group, n, mesh.device, [numbers(r) for r in dist.get_process_group_ranks(group)])
-        examples[axis] = {name: _gathered(_example(op, setting)) for name, op in OPERATIONS.items()}
+        examples[axis] = {name: _gathered(operation, setting) for name, operation in OPERATIONS.items()}
     return examples
 
 
@@ -37,11 +37,21 @@ def _example(operation: Operation, setting: Setting) -> tuple[list[float] | None
     return before, case.forms["torch"].result.tolist() if case.expected else None, right
 
 
-def _gathered(mine: tuple) -> list[tuple]:
-    """The values of all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+def _gathered(operation: Operation, setting: Setting) -> list[tuple]:
+    """The examples of all ranks.
+
+    Raises:
+        ValueError: a rank has sent something else.
+    """
+    return [_checked(example) for example in from_all_ranks(_example(operation, setting))]
+
+
+def _checked(example: Any) -> tuple[list[float] | None, list[float] | None, bool]:
+    match example:
+        case [list() | None as before, list() | None as after, bool(right)]:
+            if all(isinstance(x, float) for x in (before or []) + (after or [])):
+                return before, after, right
+    raise ValueError("what a rank has sent is no example")
 
 
 def show_demo(by_axis: dict[str, Any], spec: MeshSpec) -> list[str]:

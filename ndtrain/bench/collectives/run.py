@@ -22,7 +22,7 @@ from ndtrain.bench.collectives.cases import Pattern, Setting
 from ndtrain.bench.collectives.demo import demonstrate, show_demo
 from ndtrain.bench.collectives.operations import OPERATIONS, equals_all_reduce
 from ndtrain.bench.collectives.table import panels, show
-from ndtrain.bench.ranks import Backend, WrongResult, device_under, launched, on_ranks, usable_backend
+from ndtrain.bench.ranks import Backend, WrongResult, device_under, from_all_ranks, launched, on_ranks, usable_backend
 from ndtrain.bench.results import require_folder, save, size_name
 from ndtrain.bench.rounds import BlockTimer, calls_in_block, in_round, ratio
 from ndtrain.config import AXES, ConfigError, MeshConfig, world_from_env
@@ -219,9 +219,7 @@ def _time(timers: dict[str, BlockTimer], rounds: int) -> None:
 
 def _wrong_ranks(right: bool) -> list[int]:
     """The global ranks on which it is not."""
-    rights: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rights, right)
-    return [rank for rank, ok in enumerate(rights) if not ok]
+    return [rank for rank, ok in enumerate(from_all_ranks(right)) if ok is not True]
 
 
 def _equal(setting: Setting) -> dict[str, Any]:
