@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from ndtrain.config import (
 from ndtrain.data import Data, open_data
 from ndtrain.data.token_array import Packing
 from ndtrain.distributed.gpu import own_gpu, use_gpu
+from ndtrain.distributed.json_messages import broadcast_json
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.memory_check import require_memory
 from ndtrain.engine.threads import set_threads
@@ -38,7 +39,9 @@ from ndtrain.parallel.build import Stages, initialise
 from ndtrain.runtime import exit_status, folder_lock, rendezvous, shared_config, stop_signals
 from ndtrain.runtime.failure_report import record_failure
 from ndtrain.runtime.folder_lock import Claim
+from ndtrain.runtime.launcher_report import tell_run_folder
 from ndtrain.runtime.shared_config import Written
+from ndtrain.runtime.signed_store import SignedStore
 
 log = logging.getLogger("ndtrain")
 log.addHandler(logging.NullHandler())  # an error before there is a log file is not printed twice
@@ -54,7 +57,7 @@ class RunSetup:
         resume: as `cfg.resume`, or auto where torchrun starts the run again.
         path, state: on rank 0, the checkpoint to resume.
         notes: what the user is to know.
-        connect: opens another connection to the store at which the ranks met; None: there is one rank.
+        connect: opens another connection to the messages of the ranks; None: there is one rank.
     """
 
     cfg: Config
@@ -68,7 +71,7 @@ class RunSetup:
     notes: list[str]
     data: Data
     device: torch.device
-    connect: Callable[[], dist.Store] | None
+    connect: Callable[[], SignedStore] | None
 
 
 def prepare(cfg: Config) -> RunSetup:
@@ -91,14 +94,17 @@ def prepare(cfg: Config) -> RunSetup:
             undo.callback(claim.release)
             undo.enter_context(record_failure(Path(cfg.run.dir)))
         if world > 1:
-            meeting = rendezvous.meet(rank, world, timeout_s + folder_lock.DEAD_S)  # rank 0 may wait for its folder
+            patience_s = timeout_s + folder_lock.DEAD_S  # rank 0 may wait for its folder
+            meeting = rendezvous.meet(rank, world, patience_s)
             if rank == 0:
-                shared_config.publish(meeting.shared, world, cfg, written, claim.as_message())
+                shared_config.publish(meeting.messages, world, cfg, written, claim.as_message(), patience_s)
             else:
-                cfg, claimed = shared_config.adopt(meeting.shared, rank, cfg, written)
+                cfg, claimed = shared_config.adopt(meeting.messages, rank, cfg, written, patience_s)
                 claim = Claim.from_message(claimed)
                 undo.callback(claim.release)
                 undo.enter_context(record_failure(Path(cfg.run.dir)))
+        if local_rank == 0:
+            tell_run_folder(Path(cfg.run.dir))
         _log_to(Path(cfg.run.dir), rank)
         device = device_of(cfg, local_rank)
         set_threads(cfg, device)
@@ -117,7 +123,7 @@ def prepare(cfg: Config) -> RunSetup:
 
 def meet(
     cfg: Config, rank: int, world: int, device: torch.device, meeting: rendezvous.Meeting | None = None
-) -> Callable[[], dist.Store] | None:
+) -> Callable[[], SignedStore] | None:
     """Creates the process group of all ranks, which have had their `meeting` or meet here. Returns what
     `rendezvous.join` does; None: there is one rank.
 
@@ -128,7 +134,7 @@ def meet(
         return None
     if device.type == "cuda":
         meeting = meeting or rendezvous.meet(rank, world, cfg.hardware.timeout_s)
-        _require_own_gpu(meeting.shared, rank, world)
+        _require_own_gpu(meeting.messages, rank, world, cfg.hardware.timeout_s)
     return rendezvous.join(rendezvous.backend_of(device.type), rank, world, cfg.hardware.timeout_s, device, meeting)
 
 
@@ -240,29 +246,33 @@ def device_of(cfg: Config, local_rank: int) -> torch.device:
     return device
 
 
-def _require_own_gpu(shared: dist.Store, rank: int, world: int) -> None:
+def _require_own_gpu(messages: SignedStore, rank: int, world: int, timeout_s: float) -> None:
     """Refuses ranks that see one GPU, and the same one. Every rank calls this; rank 0 compares.
 
     Args:
-        shared: the store of all ranks.
+        messages: of all ranks.
+        timeout_s: seconds that rank 0 waits for the others.
 
     Raises:
         ConfigError: on rank 0.
+        dist.DistError: on rank 0, where a rank has not said which GPU it sees.
     """
     sees_one = torch.cuda.device_count() == 1
     uuid = str(torch.cuda.get_device_properties(0).uuid) if sees_one else ""
-    shared.set(f"gpu/{rank}", uuid)
+    messages.put(f"gpu/{rank}", uuid)
     if rank > 0:
         return
     owners: dict[str, int] = {}
-    for other, value in enumerate(shared.multi_get([f"gpu/{r}" for r in range(world)])):
-        gpu = value.decode()
+    gpus = messages.wait_all([f"gpu/{r}" for r in range(world)], timeout_s)
+    for other in range(world):
+        if (gpu := gpus.get(f"gpu/{other}")) is None:
+            raise dist.DistStoreError(f"rank {other} has not said within {timeout_s:g} s which GPU it sees")
         if gpu and gpu in owners:
             raise ConfigError(
                 f"ranks {owners[gpu]} and {other} see one GPU only, and the same ({gpu}): lower --nproc-per-node to "
                 "the number of GPUs, or give each task its own (srun --gpus-per-task=1)"
             )
-        owners[gpu] = other
+        owners[str(gpu)] = other
 
 
 def _ranks_of_host(rank: int, local_rank: int) -> range:
@@ -393,9 +403,31 @@ def _as_on_rank_0(mesh: Mesh, chosen: tuple[Path | None, State | None, str]) -> 
     """The checkpoint, its state and how the run resumes, as rank 0 has chosen them."""
     if mesh.world is None:
         return chosen
-    held = [chosen]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
+    path, state, resume = chosen
+    message = {"path": path and str(path), "state": state and asdict(state), "resume": resume}
+    return _chosen(broadcast_json(message, mesh.world, mesh.device))
+
+
+def _chosen(message: Any) -> tuple[Path | None, State | None, str]:
+    """The checkpoint to resume, its state, and how the run resumes, as rank 0 has sent them.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    match message:
+        case {"path": None, "state": None, "resume": str(resume)}:
+            return None, None, resume
+        case {"path": str(path), "state": dict(state), "resume": str(resume)} if _is_state(state):
+            return Path(path), State(**state), resume
+    raise ValueError("what rank 0 has sent names no checkpoint")
+
+
+def _is_state(state: dict[str, Any]) -> bool:
+    """Whether it is a `State` as a dict."""
+    match state:
+        case {"step": int(), "tokens": int(), "order": dict(), "skipped": int(), "stream": None | dict(), **rest}:
+            return not rest
+    return False
 
 
 def _older_one(path: Path, cfg: Config, resume: str, mesh: Mesh) -> tuple[Path | None, State | None]:

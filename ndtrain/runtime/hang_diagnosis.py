@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -62,6 +63,17 @@ class Report:
             dict(device.completed) if device else {},
         )
 
+    @classmethod
+    def from_json(cls, value: Any, rank: int) -> "Report":
+        """The report of a rank, as another process has published it with `asdict`.
+
+        Raises:
+            ValueError: it is no report of this rank.
+        """
+        if _is_report(value) and value["rank"] == rank:
+            return cls(**value)
+        raise ValueError(f"what came is no report of rank {rank}")
+
     @property
     def reached(self) -> int:
         """The step that the rank has not completed: on a GPU the host may be in a later one."""
@@ -71,6 +83,40 @@ class Report:
     def operations(self) -> list[dict[str, Any]]:
         """The operations that it waits for: of the host one, of a GPU one for each channel."""
         return self.pending or [w for w in [self.waits] if w is not None and w["channel"]]
+
+
+_TIME = (int, float)
+_RECORD = {  # what the diagnosis reads of a record
+    "op": str, "channel": str, "number": int, "nbytes": int, "step": int, "action": str, "launched": _TIME,
+}  # fmt: skip
+
+
+def _is_report(value: Any) -> bool:
+    """Whether it is a `Report` as a dict."""
+    match value:
+        case {
+            "rank": int(), "step": int(), "action": str(), "waits": None | dict() as waits, "seconds": int() | float(),
+            "counts": dict(counts), "members": dict(members), "last": list(last), "stack": list(stack),
+            "pending": list(pending), "completed": dict(completed), **rest,
+        } if not rest:  # fmt: skip
+            return (
+                _all([*counts.values(), *completed.values()], int)
+                and all(isinstance(ranks, list) and _all(ranks, int) for ranks in members.values())
+                and _all(stack, str)
+                and (waits is None or _is_record(waits))
+                and all(map(_is_record, last))
+                and all(_is_record(record) and isinstance(record.get("waited"), _TIME) for record in pending)
+            )
+    return False
+
+
+def _is_record(value: Any) -> bool:
+    """Whether it is a `CollectiveRecord` as a dict."""
+    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in _RECORD.items())
+
+
+def _all(values: Iterable[Any], kind: type) -> bool:
+    return all(isinstance(value, kind) for value in values)
 
 
 def _stack(thread: int) -> list[str]:

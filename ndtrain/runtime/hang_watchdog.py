@@ -4,6 +4,7 @@ A thread on every rank checks how long its rank has been waiting. On a GPU the h
 checks how long the device has completed nothing of what is waited for (`DeviceProgress`). Once a wait exceeds the
 deadline, that rank alerts the others through the store. Each rank publishes its state (`Report`). One rank reads the
 reports and prints a diagnosis: which ranks the others wait for, in which step, action and collective, over which axis.
+All these messages are signed (`SignedStore`): a stranger who reaches the store cannot end the run with one.
 Then all ranks exit, and a launcher can restart the run. The diagnosis names ranks that do not answer. A rank that
 cannot reach the store prints a diagnosis from its own report.
 """
@@ -18,16 +19,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ndtrain.distributed.device_progress import DeviceProgress
 from ndtrain.distributed.flight_recorder import RECORDER
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.runtime import exit_status
 from ndtrain.runtime.hang_diagnosis import Report, diagnose
+from ndtrain.runtime.signed_store import SignedStore
 
 PAUSE_S = 1.0  # longest interval between two checks
 GATHER_S = 3.0  # time to wait for the reports of the other ranks
+CALLED = "hang/called"  # the message of a rank that has exceeded the deadline: its number
 LAST_S = 6.0  # a hanging rank exits after this time, even if the store does not answer
 
 
@@ -35,7 +37,7 @@ class HangWatchdog:
     """The watchdog of one rank. Its threads run until `close`.
 
     Args:
-        connect: opens a new connection to the store of all ranks.
+        connect: opens a new connection to the messages of all ranks.
         run_dir: gets `logs/hang-rank-*.json` and exit.json.
         deadline_s: the longest wait allowed, in seconds.
         on_device: follow the operations on this process's GPU.
@@ -43,7 +45,7 @@ class HangWatchdog:
 
     def __init__(
         self,
-        connect: Callable[[], Any],
+        connect: Callable[[], SignedStore],
         spec: MeshSpec,
         rank: int,
         run_dir: Path,
@@ -54,6 +56,7 @@ class HangWatchdog:
         self.spec, self.rank, self.run_dir, self.deadline_s = spec, rank, run_dir, deadline_s
         self._connect, self._main = connect, threading.get_ident()
         self._closed, self._called = threading.Event(), threading.Event()
+        self._caller: int | None = None  # the rank that has called, unless it is this one
         self._pause = min(PAUSE_S, deadline_s / 10)
         for work in (self._check, self._listen):
             threading.Thread(target=work, name="hang watchdog", daemon=True).start()
@@ -76,9 +79,11 @@ class HangWatchdog:
     def _listen(self) -> None:
         """Waits until another rank calls. A lost connection is ignored: the store ends with rank 0."""
         with suppress(Exception):
-            store = self._connect()
+            messages = self._connect()
             while not self._closed.wait(self._pause):
-                if store.check(["hang/called"]):
+                caller = messages.read(CALLED)
+                if isinstance(caller, int) and 0 <= caller < self.spec.world_size:
+                    self._caller = caller
                     self._called.set()
                     return
 
@@ -98,24 +103,24 @@ class HangWatchdog:
         """Puts the report in the store, alerts the other ranks, and ends this rank. The first rank here gathers all
         reports and prints the diagnosis; the others wait for it."""
         with suppress(Exception):
-            store = self._connect()
-            store.set(f"hang/report/{self.rank}", json.dumps(asdict(report)))
-            store.set("hang/called", "1")
-            if store.add("hang/reporters", 1) == 1:
-                self._diagnose(report, self._gather(store))
-                store.set("hang/diagnosed", "1")
+            messages = self._connect()
+            messages.put(_report_of(self.rank), asdict(report))
+            if self._caller is None:
+                messages.put(CALLED, self.rank)
+            if messages.claim("hang/reporter", self.rank) == self.rank:
+                self._diagnose(report, self._gather(messages))
+                messages.put("hang/diagnosed", self.rank)
                 time.sleep(PAUSE_S)  # the store may end with this rank
-            store.wait(["hang/diagnosed"])
+            messages.wait("hang/diagnosed", LAST_S)
             os._exit(1)
 
-    def _gather(self, store: Any) -> dict[int, Report]:
+    def _gather(self, messages: SignedStore) -> dict[int, Report]:
         """The reports of all ranks that answer within `GATHER_S`."""
-        reports, end = {}, time.monotonic() + GATHER_S
-        while len(reports) < self.spec.world_size and time.monotonic() < end:
-            for r in range(self.spec.world_size):
-                if r not in reports and store.check([f"hang/report/{r}"]):
-                    reports[r] = Report(**json.loads(store.get(f"hang/report/{r}")))
-            time.sleep(0.05)
+        keys = {_report_of(r): r for r in range(self.spec.world_size)}
+        reports = {}
+        for key, value in messages.wait_all(keys, GATHER_S).items():
+            with suppress(ValueError):
+                reports[keys[key]] = Report.from_json(value, keys[key])
         return reports
 
     def _diagnose(self, own: Report, reports: dict[int, Report], remark: str = "") -> None:
@@ -124,10 +129,15 @@ class HangWatchdog:
             diagnosis = diagnose(reports, self.spec)
         except Exception as error:  # the run must end all the same
             diagnosis = f"no diagnosis: {error!r}"
-        text = f"hang: nothing has moved for {self.deadline_s:g} s (hardware.timeout_s){remark}\n  {diagnosis}"
+        text = f"hang: {self._cause()}{remark}\n  {diagnosis}"
         last = f"the last actions of each rank: {self._folder}/hang-rank-*.json"
         print(f"error: {text}\n  {last}", file=sys.stderr, flush=True)
         exit_status.write_first(self.run_dir, "hang", rank=self.rank, error=text, step=own.reached - 1)
+
+    def _cause(self) -> str:
+        """Why the run ends: a deadline of this rank, or of the one that has called."""
+        moved = f"nothing has moved for {self.deadline_s:g} s (hardware.timeout_s)"
+        return moved if self._caller is None else f"rank {self._caller} called: there {moved}"
 
     @property
     def _folder(self) -> Path:
@@ -139,6 +149,10 @@ class HangWatchdog:
             self._folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(asdict(report), indent=1)
             (self._folder / f"hang-rank-{self.rank}.json").write_text(text + "\n")
+
+
+def _report_of(rank: int) -> str:
+    return f"hang/report/{rank}"
 
 
 def _end_stuck_launcher() -> None:

@@ -1,16 +1,19 @@
-"""Tells torchrun in one line why a rank failed. It shows that line at the end of its summary."""
+"""What a rank tells its launcher: torchrun why it failed, in the line that it shows at the end of its summary, and
+`ndtrain torchrun` which run folder is the run's."""
 
 import json
 import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from ndtrain.config import world_from_env
 from ndtrain.runtime.stop_signals import REPEAT_S
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun names a file for each rank here
+RUN_FOLDER_FILE = "NDTRAIN_RUN_FOLDER_FILE"  # `ndtrain torchrun` names a file for the run folder here
 PRINTED = "printed"  # in the file: whether local rank 0 prints the same line
 
 
@@ -47,6 +50,21 @@ def print_error(line: str) -> None:
     if local_rank > 0:
         time.sleep(REPEAT_S * 3)
     print(f"error: {line}" if rank == 0 else f"error (rank {rank}): {line}", file=sys.stderr, flush=True)
+
+
+def tell_run_folder(run_dir: Path) -> None:
+    """Writes the run folder, whose exit.json is this run's by now, into the file that `ndtrain torchrun` has named."""
+    if file := os.environ.get(RUN_FOLDER_FILE):
+        with suppress(OSError):  # the launcher has gone, and its folder with it
+            Path(file).write_text(str(run_dir.absolute()))
+
+
+def told_run_folder() -> Path | None:
+    """What a rank has told this launcher; None: no rank has."""
+    try:
+        return Path(Path(os.environ[RUN_FOLDER_FILE]).read_text())
+    except OSError:
+        return None
 
 
 def describe(error: BaseException) -> str:

@@ -3,15 +3,21 @@
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-POLL_S = 0.05  # interval at which rank 0 polls for handshakes
+from ndtrain.config import ConfigError
+from ndtrain.runtime.listeners import LOOPBACK, address_to_serve, choose_interface, on_one_host, serve_store
+from ndtrain.runtime.signed_store import SignedStore, pauses
+
 GRACE_S = 30.0  # added to the process group's own timeout, so that the hang watchdog reports first
+SHOWN = 8  # number of missing ranks that an error names
+_SCOPE = "ndtrain"
+_servers: dict[int, dist.Store] = {}  # port -> the store that this process serves there
 
 
 @dataclass(frozen=True)
@@ -28,21 +34,40 @@ class Meeting:
 
     @property
     def shared(self) -> dist.Store:
-        """The store of this attempt."""
+        """The store of this attempt, for PyTorch."""
         return dist.PrefixStore(self.prefix, self.store)
+
+    @property
+    def messages(self) -> SignedStore:
+        """The messages between the ranks of this attempt."""
+        return SignedStore(self.store, self.prefix)
 
 
 def meet(rank: int, world: int, timeout_s: float) -> Meeting:
     """Waits for all ranks of this attempt.
 
     Raises:
-        dist.DistError: not all of them came within `timeout_s` seconds.
+        ConfigError: the launcher has not said where the ranks meet.
+        dist.DistError: not all of them came within `timeout_s` seconds; on rank 0 it names the missing ones.
     """
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s))))
-    prefix = "ndtrain"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        prefix += "/" + _attempt(dist.PrefixStore(prefix, store), rank, world, timeout_s)
-    return Meeting(store, prefix)
+    choose_interface(on_one_host())
+    store = open_store(rank, timeout_s)
+    attempt = shake_hands(SignedStore(store, _SCOPE), rank, world, timeout_s)
+    return Meeting(store, f"{_SCOPE}/{attempt}")
+
+
+def open_store(rank: int, timeout_s: float) -> dist.Store:
+    """A connection to the job's store. Rank 0 serves it, unless torchrun does.
+
+    Raises:
+        ConfigError: the launcher has not said where it is.
+        dist.DistError: it does not answer within `timeout_s` seconds, which is also the timeout of its operations.
+    """
+    host, port = _place()
+    if rank == 0 and not _launcher_serves() and port not in _servers:
+        address = LOOPBACK if on_one_host() else address_to_serve(host)
+        _servers[port] = serve_store(address, port, timeout_s)
+    return _connect(timeout_s)
 
 
 def backend_of(device_type: str) -> str:
@@ -57,7 +82,7 @@ def join(
     timeout_s: float,
     device: torch.device | None = None,
     meeting: Meeting | None = None,
-) -> Callable[[], dist.Store]:
+) -> Callable[[], SignedStore]:
     """Creates the process group of all ranks. Returns a function that opens another connection to their store, for a
     thread that must not block behind the first connection.
 
@@ -83,39 +108,84 @@ def join(
         timeout=timedelta(seconds=timeout_s + GRACE_S),
         **options,
     )
-    return lambda: dist.PrefixStore(meeting.prefix, _connect())
+    return lambda: SignedStore(_connect(timeout_s=5), meeting.prefix)
 
 
-def _attempt(store: dist.Store, rank: int, world: int, timeout_s: float) -> str:
+def shake_hands(messages: SignedStore, rank: int, world: int, timeout_s: float) -> str:
     """The id of this attempt, the same on all its ranks and on no rank of another attempt.
 
     torchrun keeps one store for all its attempts. The store still holds the addresses of dead ranks, and no attempt
     number that is the same on every node. So the ranks make a handshake: each rank publishes a random nonce, and rank 0
     replies to each nonce with the attempt's id. A stale rank cannot join, since nobody reads the reply to its nonce.
+    While rank 0 waits, it makes a few store operations a second, however many ranks there are.
 
     Raises:
         dist.DistError: not all ranks joined within `timeout_s`.
     """
-    nonce = uuid.uuid4().hex
     if rank > 0:
-        store.set(f"handshake/{rank}", nonce)
-        attempt = store.get(f"reply/{nonce}").decode()  # blocks until rank 0 has replied
-        store.add(f"{attempt}/joined", 1)
-        return attempt
-    attempt, replied, end = nonce, set(), time.monotonic() + timeout_s
-    handshakes = [f"handshake/{r}" for r in range(1, world)]
-    while store.add(f"{attempt}/joined", 0) < world - 1:
+        return _greet(messages, rank, timeout_s)
+    attempt, end, waits = uuid.uuid4().hex, time.monotonic() + timeout_s, pauses()
+    handshakes = [_handshake(r) for r in range(1, world)]
+    joined = [f"{attempt}/joined/{r}" for r in range(1, world)]
+    replied: set[str] = set()
+    while True:
+        new = {str(nonce) for nonce in messages.read_all(handshakes).values()} - replied
+        if new:  # of earlier attempts too: nobody reads the reply to these
+            messages.put_all({f"reply/{nonce}": attempt for nonce in new})
+            replied, waits = replied | new, pauses()
+        if not joined or (replied and len(messages.read_all(joined)) == len(joined)):
+            return attempt
         if time.monotonic() > end:
-            raise dist.DistStoreError(f"not all of {world} ranks came within {timeout_s:g} s")
-        nonces = {store.get(key).decode() for key in handshakes if store.check([key])}
-        for other in nonces - replied:  # nonces of earlier attempts too, whose replies nobody reads
-            store.set(f"reply/{other}", attempt)
-        replied |= nonces
-        time.sleep(POLL_S)
+            raise dist.DistStoreError(_missing(messages, joined, world, timeout_s))
+        time.sleep(next(waits))
+
+
+def _greet(messages: SignedStore, rank: int, timeout_s: float) -> str:
+    """The handshake of another rank than 0."""
+    nonce = uuid.uuid4().hex
+    messages.put(_handshake(rank), nonce)
+    try:
+        attempt = str(messages.wait(f"reply/{nonce}", timeout_s))
+    except dist.DistStoreError as error:
+        raise dist.DistStoreError(
+            f"rank {rank} had no reply of rank 0 within {timeout_s:g} s: rank 0 has not started, or waits for others"
+        ) from error
+    messages.put(f"{attempt}/joined/{rank}", "here")
     return attempt
 
 
-def _connect() -> dist.Store:
-    """A new connection to the store that the environment names."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
+def _handshake(rank: int) -> str:
+    return f"handshake/{rank}"
+
+
+def _missing(messages: SignedStore, joined: Sequence[str], world: int, timeout_s: float) -> str:
+    """One line on who has not come. An operation for each rank, once."""
+    absent = [r for r in range(1, world) if not messages.has(_handshake(r))]
+    absent = absent or [r for r, key in enumerate(joined, 1) if not messages.has(key)]
+    named = ", ".join(map(str, absent[:SHOWN])) + (f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else "")
+    which = f"rank{'s' * (len(absent) > 1)} {named} did" if absent else "a rank whose messages this job has signed did"
+    return f"not all of {world} ranks came within {timeout_s:g} s: {which} not"
+
+
+def _launcher_serves() -> bool:
+    """Whether torchrun serves the ranks' store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _place() -> tuple[str, int]:
+    """(host, port) of the store that the environment names."""
+    try:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise ConfigError(
+            "WORLD_SIZE says that there are several ranks, but MASTER_ADDR and MASTER_PORT do not say where they meet: "
+            "start them with torchrun, or set both"
+        ) from None
+
+
+def _connect(timeout_s: float) -> dist.Store:
+    """A new connection to the job's store."""
+    host, port = _place()
+    if on_one_host() and not _launcher_serves():
+        host = LOOPBACK
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))

@@ -12,8 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ndtrain.config import Config, ConfigError
+from ndtrain.runtime.signed_store import SignedStore
 
 _KEY = "configuration"  # in the store
+_SAME = "same"  # the answer of a rank whose overrides are those of rank 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Written:
         return cls(_plain(cfg), dict(cfg.interpolated))
 
 
-def publish(store: dist.Store, world: int, cfg: Config, written: Written, claimed: list) -> None:
+def publish(messages: SignedStore, world: int, cfg: Config, written: Written, claimed: list, timeout_s: float) -> None:
     """On rank 0: hands the resolved `cfg` to the other ranks, and waits for their answers.
 
     Args:
@@ -42,32 +44,56 @@ def publish(store: dist.Store, world: int, cfg: Config, written: Written, claime
 
     Raises:
         ConfigError: the overrides of a rank differ.
+        dist.DistError: a rank has not answered within `timeout_s` seconds.
     """
-    message = {"written": written.__dict__, "resolved": _plain(cfg), "claimed": claimed}
-    store.set(_KEY, json.dumps(message))
-    answers = [store.get(f"{_KEY}/{rank}").decode() for rank in range(1, world)]
-    for answer in answers:
-        if answer != "same":
-            raise ConfigError(answer)
+    messages.put(_KEY, {"written": written.__dict__, "resolved": _plain(cfg), "claimed": claimed})
+    answers = messages.wait_all([_answer(rank) for rank in range(1, world)], timeout_s)
+    for rank in range(1, world):
+        answer = answers.get(_answer(rank))
+        if answer is None:
+            raise dist.DistStoreError(f"rank {rank} has not answered to the configuration within {timeout_s:g} s")
+        if answer != _SAME:
+            raise ConfigError(str(answer))
 
 
-def adopt(store: dist.Store, rank: int, cfg: Config, written: Written) -> tuple[Config, list]:
+def adopt(messages: SignedStore, rank: int, cfg: Config, written: Written, timeout_s: float) -> tuple[Config, list]:
     """On the other ranks: rank 0's configuration, frozen, and its claim to the run folder, for `Claim.from_message`.
 
     Raises:
-        ConfigError: the overrides differ.
+        ConfigError: the overrides differ, or what came is no configuration.
+        dist.DistError: rank 0 has published none within `timeout_s` seconds.
     """
-    message = json.loads(store.get(_KEY))
-    difference = _difference(written, Written(**message["written"]), rank)
-    store.set(f"{_KEY}/{rank}", difference or "same")
+    theirs, resolved, claimed = _checked(messages.wait(_KEY, timeout_s))
+    difference = _difference(written, theirs, rank)
+    messages.put(_answer(rank), difference or _SAME)
     if difference:
         raise ConfigError(difference)
-    adopted, resolved = cfg.unfrozen(), message["resolved"]
+    adopted = cfg.unfrozen()
     for key, value in _plain(cfg).items():
         if resolved.get(key) != value:
             _assign(adopted, key, resolved.get(key))
     adopted.freeze()
-    return adopted, message["claimed"]
+    return adopted, claimed
+
+
+def _answer(rank: int) -> str:
+    return f"{_KEY}/{rank}"
+
+
+def _checked(message: Any) -> tuple[Written, dict[str, Any], list]:
+    """(rank 0's configuration before it was resolved, resolved values by key, claim) of a message.
+
+    Raises:
+        ConfigError: a part is missing or of another kind.
+    """
+    match message:
+        case {
+            "written": {"values": dict(values), "interpolated": dict(interpolated)},
+            "resolved": dict(resolved),
+            "claimed": [str(), dict()] as claimed,
+        }:
+            return Written(values, interpolated), resolved, claimed
+    raise ConfigError("what came from rank 0 is no configuration: start all ranks from the same version of ndtrain")
 
 
 def _difference(mine: Written, theirs: Written, rank: int) -> str | None:

@@ -3,13 +3,17 @@
 import json
 import re
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ndtrain.distributed.collectives import all_gather
 from ndtrain.distributed.flight_recorder import RECORDER, Recorder
@@ -17,6 +21,8 @@ from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.metrics.stragglers import WINDOW, Stragglers
 from ndtrain.runtime import exit_status
 from ndtrain.runtime.hang_diagnosis import Report, diagnose
+from ndtrain.runtime.hang_watchdog import CALLED, HangWatchdog
+from ndtrain.runtime.signed_store import SignedStore
 from tests.lib import helpers
 from tests.lib.helpers import arguments, processes, rows, run, write_corpus
 from tests.lib.ranks import run_ranks
@@ -126,6 +132,54 @@ def test_who_does_not_answer_is_named():
     lines = diagnose({r: report(r, record(number=9), tp01=9) for r in (0,)}, SPEC).splitlines()
     assert lines[0] == "ranks 1, 2, 3 do not answer: dead, or cut off"
     assert "rank 0 (dp=0 tp=0) waits for rank 1" in lines[1]
+
+
+# --------------------------------------------------------------------------------------------------- between the ranks
+
+
+def test_a_report_comes_as_it_was_sent():
+    sent = report(1, record(), (record(), record(waited=2)), tp01=5)
+    assert Report.from_json(json.loads(json.dumps(asdict(sent))), 1) == sent
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 2}, {"step": "3"}, {"waits": {"op": "x"}}, {"last": [{}]}, {"last": [None]}, {"counts": {"tp": []}},
+        {"members": {"tp": 7}}, {"stack": [1]}, {"pending": [record()]}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_what_is_no_report_is_refused(change):
+    with pytest.raises(ValueError, match="no report of rank 1"):
+        Report.from_json(asdict(report(1, record())) | change, 1)
+    for other in ("text", [], {}, None):
+        with pytest.raises(ValueError, match="no report of rank 1"):
+            Report.from_json(other, 1)
+
+
+@pytest.fixture
+def watchdog(tmp_path, monkeypatch) -> Iterator[HangWatchdog]:
+    """That of rank 0, whose end is an event."""
+    store, ended = dist.HashStore(), threading.Event()
+    monkeypatch.setattr(HangWatchdog, "_end", lambda self: ended.set())
+    watchdog = HangWatchdog(lambda: SignedStore(store, "attempt", "secret"), SPEC, 0, tmp_path, 0.5)
+    watchdog.store, watchdog.ended = store, ended
+    yield watchdog
+    watchdog.close()
+
+
+def test_a_rank_that_is_called_says_who_has_called(watchdog):
+    SignedStore(watchdog.store, "attempt", "secret").put(CALLED, 3)
+    assert watchdog.ended.wait(20)
+    watchdog._diagnose(report(0), {})
+    text = exit_status.read(watchdog.run_dir).error
+    assert text.startswith("hang: rank 3 called: there nothing has moved for 0.5 s (hardware.timeout_s)\n")
+
+
+@pytest.mark.parametrize(("token", "caller"), [("guess", 3), ("secret", 4), ("secret", "3")])
+def test_a_call_that_no_rank_has_signed_ends_nothing(watchdog, token, caller):
+    SignedStore(watchdog.store, "attempt", token).put(CALLED, caller)
+    assert not watchdog.ended.wait(0.3)
 
 
 # ----------------------------------------------------------------------------------------------------- a run that hangs

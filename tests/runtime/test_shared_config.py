@@ -10,9 +10,11 @@ import torch.distributed as dist
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.runtime import shared_config
 from ndtrain.runtime.shared_config import Written
+from ndtrain.runtime.signed_store import SignedStore
 from tests.lib.helpers import arguments, checkpoint_of, one_error, rank_main, rows, run, write_corpus
 from tests.lib.ranks import run_ranks
 
+PATIENCE_S = 30.0
 CLAIMED = ["owner/000001.json", {"host": "n0"}]
 
 
@@ -23,17 +25,17 @@ def corpus(tmp_path_factory) -> Path:
 
 def agreed(*overrides: list[str]) -> list[Config]:
     """The configurations that ranks with these overrides end up with, composed and resolved by each on its own."""
-    store, world = dist.HashStore(), len(overrides)
+    messages, world = SignedStore(dist.HashStore(), "attempt", "secret"), len(overrides)
     composed = [load_config(given) for given in overrides]
     written = [Written.of(cfg) for cfg in composed]
     resolved = [resolve(cfg, world) for cfg in composed]
 
     def rank_0() -> Config:
-        shared_config.publish(store, world, resolved[0], written[0], CLAIMED)
+        shared_config.publish(messages, world, resolved[0], written[0], CLAIMED, PATIENCE_S)
         return resolved[0]
 
     def other(rank: int) -> Config:
-        cfg, claimed = shared_config.adopt(store, rank, resolved[rank], written[rank])
+        cfg, claimed = shared_config.adopt(messages, rank, resolved[rank], written[rank], PATIENCE_S)
         assert claimed == CLAIMED
         return cfg
 
@@ -55,11 +57,11 @@ def test_what_a_resolver_says_on_rank_0_counts(monkeypatch):
         composed.append(load_config(given))
     first, second = composed
     assert first.run.dir != second.run.dir and second.train.seq_len == 64
-    store, written = dist.HashStore(), [Written.of(cfg) for cfg in composed]
+    messages, written = SignedStore(dist.HashStore(), "attempt"), [Written.of(cfg) for cfg in composed]
     resolve(first, 2), resolve(second, 2)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(shared_config.publish, store, 2, first, written[0], CLAIMED)
-        adopted, _ = shared_config.adopt(store, 1, second, written[1])
+        pool.submit(shared_config.publish, messages, 2, first, written[0], CLAIMED, PATIENCE_S)
+        adopted, _ = shared_config.adopt(messages, 1, second, written[1], PATIENCE_S)
     assert adopted == first and adopted.frozen and adopted.run.dir.endswith("-32")
 
 
@@ -80,6 +82,23 @@ def test_ranks_that_agree_keep_what_they_have():
 def test_overrides_that_differ_are_refused(override, line):
     with pytest.raises(ConfigError, match=f"^{line}.*: give every rank the same overrides$"):
         agreed(SAME, [*SAME, override])
+
+
+@pytest.mark.parametrize("message", ["text", {}, {"written": 1, "resolved": {}, "claimed": []}])
+def test_what_is_no_configuration_is_refused(message):
+    cfg = load_config(SAME)
+    written, messages = Written.of(cfg), SignedStore(dist.HashStore(), "attempt")
+    messages.put("configuration", message)
+    with pytest.raises(ConfigError, match="what came from rank 0 is no configuration"):
+        shared_config.adopt(messages, 1, resolve(cfg, 2), written, PATIENCE_S)
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    cfg = load_config(SAME)
+    written, messages = Written.of(cfg), SignedStore(dist.HashStore(), "attempt")
+    messages.put("configuration/1", "same")
+    with pytest.raises(dist.DistStoreError, match="rank 2 has not answered to the configuration within 0 s"):
+        shared_config.publish(messages, 3, resolve(cfg, 2), written, CLAIMED, 0)
 
 
 def test_two_ranks_have_one_folder(tmp_path, corpus, monkeypatch):
