@@ -1,30 +1,50 @@
-"""`ndtrain torchrun ...`: torchrun, with the error of the rank that failed in one line.
+"""`ndtrain torchrun ...`: torchrun, with the run's own exit status, the error of the rank that failed in one line, and
+nothing that listens beyond this machine where it is the only one.
 
 usage: ndtrain torchrun [torchrun's options] -m ndtrain.train [KEY=VALUE ...]
 
   ndtrain torchrun --nproc-per-node 2 -m ndtrain.train recipe=llama_small mesh.fsdp=2
   ndtrain torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29400 --nproc-per-node 8 -m ndtrain.train ...
 
-It starts, restarts and ends the ranks as torchrun does, whose options it takes. It differs in what it prints: after a
-failure the host's first failed rank and its error in one line, after Ctrl-C no traceback of torchrun's own, and no
-banner about OMP_NUM_THREADS, which it sets, unless it is set, to this host's cores divided by its ranks.
+It starts, restarts and ends the ranks as torchrun does, whose options it takes. It differs in this:
+
+- Its exit status is that of the run (docs/launch.md): 0, 1, 2, 75 or 85; of another program that of the rank that
+  failed first.
+- After a failure it prints the host's first failed rank and its error in one line, after Ctrl-C no traceback.
+- On one host everything listens on loopback, whatever --rdzv-endpoint and --master-port say. On several hosts what
+  comes over the network is not unpickled unless it is known to run no code. NDTRAIN_TOKEN, the same secret text on all
+  hosts, makes the ranks ignore what others write into their store; NDTRAIN_INTERFACE says where to listen.
+- It sets OMP_NUM_THREADS, unless it is set, to this host's cores divided by its ranks.
+
 `torchrun --help` lists torchrun's options.
 """
 
 import logging
 import os
+import secrets
 import signal
 import sys
+import tempfile
+import time
+import uuid
+from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ndtrain.arguments import wants_help
+from ndtrain.config import ConfigError
 from ndtrain.distributed.cores import THREADS_ARE_A_DEFAULT, cpu_cores
-from ndtrain.runtime.launcher_report import PRINTED
+from ndtrain.runtime import agent_rendezvous, exit_status
+from ndtrain.runtime.launcher_report import PRINTED, RUN_FOLDER_FILE, told_run_folder
+from ndtrain.runtime.listeners import INTERFACE, choose_interface, interface_address
+from ndtrain.runtime.run_owner import LAUNCH
+from ndtrain.runtime.signed_store import TOKEN
 
+_NO_ENDPOINT = "localhost:0"  # an empty one makes torchrun say that --master-addr is not used
 _LOGGERS = (  # what they say of a failure is in the last line too
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.agent.server.api",
@@ -32,7 +52,8 @@ _LOGGERS = (  # what they say of a failure is in the last line too
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs torchrun in this process. Returns its exit status: 1 if a rank has failed, 128 + the signal after one."""
+    """Runs torchrun in this process. Returns the run's exit status; under a launch script, which looks up the status
+    itself, torchrun's: 1 if a rank has failed, 128 + the signal after one."""
     if not args or wants_help(args[:1]):
         print((__doc__ or "").partition("\n\n")[2].strip(), file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
@@ -40,17 +61,76 @@ def main(args: Sequence[str]) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     options = run.parse_args(list(args))
     set_threads(run.determine_local_world_size(options.nproc_per_node))
+    by_script = LAUNCH in os.environ
+    try:
+        choose_rendezvous(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="ndtrain-launch-") as folder:
+        os.environ[RUN_FOLDER_FILE] = str(Path(folder, "run-folder"))
+        status = _run(options)
+        return status if by_script else status_of_run(status, options.rdzv_id)
+
+
+def choose_rendezvous(options: Namespace) -> None:
+    """Replaces PyTorch's rendezvous by ours (`agent_rendezvous`), and sets what the ranks need to know of it in the
+    environment: the launch's name, a token, interfaces. Other kinds of rendezvous stay.
+
+    Args:
+        options: torchrun's, which are changed.
+
+    Raises:
+        ConfigError: the chosen interface has no address.
+    """
+    agent_rendezvous.register()
+    os.environ.setdefault(LAUNCH, f"{os.uname().nodename}-{os.getpid()}-{time.time():.6f}")
+    one_host = run.parse_min_max_nnodes(options.nnodes)[1] == 1
+    if not one_host and options.rdzv_backend == "c10d":
+        options.rdzv_backend = agent_rendezvous.SEVERAL_HOSTS
+        # else torchrun serves the ranks' store, on all interfaces
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        choose_interface(one_host=False)
+        if name := os.environ.get(INTERFACE):
+            options.local_addr = options.local_addr or interface_address(name)
+    elif one_host and options.rdzv_backend in ("c10d", "static"):
+        if options.standalone or options.rdzv_id == "none":
+            options.rdzv_id = str(uuid.uuid4())
+        options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, agent_rendezvous.ONE_HOST, _NO_ENDPOINT
+        os.environ.setdefault(TOKEN, secrets.token_hex(32))
+        choose_interface(one_host=True)
+
+
+def _run(options: Namespace) -> int:
+    """Runs torchrun. Returns 0, the status of the first rank that failed, or 128 + a signal that ended it."""
     try:
         run.run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if line := last_line(rank, failure):
             print(line, file=sys.stderr, flush=True)
-        return 1
+        return failure.exitcode if failure.exitcode > 0 else exit_status.CODES["died"]
     except SignalException as stop:
         print(f"{stop.sigval.name}: every rank has ended", file=sys.stderr, flush=True)
         return 128 + stop.sigval
     return 0
+
+
+def status_of_run(status: int, job: str) -> int:
+    """The exit status of the run that this launcher has started, from its exit.json.
+
+    Args:
+        status: what the ranks have ended with. It stands where no rank came to own a run folder, where the run could
+            not write how it ended, and after a signal that ended the run before it was saved.
+        job: torchrun's id of the run.
+    """
+    folder = told_run_folder()
+    ending = folder and exit_status.read(folder)
+    if not ending or (ending.launch != os.environ[LAUNCH] and ending.job != job):
+        return status
+    unsaid = ending.why == "died" and ending.error is None
+    by_signal = status > 128 and ending.why not in ("stopped", "finished")
+    return status if unsaid or by_signal else ending.code
 
 
 def set_threads(ranks: int) -> None:
