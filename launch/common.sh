@@ -18,6 +18,11 @@ now=${EPOCHREALTIME:-$(date +%s)} # in seconds; of bash 5, with a fraction
 NDTRAIN_LAUNCH=$(uname -n)-$$-${now/,/.}
 export NDTRAIN_LAUNCH
 
+# a secret that ranks sign their messages with, and the interface that they listen on: docs/launch.md
+NDTRAIN_TOKEN=${NDTRAIN_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+export NDTRAIN_TOKEN
+if [ -n "${INTERFACE:-}" ]; then export NDTRAIN_INTERFACE=$INTERFACE; fi
+
 on_signal() { # NAME
     if [ "$1" != USR1 ]; then
         # one request may come twice within a moment, from a terminal or a wrapper and from its parent

@@ -11,10 +11,12 @@
 #   VENV       a virtual environment to activate on every host
 #   CONTAINER  an image that Python runs in on every host, with CONTAINER_RUNTIME and CONTAINER_MOUNTS (docs/launch.md)
 #   PORT       of the rendezvous on the first host (default 29400)
+#   INTERFACE  the network interface to listen on, e.g. eth0
 #   RESTARTS   how often torchrun starts the ranks again after one has died (default 0)
 #   MIN_HOSTS  go on, after a restart, while so many hosts are left (default: all of them)
 #   SSH        another remote shell, called as `$SSH HOST COMMAND`; it has to pass standard input on
-# Variables NCCL_*, GLOO_*, OMP_*, TORCH_*, CUDA_*, HYDRA_*, NDTRAIN_* and WANDB_MODE go along to the hosts.
+# Variables NCCL_*, GLOO_*, OMP_*, TORCH_*, CUDA_*, HYDRA_*, NDTRAIN_* and WANDB_MODE go along to the hosts:
+# NDTRAIN_TOKEN, a secret, on standard input, the others on the command line.
 # Ctrl-C, SIGTERM and SIGUSR1 stop the run after a step, with a checkpoint. Exit codes: docs/launch.md.
 set -euo pipefail
 
@@ -46,6 +48,7 @@ remote_command() { # NODE OVERRIDES...: what a host is to run, in one line
     local node=$1 variables=() name
     shift
     for name in $(compgen -e | grep -E '^((NCCL|GLOO|OMP|TORCH|CUDA|HYDRA|NDTRAIN|CONTAINER)_|(WANDB_MODE|PRELUDE|VENV|CONTAINER)$)'); do
+        [ "$name" != NDTRAIN_TOKEN ] || continue # `ps` shows command lines to everyone
         variables+=("$name=${!name}")
     done
     variables+=(
@@ -66,7 +69,8 @@ fan_out() { # OVERRIDES...: a torchrun on every host; ends all when fewer are le
     exec 9>"$pipe" 8>&-
     rm "$pipe"
     for i in "${!hosts[@]}"; do
-        "${remote_shell[@]}" "${hosts[i]}" "$(remote_command "$i" "$@")" <&7 7<&- 9>&- &
+        (echo "$NDTRAIN_TOKEN" && exec cat <&7) 9>&- |
+            "${remote_shell[@]}" "${hosts[i]}" "$(remote_command "$i" "$@")" 7<&- 9>&- &
         pids+=($!)
     done
     while [ "${#pids[@]}" -gt 0 ]; do

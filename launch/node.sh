@@ -9,9 +9,14 @@
 #   PRELUDE, VENV, CONTAINER...  as launch/environment.sh has them
 #   LAUNCH           the start of the script that started this one
 #   RESTARTS         how often torchrun starts the ranks again after one has died
-#   WHILE_CONNECTED  if set, the ranks are ended at once when standard input ends
+#   NDTRAIN_TOKEN    the secret that the ranks of all hosts share
+#   WHILE_CONNECTED  if set, that secret is the first line of standard input, and the ranks end at once where that ends
 set -euo pipefail
 
+if [ -n "${WHILE_CONNECTED:-}" ] && ! read -r NDTRAIN_TOKEN; then
+    echo "error: standard input has ended: the remote shell, or what it starts, does not pass it on" >&2
+    exit 2
+fi
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 trap - INT TERM HUP USR1

@@ -62,19 +62,18 @@ def interface_address(name: str) -> str:
 
 
 def address_to_serve(host: str) -> str:
-    """The address of this host to listen on, so that who connects to `host` is answered; "": all addresses.
+    """The address of this host to listen on, so that who connects to `host` is answered: the one that `host` stands
+    for, else that of the chosen interface; "": all addresses.
 
     A name that stands for loopback here (as the host's own name does on Debian) may stand for another address on the
-    other hosts, so a server listens on all addresses then.
+    other hosts, so it says nothing.
     """
-    if name := os.environ.get(INTERFACE):
-        return interface_address(name)
-    for address in _addresses(host):
-        if is_loopback(address) and not (host == "localhost" or is_loopback(host)):
-            return ""
-        if _is_own(address):
-            return address
-    return ""
+    own = (address for address in _addresses(host) if _is_own(address))
+    meant = host == "localhost" or is_loopback(host)
+    if address := next((address for address in own if meant or not is_loopback(address)), None):
+        return address
+    name = os.environ.get(INTERFACE)
+    return interface_address(name) if name else ""
 
 
 def is_own(host: str) -> bool:

@@ -1,5 +1,6 @@
 """What listens during a run on one machine, and what a stranger who reaches it can do."""
 
+import os
 import subprocess
 import sys
 import time
@@ -104,3 +105,32 @@ def test_a_forged_hang_is_ignored_and_logged(run):
     assert run.attack("1", "configuration$", "hang/called")
     run.goes_on()
     assert "hang/called" in (run.folder / "logs" / "rank-1.log").read_text()
+
+
+def test_a_saved_stop_is_the_launchers_exit_status(run):
+    """The last test of the run: it ends it."""
+    (run.folder / "stop").touch()
+    assert run.process.wait(120) == 85, run.console()
+
+
+@FULL
+def test_the_launch_script_listens_on_loopback_only(tmp_path):
+    args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), *ENDLESS)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for run in running(tmp_path, [str(ROOT / "launch" / "local.sh"), *args], NPROC="2", PATH=path):
+        assert_loopback_only(run)
+        mark = run.cwd / "executed"
+        run.attack(pickled_command(f"touch {mark}"), "configuration|torch.rendezvous.*", "torch.rendezvous.x")
+        run.attack("1", "configuration$", "hang/called")
+        run.goes_on()
+        assert not mark.exists()
+
+
+@FULL
+def test_under_plain_torchrun_gloo_listens_on_loopback(tmp_path):
+    """torchrun's own stores listen on all interfaces."""
+    args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), *ENDLESS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ndtrain.train"]
+    for run in running(tmp_path, [*launcher, *args]):
+        ranks = listeners(run.host.ranks())
+        assert ranks and all(listener.is_loopback for listener in ranks)

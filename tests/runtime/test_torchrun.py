@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ndtrain.bench.__main__ as bench
 from ndtrain.distributed.cores import THREADS_ARE_A_DEFAULT
-from ndtrain.runtime import torchrun
-from ndtrain.runtime.launcher_report import ERROR_FILE, record_error
+from ndtrain.runtime import exit_status, torchrun
+from ndtrain.runtime.agent_rendezvous import ONE_HOST, SEVERAL_HOSTS
+from ndtrain.runtime.launcher_report import ERROR_FILE, RUN_FOLDER_FILE, record_error, tell_run_folder
+from ndtrain.runtime.run_owner import LAUNCH
+from ndtrain.runtime.signed_store import TOKEN
 from tests.lib.helpers import MARK, arguments, processes, reset_signals, rows, wait_for, write_corpus
 
 WRAPPER = [sys.executable, "-m", "ndtrain.runtime.torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -104,6 +108,90 @@ def test_help(capsys):
     assert capsys.readouterr().out.startswith("usage: ndtrain torchrun [torchrun's options] -m ndtrain.train")
 
 
+# ----------------------------------------------------------------------------------------------------- the exit status
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A run folder that a rank of this launch has told its launcher."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv(RUN_FOLDER_FILE, str(tmp_path / "told"))
+    monkeypatch.setenv(LAUNCH, "n0-7-1.5")
+    monkeypatch.setenv(exit_status.JOB, "job")
+    tell_run_folder(tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("why", "error", "ranks", "status"),
+    [
+        ("finished", None, 0, 0), ("stopped", None, 0, 85), ("stopped", None, 130, 85), ("hang", "stuck", 1, 75),
+        ("failed", "a traceback", 1, 1), ("config", "a key", 2, 2), ("died", "a peer was lost", 1, 75),
+        ("died", None, 75, 75), ("died", None, 1, 1), ("died", None, 143, 143), ("died", "a peer was lost", 143, 143),
+    ],
+)  # fmt: skip
+def test_the_exit_status_is_that_of_the_run(why, error, ranks, status, folder):
+    """The last four: nothing but the start is written, as where the disk is full; or a signal has ended it unsaved."""
+    exit_status.write(folder, why, error=error)
+    assert torchrun.status_of_run(ranks, "job") == status
+
+
+def test_how_another_start_ended_says_nothing(folder, monkeypatch):
+    exit_status.write(folder, "finished")
+    monkeypatch.setenv(LAUNCH, "n0-8-2.5")
+    assert torchrun.status_of_run(1, "job") == 0, "on another host of the same job"
+    assert torchrun.status_of_run(1, "later job") == 1
+
+
+def test_without_a_run_folder_the_ranks_status_counts(folder, tmp_path):
+    exit_status.write(folder, "finished")
+    (tmp_path / "told").unlink()
+    assert torchrun.status_of_run(2, "job") == 2 and torchrun.status_of_run(0, "job") == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "backend"),
+    [
+        (["--nproc-per-node", "2"], ONE_HOST),
+        (["--standalone", "--nproc-per-node", "2"], ONE_HOST),
+        (["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "n0:29400"], ONE_HOST),
+        (["--master-port", "29511"], ONE_HOST),
+        (["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "n0:29400"], SEVERAL_HOSTS),
+        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "n0"], "static"),
+        (["--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "n0:2379"], "etcd-v2"),
+    ],
+)
+def test_which_rendezvous_a_launch_has(argv, backend, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    for name in (TOKEN, LAUNCH, "NDTRAIN_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.pop(name, None)
+    options = run.parse_args([*argv, "-m", "ndtrain.train", "x=1"])
+    torchrun.choose_rendezvous(options)
+    assert (options.rdzv_backend, options.standalone) == (backend, False)
+    one_host = backend == ONE_HOST
+    assert (TOKEN in os.environ, "GLOO_SOCKET_IFNAME" in os.environ) == (one_host, one_host)
+    assert (os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1") == (backend == SEVERAL_HOSTS)
+
+
+def test_the_users_interface_stays(monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ | {"GLOO_SOCKET_IFNAME": "eth7"})
+    torchrun.choose_rendezvous(run.parse_args(["-m", "ndtrain.train"]))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_an_interface_that_is_not_there_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(os, "environ", os.environ | {"NDTRAIN_INTERFACE": "eth7"})
+    assert torchrun.main(["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n0:1", "-m", "x"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: NDTRAIN_INTERFACE=eth7: no interface of host") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("code", "status"), [("3", 3), ("os.kill(os.getpid(), 9)", 75), ("0", 0)])
+def test_another_program_has_its_own_exit_status(code, status, tmp_path):
+    (tmp_path / "program.py").write_text(f"import os, sys\nsys.exit({code})\n")
+    assert ended([*WRAPPER[:4], str(tmp_path / "program.py")], tmp_path)[0] == status
+
+
 # ------------------------------------------------------------------------------------------------------ whole programs
 
 
@@ -118,7 +206,7 @@ def ended(argv: list[str], cwd: Path) -> tuple[int, str]:
 def test_a_wrong_mesh_is_one_line(tmp_path):
     args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "mesh.fsdp=3")
     code, err = ended([*WRAPPER, "-m", "ndtrain.train", *args], tmp_path)
-    assert code == 1 and err.startswith("error: mesh fsdp=3 needs 3 ranks but 2 started") and err.count("\n") == 1
+    assert code == 2 and err.startswith("error: mesh fsdp=3 needs 3 ranks but 2 started") and err.count("\n") == 1
 
 
 @FULL
@@ -145,5 +233,5 @@ def test_an_interrupt_leaves_no_traceback(tmp_path):
     finally:
         for pid in processes(tmp_path):
             os.kill(pid, signal.SIGKILL)
-    assert process.returncode == 130 and "stopped by SIGINT" in out + err
+    assert process.returncode == 85 and "stopped by SIGINT" in out + err, "it has saved"
     assert "Traceback" not in err and err.rstrip().endswith("SIGINT: every rank has ended"), err
