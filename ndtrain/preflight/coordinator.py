@@ -1,29 +1,29 @@
 """How the ranks report to rank 0: through the launcher's store, which uses none of the connections that are checked."""
 
-import json
 import os
 import time
 import uuid
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from ndtrain.runtime import rendezvous
+from ndtrain.runtime.signed_store import SignedStore
 
 MARGIN_S = 5.0  # beyond the deadline of what a rank does, for its report to arrive
 _PAUSES_S = (0.002, 0.2)  # between two reads of the store, growing
 
 
-def open_store(rank: int, world: int, timeout_s: float) -> dist.Store:
-    """The store that the launcher's variables name; one process has its own.
+def open_store(rank: int, world: int, timeout_s: float) -> SignedStore:
+    """The messages in the store that the launcher's variables name; one process has its own.
 
     Raises:
+        ConfigError: the variables name none.
         dist.DistError: it does not answer.
     """
-    if world == 1:
-        return dist.HashStore()
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_s))))
+    store = dist.HashStore() if world == 1 else rendezvous.open_store(rank, timeout_s)
     # torchrun's store outlives an attempt, and with it what the attempt's ranks reported
-    return dist.PrefixStore(f"preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return SignedStore(store, f"preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}")
 
 
 class Coordinator:
@@ -33,25 +33,26 @@ class Coordinator:
         nonce: a random word that the ranks of this preflight share, and no other's.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world: int, deadline_s: float):
+    def __init__(self, store: SignedStore, rank: int, world: int, deadline_s: float):
         self._store, self._rank, self._world, self.deadline_s = store, rank, world, deadline_s
         if rank == 0:
-            store.set("nonce", uuid.uuid4().hex)
-        if not self._wait_for("nonce", time.monotonic() + deadline_s):
+            store.put("nonce", uuid.uuid4().hex)
+        nonce = self._wait_for("nonce", time.monotonic() + deadline_s)
+        if nonce is None:
             raise TimeoutError(f"rank 0 has not come within {deadline_s:g} s")
-        self.nonce = store.get("nonce").decode()
+        self.nonce = str(nonce)
 
     def report(self, check: str, findings: dict[str, Any]) -> None:
-        self._store.set(f"{check}/{self._rank}", json.dumps(findings))
+        self._store.put(f"{check}/{self._rank}", findings)
 
     def reports(self, check: str, until: float) -> dict[int, dict[str, Any]]:
         """On rank 0: rank -> its findings, for those that have reported by the time `until` (monotonic)."""
-        keys = {r: f"{check}/{r}" for r in range(self._world)}
-        return {r: json.loads(self._store.get(key)) for r, key in keys.items() if self._wait_for(key, until)}
+        found = {r: self._wait_for(f"{check}/{r}", until) for r in range(self._world)}
+        return {r: findings for r, findings in found.items() if isinstance(findings, dict)}
 
     def decide(self, question: str, yes: bool) -> None:
         """Publishes rank 0's decision."""
-        self._store.set(f"decision/{question}", "yes" if yes else "no")
+        self._store.put(f"decision/{question}", yes)
 
     def decision(self, question: str) -> bool:
         """Waits for rank 0's decision.
@@ -60,16 +61,17 @@ class Coordinator:
             TimeoutError: there is none within the time that rank 0 may take.
         """
         seconds = 2 * (self.deadline_s + MARGIN_S)
-        if not self._wait_for(f"decision/{question}", time.monotonic() + seconds):
+        yes = self._wait_for(f"decision/{question}", time.monotonic() + seconds)
+        if yes is None:
             raise TimeoutError(f"rank 0 has not answered for {seconds:g} s")
-        return self._store.get(f"decision/{question}") == b"yes"
+        return yes is True
 
-    def _wait_for(self, key: str, until: float) -> bool:
-        """Waits for the key until that time (monotonic); whether it is there."""
+    def _wait_for(self, key: str, until: float) -> Any:
+        """The message, for which it waits until that time (monotonic); None: it has not come."""
         pause = _PAUSES_S[0]
-        while not self._store.check([key]):  # and no `wait`, in which no signal is heard
+        while (value := self._store.read(key)) is None:  # and no `wait`, in which no signal is heard
             if time.monotonic() >= until:
-                return False
+                return None
             time.sleep(pause)
             pause = min(_PAUSES_S[1], 1.5 * pause)
-        return True
+        return value

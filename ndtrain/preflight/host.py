@@ -34,6 +34,7 @@ from ndtrain.preflight.report import (
     usual_rate,
     worst,
 )
+from ndtrain.runtime.listeners import public_addresses
 
 MATMUL_S = 0.3  # how long matmuls are timed
 SIZES = {"cpu": 256, "cuda": 8192}  # of a square matmul; on a CPU it ends before another process takes the core
@@ -104,13 +105,22 @@ def probe_host(context: RankContext) -> Findings:
         "host": socket.gethostname(),
         "versions": versions(context.device) | {"configuration": _configuration(context.cfg)},
         "device": device_facts(context.device, context.cfg.hardware.device),
+        "public": public_addresses() if context.spec.world_size > 1 else [],
     }
 
 
 def check_hosts(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list[Row]:
     ranks.hosts.update({r: f["host"] for r, f in by_rank.items()})
     rows = [Row("ranks", Status.OK, _where(ranks)), Row("mesh", Status.OK, _mesh(ranks))]
-    return [*rows, _versions(by_rank, ranks), _devices({r: f["device"] for r, f in by_rank.items()}, ranks)]
+    devices = _devices({r: f["device"] for r, f in by_rank.items()}, ranks)
+    return [*rows, _versions(by_rank, ranks), devices, *_addresses(by_rank, ranks)]
+
+
+def _addresses(by_rank: dict[int, Findings], ranks: Ranks) -> list[Row]:
+    """A warning where ranks listen on a public address."""
+    public = {r: f"listens on the public address {', '.join(f['public'])}" for r, f in by_rank.items() if f["public"]}
+    advice = "close the ports of docs/launch.md to strangers, or choose another interface (NDTRAIN_INTERFACE)"
+    return [Row("addresses", Status.WARNING, advice, ranks.grouped(public))] if public else []
 
 
 def _where(ranks: Ranks) -> str:

@@ -76,6 +76,17 @@ def address_to_serve(host: str) -> str:
     return interface_address(name) if name else ""
 
 
+def public_addresses() -> list[str]:
+    """Those addresses that this rank's gloo sockets, or the ranks' store, listen on and that are public: anyone on the
+    internet can reach them, unless a firewall is in between."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    places = [socket.gethostname()] * (not name) + [os.environ.get("MASTER_ADDR", "")] * (not on_one_host())
+    heard = [address for place in places if place for address in _addresses(place) if _is_own(address)]
+    with suppress(ConfigError):  # several names, which gloo takes too
+        heard += [interface_address(name)] if name else []
+    return sorted({address for address in heard if ipaddress.ip_address(address).is_global})
+
+
 def is_own(host: str) -> bool:
     """Whether the name or address is one of this host."""
     return any(map(_is_own, _addresses(host)))

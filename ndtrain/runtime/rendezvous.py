@@ -50,19 +50,20 @@ def meet(rank: int, world: int, timeout_s: float) -> Meeting:
         ConfigError: the launcher has not said where the ranks meet.
         dist.DistError: not all of them came within `timeout_s` seconds; on rank 0 it names the missing ones.
     """
-    choose_interface(on_one_host())
     store = open_store(rank, timeout_s)
     attempt = shake_hands(SignedStore(store, _SCOPE), rank, world, timeout_s)
     return Meeting(store, f"{_SCOPE}/{attempt}")
 
 
 def open_store(rank: int, timeout_s: float) -> dist.Store:
-    """A connection to the job's store. Rank 0 serves it, unless torchrun does.
+    """A connection to the job's store. Rank 0 serves it, unless torchrun does. What gloo and NCCL open later listens
+    where `choose_interface` says.
 
     Raises:
         ConfigError: the launcher has not said where it is.
         dist.DistError: it does not answer within `timeout_s` seconds, which is also the timeout of its operations.
     """
+    choose_interface(on_one_host())
     host, port = _place()
     if rank == 0 and not _launcher_serves() and port not in _servers:
         address = LOOPBACK if on_one_host() else address_to_serve(host)

@@ -28,7 +28,8 @@ from ndtrain.preflight import coordinator, host, links, network, report, storage
 from ndtrain.preflight import run as preflights
 from ndtrain.preflight.rank_context import RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, show, usual_rate
-from ndtrain.runtime import cli
+from ndtrain.runtime import cli, listeners
+from ndtrain.runtime.signed_store import SignedStore
 from tests.lib import namespaces
 from tests.lib.disks import tmpfs
 from tests.lib.helpers import arguments, given_process_group, one_error, wait_for
@@ -88,7 +89,7 @@ Spoil = Callable[[], Any]  # gives a context in which a rank is not as it should
 def examine(folder: Path, overrides: list[str], spoil: Spoil | None, rank: int) -> Said:
     """For `run_ranks`: the preflight on one rank; within `spoil()` on rank `rank`."""
     me, _, world = world_from_env()
-    store = lambda *_: dist.FileStore(str(folder / "preflight-store"), world)
+    store = lambda *_: SignedStore(dist.FileStore(str(folder / "preflight-store"), world), "preflight")
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(coordinator, "open_store", store) if world > 1 else nullcontext(),
@@ -594,3 +595,29 @@ def test_brackets_in_a_note_are_no_markup():
     out = io.StringIO()
     show([Row("clocks", Status.FAILED, "all_reduce over tp [0, 1] [/b]")], out)
     assert "all_reduce over tp [0, 1] [/b]" in out.getvalue()
+
+
+def test_a_public_address_is_warned_of(monkeypatch):
+    ranks = Ranks(MeshSpec(("dp",), (2,)))
+    assert host._addresses({0: {"public": []}, 1: {"public": []}}, ranks) == []
+    (row,) = host._addresses({0: {"public": []}, 1: {"public": ["8.8.4.4"]}}, ranks)
+    assert row.status == Status.WARNING and row.notes == ("listens on the public address 8.8.4.4: rank 1 (dp=1)",)
+
+
+def test_which_addresses_are_public(monkeypatch):
+    """The host's own names, as gloo and the store take them."""
+    stands_for = {"n0": ["8.8.4.4", "10.0.0.1"], "n1": ["1.1.1.1"], "elsewhere": ["9.9.9.9"]}
+    monkeypatch.setattr(listeners, "_addresses", stands_for.get)
+    monkeypatch.setattr(listeners, "_is_own", lambda address: address != "9.9.9.9")
+    monkeypatch.setattr("socket.gethostname", lambda: "n0")
+    monkeypatch.setattr(listeners, "interface_address", lambda name: {"ib0": "192.168.0.1", "eth0": "8.8.4.4"}[name])
+
+    def public(**variables: str) -> list[str]:
+        given = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "", "MASTER_ADDR": "elsewhere"}
+        for name, value in (given | variables).items():
+            monkeypatch.setenv(name, value)
+        return listeners.public_addresses()
+
+    assert public() == ["8.8.4.4"] and public(MASTER_ADDR="n1") == ["1.1.1.1", "8.8.4.4"]
+    assert public(GLOO_SOCKET_IFNAME="ib0") == [] and public(GLOO_SOCKET_IFNAME="eth0") == ["8.8.4.4"]
+    assert public(GLOO_SOCKET_IFNAME="ib0", MASTER_ADDR="n1", LOCAL_WORLD_SIZE="4") == []
