@@ -10,10 +10,13 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 
+from ndtrain.runtime import launcher  # first: it notes the parent, which may end while torch is imported
+
+# isort: split
 import torch.distributed as dist
 
-from ndtrain.config import Config, ConfigError
-from ndtrain.engine.setup import RunSetup, prepare
+from ndtrain.config import Config, ConfigError, world_from_env
+from ndtrain.engine.setup import prepare
 from ndtrain.engine.trainer import Trainer
 from ndtrain.runtime import cli, exit_status, stop_signals, usage
 from ndtrain.runtime.failure_report import exit_with_plugin_error, record_failure, report_failure
@@ -32,21 +35,24 @@ def train(cfg: Config) -> int:
         ConfigError: the run cannot start; one line says why.
     """
     try:
-        return _run(prepare(cfg))
+        return _run(cfg)
     except Exception as error:
         exit_with_plugin_error(error)
         raise
 
 
-def _run(setup: RunSetup) -> int:
-    # not before: a rank that waits for one that failed must die of the launcher's SIGTERM
-    stop = StopRequest(setup.run_dir / stop_signals.STOP_FILE if setup.rank == 0 else None)
+def _run(cfg: Config) -> int:
     with ExitStack() as closing:  # no process group is destroyed on an error: gloo would wait for what peers never send
+        starting = closing.enter_context(launcher.ends_with(launcher.torchrun_of_rank(), _alone_at_start()))
+        setup = prepare(cfg)
+        # not before: a rank that waits for one that failed must die of the launcher's SIGTERM
+        stop = StopRequest(setup.run_dir / stop_signals.STOP_FILE if setup.rank == 0 else None)
         closing.callback(setup.claim.release)
         closing.callback(stop.restore)
         try:
             trainer = Trainer(setup.cfg, setup=setup, stop=stop)
             closing.callback(trainer.close)
+            starting.set()  # from here on the run itself looks for its launcher, after each step
             code = trainer.train()
             trainer.close()
             if dist.is_initialized():
@@ -63,6 +69,11 @@ def _run(setup: RunSetup) -> int:
                 raise SystemExit(1) from error
             with record_failure(setup.run_dir):
                 raise
+
+
+def _alone_at_start() -> str:
+    """Return the line for a host whose torchrun was killed before the first step. Its first rank prints it."""
+    return "error: torchrun was killed before the first step: nothing is saved" if world_from_env()[1] == 0 else ""
 
 
 def _leave_process_group() -> None:

@@ -1,32 +1,36 @@
-"""Requests to stop a run: signals and the stop file."""
+"""Requests to stop a run: signals, the stop file, and the end of the launcher."""
 
 import os
 import signal
 import time
 from pathlib import Path
 
+from ndtrain.runtime.launcher import Launcher, torchrun_of_rank
 from ndtrain.runtime.run_owner import LAUNCH
 
 REPEAT_S = 2.0  # one Ctrl-C reaches a rank twice within this time: from the terminal and from torchrun
 POLL_S = 1.0  # interval between checks for the stop file: on shared storage a check takes milliseconds
 STOP_FILE = "stop"  # in the run folder; `touch` it to stop the run. A launch script writes its name into it
-_BY_FILE = -1
+LAUNCHER_GONE = "the end of torchrun"  # as the source of a stop request
+_BY_FILE, _BY_LAUNCHER = -1, -2
 
 
 class StopRequest:
-    """Handles SIGINT, SIGTERM and SIGUSR1 until `restore`. Each of them, or the stop file, requests a stop after the
-    current step. A second signal, later than `REPEAT_S`, ends the process at once.
+    """Handles SIGINT, SIGTERM and SIGUSR1 until `restore`. Each of them, the stop file, or the end of torchrun requests
+    a stop after the current step. A second signal, later than `REPEAT_S`, ends the process at once.
 
     Args:
         file: the stop file; None: this process does not check it.
         signals: whether signals are handled.
+        launcher: the process without which this one is to stop; None: torchrun, if it has started this process.
 
     Attributes:
         signal: the name of the signal that this process received; None: none yet.
     """
 
-    def __init__(self, file: Path | None = None, signals: bool = True) -> None:
+    def __init__(self, file: Path | None = None, signals: bool = True, launcher: Launcher | None = None) -> None:
         self.signal: str | None = None
+        self._launcher = launcher or torchrun_of_rank()
         self._file, self._looked, self._number, self._at = file, float("-inf"), 0, 0.0
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if signals else ()
         self._before = {s: signal.signal(s, self._on) for s in handled}
@@ -43,6 +47,8 @@ class StopRequest:
         if not self._number and self._file and time.monotonic() - self._looked >= POLL_S:
             self._looked = time.monotonic()
             self._number = _BY_FILE if _asks_this_run(self._file) else 0
+        if not self._number and self._launcher.is_gone():
+            self._number = _BY_LAUNCHER
         return self._number
 
     def answer(self) -> None:
@@ -87,5 +93,5 @@ def remove_stale(file: Path, now: float) -> bool:
 
 
 def name(asked: int) -> str:
-    """The signal's name, or "stop file", for a number of `StopRequest.asked`."""
-    return "stop file" if asked == _BY_FILE else signal.Signals(asked).name
+    """Return the signal's name, "stop file" or `LAUNCHER_GONE` for a number of `StopRequest.asked`."""
+    return {_BY_FILE: "stop file", _BY_LAUNCHER: LAUNCHER_GONE}.get(asked) or signal.Signals(asked).name

@@ -31,6 +31,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from ndtrain.runtime import launcher  # first: it notes the parent, which may end while torch is imported
+
+# isort: split
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -103,8 +106,11 @@ def choose_rendezvous(options: Namespace) -> None:
 
 def _run(options: Namespace) -> int:
     """Runs torchrun. Returns 0, the status of the first rank that failed, or 128 + a signal that ended it."""
+    launcher.name_torchrun()
+    script = launcher.script_of_torchrun(os.environ.get(LAUNCH))
     try:
-        run.run(options)
+        with launcher.ends_with(script, "the launch script was killed: torchrun ends, and its ranks save and end"):
+            run.run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if line := last_line(rank, failure):
