@@ -100,10 +100,8 @@ end_torchrun() { # PID: torchrun and its ranks, each of which leads a session of
 }
 
 outcome() { # sets `status` to the documented exit code, and says why a run has failed: the last thing on the console
-    local ended=0
     contained python -m ndtrain.runtime.launch_query ended "$run_dir" "$status"
-    (trap '' INT && exec "${command[@]}") || ended=$?
-    status=$ended
+    supervise "${command[@]}"
 }
 
 ranks_here() { # a rank per GPU, or per CPU core where there is no GPU

@@ -1,5 +1,6 @@
 """Writes a checkpoint. Every owner writes its elements in place, and one rename publishes the folder."""
 
+import errno
 import json
 import os
 import shutil
@@ -73,12 +74,14 @@ class Writer:
 
     Attributes:
         live: the tensors that this rank writes; training changes them in place.
+        size: bytes of a checkpoint's tensor files, over all ranks.
     """
 
     def __init__(self, folder: Path, stages: Stages, mesh: Mesh, cfg: Config, extras: Extras):
         self.folder, self.mesh, self.cfg, self.extras = folder, mesh, cfg, extras
         self.plans = plans_of(stages, cfg)
         owned = list(_owned(stages, self.plans, writes_biases=mesh.rank == 0))
+        self.size = sum(f.size for f in _files(self.plans))
         self.owned, self.live = [o for o, _ in owned], [x for _, x in owned]
         _ = mesh.background  # created here, where all ranks call it, and not in a thread
 
@@ -101,7 +104,8 @@ class Writer:
         except CheckpointError as error:
             if leader:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"checkpoint of step {state.step} not saved: {error}") from error
+            needed = f"; {self.folder} needs {self.size:,} bytes for it" if _lacks_space(str(error)) else ""
+            raise CheckpointError(f"checkpoint of step {state.step} not saved: {error}{needed}") from error
         if leader:
             prune(self.folder, self.cfg.checkpoint.keep, self.cfg.checkpoint.keep_every)
         return final
@@ -143,6 +147,10 @@ class Writer:
                 for name, row in zip(names(self.plans), sums.tolist(), strict=True)
             },
         }
+
+
+def _lacks_space(reason: str) -> bool:
+    return any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _files(plans: dict[str, list[PlannedFile]]) -> list[PlannedFile]:

@@ -44,6 +44,7 @@ from ndtrain.model import flops
 from ndtrain.parallel.build import build_stages
 from ndtrain.runtime import exit_status, stop_signals
 from ndtrain.runtime.hang_watchdog import HangWatchdog
+from ndtrain.runtime.launcher_report import record_error
 from ndtrain.runtime.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
@@ -73,7 +74,7 @@ class Trainer:
         state: step, tokens and data order; it goes into checkpoints.
         last_step: of this run: `train.stop_at`, or `train.steps`.
         stopping: whether the run ends after this step, before its plan is done.
-        stopped_by: the name of the signal, or "stop file"; None: nothing asked.
+        stopped_by: the name of the signal, "stop file", or "the end of torchrun"; None: nothing asked.
         failure: why the run gave up; empty: it did not.
         report: the last step's numbers that were read.
 
@@ -241,7 +242,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_report(report, unread.metrics)
         asked = [int(number) for number in report.signals[:, STOP] if number]
-        self.stopped_by = stop_signals.name(asked[0]) if asked else None
+        self.stopped_by = stop_signals.name(max(asked)) if asked else None  # a signal before the other sources
         return bool(asked) or bool(self.failure)
 
     def microbatches(self, source: Tokens, step: int) -> list[Batch]:
@@ -310,12 +311,15 @@ class Trainer:
     def _print_end(self) -> tuple[int, str]:
         """The last lines of a run and its exit.json. Returns the exit status of this process, and why the run ended."""
         step, total, saved = self.state.step, self.cfg.train.steps, self.checkpoints.saved
+        stopped = bool(self.stopped_by) and step < self.last_step
+        orphaned = stopped and self.stopped_by == stop_signals.LAUNCHER_GONE
         at_end = saved is not None and saved.name.endswith(f"{step:08d}")
         idle = saved is None and not self.checkpoints.failures
-        ended = "stopped" if self.stopped_by and step < self.last_step else "finished"
         unsaved = "" if at_end or idle else f"the last state was not saved: {self.checkpoints.failures[-1]}"
         error = self.failure or unsaved
-        why = "failed" if error else ended
+        why = "failed" if error else "died" if orphaned else "stopped" if stopped else "finished"
+        if orphaned and not error:
+            error = f"torchrun was killed, so the run stopped after step {step}, which is saved"
         if self.mesh.rank == 0:
             facts = {"signal": self.stopped_by, "step": step, "checkpoint": saved and str(saved.absolute())}
             exit_status.write(Path(self.cfg.run.dir), why, rank=0, error=error or None, **facts)
@@ -324,10 +328,16 @@ class Trainer:
         if idle:
             self.note(f"nothing to do: step {step} of {total} is done already: {self.resumed}")
             return exit_status.of_process(why), why
-        stopped = f"stopped by {self.stopped_by} after" if self.stopped_by else None
-        how = stopped or ("finished" if step == total else "stopped at")
-        last = f"saved {saved}" if at_end else f"the newest checkpoint is {saved}"
+        by = f"stopped by {self.stopped_by} after" if self.stopped_by else None
+        how = by or ("failed at" if error else "finished" if step == total else "stopped at")
+        last = f"saved {saved}" if at_end else f"its state is lost: {self._newest()}"
         self.note(f"{how} step {step} of {total}: {last}")
-        if self.failure and self.mesh.rank == 0:
-            print(f"error: {self.failure}", file=sys.stderr, flush=True)
+        if error:
+            record_error(error)
+        if error and self.mesh.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
         return exit_status.of_process(why), why
+
+    def _newest(self) -> str:
+        newest = self.checkpoints.saved or self.resumed
+        return f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"

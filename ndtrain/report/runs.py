@@ -202,7 +202,7 @@ def _ended(path: Path) -> str:
         why = read_object(path / "exit.json").get("why", "unknown")
     except JsonError:
         return "unknown"
-    return "running, or killed" if why == "died" else str(why)
+    return "running, or killed" if why == "running" else str(why)
 
 
 def differences(runs: Sequence[Run]) -> list[str]:

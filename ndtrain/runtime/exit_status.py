@@ -1,25 +1,42 @@
-"""`<run.dir>/exit.json`: how a run ended. torchrun does not pass on the exit status of a rank, so launch scripts derive
-their own exit status from this file."""
+"""`<run.dir>/exit.json`: whether a run is running, or how it ended. torchrun does not pass on the exit status of a
+rank, so launch scripts derive their own exit status from this file.
 
+The file is true on a full disk too. `begin` allocates it, so a run that cannot write it does not start. `write`
+replaces it, and where the disk has no room for a second file it overwrites the bytes that are allocated. A checksum at
+the end detects a file that was written only in part.
+"""
+
+import errno
 import json
 import os
+import time
+import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ndtrain.runtime import folder_lock
 from ndtrain.runtime.run_owner import LAUNCH
 
 # why a run ended -> exit status of a launch script
 CODES = {
+    "running": 75,  # it is running; without a live process: all its processes were killed, and a restart may help
     "finished": 0,  # train.steps or train.stop_at was reached, and the last step is saved
     "stopped": 85,  # a signal or the stop file requested it; everything is saved, a restart continues
     "failed": 1,  # an error of the run itself, which a restart would repeat
     "config": 2,  # the configuration is wrong
     "hang": 75,  # a collective exceeded its deadline
-    "died": 75,  # an outside cause: a rank was killed or a peer was lost; a restart may help
+    "died": 75,  # an outside cause: a peer or the launcher was lost; a restart may help
 }
 NAME = "exit.json"
 JOB = "TORCHELASTIC_RUN_ID"  # set by torchrun, the same for all attempts of a job
+SIZE = 4096  # bytes of the smallest file: one page, which most file systems overwrite without allocating another
+LONGEST = 1 << 20  # bytes of the largest file that is read
+_CHECK = "check"  # the last key: CRC-32 of the other fields
+_CUT = "[...] "  # begins the text of an error that was too long for the allocated bytes
+_ESCAPED = 12  # bytes of the longest character in JSON
+_AGAIN_S = 0.1  # a file that is being overwritten is read again after this time
 
 
 @dataclass(frozen=True)
@@ -28,9 +45,9 @@ class Exit:
 
     Attributes:
         why: a key of `CODES`.
-        signal: the source of the stop request: a signal's name, or "stop file".
+        signal: the source of the stop request: a signal's name, "stop file", or "the end of torchrun".
         step: the last completed step.
-        checkpoint: the newest complete checkpoint of this run.
+        checkpoint: the newest complete checkpoint in the run folder.
         requeue: whether the same command would continue the run.
         code: the exit status of a launch script.
         rank: the rank that the error came from.
@@ -52,41 +69,123 @@ class Exit:
 
 
 def write(run_dir: Path, why: str, **facts) -> None:
-    """Replaces exit.json in one rename. An OSError is ignored, since the run is about to end anyway. A run whose folder
-    belongs to another run by now writes nothing.
+    """Replaces exit.json in one rename, or overwrites it where that is not possible. An OSError is ignored, since the
+    run is about to end anyway. A run whose folder belongs to another run by now writes nothing.
 
     Args:
-        facts: further fields of `Exit`.
+        facts: further fields of `Exit`. `checkpoint` defaults to the newest one in the run folder.
     """
     if folder_lock.is_lost(run_dir):
         return
-    code, job, launch = CODES[why], os.environ.get(JOB), os.environ.get(LAUNCH)
-    status = Exit(why, requeue=code in (75, 85), code=code, job=job, launch=launch, **facts)
-    part = run_dir / f"{NAME}.{os.getpid()}"
-    try:
-        part.write_text(json.dumps(asdict(status), indent=2) + "\n")
-        part.replace(run_dir / NAME)
-    except OSError:
-        part.unlink(missing_ok=True)
+    with suppress(OSError):
+        _store(run_dir / NAME, _status(run_dir, why, facts))
 
 
 def begin(run_dir: Path) -> None:
-    """Writes "died" at the start of a run. It stays if every process is killed before it can write another status."""
-    write(run_dir, "died")
+    """Writes "running" at the start of a run. It stays if every process is killed before it can write another status.
+
+    Raises:
+        OSError: the file cannot be written, so the run could not report how it ends.
+    """
+    if not folder_lock.is_lost(run_dir):
+        _store(run_dir / NAME, _status(run_dir, "running", {}))
 
 
 def write_first(run_dir: Path, why: str, **facts) -> None:
-    """As `write`, unless a rank has already written its error: the first error is the cause of the later ones."""
+    """Calls `write`, unless a rank has already written its error: the first error is the cause of the later ones."""
     before = read(run_dir)
-    if before is None or (before.why == "died" and before.error is None):
+    if before is None or before.why == "running":
         write(run_dir, why, **facts)
 
 
 def read(run_dir: Path) -> Exit | None:
-    """The content of exit.json. None where it is missing or damaged."""
+    """Return the content of exit.json, or None if it is missing or damaged."""
     try:
-        return Exit(**json.loads((run_dir / NAME).read_text()))
-    except (OSError, ValueError, TypeError):
+        found = _parse(run_dir / NAME)
+        if found is None:
+            time.sleep(_AGAIN_S)
+            found = _parse(run_dir / NAME)
+        return found
+    except OSError:
+        return None
+
+
+def _status(run_dir: Path, why: str, facts: dict[str, Any]) -> Exit:
+    from ndtrain.checkpoint import list_checkpoints  # with torch, which the launch scripts do without
+
+    code, job, launch = CODES[why], os.environ.get(JOB), os.environ.get(LAUNCH)
+    if facts.get("checkpoint") is None:
+        newest = next(iter(list_checkpoints(run_dir / "checkpoints")), None)
+        facts = facts | {"checkpoint": newest and str(newest.absolute())}
+    return Exit(why, requeue=code in (75, 85), code=code, job=job, launch=launch, **facts)
+
+
+def _store(file: Path, status: Exit) -> None:
+    """Replaces the file, or overwrites its allocated bytes if the disk has no room for a second file."""
+    part = file.with_name(f"{NAME}.{os.getpid()}")
+    try:
+        _write_through(part, _encode(status), os.O_CREAT | os.O_TRUNC)
+        part.replace(file)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        try:
+            _write_through(file, _encode(status, file.stat().st_size))
+        except OSError:
+            raise error from None
+
+
+def _write_through(file: Path, content: bytes, flags: int = 0) -> None:
+    """Writes the bytes in one call, and waits until the disk has them: an error of a delayed write is met here."""
+    descriptor = os.open(file, os.O_WRONLY | flags, 0o644)
+    try:
+        if os.pwrite(descriptor, content, 0) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _encode(status: Exit, size: int | None = None) -> bytes:
+    """Return the file's content: JSON, padded with spaces to at least `SIZE` bytes.
+
+    Args:
+        size: bytes that the content must have. The beginning of a long error is cut off.
+    """
+    fields = asdict(status)
+    content = _with_check(fields)
+    if size is not None and len(content) > size and status.error:
+        fields["error"] = status.error[-size:]
+        content = _with_check(fields)
+    while size is not None and len(content) > size and (error := fields["error"]):
+        rest = error.removeprefix(_CUT)[(len(content) - size) // _ESCAPED + 1 :]
+        fields["error"] = _CUT + rest if rest else None
+        content = _with_check(fields)
+    return content[:-1].ljust((size or SIZE) - 1) + b"\n"
+
+
+def _with_check(fields: dict[str, Any]) -> bytes:
+    return (json.dumps(fields | {_CHECK: _checksum(fields)}, indent=2) + "\n").encode()
+
+
+def _checksum(fields: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+
+
+def _parse(file: Path) -> Exit | None:
+    """Return the content, or None if it is damaged. A file without a checksum is accepted.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with file.open("rb") as opened:
+        content = opened.read(LONGEST + 1)
+    try:
+        fields = json.loads(content) if len(content) <= LONGEST else None
+        if fields.pop(_CHECK, None) not in (None, _checksum(fields)):
+            return None
+        return Exit(**fields)
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -154,6 +154,14 @@ def is_lost(run_dir: Path) -> bool:
     return claim is not None and claim.is_lost()
 
 
+def owner_is_gone(run_dir: Path) -> bool | None:
+    """Return True if the process of the folder's owner has ended or released the folder, False if it is alive, and None
+    if that cannot be known on this machine."""
+    file = _newest(run_dir / FOLDER)[1]
+    owner, beat = _read(file), _beat_of(file)
+    return True if beat == 0 else owner.is_gone(Owner.this_process()) if owner else None
+
+
 def acquire(
     run_dir: Path,
     me: Owner | None = None,

@@ -134,7 +134,7 @@ def status_of_run(status: int, job: str) -> int:
     ending = folder and exit_status.read(folder)
     if not ending or (ending.launch != os.environ[LAUNCH] and ending.job != job):
         return status
-    unsaid = ending.why == "died" and ending.error is None
+    unsaid = ending.why == "running"
     by_signal = status > 128 and ending.why not in ("stopped", "finished")
     return status if unsaid or by_signal else ending.code
 

@@ -70,7 +70,7 @@ def test_a_run_without_configuration_evaluation_or_exit(tmp_path):
     assert "eval_loss" not in [m["key"] for m in page_data([run])["metrics"]]
     assert "No config.yaml that can be read: a" in render_page([run])
     (tmp_path / "a" / "config.yaml").write_text("{unclosed: [")
-    (tmp_path / "a" / "exit.json").write_text('{"why": "died"}')
+    (tmp_path / "a" / "exit.json").write_text('{"why": "running"}')
     (run,) = runs_of(tmp_path / "a")
     assert run.config == {} and run.ended == "running, or killed"
 
