@@ -91,7 +91,7 @@ def _too_few(what: str, held: int) -> str:
 
 
 def _number_of_tensors(files: list[Path]) -> int:
-    """As the index says, which is at least as long, or else the header of the one file."""
+    """Counts the tensors of the index, or of the header if there is one file. Reads no other header."""
     return len(Reader(files).names() if files[0].name == _ONE else _weight_map(files[0].parent))
 
 

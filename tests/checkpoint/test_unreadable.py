@@ -74,7 +74,7 @@ def check_cases(cases: list[Case], finished: Path, corpus: Path, folder: Path) -
     """Runs the cases in one process, and checks that each used the checkpoint before the unreadable one."""
     code = "import sys; from tests.checkpoint.test_unreadable import resume_each; resume_each(*sys.argv[1:])"
     args = [str(finished), str(corpus), str(folder), json.dumps(cases)]
-    done = run_preloaded(code, build_library(folder), *args, timeout=60 + 10 * len(cases))
+    done = run_preloaded(code, build_library(folder), *args, timeout=120 + 20 * len(cases))
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(outcomes) == len(cases)
@@ -86,8 +86,8 @@ def check_cases(cases: list[Case], finished: Path, corpus: Path, folder: Path) -
 
 
 SAMPLE: list[Case] = [
-    ("config.json", ERROR, 0.0), ("state.json", ERROR, 0.9), ("tokenizer.json", CUT, 0.0),
-    ("model.safetensors", ERROR, 0.0), ("model.safetensors", CUT, 0.5), ("optimizer.safetensors", ERROR, 0.9),
+    ("config.json", ERROR, 0.0), ("state.json", ERROR, 0.9), ("model.safetensors", CUT, 0.5),
+    ("optimizer.safetensors", ERROR, 0.9),
 ]  # fmt: skip
 
 
