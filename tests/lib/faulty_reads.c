@@ -13,7 +13,7 @@ enum { MOST = 16 };
 static struct {
   char ending[1024]; /* of the path of the file */
   int kind;
-  long first, reads; /* the first read that fails; how many there were */
+  long first, reads; /* the first read that fails; how many have delivered bytes */
 } watched[MOST];
 static int files;
 
@@ -29,36 +29,43 @@ void watch(const char *ending, int kind, long first) {
 
 long reads_of(int file) { return watched[file].reads; }
 
-/* Counts a read of a watched file. Returns whether it is to fail. */
-static int fails(int fd) {
+/* Returns which watched file this is, or -1. Cuts it if it is time. */
+static int watched_file(int fd) {
   char link[64], path[4096];
-  if (!files) return 0;
+  if (!files) return -1;
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
   ssize_t n = readlink(link, path, sizeof path - 1);
-  if (n <= 0) return 0;
+  if (n <= 0) return -1;
   path[n] = 0;
   for (int i = 0; i < files; i++) {
     size_t length = strlen(watched[i].ending);
     if (n < (ssize_t)length || strcmp(path + n - length, watched[i].ending)) continue;
-    watched[i].reads++;
-    if (watched[i].kind == CUT && watched[i].reads == watched[i].first) {
+    if (watched[i].kind == CUT && watched[i].reads + 1 == watched[i].first) {
       struct stat s;
-      if (fstat(fd, &s) || truncate(path, s.st_size / 2)) return 1;
+      watched[i].first = 0;
+      if (fstat(fd, &s) || truncate(path, s.st_size / 2)) return -1;
     }
-    return watched[i].kind == ERROR && watched[i].reads >= watched[i].first;
+    return i;
   }
-  return 0;
+  return -1;
+}
+
+static int fails(int file) {
+  return file >= 0 && watched[file].kind == ERROR && watched[file].reads + 1 >= watched[file].first;
 }
 
 #define FAULTY(result, name, parameters, arguments)                              \
   result name parameters {                                                       \
     static result(*real) parameters;                                             \
     if (!real) real = (result(*) parameters)dlsym(RTLD_NEXT, #name);             \
-    if (fails(fd)) {                                                             \
+    int file = watched_file(fd);                                                 \
+    if (fails(file)) {                                                           \
       errno = EIO;                                                               \
       return -1;                                                                 \
     }                                                                            \
-    return real arguments;                                                       \
+    result delivered = real arguments;                                           \
+    if (file >= 0 && delivered > 0) watched[file].reads++;                       \
+    return delivered;                                                            \
   }
 
 FAULTY(ssize_t, read, (int fd, void *to, size_t n), (fd, to, n))

@@ -34,8 +34,8 @@ def run_preloaded(code: str, library: Path, *args: str, timeout: float) -> subpr
 
 
 def watch(endings: Sequence[str], kind: str | None = None, at: int = 0) -> None:
-    """From now on the reads of the files whose paths have these endings are counted. With `ERROR`, read `at` of a file
-    and all later ones fail; with `CUT`, the file loses its second half before read `at`."""
+    """From now on the reads that deliver bytes of files whose paths have these endings are counted. With `ERROR`, read
+    `at` of a file and all later ones fail; with `CUT`, the file loses its second half before read `at`."""
     library = _library()
     library.watch_none()
     for ending in endings:
