@@ -27,6 +27,7 @@ from ndtrain.config import (
     to_yaml,
     world_from_env,
 )
+from ndtrain.config.schema import resolved
 from ndtrain.data import Data, open_data
 from ndtrain.data.token_array import Packing
 from ndtrain.distributed.gpu import own_gpu, use_gpu
@@ -82,8 +83,10 @@ def prepare(cfg: Config) -> RunSetup:
     """
     rank, local_rank, world = world_from_env()
     notes, written = [], Written.of(cfg)
-    if cfg.init_from and not cfg.frozen and not _needs_no_start(cfg):
+    if cfg.init_from and not cfg.frozen:
+        replaced = _replace_lost_folder(cfg)
         cfg, notes = model_of_folder(cfg, rank)
+        notes += replaced
     cfg = resolve(cfg, world)
     notes, noted = notes + cfg.notes, len(cfg.notes)
     resume, path, state, meeting = cfg.resume, None, None, None
@@ -138,11 +141,20 @@ def meet(
     return rendezvous.join(rendezvous.backend_of(device.type), rank, world, cfg.hardware.timeout_s, device, meeting)
 
 
-def _needs_no_start(cfg: Config) -> bool:
-    """Whether the folder of `init_from` is gone, and a checkpoint that the run resumes has the weights."""
-    return not Path(cfg.init_from or "").expanduser().exists() and bool(
-        checkpoint.candidates(cfg.resume, Path(cfg.run.dir))
-    )
+def _replace_lost_folder(cfg: Config) -> list[str]:
+    """Where a run that resumes no longer finds the folder `init_from`, names the checkpoint in its place: it holds the
+    model and all that came with it. Returns what the user is to know."""
+    lost, run_dir = resolved(cfg.init_from), Path(cfg.run.dir)
+    if Path(lost).expanduser().exists():
+        return []
+    resume = "auto" if cfg.resume == "none" and exit_status.is_restart(run_dir) else cfg.resume
+    options = checkpoint.candidates(resume, run_dir)
+    if not options:
+        return []
+    cfg.init_from = str(options[0])
+    if cfg.data.tokenizer == lost:
+        cfg.data.tokenizer = cfg.init_from
+    return [f"init_from={lost} is gone: the model and its files are those of the checkpoint {options[0]}"]
 
 
 def save_config(setup: RunSetup) -> None:

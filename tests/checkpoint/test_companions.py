@@ -73,7 +73,7 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize("style", [pytest.param(s, marks=[FULL] * (s != "llama3")) for s in STYLES])
-def test_a_checkpoint_keeps_every_file_of_the_folder(style, corpus, tmp_path):
+def test_a_checkpoint_keeps_every_file_of_the_folder(style, corpus, tmp_path, capsys):
     source = tmp_path / "source"
     write_model_folder(source, style)
     files = expected(source)
@@ -81,9 +81,10 @@ def test_a_checkpoint_keeps_every_file_of_the_folder(style, corpus, tmp_path):
     first = checkpoint_of(tmp_path / "run", 1)
     check(first, source, files)
     moved = source.rename(tmp_path / "moved")
-    shutil.copytree(first, tmp_path / "first")  # that of the run is replaced
-    args = start(tmp_path / "run", tmp_path / "first", corpus, "resume=auto", "checkpoint.async_save=true")
+    args = start(tmp_path / "run", source, corpus, "resume=auto", "checkpoint.async_save=true")
     assert main(args) == 0
+    said = capsys.readouterr().out
+    assert f"init_from={source} is gone: the model and its files are those of the checkpoint {first}" in said
     check(checkpoint_of(tmp_path / "run", 2), moved, files)
     out = tmp_path / "half"
     assert checkpoint_command(["cast", str(tmp_path / "run"), "dtype=bf16", f"out={out}"]) == 0
@@ -102,7 +103,7 @@ def test_another_mesh_resumes_without_the_folder(corpus, tmp_path):
     assert main(start(tmp_path / "run", source, corpus, "train.stop_at=1")) == 0
     source.rename(tmp_path / "moved")
     first = checkpoint_of(tmp_path / "run", 1)
-    args = start(tmp_path / "run", first, corpus, "resume=auto", "mesh.tp=2", "checkpoint.keep=1")
+    args = start(tmp_path / "run", source, corpus, "resume=auto", "mesh.tp=2", "checkpoint.keep=1")
     assert run_ranks(rank_main, 2, args) == [0, 0]
     assert not first.exists()
     check(checkpoint_of(tmp_path / "run", 2), tmp_path / "moved", files)
