@@ -37,7 +37,7 @@ from ndtrain.engine.memory_check import require_memory
 from ndtrain.engine.threads import set_threads
 from ndtrain.metrics import grow_segments, keep_freed_memory
 from ndtrain.parallel.build import Stages, initialise
-from ndtrain.runtime import exit_status, folder_lock, rendezvous, shared_config, stop_signals
+from ndtrain.runtime import descriptors, exit_status, folder_lock, rendezvous, shared_config, stop_signals
 from ndtrain.runtime.failure_report import record_failure
 from ndtrain.runtime.folder_lock import Claim
 from ndtrain.runtime.launcher_report import tell_run_folder
@@ -88,6 +88,7 @@ def prepare(cfg: Config) -> RunSetup:
         cfg, notes = model_of_folder(cfg, rank)
         notes += replaced
     cfg = resolve(cfg, world)
+    descriptors.require(rendezvous.backend_of(_kind(cfg)), rank, world)
     notes, noted = notes + cfg.notes, len(cfg.notes)
     resume, path, state, meeting = cfg.resume, None, None, None
     timeout_s = cfg.hardware.timeout_s
@@ -229,15 +230,20 @@ def _check_samples(cfg: Config, data: Data) -> None:
         raise ConfigError(f"{every}: train.sample_prompts is empty: give texts to start with")
 
 
+def _kind(cfg: Config) -> str:
+    """Return "cpu" or "cuda"."""
+    if cfg.hardware.device != "auto":
+        return cfg.hardware.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def device_of(cfg: Config, local_rank: int) -> torch.device:
     """The device of this rank; a GPU becomes the process's current one.
 
     Raises:
         ConfigError: the machine has no such device, or too few of them.
     """
-    kind = cfg.hardware.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = _kind(cfg)
     if kind == "cpu":
         if cfg.hardware.attention != "auto":
             raise ConfigError(

@@ -42,6 +42,7 @@ from ndtrain.arguments import wants_help
 from ndtrain.config import ConfigError
 from ndtrain.distributed.cores import THREADS_ARE_A_DEFAULT, cpu_cores
 from ndtrain.runtime import agent_rendezvous, exit_status
+from ndtrain.runtime.descriptors import raise_limit
 from ndtrain.runtime.launcher_report import PRINTED, RUN_FOLDER_FILE, told_run_folder
 from ndtrain.runtime.listeners import INTERFACE, choose_interface, interface_address
 from ndtrain.runtime.run_owner import LAUNCH
@@ -107,6 +108,7 @@ def choose_rendezvous(options: Namespace) -> None:
 def _run(options: Namespace) -> int:
     """Runs torchrun. Returns 0, the status of the first rank that failed, or 128 + a signal that ended it."""
     launcher.name_torchrun()
+    raise_limit()  # of torchrun itself, which has connections to all ranks, and of the ranks
     script = launcher.script_of_torchrun(os.environ.get(LAUNCH))
     try:
         with launcher.ends_with(script, "the launch script was killed: torchrun ends, and its ranks save and end"):

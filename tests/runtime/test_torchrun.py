@@ -127,7 +127,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     [
         ("finished", None, 0, 0), ("stopped", None, 0, 85), ("stopped", None, 130, 85), ("hang", "stuck", 1, 75),
         ("failed", "a traceback", 1, 1), ("config", "a key", 2, 2), ("died", "a peer was lost", 1, 75),
-        ("running", None, 75, 75), ("running", None, 1, 1), ("running", None, 143, 143), ("died", "a peer was lost", 143, 143),
+        ("running", None, 75, 75), ("running", None, 1, 1), ("running", None, 143, 143),
+        ("died", "a peer was lost", 143, 143),
     ],
 )  # fmt: skip
 def test_the_exit_status_is_that_of_the_run(why, error, ranks, status, folder):
