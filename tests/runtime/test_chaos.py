@@ -1,15 +1,34 @@
 """Fault injection: runs that are killed, damaged or out of disk space end with the result of an undisturbed run."""
 
+import os
 import random
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from ndtrain.checkpoint import list_checkpoints
+from ndtrain.runtime import exit_status
+from ndtrain.train import main
 from tests.lib.chaos import Supervisor
-from tests.lib.helpers import arguments, checkpoint_of, rank_main, rows, tensor_bytes, write_corpus
+from tests.lib.helpers import (
+    MARK,
+    arguments,
+    checkpoint_of,
+    processes,
+    rank_main,
+    rows,
+    tensor_bytes,
+    wait_for,
+    write_corpus,
+)
 from tests.lib.parity import FP64, distance
 from tests.lib.ranks import run_ranks
 
@@ -104,3 +123,69 @@ def test_ten_kills(seed, meshes, precision, asynchronous, tmp_path, corpus, undi
 @FULL
 def test_three_kills(tmp_path, corpus, undisturbed, disk):
     inject_faults(101, AWAY[:5], FP64, True, 3, tmp_path, corpus, undisturbed, disk)
+
+
+# ------------------------------------------------------------------------------------------------ kills of the launcher
+
+ENDED_S = 2.0  # docs/launch.md: the time after which the ranks of a killed launcher stop after a step
+BUSY_S = 40.0  # added on a busy machine, where steps, saves and the start of Python take seconds
+
+
+def kill_a_launcher(args: list[str], folder: Path, cwd: Path, draw: random.Random, starting: bool) -> str:
+    """Starts launch/local.sh with two ranks, and kills the script or its torchrun with SIGKILL at a random moment.
+    Asserts that no process is left after the documented time. Returns who was killed.
+
+    Args:
+        starting: the moment is before the first step.
+    """
+    before = len(rows(folder))
+    victim = draw.choice(["script", "torchrun"])
+    with launched(args, cwd) as script:
+        ranks = lambda: {pid for pid, rank in processes(cwd).items() if rank}
+        wait_for(ranks, "the ranks", 120)
+        if not starting:
+            wait_for(lambda: len(rows(folder)) > before, "a step", 120)
+        time.sleep(draw.uniform(0, 2))
+        torchrun = Path(f"/proc/{next(iter(ranks()))}/stat").read_text().rpartition(")")[2].split()[1]
+        os.kill(script.pid if victim == "script" else int(torchrun), signal.SIGKILL)
+        wait_for(lambda: not processes(cwd), f"all processes to end after {victim} was killed", ENDED_S + BUSY_S)
+        script.wait()
+        out = (cwd / "out").read_text()
+        if victim == "torchrun":
+            assert script.returncode == 75 and ("torchrun was killed" in out or "the run was killed" in out), out
+    if logged := len(rows(folder)):
+        assert list_checkpoints(folder / "checkpoints")[0] == checkpoint_of(folder, logged), "a step is lost"
+    status = exit_status.read(folder)
+    assert status is None or (status.code == 75 and status.why in ("running", "died")), status
+    return victim
+
+
+@contextmanager
+def launched(args: list[str], cwd: Path) -> Iterator[subprocess.Popen]:
+    """Starts launch/local.sh. At the end of the block all its processes are killed."""
+    root = Path(__file__).parents[2]
+    env = os.environ | {MARK: str(cwd), "NPROC": "2", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    with (cwd / "out").open("w") as out:
+        process = subprocess.Popen(
+            ["bash", str(root / "launch/local.sh"), *args], cwd=cwd, env=env, start_new_session=True,
+            stdout=out, stderr=out,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        for pid in processes(cwd):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=FULL)])
+def test_no_rank_outlives_its_launcher(kills, tmp_path, corpus):
+    """The next start goes on from the last step of the one before."""
+    folder, draw = tmp_path / "run", random.Random(kills)
+    args = arguments(folder, corpus, "mesh.fsdp=2", "train.steps=100000", "resume=auto", "checkpoint.keep=1")
+    victims = [kill_a_launcher(args, folder, tmp_path, draw, starting=n % 4 == 1) for n in range(kills)]
+    last = len(rows(folder))
+    assert last > 0 and (kills == 1 or {*victims} == {"script", "torchrun"})
+    assert main([*args, "mesh.fsdp=1", f"train.stop_at={last + 2}"]) == 0
+    assert [r["step"] for r in rows(folder)] == list(range(1, last + 3))
