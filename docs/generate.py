@@ -113,10 +113,18 @@ def value_text(value: Any) -> str:
 
 
 def allowed_text(f: Field) -> str:
-    choices, least = f.metadata.get("choices"), f.metadata.get("least")
+    choices, least = [*f.metadata.get("choices", ()), *part_names(f.metadata.get("part"))], f.metadata.get("least")
+    choices = list(dict.fromkeys(choices))
     parts = [", ".join(f"`{value_text(c)}`" for c in choices)] if choices else []
     parts += [f"at least {least}"] if least is not None else []
     return "; ".join(parts + ["above 0"] * ("positive" in f.metadata))
+
+
+def part_names(kind: str | None) -> list[str]:
+    """The names of ndtrain's own registered parts of a kind, which are values too."""
+    registry = importlib.import_module("ndtrain.config.registry")
+    plugins = {part.name for part in registry.plugin_parts(kind)}
+    return [name for name in registry.names(kind) if name not in plugins] if kind else []
 
 
 def escape(text: str) -> str:

@@ -102,21 +102,21 @@ class Section:
 
 @dataclass
 class RunConfig(Section):
-    name: str = "run"
-    dir: str = "runs/${run.name}"
-    seed: int = at_least(0, 0)
+    name: str = "run"  # shown by loggers, and the default folder's name
+    dir: str = "runs/${run.name}"  # the run folder: configuration, metrics, checkpoints and logs
+    seed: int = at_least(0, 0)  # of the initial weights and the order of the data
 
 
 @dataclass
 class MeshConfig(Section):
     """Sizes of the mesh axes; one may be -1, which means the remaining ranks."""
 
-    name: str = "default"
-    pp: int = 1
-    dp: int = 1
-    fsdp: int = 1
-    cp: int = 1
-    tp: int = 1
+    name: str = "default"  # a label, without effect
+    pp: int = 1  # pipeline parallel ranks: each has some of the layers
+    dp: int = 1  # data parallel ranks: each has other sequences and all of the state
+    fsdp: int = 1  # data parallel ranks that shard parameters, gradients and optimizer state
+    cp: int = 1  # context parallel ranks: each has a part of every sequence
+    tp: int = 1  # tensor parallel ranks: each has a part of every matrix
     ep: int = at_least(1, 1)  # ranks that share a layer's experts: folds over those of dp x fsdp x cp
     order: list[str] = field(default_factory=lambda: list(AXES))  # outer to inner
     zero: int | None = None  # 1 | 2 | 3; null: 3, or 1 where pp > 1
@@ -136,29 +136,29 @@ class LayoutConfig(Section):
 class ModelConfig(Section):
     """Fields carry the names of Hugging Face's config.json."""
 
-    name: str = "llama"
-    model_type: str = choice("llama", part="family")
-    vocab_size: int = at_least(1, 4096)
-    hidden_size: int = at_least(1, 256)
-    intermediate_size: int = at_least(1, 1024)
-    num_hidden_layers: int = at_least(1, 8)
-    num_attention_heads: int = at_least(1, 8)
-    num_key_value_heads: int = at_least(1, 4)
+    name: str = "llama"  # a label for the console
+    model_type: str = choice("llama", part="family")  # the family of the architecture
+    vocab_size: int = at_least(1, 4096)  # rows of the embedding; the tokenizer's ids must be below it
+    hidden_size: int = at_least(1, 256)  # width of the residual stream
+    intermediate_size: int = at_least(1, 1024)  # width of the MLP
+    num_hidden_layers: int = at_least(1, 8)  # transformer blocks
+    num_attention_heads: int = at_least(1, 8)  # query heads
+    num_key_value_heads: int = at_least(1, 4)  # key and value heads; fewer than query heads: grouped-query attention
     head_dim: int | None = None  # null: hidden_size / num_attention_heads
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = positive(1e-5)
-    rope_theta: float = positive(10000.0)
+    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
+    rms_norm_eps: float = positive(1e-5)  # epsilon of RMSNorm
+    rope_theta: float = positive(10000.0)  # base of the rotary embedding's wavelengths
     rope_scaling: dict[str, Any] | None = field(
         default_factory=dict
     )  # empty or null: none; e.g. {rope_type: llama3, factor: 32, ...}
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # biases in the attention projections
+    mlp_bias: bool = False  # biases in the MLP
+    tie_word_embeddings: bool = False  # the output head shares the embedding's weights
     sliding_window: int | None = None  # tokens a token attends to, itself included
     attn_logit_softcapping: float | None = positive(None, optional=True)  # scores become c tanh(score / c)
     alibi: bool = False  # linear biases by distance instead of rotary positions
     attention: str | None = choice(None, part="attention_mod")  # a plugin's function of the scores or the mask
-    initializer_range: float = at_least(0, 0.02)
+    initializer_range: float = at_least(0, 0.02)  # standard deviation of the initial weights
     # shell pattern of parameter names -> the factor of the standard deviation of their initial weights; null: none
     init_mult: dict[str, float] | None = field(default_factory=dict)
     # mixtures of experts; null: the model is dense
@@ -209,14 +209,14 @@ class TrainConfig(Section):
     # instead of steps: passes over the training split, from which the data then gives the steps
     epochs: float | None = positive(None, optional=True)
     stop_at: int | None = None  # stop early after this step
-    seq_len: int = at_least(1, 256)
+    seq_len: int = at_least(1, 256)  # tokens of a sequence
     global_batch: int = at_least(1, 16)  # sequences per step over the whole mesh
     # sequences per forward per rank; null: its whole share, with pp a part of it
     micro_batch: int | None = at_least(1, None)
     loss_chunk: int = at_least(1, 1024)  # tokens whose logits exist at one time
     # the blocks and the loss; auto: on a GPU with Triton, and in a long run on a CPU with a C++ compiler
     compile: bool | str = choice("auto", "auto", "true", "false")
-    log_every: int = at_least(1, 1)
+    log_every: int = at_least(1, 1)  # steps between the lines on the console
     eval_every: int = at_least(0, 0)  # steps between losses over the whole validation split; 0: never
     sample_every: int = at_least(0, 0)  # steps between texts that the model writes; 0: never
     sample_prompts: list[str] = field(default_factory=lambda: [""])  # what they start with; empty: a new document
@@ -258,7 +258,7 @@ class PrecisionConfig(Section):
 
 @dataclass
 class ScheduleConfig(Section):
-    name: str = choice("1f1b", *SCHEDULES)
+    name: str = choice("1f1b", *SCHEDULES)  # the order of forward and backward passes of a pipeline
     chunks: int | None = None  # stages a rank; null: 1, or 2 with interleaved, zb_v and dualpipe_v
     split: list[int] | None = None  # layers of each stage, perhaps 0 of the first and last; null: balanced by cost
     path: str | None = None  # csv: the table, a row for each pp rank
@@ -266,6 +266,7 @@ class ScheduleConfig(Section):
 
 @dataclass
 class RecomputeConfig(Section):
+    # which activations are computed again in the backward pass instead of kept
     name: str = choice("none", "none", "full", "selective", "every", "budget")
     every: int | str = 1  # with recompute=every: keep one boundary in this many blocks; auto: the root of their number
     # with recompute=selective: the ops whose results a block keeps (qkv_proj, core, o_proj, gate_up_proj; with experts
@@ -282,6 +283,7 @@ class TPConfig(Section):
 
 @dataclass
 class CPConfig(Section):
+    # ring: keys and values go around; ulysses: ranks exchange sequence for heads
     kind: str = choice("ring", "ring", "ulysses")
     ulysses: int | None = None  # ranks that exchange sequence for heads; null: 1 with ring, mesh.cp with ulysses
     # auto: striped for packed documents, else zigzag
@@ -290,15 +292,16 @@ class CPConfig(Section):
 
 @dataclass
 class OptimConfig(Section):
-    name: str = choice("adamw", part="optimizer")
-    lr: float = positive(3e-4)
-    min_lr: float = at_least(0, 0.0)
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = positive(1e-8)
-    weight_decay: float = at_least(0, 0.1)
+    name: str = choice("adamw", part="optimizer")  # the optimizer
+    lr: float = positive(3e-4)  # peak learning rate
+    min_lr: float = at_least(0, 0.0)  # learning rate at the end of the schedule
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of the first and the second moment
+    eps: float = positive(1e-8)  # added to the root of the second moment
+    weight_decay: float = at_least(0, 0.1)  # decoupled, of matrices only
     # shell pattern of parameter names -> the factor of their learning rate; of several that match the last one holds
     lr_mult: dict[str, float] | None = field(default_factory=dict)  # null: none
     wd_mult: dict[str, float] | None = field(default_factory=dict)  # the same for the weight decay
+    # the gradient norm that gradients are scaled down to; null: no clipping
     clip: float | None = positive(1.0, optional=True)
     schedule: str = choice("cosine", part="lr_schedule")  # of the learning rate
     warmup: int = at_least(0, 0)  # steps
@@ -315,6 +318,7 @@ TOKEN_SOURCES = ("bin", "megatron", "llmc", "datatrove")
 
 @dataclass
 class DataConfig(Section):
+    # the kind of corpus
     name: str = choice("python", "python", "text", "jsonl", "chat", "hf", *TOKEN_SOURCES, "blend", part="source")
     # file, folder or glob (text, jsonl, chat, llmc, datatrove), prefix (megatron), a file (bin), hub name or local (hf)
     path: str | None = None
@@ -329,11 +333,12 @@ class DataConfig(Section):
     # blend: corpora with weights, each {weight: ..., name: ..., path: ...} and any other key of data
     blend: list[dict[str, Any]] = field(default_factory=list)
     dtype: str = choice("uint16", "uint16", "uint32")  # of a token: bin, and datatrove where no file beside it says so
-    shuffle: bool = True
+    shuffle: bool = True  # whether sequences come in an order drawn from run.seed
     pack: bool = False  # documents that share a sequence do not attend to each other
     eos_id: int | None = None  # token files: the token that ends a document, which pack needs
     validation_path: str | None = None  # token files: the one to validate on; null: `validation`, none with bin
     validation: float = 0.02  # fraction of files (or documents) held out
+    # folder for tokenised corpora and trained tokenizers, shared by runs
     cache: str = "${oc.env:NDTRAIN_CACHE,'~/.cache/ndtrain'}/data"
     date: str = "2026-01-01"  # chat: the day that a chat template which asks for today gets, so that data stays equal
     prefetch: int = at_least(1, 2)  # batches kept ready
@@ -341,18 +346,18 @@ class DataConfig(Section):
 
 @dataclass
 class CheckpointConfig(Section):
-    name: str = "default"
+    name: str = "default"  # a label, without effect
     every: int = at_least(0, 0)  # steps; 0: only at the end and on stop
     keep: int = at_least(1, 2)  # the newest
     keep_every: int = at_least(0, 0)  # and for good those of every so many steps; 0: none
     async_save: bool = False  # write in the background from a copy in host memory
-    max_file_bytes: int = at_least(1, 4 * 2**30)
+    max_file_bytes: int = at_least(1, 4 * 2**30)  # of a safetensors file; more weights make several files
 
 
 @dataclass
 class LoggerConfig(Section):
     name: Any = choice("wandb", "jsonl", part="logger", several=True)  # metrics.jsonl is written with any
-    project: str = "ndtrain"
+    project: str = "ndtrain"  # wandb: the project that shows the run
     entity: str | None = None  # wandb: the user or team that owns the run; null: the user's default
     group: str | None = None  # wandb: runs of one group are shown together
     tags: list[str] = field(default_factory=list)  # wandb
@@ -365,8 +370,8 @@ class LoggerConfig(Section):
 
 @dataclass
 class HardwareConfig(Section):
-    name: str = "auto"
-    device: str = choice("auto", "auto", "cpu", "cuda")
+    name: str = "auto"  # a label of the option
+    device: str = choice("auto", "auto", "cpu", "cuda")  # auto: a GPU if there is one
     peak_tflops: float | None = None  # per device; null: from the table of devices, measured for CPU
     # threads of a rank on the CPU; null: OMP_NUM_THREADS, else 1 for a small model, else PyTorch's number
     threads: int | None = at_least(1, None)

@@ -67,6 +67,19 @@ def test_every_key_is_on_the_configuration_page():
     assert not [key for key in keys if f"| `{key}` |" not in page]
 
 
+def test_every_key_has_a_meaning():
+    sections = {"": Config} | {f"{f.name}.": cls for f in fields(Config) if (cls := generate.section_of(f))}
+    keys = [(prefix + key.name, key.meaning) for prefix, cls in sections.items() for key in generate.section_keys(cls)]
+    assert len(keys) > 100
+    assert not [name for name, meaning in keys if len(meaning) < 5]
+
+
+def test_registered_parts_are_values():
+    rows = generate.PAGE.read_text().splitlines()
+    (logger,) = [row for row in rows if row.startswith("| `logger.name` |")]
+    assert all(f"`{name}`" in logger for name in ("jsonl", "tensorboard", "wandb"))
+
+
 @dataclass
 class Example:
     """A section that declares keys in both ways: by metadata, and by comments."""
