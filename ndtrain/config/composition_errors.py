@@ -99,7 +99,10 @@ def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and key and key not in keys:
         return f"{where}{key}: no such key; {near_key(key, keys)}`--cfg job` lists them all"
     if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
-        return f"{where}{key}={match[1]}: must be {_NUMBERS.get(match[2], match[2])}"
+        needed = _NUMBERS.get(match[2], match[2])
+        if match[2] == "Integer" and re.fullmatch(r"-?[0-9]+\.0", match[1]):
+            needed += f": write {match[1].removesuffix('.0')}"
+        return f"{where}{key}={match[1]}: must be {needed}"
     if re.match(r"Invalid value assigned: \w+ is not a ListConfig", text):
         return f"{where}{key}: a list stands in brackets: `[...]`"
     if match := re.match(r"Cannot assign (\w+) to Dict", text):

@@ -64,6 +64,11 @@ class Key:
         return self.kind.removesuffix(" | None").startswith("list[")
 
     @property
+    def whole(self) -> bool:
+        """Whether it is a whole number, and nothing else."""
+        return self.kind.removesuffix(" | None") == "int"
+
+    @property
     def optional(self) -> bool:
         """Whether null is a value."""
         return "None" in self.kind or "Optional" in self.kind

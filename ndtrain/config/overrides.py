@@ -1,7 +1,9 @@
 """Checks overrides before Hydra sees them: its own messages lack the near miss, and it accepts any key behind a `+`."""
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +183,10 @@ def _check_group(override: Override, known: set[str], folders: Sequence[Path]) -
         paths = [path for folder in folders if (path := folder / key / f"{value}.yaml").is_file()]
         if len({path.resolve() for path in paths}) > 1:
             raise ConfigError(f"{key}={value}: two files have this name, {' and '.join(map(str, paths))}: rename yours")
-    return f"{key}={store_loggers(values[0])}" if several else line
+    if several:
+        names = list(dict.fromkeys(values[0]))
+        return f"{key}={store_loggers(names) if len(names) > 1 else names[0]}"
+    return line
 
 
 def _misplaced(group: str, value: str, known: set[str], folders: Sequence[Path]) -> str:
@@ -218,7 +223,30 @@ def _check_key(override: Override, keys: Mapping[str, Key], groups: Mapping[str,
         below = next(k for k in [*keys, f"{key}.KEY"] if k.startswith(f"{key}."))
         hint = meaning_of(key, ()) or f"set its keys, as in {below}=..."
         raise ConfigError(f"{line}: {key} is a section, which takes no value: {hint.strip()}")
+    if keys[key].whole:
+        line = _with_whole_numbers(override)
     scalar = isinstance(override.value(), str | int | float) and "${" not in line
     if keys[key].listed and scalar and not override.is_sweep_override():
         raise ConfigError(f"{line}: a list stands in brackets: '{key}=[{override.value()}]'")
     return line
+
+
+def _with_whole_numbers(override: Override) -> str:
+    """The override of an integer key with its whole numbers written as such: `train.steps=1e3` is 1000. What is no
+    whole number is left for the schema to refuse."""
+    values = [*override.sweep_string_iterator()] if _can_be_listed(override) else [override.get_value_string()]
+    whole = [_whole_number(text) for text in values]
+    if whole == values or override.is_delete():
+        return override.input_line or ""
+    return f"{override.get_key_element()}={','.join(whole)}"
+
+
+def _whole_number(text: str) -> str:
+    """A number such as 1e3 or 4.0 as an integer, 1000; any other text as it is."""
+    if not re.fullmatch(r"[+-]?[0-9_]*\.?[0-9]*(e[+-]?[0-9]{1,3})?", text, re.IGNORECASE):
+        return text
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        return text
+    return str(int(number)) if number == number.to_integral_value() else text
