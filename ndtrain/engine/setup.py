@@ -36,6 +36,7 @@ from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.memory_check import require_memory
 from ndtrain.engine.threads import set_threads
 from ndtrain.metrics import grow_segments, keep_freed_memory
+from ndtrain.optim.lr_schedule import idle_steps
 from ndtrain.parallel.build import Stages, initialise
 from ndtrain.runtime import descriptors, exit_status, folder_lock, rendezvous, shared_config, stop_signals
 from ndtrain.runtime.failure_report import record_failure
@@ -119,6 +120,8 @@ def prepare(cfg: Config) -> RunSetup:
         _check_validation(cfg, data)
         _check_samples(cfg, data)
         notes += data.warnings(cfg)
+        if idle := idle_steps(cfg.optim, cfg.train.steps, cfg.train.stop_at or cfg.train.steps):
+            notes.append(idle)
         keep_freed_memory()
         connect = meet(cfg, rank, world, device, meeting)
         undo.pop_all()

@@ -16,6 +16,33 @@ def learning_rate(cfg: OptimConfig, step: int, total_steps: int) -> float:
     return cfg.min_lr + (cfg.lr - cfg.min_lr) * get("lr_schedule", cfg.schedule)(step, cfg, end)
 
 
+def idle_steps(cfg: OptimConfig, total_steps: int, last_step: int) -> str | None:
+    """Return one line about updates of the plan that change nothing or never reach `optim.lr`; None if there are none.
+
+    Args:
+        total_steps: of the plan, `train.steps`.
+        last_step: of this run, which may stop earlier.
+    """
+    if cfg.warmup >= last_step and cfg.warmup > 1 and last_step == total_steps:
+        return (
+            f"optim.warmup={cfg.warmup}: all {last_step} steps of the run are warmup, below optim.lr={cfg.lr:g}: lower "
+            "it, or raise train.steps"
+        )
+    if cfg.lr_mult and "*" in cfg.lr_mult and not any(cfg.lr_mult.values()):
+        return "optim.lr_mult: every factor is 0: no step changes a weight: leave the pattern '*' out"
+    end = total_steps if cfg.decay_steps is None else cfg.decay_steps
+    if learning_rate(cfg, last_step, total_steps) > 0:
+        return None
+    first = min(end, last_step)
+    while first > 1 and learning_rate(cfg, first - 1, total_steps) == 0:
+        first -= 1
+    which = f"step {first}, the last," if first == last_step else f"steps {first} to {last_step}"
+    return (
+        f"optim.schedule={cfg.schedule} has learning rate 0 at {which} of train.steps={total_steps}: nothing is "
+        f"updated there: set optim.min_lr above 0, or optim.decay_steps={last_step + 1}"
+    )
+
+
 def progress(step: int, start: int, end: int) -> float:
     """The fraction of the way from `start` to `end` that a step has reached, between 0 and 1."""
     return min(1.0, max(0.0, (step - start) / max(1, end - start)))

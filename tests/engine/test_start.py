@@ -7,6 +7,7 @@ import pytest
 
 from ndtrain.config import ConfigError, load_config, resolve
 from ndtrain.data import open_data
+from ndtrain.optim.lr_schedule import idle_steps
 from ndtrain.train import main
 from tests.data.test_data import config as data_config
 from tests.lib.helpers import arguments, checkpoint_of, refusal, rows, write_corpus
@@ -75,6 +76,36 @@ def test_a_short_run_says_that_its_warmup_is_shorter(tmp_path, capsys):
     assert main([arg for arg in args if not arg.startswith(("optim.warmup", "train.steps=10"))]) == 0
     assert "warning: optim.warmup=4 of the recipe does not fit into 2 steps: it is 1" in capsys.readouterr().out
     assert "warmup: 1" in (tmp_path / "run/config.yaml").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------- idle steps
+
+IDLE = {  # overrides of ten steps -> words of the warning; none: it is None
+    "cosine to 0": (["optim.min_lr=0"], ["learning rate 0 at step 10, the last,", "optim.decay_steps=11"]),
+    "linear to 0": (["optim.min_lr=0", "optim.schedule=linear"], ["step 10, the last,", "optim.min_lr above 0"]),
+    "a decay that ends early": (["optim.min_lr=0", "optim.decay_steps=7"], ["steps 7 to 10 of train.steps=10"]),
+    "one step": (["optim.min_lr=0", "train.steps=1", "optim.warmup=0"], ["step 1, the last,"]),
+    "all warmup": (["optim.schedule=constant", "optim.warmup=10"], ["all 10 steps of the run are warmup"]),
+    "factors of 0": (["optim.lr_mult={*:0}"], ["optim.lr_mult: every factor is 0"]),
+    "a rate at the end": (["optim.min_lr=1e-6"], []),
+    "a run that stops before": (["optim.min_lr=0", "train.stop_at=9"], []),
+    "a decay beyond the end": (["optim.min_lr=0", "optim.decay_steps=11"], []),
+    "constant": (["optim.schedule=constant", "optim.min_lr=0"], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_steps_that_update_nothing_are_named(name):
+    overrides, words = IDLE[name]
+    cfg = resolve(load_config([PLAIN, "train.steps=10", "optim.warmup=2", *overrides]), 1)
+    line = idle_steps(cfg.optim, cfg.train.steps, cfg.train.stop_at or cfg.train.steps)
+    assert (line is None) == (not words) and all(word in (line or "") for word in words), line
+
+
+def test_a_run_says_that_its_last_step_updates_nothing(tmp_path, capsys):
+    corpus = write_corpus(tmp_path / "corpus.txt")
+    assert main(arguments(tmp_path / "run", corpus, "train.steps=3", "optim.min_lr=0")) == 0
+    assert "warning: optim.schedule=cosine has learning rate 0 at step 3" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ positions, epochs
