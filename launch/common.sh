@@ -8,6 +8,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 run_dir=""  # absolute, from `prepare` on
+made=""     # set if `prepare` has made that folder
 child=""    # process id of what `supervise` runs
 status=0    # its exit status
 asked=""    # the signal that asked for a stop
@@ -63,6 +64,7 @@ done
 
 prepare() { # OVERRIDES...: sets run_dir. It may belong to a live run: that run's files are not touched
     run_dir=$(folder_of "$@") || exit
+    if [ ! -e "$run_dir" ]; then made=1; fi
     mkdir -p "$run_dir/logs" 2>/dev/null || true # training says why not
     if [ -n "$asked" ]; then ask_to_stop; fi # while the folder was being looked up
 }
@@ -102,6 +104,10 @@ end_torchrun() { # PID: torchrun and its ranks, each of which leads a session of
 outcome() { # sets `status` to the documented exit code, and says why a run has failed: the last thing on the console
     contained python -m ndtrain.runtime.launch_query ended "$run_dir" "$status"
     supervise "${command[@]}"
+    if [ "$status" = 2 ] && [ -n "$made" ]; then # a refused run leaves no folder, unless there is something in it
+        rmdir "$run_dir/logs" 2>/dev/null || true
+        rmdir "$run_dir" 2>/dev/null || true
+    fi
 }
 
 ranks_here() { # a rank per GPU, or per CPU core where there is no GPU

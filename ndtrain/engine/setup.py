@@ -42,6 +42,7 @@ from ndtrain.runtime import descriptors, exit_status, folder_lock, rendezvous, s
 from ndtrain.runtime.failure_report import record_failure
 from ndtrain.runtime.folder_lock import Claim
 from ndtrain.runtime.launcher_report import tell_run_folder
+from ndtrain.runtime.refused_start import left_as_found
 from ndtrain.runtime.shared_config import Written
 from ndtrain.runtime.signed_store import SignedStore
 
@@ -95,6 +96,7 @@ def prepare(cfg: Config) -> RunSetup:
     timeout_s = cfg.hardware.timeout_s
     with ExitStack() as undo:
         if rank == 0:
+            undo.enter_context(left_as_found(Path(cfg.run.dir)))
             claim, resume, path, state = take_run_folder(cfg, Path(cfg.run.dir))
             undo.callback(claim.release)
             undo.enter_context(record_failure(Path(cfg.run.dir)))

@@ -333,6 +333,34 @@ def test_a_folder_that_holds_a_run_is_refused(finished, corpus, capsys):
     assert (finished / "config.yaml").read_bytes() == before
 
 
+REFUSED_LATE = {  # what is refused once the run folder is taken
+    "a corpus that is missing": ["data.path=/no/such/corpus"],
+    "a checkpoint that is missing": ["resume=/no/such/run"],
+    "a sample of an empty prompt": ["train.sample_every=1", "train.sample_prompts=[]"],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_LATE)
+def test_a_refused_run_leaves_no_folder(name, corpus, tmp_path, capsys):
+    refusal(capsys, arguments(tmp_path / "runs" / "new", corpus, *REFUSED_LATE[name]))
+    assert list(tmp_path.iterdir()) == []
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    refusal(capsys, arguments(mine, corpus, *REFUSED_LATE[name]))
+    assert list(mine.iterdir()) == [], "a folder that was there before"
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(damaged, corpus, capsys):
+    folder, _ = damaged
+    content = lambda: {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.parent.name != "owner"}
+    before = content()
+    for overrides in (["model.hidden_size=128"], ["data.path=/no/such/corpus"]):
+        refusal(capsys, arguments(folder, corpus, "resume=auto", "train.steps=9", *overrides))
+    after = content()
+    logs = {path for path in before if path.parent.name == "logs"}
+    assert {p: c for p, c in after.items() if p not in logs} == {p: c for p, c in before.items() if p not in logs}
+
+
 @pytest.mark.parametrize("place", ["/proc/run", "/sys/run", "corpus/run", "corpus"])
 def test_a_run_folder_that_cannot_be_is_refused(place, args, corpus, capsys):
     place = place.replace("corpus", str(corpus))
