@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-LAUNCH = "NDTRAIN_LAUNCH"  # set by the launch scripts: HOST-PID-SECONDS, which no two starts of a script have in common
+LAUNCH = "NDTRAIN_LAUNCH"  # set by launch scripts and `ndtrain torchrun`: HOST-PID-SECONDS, another for every start
 
 
 @dataclass(frozen=True)
