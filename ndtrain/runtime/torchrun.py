@@ -95,6 +95,11 @@ def choose_rendezvous(options: Namespace) -> None:
         # else torchrun serves the ranks' store, on all interfaces
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         choose_interface(one_host=False)
+        if not os.environ.get(TOKEN):
+            note = (
+                f"{TOKEN} is not set, so ranks believe whoever reaches their store: give all hosts the same secret text"
+            )
+            print(f"warning: {note} (docs/launch.md)", file=sys.stderr, flush=True)
         if name := os.environ.get(INTERFACE):
             options.local_addr = options.local_addr or interface_address(name)
     elif one_host and options.rdzv_backend in ("c10d", "static"):

@@ -1,12 +1,16 @@
 """What a run says, or refuses, before its first step."""
 
+import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from ndtrain.checkpoint import State
 from ndtrain.config import ConfigError, load_config, resolve
 from ndtrain.data import open_data
+from ndtrain.engine.setup import _chosen
 from ndtrain.optim.lr_schedule import idle_steps
 from ndtrain.train import main
 from tests.data.test_data import config as data_config
@@ -161,3 +165,22 @@ def test_periodic_saves_are_in_the_console(tmp_path, capsys):
     saves = re.findall(r"^saved (\S+) in [\d.]+ s, of which training waited [\d.]+ s$", out, re.MULTILINE)
     assert saves == [str(checkpoint_of(tmp_path / "run", 2))], "the last line names that of step 4"
     assert f"finished step 4 of 4: saved {checkpoint_of(tmp_path / 'run', 4)}" in out
+
+
+# ------------------------------------------------------------------------------------------- what rank 0 has chosen
+
+
+def test_the_choice_of_rank_0_comes_as_it_was_sent():
+    state = State(4, 100, {"run.seed": 1}, 0, {"epoch": 1})
+    sent = {"path": "runs/a/checkpoints/step-00000004", "state": asdict(state), "resume": "auto"}
+    assert _chosen(json.loads(json.dumps(sent))) == (Path(sent["path"]), state, "auto")
+    assert _chosen({"path": None, "state": None, "resume": "none"}) == (None, None, "none")
+    for change in (
+        {"path": 1},
+        {"state": None},
+        {"state": asdict(state) | {"step": "4"}},
+        {"state": {}},
+        {"resume": 1},
+    ):
+        with pytest.raises(ValueError, match="what rank 0 has sent names no checkpoint"):
+            _chosen(sent | change)

@@ -208,3 +208,14 @@ def test_no_room_for_the_trace(tmp_path, corpus, capsys):
     assert main(arguments(tmp_path / "run", corpus, "train.trace=true", "train.stop_at=4")) == 0
     assert "warning: trace of step 3 not written: File exists" in capsys.readouterr().out
     assert len(rows(tmp_path / "run")) == 4
+
+
+@pytest.mark.parametrize("value", ["text", ["clock", 1.0], ["clock", 1.0, [[["F", 0, 0], 1.0]]], ["clock", None, []]])
+def test_what_is_no_log_of_a_rank_is_refused(value):
+    with pytest.raises(ValueError, match="what a rank has sent is no"):
+        _Log.from_json(value)
+
+
+def test_a_log_comes_as_it_was_sent():
+    log = _Log("clock", 0.5, [ActionTiming(Action("F", 1, 2), 3.0, 4.0)])
+    assert _Log.from_json(json.loads(json.dumps(log))) == log

@@ -162,7 +162,7 @@ def test_without_a_run_folder_the_ranks_status_counts(folder, tmp_path):
         (["--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "n0:2379"], "etcd-v2"),
     ],
 )
-def test_which_rendezvous_a_launch_has(argv, backend, monkeypatch):
+def test_which_rendezvous_a_launch_has(argv, backend, monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     for name in (TOKEN, LAUNCH, "NDTRAIN_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.pop(name, None)
@@ -172,6 +172,7 @@ def test_which_rendezvous_a_launch_has(argv, backend, monkeypatch):
     one_host = backend == ONE_HOST
     assert (TOKEN in os.environ, "GLOO_SOCKET_IFNAME" in os.environ) == (one_host, one_host)
     assert (os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1") == (backend == SEVERAL_HOSTS)
+    assert (f"warning: {TOKEN} is not set" in capsys.readouterr().err) == (backend == SEVERAL_HOSTS)
 
 
 def test_the_users_interface_stays(monkeypatch):
