@@ -10,9 +10,10 @@ from ndtrain.runtime import cli, launcher_report
 from tests.lib.helpers import refusal
 
 GLOBAL = "# @package _global_\n"
-LLAMAS = "llama3_2_1b, llama3_405b, llama3_70b, llama3_8b, llama_debug, llama_small"
-MODELS = f"deepseek_v3, {LLAMAS}, mixtral_8x7b, moe_debug, moe_small, qwen3_30b_a3b"
-SHIPPED = f"known: {MODELS}".replace("llama3_405b,", "llama3_405b, llama3_405b_long,")
+LLAMAS = "llama3_2_1b, llama3_2_3b, llama3_405b, llama3_70b, llama3_8b, llama_debug, llama_small"
+QWENS = "qwen3_0_6b, qwen3_14b, qwen3_1_7b, qwen3_30b_a3b, qwen3_32b, qwen3_4b, qwen3_8b"
+MODELS = f"deepseek_v3, {LLAMAS}, mistral_7b, mixtral_8x7b, moe_debug, moe_small, {QWENS}"
+SHIPPED = f"known: continued, {MODELS}".replace("llama3_405b,", "llama3_405b, llama3_405b_long,")
 WITH_OWN = SHIPPED.replace("moe_small,", "moe_small, own,")
 GROUPS = "checkpoint, data, hardware, logger, mesh, model, optim, recipe, recompute, schedule"
 RECIPES = {  # content of the recipe -> the line; {file} is its path

@@ -254,7 +254,7 @@ def test_a_ctrl_c_prints_the_best_so_far(monkeypatch, capsys):
     assert interrupted(3, monkeypatch) == 130
     out, err = capsys.readouterr()
     assert out.startswith("interrupted: the best so far\n4 ranks of h100 of 84.9 GB: 3 predicted")
-    assert "mesh.tp=" in out and err == "interrupted\n"
+    assert "mesh.tp=" in out and err.endswith("interrupted\n")
 
 
 def test_a_ctrl_c_before_any_prediction_says_so(monkeypatch, capsys):

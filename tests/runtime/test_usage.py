@@ -34,7 +34,7 @@ def test_help_names_own_recipes(tmp_path, capsys):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe/own.yaml").touch()
     assert main(["--config-dir", str(tmp_path), "--help"]) == 0
-    assert "llama_small, mixtral_8x7b, moe_debug, moe_small, own, qwen3_30b_a3b: a complete run" in " ".join(
+    assert "llama_small, mistral_7b, mixtral_8x7b, moe_debug, moe_small, own, qwen3_0_6b," in " ".join(
         capsys.readouterr().out.split()
     )
 
