@@ -69,8 +69,9 @@ fan_out() { # OVERRIDES...: a torchrun on every host; ends all when fewer are le
     exec 9>"$pipe" 8>&-
     rm "$pipe"
     for i in "${!hosts[@]}"; do
-        (echo "$NDTRAIN_TOKEN" && exec cat <&7) 9>&- |
-            "${remote_shell[@]}" "${hosts[i]}" "$(remote_command "$i" "$@")" 7<&- 9>&- &
+        # and no pipeline: `wait` would wait for all of it
+        "${remote_shell[@]}" "${hosts[i]}" "$(remote_command "$i" "$@")" \
+            < <(exec 9>&- && echo "$NDTRAIN_TOKEN" && exec cat <&7) 7<&- 9>&- &
         pids+=($!)
     done
     while [ "${#pids[@]}" -gt 0 ]; do
