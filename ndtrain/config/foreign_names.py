@@ -38,9 +38,10 @@ _MEANINGS: dict[str, str] = {
     "batch_size batch",
     "train.global_batch; the number of microbatches follows from it and train.micro_batch": "grad_accum grad_acc_steps "
     "gradient_accumulation_steps gradient_accumulation batch_accumulation_per_replica accumulate_grad_batches",
-    "train.seq_len": "seq_length sequence_length max_seq_len max_seq_length block_size context_length context_len",
+    "train.seq_len": "seq_length sequence_length max_seq_len max_seq_length max_length block_size "
+    "context_length context_len",
     "train.steps": "max_steps train_iters train_steps num_steps total_steps max_iters iterations",
-    "train.steps; a run is counted in steps, not in epochs": "num_train_epochs epochs num_epochs",
+    "train.epochs": "num_train_epochs num_epochs",
     "train.log_every": "logging_steps log_interval log_freq iteration_step_info_interval",
     "train.eval_every": "eval_steps eval_interval eval_iters val_check_interval validation.freq validation.enabled "
     "eval_freq",
@@ -86,6 +87,7 @@ _MEANINGS: dict[str, str] = {
     "plugins": "custom_import",
     "data.path": "dataset_path data_path train_data_path dataset_name hf_dataset_or_datasets dataset_folder",
     "data": "dataset",
+    "data=chat; it computes the loss on the assistant's tokens": "assistant_only_loss completion_only_loss",
     "data.validation_path": "valid_data_path",
     "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_name_or_path tokenizer_model hf_tokenizer "
     "hf_assets_path",

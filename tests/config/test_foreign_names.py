@@ -26,7 +26,7 @@ MEANT = {  # override -> what the error must contain
     "gradient_accumulation_steps=2": "use train.global_batch (the number of microbatches",
     "training.local_batch_size=2": "use train.global_batch (each rank has",
     "max_steps=2": "did you mean 'train.steps'?",
-    "num_train_epochs=2": "use train.steps",
+    "num_train_epochs=2": "did you mean 'train.epochs'",
     "activation_checkpoint.mode=full": "did you mean 'recompute'?",
     "gpus=64": "use ranks=N or nodes=N for a plan",
     "precision.compute=fp16": "did you mean 'bf16'?",
