@@ -65,11 +65,11 @@ class Companions:
             (folder / name).write_bytes(content)
 
     def names_end_token(self) -> bool:
-        """Returns whether they say which tokens end a text."""
+        """Returns True if they name the tokens that end a text."""
         return _GENERATION in self.files or self.fields.get("eos_token_id") is not None
 
     def end_tokens(self) -> set[int]:
-        """Returns the tokens that end a text; empty: nothing says it."""
+        """Returns the tokens that end a text; empty: they name none."""
         try:
             ids = json.loads(self.files.get(_GENERATION, b"{}"))["eos_token_id"]
         except (ValueError, RecursionError, KeyError, TypeError):

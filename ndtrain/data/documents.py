@@ -161,7 +161,7 @@ def require_training_text(setting: str, train: int, validation: int) -> None:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Returns whether the validation split, which holds that fraction of the documents, holds the document `name`."""
+    """Returns True if the document `name` is in the validation split, which holds that fraction of the documents."""
     return _hash_fraction("split", name) < fraction
 
 

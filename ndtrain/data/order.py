@@ -140,7 +140,7 @@ class Mixture(EndlessRun):
 
 
 def epoch_indices(numbers: np.ndarray, count: int, seed: int, shuffle: bool) -> np.ndarray:
-    """Returns int64 [n]: which of the `count` sequences of an epoch those of an endless run are.
+    """Returns int64 [n]: the sequences of an epoch, of which there are `count`, that sequences of an endless run are.
 
     With `shuffle`, the order of each epoch depends on the seed and on the epoch alone.
     """

@@ -117,7 +117,7 @@ class Tokenizer:
             (folder / name).write_bytes(content)
 
     def same_ids(self, tokenizer_json: bytes) -> bool:
-        """Returns whether another tokenizer.json gives every token the id that this one gives it."""
+        """Returns True if another tokenizer.json gives every token the same id."""
         if tokenizer_json == self._files["tokenizer.json"]:
             return True
         try:
@@ -131,7 +131,7 @@ class Tokenizer:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Returns whether a file of a Hugging Face folder belongs to its tokenizer."""
+    """Returns True if a file of a Hugging Face folder belongs to its tokenizer."""
     return any(fnmatch(name, pattern) for pattern in (*_TOKENIZER_FILES, *_OTHER_FILES))
 
 

@@ -160,7 +160,7 @@ def _replace_lost_folder(cfg: Config) -> list[str]:
     cfg.init_from = str(options[0])
     if cfg.data.tokenizer == lost:
         cfg.data.tokenizer = cfg.init_from
-    return [f"init_from={lost} is gone: the model and its files are those of the checkpoint {options[0]}"]
+    return [f"init_from={lost} is gone: the model and its files are taken from the checkpoint {options[0]}"]
 
 
 def save_config(setup: RunSetup) -> None:

@@ -117,7 +117,7 @@ def test_a_marked_template_learns_what_transformers_masks(style, turns, folders,
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_completion_begins_where_the_prompt_ends(style, marked, folders, theirs, tmp_path):
-    """The rule of TRL's `completion_only_loss`: all tokens behind those of the prompt with its generation prompt."""
+    """The rule of TRL's `completion_only_loss`: all tokens after the prompt with its generation prompt."""
     folder, (prompt, completion) = folders[style, marked], (LONG[:3], LONG[3:])
     before = theirs(folder, prompt, add_generation_prompt=True)["input_ids"]
     whole = theirs(folder, LONG)["input_ids"]

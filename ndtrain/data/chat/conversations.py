@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _VERSION = 1  # of what this module makes of given files: a new one outdates every cache entry
 _ROW_BYTES = 64 << 20  # of the longest row that is read
 _BATCH_CHARACTERS = 1 << 22  # tokenised at a time
-_ARRAYS = ("ids", "learned", "ends", "firsts")  # of a split, each in a file beside the entry
+_ARRAYS = ("ids", "learned", "ends", "firsts")  # of a split, each in its own file
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def tokenise_chat(files: ChatFiles, template: ChatTemplate | None, tokenizer: To
 
 
 def _load(entry: Path) -> ChatCorpus | None:
-    """Returns the entry; None where it is absent or damaged."""
+    """Returns the entry; None if it is absent or damaged."""
     try:
         record = json.loads(entry.read_bytes())
         if any(sampled_digest(entry.with_name(name)) != found for name, found in record["files"].items()):

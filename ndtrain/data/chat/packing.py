@@ -28,7 +28,7 @@ class Plan:
     """Which conversations each sequence holds.
 
     Attributes:
-        order: int64 [packed]: the conversations of the first sequence, then those of the second, and so on.
+        order: int64 [packed]: the conversations of the first sequence, then the conversations of the second, and so on.
         ends: int64 [sequences]: behind the last conversation of each, as an index into `order`.
     """
 
@@ -126,7 +126,7 @@ def _save(entry: Path, plan: Plan) -> None:
 
 
 def _load(entry: Path) -> Plan | None:
-    """Returns the plan in the cache; None where it is absent or damaged."""
+    """Returns the plan in the cache; None if it is absent or damaged."""
     try:
         with np.load(entry) as arrays:
             return Plan(arrays["order"], arrays["ends"])
@@ -135,7 +135,7 @@ def _load(entry: Path) -> Plan | None:
 
 
 class PackedSequences(EndlessRun):
-    """The sequences of a run: those of one split, epoch after epoch, in an order that `shuffle` changes each time."""
+    """The sequences of a run: one split, epoch after epoch, in an order that `shuffle` changes each time."""
 
     def __init__(self, packed: PackedConversations, global_batch: int, seed: int, shuffle: bool, name: str):
         super().__init__(global_batch)
@@ -156,7 +156,7 @@ class PackedSequences(EndlessRun):
 
 
 class PackedValidation:
-    """The sequences of packed splits in order, as `ValidationSet` has those of flat arrays.
+    """The sequences of packed splits in order, with the interface of `ValidationSet`.
 
     Attributes:
         passes: how many passes of `global_batch` sequences. The last one is padded with sequences of nothing.

@@ -1,4 +1,4 @@
-"""A row of a chat data set as text, and which of its characters are learned: those of the assistant."""
+"""A row of a chat data set as text, and the characters of it that are learned: what the assistant says."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ class Sample:
 
     Attributes:
         spans: (start, end) in characters of what is learned, in order.
-        special: whether the tokenizer adds its special tokens, as it does to a text without a template.
+        special: True if the tokenizer adds its special tokens, as it does to a text without a template.
     """
 
     text: str
@@ -192,7 +192,7 @@ def _kind(value: Any) -> str:
 
 
 def learned_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Returns for each token whether one of its characters is learned.
+    """Returns True for each token of which a character is learned.
 
     Args:
         offsets: (start, end) in characters of each token, in order.

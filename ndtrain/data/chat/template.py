@@ -71,7 +71,7 @@ class ChatTemplate:
         self._marked = {name: bool(_MARKED.search(text)) for name, text in texts.items()}
 
     def marks(self, tools: Sequence[Any] | None) -> bool:
-        """Returns whether the template for a conversation with these tools marks what the assistant says."""
+        """Returns True if the template for a conversation with these tools marks what the assistant says."""
         return self._marked[self._name(tools)]
 
     def render(
