@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from ndtrain.checkpoint.__main__ import main as checkpoint_command
 from ndtrain.checkpoint.companions import read_companions
 from ndtrain.config import ConfigError
+from ndtrain.engine.callbacks import CheckpointCallback
 from ndtrain.model.families.hf_config import from_hf, read_hf_config, to_hf
 from ndtrain.train import main
 from tests.lib.chat_folders import STYLES, write_model_folder
@@ -107,6 +109,26 @@ def test_another_mesh_resumes_without_the_folder(corpus, tmp_path):
     assert run_ranks(rank_main, 2, args) == [0, 0]
     assert not first.exists()
     check(checkpoint_of(tmp_path / "run", 2), tmp_path / "moved", files)
+
+
+def test_what_is_resumed_counts_more_than_init_from(tmp_path):
+    """A run that resumes may name no folder, or one that has changed since."""
+    resumed, source = tmp_path / "resumed", tmp_path / "source"
+    write_model_folder(resumed, "qwen3")
+    write_model_folder(source, "llama3")
+    trainer = SimpleNamespace(
+        resumed=resumed,
+        cfg=SimpleNamespace(init_from=str(source), model=from_hf(read_hf_config(resumed))),
+        mesh=SimpleNamespace(rank=0),
+    )
+    read = CheckpointCallback._companions
+    assert "NOTICE" in read(trainer).files
+    trainer.cfg.init_from = None
+    assert "NOTICE" in read(trainer).files
+    trainer.mesh.rank = 1
+    assert read(trainer).files == {}, "rank 0 alone writes them"
+    trainer.mesh.rank, trainer.resumed = 0, None
+    assert read(trainer).files == {}
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
