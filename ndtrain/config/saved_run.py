@@ -124,9 +124,6 @@ def read_saved(path: Path) -> SavedRun:
     """
     _check_shape(path)
     values = read_yaml(path)
-    for key, value in _leaves(values):
-        if "${" in str(value):
-            raise ConfigError(f"{path}: {key}={value}: a run's configuration holds values, no references: write one")
     for section in ("run", "model"):
         if not isinstance(values.get(section), dict):
             raise ConfigError(f"{path}: there is no section `{section}`: it is no configuration of a run; {_REPAIR}")
@@ -197,13 +194,15 @@ def overrides_for(saved: SavedRun, given: Mapping[str, Any], keys: Mapping[str, 
 
 
 def _check_keys(values: Mapping[str, Any], keys: Mapping[str, Key], source: str) -> None:
-    """Checks that every key exists.
+    """Checks that every key exists, and that no value refers to another one or to the environment.
 
     Raises:
-        ConfigError: naming all that do not.
+        ConfigError: naming all keys that do not exist, or the first value that is a reference.
     """
     unknown = []
     for key, value in _leaves(values):
+        if "${" in str(value):
+            raise ConfigError(f"{source}: {key}={value}: a run's configuration holds values, no references: write one")
         parts = key.split(".")
         parents = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
         if key not in keys and not any(keys[p].free_form for p in parents if p in keys):

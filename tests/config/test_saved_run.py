@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ndtrain.config import Config, ConfigError, check_overrides, load_config, resolve, to_yaml
-from ndtrain.config.saved_run import NAME
+from ndtrain.config.saved_run import NAME, SavedRun
 from ndtrain.runtime import launch_query
 
 STARTED = ["recipe=llama_debug", "optim.lr=5e-3", "data.tokenizer=byte", "logger.project=mine", "run.name=first"]
@@ -163,3 +163,10 @@ def test_a_file_that_cannot_be_used_is_named(name, folder):
     line = refused("resume=auto", f"run.dir={folder}")
     assert str(folder / NAME) in line and all(word in line for word in words), line
     assert len(line) < 1000, "the file is in the message"
+
+
+def test_a_reference_in_the_configuration_of_a_checkpoint_is_refused():
+    """`evaluate` takes its configuration from state.json, which may be a stranger's."""
+    saved = SavedRun({"run": {"name": "${oc.env:HOME}"}}, "state.json", follows=False)
+    with pytest.raises(ConfigError, match=r"run\.name=.*no references"):
+        load_config(["mesh.fsdp=-1"], base=saved)
