@@ -9,11 +9,12 @@ from ndtrain.plugins import register_lr_schedule
 
 def learning_rate(cfg: OptimConfig, step: int, total_steps: int) -> float:
     """The rate of the update that makes step `step` (from 1): linear warmup to `lr` over `warmup` steps, then by
-    `schedule` down to `min_lr` at `decay_steps` (null: `total_steps`)."""
+    `schedule` down to `min_lr` at `decay_steps` (null: `total_steps`). The rate stays at `lr` if `min_lr` is above."""
     if step <= cfg.warmup:
         return cfg.lr * step / cfg.warmup
     end = total_steps if cfg.decay_steps is None else cfg.decay_steps
-    return cfg.min_lr + (cfg.lr - cfg.min_lr) * get("lr_schedule", cfg.schedule)(step, cfg, end)
+    last = min(cfg.min_lr, cfg.lr)  # a recipe's min_lr may be above the lr that a user gives
+    return last + (cfg.lr - last) * get("lr_schedule", cfg.schedule)(step, cfg, end)
 
 
 def idle_steps(cfg: OptimConfig, total_steps: int, last_step: int) -> str | None:

@@ -83,9 +83,9 @@ def start(overrides: list[str]) -> tuple[Run, list[tuple], int]:
 def counted(elements: list[int]):
     read = Reader.read
 
-    def counting(self, name, rows):
+    def counting(self, name, rows, *into):
         elements.append(rows.numel)
-        return read(self, name, rows)
+        return read(self, name, rows, *into)
 
     return counting
 
@@ -203,6 +203,7 @@ def test_other_norms_of_queries_are_refused(tmp_path):
 
 def test_a_mixture_is_none_to_start_from(tmp_path):
     write(tmp_path, MIXTRAL)
+    save_file({f"tensor {i}": torch.zeros(1) for i in range(1000)}, tmp_path / "model.safetensors")
     line = refused([*BASE, *OWN["mixtral"], f"init_from={tmp_path}", "moe.upcycle=true"])
     assert f"init_from={tmp_path} is a mixture of experts already (mixtral)" in line and "leave moe.upcycle out" in line
 

@@ -48,6 +48,7 @@ def test_an_optimizer_a_rate_a_logger_and_a_callback_train_together(folder: Path
     plugins = ",".join(f"my_package.{name}" for name in ("lion", "rates", "csv_logger", "loss_guard"))
     done = train(
         folder, f"plugins=[{plugins}]", "optim=lion", "optim.lr=1e-3", "optim.schedule=inverse_sqrt", "optim.warmup=1",
+        "optim.min_lr=0",
         "logger=csv", "logger.columns=[step,loss,lr]", "run.dir=together",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = (ROOT / "launch" / "gpu_wheels.txt").read_text()
-BROUGHT = {"torch", "wandb"}  # what the machine has, and what nothing needs where logger=jsonl
+BROUGHT = {"torch", "jinja2", "wandb"}  # what the machine has (torch needs jinja2), and what logger=jsonl leaves out
 name_of = lambda requirement: re.match(r"[\w-]+", requirement)[0].lower()
 
 

@@ -134,7 +134,7 @@ def test_a_run_of_epochs_knows_its_steps_and_goes_on(tmp_path, capsys):
     write_model_folder(source, "qwen3", marked=True)
     write_chat(tmp_path / "chat.jsonl", 30)
     plan = ["precision.params=fp32", "precision.compute=fp32", "optim.schedule=cosine", "optim.warmup=1"]
-    plan += ["data.validation=0.2", "train.eval_every=2"]
+    plan += ["optim.min_lr=0", "data.validation=0.2", "train.eval_every=2"]
     args = arguments(run_dir, source, *plan)
     assert main([*args, "train.stop_at=2"]) == 0
     count = int(capsys.readouterr().out.split(" conversations in ")[1].split()[0])

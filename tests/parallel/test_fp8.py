@@ -207,6 +207,9 @@ class Chain:
             tokens[:, i] = (5 * tokens[:, i - 1] + 1 + vocabulary // 4 * tokens[:, 0]) % vocabulary
         return tokens
 
+    def learned(self, step: int, rows: Sequence[int]) -> None:
+        """Every token counts."""
+
 
 LEARNING = ["train.seq_len=16", "train.global_batch=16", "train.micro_batch=16", "optim.lr=5e-3", "optim.warmup=5"]
 

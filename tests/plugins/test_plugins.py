@@ -173,7 +173,7 @@ def test_trains_saves_and_resumes_on_another_mesh(tmp_path):
     losses = [[row["loss"] for row in rows(folder)] for folder in (one, cut)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
-    assert [row["lr"] for row in rows(one)][3:5] == pytest.approx([3e-3, 1.5e-3])
+    assert [row["lr"] for row in rows(one)][3:5] == pytest.approx([3e-3, 1.65e-3])
     assert json.loads((one / "losses.json").read_text()).keys() == {"2", "4", "6", "8"}
     assert all(row["weight_norm"] > 0 for row in rows(one))
     config = json.loads((checkpoint_of(one, 8) / "config.json").read_text())
