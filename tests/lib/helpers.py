@@ -54,6 +54,10 @@ def arguments(run_dir: Path, corpus: Path, *overrides: str) -> list[str]:
     ]  # fmt: skip
 
 
+# what exit.json says of a run that was killed: a rank that has lost a peer reports it, unless it is ended first
+KILLED = ("running", "died")
+
+
 # ----------------------------------------------------------------------------------------------------------- running
 
 
