@@ -5,6 +5,7 @@ python -m ndtrain.runtime.launch_query ended runs/first 1                       
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from ndtrain.runtime.cli import plain_config
 from ndtrain.runtime.run_owner import LAUNCH
 
 POLL_S = 0.2  # interval at which the process of rank 0 is looked for
+_KILLED = (exit_status.CODES["died"], 128 + signal.SIGKILL)  # a launcher whose rank, or which itself, was killed
 _USAGE = "usage: python -m ndtrain.runtime.launch_query folder [OVERRIDES ...] | ended RUN_DIR STATUS"
 
 
@@ -30,9 +32,12 @@ def folder(overrides: list[str]) -> Path:
 def ended(run_dir: Path, status: int) -> int:
     """The exit status of a launch script (`exit_status.CODES`) whose launcher ended with `status`. The error of the
     rank that failed, if any, is printed as the last lines on the console. An exit.json of another start says nothing:
-    the run has not come to own its folder. Ranks that have outlived their launcher are waited for."""
+    the run has not come to own its folder, since it was refused or killed. Ranks that have outlived their launcher are
+    waited for."""
     ending = exit_status.read(run_dir)
     if ending is None or ending.launch != os.environ.get(LAUNCH, ending.launch):
+        if status in _KILLED:
+            return exit_status.CODES["died"]
         return 2 if status else 0
     if ending.why == "running":
         ending = _after_running(run_dir) or ending

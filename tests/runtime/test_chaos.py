@@ -152,7 +152,10 @@ def kill_a_launcher(args: list[str], folder: Path, cwd: Path, draw: random.Rando
         script.wait()
         out = (cwd / "out").read_text()
         if victim == "torchrun":
-            assert script.returncode == 75 and ("torchrun was killed" in out or "the run was killed" in out), out
+            assert script.returncode == 75 and ("torchrun was killed" in out or "the run was killed" in out), (
+                script.returncode,
+                out,
+            )
     if logged := len(rows(folder)):
         assert list_checkpoints(folder / "checkpoints")[0] == checkpoint_of(folder, logged), "a step is lost"
     status = exit_status.read(folder)

@@ -322,6 +322,7 @@ def test_a_launch_script_believes_only_its_own_run(tmp_path, monkeypatch):
     assert launch_query.ended(tmp_path, 1) == 75
     monkeypatch.setenv(LAUNCH, "n0-2-3")  # the folder belongs to the other run
     assert launch_query.ended(tmp_path, 1) == 2 and launch_query.ended(tmp_path, 0) == 0
+    assert launch_query.ended(tmp_path, 137) == 75, "killed before it came to own the folder"
     monkeypatch.delenv(LAUNCH)
     assert launch_query.ended(tmp_path, 1) == 75
 
