@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ndtrain.checkpoint import Saved, Saver
-from ndtrain.checkpoint.companions import Companions, read_companions
+from ndtrain.checkpoint.companions import Companions
 from ndtrain.config import Config
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.setup import turn_end_warning, write_extras
@@ -291,7 +291,7 @@ class CheckpointCallback(Callback):
 
     def on_train_start(self) -> None:
         trainer = self.trainer
-        companions = self._companions(trainer)
+        companions = trainer.companions
         for note in companions.notes:
             trainer.warn(note)
         if trainer.mesh.rank == 0 and (warning := turn_end_warning(trainer.data, companions)):
@@ -299,14 +299,6 @@ class CheckpointCallback(Callback):
         extras = partial(self._write_extras, trainer, companions)
         folder = Path(trainer.cfg.run.dir) / "checkpoints"
         self._saver = Saver(folder, trainer.stages, trainer.mesh, trainer.cfg, extras)
-
-    @staticmethod
-    def _companions(trainer: "Trainer") -> Companions:
-        """Reads, on rank 0, the companions of the checkpoint that is resumed, else of the folder of `init_from`."""
-        origin = trainer.resumed or (trainer.cfg.init_from and Path(trainer.cfg.init_from))
-        if not origin or trainer.mesh.rank > 0:
-            return Companions()
-        return read_companions(origin, trainer.cfg.model)
 
     @staticmethod
     def _write_extras(trainer: "Trainer", companions: Companions, folder: Path) -> None:

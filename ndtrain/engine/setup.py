@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from ndtrain import checkpoint
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
-from ndtrain.checkpoint.companions import Companions
+from ndtrain.checkpoint.companions import Companions, read_companions
+from ndtrain.checkpoint.elements import damaged
 from ndtrain.config import (
     TOKEN_SOURCES,
     Config,
@@ -399,27 +400,77 @@ def _pass_over(error: DamagedCheckpoint, resume: str) -> None:
         print(f"warning: {error}; trying the one before it", file=sys.stderr)
 
 
-def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> tuple[Path | None, State, list[str]]:
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from.
+
+    Attributes:
+        path: the checkpoint that it resumes, or None.
+        state: to go on from.
+        companions: on rank 0, what its checkpoints hold of the folder that it starts from.
+        notes: messages for the user.
+    """
+
+    path: Path | None
+    state: State
+    companions: Companions
+    notes: list[str]
+
+
+def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
     """Fills the stages: from rank 0's checkpoint (or, with resume=auto, an older one if its content is damaged), from a
-    Hugging Face folder, or from the seed. Returns the checkpoint, if any, the state to go on from, and what the user is
-    to know."""
+    Hugging Face folder, or from the seed."""
     cfg, (path, state, resume) = setup.cfg, _as_on_rank_0(mesh, (setup.path, setup.state, setup.resume))
     while path is not None:
         try:
             notes = checkpoint.load(path, stages, mesh)
+            companions = _resumed_companions(path, cfg, mesh)
             if mesh.rank == 0:
                 setup.claim.check()
             if mesh.rank == 0 and path.parent.resolve() == (Path(cfg.run.dir) / "checkpoints").resolve():
                 checkpoint.set_aside_later(path)
-            return path, state, notes
+            return Start(path, state, companions, notes)
         except DamagedCheckpoint as error:
             _pass_over(error, resume)
             path, state, _ = _as_on_rank_0(mesh, (*_older_one(path, cfg, resume, mesh), resume))
+    companions = Companions()
     if cfg.init_from:
         checkpoint.load_start(cfg, stages, mesh)
+        companions = _companions(Path(cfg.init_from), cfg, mesh)
     else:
         initialise(stages, cfg)
-    return None, State(step=0, tokens=0, order=order_of(cfg, setup.data)), []
+    return Start(None, State(step=0, tokens=0, order=order_of(cfg, setup.data)), companions, [])
+
+
+def _companions(folder: Path, cfg: Config, mesh: Mesh) -> Companions:
+    """Reads, on rank 0, what the checkpoints of the run hold of the folder that it starts from.
+
+    Raises:
+        CheckpointError: on every rank, naming the file that cannot be read.
+    """
+    held = [Companions()]
+
+    def read() -> None:
+        try:
+            if mesh.rank == 0:
+                held[0] = read_companions(folder, cfg.model)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+
+    checkpoint.together(mesh, read)
+    return held[0]
+
+
+def _resumed_companions(path: Path, cfg: Config, mesh: Mesh) -> Companions:
+    """`_companions` of a checkpoint, in which every file was written by a run.
+
+    Raises:
+        DamagedCheckpoint: on every rank, naming the file that cannot be read.
+    """
+    try:
+        return _companions(path, cfg, mesh)
+    except CheckpointError as error:
+        raise damaged(path, error) from error
 
 
 def _as_on_rank_0(mesh: Mesh, chosen: tuple[Path | None, State | None, str]) -> tuple[Path | None, State | None, str]:

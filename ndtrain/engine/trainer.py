@@ -106,7 +106,8 @@ class Trainer:
             self.stages = build_stages(self.cfg, self.mesh)
             self.model = nn.ModuleList(module for _, module in sorted(self.stages.models.items()))
             self.train_step = TrainingStep(self.cfg, self.mesh, self.stages)
-            self.resumed, self.state, notes = fill_weights(setup, self.mesh, self.stages)
+            start = fill_weights(setup, self.mesh, self.stages)
+            self.resumed, self.state, self.companions, notes = start.path, start.state, start.companions, start.notes
             if setup.rank == 0:
                 save_config(setup)
             self.train_step.optimizer.skipped.fill_(self.state.skipped)

@@ -11,7 +11,7 @@ import torch
 from ndtrain.checkpoint.__main__ import main as checkpoint_command
 from ndtrain.checkpoint.companions import read_companions
 from ndtrain.config import ConfigError
-from ndtrain.engine.callbacks import CheckpointCallback
+from ndtrain.engine import setup
 from ndtrain.model.families.hf_config import from_hf, read_hf_config, to_hf
 from ndtrain.train import main
 from tests.lib.chat_folders import STYLES, write_model_folder
@@ -111,24 +111,23 @@ def test_another_mesh_resumes_without_the_folder(corpus, tmp_path):
     check(checkpoint_of(tmp_path / "run", 2), tmp_path / "moved", files)
 
 
-def test_what_is_resumed_counts_more_than_init_from(tmp_path):
-    """A run that resumes may name no folder, or one that has changed since."""
-    resumed, source = tmp_path / "resumed", tmp_path / "source"
-    write_model_folder(resumed, "qwen3")
+def test_what_is_resumed_counts_more_than_init_from(corpus, tmp_path):
+    """The folder may have changed since the run started."""
+    source = tmp_path / "source"
     write_model_folder(source, "llama3")
-    trainer = SimpleNamespace(
-        resumed=resumed,
-        cfg=SimpleNamespace(init_from=str(source), model=from_hf(read_hf_config(resumed))),
-        mesh=SimpleNamespace(rank=0),
-    )
-    read = CheckpointCallback._companions
-    assert "NOTICE" in read(trainer).files
-    trainer.cfg.init_from = None
-    assert "NOTICE" in read(trainer).files
-    trainer.mesh.rank = 1
-    assert read(trainer).files == {}, "rank 0 alone writes them"
-    trainer.mesh.rank, trainer.resumed = 0, None
-    assert read(trainer).files == {}
+    files = expected(source)
+    assert main(start(tmp_path / "run", source, corpus, "train.stop_at=1")) == 0
+    (source / "LICENSE").write_text("changed")
+    (source / "NEW.txt").write_text("later")
+    assert main(start(tmp_path / "run", source, corpus, "resume=auto")) == 0
+    assert carried(checkpoint_of(tmp_path / "run", 2)) == files
+
+
+def test_rank_0_alone_reads_them(tmp_path):
+    write_model_folder(tmp_path, "qwen3")
+    cfg = SimpleNamespace(model=from_hf(read_hf_config(tmp_path)))
+    read = lambda rank: setup._companions(tmp_path, cfg, SimpleNamespace(rank=rank, background=None)).files
+    assert "NOTICE" in read(0) and read(1) == {}
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
