@@ -6,13 +6,13 @@ read once, at the start, into memory: the folder may be gone when a checkpoint i
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ndtrain.checkpoint.elements import CheckpointError
+from ndtrain.checkpoint.elements import CheckpointError, sha256
 from ndtrain.config import ModelConfig
 from ndtrain.data.chat.template import TEMPLATES
 from ndtrain.data.hf_code import without_code
@@ -82,15 +82,16 @@ class Companions:
         return replace(self, files=kept, fields={k: v for k, v in self.fields.items() if k not in _TOKEN_IDS})
 
 
-def read_companions(folder: Path, m: ModelConfig | None = None) -> Companions:
+def read_companions(folder: Path, m: ModelConfig | None = None, written: Mapping[str, str] | None = None) -> Companions:
     """Reads what `folder` holds besides its weights.
 
     Args:
         m: the model of the run. If it is of another type than the model of the folder (`moe.upcycle`), only the fields
             about tokens and generation are returned. None: no field is returned.
+        written: name -> SHA-256 of the files of a checkpoint, as its state.json lists them.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        CheckpointError: a file cannot be read, or is not what was written.
     """
     files: dict[str, bytes] = {}
     notes: list[str] = []
@@ -99,8 +100,11 @@ def read_companions(folder: Path, m: ModelConfig | None = None) -> Companions:
             name, size = path.relative_to(folder).as_posix(), path.stat().st_size
             if why := _excess(size, files):
                 notes.append(f"{path} ({size:,} bytes) is not copied into the checkpoints: {why}")
-            else:
-                files[name] = without_code(path.read_bytes()) if path.suffix == ".json" else path.read_bytes()
+                continue
+            content = path.read_bytes()
+            if written and sha256(content) != written.get(name, sha256(content)):
+                raise CheckpointError(f"{path} is not what was written")
+            files[name] = without_code(content) if path.suffix == ".json" else content
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror or error}") from error
     fields = uninterpreted_fields(read_hf_config(folder), m.model_type) if m else {}

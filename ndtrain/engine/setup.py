@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ndtrain import checkpoint
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
 from ndtrain.checkpoint.companions import Companions, read_companions
+from ndtrain.checkpoint.directory import read_state
 from ndtrain.checkpoint.elements import damaged
 from ndtrain.config import (
     TOKEN_SOURCES,
@@ -442,8 +443,11 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
     return Start(None, State(step=0, tokens=0, order=order_of(cfg, setup.data)), companions, [])
 
 
-def _companions(folder: Path, cfg: Config, mesh: Mesh) -> Companions:
+def _companions(folder: Path, cfg: Config, mesh: Mesh, resumed: bool = False) -> Companions:
     """Reads, on rank 0, what the checkpoints of the run hold of the folder that it starts from.
+
+    Args:
+        resumed: the folder is a checkpoint, whose files are verified.
 
     Raises:
         CheckpointError: on every rank, naming the file that cannot be read.
@@ -453,7 +457,7 @@ def _companions(folder: Path, cfg: Config, mesh: Mesh) -> Companions:
     def read() -> None:
         try:
             if mesh.rank == 0:
-                held[0] = read_companions(folder, cfg.model)
+                held[0] = read_companions(folder, cfg.model, read_state(folder)["sha256"] if resumed else None)
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
 
@@ -468,7 +472,7 @@ def _resumed_companions(path: Path, cfg: Config, mesh: Mesh) -> Companions:
         DamagedCheckpoint: on every rank, naming the file that cannot be read.
     """
     try:
-        return _companions(path, cfg, mesh)
+        return _companions(path, cfg, mesh, resumed=True)
     except CheckpointError as error:
         raise damaged(path, error) from error
 
