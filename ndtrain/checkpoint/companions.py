@@ -102,7 +102,7 @@ def read_companions(folder: Path, m: ModelConfig | None = None, written: Mapping
                 notes.append(f"{path} ({size:,} bytes) is not copied into the checkpoints: {why}")
                 continue
             content = path.read_bytes()
-            if written and sha256(content) != written.get(name, sha256(content)):
+            if written and name in written and sha256(content) != written[name]:
                 raise CheckpointError(f"{path} is not what was written")
             files[name] = without_code(content) if path.suffix == ".json" else content
     except OSError as error:
