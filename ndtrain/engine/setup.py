@@ -5,9 +5,10 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,10 @@ def prepare(cfg: Config) -> RunSetup:
                 undo.enter_context(record_failure(Path(cfg.run.dir)))
         if local_rank == 0:
             tell_run_folder(Path(cfg.run.dir))
-        _log_to(Path(cfg.run.dir), rank)
+        if rank == 0:
+            _log_to(Path(cfg.run.dir), rank)
+        else:
+            undo.enter_context(_log_unless_refused(Path(cfg.run.dir), rank))
         device = device_of(cfg, local_rank)
         set_threads(cfg, device)
         require_memory(cfg, device, _ranks_of_host(rank, local_rank))
@@ -129,6 +133,8 @@ def prepare(cfg: Config) -> RunSetup:
         keep_freed_memory()
         connect = meet(cfg, rank, world, device, meeting)
         undo.pop_all()
+    if rank > 0:
+        _log_to(Path(cfg.run.dir), rank)
     return RunSetup(cfg, rank, world, Path(cfg.run.dir), claim, resume, path, state, notes, data, device, connect)
 
 
@@ -306,6 +312,19 @@ def _ranks_of_host(rank: int, local_rank: int) -> range:
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
+@contextmanager
+def _log_unless_refused(run_dir: Path, rank: int) -> Iterator[None]:
+    """Keeps the lines of the log in memory until `_log_to`, so that a rank whose run is refused leaves no file. Any
+    other error that leaves the block opens the log."""
+    _replace_handlers(MemoryHandler(10_000))
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, ConfigError):
+            _log_to(run_dir, rank)
+        raise
+
+
 def _log_to(run_dir: Path, rank: int) -> None:
     """Every rank keeps a log of its own in the run folder."""
     folder = run_dir / "logs"
@@ -316,8 +335,16 @@ def _log_to(run_dir: Path, rank: int) -> None:
         handler = logging.NullHandler()  # rank 0 has said that the folder cannot be written, or will see it later
     handler.handleError = lambda record: None  # a full disk: else every line would be a traceback on the console
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    _replace_handlers(handler)
+
+
+def _replace_handlers(handler: logging.Handler) -> None:
+    """Sends the lines of the log to `handler` alone, those that are kept in memory too."""
     for old in log.handlers[:]:
         log.removeHandler(old)
+        if isinstance(old, MemoryHandler):
+            old.setTarget(handler)
+            old.close()
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

@@ -18,9 +18,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ndtrain.arguments import ArgumentError, one_of, status_of, wants_help
+from ndtrain.arguments import ArgumentError, one_of, wants_help
 from ndtrain.config import ConfigError, world_from_env
 from ndtrain.evaluate.run import Result, evaluate
+from ndtrain.runtime.failure_report import status_of_command
 
 SPLITS = ("validation", "all")
 
@@ -55,7 +56,7 @@ def describe(r: Result) -> str:
 
 
 if __name__ == "__main__":
-    status = status_of(main)
+    status = status_of_command(main)
     if world_from_env()[2] > 1:  # gloo's threads may abort in Python's teardown
         sys.stdout.flush()
         sys.stderr.flush()

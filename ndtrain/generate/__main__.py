@@ -18,12 +18,13 @@ from typing import Literal
 import tokenizers
 import torch
 
-from ndtrain.arguments import ArgumentError, help_lines, near, option, parse, status_of, wants_help
+from ndtrain.arguments import ArgumentError, help_lines, near, option, parse, wants_help
 from ndtrain.checkpoint import list_checkpoints
 from ndtrain.checkpoint.verifying import SHORT
 from ndtrain.config import ConfigError
 from ndtrain.generate.text import end_tokens, generate, load_model
 from ndtrain.model.sampling import next_tokens
+from ndtrain.runtime.failure_report import status_of_command
 
 DTYPES = {name: dtype for dtype, name in SHORT.items()}
 
@@ -136,4 +137,4 @@ def _warn_if_long(length: int, most: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(status_of_command(main))

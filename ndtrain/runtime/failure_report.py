@@ -4,12 +4,13 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
+from ndtrain.arguments import status_of
 from ndtrain.config import ConfigError, registry, world_from_env
 from ndtrain.runtime import exit_status
 from ndtrain.runtime.launcher_report import print_error, record_error
@@ -53,6 +54,20 @@ def exit_with_plugin_error(error: Exception) -> None:
     if line := _plugin_line(error):
         print_error(line)
         raise SystemExit(exit_status.CODES["failed"]) from error
+
+
+def status_of_command(main: Callable[[Sequence[str]], int]) -> int:
+    """Runs a command that keeps no log, as `arguments.status_of` does. If a plugin raises an error, the line that names
+    the plugin follows the traceback, and the status is that of a failed run."""
+    try:
+        return status_of(main)
+    except Exception as error:
+        line = registry.plugin_failure(error)
+        if line is None:
+            raise
+        traceback.print_exception(error)
+        print_error(line)
+        return exit_status.CODES["failed"]
 
 
 @contextmanager

@@ -6,10 +6,12 @@ puts its process id into `NDTRAIN_LAUNCH`. Other parents may end as they like: a
 """
 
 import os
+import select
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 POLL_S = 1.0  # interval at which a thread looks for the launcher
 DIED = 75  # exit status of a process that has lost its launcher, as `exit_status.CODES["died"]`
@@ -18,18 +20,31 @@ _PARENT = os.getppid()  # of this process at its start: later it may be the proc
 
 
 class Launcher:
-    """The parent process, as long as it lives.
+    """A process that this one ends with: its parent, or an ancestor above it.
 
     Args:
-        pid: process id of the parent; None: this process has no launcher.
+        pid: process id of the launcher; None: this process has no launcher.
     """
 
     def __init__(self, pid: int | None):
         self.pid = pid
+        self._handle = None if pid in (None, _PARENT) else _handle_of(pid)
 
     def is_gone(self) -> bool:
-        """Return True if the launcher has ended. The kernel gives an orphan another parent at once."""
-        return self.pid is not None and os.getppid() != self.pid
+        """Return True if the launcher has ended."""
+        if self._handle is not None:
+            poll = select.poll()
+            poll.register(self._handle, select.POLLIN)
+            return bool(poll.poll(0))
+        return self.pid is not None and os.getppid() != self.pid  # the kernel gives an orphan another parent at once
+
+
+def _handle_of(pid: int) -> int | None:
+    """Return a descriptor that becomes readable when the process ends, or None if there is no such process."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
 
 
 def torchrun_of_rank() -> Launcher:
@@ -46,14 +61,28 @@ def name_torchrun() -> None:
 
 
 def script_of_torchrun(launch: str | None) -> Launcher:
-    """Return the launch script, or no launcher if the parent is none.
+    """Return the launch script, or no launcher if this process does not descend from it. The program of a container may
+    stand between them.
 
     Args:
-        launch: the value of `NDTRAIN_LAUNCH`, HOST-PID-SECONDS. A script of another host, or one outside of this
-            container, is not the parent.
+        launch: the value of `NDTRAIN_LAUNCH`, HOST-PID-SECONDS. A script of another host is no launcher, nor is one
+            whose process id means another process here, in a container with ids of its own.
     """
-    named = (launch or "").rpartition("-")[0]
-    return Launcher(_PARENT if named == f"{os.uname().nodename}-{_PARENT}" else None)
+    host, _, pid = (launch or "").rpartition("-")[0].rpartition("-")
+    descends = host == os.uname().nodename and pid.isdecimal() and int(pid) in _ancestors()
+    return Launcher(int(pid) if descends else None)
+
+
+def _ancestors() -> list[int]:
+    """Return the process ids of the parent, of its parent, and so on; the parent alone where there is no /proc."""
+    found = [_PARENT]
+    while found[-1] > 1:
+        try:
+            fields = Path(f"/proc/{found[-1]}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            break
+        found.append(int(fields[1]))
+    return found
 
 
 @contextmanager

@@ -173,7 +173,7 @@ def multihost(place: Place, **env: str) -> int:
     return 2
 
 
-def slurm(place: Place, **env: str) -> int:
+def slurm(place: Place, *args: str, **env: str) -> int:
     """Two nodes of a job. Slurm runs a copy of the script."""
     script = place.repository / "launch" / "train.sbatch"
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
@@ -184,7 +184,7 @@ def slurm(place: Place, **env: str) -> int:
         "SLURM_JOB_NODELIST": "n[0-1]",
         "SLURM_SUBMIT_DIR": str(place.home),
     }
-    done = place.run("train.sbatch", SUBMITTED=str(script), **job, **env)
+    done = place.run("train.sbatch", *args, SUBMITTED=str(script), **job, **env)
     assert done.returncode == 0, done.stderr
     return 2
 
@@ -246,6 +246,20 @@ REFUSED = {
     "a runtime that is missing": ({"CONTAINER": "i", "CONTAINER_RUNTIME": "singularity"}, "no program of this name"),
     "pyxis outside of Slurm": ({"CONTAINER": "i", "CONTAINER_RUNTIME": "pyxis"}, "it needs a Slurm job"),
 }  # fmt: skip
+
+
+def test_a_job_that_is_queued_again_goes_on_in_its_own_folder(place):
+    """`resume=auto` takes the place of the user's checkpoint, and alone it would mean the default folder."""
+    given = "resume=/another/run/checkpoints/step-00000005"
+    checkpoints = place.home / RUN / "checkpoints"
+    for restart, saved in (("0", False), ("1", False), ("1", True)):
+        if saved:
+            (checkpoints / "step-00000007").mkdir(parents=True)
+        slurm(place, given, SLURM_RESTART_COUNT=restart)
+        words = place.calls()[-2].args
+        assert words[words.index(given) + 1 :][-2:] == (
+            ["resume=auto", f"run.dir={place.home / RUN}"] if saved else ["recipe=llama_debug", "run.name=a name"]
+        )
 
 
 @pytest.mark.parametrize("wrong", REFUSED)

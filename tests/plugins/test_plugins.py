@@ -19,11 +19,13 @@ from ndtrain.data.__main__ import main as prepare
 from ndtrain.data.mixture import mixture_entries
 from ndtrain.data.workers import pickled
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.evaluate.__main__ import main as evaluate
 from ndtrain.model.families.hf_config import from_hf, to_hf
 from ndtrain.model.families.hf_fields import unknown_fields
 from ndtrain.runtime import exit_status
+from ndtrain.runtime.failure_report import status_of_command
 from ndtrain.train import main
-from tests.lib.helpers import checkpoint_of, given_process_group, one_error, refusal, rows, write_corpus
+from tests.lib.helpers import arguments, checkpoint_of, given_process_group, one_error, refusal, rows, write_corpus
 from tests.lib.parity import FP64, SHAPE, Run, assemble, compare, rank_run
 from tests.lib.ranks import run_ranks
 from tests.parallel.test_unit_groups import mixed
@@ -156,7 +158,7 @@ def train(args: list[str]) -> int:
         return main(args)
 
 
-def arguments(folder: Path, *overrides: str) -> list[str]:
+def plugin_run(folder: Path, *overrides: str) -> list[str]:
     return [
         "recipe=llama_debug", *PARTS, "model.num_attention_heads=4", "model.num_key_value_heads=2",
         "model.vocab_size=300", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2",
@@ -416,6 +418,20 @@ def test_prepare_names_the_plugin_whose_texts_fail(tmp_path, monkeypatch, capsys
     source = ["plugins=[broken_plugin]", "data=faulty", "data.tokenizer=byte", f"data.cache={tmp_path / 'cache'}"]
     assert prepare(["prepare", f"out={tmp_path / 'out'}", *source]) == 2
     assert one_error(capsys.readouterr().err).startswith("plugin broken_plugin: KeyError: 'texts' (")
+
+
+@pytest.mark.full
+def test_evaluate_ends_with_the_line_that_names_the_plugin(tmp_path, monkeypatch, capsys):
+    """It has no log, so the traceback comes before."""
+    run = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "train.steps=1", "optim.warmup=0")
+    assert main(run) == 0
+    (tmp_path / "broken_plugin.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = ["plugins=[broken_plugin]", "data=faulty", f"data.cache={tmp_path / 'cache'}", "split=all"]
+    monkeypatch.setattr(sys, "argv", ["evaluate", str(tmp_path / "run"), *source])
+    assert status_of_command(evaluate) == 1
+    *before, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: plugin broken_plugin: KeyError: 'texts' (") and any("Traceback" in b for b in before)
 
 
 # ---------------------------------------------------------------------------------------------------------- the page

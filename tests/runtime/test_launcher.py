@@ -25,6 +25,7 @@ CHILD = """
 import os, time
 from pathlib import Path
 from ndtrain.runtime import launcher
+grandparent = int(Path(f"/proc/{{os.getppid()}}/stat").read_text().rpartition(")")[2].split()[1])
 with launcher.ends_with({function}, "the launcher was killed"):
     Path({ready!r}).touch()
     time.sleep(60)
@@ -33,6 +34,7 @@ FAMILIES = [
     ("launcher.torchrun_of_rank()", {"TORCHELASTIC_RUN_ID": "job"}, True),
     ("launcher.torchrun_of_rank()", {}, False),
     ("launcher.script_of_torchrun(f'{os.uname().nodename}-{os.getppid()}-1.5')", {}, True),
+    ("launcher.script_of_torchrun(f'{os.uname().nodename}-{grandparent}-1.5')", {}, False),  # it lives on
     ("launcher.script_of_torchrun(f'another-host-{os.getppid()}-1.5')", {}, False),
     ("launcher.script_of_torchrun(None)", {}, False),
 ]
@@ -59,6 +61,28 @@ def test_a_process_ends_with_its_launcher_and_with_no_other_parent(function, var
     finally:
         if lives(pid):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_torchrun_in_a_container_ends_with_the_launch_script(tmp_path):
+    """The program of the container stays between the two, and outlives the script."""
+    ready, named = tmp_path / "ready", "launcher.script_of_torchrun(f'{os.uname().nodename}-{grandparent}-1.5')"
+    child = CHILD.format(function=named, ready=str(ready))
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PARENT!r}, {child!r}])"
+    script = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    pid = int(script.stdout.readline())
+    container = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    try:
+        wait_for(ready.exists, "the child")
+        script.kill()
+        script.wait()
+        wait_for(lambda: not lives(pid), "the child to end", 5)
+        assert lives(container)
+    finally:
+        for left in (pid, container):
+            if lives(left):
+                os.kill(left, signal.SIGKILL)
 
 
 def lives(pid: int) -> bool:

@@ -212,6 +212,16 @@ def test_a_wrong_mesh_is_one_line(tmp_path):
 
 
 @FULL
+def test_a_refused_run_of_two_ranks_leaves_no_folder(tmp_path):
+    """Rank 0 alone refuses it: the other one has opened no log by then."""
+    overrides = ["mesh.fsdp=2", "train.sample_every=1", "train.sample_prompts=[]"]
+    args = arguments(tmp_path / "runs" / "new", write_corpus(tmp_path / "corpus.txt"), *overrides)
+    code, err = ended([*WRAPPER, "-m", "ndtrain.train", *args], tmp_path)
+    assert code == 2 and "train.sample_prompts is empty" in err
+    assert not (tmp_path / "runs").exists()
+
+
+@FULL
 def test_plain_torchrun_ends_with_the_line(tmp_path):
     args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "mesh.fsdp=3")
     plain = [sys.executable, "-m", "torch.distributed.run", *WRAPPER[3:]]
