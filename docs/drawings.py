@@ -23,10 +23,10 @@ from ndtrain.distributed.mesh import EP, MeshSpec  # noqa: E402
 from ndtrain.distributed.row_map import Run  # noqa: E402
 from ndtrain.distributed.sequence_sharding import SequenceSharding  # noqa: E402
 from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, TensorLayout, UnitGroups  # noqa: E402
-from ndtrain.engine.instructions import Instruction, Layer, expand, line_up  # noqa: E402
 from ndtrain.model import Segment, dim_sizes, tensor_dims  # noqa: E402
 from ndtrain.model.transformer import layer, unit_of  # noqa: E402
 from ndtrain.parallel.recompute import plan_recompute  # noqa: E402
+from ndtrain.program.passes import Instruction, Layer, expand, line_up  # noqa: E402
 from ndtrain.report import picture  # noqa: E402
 from ndtrain.report.runs import read_run  # noqa: E402
 from ndtrain.report.svg import render_svg  # noqa: E402
@@ -172,12 +172,13 @@ PHRASES = {
     "data": "corpora to tokens; the batch of (seed, step)",
     "optim": "optimizers, learning-rate schedules",
     "parallel": "tp cp ep fsdp dp pp, recompute",
+    "program": "a step as a list of ops; their legal order",
     "checkpoint": "whole tensors in safetensors",
-    "generate": "continues a text with a plain model",
     "profiling": "where a step's time and memory go",
     "metrics": "console, metrics.jsonl, wandb, MFU",
     "runtime": "command line, rendezvous, exit status, hangs",
-    "engine": "instructions, executor, step, trainer",
+    "generate": "continues a text with a plain model",
+    "engine": "executor, step, trainer",
     "train": "wires a run",
     "evaluate": "the loss of a checkpoint on any mesh",
     "report": "a page with the curves of runs",
@@ -188,7 +189,7 @@ PHRASES = {
 STEP = [
     ("data", "the batch of (seed, step)", "this rank's rows, and its part of each"),
     ("schedule", "this rank's row of actions", "F, B, I, W of a microbatch on a stage"),
-    ("engine", "each action becomes instructions", "run a layer forward or backward, ..."),
+    ("program", "each action becomes ops", "gather, run a layer, reduce, send, ..."),
     ("parallel", "unshard and prefetch weights", "all-gather over fsdp x cp"),
     ("model", "the layer computes", "tp and cp replace its calls"),
     ("parallel", "send to the next stage", "pp: activations, and gradients back"),
@@ -342,8 +343,8 @@ def _unit_life(c: Canvas, y: float) -> None:
     here = set(slots[0].weights)
     cell(0, 0, f"unit {slots[0].weights[0]}", GREEN)
     for slot, ins in enumerate(slots, 1):
-        unit = layers[ins.layer].units[0]
-        cell(slot, 1, f"{'forward' if ins.kind == 'F' else 'backward'} {unit}", BLUE)
+        unit = layers[ins.run.layer].units[0]
+        cell(slot, 1, f"{'forward' if ins.run.kind == 'F' else 'backward'} {unit}", BLUE)
         for name in set(ins.prefetch) - here:
             cell(slot, 0, f"unit {name}", GREEN)
         here |= set(ins.prefetch)
@@ -603,7 +604,7 @@ def _action_rows(c: Canvas, y: float, kind: str, instructions: Sequence[Instruct
     for ins in instructions:
         what, *words = _instruction_words(ins, layers)
         c.rect(LEFT + 28, y, ROOM - 28, h - 4, PALE, PALE)
-        c.box(LEFT + 28, y, 134, h - 4, what, LIGHT[BLUE] if ins.kind == "F" else LIGHT[VERMILION])
+        c.box(LEFT + 28, y, 134, h - 4, what, LIGHT[BLUE] if ins.run.kind == "F" else LIGHT[VERMILION])
         for text, (x, room) in zip(words, COLUMNS.values(), strict=True):
             c.text(x, y + 22, text, 13, room)
         y += h
@@ -612,9 +613,9 @@ def _action_rows(c: Canvas, y: float, kind: str, instructions: Sequence[Instruct
 
 def _instruction_words(ins: Instruction, layers: Sequence[Layer]) -> tuple[list[str], str, str, str, str]:
     short = lambda unit: unit.removeprefix("model.")
-    unit = short(layers[ins.layer].units[0])
-    kind = "recompute" if ins.recompute else {"F": "forward", "B": "backward"}[ins.kind]
-    what = [f"{kind} {unit}", *["no graph"] * (ins.kind == "F" and not ins.keep_graph)]
+    unit = short(layers[ins.run.layer].units[0])
+    kind = "recompute" if ins.run.recompute else {"F": "forward", "B": "backward"}[ins.run.kind]
+    what = [f"{kind} {unit}", *["no graph"] * (ins.run.kind == "F" and not ins.run.keep_graph)]
     names = lambda units: ", ".join(map(short, units))
     reduce = names(unit for unit, _ in ins.reduce)
     return what, names(ins.weights), names(ins.prefetch), "yes" if ins.reshard else "", reduce

@@ -11,9 +11,9 @@ from ndtrain.config import ModelConfig
 ROOT = Path(ndtrain.__file__).parent
 # data flows down this list: a file imports only from packages above its own
 ORDER = [
-    "arguments", "schedule", "config", "plugins", "model", "distributed", "data", "optim", "parallel", "checkpoint",
-    "generate", "profiling", "metrics", "runtime", "engine", "train", "evaluate", "report", "bench", "plan",
-    "preflight",
+    "arguments", "schedule", "config", "plugins", "model", "distributed", "data", "optim", "parallel", "program",
+    "checkpoint", "profiling", "metrics", "runtime", "generate", "engine", "train", "evaluate", "report", "bench",
+    "plan", "preflight",
 ]  # fmt: skip
 LOOSE = {"__init__.py", "plugins.py", "train.py"}  # all other modules live in a folder
 

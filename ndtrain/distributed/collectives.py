@@ -24,7 +24,7 @@ send lasts until it is received. Operations of different groups overlap with com
 | pp: sum of tied embeddings           | that of (first, last) stage | at once                                   |
 
 gloo's operations do not wait for each other, so there pp has one group, and fsdp too. Which operation is launched when
-is a list, and `tests/lib/rendezvous.py` runs such lists under these rules.
+is a list, and `ndtrain/program/launch_order.py` runs such lists under these rules.
 
 The memory of a tensor in flight is not reused before its wait: PyTorch's `Work` holds the tensors until then, and a
 wait orders the later work of the caller's stream after the operation. Code that frees a storage by hand (zero=3) does

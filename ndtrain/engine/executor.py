@@ -1,4 +1,4 @@
-"""Runs the instructions of a rank in order. Each one is a forward or a backward of one layer for one microbatch."""
+"""Runs a rank's program: a loop over its ops."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,13 +9,37 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ndtrain.distributed.collectives import reduces_in_place
 from ndtrain.distributed.flight_recorder import RECORDER
-from ndtrain.engine.instructions import Instruction, Layer, expand, join, units_ahead
 from ndtrain.model import Context
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Pipeline
 from ndtrain.parallel.recompute import RecomputeGroup, SavedOps
-from ndtrain.schedule import Action, sends
+from ndtrain.program.build import Holdings, UnitFacts, build_program
+from ndtrain.program.ops import (
+    Accept,
+    Await,
+    AwaitSums,
+    Close,
+    Collect,
+    FinishSends,
+    Free,
+    Gather,
+    Hand,
+    Op,
+    Open,
+    RankProgram,
+    Receive,
+    Reduce,
+    Run,
+    Send,
+    Sum,
+    SumTied,
+    SumTPReplicas,
+    Turn,
+)
+from ndtrain.program.passes import Layer
+from ndtrain.schedule import Action, Message
 from ndtrain.schedule.table import show
 
 
@@ -40,23 +64,29 @@ class Executor:
 
     def __init__(
         self,
-        row: Sequence[Action],
         layers: Sequence[Layer],
         units: ShardedUnits,
         pipeline: Pipeline,
         saved_ops: SavedOps,
         recompute_groups: Sequence[RecomputeGroup],
     ):
-        if units.fully_resident:
-            layers, recompute_groups = join(layers, recompute_groups)
-        self.row, self.layers, self.units, self.pipeline, self.saved_ops = row, layers, units, pipeline, saved_ops
-        self.trains = any(a.kind != "F" for a in row)
-        self._names = [show(a) for a in row]
-        self.program = expand(row, layers, recompute_groups, units_ahead(units.fully_resident, units.reshards))
-        self._passes = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._finish_weights}
+        facts = {name: UnitFacts.of(unit.layout, units.plan) for name, unit in units.units.items()}
+        in_place = any(reduces_in_place(unit.grad) for unit in units.units.values())
+        self.holdings = Holdings(layers, facts, recompute_groups, in_place).joined()
+        self.layers, self.units, self.pipeline, self.saved_ops = self.holdings.layers, units, pipeline, saved_ops
         self.timings: list[ActionTiming] | None = None
-        self._exit = {layer.stage: i for i, layer in enumerate(layers) if layer.last}
-        self._entry = {layer.stage: i for i, layer in enumerate(layers) if layer.first}
+        self._programs: dict[frozenset[str], RankProgram] = {}
+        self._exit = {layer.stage: i for i, layer in enumerate(self.layers) if layer.last}
+        self._entry = {layer.stage: i for i, layer in enumerate(self.layers) if layer.first}
+
+    @property
+    def program(self) -> RankProgram:
+        """The program of the next step. It depends on which weights are unsharded already: after an evaluation more
+        than after an update."""
+        before = frozenset(self.units.unsharded)
+        if before not in self._programs:
+            self._programs[before] = build_program(self.pipeline.schedule, self.pipeline.rank, self.holdings, before)
+        return self._programs[before]
 
     def run(self, contexts: Sequence[Context]) -> Tensor:
         """Runs the row over all microbatches, with one context for each. If the row has backwards, the gradients are
@@ -67,106 +97,155 @@ class Executor:
         self._graphs: dict[tuple[int, int], GradientEdge] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._results: list[Tensor] = []  # of the action at work, for another stage
+        self._local: dict[Message, Tensor] = {}  # results that another stage of this rank has not taken yet
         wide = torch.promote_types(self.units.compute, torch.float32)
         self._loss = torch.zeros((), dtype=wide, device=self.units.device)
-        if self.trains:
-            self.units.begin_step()
-        for number, (action, instructions) in enumerate(zip(self.row, self.program, strict=True)):
-            RECORDER.action = self._names[number]
-            self.pipeline.post_recv(number)
-            self._start_gathers(instructions[0])  # weights and input arrive meanwhile
-            self._enter(action)
-            began = self._now()
-            for ins in instructions:
-                self._run(ins)
-            if self.timings is not None:
-                self.timings.append(ActionTiming(action, began, self._now()))
+        program = self.program
+        for op in program.begin:
+            self._sum_gradients(op)
+        for turn in program.turns:
+            self.run_turn(turn)
         RECORDER.action = "gradient sums"
-        self.pipeline.finish()
-        if self.trains:
-            self.units.finish_step()
+        for op in program.end:
+            self._sum_gradients(op)
         return self._loss
+
+    def run_turn(self, turn: Turn) -> None:
+        """Runs the ops of an action."""
+        a, units = turn.action, self.units
+        RECORDER.action = show(a)
+        self.pipeline.post(turn.posts)
+        began = self._begin(a)
+        for op in turn.ops:
+            match op:
+                case Run():
+                    self.run_pass(op, a)
+                case Gather():
+                    units.gather(op.unit)
+                case Await():
+                    units.await_gather(op.unit)
+                case Free():
+                    units.free(op.unit)
+                case Receive():
+                    self._take(a, self.pipeline.recv(turn.needs))
+                    began = self._now()
+                case Accept():
+                    self._take(a, self._local.pop(turn.needs))
+                    began = self._now()
+                case Send():
+                    self.pipeline.send(turn.gives, self._results.pop())
+                case Hand():
+                    self._local[turn.gives] = self._results.pop()
+                case _:
+                    self._sum_gradients(op)
+        if self.timings is not None:
+            self.timings.append(ActionTiming(a, began, self._now()))
+
+    def _sum_gradients(self, op: Op) -> None:
+        """Runs an op of the gradients, or one that ends a step."""
+        units = self.units
+        match op:
+            case Open():
+                units.open(op.unit)
+            case Close():
+                units.close(op.unit)
+            case Reduce():
+                units.reduce(op.unit)
+            case Collect():
+                units.collect(op.unit, op.first)
+            case Sum():
+                units.sum_replicas(op.axes, op.units)
+            case AwaitSums():
+                units.await_sums(op.axes)
+            case SumTPReplicas():
+                units.sum_tp_replicas()
+            case SumTied():
+                units.sum_tied(op.unit)
+            case FinishSends():
+                self.pipeline.finish()
 
     def _now(self) -> float:
         if self.timings is not None and self.units.device.type == "cuda":
             torch.cuda.synchronize(self.units.device)
         return time.perf_counter()
 
-    def _enter(self, a: Action) -> None:
-        """Waits for the tensor that the action receives from another stage, if it receives one."""
-        needed = self.pipeline.needed(a)
-        x = self.pipeline.recv(needed) if needed else None
+    def _begin(self, a: Action) -> float:
+        """Gives a forward of the first stage its input, which is none. Returns the time."""
+        if a.kind == "F" and a.stage == 0:
+            self._inputs[a.microbatch, self._entry[a.stage]] = None
+        return self._now()
+
+    def _take(self, a: Action, x: Tensor) -> None:
+        """Takes what another stage has sent: the input of a forward, or the gradient of the result of one."""
         if a.kind == "F":
-            self._inputs[a.microbatch, self._entry[a.stage]] = None if x is None else x.requires_grad_()
-        elif x is not None:
+            self._inputs[a.microbatch, self._entry[a.stage]] = x.requires_grad_()
+        else:
             self._gradients[a.microbatch, self._exit[a.stage]] = x
 
-    def _start_gathers(self, ins: Instruction) -> None:
-        for name in (*ins.weights, *ins.prefetch):
-            self.units.prefetch(name)
+    # --------------------------------------------------------------------------------------------------------- passes
 
-    def _run(self, ins: Instruction) -> None:
-        self._start_gathers(ins)
-        for name in ins.weights:
-            self.units.unshard(name)
-        self._passes[ins.kind](ins)
-        if ins.reshard:
-            for name in ins.weights:
-                self.units.reshard(name)
-        for name, final in ins.reduce:
-            self.units.reduce(name, final)
+    def run_pass(self, run: Run, a: Action) -> None:
+        """Runs a forward or a backward of a layer."""
+        match run.kind:
+            case "F":
+                self._forward(run, a.microbatch)
+            case "W":
+                self._finish_weights(run, a.microbatch)
+            case _:
+                self._backward(run, a.microbatch)
 
-    def _forward(self, ins: Instruction) -> None:
-        at, layer = (ins.microbatch, ins.layer), self.layers[ins.layer]
-        x = self._inputs.pop(at) if ins.drop_input else self._inputs[at]
-        if layer.loss and ins.keep_graph:
-            self._open_gradients(layer)  # the loss makes gradients in its forward
-        if x is not None and not ins.keep_graph:
+    def _forward(self, run: Run, microbatch: int) -> None:
+        at, layer = (microbatch, run.layer), self.layers[run.layer]
+        x = self._inputs.pop(at) if run.drop_input else self._inputs[at]
+        if layer.loss and run.keep_graph:
+            self._attach(layer)  # the loss makes gradients in its forward
+        if x is not None and not run.keep_graph:
             x = x.detach()  # otherwise a block is compiled once more, for inputs that require a gradient
-        with torch.set_grad_enabled(ins.keep_graph), self._saved(ins, at):
-            y = layer.run(x, self._contexts[ins.microbatch])
-        if ins.keep_graph:
+        with torch.set_grad_enabled(run.keep_graph), self._saved(run, at):
+            y = layer.run(x, self._contexts[microbatch])
+        if run.keep_graph:
             self._graphs[at] = get_gradient_edge(y)  # not y itself: its memory is freed with its last reader
         if layer.loss:
             self._loss += y.detach()
-            if ins.keep_graph:
+            if run.keep_graph:
                 self._gradients[at] = torch.ones_like(y)
-        elif ins.feed and layer.last:
-            self.pipeline.send(sends(self.row[ins.action]), y.detach())
-        elif ins.feed:
-            self._inputs[ins.microbatch, ins.layer + 1] = y.detach().requires_grad_()
+        elif run.feed and layer.last:
+            self._results.append(y.detach())
+        elif run.feed:
+            self._inputs[microbatch, run.layer + 1] = y.detach().requires_grad_()
 
-    def _saved(self, ins: Instruction, at: tuple[int, int]) -> AbstractContextManager:
-        if ins.recompute:
+    def _saved(self, run: Run, at: tuple[int, int]) -> AbstractContextManager:
+        if run.recompute:
             return self.saved_ops.replaying(at)
-        return nullcontext() if ins.save is None else self.saved_ops.saving(at, ins.save, ins.shape_only)
+        return nullcontext() if run.save is None else self.saved_ops.saving(at, run.save, run.shape_only)
 
-    def _backward(self, ins: Instruction) -> None:
-        at, layer = (ins.microbatch, ins.layer), self.layers[ins.layer]
+    def _backward(self, run: Run, microbatch: int) -> None:
+        at, layer = (microbatch, run.layer), self.layers[run.layer]
         edge, x = self._graphs.pop(at), self._inputs.pop(at)
-        self._open_gradients(layer)
-        with self.units.deferring(self._deferred.setdefault(at, []) if ins.kind == "I" else None):
+        self._attach(layer)
+        with self.units.deferring(self._deferred.setdefault(at, []) if run.kind == "I" else None):
             torch.autograd.backward(edge, self._gradients.pop(at))
-        self._close_gradients(layer)
+        self._detach(layer)
         if x is None:
             return
         if layer.first:
-            self.pipeline.send(sends(self.row[ins.action]), x.grad)
+            self._results.append(x.grad)
         else:
-            self._gradients[ins.microbatch, ins.layer - 1] = x.grad
+            self._gradients[microbatch, run.layer - 1] = x.grad
 
-    def _open_gradients(self, layer: Layer) -> None:
-        for name in layer.units:
-            self.units.open_gradients(name)
-
-    def _close_gradients(self, layer: Layer) -> None:
-        for name in layer.units:
-            self.units.close_gradients(name)
-
-    def _finish_weights(self, ins: Instruction) -> None:
-        layer = self.layers[ins.layer]
-        self._open_gradients(layer)
+    def _finish_weights(self, run: Run, microbatch: int) -> None:
+        layer = self.layers[run.layer]
+        self._attach(layer)
         with torch.no_grad():
-            for write in self._deferred.pop((ins.microbatch, ins.layer)):
+            for write in self._deferred.pop((microbatch, run.layer)):
                 write()
-        self._close_gradients(layer)
+        self._detach(layer)
+
+    def _attach(self, layer: Layer) -> None:
+        for name in layer.units:
+            self.units.attach(name)
+
+    def _detach(self, layer: Layer) -> None:
+        for name in layer.units:
+            self.units.detach(name)

@@ -22,7 +22,6 @@ from ndtrain.distributed.collectives import all_reduce
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.callbacks import Callback, due
 from ndtrain.engine.executor import Executor
-from ndtrain.engine.instructions import line_up
 from ndtrain.engine.train_step import contexts
 from ndtrain.model import Context, Segment
 from ndtrain.model.loss import IGNORE
@@ -30,6 +29,7 @@ from ndtrain.model.sampling import next_tokens
 from ndtrain.model.transformer import EMBED, HEAD
 from ndtrain.parallel.build import Stages, sequence_sharding
 from ndtrain.parallel.pp import Pipeline
+from ndtrain.program.passes import line_up
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ class Sampler:
             self._model = stages.models[last]
         pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         layers = line_up(segments, last)
-        row = schedule.table[mesh.coords["pp"]]
-        self._executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, [])
+        self._executor = Executor(layers, stages.units, pipeline, stages.saved_ops, [])
         self._layout = stages.layouts[f"{EMBED if cfg.model.tie_word_embeddings else HEAD}.weight"]
         self._shares_stream = shards_stream(cfg)
         # made here, where all ranks are, and not in the head, which only some of them have

@@ -15,13 +15,13 @@ from ndtrain.distributed.flight_recorder import RECORDER
 from ndtrain.distributed.host_device import Readback, upload
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.executor import Executor
-from ndtrain.engine.instructions import line_up
 from ndtrain.model import Context
 from ndtrain.model.loss import IGNORE
 from ndtrain.optim import learning_rate
 from ndtrain.parallel.build import Stages
 from ndtrain.parallel.pp import Pipeline
 from ndtrain.parallel.sharded_optimizer import ShardedOptimizer
+from ndtrain.program.passes import line_up
 
 Signals = Callable[[], Sequence[float]]
 
@@ -83,8 +83,7 @@ class TrainingStep:
         schedule = stages.placement.schedule
         layers = line_up(stages.segments, stages.placement.last)
         pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
-        row = schedule.table[mesh.coords["pp"]]
-        self.executor = Executor(row, layers, stages.units, pipeline, stages.saved_ops, stages.recompute.groups)
+        self.executor = Executor(layers, stages.units, pipeline, stages.saved_ops, stages.recompute.groups)
         self.look_ahead = forwards(cfg, mesh, stages, loss=False) if stages.balance.pooled else None
         self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
         self._reruns = 0  # of the step that is running
@@ -183,8 +182,7 @@ def forwards(cfg: Config, mesh: Mesh, stages: Stages, loss: bool = True) -> Exec
         none = lambda x, ctx: x.new_zeros(())
         layers = [layer._replace(run=none, units=()) if layer.loss else layer for layer in layers]
     pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
-    row = schedule.table[mesh.coords["pp"]]
-    return Executor(row, layers, stages.units, pipeline, stages.saved_ops, [])
+    return Executor(layers, stages.units, pipeline, stages.saved_ops, [])
 
 
 def contexts(stages: Stages, batches: Sequence[Batch], loss_scale: Callable[[], Tensor]) -> list[Context]:

@@ -24,9 +24,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ndtrain.distributed.collectives import Pending, all_gather, reduce_scatter, reduces_in_place
+from ndtrain.distributed.collectives import Pending, all_gather, reduce_scatter
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import FlatLayout, UnitGroups
+from ndtrain.distributed.sharding import FlatLayout
 from ndtrain.model.device_kind import host_of
 from ndtrain.parallel import compiled_linear
 from ndtrain.parallel.allocations import storage_id
@@ -51,6 +51,7 @@ class ShardedUnits:
         fused_names: names of matrices that are fused where they are neighbours in the flat buffer.
 
     Attributes:
+        unsharded: the units whose weights are unsharded.
         before_update: called before an update changes weights or state.
         whole_tensors: set for an optimizer that needs whole tensors, else None.
     """
@@ -74,36 +75,23 @@ class ShardedUnits:
         self.state_device = host_of(mesh.device) if plan.offload else mesh.device
         self.before_update: list[Callable[[], None]] = []
         self.whole_tensors: WholeTensors | None = None
-        self._reductions: list[tuple[Unit, Tensor, Pending, bool]] = []
-        self._replicas: dict[tuple[str, ...], ReplicaReducer] = {}
+        self.unsharded: set[str] = set()
+        self._reductions: dict[str, tuple[Tensor, Pending]] = {}
+        self._replicas: dict[str, ReplicaReducer] = {}
         by_name: dict[str, Unit] = {}
         for groups in dict.fromkeys(layout.groups for layout in layouts.values()):
             alike = {name: layout for name, layout in layouts.items() if layout.groups == groups}
             fused = {name: () if in_graph and name in compiled else fused_names for name in alike}
-            by_name |= allocate(alike, plan, mesh, self._reducer(groups, mesh), fused)
+            by_name |= allocate(alike, plan, mesh, fused)
+            if groups.replicas > 1:  # one for each set of axes, so that neighbouring gradients travel in one message
+                axes = groups.replica_axes
+                self._replicas.setdefault("+".join(axes), ReplicaReducer(mesh.group(*axes)))
         self.units = {name: by_name[name] for name in layouts}
         for unit in self.units.values():
             if in_graph and unit.name in compiled:
                 compiled_linear.register(unit.accumulated, accumulator)
             if unit.name not in compiled and unit.residency.holds_full_grad:
                 self._attach(unit)
-
-    def _reducer(self, groups: UnitGroups, mesh: Mesh) -> ReplicaReducer:
-        """One for each set of axes, so that neighbouring gradients travel in one message."""
-        axes = groups.replica_axes
-        if axes not in self._replicas:
-            self._replicas[axes] = ReplicaReducer(mesh.group(*axes))
-        return self._replicas[axes]
-
-    @property
-    def fully_resident(self) -> bool:
-        """Whether nothing is gathered, resharded or reduced while a step runs."""
-        return all(u.group is None and u.replicas.alone for u in self.units.values()) and not self.reshards
-
-    @property
-    def reshards(self) -> bool:
-        """Whether there are units whose weights are unsharded for each use."""
-        return any(u.residency.reshard_after_forward for u in self.units.values())
 
     # ------------------------------------------------------------------------------------------------------- state
 
@@ -120,30 +108,31 @@ class ShardedUnits:
 
     # -------------------------------------------------------------------------------------------------- parameters
 
-    def prefetch(self, name: str) -> None:
-        """Starts to gather the unit's weights, unless they are unsharded or being gathered."""
+    def gather(self, name: str) -> None:
+        """Starts to gather the unit's weights."""
         unit = self.units[name]
-        if unit.ready or unit.gather:
-            return
         if unit.residency.reshard_after_forward:
             resize(unit.full, unit.layout.numel)
         unit.gather = all_gather(unit.full, unit.gather_source, unit.group)
 
-    def unshard(self, name: str) -> None:
+    def await_gather(self, name: str) -> None:
         """Waits until the unit's weights are unsharded on this rank."""
         unit = self.units[name]
-        if unit.ready:
-            return
-        self.prefetch(name)
+        assert unit.gather, "its gather has been launched"
         unit.gather.wait()
-        unit.gather, unit.ready = None, True
+        unit.gather = None
+        self.unsharded.add(name)
 
-    def reshard(self, name: str) -> None:
-        """Frees the unsharded weights where zero is 3: the unit is not needed for now."""
-        unit = self.units[name]
-        if unit.residency.reshard_after_forward and unit.ready:
-            resize(unit.full, 0)
-            unit.ready = False
+    def unshard(self, name: str) -> None:
+        """Gathers the unit's weights, unless they are unsharded, and waits for them. For use outside of a step."""
+        if name not in self.unsharded:
+            self.gather(name)
+            self.await_gather(name)
+
+    def free(self, name: str) -> None:
+        """Frees the unsharded weights of a unit that is resharded after each use (zero 3)."""
+        resize(self.units[name].full, 0)
+        self.unsharded.discard(name)
 
     def weights_changed(self, published: bool = False) -> None:
         """Marks the gathered weights as stale, after an optimizer step or a load.
@@ -154,8 +143,9 @@ class ShardedUnits:
         for unit in self.units.values():
             if self.offload and not published:
                 unit.gather_source.copy_(unit.master)
-            self.reshard(unit.name)
-            unit.ready = False
+            if unit.residency.reshard_after_forward and unit.name in self.unsharded:
+                self.free(unit.name)
+        self.unsharded.clear()
 
     def start_average(self) -> None:
         """Sets the average of the weights, if there is one, to the weights."""
@@ -165,26 +155,23 @@ class ShardedUnits:
 
     # --------------------------------------------------------------------------------------------------- gradients
 
-    def begin_step(self) -> None:
-        """Clears the gradients of the previous step."""
-        for unit in self.units.values():
-            unit.accumulating = False
-            if unit.residency.holds_full_grad:
-                self._start_gradient(unit)
-
-    def open_gradients(self, name: str) -> None:
-        """Backward through the unit may accumulate into `.grad` from now on."""
+    def open(self, name: str) -> None:
+        """Begins the unit's unsharded gradient, which is allocated unless the rank holds it all the time. Backward
+        through the unit may accumulate into `.grad` from now on."""
         unit = self.units[name]
         if unit.full_grad is None:
             unit.full_grad = torch.empty(unit.layout.numel, dtype=self.master, device=self.device)
             self._attach(unit)
-            self._start_gradient(unit)
-        elif name in self.compiled:
-            self._attach(unit)
+        self._start_gradient(unit)
 
-    def close_gradients(self, name: str) -> None:
-        """Ends the backward through the unit. The compiler refuses parameters that have a gradient of another
-        precision, so the parameters of compiled units have a gradient only during backward."""
+    def attach(self, name: str) -> None:
+        """Gives the parameters of a compiled unit their gradients, for a backward."""
+        if name in self.compiled:
+            self._attach(self.units[name])
+
+    def detach(self, name: str) -> None:
+        """Takes the gradients of a compiled unit's parameters away after the backward: the compiler refuses parameters
+        that have a gradient of another precision."""
         if name in self.compiled:
             for _, p in self.units[name].with_gradient:
                 p.grad = None
@@ -194,61 +181,68 @@ class ShardedUnits:
         they are not deferred."""
         return nullcontext() if later is None else self.accumulator.deferred(later)
 
-    def reduce(self, name: str, final: bool) -> None:
-        """The unit's gradient of this microbatch is complete on this rank; `final`: it was the step's last.
+    def close(self, name: str) -> None:
+        """Completes the unit's unsharded gradient: the gradients of matrices that no backward has reached become
+        zero."""
+        self.attach(name)
+        self.accumulator.close(self.units[name].accumulated)
+        self.detach(name)
 
-        zero=1 sums over the ranks once, after the last microbatch; zero=2 and 3 after every one.
-        """
+    def discard(self, name: str) -> None:
+        """Drops the unit's unsharded gradient, unless the rank holds it all the time."""
         unit = self.units[name]
-        if unit.residency.holds_full_grad and not final:
-            return
-        self._close(unit)
-        full, work = unit.full_grad, reduce_scatter(unit.full_grad, unit.reductions)
         if not unit.residency.holds_full_grad:
-            unit.full_grad = None  # only the reduction still reads it: the unit's next backward allocates another
+            unit.full_grad = None
             for _, p in unit.with_gradient:
                 p.grad = None
-        if not (unit.residency.holds_full_grad and unit.replicas.alone and reduces_in_place(full)):
-            self._wait_for_reductions()  # at most one that holds memory or that replicas sum next is in progress
-        self._reductions.append((unit, full, work, final))
 
-    def finish_step(self) -> None:
-        """Finishes the gradient sums: over microbatches, the ranks of each unit's groups, tp replicas, and the stages
-        that hold tied embeddings."""
-        self._wait_for_reductions()
-        for replicas in self._replicas.values():
-            replicas.finish()
+    def reduce(self, name: str) -> None:
+        """Starts the reduce-scatter of the unit's gradient. Only the reduction reads it from now on, unless the rank
+        holds it all the time: the unit's next backward allocates another one."""
+        unit = self.units[name]
+        self._reductions[name] = unit.full_grad, reduce_scatter(unit.full_grad, unit.reductions)
+        self.discard(name)
+
+    def collect(self, name: str, first: bool) -> None:
+        """Waits for the reduce-scatter of the unit's gradient, and adds the result to the shard's gradient.
+
+        Args:
+            first: whether it is the step's first one, which replaces what the shard's gradient holds.
+        """
+        unit = self.units[name]
+        full, work = self._reductions.pop(name)
+        work.wait()
+        if not unit.residency.holds_full_grad:
+            own = full[slice(*unit.layout.own)]
+            unit.grad.copy_(own) if first else unit.grad.add_(own)
+
+    def sum_replicas(self, axes: str, names: Sequence[str]) -> None:
+        """Starts to sum the gradients of neighbouring shards over their replicas."""
+        units = [self.units[name] for name in names]
+        buffer, _ = units[0].grad_at
+        start, numel = min(u.grad_at[1] for u in units), sum(u.grad.numel() for u in units)
+        assert max(u.grad_at[1] + u.grad.numel() for u in units) == start + numel, "they are neighbours"
+        self._replicas[axes].launch(buffer[start : start + numel])
+
+    def await_sums(self, axes: str) -> None:
+        """Waits for the sums over replicas."""
+        self._replicas[axes].wait()
+
+    def sum_tp_replicas(self) -> None:
+        """Sums the gradients that several ranks of tp hold."""
         for unit in self.units.values():
             self.tp_replicas.add(unit.layout, unit.layout.own[0], unit.grad)
         self.tp_replicas.finish()
-        for unit in self.units.values():
-            if any(t.pp_replicas > 1 for t in unit.layout.tensors):
-                self.ties.add(unit.grad)
 
-    def _wait_for_reductions(self) -> None:
-        for unit, full, work, final in self._reductions:
-            work.wait()
-            if not unit.residency.holds_full_grad:
-                own = full[slice(*unit.layout.own)]
-                unit.grad.add_(own) if unit.accumulating else unit.grad.copy_(own)
-                unit.accumulating = True
-            if final:
-                buffer, start = unit.grad_at
-                unit.replicas.add(buffer, start, start + unit.grad.numel())
-        self._reductions.clear()
+    def sum_tied(self, name: str) -> None:
+        """Adds the other stage's gradient of tied embeddings."""
+        self.ties.add(self.units[name].grad)
 
     def _start_gradient(self, unit: Unit) -> None:
         """Zeroes the gradients of vectors, which autograd adds to, and the padding behind them. Gradients of matrices
         are overwritten by their first matmul."""
         unit.full_grad[unit.layout.matrix_numel :].zero_()
         self.accumulator.open(unit.accumulated)
-
-    def _close(self, unit: Unit) -> None:
-        """The gradients of matrices that no backward has reached become zero."""
-        if unit.name in self.compiled:
-            self._attach(unit)
-        self.accumulator.close(unit.accumulated)
-        self.close_gradients(unit.name)
 
     def _attach(self, unit: Unit) -> None:
         for name, p in unit.with_gradient:

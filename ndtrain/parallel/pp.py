@@ -124,33 +124,26 @@ class Pipeline:
         self.schedule, self.rank, self.device = schedule, mesh.coords["pp"], mesh.device
         self.shape, self.dtype = shape, dtype
         self._links = mesh.links("pp", schedule.messages)
-        self._posts = receives(schedule, self.rank)
         self._coming: dict[Message, tuple[Tensor, Pending]] = {}
-        self._here: dict[Message, Tensor] = {}  # messages between two stages of this rank
         self._leaving: list[tuple[Tensor, Pending]] = []
 
-    def post_recv(self, action: int) -> None:
-        """Starts to receive what the action with this number in the row, or one soon after it, needs."""
-        for message, source in self._posts[action]:
+    def post(self, messages: Sequence[tuple[Message, int]]) -> None:
+        """Starts to receive messages, each from its pp rank, and frees those that have left."""
+        for message, source in messages:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             self._coming[message] = buffer, receive(buffer, *self._links[source, self.rank])
         self._leaving = [(x, work) for x, work in self._leaving if not work.done()]
 
     def recv(self, message: Message) -> Tensor:
-        """The message's tensor, waited for."""
-        if message in self._here:
-            return self._here.pop(message)
+        """Waits for a message. Returns its tensor."""
         x, work = self._coming.pop(message)
         work.wait()
         return x
 
     def send(self, message: Message, x: Tensor) -> None:
         """Sends x [shape] to the rank of the stage that needs it."""
-        target = self.schedule.rank_of[message.stage]
-        if target == self.rank:
-            self._here[message] = x
-            return
         x = x.contiguous()
+        target = self.schedule.rank_of[message.stage]
         self._leaving.append((x, send(x, *self._links[self.rank, target])))
 
     def finish(self) -> None:
@@ -158,10 +151,6 @@ class Pipeline:
         for _, work in self._leaving:
             work.wait()
         self._leaving.clear()
-
-    def needed(self, a: Action) -> Message | None:
-        """The message that an action needs from another stage; None: it needs none."""
-        return input_of(self.schedule, a)
 
 
 def receives(schedule: Schedule, rank: int) -> list[list[tuple[Message, int]]]:

@@ -215,7 +215,9 @@ def measure(
         context: makes the context of a microbatch.
         x: like a block's input.
     """
-    units.begin_step()
+    for name, unit in units.units.items():
+        if unit.residency.holds_full_grad:
+            units.open(name)
     with _follow(x.device) as made:
         ctx = context()
     blocks = [i for i, s in enumerate(segments) if s.is_block]
@@ -224,10 +226,10 @@ def measure(
     end = segments[blocks[-1] + 1 :]
     sizes = _largest_of([_measure_block(block, units, saved_ops, ctx, x) for block in kinds])
     sizes |= _measure_end(*end, units, ctx, x) if end else {}
-    for unit in dict.fromkeys(unit for s in (*kinds, *end) for unit in s.units):
-        units.reshard(unit)
-        units.reduce(unit, True)
-    units.finish_step()
+    for name in dict.fromkeys(name for s in (*kinds, *end) for name in s.units):
+        units.close(name)
+        units.discard(name)
+    units.weights_changed()
     return BlockSizes(boundary=_bytes(x), besides=made.peak_bytes, **sizes)
 
 
@@ -274,17 +276,17 @@ def _open(segment: Segment, units: ShardedUnits) -> None:
     """Weights and gradients of the segment are there from now on, and in no size."""
     for unit in segment.units:
         units.unshard(unit)
-        units.open_gradients(unit)
-        units.close_gradients(unit)
+        if not units.units[unit].residency.holds_full_grad:
+            units.open(unit)
 
 
 def _backward(segment: Segment, units: ShardedUnits, y: Tensor) -> None:
     """As the executor runs it: a compiled block has gradients only meanwhile."""
     for unit in segment.units:
-        units.open_gradients(unit)
+        units.attach(unit)
     y.backward(torch.empty_like(y))
     for unit in segment.units:
-        units.close_gradients(unit)
+        units.detach(unit)
 
 
 def _run(segment: Segment, ctx: Context, x: Tensor) -> tuple[Tensor, Tensor]:

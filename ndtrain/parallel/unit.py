@@ -12,7 +12,6 @@ from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import FlatLayout, UnitGroups
 from ndtrain.model.device_kind import host_of
 from ndtrain.optim import StateSpec
-from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.grad_accumulator import FusedWeights
 
 REDUCTIONS = "reductions"  # the lane of reduce-scatters beside the gathers of zero 3
@@ -75,7 +74,6 @@ class Unit:
         group: the ranks that the flat buffer is split over, for gathers.
         reductions: the same ranks, for reduce-scatters. Under zero 3 on NCCL another group, so that a gather that is
             needed soon does not wait for a reduce-scatter.
-        replicas: sums its gradient over the ranks that hold the same shard.
         residency: when its weights and gradient are whole on this rank.
         fused_weights: names of matrices -> these matrices as one fused weight.
         with_gradient: fused weights, with the name of their first matrix, and the parameters that are in none. Their
@@ -86,15 +84,12 @@ class Unit:
         gather_source: this rank's elements as they are gathered: the master, or where that is offloaded a copy on the
             device.
         grad_at: the buffer that `grad` is a slice of, and where.
-        ready: whether `full` holds the current weights.
-        accumulating: whether `grad` already holds earlier microbatches of this step.
     """
 
     name: str
     layout: FlatLayout
     group: Group
     reductions: Group
-    replicas: ReplicaReducer
     residency: Residency
     parameters: dict[str, nn.Parameter]
     fused_weights: dict[tuple[str, ...], FusedWeights]
@@ -105,10 +100,8 @@ class Unit:
     grad: Tensor
     full_grad: Tensor | None
     grad_at: tuple[Tensor, int]
-    ready: bool = False
     ema: Tensor | None = None
     gather: Pending | None = None
-    accumulating: bool = False
     with_gradient: list[tuple[str, nn.Parameter]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +123,6 @@ def allocate(
     layouts: Mapping[str, FlatLayout],
     plan: StatePlan,
     mesh: Mesh,
-    replicas: ReplicaReducer,
     fused_names: Mapping[str, Sequence[tuple[str, ...]]],
 ) -> dict[str, Unit]:
     """Units of the same groups, in model order. They share one buffer of each kind, so that the optimizer sees few
@@ -158,7 +150,6 @@ def allocate(
             layout=layout,
             group=group,
             reductions=reductions,
-            replicas=replicas,
             residency=residency,
             parameters=_parameters(full, layout, plan.master),
             fused_weights=_fused_weights(full, layout, fused_names[name], plan.master),

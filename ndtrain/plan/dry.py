@@ -20,7 +20,7 @@ from ndtrain.plan.step import RankRecord, RecordedStep, record_step
 from ndtrain.plan.world import pretended_world
 
 
-def _rank(key: str, text: str) -> int:
+def read_rank(key: str, text: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{key}={text}: must be a rank, a whole number from 0")
     return int(text)
@@ -33,7 +33,7 @@ class Options(RunOptions):
     rank: int | None = option(
         "the rank to plan, from 0; unless given the first, a middle and the last one of each place in the pipeline",
         None,
-        read=_rank,
+        read=read_rank,
     )
 
 

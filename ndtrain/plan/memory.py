@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ndtrain.plan.events import Piece
-from ndtrain.plan.program import RankProgram, StepProgram
 from ndtrain.plan.simulate import Sizes
+from ndtrain.plan.step_program import RankPlan, StepProgram
 from ndtrain.plan.variants import Variant
-from ndtrain.plan.walk import Gather, Open, Reduce, Reshard, Run, Send, UnitFacts
+from ndtrain.program.build import UnitFacts
+from ndtrain.program.ops import Collect, Free, Gather, Open, Run, Send
 
 
 class RankMemory(NamedTuple):
@@ -22,27 +23,26 @@ class RankMemory(NamedTuple):
     step: int
 
 
-def peak_bytes(program: StepProgram, rank: RankProgram, pieces: Mapping[Variant, Piece], sizes: Sizes) -> int:
+def peak_bytes(program: StepProgram, rank: RankPlan, pieces: Mapping[Variant, Piece], sizes: Sizes) -> int:
     """The most that tensors of a rank take at one time."""
     return sum(rank_memory(program, rank, pieces, sizes))
 
 
-def rank_memory(program: StepProgram, rank: RankProgram, pieces: Mapping[Variant, Piece], sizes: Sizes) -> RankMemory:
+def rank_memory(program: StepProgram, rank: RankPlan, pieces: Mapping[Variant, Piece], sizes: Sizes) -> RankMemory:
     """What the tensors of a rank take."""
     walk = _Memory(program.units, sizes)
-    for turn in rank.turns:
-        walk.now += sizes.message * len(turn.receives)
+    for turn in rank.program.turns:
+        walk.now += sizes.message * len(turn.posts)
         for op in turn.ops:
             match op:
                 case Run():
-                    for variant in op.variants:
-                        walk.run(pieces[variant])
-                case Gather() | Reshard():
+                    walk.run(pieces[Variant.of(op, rank.kinds[op.layer])])
+                case Gather() | Free():
                     walk.weights(op)
                 case Open():
                     walk.open(op.unit)
-                case Reduce():
-                    walk.reduce(op.unit)
+                case Collect():
+                    walk.collect(op.unit)
                 case Send():
                     walk.now -= sizes.message
     contexts = sizes.context * program.schedule.microbatches
@@ -62,39 +62,34 @@ def state_bytes(u: UnitFacts, program: StepProgram, sizes: Sizes) -> int:
 
 
 class _Memory:
-    """Follows what a step holds beside the state.
+    """Follows what a step holds in addition to the state.
 
     Attributes:
         now, peak: bytes.
-        opened: units with an unsharded gradient.
-        reducing: bytes of the gradient whose reduction is in progress.
     """
 
     def __init__(self, units: Mapping[str, UnitFacts], sizes: Sizes):
         self.units, self.sizes = units, sizes
-        self.now = self.peak = self.reducing = 0
-        self.opened: set[str] = set()
+        self.now = self.peak = 0
 
     def run(self, piece: Piece) -> None:
         self.peak = max(self.peak, self.now + piece.peak_bytes)
         self.now += piece.kept_bytes
 
-    def weights(self, op: Gather | Reshard) -> None:
+    def weights(self, op: Gather | Free) -> None:
         u = self.units[op.unit]
         if u.residency.reshard_after_forward:
             self.now += (1 if isinstance(op, Gather) else -1) * u.numel * self.sizes.compute
             self.peak = max(self.peak, self.now)
 
     def open(self, name: str) -> None:
-        if name not in self.opened:
-            self.opened.add(name)
-            self.now += self.units[name].numel * self.sizes.master
+        u = self.units[name]
+        if not u.residency.holds_full_grad:
+            self.now += u.numel * self.sizes.master
             self.peak = max(self.peak, self.now)
 
-    def reduce(self, name: str) -> None:
-        """The gradient is held until the next unit's reduction has begun."""
-        self.now -= self.reducing
-        self.reducing = 0
-        if name in self.opened:
-            self.opened.remove(name)
-            self.reducing = self.units[name].numel * self.sizes.master
+    def collect(self, name: str) -> None:
+        """Frees the unsharded gradient, which its reduction has read."""
+        u = self.units[name]
+        if not u.residency.holds_full_grad:
+            self.now -= u.numel * self.sizes.master

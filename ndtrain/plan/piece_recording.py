@@ -1,4 +1,4 @@
-"""Runs a small model as one rank of a mesh, instruction by instruction, and records each one's piece."""
+"""Runs a small model as one rank of a mesh, pass by pass, and records the piece of each."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,6 @@ from ndtrain.config.schema import (
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import SHARD_AXES
 from ndtrain.engine.executor import Executor
-from ndtrain.engine.instructions import Instruction, Layer, line_up
 from ndtrain.engine.train_step import contexts
 from ndtrain.model import Context
 from ndtrain.model.device_kind import meta_stands_for
@@ -38,8 +37,10 @@ from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.unit import Residency, StatePlan
 from ndtrain.plan.event_log import EventLog
 from ndtrain.plan.events import Piece
-from ndtrain.plan.variants import BLOCKS, Save, Variant, kind_of_layer, variants
+from ndtrain.plan.variants import BLOCKS, Save, Variant, kind_of_layer
 from ndtrain.plan.world import pretended_world
+from ndtrain.program.ops import RankProgram, Run, Turn
+from ndtrain.program.passes import Layer, line_up
 from ndtrain.schedule import Action, Schedule
 
 COMPILED_KINDS = (*BLOCKS, "head")  # of layers
@@ -181,7 +182,7 @@ def _leave_eager(stages: Stages, log: EventLog) -> None:
 
 
 class _Stepper(Executor):
-    """Runs the instructions one by one, without the units' gathers and reductions: a warm-up, in which constants are
+    """Runs the passes one by one, without the units' gathers and reductions: a warm-up, in which constants are
     made, a microbatch with whole backwards, and one with split ones where the schedule has some.
 
     Attributes:
@@ -203,28 +204,34 @@ class _Stepper(Executor):
         pipeline = Pipeline(
             Schedule("pieces", [row], cfg.microbatches, (0,)), mesh, LocalShapes.of(cfg).stream, stages.units.compute
         )
-        kinds = [kind_of_layer(layer.units, layer.loss) for layer in layers]
-        first = [kinds.index(kind) for kind in BLOCKS if kind in kinds]
+        self.kinds = [kind_of_layer(layer.units, layer.loss) for layer in layers]
+        first = [self.kinds.index(kind) for kind in BLOCKS if kind in self.kinds]
         recomputed = [group for at in first for group in _recompute_groups(groups, at)]
-        super().__init__(row, layers, stages.units, pipeline, stages.saved_ops, recomputed)
+        super().__init__(layers, stages.units, pipeline, stages.saved_ops, recomputed)
         self.log, self.fresh, self.pieces = log, fresh, dict[Variant, Piece]()
-        self._compiled = [bool(cfg.train.compile) and kind in COMPILED_KINDS for kind in kinds]
-        self._variants = variants((ins for action in self.program for ins in action), kinds)
+        self._compiled = [bool(cfg.train.compile) and kind in COMPILED_KINDS for kind in self.kinds]
+
+    @property
+    def program(self) -> RankProgram:
+        """The passes alone."""
+        whole = super().program
+        turns = (turn._replace(ops=tuple(op for op in turn.ops if isinstance(op, Run))) for turn in whole.turns)
+        return replace(whole, turns=tuple(turns), end=())
 
     def run(self, contexts: Sequence[Context]) -> Tensor:
         with self.log.with_collectives():
             return super().run(contexts)
 
-    def _enter(self, a: Action) -> None:
-        for name, unit in self.units.units.items() if a.kind == "F" else ():
+    def run_turn(self, turn: Turn) -> None:
+        for name, unit in self.units.units.items() if turn.action.kind == "F" else ():
             if self.fresh.experts if name.endswith(".experts") else self.fresh.others:
                 self.units.accumulator.open(unit.accumulated)
-        super()._enter(a)
+        super().run_turn(turn)
 
-    def _run(self, ins: Instruction) -> None:
-        variant = next(self._variants)
-        with self.log.piece(variant, self._compiled[ins.layer]) as made:
-            self._passes[ins.kind](ins)
+    def run_pass(self, run: Run, a: Action) -> None:
+        variant = Variant.of(run, self.kinds[run.layer])
+        with self.log.piece(variant, self._compiled[run.layer]) as made:
+            super().run_pass(run, a)
             gc.collect()
         self.pieces[variant] = made[0]
 

@@ -1,7 +1,7 @@
 """What each kind of instruction does with each kind of layer, recorded.
 
     pieces = record_pieces(cfg, "cuda")
-    for ins, piece in zip(program, pieces.along(program, layers)): ...   # the instructions of a rank
+    for run, piece in zip(runs, pieces.along(runs, layers)): ...   # the passes of a rank's program
     pieces.of("F", "block")                                     # a forward that keeps its graph
     pieces.of("F", "block", save=frozenset())                   # that of a block that is recomputed
     pieces.of("F", "block", save=frozenset(), recompute=True)   # its recompute
@@ -25,13 +25,13 @@ from typing import NamedTuple
 from ndtrain.config import Config, LocalShapes
 from ndtrain.config.registry import get
 from ndtrain.config.schema import require
-from ndtrain.engine.instructions import Instruction
 from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
-from ndtrain.parallel.recompute import always_saved_ops, blocks_a_group
+from ndtrain.parallel.recompute import NOTHING, always_saved_ops, blocks_a_group
 from ndtrain.plan.events import Piece
 from ndtrain.plan.piece_recording import Fresh, compiles, record, reduced
-from ndtrain.plan.variants import NOTHING, Save, Variant, kind_of_layer, variants
+from ndtrain.plan.variants import Save, Variant, kind_of_layer, variants
+from ndtrain.program.ops import Run
 
 __all__ = ["Pieces", "kind_of_layer", "record_pieces", "update_bytes"]
 
@@ -68,13 +68,13 @@ class Pieces:
         """
         return self.recorded[Variant(kind, layer, save, shape_only, drop_input, recompute)]
 
-    def along(self, program: Iterable[Instruction], layers: Sequence[str]) -> Iterator[Piece]:
-        """The piece of each instruction of a program of whole steps.
+    def along(self, runs: Iterable[Run], layers: Sequence[str]) -> Iterator[Piece]:
+        """The piece of each pass.
 
         Args:
             layers: the kind of each of the rank's layers (`kind_of_layer`).
         """
-        return (self.recorded[v] for v in variants(program, layers))
+        return (self.recorded[v] for v in variants(runs, layers))
 
 
 def record_pieces(cfg: Config, device: str, imbalance: float = 1.0) -> Pieces:

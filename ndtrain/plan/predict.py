@@ -24,10 +24,10 @@ from ndtrain.plan.memory import RankMemory, rank_memory
 from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, planned_config, write_file
 from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.price import Prices, Rates, peak_flops, rates_for, rates_of
-from ndtrain.plan.program import StepProgram
 from ndtrain.plan.report import si, table
 from ndtrain.plan.run_length import run_length
 from ndtrain.plan.simulate import CAUSES, Simulation, Sizes, StepTimes
+from ndtrain.plan.step_program import StepProgram
 from ndtrain.plan.variants import Variant
 
 
@@ -212,7 +212,7 @@ def plan_step(cfg: Config, device: str, imbalance: float = 1.0) -> StepPlan:
     message, context = recorded.boundary_bytes, recorded.context_bytes
     loads = torch.float64.itemsize * len(sparse_layers(cfg.model)) * (cfg.model.num_experts or 0)
     sizes = Sizes(compute, master, message, context, update_bytes(cfg), gradient=master, loads=loads)
-    return StepPlan(cfg, StepProgram.of(cfg, recorded.compiled), recorded.recorded, sizes)
+    return StepPlan(cfg, StepProgram.of(cfg, recorded.compiled, device), recorded.recorded, sizes)
 
 
 # -------------------------------------------------------------------------------------------------------- the waterfall

@@ -157,7 +157,8 @@ def classify_state(recording: Recording, units: ShardedUnits) -> None:
 
 def label_step(recording: Recording, stages: Stages, step: TrainingStep) -> None:
     """Tells the recording what the parts of a step allocate."""
-    recording.label_calls(stages.units, "open_gradients", "gradients")
+    recording.label_calls(stages.units, "open", "gradients")
     recording.label_calls(stages.units, "reduce", "messages")
-    recording.label_calls(step.executor.pipeline, "post_recv", "messages")
+    recording.label_calls(stages.units, "collect", "messages")
+    recording.label_calls(step.executor.pipeline, "post", "messages")
     recording.label_calls(step.optimizer, "step", "update")

@@ -14,19 +14,41 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import groupby
 from typing import NamedTuple
 
 from ndtrain.distributed.mesh import EP
-from ndtrain.parallel.dp import BUCKET_BYTES
 from ndtrain.plan.events import Collective, Event, Kernel, Piece
 from ndtrain.plan.price import Prices
-from ndtrain.plan.program import StepProgram, Turn
-from ndtrain.plan.variants import Variant
-from ndtrain.plan.walk import Await, Gather, Receive, Reduce, Run, Send, UnitFacts
+from ndtrain.plan.step_program import RankPlan, StepProgram
+from ndtrain.plan.variants import Variant, variants
+from ndtrain.program.build import UnitFacts
+from ndtrain.program.ops import (
+    Accept,
+    Await,
+    AwaitSums,
+    Close,
+    Collect,
+    FinishSends,
+    Free,
+    Gather,
+    Hand,
+    Op,
+    Open,
+    Receive,
+    Reduce,
+    Run,
+    Send,
+    Sum,
+    SumTied,
+    SumTPReplicas,
+    Turn,
+)
 from ndtrain.schedule import Message
 
 HOST, STREAM = 0, 1
 _NEVER = -math.inf
+_UNTIMED = (Accept, Hand, Free, Open, Close)
 CAUSES = ("launch", "tp", "cp", "ep", "fsdp", "dp", "pp")  # what takes time beside kernels
 
 
@@ -154,10 +176,8 @@ class _Rank:
     Attributes:
         clocks: host, stream, and the communicators of the axes inside passes of layers.
         lanes: the clocks of the other communicators.
-        gathers: unit -> (end, seconds) of the gather that it waits for.
-        reductions: those that are not waited for yet, with what they cost.
-        bucket: bytes that are added to the sums over replicas and not yet launched.
-        sums: (end, seconds) of the sums over replicas.
+        gathers, reductions: unit -> (end, seconds) of the gather or reduction that was launched.
+        sums: axes -> (end, seconds) of the sums over replicas.
         copies: seconds of kernels outside the passes of layers.
     """
 
@@ -167,9 +187,8 @@ class _Rank:
     def __post_init__(self) -> None:
         self.lanes: dict[str, float] = {}
         self.gathers: dict[str, tuple[float, float]] = {}
-        self.reductions: list[tuple[Reduce, float, float]] = []
-        self.bucket: dict[str, int] = {}
-        self.sums: list[tuple[float, float]] = []
+        self.reductions: dict[str, tuple[float, float]] = {}
+        self.sums: dict[str, list[tuple[float, float]]] = {}
         self.copies = 0.0
 
     def launch(self, lane: str, seconds: float) -> float:
@@ -201,49 +220,45 @@ class _Rank:
         end = self.launch("gathers", seconds) if u.shards > 1 else 0.0
         self.gathers[name] = end, seconds
 
-    def reduce(self, op: Reduce) -> None:
-        u, end, seconds = self.step.program.units[op.unit], 0.0, 0.0
-        if u.shards > 1:
-            nbytes = u.numel * self.step.sizes.master
-            seconds = self.step.costs.collective("fsdp", u.axes, "reduce_scatter", nbytes)
-            end = self.launch("reductions" if u.residency.reshard_after_forward else "gathers", seconds)
-        on_gpu = self.step.costs.prices.hardware.device == "cuda"
-        if not (u.residency.holds_full_grad and u.replicas == 1 and on_gpu):
-            self.wait_for_reductions()
-        self.reductions.append((op, end, seconds))
+    def reduce(self, name: str) -> None:
+        u = self.step.program.units[name]
+        seconds = self.step.costs.collective("fsdp", u.axes, "reduce_scatter", u.numel * self.step.sizes.master)
+        lane = "reductions" if u.residency.reshard_after_forward else "gathers"
+        self.reductions[name] = self.launch(lane, seconds), seconds
 
-    def wait_for_reductions(self) -> None:
-        for op, end, seconds in self.reductions:
-            u, width = self.step.program.units[op.unit], self.step.sizes.master
-            self.wait(end, seconds)
-            self.kernel(added_bytes(u, op, self.step.sizes))
-            if op.final and u.replicas > 1:
-                self.bucket[u.replica_axes] = self.bucket.get(u.replica_axes, 0) + u.shard * width
-                if self.bucket[u.replica_axes] >= BUCKET_BYTES:
-                    self._sum(u.replica_axes)
-        self.reductions.clear()
+    def collect(self, op: Collect) -> None:
+        self.wait(*self.reductions.pop(op.unit))
+        self.kernel(added_bytes(self.step.program.units[op.unit], op.first, self.step.sizes))
 
-    def _sum(self, axes: str) -> None:
-        seconds = self.step.costs.collective("dp", axes, "all_reduce", self.bucket.pop(axes))
-        self.sums.append((self.launch(axes, seconds), seconds))
+    def sum(self, op: Sum) -> None:
+        shards = sum(self.step.program.units[name].shard for name in op.units)
+        seconds = self.step.costs.collective("dp", op.axes, "all_reduce", shards * self.step.sizes.master)
+        self.sums.setdefault(op.axes, []).append((self.launch(op.axes, seconds), seconds))
 
-    def finish(self, units: Sequence[UnitFacts], sent: Sequence[Message]) -> None:
-        """The end of the messages and the sums of gradients that a step ends with."""
-        for message in sent:
-            self.wait(self.step.arrived[message], 0.0)
-        self.wait_for_reductions()
-        for axes in list(self.bucket):
-            self._sum(axes)
-        for end, seconds in self.sums:
-            self.wait(end, seconds)
-        costs, width = self.step.costs, self.step.sizes.master
-        if summed := sum(u.tp_replicated for u in units):
-            seconds = costs.collective("tp", "tp", "all_reduce", summed * width)
-            self.wait(self.launch("tp replicas", seconds), seconds)
-        for u in units:
-            if u.tied:
-                seconds = costs.message(u.shard * width)
+    def end(self, op: Op, plan: RankPlan) -> None:
+        """An op of the end of a step."""
+        step, units = self.step, self.step.program.units
+        match op:
+            case FinishSends():
+                for turn in plan.program.turns:
+                    if any(isinstance(op, Send) for op in turn.ops):
+                        self.wait(step.arrived[turn.gives], 0.0)
+            case Collect():
+                self.collect(op)
+            case Sum():
+                self.sum(op)
+            case AwaitSums():
+                for end, seconds in self.sums.pop(op.axes):
+                    self.wait(end, seconds)
+            case SumTPReplicas():
+                summed = sum(units[name].tp_replicated for name in plan.units)
+                seconds = step.costs.collective("tp", "tp", "all_reduce", summed * step.sizes.master)
+                self.wait(self.launch("tp replicas", seconds), seconds)
+            case SumTied():
+                seconds = step.costs.message(units[op.unit].shard * step.sizes.master)
                 self.wait(self.launch("ties", seconds), seconds)
+            case Reduce():
+                self.reduce(op.unit)
 
 
 def copied_bytes(u: UnitFacts, sizes: Sizes) -> int:
@@ -251,9 +266,9 @@ def copied_bytes(u: UnitFacts, sizes: Sizes) -> int:
     return 0 if u.residency.shares_master else u.shard * (sizes.master + sizes.compute)
 
 
-def added_bytes(u: UnitFacts, op: Reduce, sizes: Sizes) -> int:
+def added_bytes(u: UnitFacts, first: bool, sizes: Sizes) -> int:
     """Bytes that a rank reads and writes to add a reduced gradient to that of earlier microbatches, or to copy it."""
-    return 0 if u.residency.holds_full_grad else u.shard * sizes.master * (2 if op.first else 3)
+    return 0 if u.residency.holds_full_grad else u.shard * sizes.master * (2 if first else 3)
 
 
 # ------------------------------------------------------------------------------------------------------ the whole step
@@ -294,6 +309,7 @@ class Simulation:
         used = {v for rank in program.ranks for v in rank.passes}
         self.axes = sorted({e.axis for v in used for e in pieces[v].events if isinstance(e, Collective)})
         self._passages: dict[tuple[Variant, ...], Passage] = {}
+        self._timed_ops: dict[tuple[int, int], list[Op | Passage]] = {}
         self._sent: dict[Message, float] = {}  # when the sender has come to it
         self.arrived: dict[Message, float] = {}
         self._links: dict[tuple[int, int], float] = {}  # (source, target) -> when it is free
@@ -312,7 +328,8 @@ class Simulation:
             self._turn(rank, ranks[rank], turn)
         gradients, norms, updates = [], [], []
         for state, own in zip(ranks, program.ranks, strict=True):
-            state.finish([program.units[name] for name in own.units], [t.sends for t in own.turns if t.sends])
+            for op in own.program.end:
+                state.end(op, own)
             elements = sum(program.units[name].shard for name in own.units)
             gradients.append(max(state.clocks[:2]))
             norms.append(gradients[-1] + costs.copy(elements * self.sizes.master, "linalg_vector_norm"))
@@ -342,26 +359,44 @@ class Simulation:
 
     def _turn(self, number: int, rank: _Rank, turn: Turn) -> None:
         clocks, launch_s = rank.clocks, self.costs.launch_s
-        for message, source in turn.receives:
+        for message, source in turn.posts:
             clocks[HOST] += launch_s
             self._posted.setdefault((source, number), []).append((message, max(clocks[HOST], clocks[STREAM])))
-        for op in turn.ops:
+        for op in self._timed(number, turn.ops):
             match op:
-                case Run():
-                    self._passage(op.variants).apply(clocks)
+                case Passage():
+                    op.apply(clocks)
                 case Gather():
                     rank.gather(op.unit)
                 case Await():
                     rank.wait(*rank.gathers.pop(op.unit))
                 case Reduce():
-                    rank.reduce(op)
+                    rank.reduce(op.unit)
+                case Collect():
+                    rank.collect(op)
+                case Sum():
+                    rank.sum(op)
                 case Receive():
                     assert turn.needs, "it receives from another rank"
                     clocks[STREAM] = max(clocks[STREAM], self._arrival(turn.needs, number))
                 case Send():
                     clocks[HOST] += launch_s
-                    assert turn.sends, "it sends to another rank"
-                    self._sent[turn.sends] = max(clocks[HOST], clocks[STREAM])
+                    assert turn.gives, "it sends to another rank"
+                    self._sent[turn.gives] = max(clocks[HOST], clocks[STREAM])
+
+    def _timed(self, number: int, ops: tuple[Op, ...]) -> list[Op | Passage]:
+        """Return the ops of an action that take time, with neighbouring passes of layers as one `Passage`. Actions that
+        share their ops share the result."""
+        key = number, id(ops)
+        if key not in self._timed_ops:
+            made: list[Op | Passage] = []
+            kinds = self.program.ranks[number].kinds
+            timed = (op for op in ops if not isinstance(op, _UNTIMED))
+            for is_run, neighbours in groupby(timed, key=lambda op: isinstance(op, Run)):
+                same = list(neighbours)
+                made += [self._passage(tuple(variants(same, kinds)))] if is_run else same
+            self._timed_ops[key] = made
+        return self._timed_ops[key]
 
     def _arrival(self, message: Message, target: int) -> float:
         """When a message is there. Those of one pair of ranks go one after another, and each begins when both ends have

@@ -1,24 +1,24 @@
-"""What the work of an instruction depends on."""
+"""Passes of layers that do the same."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ndtrain.engine.instructions import Instruction
+from ndtrain.parallel.recompute import NOTHING, results_unread
+from ndtrain.program.ops import Run
 
 Save = frozenset[str] | None
-NOTHING: frozenset[str] = frozenset()
 BLOCKS = ("block", "sparse")  # the kinds of layers that may be recomputed
 
 
 class Variant(NamedTuple):
-    """Instructions of one variant do the same.
+    """What the work of a pass depends on.
 
     Attributes:
         kind: F, B, I or W.
         layer: "embed", "block", "sparse" (a block with experts), "norm" or "head".
         save, shape_only: (F) of the block's recompute group, for its forward and its recompute; None: it is not
             recomputed.
-        drop_input, recompute: as in `Instruction`.
+        drop_input, recompute: as in `Run`.
     """
 
     kind: str
@@ -28,20 +28,21 @@ class Variant(NamedTuple):
     drop_input: bool = False
     recompute: bool = False
 
+    @classmethod
+    def of(cls, run: Run, layer: str) -> "Variant":
+        """Return the variant of a pass of a layer of this kind."""
+        if run.kind == "F" and not run.keep_graph and run.save is None:  # of forwards alone
+            return cls("F", layer, NOTHING, results_unread(NOTHING)) if layer in BLOCKS else cls("F", layer)
+        return cls(run.kind, layer, run.save, run.shape_only, run.drop_input, run.recompute)
 
-def variants(program: Iterable[Instruction], layers: Sequence[str]) -> Iterator[Variant]:
-    """The variant of each instruction of a program of whole steps.
+
+def variants(runs: Iterable[Run], layers: Sequence[str]) -> Iterator[Variant]:
+    """Yield the variant of each pass.
 
     Args:
         layers: the kind of each of the rank's layers.
     """
-    saved: dict[tuple[int, int], tuple[Save, frozenset[str]]] = {}  # what a recompute replays, its forward has said
-    for ins in program:
-        at = ins.microbatch, ins.layer
-        if ins.kind == "F" and not ins.recompute:
-            saved[at] = ins.save, ins.shape_only
-        of_group = saved[at] if ins.kind == "F" else (None, NOTHING)
-        yield Variant(ins.kind, layers[ins.layer], *of_group, ins.drop_input, ins.recompute)
+    return (Variant.of(run, layers[run.layer]) for run in runs)
 
 
 def kind_of_layer(units: Sequence[str], loss: bool) -> str:

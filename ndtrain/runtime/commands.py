@@ -40,6 +40,14 @@ PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
             "recipe=llama_small hardware=cpu mesh.fsdp=2",
         ),
     ),
+    "program": Plan(
+        "prints what a rank launches, runs and waits for in a step, in order: gathers, passes of layers, reductions, "
+        "messages between stages, and sums; the list that the executor runs",
+        (
+            "recipe=llama3_8b hardware=h100 mesh.pp=2 mesh.fsdp=4 rank=4",
+            "recipe=llama_small mesh.fsdp=2 hardware=cpu json=program.json",
+        ),
+    ),
     "table": Plan(
         "predicts step time, tokens/s, MFU and memory of the rows of a CSV file of published measurements, and says "
         "why a row cannot be expressed; other trainers' runs are priced as if ndtrain ran them",

@@ -1,8 +1,8 @@
-"""The simulator of NCCL's rules (tests/lib/rendezvous.py) on programs whose outcome is known."""
+"""The simulator of NCCL's rules (ndtrain/program/launch_order.py) on programs whose outcome is known."""
 
 import pytest
 
-from tests.lib.rendezvous import Compute, Op, Start, Wait, check, simulate
+from ndtrain.program.launch_order import Compute, Op, Start, Wait, check, simulate
 
 
 def send(to: int, comm: str = "c", **rest) -> Op:

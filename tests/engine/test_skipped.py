@@ -41,14 +41,14 @@ def spoil(step: TrainingStep, kind: str, number: list[int], bad: tuple[int, ...]
         step.executor.run = lambda contexts: run(contexts) + (float("inf") if number[0] in bad else 0.0)
         return
     units: ShardedUnits = step.executor.units
-    reduce = units.reduce
+    close = units.close
 
-    def spoiled(name: str, final: bool) -> None:
-        if number[0] in bad and units.units[name].full_grad is not None:
+    def spoiled(name: str) -> None:
+        close(name)
+        if number[0] in bad:
             units.units[name].full_grad[0] = float("nan")
-        reduce(name, final)
 
-    units.reduce = spoiled
+    units.close = spoiled
 
 
 def steps(overrides: list[str], plan: list[tuple[int, int]], kind: str, bad: tuple[int, ...]):

@@ -1,13 +1,13 @@
-"""The launches and waits of every rank, as programs for `tests/lib/rendezvous.py`.
+"""The launches and waits of every rank, as programs for `ndtrain/program/launch_order.py`.
 
-`pipeline` plans the messages of a schedule with the real `Pipeline`, without tensors and processes. `of_journal` reads
+`pipeline` reads the messages of a schedule off the ranks' programs. `of_journal` reads
 the flight recorder's journal of a run: of real gloo ranks, or of one process that runs the program of each rank in
 turn on PyTorch's fake process group (`on_fake_ranks`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ndtrain.distributed.collectives import Pending
 from ndtrain.distributed.flight_recorder import RECORDER, Entry
-from ndtrain.distributed.mesh import Link
-from ndtrain.parallel import pp
-from ndtrain.schedule import COST, Schedule, sends
-from tests.lib.rendezvous import Compute, Op, Start, Step, Wait
+from ndtrain.program.build import Holdings, build_program
+from ndtrain.program.launch_order import Compute, Op, Start, Step, Wait
+from ndtrain.program.ops import Receive, Send
+from ndtrain.program.passes import Layer
+from ndtrain.schedule import COST, Message, Schedule
 
 NameComm = Callable[[int, int], str]  # (source, target) -> communicator
 
@@ -38,75 +38,41 @@ def a_direction_each(source: int, target: int) -> str:
 
 
 def pipeline(schedule: Schedule, comm: NameComm = a_pair_each, seconds: float = 0.0) -> dict[int, list[Step]]:
-    """The messages of every rank as `Executor.run` launches and waits for them.
+    """The messages of every rank as its program launches and waits for them, with two layers for each stage.
 
     Args:
         comm: the communicator of each pair.
         seconds: of a message, where a forward takes 1.
     """
-    programs: dict[int, list[Step]] = {}
-    for rank in range(schedule.pp):
-        programs[rank] = steps = []
-        ends = {"send": _stub(steps, "sends", seconds), "receive": _stub(steps, "receives", seconds)}
-        with mock.patch.multiple(pp, **ends, torch=_TORCH):
-            _run_row(pp.Pipeline(schedule, _mesh(rank, comm), (0,), torch.float32), steps)
-    return programs
+    return {rank: list(_messages(schedule, rank, comm, seconds)) for rank in range(schedule.pp)}
 
 
-_NOTHING = torch.empty(0)
-_TORCH = SimpleNamespace(empty=lambda *args, **kwargs: _NOTHING)
 _COSTS = {kind: Compute(seconds) for kind, seconds in COST.items()}
 
 
-def _run_row(pipeline: pp.Pipeline, steps: list[Step]) -> None:
-    """As `Executor.run` does with the layers left out. (A test compares the two.)"""
-    schedule, rank = pipeline.schedule, pipeline.rank
-    rank_of, stages = schedule.rank_of, schedule.stages
-    sent: list[Step] = []
-    for number, action in enumerate(schedule.table[rank]):
-        pipeline.post_recv(number)
-        if needed := pipeline.needed(action):
-            pipeline.recv(needed)
-        steps.append(_COSTS[action.kind])
-        message = sends(action)
-        if message and 0 <= message.stage < stages:
-            pipeline.send(message, _NOTHING)
-            if rank_of[message.stage] != rank:
-                sent.append(Wait(steps[-1]))
-    steps += sent  # `Pipeline.finish`, which leaves out those that are done
-
-
-class _Stubbed(Pending):
-    """A message that is launched and waited for on paper."""
-
-    def __init__(self, op: Op, steps: list[Step]):
-        self.op, self.steps = op, steps
-
-    def wait(self) -> None:
-        self.steps.append(Wait(self.op))
-
-    def done(self) -> bool:
-        return True
-
-
-def _stub(steps: list[Step], way: str, seconds: float) -> Callable[..., Pending]:
-    out = way == "sends"
-
-    def launch(x: torch.Tensor, comm: str, peer: int) -> Pending:
-        op = Op(way, comm, (peer,), (), (), 0, seconds) if out else Op(way, comm, (), (peer,), (), 0, seconds)
-        steps.append(op)
-        return _Stubbed(op, steps)
-
-    return launch
-
-
-def _mesh(rank: int, comm: NameComm) -> Any:
-    """What `Pipeline` asks of a mesh of pp alone."""
-
-    def links(axis: str, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Link]:
-        return {(a, b): Link(comm(a, b), b if a == rank else a) for a, b in pairs if rank in (a, b)}
-
-    return SimpleNamespace(coords={"pp": rank}, device=torch.device("cpu"), links=links)
+def _messages(schedule: Schedule, rank: int, comm: NameComm, seconds: float) -> Iterator[Step]:
+    layer = partial(Layer, lambda x, ctx: x, (), ())
+    both = lambda stage: [layer(stage, True, False, False), layer(stage, False, True, stage == schedule.stages - 1)]
+    layers = [layer for stage in schedule.stages_of(rank) for layer in both(stage)]
+    program = build_program(schedule, rank, Holdings(layers, {}))
+    coming: dict[Message, Op] = {}
+    leaving: list[Op] = []
+    for turn in program.turns:
+        for message, source in turn.posts:
+            coming[message] = Op("receives", comm(source, rank), (), (source,), (), 0, seconds)
+            yield coming[message]
+        for op in turn.ops:
+            match op:
+                case Receive():
+                    yield Wait(coming.pop(turn.needs))
+                case Send():
+                    yield _COSTS[turn.action.kind]
+                    target = schedule.rank_of[turn.gives.stage]
+                    leaving.append(Op("sends", comm(rank, target), (target,), (), (), 0, seconds))
+                    yield leaving[-1]
+        if not any(isinstance(op, Send) for op in turn.ops):
+            yield _COSTS[turn.action.kind]
+    yield from map(Wait, leaving)
 
 
 # ------------------------------------------------------------------------------------------------------- from a journal

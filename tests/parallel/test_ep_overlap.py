@@ -11,10 +11,10 @@ import torch
 from ndtrain.config import load_config, resolve
 from ndtrain.model.moe.block import MoEBlock
 from ndtrain.plan.dry import dry_run
+from ndtrain.program.launch_order import Compute, Op, Wait, check
 from tests.lib.helpers import config_refusal
 from tests.lib.launches import on_fake_ranks
 from tests.lib.parity import Run, train
-from tests.lib.rendezvous import Compute, Op, Wait, check
 from tests.parallel import test_launch_order
 from tests.parallel.test_launch_order import program, run
 from tests.parallel.test_launch_order_ep import EXPERTS

@@ -1,5 +1,5 @@
 """No program of ours deadlocks on NCCL: the launches and waits of every rank, in order, run in the simulator of NCCL's
-rules (tests/lib/rendezvous.py). The simulator finds the deadlocks of the order that pipelines had before."""
+rules (ndtrain/program/launch_order.py). The simulator finds the deadlocks of the order that pipelines had before."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,13 @@ from ndtrain.distributed.mesh import Link, Mesh, MeshSpec
 from ndtrain.engine.train_step import Evaluation, TrainingStep
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.kernel_choice import choose_kernel
-from ndtrain.schedule import NAMES, build, forwards
+from ndtrain.program.launch_order import Compute, Op, Outcome, Step, Wait, check, simulate
+from ndtrain.program.ops import Run
+from ndtrain.schedule import NAMES, Action, build, forwards
 from tests.lib.helpers import arguments, checkpoint_of, rank_main, rows, write_corpus
 from tests.lib.launches import a_direction_each, journal, of_journal, on_fake_ranks, pipeline
 from tests.lib.parity import FP64, SHAPE, assemble, make_batches, rank_run
 from tests.lib.ranks import run_ranks
-from tests.lib.rendezvous import Compute, Op, Outcome, Step, Wait, check, simulate
 
 FULL = pytest.mark.full
 SCHEDULES = [name for name in NAMES if name != "csv"]
@@ -156,16 +157,14 @@ def run(cfg: Config, rank: int, entries: list, steps: int, parts: Sequence[str],
 def with_costs(step: TrainingStep, entries: list) -> None:
     """Enters the compute of blocks: 1 for a forward, 2 for a backward."""
     executor = step.executor
+    run_pass = executor.run_pass
 
-    def timed(kind: str, run_pass: Callable) -> Callable:
-        def run(ins) -> None:
-            if ".layers." in executor.layers[ins.layer].units[0]:
-                entries.append(Compute(schedules.COST[kind]))
-            run_pass(ins)
+    def timed(run: Run, a: Action) -> None:
+        if ".layers." in executor.layers[run.layer].units[0]:
+            entries.append(Compute(schedules.COST[run.kind]))
+        run_pass(run, a)
 
-        return run
-
-    executor._passes = {kind: timed(kind, run_pass) for kind, run_pass in executor._passes.items()}
+    executor.run_pass = timed
 
 
 def messages(steps: list[Step]) -> list[tuple[str, tuple[int, ...]]]:
@@ -287,7 +286,7 @@ def test_reductions_that_hold_no_memory_are_waited_for_at_the_end(mesh, most):
     """Zero 1 on NCCL: the gradient stays whole anyway. (gloo's reductions receive into buffers of their own.) The
     others are waited for when the next one is launched."""
     overrides = ["mesh.pp=2", *(f"mesh.{k}={v}" for k, v in mesh.items()), "train.global_batch=4", "schedule=1f1b"]
-    with mock.patch("ndtrain.parallel.fsdp.reduces_in_place", lambda full: True):
+    with mock.patch("ndtrain.engine.executor.reduces_in_place", lambda full: True):
         programs = program(overrides, 4 * mesh.get("dp", 1), steps=1, parts=["step"])
     check(programs)
     for threads in programs.values():

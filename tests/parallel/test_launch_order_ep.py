@@ -11,8 +11,8 @@ from ndtrain.config import load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.model.moe.block import MoEBlock
 from ndtrain.parallel.build import build_stages
+from ndtrain.program.launch_order import Compute, Op, Wait, check
 from tests.lib.launches import on_fake_ranks
-from tests.lib.rendezvous import Compute, Op, Wait, check
 from tests.parallel.test_launch_order import FULL, MODEL, program, run
 
 EXPERTS = [

@@ -13,7 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.engine.instructions import Instruction, expand, line_up
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan import step
@@ -22,6 +21,8 @@ from ndtrain.plan.events import Collective, Kernel, Piece, Wait
 from ndtrain.plan.pieces import kind_of_layer, record_pieces, update_bytes
 from ndtrain.plan.step import RankRecord
 from ndtrain.plan.world import pretended_world
+from ndtrain.program.ops import Run
+from ndtrain.program.passes import expand, line_up
 from tests.lib.parity import make_batches
 
 SHAPE = [
@@ -73,14 +74,14 @@ def config(case: str) -> Config:
     return resolve(load_config([*SHAPE, *case.split()]), int(world))
 
 
-def program_of(cfg: Config, rank: int, device: str) -> tuple[list[Instruction], list[str]]:
-    """The instructions of a rank, and the kinds of its layers."""
+def program_of(cfg: Config, rank: int, device: str) -> tuple[list[Run], list[str]]:
+    """The passes of a rank, and the kinds of its layers."""
     with pretended_world(rank, MeshSpec.of(cfg.mesh).world_size, device):
         mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("meta"))
         stages = build_stages(cfg, mesh)
     layers = line_up(stages.segments, stages.placement.last)
     row = stages.placement.schedule.table[mesh.coords["pp"]]
-    program = [ins for action in expand(row, layers, stages.recompute.groups, 1) for ins in action]
+    program = [ins.run for action in expand(row, layers, stages.recompute.groups, 1) for ins in action]
     return program, [kind_of_layer(layer.units, layer.loss) for layer in layers]
 
 

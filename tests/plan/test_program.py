@@ -1,6 +1,9 @@
 """The program of every pipeline rank launches what the real one launches."""
 
+import json
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,13 +12,14 @@ from ndtrain.config import Config, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.build import build_stages, initialise
+from ndtrain.plan.__main__ import main
 from ndtrain.plan.dry import dry_run
-from ndtrain.plan.program import RankProgram, StepProgram
 from ndtrain.plan.step import Traffic
-from ndtrain.plan.walk import Await, Gather, Receive, Reduce, Send
+from ndtrain.plan.step_program import RankPlan, StepProgram
+from ndtrain.program.launch_order import Op, Step, Wait
+from ndtrain.program.ops import Await, Collect, Gather, Receive, Reduce, Send, Sum
 from tests.lib.launches import on_fake_ranks
 from tests.lib.parity import make_batches
-from tests.lib.rendezvous import Op, Step, Wait
 
 SHAPE = ["recipe=llama_debug", "train.global_batch=16", "train.micro_batch=2", "precision.compute=bf16"]
 COUNTS = 8  # bytes of a rank's number of valid tokens, which all ranks with other tokens gather
@@ -44,7 +48,7 @@ def test_gathers_reductions_and_messages_are_those_of_the_dry_run(mesh, ranks):
     program, spec = StepProgram.of(cfg), MeshSpec.of(cfg.mesh)
     for pp, own in enumerate(program.ranks):
         dry = dry_run(cfg, spec.rank(dict.fromkeys(spec.order, 0) | {"pp": pp}), "cuda")
-        ops = [op for turn in own.turns for op in turn.ops]
+        ops = [op for _, op in own.program]
         sharded = _wide(spec, next(iter(program.units.values())).axes.split("+"))
         gathers = [program.units[op.unit].numel for op in ops if isinstance(op, Gather)] if sharded else []
         reductions = [program.units[op.unit].numel for op in ops if isinstance(op, Reduce)] if sharded else []
@@ -55,23 +59,33 @@ def test_gathers_reductions_and_messages_are_those_of_the_dry_run(mesh, ranks):
         assert count - counted == len(gathers)
         assert nbytes - counted * COUNTS * spec.size("dp", "fsdp", "cp") == sum(gathers) * WIDTH["compute"]
         assert _of(real, "pp", "send")[0] == sum(isinstance(op, Send) for op in ops)
-        assert _of(real, "pp", "receive")[0] == sum(len(turn.receives) for turn in own.turns)
-        assert sum(turn.sends is not None for turn in own.turns) == sum(isinstance(op, Send) for op in ops)
+        assert _of(real, "pp", "receive")[0] == sum(len(turn.posts) for turn in own.program.turns)
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["mesh.zero=1 schedule=interleaved", *(pytest.param(h, marks=pytest.mark.full) for h in (
-        "mesh.zero=2 schedule=zb_h1", "mesh.zero=3 schedule=1f1b recompute=full", "mesh.zero=3 schedule=zb_v",
-        "model=moe_debug moe.balance=hf mesh.zero=2 schedule=interleaved",
-    )), "model=moe_debug moe.balance=hf mesh.zero=3 recompute=full"],
-)  # fmt: skip
+HOW = [
+    "mesh.zero=1 schedule=interleaved",
+    "mesh.fsdp=1 mesh.dp=2 model.vocab_size=30000 schedule=zb_v",
+    "model=moe_debug moe.balance=hf mesh.zero=3 recompute=full",
+]
+MORE_HOW = [
+    "mesh.zero=2 schedule=zb_h1",
+    "mesh.fsdp=1 mesh.dp=2 model.tie_word_embeddings=true",
+    "mesh.zero=3 schedule=1f1b recompute=full",
+    "mesh.zero=3 schedule=zb_v",
+    "model=moe_debug moe.balance=hf mesh.zero=2 schedule=interleaved",
+]
+
+
+@pytest.mark.parametrize("how", [*HOW, *(pytest.param(how, marks=pytest.mark.full) for how in MORE_HOW)])
 def test_launches_and_waits_are_in_the_executors_order(how):
-    """Gathers, messages and the waits for them, on real stages whose collectives carry nothing. A balance loss over the
-    whole batch has a forward before the step."""
+    """Gathers, reductions, sums over replicas, messages and the waits for them, on real stages whose collectives carry
+    nothing. A balance loss over the whole batch has a forward before the step."""
     overrides = [*SHAPE, "model.num_hidden_layers=8", "mesh.pp=2", "mesh.fsdp=2", "precision.compute=fp32"]
     cfg = resolve(load_config([*overrides, "train.compile=false", *how.split()]), 4)
-    ran, program = on_fake_ranks(lambda rank, entries: _run_step(cfg, rank, entries), 4), StepProgram.of(cfg)
+    ran, program = (
+        on_fake_ranks(lambda rank, entries: _run_step(cfg, rank, entries), 4),
+        StepProgram.of(cfg, device="cpu"),
+    )
     for pp, own in enumerate(program.ranks):
         rank = 2 * pp  # its first one
         assert list(_as_ran(ran[rank][0])) == list(_as_planned(own))
@@ -86,20 +100,27 @@ def _run_step(cfg: Config, rank: int, entries: list) -> None:
     TrainingStep(cfg, mesh, stages).run(1, make_batches(cfg, mesh, 1, "none")).wait()
 
 
-def _as_planned(own: RankProgram) -> Iterator[str]:
-    names = {Gather: "gather", Await: "wait for a gather", Receive: "wait for a message", Send: "send"}
-    for turn in (*own.look_ahead, *own.turns):
-        yield from ("receive" for _ in turn.receives)
+def _as_planned(own: RankPlan) -> Iterator[str]:
+    names = {
+        Gather: "gather", Await: "wait for a gather", Receive: "wait for a message", Send: "send", Reduce: "reduce",
+        Collect: "wait for a reduction", Sum: "sum",
+    }  # fmt: skip
+    for turn in (*(own.look_ahead.turns if own.look_ahead else ()), *own.program.turns):
+        yield from ("receive" for _ in turn.posts)
         yield from (names[type(op)] for op in turn.ops if type(op) in names)
+    yield from (names[type(op)] for op in own.program.end if type(op) in names)
 
 
 def _as_ran(steps: Iterable[Step]) -> Iterator[str]:
     """Without what is as small as a few counts, and without waits for messages that this rank sent."""
-    launches = {"all_gather": "gather", "receive": "receive", "send": "send"}
+    launches = {"all_gather": "gather", "receive": "receive", "send": "send", "reduce_scatter": "reduce"}
+    launches["all_reduce"] = "sum"
     waits = {"all_gather": "wait for a gather", "receive": "wait for a message"}
+    waits["reduce_scatter"] = "wait for a reduction"
     for step in steps:
         op, names = (step.op, waits) if isinstance(step, Wait) else (step, launches)
-        if isinstance(op, Op) and op.nbytes > 64 and op.name in names:
+        loads = isinstance(op, Op) and op.name == "all_reduce" and len(op.members) == 4  # of experts, over all ranks
+        if isinstance(op, Op) and op.nbytes > 64 and op.name in names and not loads:
             yield names[op.name]
 
 
@@ -112,3 +133,34 @@ def _of(real: dict[tuple[str, str], Traffic], axis: str, op: str) -> tuple[int, 
     """(number, bytes) of the real collectives."""
     traffic = real.get((axis, op))
     return (traffic.count, traffic.bytes) if traffic else (0, 0)
+
+
+@pytest.mark.parametrize("fault", [Gather, Reduce, Sum])
+def test_a_launch_left_out_is_found(fault):
+    """The comparison above would see it."""
+    cfg = resolve(load_config([*SHAPE, "mesh.fsdp=2", "mesh.dp=2", "mesh.zero=3", "train.compile=false"]), 4)
+    plan = StepProgram.of(cfg).ranks[0]
+    whole = list(_as_planned(plan))
+    op = next(op for _, op in plan.program if isinstance(op, fault))
+    without = lambda ops: tuple(o for o in ops if o is not op)
+    turns = tuple(turn._replace(ops=without(turn.ops)) for turn in plan.program.turns)
+    program = replace(plan.program, turns=turns, end=without(plan.program.end))
+    assert list(_as_planned(replace(plan, program=program))) != whole
+
+
+def test_the_command_prints_every_op_once(tmp_path, capsys):
+    run = ["recipe=llama_debug", "hardware=cpu", "mesh.pp=2", "mesh.fsdp=2", "mesh.zero=2", "rank=2"]
+    assert main(["program", *run, f"json={tmp_path / 'program.json'}"]) == 0
+    out, made = capsys.readouterr().out, json.loads((tmp_path / "program.json").read_text())
+    assert out.startswith("rank 2 (pp=1 fsdp=0), 1f1b, 2 microbatches, zero=2")
+    numbers = [int(line.split()[0]) for line in out.splitlines() if line.split() and line.split()[0].isdigit()]
+    assert numbers == list(range(len(made))) and "gather   model.layers.1  (all-gather over fsdp" in out
+    assert made[0] == {"action": "F(microbatch 0, stage 1)", "op": "Gather", "unit": "model.layers.1"}
+    assert main(["program", *run[:-1], "rank=4"]) == 2
+    assert "rank=4: there are 4 ranks, 0 to 3" in capsys.readouterr().err
+
+
+def test_the_command_writes_actions_that_do_the_same_once(capsys):
+    assert main(["program", "recipe=llama_debug", "hardware=cpu", "train.global_batch=64", "mesh.fsdp=2"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("run      forward of model.layers.0") <= 3 and re.search(r", as F\(microbatch \d, stage 0\)", out)

@@ -12,7 +12,7 @@ import pytest
 
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.parallel.pp import Placement
-from ndtrain.plan import program
+from ndtrain.plan import step_program as program
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.candidates import Candidate, Space, Stages, candidate_of, searched_run
 from ndtrain.plan.estimate import Place, pipeline
@@ -149,10 +149,10 @@ def test_the_bound_is_below_the_predicted_memory():
 
 @pytest.mark.parametrize("memory_gb, ranks", [(0.1, [0]), (80, [0, 3, 1, 2])])
 def test_of_what_does_not_fit_one_ranks_program_is_made(memory_gb, ranks, monkeypatch):
-    space, made, of_rank = space_of(), [], program._rank_program
+    space, made, of_rank = space_of(), [], program._rank_plan
     candidate, _ = next(iter(space.places((4, 1, 1, 1, 1))))
     program._shared.cache_clear()
-    monkeypatch.setattr(program, "_rank_program", lambda *args: made.append(args[3]) or of_rank(*args))
+    monkeypatch.setattr(program, "_rank_plan", lambda step, rank: made.append(rank) or of_rank(step, rank))
     small = replace(space, hardware=replace(H100, memory_gb=memory_gb))
     assert isinstance(predict(small, candidate), TooLarge) == (memory_gb < 1) and made == ranks
 

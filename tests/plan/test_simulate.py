@@ -10,10 +10,10 @@ from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.plan.events import Collective, Event, Kernel, Piece, Wait
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.price import Prices, Rates
-from ndtrain.plan.program import StepProgram
 from ndtrain.plan.simulate import CAUSES, Simulation, Sizes
+from ndtrain.plan.step_program import StepProgram
 from ndtrain.plan.variants import Variant
-from ndtrain.plan.walk import UnitFacts
+from ndtrain.program.build import UnitFacts
 from ndtrain.schedule import COST
 from ndtrain.schedule import simulate as simulated
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ndtrain.plan.predict import StepPlan
-from ndtrain.plan.program import RankProgram
 from ndtrain.plan.published.cells import Row, text
-from ndtrain.plan.walk import Await, Gather, Op, Reduce
+from ndtrain.plan.step_program import RankPlan
+from ndtrain.program.ops import Await, Collect, Gather, Op, Reduce, Sum
 
 _PIPELINE_OF_DEEPSPEED = re.compile(r"deepspeed|bigscience|gpt-neox", re.IGNORECASE)
 _MEGATRON = re.compile(r"megatron", re.IGNORECASE)
@@ -37,23 +37,39 @@ def with_serial_messages(plan: StepPlan, row: Row) -> StepPlan:
     return replace(plan, program=replace(plan.program, ranks=ranks))
 
 
-def _serial(rank: RankProgram, reductions: int) -> RankProgram:
-    """The program with all gathers in front of the first action, where the end of the update of the step before is.
+def _serial(rank: RankPlan, reductions: int) -> RankPlan:
+    """Return the plan with all gathers before the first action, where the end of the previous step's update is.
 
     Args:
-        reductions: how often each final reduction is made behind the last action, an all-reduce being twice a
+        reductions: how often each final reduction is made after the last action, an all-reduce being twice a
             reduce-scatter; 0: they stay where they are.
     """
-    every = [op for turn in rank.turns for op in turn.ops]
-    gathers = [op for op in every if isinstance(op, Gather)]
-    last = [op for op in every if isinstance(op, Reduce) and op.final] if reductions else []
-    moved = {*map(id, gathers), *map(id, last)}
-    kept = [tuple(op for op in turn.ops if id(op) not in moved and not isinstance(op, Await)) for turn in rank.turns]
-    kept[0] = (*gathers, *(Await(op.unit) for op in gathers), *kept[0])
-    kept[-1] = (*kept[-1], *_repeated(last, reductions))
-    turns = [turn._replace(ops=ops) for turn, ops in zip(rank.turns, kept, strict=True)]
-    return replace(rank, turns=turns)
+    program = rank.program
+    gathers = [op for _, op in program if isinstance(op, Gather)]
+    kept = [[op for op in turn.ops if not isinstance(op, Gather | Await)] for turn in program.turns]
+    begin = [*gathers, *(Await(op.unit) for op in gathers)]
+    end: Sequence[Op] = program.end
+    if reductions:
+        kept, late = _without_final_reductions([*kept, list(program.end)])
+        *kept, rest = kept
+        of = lambda kind: [op for op in late if isinstance(op, kind)]
+        end = [*(op for op in of(Reduce) for _ in range(reductions)), *of(Collect), *of(Sum), *rest]
+    turns = [turn._replace(ops=tuple(ops)) for turn, ops in zip(program.turns, kept, strict=True)]
+    turns[0] = turns[0]._replace(ops=(*begin, *turns[0].ops))
+    return replace(rank, program=replace(program, turns=tuple(turns), end=tuple(end)))
 
 
-def _repeated(final: Sequence[Reduce], times: int) -> list[Op]:
-    return [op._replace(final=i == times - 1) for op in final for i in range(times)]
+def _without_final_reductions(actions: Sequence[Sequence[Op]]) -> tuple[list[list[Op]], list[Op]]:
+    """Split the ops of a step into all others, by action, and each unit's last reduction with its end and its sum."""
+    kept: list[list[Op]] = []
+    late: list[Op] = []
+    reduced: set[str] = set()
+    for ops in reversed(actions):
+        stays: list[Op] = []
+        for op in reversed(ops):
+            is_last = isinstance(op, Reduce | Collect) and op.unit not in reduced
+            (late if is_last or isinstance(op, Sum) else stays).append(op)
+            if isinstance(op, Reduce):
+                reduced.add(op.unit)
+        kept.append(stays[::-1])
+    return kept[::-1], late[::-1]

@@ -3,7 +3,7 @@
 import pytest
 
 from ndtrain.plan.published.run import run_of
-from ndtrain.plan.walk import Await, Gather, Reduce, Run
+from ndtrain.program.ops import Await, Close, Collect, Gather, Open, Reduce, Run, Sum
 from tests.plan.published.test_run import ROW
 
 RUN = {"model": "llama", "tp": "1", "dp": "2", "pp": "2", "gpus": "", "zero_stage": "1"}
@@ -12,7 +12,7 @@ RUN = {"model": "llama", "tp": "1", "dp": "2", "pp": "2", "gpus": "", "zero_stag
 def ops(**cells: str):
     """What a pipeline rank does in a step, in order: the types of the operations."""
     made = run_of(ROW | RUN | cells).plan()
-    return [type(op) for turn in made.program.ranks[0].turns for op in turn.ops]
+    return [type(op) for _, op in made.program.ranks[0].program if not isinstance(op, Open | Close)]
 
 
 def passes_between(made: list, first: type, last: type) -> int:
@@ -41,7 +41,9 @@ def test_what_is_overlapped_stays():
     assert ops(source="Megatron-DeepSpeed", **sharded) == ops(**sharded)
 
 
-def test_each_unit_is_reduced_for_good_once():
-    made = run_of(ROW | RUN | {"source": "Megatron-DeepSpeed"}).plan()
-    final = [op.unit for turn in made.program.ranks[0].turns for op in turn.ops if isinstance(op, Reduce) and op.final]
-    assert sorted(final) == sorted(set(final)) and set(final) == set(made.program.ranks[0].units)
+def test_each_unit_is_collected_and_summed_once():
+    sharded = ROW | RUN | {"source": "Megatron-DeepSpeed", "fsdp": "2", "dp": "2"}
+    rank = run_of(sharded).plan().program.ranks[0]
+    ops = [op for _, op in rank.program]
+    assert sorted(op.unit for op in ops if isinstance(op, Collect)) == sorted(rank.units)
+    assert sorted(name for op in ops if isinstance(op, Sum) for name in op.units) == sorted(rank.units)

@@ -1,8 +1,8 @@
-"""The instructions of a rank: its row of the schedule, expanded over its layers.
+"""The passes of layers that a rank's row of the schedule stands for.
 
-An action of the table becomes instructions, one per layer and pass. The list is the same in every step, so it also
-says beforehand what each instruction needs beside its own compute: the units whose weights it reads, the units to
-prefetch while it runs, the units to reshard after it, and the units whose gradients are then complete.
+An action of the table becomes instructions, one per layer and pass. The list is the same in every step, so it also says
+beforehand what each instruction needs besides its own compute: the units whose weights it reads, the units to prefetch
+while it runs, the units to reshard after it, and the units whose gradients are then complete.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,44 +14,31 @@ from torch import Tensor
 
 from ndtrain.model import Context, Segment
 from ndtrain.parallel.recompute import RecomputeGroup
+from ndtrain.program.ops import Run
 from ndtrain.schedule import Action
 
 Units = tuple[str, ...]  # names
 
 
 class Instruction(NamedTuple):
-    """One pass of one layer for one microbatch.
+    """A pass of a layer for one microbatch.
 
     Attributes:
-        kind: F forward | B backward | I backward that defers the gradients of matrices | W those that I deferred.
+        run: the pass.
         action: the index of the action in the row that it is part of.
-        layer: the index of the layer on this rank.
         weights: the units that it reads, which are unsharded before it runs.
         prefetch: the units whose all-gather starts while it runs.
-        reshard: whether its units are resharded after it, as other units are read next.
-        keep_graph: (F) whether autograd keeps a graph, because the backward follows without a recompute.
-        drop_input: (F) whether its input is freed.
-        feed: (F) whether its output becomes the input of the next layer or stage.
-        save: (F) the ops whose results are saved for the recompute; None: the block is not recomputed, or this is the
-            recompute.
-        shape_only: (F) the ops of which the recompute needs only the shape.
-        recompute: (F) whether this is the recompute.
-        reduce: (B, I, W) the units whose gradient of this microbatch is complete, and whether it was the step's last.
+        reshard: True if its units are resharded after it, because other units are read next.
+        reduce: (B, I, W) the units whose gradient of this microbatch is complete, each with whether it was the step's
+            last.
     """
 
-    kind: str
+    run: Run
     action: int
     microbatch: int
-    layer: int
     weights: Units
-    prefetch: tuple[str, ...] = ()
+    prefetch: Units = ()
     reshard: bool = False
-    keep_graph: bool = True
-    drop_input: bool = False
-    feed: bool = True
-    save: frozenset[str] | None = None
-    shape_only: frozenset[str] = frozenset()
-    recompute: bool = False
     reduce: tuple[tuple[str, bool], ...] = ()
 
 
@@ -126,8 +113,8 @@ def _joined(layers: list[Layer]) -> Layer:
 
 
 def units_ahead(fully_resident: bool, reshards: bool) -> int:
-    """How many units a rank prefetches, as `ShardedUnits` says of them: none where nothing is gathered, one where each
-    is resharded after its use, which holds memory, else two."""
+    """Return the number of units that a rank prefetches: 0 if nothing is gathered, 1 if each unit is resharded after
+    its use, which holds memory, else 2."""
     return 0 if fully_resident else 1 if reshards else 2
 
 
@@ -154,8 +141,8 @@ def expand(
     return [list(same) for _, same in groupby(program, key=lambda ins: ins.action)]
 
 
-def _instruction(kind: str, a: Action, i: int, weights: Units, **flags: Any) -> Instruction:
-    return Instruction(kind, 0, a.microbatch, i, weights, **flags)
+def _instruction(kind: str, a: Action, layer: int, weights: Units, **flags: Any) -> Instruction:
+    return Instruction(Run(kind, layer, **flags), 0, a.microbatch, weights)
 
 
 def _evaluate(
@@ -173,24 +160,26 @@ def _forward(
     for i in stage:
         if layers[i].loss:
             continue
-        ins = _instruction("F", a, i, layers[i].units)
+        flags: dict[str, Any] = {}
         if g := group.get(i):
             inner = i != g.layers[0]
-            ins = ins._replace(keep_graph=False, drop_input=inner, save=g.save, shape_only=g.shape_only(i))
-        instructions.append(ins)
+            flags = {"keep_graph": False, "drop_input": inner, "save": g.save, "shape_only": g.shape_only(i)}
+        instructions.append(_instruction("F", a, i, layers[i].units, **flags))
     return instructions
 
 
 def _backward(
     a: Action, layers: Sequence[Layer], stage: list[int], recompute_groups: Sequence[RecomputeGroup]
 ) -> list[Instruction]:
-    group_ending = {g.layers[-1]: g.layers for g in recompute_groups}
+    ending_at = {g.layers[-1]: g for g in recompute_groups}
     instructions = []
     for i in reversed(stage):
         if layers[i].loss:
             instructions.append(_instruction("F", a, i, layers[i].units, feed=False))
-        for j in group_ending.get(i, ()):
-            instructions.append(_instruction("F", a, j, layers[j].units, feed=j != i, recompute=True))
+        if g := ending_at.get(i):
+            for j in g.layers:
+                flags = {"feed": j != i, "save": g.save, "shape_only": g.shape_only(j), "recompute": True}
+                instructions.append(_instruction("F", a, j, layers[j].units, **flags))
         instructions.append(_instruction(a.kind, a, i, layers[i].backward_units))
     return instructions
 
@@ -221,8 +210,8 @@ def _with_reductions(instructions: list[Instruction], layers: Sequence[Layer]) -
     in_step: set[str] = set()
     out: list[Instruction] = []
     for ins in reversed(instructions):
-        if ins.kind != "F":
-            units = layers[ins.layer].units[::-1]
+        if ins.run.kind != "F":
+            units = layers[ins.run.layer].units[::-1]
             complete = [(u, u not in in_step) for u in units if (ins.microbatch, u) not in in_microbatch]
             ins = ins._replace(reduce=tuple(complete))
             in_microbatch |= {(ins.microbatch, u) for u in units}

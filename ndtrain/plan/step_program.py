@@ -1,0 +1,224 @@
+"""Every pipeline rank's program of a training step as the executor would run it: data, from the configuration alone.
+
+The ranks along the other axes do the same at the same time, so the first one of them stands for all.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import overload
+
+import torch
+
+from ndtrain.config import Config
+from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.model import Segment, Transformer
+from ndtrain.parallel.balance import looks_ahead
+from ndtrain.parallel.build import flat_layouts, layouts_of, linear_in_graph, state_plan
+from ndtrain.parallel.pp import Placement
+from ndtrain.parallel.recompute import NOTHING, RecomputeGroup, always_saved_ops, plan_recompute, skipped_ops
+from ndtrain.parallel.unit import StatePlan
+from ndtrain.plan.variants import BLOCKS, Variant, kind_of_layer, variants
+from ndtrain.program.build import Holdings, UnitFacts, build_program
+from ndtrain.program.ops import Op, RankProgram, Run, Turn
+from ndtrain.program.passes import Layer, line_up
+from ndtrain.schedule import Schedule, forwards
+from ndtrain.schedule.check import in_order
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a pipeline rank does in a step.
+
+    Attributes:
+        units: the names of those that it holds, in model order.
+        names, kinds: of each of its layers, the first unit that it reads and what kind of layer it is.
+        program: of the step.
+        look_ahead: of a forward of all blocks before the step (`looks_ahead`), or None.
+        skipped_ops: for each block what its recompute skips, None where it is not recomputed.
+    """
+
+    units: tuple[str, ...]
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    program: RankProgram
+    look_ahead: RankProgram | None
+    skipped_ops: list[frozenset[str] | None]
+
+    @cached_property
+    def passes(self) -> Counter[Variant]:
+        """How often the rank makes each pass of a layer in a step."""
+        programs = [p for p in (self.look_ahead, self.program) if p is not None]
+        shared = {id(turn.ops): turn.ops for p in programs for turn in p.turns}
+        passes: Counter[Variant] = Counter()
+        for key, times in Counter(id(turn.ops) for p in programs for turn in p.turns).items():
+            for variant in variants((op for op in shared[key] if isinstance(op, Run)), self.kinds):
+                passes[variant] += times
+        return passes
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The programs of all pipeline ranks.
+
+    Attributes:
+        look_ahead: of the forward before the step (`looks_ahead`); None: there is none.
+        units: of the whole model, by name.
+    """
+
+    schedule: Schedule
+    look_ahead: Schedule | None
+    plan: StatePlan
+    units: dict[str, UnitFacts]
+    ranks: Sequence[RankPlan]
+
+    def turns(self, schedule: Schedule) -> Iterator[tuple[int, Turn]]:
+        """Yield (rank, its turn) for all turns of one of the schedules, in an order in which they can run."""
+        programs = [rank.program if schedule is self.schedule else rank.look_ahead for rank in self.ranks]
+        return ((rank, programs[rank].turns[index]) for rank, index in _order(schedule))
+
+    @classmethod
+    def of(cls, cfg: Config, compiled: bool = False, device: str = "cuda") -> "StepProgram":
+        """Of a resolved configuration.
+
+        Args:
+            compiled: whether blocks are.
+            device: "cpu" or "cuda".
+
+        Raises:
+            ConfigError: the optimizer cannot keep its state so.
+        """
+        placement, plan = Placement.of(cfg), state_plan(cfg)
+        layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), 0, placement)
+        names = [name for name in layouts.names() if layouts.is_along_ep(name)]
+        units = {name: UnitFacts.of(f, plan) for name, f in flat_layouts(layouts, names).items()}
+        in_graph = compiled and linear_in_graph(cfg, placement)
+        ahead = forwards(placement.schedule) if looks_ahead(cfg) else None
+        ranks = _shared(_Ranks(cfg, placement, units, in_graph, device == "cuda", ahead))
+        return cls(placement.schedule, ranks.look_ahead, plan, units, ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ranks(Sequence[RankPlan]):
+    """The programs of the ranks. Each is made when it is first asked for: where one does not fit into memory, a search
+    needs no other. Two are equal if they give the same programs."""
+
+    cfg: Config
+    placement: Placement
+    units: dict[str, UnitFacts]
+    in_graph: bool
+    in_place: bool
+    look_ahead: Schedule | None
+
+    def __len__(self) -> int:
+        return self.placement.schedule.pp
+
+    @overload
+    def __getitem__(self, index: int) -> RankPlan: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RankPlan]: ...
+    def __getitem__(self, index: int | slice) -> RankPlan | list[RankPlan]:
+        if isinstance(index, slice):
+            return [self[rank] for rank in range(len(self))[index]]
+        rank = range(len(self))[index]
+        if rank not in self._made:
+            self._made[rank] = self._program(rank)
+        return self._made[rank]
+
+    @cached_property
+    def _made(self) -> dict[int, RankPlan]:
+        return {}
+
+    @cached_property
+    def _segments(self) -> dict[int, list[Segment]]:
+        return _segments(self.cfg, self.placement)
+
+    def _program(self, rank: int) -> RankPlan:
+        return _rank_plan(self, rank)
+
+    @cached_property
+    def _facts(self) -> str:
+        summed = lambda u: (u.replica_axes, u.shard) if u.replicas > 1 else ()
+        units = [(name, u.residency, u.shards > 1, summed(u), u.tp_replicated > 0) for name, u in self.units.items()]
+        saved = sorted(always_saved_ops(self.cfg))
+        ahead = self.look_ahead is not None
+        how = self.in_graph, self.in_place, ahead
+        return repr((self.cfg.model, self.cfg.recompute, saved, self.placement.layers, units, how))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Ranks):
+            return NotImplemented
+        return self.placement.schedule is other.placement.schedule and self._facts == other._facts
+
+    def __hash__(self) -> int:
+        return hash(self._facts)
+
+
+@lru_cache(maxsize=1)
+def _shared(ranks: _Ranks) -> _Ranks:
+    """Those that were made before, where they are equal. A search plans steps one after another that share them, as
+    they differ in the sizes of dp and fsdp alone."""
+    return ranks
+
+
+@lru_cache(maxsize=2)
+def _order(schedule: Schedule) -> list[tuple[int, int]]:
+    at = [0] * schedule.pp
+    order = []
+    for rank, _, _ in in_order(schedule.table):
+        order.append((rank, at[rank]))
+        at[rank] += 1
+    return order
+
+
+def _segments(cfg: Config, placement: Placement) -> dict[int, list[Segment]]:
+    """Stage -> its segments, cut out of those of a whole model without weights."""
+    with torch.device("meta"):
+        whole = Transformer(cfg.model).segments()
+    blocks = [s for s in whole if s.is_block]
+    cut = {stage: [blocks[i] for i in layers] for stage, layers in enumerate(placement.layers)}
+    cut[0] = [whole[0], *cut[0]]
+    cut[placement.last] = [*cut[placement.last], *whole[-2:]]
+    return cut
+
+
+def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
+    schedule, ahead = step.placement.schedule, step.look_ahead
+    layers = line_up({stage: step._segments[stage] for stage in schedule.stages_of(rank)}, schedule.stages - 1)
+    kinds = [kind_of_layer(layer.units, layer.loss) for layer in layers]
+    groups = _recompute_groups(step.cfg, layers, kinds)
+    held = {u for layer in layers for u in layer.units}
+    units = {name: facts for name, facts in step.units.items() if name in held}
+    before, unsharded = None, NOTHING
+    if ahead is not None:
+        headless = [layer._replace(units=()) if layer.loss else layer for layer in layers]
+        before = _without_loss(build_program(ahead, rank, Holdings(headless, units, (), step.in_place)), layers)
+        unsharded = before.unsharded
+    program = build_program(schedule, rank, Holdings(layers, units, groups, step.in_place), unsharded)
+    blocks = [i for i, kind in enumerate(kinds) if kind in BLOCKS]
+    return RankPlan(
+        tuple(units),
+        tuple(layer.units[0] for layer in layers),
+        tuple(kinds),
+        program,
+        before,
+        skipped_ops(blocks, groups, step.in_graph),
+    )
+
+
+def _without_loss(program: RankProgram, layers: Sequence[Layer]) -> RankProgram:
+    """Return a program without the passes of the loss."""
+    is_loss = lambda op: isinstance(op, Run) and layers[op.layer].loss
+    shared: dict[tuple[Op, ...], tuple[Op, ...]] = {}
+    for turn in program.turns:
+        shared.setdefault(turn.ops, tuple(op for op in turn.ops if not is_loss(op)))
+    return replace(program, turns=tuple(turn._replace(ops=shared[turn.ops]) for turn in program.turns))
+
+
+def _recompute_groups(cfg: Config, layers: Sequence[Layer], kinds: Sequence[str]) -> list[RecomputeGroup]:
+    always, groups = always_saved_ops(cfg), []
+    for _, members in groupby(range(len(layers)), key=lambda i: layers[i].stage):
+        groups += plan_recompute([i for i in members if kinds[i] in BLOCKS], cfg.recompute, always)
+    return groups

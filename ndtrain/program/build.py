@@ -1,0 +1,363 @@
+"""Builds the program of a rank: which gathers, reductions, sums and messages it really launches, and where it waits.
+
+Everything that depends on the ZeRO stage, the residency of a unit or the number of microbatches is decided here. The
+executor runs the result and decides nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout, UnitGroups
+from ndtrain.parallel.dp import BUCKET_BYTES
+from ndtrain.parallel.pp import input_of, receives
+from ndtrain.parallel.recompute import RecomputeGroup
+from ndtrain.parallel.unit import Residency, StatePlan
+from ndtrain.program.ops import (
+    Accept,
+    Await,
+    AwaitSums,
+    Close,
+    Collect,
+    FinishSends,
+    Free,
+    Gather,
+    Hand,
+    Op,
+    Open,
+    RankProgram,
+    Receive,
+    Reduce,
+    Run,
+    Send,
+    Sum,
+    SumTied,
+    SumTPReplicas,
+    Turn,
+)
+from ndtrain.program.passes import Instruction, Layer, expand, join, units_ahead
+from ndtrain.schedule import Action, Message, Schedule, sends
+
+_AFTER_MICROBATCH = Instruction._fields.index("microbatch") + 1  # the fields that do not depend on the action
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """What a rank holds of a unit.
+
+    Attributes:
+        numel: elements of its flat buffer, after the cut over tp.
+        groups: the ranks that shard and replicate it.
+        grad_width: bytes of an element of its gradient.
+        tp_replicated: elements whose gradients are summed over the ranks of tp.
+        tied: True if another stage holds it too.
+    """
+
+    numel: int
+    groups: UnitGroups
+    residency: Residency
+    grad_width: int
+    tp_replicated: int
+    tied: bool
+
+    @classmethod
+    def of(cls, layout: FlatLayout, plan: StatePlan) -> "UnitFacts":
+        summed = sum(t.local_numel for t in layout.tensors if t.tp_replicas > 1 and TENSOR_AXIS in t.partial)
+        return cls(
+            numel=layout.numel,
+            groups=layout.groups,
+            residency=Residency.of(plan, layout.groups.shards),
+            grad_width=plan.master.itemsize,
+            tp_replicated=summed,
+            tied=any(t.pp_replicas > 1 for t in layout.tensors),
+        )
+
+    @property
+    def shards(self) -> int:
+        return self.groups.shards
+
+    @property
+    def replicas(self) -> int:
+        return self.groups.replicas
+
+    @property
+    def axes(self) -> str:
+        """The axes that the buffer is sharded over, "fsdp+cp"."""
+        return "+".join(self.groups.shard_axes)
+
+    @property
+    def replica_axes(self) -> str:
+        """The axes along which ranks hold the same shard."""
+        return "+".join(self.groups.replica_axes)
+
+    @property
+    def shard(self) -> int:
+        """Elements of a shard."""
+        return self.numel // self.shards
+
+    @property
+    def gathers(self) -> bool:
+        """True if its weights have to be put in place before they are read."""
+        return self.shards > 1 or not self.residency.shares_master
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a rank computes and holds.
+
+    Attributes:
+        layers: of its stages, in order.
+        units: its units, in model order.
+        recompute_groups: the blocks that are recomputed.
+        in_place: True if a reduce-scatter takes no memory of its own while it is in progress.
+    """
+
+    layers: Sequence[Layer]
+    units: Mapping[str, UnitFacts]
+    recompute_groups: Sequence[RecomputeGroup] = ()
+    in_place: bool = False
+
+    @property
+    def reshards(self) -> bool:
+        """True if some units are unsharded for each use."""
+        return any(u.residency.reshard_after_forward for u in self.units.values())
+
+    @property
+    def resident(self) -> bool:
+        """True if nothing is gathered, resharded or reduced while a step runs."""
+        return not self.reshards and all(u.shards == u.replicas == 1 for u in self.units.values())
+
+    def joined(self) -> "Holdings":
+        """Return the same with fewer and longer layers, if nothing happens between them."""
+        if not self.resident:
+            return self
+        layers, groups = join(self.layers, self.recompute_groups)
+        return Holdings(layers, self.units, groups, self.in_place)
+
+
+def build_program(
+    schedule: Schedule, rank: int, holdings: Holdings, unsharded: frozenset[str] = frozenset()
+) -> RankProgram:
+    """Return the program of a pipeline rank for its row of the schedule.
+
+    Args:
+        rank: along pp.
+        unsharded: the units whose weights are unsharded already.
+    """
+    row, layers = schedule.table[rank], holdings.layers
+    ahead = units_ahead(holdings.resident, holdings.reshards)
+    builder = _Builder(holdings, unsharded)
+    begin, turns = tuple(builder.begin(row)), []
+    instructions = expand(row, layers, holdings.recompute_groups, ahead)
+    for action, of_action, posted in zip(row, instructions, receives(schedule, rank), strict=True):
+        needs, gives = input_of(schedule, action), _result(schedule, action)
+        takes = Accept() if _is_local(schedule, rank, _source(needs)) else Receive()
+        hands = Hand() if _is_local(schedule, rank, gives and gives.stage) else Send()
+        ops = builder.turn(of_action, takes if needs else None, hands if gives else None)
+        turns.append(Turn(action, tuple(posted), needs, gives, ops))
+    end = tuple(builder.end(row))
+    return RankProgram(begin, tuple(turns), end, builder.unsharded)
+
+
+def _result(schedule: Schedule, action: Action) -> Message | None:
+    """Return the message with the result of an action, or None if no other stage needs it."""
+    message = sends(action)
+    return message if message and 0 <= message.stage < schedule.stages else None
+
+
+def _source(message: Message | None) -> int | None:
+    """Return the stage that a message comes from."""
+    return message and (message.stage - 1 if message.kind == "F" else message.stage + 1)
+
+
+def _is_local(schedule: Schedule, rank: int, stage: int | None) -> bool:
+    return stage is not None and schedule.rank_of[stage] == rank
+
+
+class _Bucket(NamedTuple):
+    """Neighbouring shards of one gradient buffer, [start, stop), that are summed in one message."""
+
+    buffer: UnitGroups
+    start: int
+    stop: int
+    units: tuple[str, ...]
+
+
+class _Builder:
+    """Follows a rank through its row.
+
+    Attributes:
+        unsharded, gathering: units whose weights are unsharded, or being gathered.
+        opened: units whose unsharded gradient exists.
+        reducing: units whose reduce-scatter is in progress, each with whether it is the step's first and last one.
+        reduced: units that were reduced in this step.
+        buckets: replica axes -> shards that are complete and not being summed yet.
+        summing: replica axes with sums that were launched.
+    """
+
+    def __init__(self, holdings: Holdings, unsharded: frozenset[str]):
+        self.layers, self.units, self.in_place = holdings.layers, holdings.units, holdings.in_place
+        self.unsharded, self.gathering = unsharded, frozenset[str]()
+        self.opened, self.reduced = frozenset[str](), frozenset[str]()
+        self.reducing: tuple[tuple[str, bool, bool], ...] = ()
+        self.buckets: tuple[tuple[str, _Bucket], ...] = ()
+        self.summing = frozenset[str]()
+        self._spans = _gradient_spans(self.units)
+        self._known: dict[tuple, tuple] = {}
+
+    @property
+    def _state(self) -> tuple:
+        return (
+            self.unsharded, self.gathering, self.opened, self.reducing, self.reduced, self.buckets, self.summing,
+        )  # fmt: skip
+
+    @_state.setter
+    def _state(self, state: tuple) -> None:
+        (
+            self.unsharded, self.gathering, self.opened, self.reducing, self.reduced, self.buckets, self.summing,
+        ) = state  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------ parts of a step
+
+    def begin(self, row: Sequence[Action]) -> Iterator[Op]:
+        """Yield what comes before the first action."""
+        if _trains(row):
+            for name, unit in self.units.items():
+                if unit.residency.holds_full_grad:
+                    yield from self._open(name)
+
+    def turn(self, instructions: Sequence[Instruction], takes: Op | None, hands: Op | None) -> tuple[Op, ...]:
+        """Return the ops of an action. Most actions differ in their microbatch alone, so those that begin in the same
+        state are worked out once.
+
+        Args:
+            takes, hands: how the action gets its input from another stage, and gives its result to one.
+        """
+        facts = tuple((ins.run, *ins[_AFTER_MICROBATCH:]) for ins in instructions)
+        key = facts, takes, hands, self._state
+        if key not in self._known:
+            ops = [*self._gathers(instructions[0]), *([takes] if takes is not None else [])]
+            for ins in instructions:
+                ops += self._pass(ins, hands)
+            self._known[key] = tuple(ops), self._state
+        ops, self._state = self._known[key]
+        return ops
+
+    def end(self, row: Sequence[Action]) -> Iterator[Op]:
+        """Yield what comes after the last action: the messages that are still leaving, and the gradient sums."""
+        yield FinishSends()
+        if not _trains(row):
+            return
+        yield from self._collect()
+        buckets = dict(self.buckets)
+        for axes in dict.fromkeys(u.replica_axes for u in self.units.values()):
+            if axes in buckets:
+                yield from self._sum(axes, buckets[axes])
+            if axes in self.summing:
+                yield AwaitSums(axes)
+        if any(u.tp_replicated for u in self.units.values()):
+            yield SumTPReplicas()
+        yield from (SumTied(name) for name, u in self.units.items() if u.tied)
+
+    # ---------------------------------------------------------------------------------------------- parts of an action
+
+    def _gathers(self, ins: Instruction) -> Iterator[Op]:
+        """Yield the gathers that a pass starts, of its own weights and of later ones."""
+        for name in (*ins.weights, *ins.prefetch):
+            if self.units[name].gathers and name not in self.unsharded and name not in self.gathering:
+                self.gathering |= {name}
+                yield Gather(name)
+
+    def _pass(self, ins: Instruction, hands: Op | None) -> Iterator[Op]:
+        yield from self._gathers(ins)
+        for name in ins.weights:
+            if name in self.gathering:
+                self.gathering -= {name}
+                self.unsharded |= {name}
+                yield Await(name)
+        run, layer = ins.run, self.layers[ins.run.layer]
+        if run.kind != "F" or (layer.loss and run.keep_graph):  # the loss makes gradients in its forward
+            for name in layer.units:
+                yield from self._open(name)
+        yield run
+        if hands is not None and _leaves(run, layer):
+            yield hands
+        for name in ins.weights if ins.reshard else ():
+            if self.units[name].residency.reshard_after_forward:
+                self.unsharded -= {name}
+                yield Free(name)
+        for name, final in ins.reduce:
+            if final or not self.units[name].residency.holds_full_grad:
+                yield from self._reduce(name, final)
+
+    def _open(self, name: str) -> Iterator[Op]:
+        if name not in self.opened:
+            self.opened |= {name}
+            yield Open(name)
+
+    def _reduce(self, name: str, final: bool) -> Iterator[Op]:
+        """Yield the end of a unit's unsharded gradient. At most one reduction that holds memory, or that replicas sum
+        next, is in progress."""
+        unit = self.units[name]
+        held = unit.residency.holds_full_grad
+        yield Close(name)
+        if unit.shards > 1:
+            yield Reduce(name)
+        if not held:
+            self.opened -= {name}
+        if not (held and unit.replicas == 1 and self.in_place):
+            yield from self._collect()
+        self.reducing += ((name, name not in self.reduced, final),)
+        self.reduced |= {name}
+
+    def _collect(self) -> Iterator[Op]:
+        """Yield the ends of all reductions in progress."""
+        for name, first, final in self.reducing:
+            unit = self.units[name]
+            if unit.shards > 1:
+                yield Collect(name, first)
+            if final and unit.replicas > 1:
+                yield from self._add_to_bucket(name, unit)
+        self.reducing = ()
+
+    def _add_to_bucket(self, name: str, unit: UnitFacts) -> Iterator[Op]:
+        """Merge a shard with the one before it, which it ends at because gradients complete in backward order."""
+        axes, (start, stop) = unit.replica_axes, self._spans[name]
+        bucket = dict(self.buckets).get(axes)
+        if bucket and bucket.buffer == unit.groups and bucket.start == stop:
+            bucket = bucket._replace(start=start, units=(*bucket.units, name))
+        else:
+            if bucket:
+                yield from self._sum(axes, bucket)
+            bucket = _Bucket(unit.groups, start, stop, (name,))
+        self.buckets = tuple((dict(self.buckets) | {axes: bucket}).items())
+        if (bucket.stop - bucket.start) * unit.grad_width >= BUCKET_BYTES:
+            yield from self._sum(axes, bucket)
+
+    def _sum(self, axes: str, bucket: _Bucket) -> Iterator[Op]:
+        self.buckets = tuple((a, b) for a, b in self.buckets if a != axes)
+        self.summing |= {axes}
+        yield Sum(axes, bucket.units)
+
+
+def _gradient_spans(units: Mapping[str, UnitFacts]) -> dict[str, tuple[int, int]]:
+    """Return where each unit's gradient shard lies in the buffer that the units of its groups share, as `unit.allocate`
+    places them. The shards of one rank differ from those of another by the same distance, so rank 0's stand for all."""
+    spans: dict[str, tuple[int, int]] = {}
+    at: dict[UnitGroups, int] = {}
+    for name, u in units.items():
+        start = at.get(u.groups, 0)
+        spans[name] = start, start + u.shard
+        at[u.groups] = start + (u.numel if u.residency.holds_full_grad else u.shard)
+    return spans
+
+
+def _leaves(run: Run, layer: Layer) -> bool:
+    """Return True if the result of a pass leaves its stage."""
+    if run.kind == "F":
+        return layer.last and run.feed and not layer.loss
+    return layer.first and run.kind in "BI"
+
+
+def _trains(row: Sequence[Action]) -> bool:
+    return any(a.kind != "F" for a in row)

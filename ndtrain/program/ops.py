@@ -1,0 +1,191 @@
+"""The ops of a rank's program.
+
+An op does not name its microbatch. Actions that differ in their microbatch alone share their ops, and the microbatch
+is the action's.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ndtrain.schedule import Action, Message
+
+NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A forward or a backward of a layer.
+
+    Attributes:
+        kind: F forward | B backward | I backward that defers the gradients of matrices | W those that I deferred.
+        layer: the index of the layer on this rank.
+        keep_graph: (F) True if autograd keeps a graph, because the backward follows without a recompute.
+        drop_input: (F) True if its input is freed.
+        feed: (F) True if its output becomes the input of the next layer or stage.
+        save: (F) the ops whose results a recompute needs, or None if the block is not recomputed. The forward saves
+            them, and the recompute replays them.
+        shape_only: (F) the ops of which the recompute needs only the shape.
+        recompute: (F) True if this is the recompute.
+    """
+
+    kind: str
+    layer: int
+    keep_graph: bool = True
+    drop_input: bool = False
+    feed: bool = True
+    save: frozenset[str] | None = None
+    shape_only: frozenset[str] = NOTHING
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Wait for the action's message from another rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Take the action's input from another stage of this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Launch the action's message to another rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """Give the action's result to another stage of this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Launch the all-gather of a unit's weights. For a unit that is not sharded: copy its master weights."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Wait for the gather of a unit, whose weights are unsharded from now on."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Free the unsharded weights of a unit."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Begin a unit's unsharded gradient, which is allocated unless the rank holds it all the time."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Complete a unit's unsharded gradient: what no backward has reached becomes zero."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Launch the reduce-scatter of a unit's gradient."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Wait for the reduce-scatter of a unit's gradient, and add the result to the rank's shard.
+
+    Attributes:
+        first: True if it is the step's first for this unit, which replaces the shard's gradient.
+    """
+
+    unit: str
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Launch the all-reduce over replicas of neighbouring shards of gradients.
+
+    Attributes:
+        axes: along which the replicas are, "dp" or "dp+fsdp".
+    """
+
+    axes: str
+    units: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitSums:
+    """Wait for all launched sums over the replicas along these axes."""
+
+    axes: str
+
+
+@dataclass(frozen=True, slots=True)
+class SumTPReplicas:
+    """Sum the gradients of tensors that several ranks of tp hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class SumTied:
+    """Sum the gradient of a unit that another stage holds too."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSends:
+    """Wait until all messages of this rank are sent."""
+
+
+Op = (
+    Run | Receive | Accept | Send | Hand | Gather | Await | Free | Open | Close | Reduce | Collect | Sum | AwaitSums
+    | SumTPReplicas | SumTied | FinishSends
+)  # fmt: skip
+
+
+class Turn(NamedTuple):
+    """An action of a rank's row.
+
+    Attributes:
+        posts: the messages whose receive is posted before it, each with the pp rank that sends it.
+        needs: the message that the action takes from another stage, or None.
+        gives: the message that holds its result for another stage, or None.
+    """
+
+    action: Action
+    posts: tuple[tuple[Message, int], ...]
+    needs: Message | None
+    gives: Message | None
+    ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What a rank does in a step, from clean gradients to their sums over the mesh; or in forwards alone.
+
+    Attributes:
+        begin, end: ops before the first action and after the last one.
+        unsharded: the units whose weights are unsharded at its end.
+    """
+
+    begin: tuple[Op, ...]
+    turns: tuple[Turn, ...]
+    end: tuple[Op, ...]
+    unsharded: frozenset[str]
+
+    def __iter__(self):
+        """Yield (action or None, op) for each op in order."""
+        yield from ((None, op) for op in self.begin)
+        yield from ((turn.action, op) for turn in self.turns for op in turn.ops)
+        yield from ((None, op) for op in self.end)
