@@ -255,7 +255,7 @@ def test_a_job_that_is_queued_again_goes_on_in_its_own_folder(place):
     for restart, saved in (("0", False), ("1", False), ("1", True)):
         if saved:
             (checkpoints / "step-00000007").mkdir(parents=True)
-        slurm(place, given, SLURM_RESTART_COUNT=restart)
+        slurm(place, given, SLURM_RESTART_COUNT=restart, VENV=f"{place.home}/a venv")
         words = place.calls()[-2].args
         assert words[words.index(given) + 1 :][-2:] == (
             ["resume=auto", f"run.dir={place.home / RUN}"] if saved else ["recipe=llama_debug", "run.name=a name"]
