@@ -23,9 +23,9 @@ from ndtrain.distributed.mesh import EP, MeshSpec  # noqa: E402
 from ndtrain.distributed.row_map import Run  # noqa: E402
 from ndtrain.distributed.sequence_sharding import SequenceSharding  # noqa: E402
 from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, TensorLayout, UnitGroups  # noqa: E402
-from ndtrain.model import Segment, dim_sizes, tensor_dims  # noqa: E402
-from ndtrain.model.transformer import layer, unit_of  # noqa: E402
-from ndtrain.parallel.recompute import plan_recompute  # noqa: E402
+from ndtrain.model import Segment, dim_sizes, params, tensor_dims  # noqa: E402
+from ndtrain.model.transformer import layer  # noqa: E402
+from ndtrain.parallel.recompute import RecomputeOps, plan_recompute  # noqa: E402
 from ndtrain.program.passes import Instruction, Layer, expand, line_up  # noqa: E402
 from ndtrain.report import picture  # noqa: E402
 from ndtrain.report.runs import read_run  # noqa: E402
@@ -292,7 +292,8 @@ def flat_fsdp() -> str:
     tensors = {name: tuple(Dim(d, *sizes[d]) for d in dims) for name, dims in tensor_dims(m).items()}
     layouts = Layouts(tensors, {}, mesh, 0)
     flat = FlatLayout.of(
-        [layouts[n] for n in tensors if unit_of(n) == layer(0)], layouts.groups(f"{layer(0)}.input_layernorm.weight")
+        [layouts[n] for n, p in params(m).items() if p.unit == layer(0)],
+        layouts.groups(f"{layer(0)}.input_layernorm.weight"),
     )
     c.heading(12, "One unit (a block): its parameters are views of one flat buffer")
     c.note(
@@ -569,7 +570,7 @@ def step_instructions() -> str:
     schedule = build("1f1b", 2, 2)
     row = schedule.table[1]
     layers = _last_stage([2, 3])
-    groups = plan_recompute([0, 1], RecomputeConfig(name="full"))
+    groups = plan_recompute([0, 1], RecomputeConfig(name="full"), RecomputeOps())
     actions = expand(row, layers, groups, ahead=1)
     y = c.heading(12, "1f1b, pp=2, 2 microbatches, recompute=full, zero=3: the last rank's row")
     for i, a in enumerate(row):

@@ -14,10 +14,11 @@ import torch
 from ndtrain.arguments import option
 from ndtrain.bench.results import require_folder, save
 from ndtrain.bench.rounds import BlockTimer, in_round, quartiles, ratio, run_rounds
-from ndtrain.config import OptimConfig, load_config
+from ndtrain.config import OptimConfig, load_config, resolve
 from ndtrain.config.registry import get
 from ndtrain.distributed.host_device import using_threads
 from ndtrain.distributed.sharding import Dim, TensorLayout
+from ndtrain.model import params
 from ndtrain.model.init import fill_all, standard_normal
 from ndtrain.optim import OptimTensor, TensorSlice, Update
 
@@ -111,8 +112,9 @@ def fused(weights: Weights) -> Callable[[], Any]:
 
 def draw_rate(threads: int, elements: int = 1 << 24) -> float:
     """Initial weights a second."""
-    model, out = load_config([]).model, torch.empty(elements)
+    model, out = resolve(load_config([]), 1).model, torch.empty(elements)
+    param = params(model)[NAME]
     with using_threads(1):
         began = time.perf_counter()
-        fill_all([(out, NAME, 0)], model, 0, standard_normal, threads)
+        fill_all([(out, param, 0)], model, 0, standard_normal, threads)
         return elements / (time.perf_counter() - began)

@@ -6,7 +6,7 @@ exits with status 2 before any process group forms.
 
 import os
 
-from ndtrain.config.checks import EXPERT_OPS, SAVABLE_OPS, check_model, resolve, resolve_epochs
+from ndtrain.config.checks import check_model, resolve, resolve_epochs
 from ndtrain.config.composition import compose, load_config, register_schema, to_yaml
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.local_shapes import LocalShapes, shards_stream
@@ -14,6 +14,8 @@ from ndtrain.config.overrides import check_overrides
 from ndtrain.config.schema import (
     AXES,
     DATA_AXES,
+    EXPERT_OPS,
+    SAVABLE_OPS,
     TOKEN_SOURCES,
     CheckpointConfig,
     Config,

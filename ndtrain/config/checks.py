@@ -17,7 +17,7 @@ from ndtrain.config.mesh_checks import check_ep, check_rules, check_tp, resolve_
 from ndtrain.config.moe_checks import resolve_balance
 from ndtrain.config.name_patterns import check_factors
 from ndtrain.config.rope_kinds import ROPE_KINDS
-from ndtrain.config.schema import Config, ConfigError, ModelConfig, require, written
+from ndtrain.config.schema import EXPERT_OPS, SAVABLE_OPS, Config, ConfigError, ModelConfig, require, written
 
 
 def resolve(cfg: Config, world_size: int) -> Config:
@@ -201,9 +201,6 @@ def _check_kernel(cfg: Config) -> None:
     )
 
 
-SAVABLE_OPS = ("qkv_proj", "core", "o_proj", "gate_up_proj")  # their results can be saved for the recompute
-# those of a mixture of experts too
-EXPERT_OPS = ("router", "dispatch", "experts", "combine", "shared_expert", "shared_expert_down")
 _UNITS = {"b": 1} | {f"{p}{b}": base**n for n, p in enumerate("kmgt", 1) for b, base in (("b", 1000), ("ib", 1024))}
 
 

@@ -17,6 +17,10 @@ class ConfigError(ValueError):
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 DATA_AXES = ("dp", "fsdp", "cp")  # axes with different tokens
+# The ops whose results a recompute can save: of every block, in the order they run, and of blocks with experts too. A
+# test compares them with the blocks' tables, which nothing here can import.
+SAVABLE_OPS = ("qkv_proj", "core", "o_proj", "gate_up_proj")
+EXPERT_OPS = ("router", "dispatch", "experts", "combine", "shared_expert", "shared_expert_down")
 
 
 def choice(default: str | None, *choices: str, part: str | None = None, several: bool = False) -> Any:
@@ -271,7 +275,7 @@ class RecomputeConfig(Section):
     every: int | str = 1  # with recompute=every: keep one boundary in this many blocks; auto: the root of their number
     # with recompute=selective: the ops whose results a block keeps (qkv_proj, core, o_proj, gate_up_proj; with experts
     # router, dispatch, experts, combine, shared_expert, shared_expert_down too)
-    keep: list[str] = field(default_factory=lambda: ["core", "o_proj", "gate_up_proj"])
+    keep: list[str] = field(default_factory=lambda: list(SAVABLE_OPS[1:]))
     budget: int | str | None = None  # with recompute=budget: bytes of activations a rank may hold, e.g. 2GiB or 500MB
 
 

@@ -170,6 +170,7 @@ class Layouts:
         pp_coords: name -> the pp coords that hold the tensor, its owner first. A name that is missing has one coord, 0.
         ep_coords: name -> the coord on ep that holds the tensor, for those of experts: the ranks along ep send each
             other the rows that go to them, so that a gradient is partial over what ep leaves of the axes.
+        units: name -> the unit whose flat buffer holds the tensor.
 
     Raises:
         ConfigError: a rule names a dim that no tensor has, or an axis other than tp; or tp does not divide a dim.
@@ -184,7 +185,9 @@ class Layouts:
         token_axes: Iterable[str] = DATA_AXES,
         pp_coords: Mapping[str, Sequence[int]] | None = None,
         ep_coords: Mapping[str, int] | None = None,
+        units: Mapping[str, str] | None = None,
     ):
+        self.units = units or {}
         self.mesh, self.rank, self.rules, self.token_axes = mesh, rank, rules, frozenset(token_axes)
         self.pp_coords, self.ep_coords = pp_coords or {}, ep_coords or {}
         # read for every tensor, of which a model with experts has tens of thousands

@@ -23,7 +23,7 @@ from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.callbacks import Callback, due
 from ndtrain.engine.executor import Executor
 from ndtrain.engine.train_step import contexts
-from ndtrain.model import Context, Segment
+from ndtrain.model import Context
 from ndtrain.model.loss import IGNORE
 from ndtrain.model.sampling import next_tokens
 from ndtrain.model.transformer import EMBED, HEAD
@@ -57,7 +57,7 @@ class Sampler:
         last, segments = stages.placement.last, dict(stages.segments)
         if last in segments:
             *others, head = segments[last]
-            segments[last] = [*others, Segment(head.units, self._head, head.weight_in_backward)]
+            segments[last] = [*others, replace(head, run=self._head)]
             self._model = stages.models[last]
         pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         layers = line_up(segments, last)

@@ -1,13 +1,14 @@
-"""One transformer block, and how a module declares its parameters.
+"""One transformer block, and how it declares its parameters and ops.
 
-Each parameter is declared once, where its module is made, with named dims: `Projection(sizes, "heads", "embed")`. The
-dim table of the whole model is collected from these declarations, and everything about sharding follows from it.
+Each parameter is declared once, where its module is made, with named dims: `Weights(m, "heads", "embed")`. Each op is
+declared once, in the order the ops run (`Block.op_table`). All else that must know them reads the records that are
+collected from these declarations (`spec.py`): sharding, counts, initial values, recompute, the planner.
 
 Shape legend: B batch, T time, N tokens of the residual stream, E hidden_size, H query heads, K key/value heads,
 D head_dim, F intermediate_size.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndtrain.config import ModelConfig
+from ndtrain.config.schema import resolved
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.families import Family, family_of, latent
@@ -25,9 +27,8 @@ from ndtrain.model.moe.permutation import Permutation
 from ndtrain.model.moe.router import Routing
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import rotate
+from ndtrain.model.spec import CORE, OUTPUT, Dims, Init, Joins, OpSpec
 from ndtrain.model.swiglu import swiglu
-
-Dims = tuple[str, ...]
 
 # ----------------------------------------------------------------------------------------------- the replaceable ops
 
@@ -137,15 +138,17 @@ class Weights(nn.Module):
     """Parameters `weight` and perhaps `bias`, declared by their dims, without a forward: the ops read them.
 
     Args:
-        dims: of the weight.
+        dims: of the weight. One with a single dim scales a norm.
         bias: whether there is one, over the weight's first dim.
+        expert: the index of the expert that they are part of; None: of none.
 
     Attributes:
         dims: parameter name -> its named dims.
     """
 
-    def __init__(self, m: ModelConfig, *dims: str, bias: bool = False):
+    def __init__(self, m: ModelConfig, *dims: str, bias: bool = False, expert: int | None = None):
         super().__init__()
+        self.expert = expert
         self.dims: dict[str, Dims] = {"weight": dims} | ({"bias": dims[:1]} if bias else {})
         sizes = {name: units * width for name, (units, width) in dim_sizes(m).items()}
         shape = lambda named: tuple(sizes[d] for d in named)
@@ -154,12 +157,14 @@ class Weights(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(shape(dims[:1]))) if bias else None)
 
 
-def declared_dims(module: nn.Module) -> Iterator[tuple[str, Dims]]:
-    """(name, named dims) of every parameter below a module, in order."""
+def declared(module: nn.Module) -> Iterator[tuple[str, Dims, Init, int | None]]:
+    """(name, named dims, initial values, expert) of every parameter below a module, in order. The block's table of ops
+    says which matrices start smaller."""
     for path, part in module.named_modules():
         if isinstance(part, Weights):
+            of_weight = Init.NORMAL if len(part.dims["weight"]) > 1 else Init.ONES
             for name, dims in part.dims.items():
-                yield f"{path}.{name}", dims
+                yield f"{path}.{name}", dims, of_weight if name == "weight" else Init.ZEROS, part.expert
 
 
 # --------------------------------------------------------------------------------------------------------- the block
@@ -169,22 +174,8 @@ class Block(nn.Module):
     """Pre-norm attention and SwiGLU MLP (Shazeer, 2020, arXiv:2002.05202), each added to the residual stream.
 
     Attributes:
-        fused: groups of projections that read one input and lie one behind the other: one matmul serves each.
-        matmuls: op -> its projections, in the order they run, where the model has them; the attention core runs before
-            `o_proj`.
         held_experts: which experts of a mixture the block has; None: all.
     """
-
-    fused: tuple[tuple[str, ...], ...] = (
-        ("self_attn.q_proj", "self_attn.k_proj"),
-        ("mlp.gate_proj", "mlp.up_proj"),
-    )
-    matmuls: Mapping[str, tuple[str, ...]] = {
-        "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "o_proj": ("self_attn.o_proj",),
-        "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-        "down_proj": ("mlp.down_proj",),
-    }
 
     def __init__(self, m: ModelConfig, family: Family, ops: Ops, held_experts: range | None = None):
         super().__init__()
@@ -203,24 +194,25 @@ class Block(nn.Module):
         self.ops = ops
 
     @classmethod
-    def stacks(cls, m: ModelConfig, family: Family) -> tuple[tuple[tuple[str, ...], ...], ...]:
-        """What grouped products serve: for each of them the projections of each expert, which read one input."""
-        return ()
+    def op_table(cls, m: ModelConfig, family: Family) -> tuple[OpSpec, ...]:
+        """The ops in the order they run."""
+        return *cls.attention_ops(m, family), *cls.mlp_ops(m, family)
 
     @classmethod
-    def ops_projections(cls, m: ModelConfig, family: Family) -> Mapping[str, tuple[str, ...]]:
-        """Op -> its projections, those of all experts too, in the order the ops run. The model may lack some."""
-        return cls.matmuls
+    def attention_ops(cls, m: ModelConfig, family: Family) -> tuple[OpSpec, ...]:
+        products = 2 * m.num_attention_heads * resolved(m.head_dim)  # scores, and the sum of the values
+        return (
+            OpSpec("qkv_proj", (("self_attn.q_proj", "self_attn.k_proj"), ("self_attn.v_proj",))),
+            OpSpec(CORE, outputs=("heads",), multiply_adds_a_key=products, joins=Joins.POSITIONS),
+            OpSpec("o_proj", (("self_attn.o_proj",),), joins=Joins.SLICES, to_stream=True),
+        )
 
     @classmethod
-    def multiply_adds(cls, m: ModelConfig, family: Family, weights: Mapping[str, int]) -> dict[str, int]:
-        """Op -> multiply-adds a token, in the order the ops run.
-
-        Args:
-            weights: projection -> elements of its weight.
-        """
-        projections = cls.ops_projections(m, family).items()
-        return {op: sum(weights[name] for name in names if name in weights) for op, names in projections}
+    def mlp_ops(cls, m: ModelConfig, family: Family) -> tuple[OpSpec, ...]:
+        return (
+            OpSpec("gate_up_proj", (("mlp.gate_proj", "mlp.up_proj"),)),
+            OpSpec(OUTPUT, (("mlp.down_proj",),), joins=Joins.SLICES, to_stream=True, last=True),
+        )
 
     def make_attention(self, m: ModelConfig, family: Family) -> nn.Module:
         a, bias = nn.Module(), family.qkv_bias(m)

@@ -15,7 +15,7 @@ from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
 from ndtrain.model.block import dim_sizes
 from ndtrain.model.families import family_of
-from ndtrain.model.transformer import block_class, block_dims, kinds
+from ndtrain.model.transformer import block_ops, block_params, kinds
 
 # ----------------------------------------------------------------------------------------------------- parameters
 
@@ -23,24 +23,24 @@ from ndtrain.model.transformer import block_class, block_dims, kinds
 def block_shapes(m: ModelConfig, index: int = 0) -> dict[str, tuple[int, ...]]:
     """Every parameter of a block: name below the block -> shape."""
     sizes = {d: units * width for d, (units, width) in dim_sizes(m).items()}
-    return {name: tuple(sizes[d] for d in dims) for name, dims in block_dims(m, index).items()}
-
-
-def multiply_adds(m: ModelConfig, index: int = 0) -> dict[str, int]:
-    """Weights that each op of a block multiplies a token by, in the order the ops run, without the attention core."""
-    shapes = block_shapes(m, index)
-    weights = {name.removesuffix(".weight"): math.prod(shape) for name, shape in shapes.items() if len(shape) > 1}
-    return block_class(m, index).multiply_adds(m, family_of(m), weights)
+    return {p.name: tuple(sizes[d] for d in p.dims) for p in block_params(m, index)}
 
 
 def block_matmul_parameters(m: ModelConfig, index: int = 0) -> int:
     """Weights of one block that a token is multiplied by: its matrices, of the experts those that it goes to."""
-    return sum(multiply_adds(m, index).values())
+    return sum(op.multiply_adds for op in block_ops(m, index))
 
 
 def block_parameters(m: ModelConfig, index: int = 0) -> int:
     """All parameters of one block: its matrices, norms and biases."""
     return sum(math.prod(shape) for shape in block_shapes(m, index).values())
+
+
+def expert_parameters(m: ModelConfig) -> int:
+    """All parameters of the experts that tokens are routed to."""
+    sizes = {d: units * width for d, (units, width) in dim_sizes(m).items()}
+    of_experts = lambda i: (p.dims for p in block_params(m, i) if p.expert is not None)
+    return over_layers(m, lambda i: sum(math.prod(sizes[d] for d in dims) for dims in of_experts(i)))
 
 
 def over_layers(m: ModelConfig, of_block: Callable[[int], int]) -> int:
@@ -68,15 +68,10 @@ def matmul_parameters(m: ModelConfig) -> int:
 
 
 def op_flops(m: ModelConfig, seq_len: int, index: int = 0) -> dict[str, int]:
-    """Forward FLOPs a token of each op of a block, in the order they run: 2 a weight, and for the attention core
-    4 H Q T (scores and values over all T keys, not halved), or 2 H (Q + V) T where a value has V elements."""
-    flops = {}
-    for op, weights in multiply_adds(m, index).items():
-        if op == "o_proj":
-            width = m.head_dim + (m.v_head_dim or m.head_dim)
-            flops["core"] = 2 * m.num_attention_heads * width * seq_len
-        flops[op] = 2 * weights
-    return flops
+    """Forward FLOPs a token of each op of a block that computes, in the order they run: 2 a weight, and for the
+    attention core 4 H Q T (scores and values over all T keys, not halved), or 2 H (Q + V) T if a value has V elements.
+    """
+    return {op.name: flops for op in block_ops(m, index) if (flops := op.flops(seq_len))}
 
 
 def block_flops(m: ModelConfig, seq_len: int, index: int = 0) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ndtrain.config import ModelConfig
 from ndtrain.config.name_patterns import factor_of
 from ndtrain.model.families import family_of
+from ndtrain.model.spec import Init, Param
 
 _WORDS_PER_COUNT = 4  # Philox-4x64 gives four words per counter
 _BLOCK = 1 << 20  # number of elements drawn at once
@@ -39,40 +40,40 @@ def fill(
     out: Tensor,
     m: ModelConfig,
     seed: int,
-    name: str,
+    param: Param,
     start: int,
     draw: Draw = standard_normal,
 ) -> None:
     """Writes elements [start, start + out.numel()) of the parameter's initial value to the 1-D tensor `out`.
 
     Args:
-        name: the parameter's name. Norm weights are 1 and biases 0.
+        param: the parameter. Its name chooses the stream, and `Param.init` what is made of it.
         draw: gives N(0, 1) elements, as `standard_normal` does.
     """
-    if name.endswith("norm.weight"):
+    if param.init is Init.ONES:
         out.fill_(1)
-    elif name.endswith(".bias"):
+    elif param.init is Init.ZEROS:
         out.fill_(0)
     else:
-        std = _std(m, name)
+        std = _std(m, param)
         for piece, at in _blocks(out, start):
-            piece.copy_(draw(seed, name, at, piece.numel()) * std)
+            piece.copy_(draw(seed, param.name, at, piece.numel()) * std)
 
 
 def fill_all(
-    pieces: Iterable[tuple[Tensor, str, int]],
+    pieces: Iterable[tuple[Tensor, Param, int]],
     m: ModelConfig,
     seed: int,
     draw: Draw,
     threads: int,
     begin: Callable[[], None] | None = None,
 ) -> None:
-    """As `fill` of each (out, name, start), block by block in so many threads. The values do not depend on them.
+    """As `fill` of each (out, param, start), block by block in so many threads. The values do not depend on them.
 
     Args:
         begin: what each thread calls first; None: nothing.
     """
-    blocks = ((block, name, at) for out, name, start in pieces for block, at in _blocks(out, start))
+    blocks = ((block, param, at) for out, param, start in pieces for block, at in _blocks(out, start))
     lock = Lock()
 
     def work() -> None:
@@ -81,8 +82,8 @@ def fill_all(
                 block = next(blocks, None)
             if block is None:
                 return
-            out, name, at = block
-            fill(out, m, seed, name, at, draw)
+            out, param, at = block
+            fill(out, m, seed, param, at, draw)
 
     if threads == 1:
         work()
@@ -97,9 +98,8 @@ def _blocks(out: Tensor, start: int) -> Iterable[tuple[Tensor, int]]:
     return ((out[at : at + _BLOCK], start + at) for at in range(0, out.numel(), _BLOCK))
 
 
-def _std(m: ModelConfig, name: str) -> float:
+def _std(m: ModelConfig, param: Param) -> float:
     """The standard deviation. Projections that write to the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2,
     Radford et al., 2019). `init_mult` has factors of its own."""
-    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight"))
-    std = m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if writes_residual else 1)
-    return family_of(m).init_std(m, name, std) * factor_of(m.init_mult, name)
+    std = m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if param.init is Init.TO_STREAM else 1)
+    return family_of(m).init_std(m, param.name, std) * factor_of(m.init_mult, param.name)

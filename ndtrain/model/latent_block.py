@@ -5,6 +5,8 @@ Shape legend: B batch, T time, N tokens, E hidden_size, H heads, D elements of a
 rotated, V elements of a head's value, L of the latent of keys and values.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,16 +18,27 @@ from ndtrain.model.families.family import Family
 from ndtrain.model.moe.block import MoEBlock
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import neighbours_apart, rotate, score_factor
+from ndtrain.model.spec import OpSpec
 
 _LATENT_EPS = 1e-6  # of the latents' norms, whatever `rms_norm_eps` says, as in transformers
-_QKV = ("q_a_proj", "kv_a_proj_with_mqa", "q_proj", "q_b_proj", "kv_b_proj")
 
 
 class LatentBlock(Block):
     """Pre-norm latent attention and SwiGLU MLP."""
 
-    fused = (("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), *Block.fused[1:])
-    matmuls = {**Block.matmuls, "qkv_proj": tuple(f"self_attn.{name}" for name in _QKV)}
+    @classmethod
+    def attention_ops(cls, m: ModelConfig, family: Family) -> tuple[OpSpec, ...]:
+        qkv, core, out = super().attention_ops(m, family)
+        if m.q_lora_rank is None:
+            into = ("self_attn.q_proj",), ("self_attn.kv_a_proj_with_mqa",)
+        else:
+            into = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), ("self_attn.q_b_proj",)
+        products = m.num_attention_heads * (resolved(m.head_dim) + resolved(m.v_head_dim))
+        return (
+            replace(qkv, projections=(*into, ("self_attn.kv_b_proj",))),
+            replace(core, multiply_adds_a_key=products),
+            out,
+        )
 
     def make_attention(self, m: ModelConfig, family: Family) -> nn.Module:
         a, bias = nn.Module(), family.o_bias(m)
@@ -84,5 +97,3 @@ class LatentBlock(Block):
 
 class LatentMoEBlock(LatentBlock, MoEBlock):
     """Pre-norm latent attention and a mixture of SwiGLU experts."""
-
-    fused = (LatentBlock.fused[0], *MoEBlock.fused[1:])

@@ -8,9 +8,9 @@ The residual stream is [N, E]: a microbatch's tokens, row behind row; under sequ
 Shape legend: B batch, T time, N tokens of the residual stream, E hidden_size, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +21,19 @@ from ndtrain.config.schema import resolved
 from ndtrain.model.attention.custom_op import handle
 from ndtrain.model.attention.mods import attention_mod
 from ndtrain.model.attention.scores import Scores, alibi_slopes
-from ndtrain.model.block import Block, Context, Dims, Ops, Weights, declared_dims, dim_sizes
+from ndtrain.model.block import Block, Context, Ops, Weights, declared, dim_sizes
 from ndtrain.model.families import family_of
 from ndtrain.model.latent_block import LatentBlock, LatentMoEBlock
 from ndtrain.model.moe.block import MoEBlock
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import inverse_frequencies, rope_table, table_factor
+from ndtrain.model.spec import Dims, Init, OpSpec, Param
 
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+BLOCKS = ("block", "sparse")  # the kinds of segments that are blocks: without experts, and with
 _BIAS = "selection_bias."  # before the name of a layer
 
-# -------------------------------------------------------------------------------------------- the table of named dims
+# ------------------------------------------------------------------------------------------------- kinds of blocks
 
 
 def is_sparse(m: ModelConfig, index: int) -> bool:
@@ -65,32 +67,84 @@ def make_block(m: ModelConfig, ops: Ops, index: int, experts: range | None = Non
     return block_class(m, index)(m, family_of(m), ops, experts)
 
 
-def block_dims(m: ModelConfig, index: int = 0) -> dict[str, Dims]:
-    """Every parameter of the block of layer `index`: name below the block -> named dims, collected from its modules in
-    their order. What a grouped product serves comes one behind the other, after all else."""
+# -------------------------------------------------------------------------------------------- parameters and ops
+
+
+def op_table(m: ModelConfig, index: int = 0) -> tuple[OpSpec, ...]:
+    """The ops of the block of layer `index` as its class declares them, in the order they run."""
+    return block_class(m, index).op_table(m, family_of(m))
+
+
+def all_ops(m: ModelConfig) -> list[OpSpec]:
+    """The ops of each kind of block, as its class declares them."""
+    return [op for layers in kinds(m).values() for op in op_table(m, layers[0])]
+
+
+def block_ops(m: ModelConfig, index: int = 0) -> list[OpSpec]:
+    """The ops of the block of layer `index` in the order they run, with `outputs` and `multiply_adds` of its weights.
+
+    Raises:
+        ValueError: an op names a projection that the block does not have.
+    """
+    dims, sizes = {p.name: p.dims for p in block_params(m, index)}, _sizes(m)
+    return [_with_sizes(op, m, dims, sizes) if op.projections else op for op in op_table(m, index)]
+
+
+def _with_sizes(op: OpSpec, m: ModelConfig, dims: dict[str, Dims], sizes: dict[str, int]) -> OpSpec:
+    if absent := next((name for name in op.weights if name not in dims), None):
+        raise ValueError(f"op {op.name}: the block has no {absent}: correct its projections")
+    matrices = [dims[name] for name in op.weights]
+    weights = sum(math.prod(sizes[d] for d in matrix) for matrix in matrices)
+    if op.routed:  # a token goes to some of the experts, which are all alike; a row goes to one
+        experts = resolved(m.num_experts)
+        weights, matrices = weights * resolved(m.num_experts_per_tok) // experts, matrices[: len(matrices) // experts]
+    return replace(op, multiply_adds=weights, outputs=tuple(matrix[0] for matrix in matrices))
+
+
+def block_params(m: ModelConfig, index: int = 0) -> list[Param]:
+    """The parameters of the block of layer `index`, collected from its modules in their order. What a grouped product
+    serves comes one behind the other, after all else. Names and units are paths below the block."""
+    ops, experts = op_table(m, index), moe.experts if (moe := family_of(m).moe) else ""
+    op_of = {name: op for op in ops for name in op.weights}
+    params = {}
     with torch.device("meta"):
-        dims = dict(declared_dims(make_block(m, Ops(), index)))
-    stacks = block_class(m, index).stacks(m, family_of(m))
-    stacked = {f"{p}.weight": dims[f"{p}.weight"] for stack in stacks for p in chain.from_iterable(stack)}
-    return {name: named for name, named in dims.items() if name not in stacked} | stacked
+        block = make_block(m, Ops(), index)
+    for name, dims, init, expert in declared(block):
+        op, unit = op_of.get(name), "" if expert is None else experts
+        init = Init.TO_STREAM if op and op.to_stream else init
+        params[name] = Param(name, dims, unit, index, expert, op.name if op else None, init)
+    stacked = [params.pop(name) for op in ops if op.routed for name in op.weights]
+    return [*params.values(), *stacked]
+
+
+def params(m: ModelConfig) -> dict[str, Param]:
+    """Every parameter of the model by its name, in order."""
+    of_kind = {kind: block_params(m, layers[0]) for kind, layers in kinds(m).items()}
+    table = [Param(f"{EMBED}.weight", ("vocab", "embed"), EMBED)]
+    for i in range(m.num_hidden_layers):
+        at, units = layer(i), layer_units(m, i)
+        for name, dims, _, _, expert, op, init in of_kind[block_class(m, i)]:
+            table.append(Param(f"{at}.{name}", dims, units[expert is not None], i, expert, op, init))
+    table.append(Param(f"{NORM}.weight", ("embed",), NORM, init=Init.ONES))
+    if not m.tie_word_embeddings:
+        table.append(Param(f"{HEAD}.weight", ("vocab", "embed"), HEAD))
+    return {p.name: p for p in table}
+
+
+def _sizes(m: ModelConfig) -> dict[str, int]:
+    """Named dim -> its elements."""
+    return {dim: units * width for dim, (units, width) in dim_sizes(m).items()}
 
 
 def tensor_dims(m: ModelConfig) -> dict[str, Dims]:
     """Every parameter of the model, in order: Hugging Face name -> named dims."""
-    of_kind = {kind: block_dims(m, layers[0]) for kind, layers in kinds(m).items()}
-    table: dict[str, Dims] = {f"{EMBED}.weight": ("vocab", "embed")}
-    for i in range(m.num_hidden_layers):
-        table |= {f"{layer(i)}.{name}": dims for name, dims in of_kind[block_class(m, i)].items()}
-    table[f"{NORM}.weight"] = ("embed",)
-    if not m.tie_word_embeddings:
-        table[f"{HEAD}.weight"] = ("vocab", "embed")
-    return table
+    return {name: p.dims for name, p in params(m).items()}
 
 
 def tensor_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model, in order: Hugging Face name -> shape."""
-    sizes = {d: units * width for d, (units, width) in dim_sizes(m).items()}
-    return {name: tuple(sizes[d] for d in named) for name, named in tensor_dims(m).items()}
+    sizes = _sizes(m)
+    return {name: tuple(sizes[d] for d in dims) for name, dims in tensor_dims(m).items()}
 
 
 def bias_names(m: ModelConfig) -> dict[str, str]:
@@ -110,49 +164,25 @@ def is_selection_bias(name: str) -> bool:
 
 def fused_names(m: ModelConfig) -> list[tuple[str, ...]]:
     """The names of weights that one matmul may serve, where their rows lie one behind the other."""
-    family, fused = family_of(m), []
-    for kind, layers in kinds(m).items():
-        of_kind = [*kind.fused, *(tuple(chain.from_iterable(stack)) for stack in kind.stacks(m, family))]
-        fused += [(i, projections) for i in layers for projections in of_kind]
-    return [tuple(f"{layer(i)}.{p}.weight" for p in projections) for i, projections in fused]
-
-
-def ops_of_weights(m: ModelConfig) -> dict[str, str]:
-    """The weights of all blocks that a token is multiplied by: name -> the op (as in `flops.op_flops`) that does it."""
-    family = family_of(m)
-    of_kind = [(layers, kind.ops_projections(m, family)) for kind, layers in kinds(m).items()]
-    return {
-        f"{layer(i)}.{projection}.weight": op
-        for layers, ops in of_kind
-        for op, projections in ops.items()
-        for projection in projections
+    of_kind = [(layers, op.projections) for layers in kinds(m).values() for op in op_table(m, layers[0])]
+    return [
+        tuple(f"{layer(i)}.{projection}.weight" for projection in neighbours)
+        for layers, projections in of_kind
+        for neighbours in projections
+        if len(neighbours) > 1
         for i in layers
-    }
+    ]
 
 
 def layer(i: int) -> str:
     return f"model.layers.{i}"
 
 
-def unit_of(name: str) -> str:
-    """The unit (embedding, one block, a block's experts, final norm, head) that a parameter belongs to."""
-    parts = name.split(".")
-    if parts[1] != "layers":
-        return name.rpartition(".")[0]
-    return ".".join(parts[: parts.index("experts") + 1] if "experts" in parts else parts[:3])
-
-
-def expert_of(name: str) -> int | None:
-    """Which expert of its layer a parameter belongs to; None: it is none's."""
-    _, among, rest = name.partition(".experts.")
-    return int(rest.partition(".")[0]) if among else None
-
-
 def layer_units(m: ModelConfig, i: int) -> tuple[str, ...]:
     """The units of a layer. Experts are one of their own, since other ranks may shard them."""
     if not is_sparse(m, i):
         return (layer(i),)
-    return layer(i), f"{layer(i)}.{resolved(family_of(m).moe).module}.experts"
+    return layer(i), f"{layer(i)}.{resolved(family_of(m).moe).experts}"
 
 
 # ------------------------------------------------------------------------------------------------------------ stages
@@ -164,16 +194,18 @@ class Segment:
 
     Attributes:
         units: the units whose parameters it reads.
+        kind: "embed", "block", "sparse" (a block with experts), "norm" or "head".
         weight_in_backward: whether its backward reads them again.
     """
 
     units: tuple[str, ...]
     run: Callable[[Tensor | None, Context], Tensor]
+    kind: str = BLOCKS[0]
     weight_in_backward: bool = True
 
     @property
     def is_block(self) -> bool:
-        return ".layers." in self.units[0]
+        return self.kind in BLOCKS
 
 
 class Transformer(nn.Module):
@@ -230,12 +262,12 @@ class Transformer(nn.Module):
         """The stage's forward as a list, in order."""
         segments = []
         if self.first:
-            segments.append(Segment((EMBED,), self._embed, weight_in_backward=False))
+            segments.append(Segment((EMBED,), self._embed, "embed", weight_in_backward=False))
         for i, block in self.model.layers.items():
-            segments.append(Segment(layer_units(self.m, int(i)), block))
+            segments.append(Segment(layer_units(self.m, int(i)), block, BLOCKS[is_sparse(self.m, int(i))]))
         if self.last:
-            segments.append(Segment((NORM,), self._final_norm))
-            segments.append(Segment((EMBED if self.m.tie_word_embeddings else HEAD,), self._head_loss))
+            segments.append(Segment((NORM,), self._final_norm, "norm"))
+            segments.append(Segment((EMBED if self.m.tie_word_embeddings else HEAD,), self._head_loss, "head"))
         return segments
 
     def _embed(self, x: None, ctx: Context) -> Tensor:

@@ -1,7 +1,7 @@
 """Builds a rank's part of the model: the layouts from the tables, the plain model, its flat sharded units, and the ops
 that the mesh replaces."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -17,13 +17,14 @@ from ndtrain.distributed.host_device import host_threads, using_threads
 from ndtrain.distributed.mesh import EP, Mesh, MeshSpec
 from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.distributed.sharding import TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
-from ndtrain.model import Ops, Transformer, dim_sizes, tensor_dims
+from ndtrain.model import Ops, Transformer, dim_sizes, params
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.device_kind import kind_of
 from ndtrain.model.families import family_of
 from ndtrain.model.init import Draw, fill_all, standard_normal
 from ndtrain.model.loss import compiled_cross_entropy, cross_entropy
-from ndtrain.model.transformer import EMBED, expert_of, fused_names, ops_of_weights, unit_of
+from ndtrain.model.spec import Param
+from ndtrain.model.transformer import EMBED, all_ops, fused_names
 from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.compile_choice import choose_compile
 from ndtrain.parallel.cp import cp_core
@@ -37,9 +38,9 @@ from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.parallel.pp import Placement, TiedReducer
 from ndtrain.parallel.recompute import (
+    RecomputeOps,
     RecomputePlan,
     SavedOps,
-    always_saved_ops,
     needs_saved_ops,
     plan_recompute,
     skipped_ops,
@@ -76,21 +77,30 @@ def state_plan(cfg: Config) -> StatePlan:
     )
 
 
-def layouts_of(cfg: Config, mesh: MeshSpec, rank: int, placement: Placement | None = None) -> Layouts:
+def layouts_of(
+    cfg: Config,
+    mesh: MeshSpec,
+    rank: int,
+    placement: Placement | None = None,
+    table: Mapping[str, Param] | None = None,
+) -> Layouts:
     """The layout of every tensor of the configured model as `rank` holds it.
 
     Args:
         placement: where the stages are; None: as `cfg` says.
+        table: the model's parameters; None: they are collected here.
     """
+    table = params(cfg.model) if table is None else table
     sizes = dim_sizes(cfg.model)
-    tensors = {name: tuple(Dim(d, *sizes[d]) for d in dims) for name, dims in tensor_dims(cfg.model).items()}
+    tensors = {name: tuple(Dim(d, *sizes[d]) for d in p.dims) for name, p in table.items()}
     used = {d.name for dims in tensors.values() for d in dims}  # a model of experts alone has no dim `mlp`
     rules = {dim: axis for dim, axis in cfg.layout.rules.items() if dim in used}
     residual_axes = (*DATA_AXES, "tp") if shards_stream(cfg) else DATA_AXES
     coords_of_unit = (placement or Placement.of(cfg)).pp_coords(cfg.model)
-    pp_coords = {name: coords_of_unit[unit_of(name)] for name in tensors}
-    ep_coords = {name: x // experts_each(cfg) for name in tensors if (x := expert_of(name)) is not None}
-    return Layouts(tensors, rules, mesh, rank, residual_axes, pp_coords, ep_coords)
+    units = {name: p.unit for name, p in table.items()}
+    pp_coords = {name: coords_of_unit[unit] for name, unit in units.items()}
+    ep_coords = {name: p.expert // experts_each(cfg) for name, p in table.items() if p.expert is not None}
+    return Layouts(tensors, rules, mesh, rank, residual_axes, pp_coords, ep_coords, units)
 
 
 def experts_each(cfg: Config) -> int:
@@ -111,7 +121,7 @@ def flat_layouts(layouts: Layouts, names: list[str]) -> dict[str, FlatLayout]:
     """
     by_unit: dict[str, list[str]] = {}
     for name in names:
-        by_unit.setdefault(unit_of(name), []).append(name)
+        by_unit.setdefault(layouts.units[name], []).append(name)
     flat = {}
     for unit, own in by_unit.items():
         groups = {layouts.groups(name) for name in own}
@@ -145,10 +155,11 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
         ConfigError: the device cannot compute what the configuration asks for, or `recompute.budget` is too small.
     """
     placement = Placement.of(cfg)
-    layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement)
+    table = params(cfg.model)
+    layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement, table)
     _check_patterns(cfg, layouts)
     if cfg.precision.compute == "fp8":
-        check_shapes(layouts)
+        check_shapes(layouts, table.values(), all_ops(cfg.model))
     trains, plan = plan is None, plan or state_plan(cfg)
     compiled, compile_note = choose_compile(cfg, mesh, trains)
     in_graph = compiled and linear_in_graph(cfg, placement)
@@ -163,16 +174,15 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
         TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in layouts.tp_replica_counts()}),
         TiedReducer(mesh, placement.pp_coords(cfg.model)[EMBED]),
         accumulator=accumulator,
-        compiled=frozenset(unit_of(n) for n in names if compiled and ".layers." in n),
+        compiled=frozenset(table[n].unit for n in names if compiled and table[n].layer is not None),
         in_graph=in_graph,
-        fused_names=_fused_names(cfg, frozenset(names)),
+        fused_names=_fused_names(cfg, table, frozenset(names)),
     )
     if not plan.sharded_spec:
         units.whole_tensors = _whole_tensors(cfg, mesh, units, names, placement)
     parameters = {name: p for unit in units.units.values() for name, p in unit.parameters.items()}
     parameter_layouts = {p: layouts[name] for name, p in parameters.items()}
-    op_of_name = ops_of_weights(cfg.model)
-    saved_ops = SavedOps({p: op_of_name[name] for name, p in parameters.items() if name in op_of_name})
+    saved_ops = SavedOps({p: op for name, p in parameters.items() if (op := table[name].op) is not None})
     fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
     balance = Balance(cfg, mesh)
     capacity = Capacity(cfg, mesh) if cfg.moe.capacity is not None else None
@@ -180,7 +190,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     ops = replace(ops, balance=torch.compiler.disable(balance) if compiled else balance)
     kernel, attention = choose_kernel(cfg, mesh, plan.compute) if kind_of(mesh.device) == "cuda" else (None, "")
     for model in models.values():
-        _complete(model, units, ops, kernel, compiled, in_graph)
+        _complete(model, parameters, ops, kernel, compiled, in_graph)
         balance.adopt(model)
     segments = {s: m.segments() for s, m in models.items()}
     notes = [note for note in (attention, compile_note) if note]
@@ -190,27 +200,32 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     return stages
 
 
-def _fused_names(cfg: Config, held: frozenset[str]) -> list[tuple[str, ...]]:
+def _fused_names(cfg: Config, table: Mapping[str, Param], held: frozenset[str]) -> list[tuple[str, ...]]:
     """Of the weights that one matmul may serve, those that this rank holds."""
     here = (tuple(n for n in names if n in held) for names in fused_names(cfg.model))
-    return [part for names in here if names for part in _in_parts(cfg, names)]
+    return [part for names in here if names for part in _in_parts(cfg, table, names)]
 
 
-def _in_parts(cfg: Config, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+def _in_parts(cfg: Config, table: Mapping[str, Param], names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The stack of each part of the experts, which one grouped product serves; others stay whole."""
-    if not cfg.moe.overlap or expert_of(names[0]) is None:
+    if not cfg.moe.overlap or table[names[0]].expert is None:
         return [names]
-    each = len(names) // len({expert_of(n) for n in names})
+    each = len(names) // len({table[n].expert for n in names})
     parts = parts_of(len(names) // each, cfg.moe.parts)
     return [names[part.start * each : part.stop * each] for part in parts]
 
 
 def _complete(
-    model: Transformer, units: ShardedUnits, ops: Ops, kernel: str | None, compiled: bool, in_graph: bool
+    model: Transformer,
+    parameters: Mapping[str, nn.Parameter],
+    ops: Ops,
+    kernel: str | None,
+    compiled: bool,
+    in_graph: bool,
 ) -> None:
     """Gives a stage its parameters, which are views of the units' buffers, its ops and its attention kernel."""
     for name, _ in list(model.named_parameters()):
-        _set_parameter(model, name, units.units[unit_of(name)].parameters[name])
+        _set_parameter(model, name, parameters[name])
     model.use(ops)
     model.kernel = kernel
     if compiled:
@@ -222,12 +237,12 @@ def _complete(
 
 def _plan_recompute(cfg: Config, mesh: Mesh, stages: Stages) -> RecomputePlan:
     """Which blocks of the rank's stages are recomputed. With recompute=budget all ranks call this together."""
-    always = always_saved_ops(cfg)
-    choice = choose(cfg, mesh, stages, always) if cfg.recompute.name == "budget" else []
+    ops = RecomputeOps.of(cfg)
+    choice = choose(cfg, mesh, stages, ops) if cfg.recompute.name == "budget" else []
     groups, blocks, at = [], [], 0
     for stage in sorted(stages.segments):
         of_stage = [i for i, (s, segment) in enumerate(stages.in_order) if s == stage and segment.is_block]
-        groups += plan_recompute(of_stage, cfg.recompute, always, choice[at : at + len(of_stage)])
+        groups += plan_recompute(of_stage, cfg.recompute, ops, choice[at : at + len(of_stage)])
         blocks += of_stage
         at += len(of_stage)
     return RecomputePlan(groups, skipped_ops(blocks, groups, compiled=stages.units.in_graph))
@@ -323,8 +338,9 @@ def initialise(stages: Stages, cfg: Config, draw: Draw = standard_normal, only: 
         draw: makes N(0, 1) elements, as `standard_normal` does. Another one is called in one thread.
         only: the tensors to fill; None: all.
     """
+    table = params(cfg.model)
     pieces = (
-        (unit.master[run.local_start : run.local_start + run.length], tensor.name, run.global_start)
+        (unit.master[run.local_start : run.local_start + run.length], table[tensor.name], run.global_start)
         for unit in stages.units.units.values()
         for tensor, runs in unit.layout.runs(*unit.layout.own)
         if only is None or tensor.name in only

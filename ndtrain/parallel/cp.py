@@ -27,6 +27,7 @@ from ndtrain.model.attention.custom_op import AttentionOp, as_custom_op
 from ndtrain.model.attention.kernels import Pieces, half_pieces, pieces_for
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.attention.tiles import Slices
+from ndtrain.model.spec import CORE
 from ndtrain.parallel.recompute import SavedOps
 
 Core = Callable[..., Tensor]
@@ -76,8 +77,8 @@ def cp_core(
 
     def whole_heads(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         if sharding.ring == 1:
-            return attend(q, k, v, scores, saved_ops.of("core"))
-        return _Ring.apply(q, k, v, scores, ring, partial(saved_ops, "core"))
+            return attend(q, k, v, scores, saved_ops.of(CORE))
+        return _Ring.apply(q, k, v, scores, ring, partial(saved_ops, CORE))
 
     @torch.compiler.disable  # the exchanges of heads for tokens are a break in a compiled graph
     def head_shares(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
@@ -85,7 +86,7 @@ def cp_core(
         first_head = scores.first_head + shares[slice_index][0].start
         heads = _ToHeads.apply(q, k, v, shares, links)
         out = whole_heads(*heads, replace(scores, first_head=first_head))
-        return _ToTokens.apply(out, sharding.ulysses, links, partial(saved_ops, "core"))
+        return _ToTokens.apply(out, sharding.ulysses, links, partial(saved_ops, CORE))
 
     def core(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
         if sharding.ulysses > 1:
@@ -115,7 +116,7 @@ class Ring(AttentionOp):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """As a custom op of a compiled graph. The graph may overwrite a result once it has read it, so saved results
         are copied."""
-        recall, make = self.saved_ops.of("core"), lambda: self.send_round(q, _stacked(k, v), scores)
+        recall, make = self.saved_ops.of(CORE), lambda: self.send_round(q, _stacked(k, v), scores)
         return make() if recall is None else tuple(x.clone() for x in recall(make))
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores):

@@ -34,7 +34,8 @@ from ndtrain.distributed.collectives import Pending, all_to_all_rows
 from ndtrain.distributed.sharding import balanced_split
 from ndtrain.model.moe.exchange import Exchange, ExpertRows, Part
 from ndtrain.model.moe.permutation import Permutation
-from ndtrain.parallel.recompute import COMBINE, DISPATCH, SavedOps
+from ndtrain.model.spec import COMBINE, DISPATCH
+from ndtrain.parallel.recompute import SavedOps
 
 LANE = "exchange"  # of the rows: they must not wait behind the gathers of weights
 _imbalance = 1.0  # rows that come to a rank without data, over the mean

@@ -29,8 +29,9 @@ from ndtrain.distributed.collectives import Pending, all_reduce, all_to_all_rows
 from ndtrain.distributed.host_device import Readback
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model.moe.exchange import Exchange, ExpertRows
+from ndtrain.model.spec import DISPATCH
 from ndtrain.parallel.ep import ExpertExchange, ReturnBuffer, TravellingExchange, TravellingPart, parts_of, their_counts
-from ndtrain.parallel.recompute import DISPATCH, SavedOps
+from ndtrain.parallel.recompute import SavedOps
 
 
 class Capacity:

@@ -29,9 +29,10 @@ from torch import Tensor
 from ndtrain.model import Ops
 from ndtrain.model.moe.permutation import Permutation
 from ndtrain.model.moe.router import Routing
+from ndtrain.model.spec import OUTPUT
 from ndtrain.parallel.fused_grad_accumulation import StreamComm
 from ndtrain.parallel.mappings import gather_tokens, reduce_tokens
-from ndtrain.parallel.recompute import LAST, SavedOps
+from ndtrain.parallel.recompute import SavedOps
 
 
 class ExpertSlices:
@@ -63,4 +64,4 @@ class ExpertSlices:
         return x_NE, weights_NK, permutation
 
     def reduce(self, y_NE: Tensor) -> Tensor:
-        return reduce_tokens(y_NE, self.comm, self.saved_ops.of(LAST))
+        return reduce_tokens(y_NE, self.comm, self.saved_ops.of(OUTPUT))

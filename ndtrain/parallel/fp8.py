@@ -16,7 +16,7 @@ without a message, but for elements 2^-14 times as small as the largest.
 Shape legend: N tokens, I in, O out; of any matrix R rows, C columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from ndtrain.config.schema import require
 from ndtrain.distributed.sharding import Layouts
 from ndtrain.model.device_kind import kind_of
 from ndtrain.model.opaque import opaque
+from ndtrain.model.spec import OpSpec, Param
 from ndtrain.parallel.compiled_linear import accumulator_of, add_biases, apply
 from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, Gathered, MatmulImpl, Rows
 from ndtrain.parallel.grad_accumulator import GradAccumulator
@@ -37,21 +38,24 @@ _TOP = {_E4M3: 9, _E5M2: 16}  # the largest number is 0.875 * 2^this
 _OUT = torch.bfloat16
 
 
-_NOT_IN_FP8 = ("experts", "one", "expert_mlp")  # dims of the matrices in blocks that are multiplied as without fp8
+def check_shapes(layouts: Layouts, table: Iterable[Param], ops: Iterable[OpSpec]) -> None:
+    """Check that fp8 can multiply by the matrices of this rank, except those that are multiplied as without fp8.
 
+    Args:
+        table: the model's parameters.
+        ops: the ops of each kind of block.
 
-def check_shapes(layouts: Layouts) -> None:
-    """
     Raises:
         ConfigError: a matrix of a block has a size on this rank that no fp8 matmul takes.
     """
-    for name in layouts.names():
-        tensor = layouts[name]
-        if ".layers." not in name or len(tensor.dims) < 2 or any(d.name in _NOT_IN_FP8 for d in tensor.dims):
+    in_fp8 = {op.name for op in ops if not op.wide and not op.routed}
+    for p in table:
+        tensor = layouts[p.name]
+        if p.op not in in_fp8 or tensor.shape[0] == 1:
             continue
         require(
             all(size % FP8_MULTIPLE == 0 for size in tensor.local_shape),
-            f"precision.compute=fp8: {name} is {list(tensor.local_shape)} on a rank, and fp8 needs multiples of "
+            f"precision.compute=fp8: {p.name} is {list(tensor.local_shape)} on a rank, and fp8 needs multiples of "
             f"{FP8_MULTIPLE}: change the model's size or mesh.tp, or compute in bf16",
         )
 

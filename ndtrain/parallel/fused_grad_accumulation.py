@@ -21,6 +21,7 @@ from ndtrain.model import Ops
 from ndtrain.model.attention.core import attend
 from ndtrain.model.contiguous import cat_consecutive
 from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, chunked_loss, cross_entropy
+from ndtrain.model.spec import CORE
 from ndtrain.parallel import compiled_linear
 from ndtrain.parallel.ep import SavedExchange
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
@@ -370,7 +371,7 @@ def fused_ops(
     )
 
     def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
-        return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, saved_ops.of("core"))
+        return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, saved_ops.of(CORE))
 
     return Ops(
         linear=ops.linear,

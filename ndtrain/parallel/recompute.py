@@ -15,14 +15,12 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ndtrain.config import Config, RecomputeConfig
+from ndtrain.model.spec import Joins, OpSpec
+from ndtrain.model.transformer import all_ops
 from ndtrain.parallel.allocations import storage_id
 
 T = TypeVar("T")
 NOTHING: frozenset[str] = frozenset()
-DISPATCH, COMBINE = "dispatch", "combine"  # the ways of tokens to other ranks' experts, and back
-EXPERTS_DOWN = "experts_down"  # the last op of experts: where its result travels, what came back is saved
-SHARED_EXPERT_DOWN = "shared_expert_down"  # the last op of the expert that every token goes to
-LAST = "down_proj"  # the last op of a block: the next layer saves its result as an input anyway
 
 
 class SavedOps:
@@ -117,21 +115,57 @@ class RecomputeGroup:
 
     Attributes:
         layers: their indices, in order.
-        save: the ops whose results each of them saves. The recompute skips the last op of the last block in any case,
-            as nothing reads its result.
+        save: the ops whose results each of them saves.
+        unread: the ops whose results the recompute of the last block does not read.
+        last: those of them whose results the other blocks' recompute reads.
     """
 
     layers: list[int]
     save: frozenset[str]
+    unread: frozenset[str] = NOTHING
+    last: frozenset[str] = NOTHING
 
     def shape_only(self, layer: int) -> frozenset[str]:
         """The ops of which the recompute of this layer needs only the shape."""
-        return results_unread(self.save) if layer == self.layers[-1] else results_unread(self.save) - {LAST}
+        return self.unread if layer == self.layers[-1] else self.unread - self.last
 
 
-def results_unread(save: frozenset[str]) -> frozenset[str]:
-    """The ops whose results the recompute of a group's last block does not read, if it saves those of `save`."""
-    return frozenset({LAST, EXPERTS_DOWN} if COMBINE in save else {LAST})
+@dataclass(frozen=True)
+class RecomputeOps:
+    """What the recompute of a run has to know of its blocks' ops.
+
+    Attributes:
+        always: the ops whose results travel on the mesh. Every mode saves them, so that a recompute sends nothing
+            twice, except the gathers of matmul inputs, which no backward saves either.
+        last: the last op of each kind of block. The next layer saves its result as an input anyway.
+        read_by: op -> the only op that reads its result, for those that have one.
+    """
+
+    always: frozenset[str] = NOTHING
+    last: frozenset[str] = NOTHING
+    read_by: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cfg: Config, ops: Sequence[OpSpec] | None = None) -> "RecomputeOps":
+        """Of a resolved configuration.
+
+        Args:
+            ops: of each kind of block; None: they are read from the model's classes here.
+        """
+        ranks = {Joins.SLICES: cfg.mesh.tp, Joins.POSITIONS: cfg.mesh.cp, Joins.EXPERTS: cfg.mesh.ep, None: 1}
+        ops = all_ops(cfg.model) if ops is None else ops
+        return cls(
+            frozenset(op.name for op in ops if ranks[op.joins] > 1),
+            frozenset(op.name for op in ops if op.last),
+            {op.name: op.read_by for op in ops if op.read_by is not None},
+        )
+
+    def unread(self, save: frozenset[str]) -> frozenset[str]:
+        """The ops whose results the recompute of a group's last block does not read, if it saves those of `save`."""
+        return self.last | {op for op, reader in self.read_by.items() if reader in save}
+
+    def group(self, layers: Sequence[int], save: frozenset[str]) -> RecomputeGroup:
+        return RecomputeGroup(list(layers), save, self.unread(save), self.last)
 
 
 @dataclass(frozen=True)
@@ -152,34 +186,26 @@ def needs_saved_ops(cfg: Config) -> bool:
     return cfg.recompute.name in ("selective", "budget")
 
 
-def always_saved_ops(cfg: Config) -> frozenset[str]:
-    """The ops with communication. Every mode saves them, so that a recompute sends nothing twice, except the gathers of
-    matmul inputs, which no backward saves either."""
-    by_tp, by_cp = {"o_proj", LAST, SHARED_EXPERT_DOWN} if cfg.mesh.tp > 1 else (), {"core"} if cfg.mesh.cp > 1 else ()
-    by_ep = {DISPATCH, COMBINE} if cfg.mesh.ep > 1 else ()
-    return frozenset({*by_tp, *by_cp, *by_ep})
-
-
 def plan_recompute(
     blocks: Sequence[int],
     cfg: RecomputeConfig,
-    always: frozenset[str] = NOTHING,
+    ops: RecomputeOps,
     choice: Sequence[frozenset[str] | None] | None = None,
 ) -> list[RecomputeGroup]:
     """Which of a stage's layers `blocks` are recomputed, in order; none with recompute=none.
 
     Args:
-        always: the ops that every mode saves (`always_saved_ops`).
+        ops: of the run.
         choice: with recompute=budget, for each block the ops it saves, None where it is not recomputed.
     """
     if cfg.name == "none":
         return []
     if cfg.name == "budget":
         chosen = zip(blocks, choice, strict=True)
-        return [RecomputeGroup([block], always | save) for block, save in chosen if save is not None]
-    save = always | frozenset(cfg.keep if cfg.name == "selective" else ())
+        return [ops.group([block], ops.always | save) for block, save in chosen if save is not None]
+    save = ops.always | frozenset(cfg.keep if cfg.name == "selective" else ())
     each = blocks_a_group(len(blocks), cfg)
-    return [RecomputeGroup(list(blocks[i : i + each]), save) for i in range(0, len(blocks), each)]
+    return [ops.group(blocks[i : i + each], save) for i in range(0, len(blocks), each)]
 
 
 def blocks_a_group(blocks: int, cfg: RecomputeConfig) -> int:

@@ -26,7 +26,7 @@ from ndtrain.model.device_kind import kind_of
 from ndtrain.model.flops import elementwise_values, over_layers, recompute_flops
 from ndtrain.parallel.allocations import Allocations
 from ndtrain.parallel.fsdp import ShardedUnits
-from ndtrain.parallel.recompute import LAST, SavedOps, results_unread
+from ndtrain.parallel.recompute import RecomputeOps, SavedOps
 from ndtrain.parallel.stages import Stages
 from ndtrain.schedule import Action
 
@@ -102,7 +102,6 @@ def peak_bytes(loads: Sequence[Load], plan: Sequence[Choice], sizes: BlockSizes)
 
 def choices(always: frozenset[str], ops: Sequence[str] = SAVABLE_OPS) -> list[Choice]:
     """All that a block may do: keep its graph (None), or be recomputed with `always` and any other of `ops` saved."""
-    always = always - {LAST}
     free = [op for op in ops if op not in always]
     return [None, *(always | set(some) for n in range(len(free) + 1) for some in combinations(free, n))]
 
@@ -165,9 +164,10 @@ def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
     def of_layer(skipped: frozenset[str], i: int) -> int:
         return recompute_flops(m, length, skipped, i) + elementwise_values(m, i) * a_value
 
+    ops = RecomputeOps.of(cfg)
     # a plan asks for the same few choices thousands of times
     mean = cache(lambda skipped: over_layers(m, partial(of_layer, skipped)) / m.num_hidden_layers)
-    return lambda choice: 0 if choice is None else mean(choice | results_unread(choice))
+    return lambda choice: 0 if choice is None else mean(choice | ops.unread(choice))
 
 
 # -------------------------------------------------------------------------------------------------------- the sizes
@@ -204,7 +204,12 @@ def _follow(device: torch.device) -> Iterator[Allocations | _CudaAllocations]:
 
 
 def measure(
-    segments: Sequence[Segment], units: ShardedUnits, saved_ops: SavedOps, context: Callable[[], Context], x: Tensor
+    segments: Sequence[Segment],
+    units: ShardedUnits,
+    saved_ops: SavedOps,
+    last: frozenset[str],
+    context: Callable[[], Context],
+    x: Tensor,
 ) -> BlockSizes:
     """The sizes of a rank with at least one block, by running one block of each kind and, where it is here, the head:
     of each size the largest. All ranks that hold the same layers call this together. Gradients that a step has
@@ -212,6 +217,7 @@ def measure(
 
     Args:
         segments: of all the rank's stages, in order.
+        last: the last op of each kind of block.
         context: makes the context of a microbatch.
         x: like a block's input.
     """
@@ -221,10 +227,9 @@ def measure(
     with _follow(x.device) as made:
         ctx = context()
     blocks = [i for i, s in enumerate(segments) if s.is_block]
-    # with experts and without; all of a kind are alike
-    kinds = list({len(segments[i].units): segments[i] for i in blocks}.values())
+    kinds = list({segments[i].kind: segments[i] for i in blocks}.values())  # all of a kind are alike
     end = segments[blocks[-1] + 1 :]
-    sizes = _largest_of([_measure_block(block, units, saved_ops, ctx, x) for block in kinds])
+    sizes = _largest_of([_measure_block(block, units, saved_ops, last, ctx, x) for block in kinds])
     sizes |= _measure_end(*end, units, ctx, x) if end else {}
     for name in dict.fromkeys(name for s in (*kinds, *end) for name in s.units):
         units.close(name)
@@ -238,9 +243,11 @@ def _largest_of(sizes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return largest | {"saved": {op: max(s["saved"][op] for s in sizes) for op in sizes[0]["saved"]}}
 
 
-def _measure_block(block: Segment, units: ShardedUnits, saved_ops: SavedOps, ctx: Context, x: Tensor) -> dict[str, Any]:
+def _measure_block(
+    block: Segment, units: ShardedUnits, saved_ops: SavedOps, last: frozenset[str], ctx: Context, x: Tensor
+) -> dict[str, Any]:
     _open(block, units)
-    with torch.no_grad(), saved_ops.saving("sizes", frozenset(_SIZED), frozenset({LAST})):
+    with torch.no_grad(), saved_ops.saving("sizes", frozenset(_SIZED), last):
         block.run(x, ctx)
     saved = saved_ops.drop("sizes")
     _, y = _run(block, ctx, x)  # a warm-up: what kernels or a compiler allocate the first time is no activation
@@ -314,12 +321,12 @@ def sharding_bytes(units: ShardedUnits) -> int:
 # ------------------------------------------------------------------------------------------------------- the choice
 
 
-def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> list[Choice]:
+def choose(cfg: Config, mesh: Mesh, stages: Stages, ops: RecomputeOps) -> list[Choice]:
     """What each block of the rank's stages does under `recompute.budget`, the same on all ranks that hold the same
     layers, which call this together.
 
     Args:
-        always: the ops that are saved in any case.
+        ops: of the run.
 
     Raises:
         ConfigError: the budget is less than the least that works.
@@ -329,14 +336,14 @@ def choose(cfg: Config, mesh: Mesh, stages: Stages, always: frozenset[str]) -> l
     if not any(segment.is_block for segment in segments):
         return []
     x = torch.zeros(LocalShapes.of(cfg).stream, dtype=units.compute, device=mesh.device)
-    sizes = _largest(measure(segments, units, stages.saved_ops, _context(cfg, mesh, stages), x), mesh)
+    sizes = _largest(measure(segments, units, stages.saved_ops, ops.last, _context(cfg, mesh, stages), x), mesh)
     besides = sizes.besides * cfg.microbatches + sharding_bytes(units)
     besides += MESSAGES * sizes.boundary if mesh.size("pp") > 1 else 0
     besides += _unseen(cfg, units.compute) if kind_of(mesh.device) == "cpu" else 0
     row = schedule.table[mesh.coords["pp"]]
     loads = [load(row, stage, len(stages.placement.layers[stage])) for stage in schedule.stages_of(mesh.coords["pp"])]
     cost = recompute_cost(cfg, kind_of(mesh.device))
-    return plan(loads, replace(sizes, besides=besides), cfg.recompute.budget, cost, always)
+    return plan(loads, replace(sizes, besides=besides), cfg.recompute.budget, cost, ops.always - ops.last)
 
 
 def load(row: Sequence[Action], stage: int, blocks: int) -> Load:

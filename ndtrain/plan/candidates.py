@@ -8,10 +8,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ndtrain import schedule as schedules
-from ndtrain.config import AXES, Config, ConfigError, resolve
+from ndtrain.config import AXES, SAVABLE_OPS, Config, ConfigError, resolve
 from ndtrain.config.schema import resolved
 from ndtrain.parallel.pp import balanced_sizes, head_in_layers
-from ndtrain.parallel.recompute import always_saved_ops
+from ndtrain.parallel.recompute import RecomputeOps
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import unresolved_config
 from ndtrain.plan.price import Rates
@@ -19,12 +19,8 @@ from ndtrain.plan.price import Rates
 SPLIT = "schedule.split"
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zb_v", "dualpipe_v")
 INTERLEAVED_CHUNKS = (2, 3, 4, 5, 6, 7, 8)
-KEPT_OPS = (  # of recompute=selective
-    ("qkv_proj", "core", "o_proj", "gate_up_proj"),
-    ("core", "o_proj", "gate_up_proj"),
-    ("core", "o_proj"),
-    ("core",),
-)
+# of recompute=selective: all ops, without the first one, and then without the last ones too, which are the largest
+KEPT_OPS = (SAVABLE_OPS, SAVABLE_OPS[1:], SAVABLE_OPS[1:3], SAVABLE_OPS[1:2])
 MOST_MICRO_BATCH = 16
 LEAST_TOKENS = 1024  # of a sequence on a rank: less is too little work for a GPU
 MOST_FORWARDS = 8192  # of all pipeline ranks in a step, of one stage each: longer tables take seconds each
@@ -185,7 +181,7 @@ class Space:
             cfg: resolved, of one of them.
             head: cost of the head, in layers; None: counted here.
         """
-        always = always_saved_ops(cfg)
+        always = RecomputeOps.of(cfg).always
         by_saved: dict[Any, tuple[str, tuple[str, ...]]] = {}
         for name, kept in self.recomputes():
             by_saved.setdefault(always | set(kept) if name in ("full", "selective") else name, (name, kept))

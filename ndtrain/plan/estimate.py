@@ -11,13 +11,13 @@ from ndtrain import schedule as schedules
 from ndtrain.config import Config, LocalShapes, ModelConfig
 from ndtrain.config.schema import resolved
 from ndtrain.distributed.mesh import EP, MeshSpec
-from ndtrain.model import flops
-from ndtrain.model.families import family_of
-from ndtrain.model.transformer import is_sparse, kinds
+from ndtrain.model import dim_sizes, flops
+from ndtrain.model.spec import CORE, DISPATCH, OpSpec
+from ndtrain.model.transformer import block_ops, kinds
 from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES, state_plan
 from ndtrain.parallel.pp import head_in_layers, rank_cost
-from ndtrain.parallel.recompute import COMBINE, DISPATCH, EXPERTS_DOWN, SHARED_EXPERT_DOWN, always_saved_ops
+from ndtrain.parallel.recompute import RecomputeOps
 from ndtrain.parallel.unit import StatePlan
 from ndtrain.plan.candidates import SPLIT, Candidate, Stages, balanced
 from ndtrain.plan.events import Kernel
@@ -51,6 +51,7 @@ class ModelCosts:
         of_experts: those of them that experts have.
         op_flops: forward FLOPs a token of each op of a block, the mean of all blocks.
         elementwise: elements a token that a block's other kernels read and write, the mean of all blocks.
+        blocks: for each kind of block its share of all blocks, and its ops.
     """
 
     head: float
@@ -58,19 +59,25 @@ class ModelCosts:
     of_experts: int
     op_flops: Mapping[str, float]
     elementwise: float
+    blocks: Sequence[tuple[float, Sequence[OpSpec]]]
 
     @classmethod
     def of(cls, cfg: Config) -> "ModelCosts":
         """Of a resolved configuration."""
         m, length = cfg.model, cfg.train.seq_len
-        in_stacks = lambda i: sum(math.prod(s) for name, s in flops.block_shapes(m, i).items() if ".experts." in name)
         return cls(
             head=head_in_layers(m, length),
             parameters=flops.parameter_count(m),
-            of_experts=flops.over_layers(m, in_stacks),
+            of_experts=flops.expert_parameters(m),
             op_flops=_mean_of_layers(m, lambda i: flops.op_flops(m, length, i)),
             elementwise=_mean_of_layers(m, lambda i: {"": flops.elementwise_values(m, i)})[""],
+            blocks=[(len(layers) / m.num_hidden_layers, block_ops(m, layers[0])) for layers in kinds(m).values()],
         )
+
+    @cached_property
+    def ops(self) -> list[OpSpec]:
+        """Those of each kind of block."""
+        return [op for _, ops in self.blocks for op in ops]
 
 
 class Place:
@@ -84,6 +91,7 @@ class Place:
     def __init__(self, cfg: Config, hardware: Hardware, rates: Rates, costs: ModelCosts | None = None):
         self.cfg, self.hardware, self.rates = cfg, hardware, rates_for(rates, cfg)
         self.costs = costs or ModelCosts.of(cfg)
+        self.ops = RecomputeOps.of(cfg, self.costs.ops)
         self.shapes, self.prices = LocalShapes.of(cfg), Prices(hardware, rates, MeshSpec.of(cfg.mesh))
         self.pp, self.fsdp, self.cp, self.tp = (cfg.mesh.pp, cfg.mesh.fsdp, cfg.mesh.cp, cfg.mesh.tp)
         self.microbatches = cfg.microbatches
@@ -143,54 +151,49 @@ class Place:
     def _kept_elements(self, recompute: tuple[str, Sequence[str]]) -> float:
         """Of a block, its input and what its ops make; without what a compiler may make again."""
         name, kept = recompute
-        ops = self._op_elements
-        stream = ops["o_proj"]
+        ops, boundary = self._op_elements, math.prod(self.shapes.stream)
         if name == "none":
-            return stream + sum(ops.values())
-        saved = set(kept if name == "selective" else ()) | always_saved_ops(self.cfg)
-        return stream + sum(size for op, size in ops.items() if op in saved)
+            return boundary + sum(ops.values())
+        saved = set(kept if name == "selective" else ()) | self.ops.always
+        return boundary + sum(size for op, size in ops.items() if op in saved)
 
     @cached_property
     def _op_elements(self) -> Mapping[str, float]:
-        """Op -> elements of its result on a rank."""
-        s, m, width = self.shapes, self.cfg.model, resolved(self.cfg.model.head_dim)
-        stream, sparse = s.stream[0] * s.stream[1], sum(is_sparse(m, i) for i in range(m.num_hidden_layers))
-        sparse /= m.num_hidden_layers
-        elements = {
-            "qkv_proj": s.tokens * (s.heads + 2 * s.kv_heads) * width,
-            "core": s.tokens * s.heads * width,
-            "o_proj": stream,
-            "gate_up_proj": 2 * s.tokens * s.intermediate_size * (1 - sparse),
-        }
-        if not sparse:
-            return elements
-        rows = sparse * s.routed_tokens * resolved(m.num_experts_per_tok)
-        widths = resolved(family_of(m).moe).dim_sizes(m)
-        wide = widths["expert_mlp"][0] / s.expert_parts
-        way = rows * m.hidden_size
-        shared = sparse * s.tokens * widths["shared_mlp"][0] / self.tp
-        return elements | {
-            DISPATCH: way,
-            "experts": 2 * rows * wide,
-            COMBINE: way,
-            "shared_expert": 2 * shared,
-            SHARED_EXPERT_DOWN: sparse * stream if shared else 0,
-        }
+        """Op whose result may be kept -> elements of it on a rank, the mean of all blocks."""
+        elements: dict[str, float] = {}
+        for share, ops in self.costs.blocks:
+            for op in ops:
+                if op.savable:
+                    elements[op.name] = elements.get(op.name, 0.0) + share * self._result_elements(op)
+        return elements
+
+    def _result_elements(self, op: OpSpec) -> int:
+        """Elements on a rank. If tp shards a dim of the result, the rank has a part of it for all tokens, else all of
+        it for its tokens of the stream."""
+        s, sizes, rules = self.shapes, dim_sizes(self.cfg.model), self.cfg.layout.rules
+        rows = s.routed_tokens * resolved(self.cfg.model.num_experts_per_tok) if op.routed else None
+        elements = 0
+        for dim in op.outputs:
+            units, width = sizes[dim]
+            parts = self.tp if rules.get(dim) == "tp" else 1
+            elements += (rows or (s.stream[0] if parts == 1 else s.tokens)) * max(1, units // parts) * width
+        return elements
 
     # ------------------------------------------------------------------------------------------------------------ time
 
     @cached_property
     def _op_seconds(self) -> dict[str, float]:
         """Op of a block -> seconds of a forward of a microbatch on a rank."""
-        tokens, dtype = self.shapes.tokens, self.cfg.precision.compute
+        tokens, dtype, ops = self.shapes.tokens, self.cfg.precision.compute, self.costs.ops
+        attention, routed = {op.name for op in ops if op.multiply_adds_a_key}, {op.name for op in ops if op.routed}
         kind = lambda op: (
-            ("attention", 0.5, "bf16" if dtype == "fp8" else dtype) if op == "core" else ("matmul", 1, dtype)
+            ("attention", 0.5, "bf16" if dtype == "fp8" else dtype) if op in attention else ("matmul", 1, dtype)
         )
         seconds = {}
         for op, count in self.costs.op_flops.items():
             name, visible, of = kind(op)
             seconds[op] = self.prices.arithmetic(Kernel(name, int(tokens * count * visible / self.tp), 0, of))
-        if experts := {op: seconds[op] for op in ("experts", EXPERTS_DOWN) if op in seconds}:
+        if experts := {op: op_s for op, op_s in seconds.items() if op in routed}:
             slower = self._experts_factor(sum(experts.values()))
             seconds |= {op: slower * balanced_s for op, balanced_s in experts.items()}
         values = self.costs.elementwise * tokens / self.tp * DTYPES[dtype].itemsize
@@ -228,7 +231,7 @@ class Place:
         name, kept = recompute
         if name == "none":
             return 0.0
-        saved = set(kept if name == "selective" else ()) | always_saved_ops(self.cfg) | {"down_proj"}
+        saved = set(kept if name == "selective" else ()) | self.ops.always | self.ops.last
         return self.layers * sum(seconds for op, seconds in self._op_seconds.items() if op not in saved)
 
     @cached_property
@@ -256,7 +259,7 @@ class Place:
         if self.cfg.cp.kind == "ulysses":
             return 3 * self.prices.collective("cp", "all_to_all", rows * 2 * (s.heads + s.kv_heads))
         ring = 3 * (self.cp - 1) * self.prices.collective("cp", "send_recv", rows * 2 * s.kv_heads)
-        return max(0.0, ring - 3 * self._op_seconds["core"])
+        return max(0.0, ring - 3 * self._op_seconds[CORE])
 
     def _sharding_seconds(self, zero: int, moved: float, of_microbatch: float) -> float:
         """Gathers and reductions of units, beyond the compute that hides them, and the update.

@@ -24,20 +24,20 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import SHARD_AXES
 from ndtrain.engine.executor import Executor
 from ndtrain.engine.train_step import contexts
-from ndtrain.model import Context
+from ndtrain.model import Context, params
 from ndtrain.model.device_kind import meta_stands_for
-from ndtrain.model.transformer import is_sparse
+from ndtrain.model.transformer import BLOCKS, is_sparse
 from ndtrain.parallel import compile_choice
 from ndtrain.parallel.build import DTYPES, build_stages
 from ndtrain.parallel.ep import imbalanced
 from ndtrain.parallel.pp import Pipeline, Placement
-from ndtrain.parallel.recompute import RecomputeGroup, needs_saved_ops
+from ndtrain.parallel.recompute import RecomputeGroup, RecomputeOps, needs_saved_ops
 from ndtrain.parallel.recompute_budget import typical_batch
 from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.unit import Residency, StatePlan
 from ndtrain.plan.event_log import EventLog
 from ndtrain.plan.events import Piece
-from ndtrain.plan.variants import BLOCKS, Save, Variant, kind_of_layer
+from ndtrain.plan.variants import Save, Variant
 from ndtrain.plan.world import pretended_world
 from ndtrain.program.ops import RankProgram, Run, Turn
 from ndtrain.program.passes import Layer, line_up
@@ -204,11 +204,13 @@ class _Stepper(Executor):
         pipeline = Pipeline(
             Schedule("pieces", [row], cfg.microbatches, (0,)), mesh, LocalShapes.of(cfg).stream, stages.units.compute
         )
-        self.kinds = [kind_of_layer(layer.units, layer.loss) for layer in layers]
+        self.kinds = [layer.kind for layer in layers]
         first = [self.kinds.index(kind) for kind in BLOCKS if kind in self.kinds]
-        recomputed = [group for at in first for group in _recompute_groups(groups, at)]
+        ops = RecomputeOps.of(cfg)
+        recomputed = [group for at in first for group in _recompute_groups(groups, at, ops)]
         super().__init__(layers, stages.units, pipeline, stages.saved_ops, recomputed)
         self.log, self.fresh, self.pieces = log, fresh, dict[Variant, Piece]()
+        self._of_experts = frozenset(p.unit for p in params(cfg.model).values() if p.expert is not None)
         self._compiled = [bool(cfg.train.compile) and kind in COMPILED_KINDS for kind in self.kinds]
 
     @property
@@ -224,7 +226,7 @@ class _Stepper(Executor):
 
     def run_turn(self, turn: Turn) -> None:
         for name, unit in self.units.units.items() if turn.action.kind == "F" else ():
-            if self.fresh.experts if name.endswith(".experts") else self.fresh.others:
+            if self.fresh.experts if name in self._of_experts else self.fresh.others:
                 self.units.accumulator.open(unit.accumulated)
         super().run_turn(turn)
 
@@ -236,11 +238,11 @@ class _Stepper(Executor):
         self.pieces[variant] = made[0]
 
 
-def _recompute_groups(groups: Sequence[tuple[Save, ...]], at: int) -> list[RecomputeGroup]:
+def _recompute_groups(groups: Sequence[tuple[Save, ...]], at: int, ops: RecomputeOps) -> list[RecomputeGroup]:
     """The groups of the small model, whose first block is layer `at`."""
     made = []
     for saves in groups:
         if saves[0] is not None:
-            made.append(RecomputeGroup(list(range(at, at + len(saves))), saves[0]))
+            made.append(ops.group(range(at, at + len(saves)), saves[0]))
         at += len(saves)
     return made

@@ -27,13 +27,13 @@ from ndtrain.config.registry import get
 from ndtrain.config.schema import require
 from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
-from ndtrain.parallel.recompute import NOTHING, always_saved_ops, blocks_a_group
+from ndtrain.parallel.recompute import NOTHING, RecomputeOps, blocks_a_group
 from ndtrain.plan.events import Piece
 from ndtrain.plan.piece_recording import Fresh, compiles, record, reduced
-from ndtrain.plan.variants import Save, Variant, kind_of_layer, variants
+from ndtrain.plan.variants import Save, Variant, variants
 from ndtrain.program.ops import Run
 
-__all__ = ["Pieces", "kind_of_layer", "record_pieces", "update_bytes"]
+__all__ = ["Pieces", "record_pieces", "update_bytes"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Pieces:
         """The piece of each pass.
 
         Args:
-            layers: the kind of each of the rank's layers (`kind_of_layer`).
+            layers: the kind of each of the rank's layers (`Segment.kind`).
         """
         return (self.recorded[v] for v in variants(runs, layers))
 
@@ -125,7 +125,7 @@ def _groups(cfg: Config) -> tuple[tuple[Save, ...], ...]:
     r, ahead = cfg.recompute, [(NOTHING,)] if looks_ahead(cfg) else []
     if r.name == "none":
         return ((None,), *ahead)
-    save = always_saved_ops(cfg) | frozenset(r.keep if r.name == "selective" else ())
+    save = RecomputeOps.of(cfg).always | frozenset(r.keep if r.name == "selective" else ())
     most = min(3, blocks_a_group(cfg.model.num_hidden_layers, r))
     return tuple(dict.fromkeys([*((save,) * n for n in range(1, most + 1)), *ahead]))
 

@@ -15,12 +15,13 @@ import torch
 from ndtrain.config import Config
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model import Segment, Transformer
+from ndtrain.model.transformer import BLOCKS
 from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import flat_layouts, layouts_of, linear_in_graph, state_plan
 from ndtrain.parallel.pp import Placement
-from ndtrain.parallel.recompute import NOTHING, RecomputeGroup, always_saved_ops, plan_recompute, skipped_ops
+from ndtrain.parallel.recompute import NOTHING, RecomputeGroup, RecomputeOps, plan_recompute, skipped_ops
 from ndtrain.parallel.unit import StatePlan
-from ndtrain.plan.variants import BLOCKS, Variant, kind_of_layer, variants
+from ndtrain.plan.variants import Variant, variants
 from ndtrain.program.build import Holdings, UnitFacts, build_program
 from ndtrain.program.ops import Op, RankProgram, Run, Turn
 from ndtrain.program.passes import Layer, line_up
@@ -142,7 +143,7 @@ class _Ranks(Sequence[RankPlan]):
     def _facts(self) -> str:
         summed = lambda u: (u.replica_axes, u.shard) if u.replicas > 1 else ()
         units = [(name, u.residency, u.shards > 1, summed(u), u.tp_replicated > 0) for name, u in self.units.items()]
-        saved = sorted(always_saved_ops(self.cfg))
+        saved = sorted(RecomputeOps.of(self.cfg).always)
         ahead = self.look_ahead is not None
         how = self.in_graph, self.in_place, ahead
         return repr((self.cfg.model, self.cfg.recompute, saved, self.placement.layers, units, how))
@@ -187,14 +188,15 @@ def _segments(cfg: Config, placement: Placement) -> dict[int, list[Segment]]:
 def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
     schedule, ahead = step.placement.schedule, step.look_ahead
     layers = line_up({stage: step._segments[stage] for stage in schedule.stages_of(rank)}, schedule.stages - 1)
-    kinds = [kind_of_layer(layer.units, layer.loss) for layer in layers]
-    groups = _recompute_groups(step.cfg, layers, kinds)
+    kinds = [layer.kind for layer in layers]
+    ops = RecomputeOps.of(step.cfg)
+    groups = _recompute_groups(step.cfg, layers, ops)
     held = {u for layer in layers for u in layer.units}
     units = {name: facts for name, facts in step.units.items() if name in held}
     before, unsharded = None, NOTHING
     if ahead is not None:
         headless = [layer._replace(units=()) if layer.loss else layer for layer in layers]
-        before = _without_loss(build_program(ahead, rank, Holdings(headless, units, (), step.in_place)), layers)
+        before = _as_recorded(build_program(ahead, rank, Holdings(headless, units, (), step.in_place)), layers, ops)
         unsharded = before.unsharded
     program = build_program(schedule, rank, Holdings(layers, units, groups, step.in_place), unsharded)
     blocks = [i for i, kind in enumerate(kinds) if kind in BLOCKS]
@@ -208,17 +210,28 @@ def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
     )
 
 
-def _without_loss(program: RankProgram, layers: Sequence[Layer]) -> RankProgram:
-    """Return a program without the passes of the loss."""
-    is_loss = lambda op: isinstance(op, Run) and layers[op.layer].loss
+def _as_recorded(program: RankProgram, layers: Sequence[Layer], ops: RecomputeOps) -> RankProgram:
+    """Return a program of forwards without the passes of the loss. A block keeps as little as one that is recomputed
+    and saves nothing, so that it has the same piece."""
+
+    def recorded(made: tuple[Op, ...]) -> Iterator[Op]:
+        for op in made:
+            if not isinstance(op, Run):
+                yield op
+            elif layers[op.layer].kind in BLOCKS:
+                yield Run("F", op.layer, keep_graph=False, save=NOTHING, shape_only=ops.unread(NOTHING))
+            elif not layers[op.layer].loss:
+                yield Run("F", op.layer, keep_graph=False)
+
     shared: dict[tuple[Op, ...], tuple[Op, ...]] = {}
     for turn in program.turns:
-        shared.setdefault(turn.ops, tuple(op for op in turn.ops if not is_loss(op)))
+        if turn.ops not in shared:
+            shared[turn.ops] = tuple(recorded(turn.ops))
     return replace(program, turns=tuple(turn._replace(ops=shared[turn.ops]) for turn in program.turns))
 
 
-def _recompute_groups(cfg: Config, layers: Sequence[Layer], kinds: Sequence[str]) -> list[RecomputeGroup]:
-    always, groups = always_saved_ops(cfg), []
+def _recompute_groups(cfg: Config, layers: Sequence[Layer], ops: RecomputeOps) -> list[RecomputeGroup]:
+    groups: list[RecomputeGroup] = []
     for _, members in groupby(range(len(layers)), key=lambda i: layers[i].stage):
-        groups += plan_recompute([i for i in members if kinds[i] in BLOCKS], cfg.recompute, always)
+        groups += plan_recompute([i for i in members if layers[i].kind in BLOCKS], cfg.recompute, ops)
     return groups

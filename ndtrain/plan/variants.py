@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ndtrain.parallel.recompute import NOTHING, results_unread
+from ndtrain.parallel.recompute import NOTHING
 from ndtrain.program.ops import Run
 
 Save = frozenset[str] | None
-BLOCKS = ("block", "sparse")  # the kinds of layers that may be recomputed
 
 
 class Variant(NamedTuple):
@@ -15,7 +14,7 @@ class Variant(NamedTuple):
 
     Attributes:
         kind: F, B, I or W.
-        layer: "embed", "block", "sparse" (a block with experts), "norm" or "head".
+        layer: the kind of the layer, as `Segment.kind`.
         save, shape_only: (F) of the block's recompute group, for its forward and its recompute; None: it is not
             recomputed.
         drop_input, recompute: as in `Run`.
@@ -31,8 +30,6 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, run: Run, layer: str) -> "Variant":
         """Return the variant of a pass of a layer of this kind."""
-        if run.kind == "F" and not run.keep_graph and run.save is None:  # of forwards alone
-            return cls("F", layer, NOTHING, results_unread(NOTHING)) if layer in BLOCKS else cls("F", layer)
         return cls(run.kind, layer, run.save, run.shape_only, run.drop_input, run.recompute)
 
 
@@ -43,12 +40,3 @@ def variants(runs: Iterable[Run], layers: Sequence[str]) -> Iterator[Variant]:
         layers: the kind of each of the rank's layers.
     """
     return (Variant.of(run, layers[run.layer]) for run in runs)
-
-
-def kind_of_layer(units: Sequence[str], loss: bool) -> str:
-    """The kind of the layer that reads these units, which is the loss or not. Experts are a unit of their own."""
-    if loss:
-        return "head"
-    if ".layers." in units[0]:
-        return BLOCKS[len(units) > 1]
-    return "norm" if units[0].endswith("norm") else "embed"

@@ -51,6 +51,7 @@ class Layer(NamedTuple):
         backward_units: the units whose parameters it reads again in its backward.
         first, last: whether it is the first or the last of its stage.
         loss: whether its output is the loss.
+        kind: as `Segment.kind`.
     """
 
     run: Callable[[Tensor | None, Context], Tensor]
@@ -60,6 +61,7 @@ class Layer(NamedTuple):
     first: bool
     last: bool
     loss: bool
+    kind: str
 
 
 def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
@@ -69,7 +71,8 @@ def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
         for i, s in enumerate(mine):
             last = i == len(mine) - 1
             backward_units = s.units if s.weight_in_backward else ()
-            layers.append(Layer(s.run, s.units, backward_units, stage, i == 0, last, last and stage == last_stage))
+            loss = last and stage == last_stage
+            layers.append(Layer(s.run, s.units, backward_units, stage, i == 0, last, loss, s.kind))
     return layers
 
 

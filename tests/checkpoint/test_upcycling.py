@@ -17,7 +17,7 @@ from ndtrain.config import Config, ConfigError, load_config, resolve, world_from
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.setup import model_of_folder
 from ndtrain.engine.train_step import TrainingStep
-from ndtrain.model import tensor_shapes
+from ndtrain.model import params, tensor_shapes
 from ndtrain.model.families.hf_config import from_hf
 from ndtrain.model.init import fill
 from ndtrain.parallel.build import build_stages
@@ -98,7 +98,7 @@ def first_drawn(cfg: Config, name: str) -> torch.Tensor:
     """A tensor of a new model with the run's seed."""
     shape = tensor_shapes(cfg.model)[name]
     out = torch.empty(math.prod(shape), dtype=torch.float64)
-    fill(out, cfg.model, cfg.run.seed, name, 0)
+    fill(out, cfg.model, cfg.run.seed, params(cfg.model)[name], 0)
     return out.view(shape)
 
 

@@ -12,6 +12,7 @@ from ndtrain.config import AXES, ConfigError, ModelConfig, load_config
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, UnitGroups, balanced_split, even_split
 from ndtrain.model.init import fill, fill_all, standard_normal
+from ndtrain.model.spec import Init, Param
 
 sizes = st.integers(1, 4)
 meshes = st.builds(
@@ -179,23 +180,28 @@ def test_any_range_of_initial_weights_can_be_drawn_alone(seed, start, length):
     )
 
 
+def matrix(name: str, init: Init = Init.NORMAL) -> Param:
+    return Param(name, ("mlp", "embed"), "model.layers.0", 0, init=init)
+
+
 def test_initial_weights_are_normal_and_differ_by_name_and_seed():
     a, b, c = (standard_normal(s, n, 0, 100_000) for s, n in ((0, "x.weight"), (0, "y.weight"), (1, "x.weight")))
     assert abs(a.mean()) < 0.02 and abs(a.std() - 1) < 0.02 and abs(a.pow(4).mean() - 3) < 0.15
     assert abs((a * b).mean()) < 0.02 and abs((a * c).mean()) < 0.02
     m = ModelConfig(num_hidden_layers=8)
     out, down = torch.empty(100_000), torch.empty(100_000)
-    fill(out, m, 0, "model.layers.0.mlp.up_proj.weight", 0)
-    fill(down, m, 0, "model.layers.0.mlp.down_proj.weight", 0)
+    fill(out, m, 0, matrix("model.layers.0.mlp.up_proj.weight"), 0)
+    fill(down, m, 0, matrix("model.layers.0.mlp.down_proj.weight", Init.TO_STREAM), 0)
     assert abs(out.std() - 0.02) < 4e-4 and abs(down.std() - 0.02 / 4) < 1e-4
 
 
 def test_a_factor_of_initial_weights():
     m = ModelConfig(init_mult={"*.down_proj.weight": 4, "*.input_layernorm.*": 4})
-    for name, factor in (("down_proj", 4), ("up_proj", 1), ("input_layernorm", 1)):
-        plain, times = torch.empty(100), torch.empty(100)
-        fill(plain, ModelConfig(), 0, f"model.layers.0.{name}.weight", 0)
-        fill(times, m, 0, f"model.layers.0.{name}.weight", 0)
+    inits = ("down_proj", 4, Init.TO_STREAM), ("up_proj", 1, Init.NORMAL), ("input_layernorm", 1, Init.ONES)
+    for name, factor, init in inits:
+        plain, times, param = torch.empty(100), torch.empty(100), matrix(f"model.layers.0.{name}.weight", init)
+        fill(plain, ModelConfig(), 0, param, 0)
+        fill(times, m, 0, param, 0)
         assert torch.equal(times, factor * plain), name
 
 
@@ -203,11 +209,11 @@ def test_a_factor_of_initial_weights():
 def test_initial_weights_do_not_depend_on_threads(threads, monkeypatch):
     """Blocks of runs that begin anywhere, against the whole stream."""
     monkeypatch.setattr("ndtrain.model.init._BLOCK", 7)
-    m, name = load_config([]).model, "model.layers.0.mlp.up_proj.weight"
+    m, param = load_config([]).model, matrix("model.layers.0.mlp.up_proj.weight")
     whole = torch.empty(500, dtype=torch.float64)
-    fill(whole, m, 3, name, 0)
+    fill(whole, m, 3, param, 0)
     out, cuts = torch.zeros(500, dtype=torch.float64), [0, 1, 6, 100, 333, 500]
-    pieces = [(out[a:b], name, a) for a, b in pairwise(cuts)]
+    pieces = [(out[a:b], param, a) for a, b in pairwise(cuts)]
     begun = []
     fill_all(pieces, m, 3, standard_normal, threads, lambda: begun.append(threading.get_ident()))
     assert torch.equal(out, whole)

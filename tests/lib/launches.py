@@ -52,7 +52,8 @@ _COSTS = {kind: Compute(seconds) for kind, seconds in COST.items()}
 
 def _messages(schedule: Schedule, rank: int, comm: NameComm, seconds: float) -> Iterator[Step]:
     layer = partial(Layer, lambda x, ctx: x, (), ())
-    both = lambda stage: [layer(stage, True, False, False), layer(stage, False, True, stage == schedule.stages - 1)]
+    last = schedule.stages - 1
+    both = lambda stage: [layer(stage, True, False, False, "block"), layer(stage, False, True, stage == last, "head")]
     layers = [layer for stage in schedule.stages_of(rank) for layer in both(stage)]
     program = build_program(schedule, rank, Holdings(layers, {}))
     coming: dict[Message, Op] = {}

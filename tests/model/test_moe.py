@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from ndtrain.config import ConfigError, ModelConfig, load_config, resolve
-from ndtrain.model import Transformer, flops, tensor_dims
+from ndtrain.model import Transformer, flops, params, tensor_dims
 from ndtrain.model.block import grouped_linear, wide_linear
 from ndtrain.model.device_kind import meta_stands_for
 from ndtrain.model.families.hf_config import to_hf
@@ -21,7 +21,7 @@ from ndtrain.model.moe.balance import balance_loss, load_entropy, load_max_over_
 from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.model.moe.permutation import Permutation, combine, permute
 from ndtrain.model.moe.router import sigmoid_top_k, softmax_top_k
-from ndtrain.model.transformer import fused_names, unit_of
+from ndtrain.model.transformer import fused_names
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.grouped_linear import GroupedLinear, serves_grouped, sum_of_products
 from ndtrain.parallel.recompute import SavedOps
@@ -272,12 +272,13 @@ def test_recompute_of_mixed_layers_is_counted_by_their_kind():
 
 
 def test_experts_are_a_unit_whose_matrices_of_one_input_are_neighbours():
-    names = [n for n in tensor_dims(SHAPE) if unit_of(n) == "model.layers.2.mlp.experts"]
+    table = params(SHAPE)
+    names = [n for n, p in table.items() if p.unit == "model.layers.2.mlp.experts"]
     of_one_input = ("gate_proj", "up_proj"), ("down_proj",)
     stacks = [[f"model.layers.2.mlp.experts.{x}.{p}.weight" for x in range(4) for p in ps] for ps in of_one_input]
     assert names == stacks[0] + stacks[1]
     assert {tuple(stacks[0]), tuple(stacks[1])} <= set(fused_names(SHAPE))
-    assert unit_of("model.layers.2.mlp.shared_expert.up_proj.weight") == "model.layers.2"
+    assert table["model.layers.2.mlp.shared_expert.up_proj.weight"].unit == "model.layers.2"
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -8,7 +8,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from ndtrain.config import ModelConfig
-from ndtrain.model import Transformer
+from ndtrain.model import Transformer, params
 from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_config import from_hf, to_hf
 from ndtrain.model.init import fill
@@ -85,8 +85,9 @@ def as_drawn(m: ModelConfig) -> dict[str, torch.Tensor]:
 def pair(m: ModelConfig) -> tuple[Transformer, torch.nn.Module]:
     """(ndtrain's model, the `transformers` model), in fp64, with equal weights."""
     ours = Transformer(m, loss_chunk=100).double()
+    table = params(m)
     for name, p in ours.named_parameters():
-        fill(p.data.view(-1), m, 0, name, 0)
+        fill(p.data.view(-1), m, 0, table[name], 0)
         if name.endswith((".bias", "norm.weight")):  # zeros and ones would hide a mistake
             p.data += torch.linspace(-0.2, 0.2, p.numel()).double()
     hf = transformers.AutoConfig.for_model(**to_hf(m))

@@ -6,7 +6,7 @@ import torch
 from ndtrain.config import OptimConfig, load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
-from ndtrain.model import Transformer
+from ndtrain.model import Transformer, params
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE
 from ndtrain.optim import OptimTensor, PerTensorOptimizer, StateSpec, Update, learning_rate
@@ -65,8 +65,9 @@ def test_three_steps_equal_a_plain_loop(mesh, clip, mults):
     cfg = resolve(load_config([*overrides, *same, "train.micro_batch=8"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     model = Transformer(cfg.model).double()
+    table = params(cfg.model)
     for name, p in model.named_parameters():
-        fill(p.data.view(-1), cfg.model, cfg.run.seed, name, 0)
+        fill(p.data.view(-1), cfg.model, cfg.run.seed, table[name], 0)
     o = cfg.optim
     groups = [{"params": [p], **group(name, p.ndim, o, mults)} for name, p in model.named_parameters()]
     adamw = torch.optim.AdamW(groups, lr=o.lr, betas=tuple(o.betas), eps=o.eps)
@@ -76,8 +77,8 @@ def test_three_steps_equal_a_plain_loop(mesh, clip, mults):
         adamw.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip or float("inf"))
-        for params in adamw.param_groups:
-            params["lr"] = params["factor"] * learning_rate(o, step, cfg.train.steps)
+        for of_group in adamw.param_groups:
+            of_group["lr"] = of_group["factor"] * learning_rate(o, step, cfg.train.steps)
         adamw.step()
         assert ours.losses[step - 1] == pytest.approx(loss.item(), rel=1e-12)
         assert ours.norms[step - 1] == pytest.approx(norm.item(), rel=1e-12)

@@ -18,6 +18,7 @@ from ndtrain.config import Config, load_config, resolve, world_from_env
 from ndtrain.distributed.flight_recorder import Entry
 from ndtrain.distributed.mesh import Link, Mesh, MeshSpec
 from ndtrain.engine.train_step import Evaluation, TrainingStep
+from ndtrain.model.transformer import BLOCKS
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.kernel_choice import choose_kernel
 from ndtrain.program.launch_order import Compute, Op, Outcome, Step, Wait, check, simulate
@@ -160,7 +161,7 @@ def with_costs(step: TrainingStep, entries: list) -> None:
     run_pass = executor.run_pass
 
     def timed(run: Run, a: Action) -> None:
-        if ".layers." in executor.layers[run.layer].units[0]:
+        if executor.layers[run.layer].kind in BLOCKS:
             entries.append(Compute(schedules.COST[run.kind]))
         run_pass(run, a)
 

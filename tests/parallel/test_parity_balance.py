@@ -8,6 +8,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from ndtrain.engine.train_step import Evaluation, TrainingStep
+from ndtrain.model import params
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE
@@ -160,7 +161,7 @@ def theirs(name: str) -> tuple[float, float, dict[str, torch.Tensor]]:
     with torch.no_grad():
         for parameter_name, p in as_in_files(dict(model.named_parameters()), m).items():
             whole = torch.empty(p.shape, dtype=p.dtype)
-            fill(whole.view(-1), m, run.cfg.run.seed, parameter_name, 0)
+            fill(whole.view(-1), m, run.cfg.run.seed, params(m)[parameter_name], 0)
             p.copy_(whole)
     lift(model, m)
     (batch,) = make_batches(run.cfg, run.mesh, 1, "uneven")

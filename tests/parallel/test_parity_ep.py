@@ -8,7 +8,7 @@ import pytest
 from ndtrain.config import load_config, resolve
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import flops
-from ndtrain.parallel.recompute import always_saved_ops, plan_recompute
+from ndtrain.parallel.recompute import RecomputeOps, plan_recompute
 from ndtrain.plan.dry import dry_run
 from tests.lib.helpers import config_refusal
 from tests.lib.parity import assemble, compare, rank_run, train
@@ -142,7 +142,7 @@ def test_a_recompute_computes_what_is_not_saved(ep, keep):
     make = lambda *more: resolve(load_config([*model, "train.micro_batch=1", *more]), 2)
     cfg = make("recompute=selective", f"recompute.keep=[{keep}]")
     again = dry_run(cfg, 0, "cpu").flops["matmul"] - dry_run(make(), 0, "cpu").flops["matmul"]
-    (group, *_) = plan_recompute(range(3), cfg.recompute, always_saved_ops(cfg))
+    (group, *_) = plan_recompute(range(3), cfg.recompute, RecomputeOps.of(cfg))
     of_token = flops.op_flops(cfg.model, cfg.train.seq_len)
     skipped = group.save | group.shape_only(0)
     assert {op for op in of_token if op not in skipped} - {"core"} == REPEATED[ep, keep] - {"core"}

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.config import EXPERT_OPS, SAVABLE_OPS, ConfigError, RecomputeConfig, load_config, resolve
-from ndtrain.model.transformer import ops_of_weights, tensor_dims
+from ndtrain.model import params
+from ndtrain.model.transformer import all_ops
 from ndtrain.parallel import recompute_budget
-from ndtrain.parallel.recompute import EXPERTS_DOWN, LAST, RecomputeGroup, SavedOps, plan_recompute, skipped_ops
+from ndtrain.parallel.recompute import RecomputeGroup, RecomputeOps, SavedOps, plan_recompute, skipped_ops
 from ndtrain.parallel.recompute_budget import BlockSizes, Load, choices, load, peak_bytes, plan, recompute_cost
 from ndtrain.schedule import Action
 from tests.lib.parity import FP64, SHAPE, Run, compare, rank_run, train
@@ -115,8 +116,7 @@ def test_shape_only_ops_are_saved_as_a_shape():
 @pytest.mark.parametrize("model", ["llama_debug", "moe_debug", "mixtral_8x7b", "deepseek_v3"])
 def test_every_matrix_of_a_block_has_an_op(model):
     m = resolve(load_config([f"model={model}", "model.num_hidden_layers=5"]), 1).model
-    matrices = {name for name, dims in tensor_dims(m).items() if len(dims) > 1 and ".layers." in name}
-    assert matrices <= set(ops_of_weights(m))
+    assert not [p.name for p in params(m).values() if len(p.dims) > 1 and p.layer is not None and p.op is None]
 
 
 # ----------------------------------------------------------------------------------------------------------- groups
@@ -133,18 +133,21 @@ def test_every_matrix_of_a_block_has_an_op(model):
     ],
 )
 def test_groups_cover_the_blocks_in_order(cfg, sizes):
-    groups = plan_recompute(range(2, 11), cfg)
+    groups = plan_recompute(range(2, 11), cfg, RecomputeOps())
     assert [len(g.layers) for g in groups] == sizes
     assert [i for g in groups for i in g.layers] == (list(range(2, 11)) if sizes else [])
 
 
 def test_what_groups_save_and_skip():
     always = frozenset({"o_proj", "down_proj"})
-    (a, b) = plan_recompute([1, 2, 3], RecomputeConfig(name="every", every=2), always)
-    assert (a, b) == (RecomputeGroup([1, 2], always), RecomputeGroup([3], always))
-    chosen = plan_recompute([1, 2, 3], RecomputeConfig(name="budget"), always, [frozenset({"core"}), None, frozenset()])
-    assert chosen == [RecomputeGroup([1], always | {"core"}), RecomputeGroup([3], always)]
-    plain = plan_recompute([1, 2, 3], RecomputeConfig(name="every", every=2))
+    last = frozenset({"down_proj"})
+    group = lambda layers, save: RecomputeGroup(layers, save, last, last)
+    ops, every = RecomputeOps(always, last), RecomputeConfig(name="every", every=2)
+    assert plan_recompute([1, 2, 3], every, ops) == [group([1, 2], always), group([3], always)]
+    choice = [frozenset({"core"}), None, frozenset()]
+    chosen = plan_recompute([1, 2, 3], RecomputeConfig(name="budget"), ops, choice)
+    assert chosen == [group([1], always | {"core"}), group([3], always)]
+    plain = plan_recompute([1, 2, 3], every, RecomputeOps(last=last))
     assert skipped_ops([1, 2, 3], plain) == [frozenset(), {"down_proj"}, {"down_proj"}]
     assert skipped_ops([1, 2, 3], plain, compiled=True) == [frozenset()] * 3
     assert skipped_ops([1, 2, 3], chosen) == [always | {"core"}, None, always]
@@ -312,7 +315,7 @@ def brute_force(loads: list[Load], sizes: BlockSizes, limit: int, cost: Callable
     ],
 )  # fmt: skip
 def test_the_plan_is_the_best_of_all(loads):
-    draw, always = random.Random(5), frozenset({"core", "o_proj", "down_proj"})
+    draw, always = random.Random(5), frozenset({"core", "o_proj"})
     planned = refused = 0
     for _ in range(60):
         sizes, price = random_sizes(draw), {op: draw.randint(1, 9) for op in SAVABLE_OPS}
@@ -405,8 +408,9 @@ def test_budgets_are_bytes(text, size):
     assert resolve(load_config(["recompute=budget", f"recompute.budget={text}"]), 1).recompute.budget == size
 
 
-def test_all_ops_of_a_block_but_the_last_can_be_saved():
-    matmuls = ops_of_weights(resolve(load_config([]), 1).model).values()
-    assert {*SAVABLE_OPS} == {"core", *matmuls} - {LAST}
-    matmuls = ops_of_weights(resolve(load_config(["model=deepseek_v3"]), 1).model).values()
-    assert {*SAVABLE_OPS, *EXPERT_OPS} == {"core", "dispatch", "combine", *matmuls} - {LAST, EXPERTS_DOWN}
+def test_the_names_that_keep_knows_are_the_savable_ops_of_the_blocks():
+    savable = lambda m: {op.name for op in all_ops(m) if op.savable}
+    dense, experts = (resolve(load_config([f"model={name}"]), 1).model for name in ("llama_debug", "deepseek_v3"))
+    assert {*SAVABLE_OPS} == savable(dense)
+    assert {*SAVABLE_OPS, *EXPERT_OPS} == savable(experts)
+    assert list(SAVABLE_OPS) == [op.name for op in all_ops(dense) if op.savable], "in the order they run"

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from ndtrain.config import load_config, resolve
 from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.model import params
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.init import fill
 from ndtrain.model.loss import IGNORE
@@ -42,8 +43,9 @@ def theirs(packed: bool, lifted: bool) -> tuple[float, dict[str, torch.Tensor]]:
     cfg = resolve(load_config([*RUN, f"data.pack={str(packed).lower()}", "train.micro_batch=8"]), 1)
     hf = transformers.AutoConfig.for_model(**to_hf(cfg.model))
     model = transformers.AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa").double()
+    table = params(cfg.model)
     for name, p in model.named_parameters():
-        fill(p.data.view(-1), cfg.model, cfg.run.seed, name, 0)
+        fill(p.data.view(-1), cfg.model, cfg.run.seed, table[name], 0)
     if lifted:
         lift(model, cfg.model)
     (batch,) = make_batches(cfg, Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")), 1, "uneven")

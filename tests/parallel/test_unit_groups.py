@@ -14,7 +14,6 @@ from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import SHARD_AXES, Layouts, UnitGroups
 from ndtrain.engine.train_step import TrainingStep
-from ndtrain.model.transformer import unit_of
 from ndtrain.parallel.build import build_stages, initialise
 from tests.lib.parity import FP64, SHAPE, assemble, compare, make_batches, rank_run, rank_state, train
 from tests.lib.ranks import run_ranks
@@ -35,7 +34,7 @@ SPLIT = {"model.layers.0": ("fsdp",), "model.layers.1": ("cp",), "model.layers.2
 def mixed_groups(self: Layouts, name: str) -> UnitGroups:
     """Each unit split over axes of its own, and replicated along the others."""
     data_axes = [a for a in self.mesh.order if a in self[name].partial - {"pp", "tp"}]
-    split = SPLIT.get(unit_of(name), SHARD_AXES)
+    split = SPLIT.get(self.units[name], SHARD_AXES)
     apart = [a for a in data_axes if a in split]
     return UnitGroups.of(self.mesh, self.rank, apart, [a for a in data_axes if a not in apart])
 

@@ -18,7 +18,7 @@ from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan import step
 from ndtrain.plan.dry import dry_run
 from ndtrain.plan.events import Collective, Kernel, Piece, Wait
-from ndtrain.plan.pieces import kind_of_layer, record_pieces, update_bytes
+from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.step import RankRecord
 from ndtrain.plan.world import pretended_world
 from ndtrain.program.ops import Run
@@ -82,7 +82,7 @@ def program_of(cfg: Config, rank: int, device: str) -> tuple[list[Run], list[str
     layers = line_up(stages.segments, stages.placement.last)
     row = stages.placement.schedule.table[mesh.coords["pp"]]
     program = [ins.run for action in expand(row, layers, stages.recompute.groups, 1) for ins in action]
-    return program, [kind_of_layer(layer.units, layer.loss) for layer in layers]
+    return program, [layer.kind for layer in layers]
 
 
 def totals(pieces: list[Piece]) -> tuple[dict[str, int], dict[tuple[str, str], int]]:

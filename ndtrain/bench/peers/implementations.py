@@ -25,7 +25,7 @@ from ndtrain.data import Batch
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.train_step import TrainingStep
-from ndtrain.model import Transformer
+from ndtrain.model import Transformer, params
 from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.init import fill, standard_normal
@@ -243,9 +243,10 @@ def own_group() -> dist.ProcessGroup:
 
 def fill_parameters(cfg: Config, module: nn.Module, draw: Draw = standard_normal) -> None:
     """The initial weights of `run.seed`, from `draw`."""
+    table = params(cfg.model)
     for name, p in module.named_parameters():
         for own, tensor in _by_expert(cfg.model, name, p.data):
-            fill(tensor.view(-1), cfg.model, cfg.run.seed, own, 0, draw)
+            fill(tensor.view(-1), cfg.model, cfg.run.seed, table[own], 0, draw)
 
 
 def _by_expert(m: ModelConfig, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -94,6 +94,11 @@ class MoE:
     affinities: Callable[[Tensor], Tensor] = softmax
     bias: str | None = None
 
+    @property
+    def experts(self) -> str:
+        """The path of the experts below a block."""
+        return f"{self.module}.experts"
+
     def is_sparse(self, m: ModelConfig, layer: int) -> bool:
         """Whether a layer has experts; the others have a dense MLP."""
         placed = layer not in m.mlp_only_layers and (layer + 1) % m.decoder_sparse_step == 0

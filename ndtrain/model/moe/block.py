@@ -2,15 +2,12 @@
 arXiv:2401.04088).
 
 Every expert's matrices are parameters of their own, under the names that Hugging Face's files have. In a unit's buffer
-gate and up of all experts lie one behind the other, and then down of all experts (`Block.stacks`), so that one grouped
-product serves each.
+gate and up of all experts lie one behind the other, and then down of all experts, as the table of ops groups them: one
+grouped product serves each.
 
 Shape legend: N tokens, M rows (each token once for each of its experts, sorted by expert), R rows of the experts that
 are here, E hidden_size, F an expert's intermediate size, X experts, K experts of a token.
 """
-
-from collections.abc import Mapping
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +16,15 @@ from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
 from ndtrain.model.block import Block, Ops, Weights
 from ndtrain.model.families.family import Family
+from ndtrain.model.families.moe import MoE
 from ndtrain.model.moe.exchange import Part
 from ndtrain.model.moe.permutation import Permutation, combine, permute
+from ndtrain.model.spec import COMBINE, DISPATCH, OUTPUT, Joins, OpSpec
 from ndtrain.model.swiglu import swiglu
-
-_EXPERTS = "experts", "experts_down"  # the ops of `Block.stacks`
 
 
 class MoEBlock(Block):
     """Pre-norm attention and a mixture of SwiGLU experts, each added to the residual stream."""
-
-    fused = (
-        ("self_attn.q_proj", "self_attn.k_proj"),
-        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-        ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    )
 
     selection_bias: Tensor
 
@@ -70,42 +61,42 @@ class MoEBlock(Block):
             if moe.shared.gated:
                 mixture.add_module(f"{moe.shared.module}_gate", Weights(m, "one", "embed"))
         held = range(resolved(m.num_experts)) if self.held_experts is None else self.held_experts
-        mixture.experts = nn.ModuleDict({str(x): self._make_expert(m, moe.projections) for x in held})
+        mixture.experts = nn.ModuleDict({str(x): self._make_expert(m, moe.projections, x) for x in held})
         return mixture
 
     @staticmethod
-    def _make_expert(m: ModelConfig, projections: tuple[str, str, str]) -> nn.Module:
+    def _make_expert(m: ModelConfig, projections: tuple[str, str, str], x: int) -> nn.Module:
         expert, (gate, up, down) = nn.Module(), projections
-        expert.add_module(gate, Weights(m, "expert_mlp", "embed"))
-        expert.add_module(up, Weights(m, "expert_mlp", "embed"))
-        expert.add_module(down, Weights(m, "embed", "expert_mlp"))
+        expert.add_module(gate, Weights(m, "expert_mlp", "embed", expert=x))
+        expert.add_module(up, Weights(m, "expert_mlp", "embed", expert=x))
+        expert.add_module(down, Weights(m, "embed", "expert_mlp", expert=x))
         return expert
 
     @classmethod
-    def stacks(cls, m: ModelConfig, family: Family) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    def mlp_ops(cls, m: ModelConfig, family: Family) -> tuple[OpSpec, ...]:
         moe, experts = resolved(family.moe), range(resolved(m.num_experts))
-        of_one_input = moe.projections[:2], moe.projections[2:]
-        return tuple(
-            tuple(tuple(f"{moe.module}.experts.{x}.{p}" for p in projections) for x in experts)
-            for projections in of_one_input
+        of_experts = lambda *names: (tuple(f"{moe.experts}.{x}.{name}" for x in experts for name in names),)
+        gate, up, down = moe.projections
+        return (
+            OpSpec("router", ((f"{moe.module}.gate",),), wide=True),
+            OpSpec(DISPATCH, outputs=("embed",), routed=True, joins=Joins.EXPERTS),
+            *cls.shared_expert_ops(moe),
+            OpSpec("experts", of_experts(gate, up), routed=True),
+            OpSpec("experts_down", of_experts(down), routed=True, to_stream=True, read_by=COMBINE),
+            OpSpec(COMBINE, outputs=("embed",), routed=True, joins=Joins.EXPERTS),
+            OpSpec(OUTPUT, outputs=("embed",), joins=Joins.SLICES, last=True),  # the sum of `reduce_routed`
         )
 
     @classmethod
-    def ops_projections(cls, m: ModelConfig, family: Family) -> Mapping[str, tuple[str, ...]]:
-        moe = resolved(family.moe)
-        ops = {op: cls.matmuls[op] for op in ("qkv_proj", "o_proj")} | {"router": (f"{moe.module}.gate",)}
-        if moe.shared:
-            shared = f"{moe.module}.{moe.shared.module}"
-            ops["shared_expert"] = f"{shared}.gate_proj", f"{shared}.up_proj", f"{shared}_gate"
-            ops["shared_expert_down"] = (f"{shared}.down_proj",)
-        of_experts = (tuple(chain.from_iterable(stack)) for stack in cls.stacks(m, family))
-        return ops | dict(zip(_EXPERTS, of_experts, strict=True))
-
-    @classmethod
-    def multiply_adds(cls, m: ModelConfig, family: Family, weights: Mapping[str, int]) -> dict[str, int]:
-        """The experts count as often as a token goes to one; all are of one size."""
-        ops, chosen, experts = super().multiply_adds(m, family, weights), m.num_experts_per_tok, m.num_experts
-        return ops | {op: ops[op] * resolved(chosen) // resolved(experts) for op in _EXPERTS}
+    def shared_expert_ops(cls, moe: MoE) -> tuple[OpSpec, ...]:
+        if moe.shared is None:
+            return ()
+        shared = f"{moe.module}.{moe.shared.module}"
+        gate = ((f"{shared}_gate",),) if moe.shared.gated else ()
+        return (
+            OpSpec("shared_expert", ((f"{shared}.gate_proj", f"{shared}.up_proj"), *gate)),
+            OpSpec("shared_expert_down", ((f"{shared}.down_proj",),), joins=Joins.SLICES, to_stream=True),
+        )
 
     def feed_forward(self, x_NE: Tensor) -> Tensor:
         logits_NX = self.ops.wide_linear(x_NE, self.mixture.gate.weight)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ndtrain.config import Config, ConfigError, ModelConfig, resolve
-from ndtrain.config.checks import SAVABLE_OPS
+from ndtrain.config.schema import SAVABLE_OPS
 from ndtrain.model.flops import block_flops, head_flops
 from ndtrain.plan.candidates import Stages, lighter_ends
 from ndtrain.plan.hardware import Hardware
@@ -209,7 +209,8 @@ def _recompute(row: Row) -> dict[str, Any]:
     name = _named(text(row, "recompute"), _RECOMPUTE, "recompute", "none")
     if name != "selective":
         return {"recompute.name": name}
-    repeated = "gate_up_proj" if OP_LEVEL.search(text(row, "notes")) else "core"
+    core, gate_up = SAVABLE_OPS[1], SAVABLE_OPS[3]
+    repeated = gate_up if OP_LEVEL.search(text(row, "notes")) else core
     return {"recompute.name": name, "recompute.keep": [op for op in SAVABLE_OPS if op != repeated]}
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ndtrain.model.spec import CORE
 from ndtrain.plan.events import Event, Kernel, Piece
 from ndtrain.plan.pieces import Variant
 from ndtrain.plan.predict import StepPlan
@@ -34,7 +35,7 @@ def with_unfused_attention(plan: StepPlan) -> StepPlan:
 
 def _piece(variant: Variant, piece: Piece) -> Piece:
     scores = sum(_scores(e) for e in piece.events if isinstance(e, Kernel) and e.kind == "attention")
-    stays = variant.save is None or variant.recompute or "core" in variant.save
+    stays = variant.save is None or variant.recompute or CORE in variant.save
     kept = KEPT * scores * (0 if variant.kind == "F" and not stays else 1 if variant.kind == "F" else -1)
     peak = KEPT * scores if variant.kind == "F" else 0
     return Piece(tuple(_events(piece)), piece.kept_bytes + kept, piece.peak_bytes + peak)

@@ -17,6 +17,7 @@ from ndtrain.engine.train_step import StepReport
 from ndtrain.model.attention import AttentionMod
 from ndtrain.model.block import Block, Weights
 from ndtrain.model.families import Family
+from ndtrain.model.spec import OpSpec
 from ndtrain.optim import OptimTensor, PerTensorOptimizer, StateSpec
 from ndtrain.plugins import (
     register_attention_mod,
@@ -40,17 +41,16 @@ class SquaredReluConfig(ModelConfig):
 class SquaredReluBlock(Block):
     """An MLP without a gate, whose activation is a power of ReLU (So et al., 2021, arXiv:2109.08668)."""
 
-    fused = (("self_attn.q_proj", "self_attn.k_proj"),)
-    matmuls = {op: names for op, names in Block.matmuls.items() if op != "gate_up_proj"} | {
-        "up_proj": ("mlp.up_proj",),
-        "down_proj": ("mlp.down_proj",),
-    }
-
     def make_mlp(self, m: ModelConfig, family: Family) -> nn.Module:
         mlp = nn.Module()
         mlp.up_proj = Weights(m, "mlp", "embed")
         mlp.down_proj = Weights(m, "embed", "mlp")
         return mlp
+
+    @classmethod
+    def mlp_ops(cls, m: SquaredReluConfig, family: Family) -> tuple[OpSpec, ...]:
+        _, down = super().mlp_ops(m, family)
+        return OpSpec("up_proj", (("mlp.up_proj",),)), down
 
     def feed_forward(self, x_NE: Tensor) -> Tensor:
         (up_NF,) = self.linear(x_NE, self.mlp.up_proj)
