@@ -8,13 +8,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import ndtrain
 from ndtrain.config import load_config, resolve
-from ndtrain.model import flops, params, tensor_shapes
+from ndtrain.model import dim_sizes, flops, params, tensor_shapes
 from ndtrain.model.block import Block
-from ndtrain.model.spec import OpSpec
+from ndtrain.model.spec import CORE, OpSpec
 from ndtrain.model.transformer import all_ops, block_ops
+from tests.lib.stages import RankStages
 
 ROOT = Path(ndtrain.__file__).parent
 
@@ -75,6 +77,30 @@ def test_a_model_declares_what_it_did(name):
 def test_every_shipped_model_is_stored():
     shipped = {f"model {path.stem}" for path in (ROOT.parent / "conf" / "model").glob("*.yaml")}
     assert shipped <= STORED.keys(), "add it to declared.json as `declared` says it"
+
+
+# --------------------------------------------------------------------------------------------- against what is computed
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3"])
+def test_saved_results_have_the_sizes_that_the_table_says(family):
+    sizes = ["train.seq_len=8", "train.micro_batch=2", "train.global_batch=2", "recompute=selective"]
+    rank = RankStages.build([*overrides_of(f"family {family}"), *sizes])
+    m, stages = rank.cfg.model, rank.stages
+    elements = {dim: units * width for dim, (units, width) in dim_sizes(m).items()}
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    ctx, x_NE = stages.context(tokens, tokens, torch.float32), torch.ones(16, m.hidden_size)
+    blocks = [segment for _, segment in stages.in_order if segment.is_block]
+    for i, block in enumerate(blocks):
+        ops = {op.name: op for op in block_ops(m, i) if op.savable}
+        for unit in block.units:
+            stages.units.unshard(unit)
+        with torch.no_grad(), stages.saved_ops.saving("sizes", frozenset(ops)):
+            block.run(x_NE, ctx)
+        for name, nbytes in stages.saved_ops.drop("sizes").items():
+            rows = 16 * (m.num_experts_per_tok if ops[name].routed else 1)
+            softmax = m.num_attention_heads if name == CORE else 0  # the logarithm of each softmax's denominator
+            assert nbytes == 4 * rows * (sum(elements[dim] for dim in ops[name].outputs) + softmax), (i, name)
 
 
 # ------------------------------------------------------------------------------------------------ mistakes of a block
