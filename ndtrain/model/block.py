@@ -134,6 +134,11 @@ def dim_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def dim_elements(m: ModelConfig) -> dict[str, int]:
+    """Named dim -> elements."""
+    return {dim: units * width for dim, (units, width) in dim_sizes(m).items()}
+
+
 class Weights(nn.Module):
     """Parameters `weight` and perhaps `bias`, declared by their dims, without a forward: the ops read them.
 
@@ -150,7 +155,7 @@ class Weights(nn.Module):
         super().__init__()
         self.expert = expert
         self.dims: dict[str, Dims] = {"weight": dims} | ({"bias": dims[:1]} if bias else {})
-        sizes = {name: units * width for name, (units, width) in dim_sizes(m).items()}
+        sizes = dim_elements(m)
         shape = lambda named: tuple(sizes[d] for d in named)
         self.weight = nn.Parameter(torch.empty(shape(dims)))
         self.bias: nn.Parameter | None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
-from ndtrain.model.block import dim_sizes
+from ndtrain.model.block import dim_elements
 from ndtrain.model.families import family_of
 from ndtrain.model.transformer import block_ops, block_params, kinds
 
@@ -22,7 +22,7 @@ from ndtrain.model.transformer import block_ops, block_params, kinds
 
 def block_shapes(m: ModelConfig, index: int = 0) -> dict[str, tuple[int, ...]]:
     """Every parameter of a block: name below the block -> shape."""
-    sizes = {d: units * width for d, (units, width) in dim_sizes(m).items()}
+    sizes = dim_elements(m)
     return {p.name: tuple(sizes[d] for d in p.dims) for p in block_params(m, index)}
 
 
@@ -38,7 +38,7 @@ def block_parameters(m: ModelConfig, index: int = 0) -> int:
 
 def expert_parameters(m: ModelConfig) -> int:
     """All parameters of the experts that tokens are routed to."""
-    sizes = {d: units * width for d, (units, width) in dim_sizes(m).items()}
+    sizes = dim_elements(m)
     of_experts = lambda i: (p.dims for p in block_params(m, i) if p.expert is not None)
     return over_layers(m, lambda i: sum(math.prod(sizes[d] for d in dims) for dims in of_experts(i)))
 

@@ -68,7 +68,7 @@ def fill_all(
     threads: int,
     begin: Callable[[], None] | None = None,
 ) -> None:
-    """As `fill` of each (out, param, start), block by block in so many threads. The values do not depend on them.
+    """As `fill` of each (out, param, start), block by block in `threads` threads. The values do not depend on them.
 
     Args:
         begin: what each thread calls first; None: nothing.

@@ -99,5 +99,5 @@ class OpSpec:
         return (f"{projection}.weight" for neighbours in self.projections for projection in neighbours)
 
     def flops(self, seq_len: int) -> int:
-        """Forward FLOPs a token, in a sequence of so many keys."""
+        """Return the forward FLOPs a token, in a sequence of `seq_len` keys."""
         return 2 * (self.multiply_adds + seq_len * self.multiply_adds_a_key)

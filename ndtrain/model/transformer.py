@@ -21,7 +21,7 @@ from ndtrain.config.schema import resolved
 from ndtrain.model.attention.custom_op import handle
 from ndtrain.model.attention.mods import attention_mod
 from ndtrain.model.attention.scores import Scores, alibi_slopes
-from ndtrain.model.block import Block, Context, Ops, Weights, declared, dim_sizes
+from ndtrain.model.block import Block, Context, Ops, Weights, declared, dim_elements
 from ndtrain.model.families import family_of
 from ndtrain.model.latent_block import LatentBlock, LatentMoEBlock
 from ndtrain.model.moe.block import MoEBlock
@@ -86,7 +86,7 @@ def block_ops(m: ModelConfig, index: int = 0) -> list[OpSpec]:
     Raises:
         ValueError: an op names a projection that the block does not have.
     """
-    dims, sizes = {p.name: p.dims for p in block_params(m, index)}, _sizes(m)
+    dims, sizes = {p.name: p.dims for p in block_params(m, index)}, dim_elements(m)
     return [_with_sizes(op, m, dims, sizes) if op.projections else op for op in op_table(m, index)]
 
 
@@ -131,11 +131,6 @@ def params(m: ModelConfig) -> dict[str, Param]:
     return {p.name: p for p in table}
 
 
-def _sizes(m: ModelConfig) -> dict[str, int]:
-    """Named dim -> its elements."""
-    return {dim: units * width for dim, (units, width) in dim_sizes(m).items()}
-
-
 def tensor_dims(m: ModelConfig) -> dict[str, Dims]:
     """Every parameter of the model, in order: Hugging Face name -> named dims."""
     return {name: p.dims for name, p in params(m).items()}
@@ -143,7 +138,7 @@ def tensor_dims(m: ModelConfig) -> dict[str, Dims]:
 
 def tensor_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model, in order: Hugging Face name -> shape."""
-    sizes = _sizes(m)
+    sizes = dim_elements(m)
     return {name: tuple(sizes[d] for d in dims) for name, dims in tensor_dims(m).items()}
 
 

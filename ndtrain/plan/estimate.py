@@ -91,7 +91,7 @@ class Place:
     def __init__(self, cfg: Config, hardware: Hardware, rates: Rates, costs: ModelCosts | None = None):
         self.cfg, self.hardware, self.rates = cfg, hardware, rates_for(rates, cfg)
         self.costs = costs or ModelCosts.of(cfg)
-        self.ops = RecomputeOps.of(cfg, self.costs.ops)
+        self.recompute_ops = RecomputeOps.of(cfg, self.costs.ops)
         self.shapes, self.prices = LocalShapes.of(cfg), Prices(hardware, rates, MeshSpec.of(cfg.mesh))
         self.pp, self.fsdp, self.cp, self.tp = (cfg.mesh.pp, cfg.mesh.fsdp, cfg.mesh.cp, cfg.mesh.tp)
         self.microbatches = cfg.microbatches
@@ -154,7 +154,7 @@ class Place:
         ops, boundary = self._op_elements, math.prod(self.shapes.stream)
         if name == "none":
             return boundary + sum(ops.values())
-        saved = set(kept if name == "selective" else ()) | self.ops.always
+        saved = set(kept if name == "selective" else ()) | self.recompute_ops.always
         return boundary + sum(size for op, size in ops.items() if op in saved)
 
     @cached_property
@@ -231,7 +231,7 @@ class Place:
         name, kept = recompute
         if name == "none":
             return 0.0
-        saved = set(kept if name == "selective" else ()) | self.ops.always | self.ops.last
+        saved = set(kept if name == "selective" else ()) | self.recompute_ops.always | self.recompute_ops.last
         return self.layers * sum(seconds for op, seconds in self._op_seconds.items() if op not in saved)
 
     @cached_property

@@ -12,8 +12,8 @@ import torch
 
 import ndtrain
 from ndtrain.config import load_config, resolve
-from ndtrain.model import dim_sizes, flops, params, tensor_shapes
-from ndtrain.model.block import Block
+from ndtrain.model import flops, params, tensor_shapes
+from ndtrain.model.block import Block, dim_elements
 from ndtrain.model.spec import CORE, OpSpec
 from ndtrain.model.transformer import all_ops, block_ops
 from tests.lib.stages import RankStages
@@ -87,7 +87,7 @@ def test_saved_results_have_the_sizes_that_the_table_says(family):
     sizes = ["train.seq_len=8", "train.micro_batch=2", "train.global_batch=2", "recompute=selective"]
     rank = RankStages.build([*overrides_of(f"family {family}"), *sizes])
     m, stages = rank.cfg.model, rank.stages
-    elements = {dim: units * width for dim, (units, width) in dim_sizes(m).items()}
+    elements = dim_elements(m)
     tokens = torch.zeros(2, 8, dtype=torch.long)
     ctx, x_NE = stages.context(tokens, tokens, torch.float32), torch.ones(16, m.hidden_size)
     blocks = [segment for _, segment in stages.in_order if segment.is_block]

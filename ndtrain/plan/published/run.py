@@ -14,6 +14,7 @@ from typing import Any
 from ndtrain.config import Config, ConfigError, ModelConfig, resolve
 from ndtrain.config.schema import SAVABLE_OPS
 from ndtrain.model.flops import block_flops, head_flops
+from ndtrain.model.spec import CORE
 from ndtrain.plan.candidates import Stages, lighter_ends
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.pieces import record_pieces
@@ -209,8 +210,8 @@ def _recompute(row: Row) -> dict[str, Any]:
     name = _named(text(row, "recompute"), _RECOMPUTE, "recompute", "none")
     if name != "selective":
         return {"recompute.name": name}
-    core, gate_up = SAVABLE_OPS[1], SAVABLE_OPS[3]
-    repeated = gate_up if OP_LEVEL.search(text(row, "notes")) else core
+    gate_up = SAVABLE_OPS[-1]
+    repeated = gate_up if OP_LEVEL.search(text(row, "notes")) else CORE
     return {"recompute.name": name, "recompute.keep": [op for op in SAVABLE_OPS if op != repeated]}
 
 
