@@ -153,6 +153,28 @@ def test_what_groups_save_and_skip():
     assert skipped_ops([1, 2, 3], chosen) == [always | {"core"}, None, always]
 
 
+SHARED = ["model=moe_debug", "model.model_type=qwen2_moe", "model.shared_expert_intermediate_size=64"]
+TRAVELS = {
+    "tp": (2, ["mesh.tp=2"], {"o_proj", "down_proj"}),
+    "cp": (2, ["mesh.cp=2"], {"core"}),
+    "fsdp and pp": (4, ["mesh.fsdp=2", "mesh.pp=2"], set()),
+    "tp, shared experts": (2, [*SHARED, "mesh.tp=2"], {"o_proj", "shared_expert_down", "down_proj"}),
+    "ep": (2, ["model=moe_debug", "mesh.fsdp=2", "mesh.ep=2"], {"dispatch", "combine"}),
+    "ep and cp": (2, ["model=moe_debug", "mesh.cp=2", "mesh.ep=2"], {"core", "dispatch", "combine"}),
+}
+
+
+@pytest.mark.parametrize("case", TRAVELS)
+def test_results_that_travel_are_saved_in_every_mode(case):
+    ranks, overrides, sent = TRAVELS[case]
+    ops = RecomputeOps.of(resolve(load_config([*overrides, "recompute=full"]), ranks))
+    assert ops.always == sent
+    assert ops.last == {"down_proj"}
+    of_experts = {"experts_down"} if "model=moe_debug" in overrides else set()
+    assert ops.unread(frozenset({"combine"})) == {"down_proj"} | of_experts
+    assert ops.unread(frozenset({"core"})) == {"down_proj"}
+
+
 # ----------------------------------------------------------------------------------------------------- communication
 
 
