@@ -169,9 +169,9 @@ def plugin_run(folder: Path, *overrides: str) -> list[str]:
 
 def test_trains_saves_and_resumes_on_another_mesh(tmp_path):
     one, cut = tmp_path / "one", tmp_path / "cut"
-    assert run_ranks(train, 1, arguments(one)) == [0]
-    assert run_ranks(train, 4, arguments(cut, "mesh.fsdp=2", "mesh.tp=2", "train.stop_at=4")) == [0] * 4
-    assert run_ranks(train, 2, arguments(cut, "mesh.dp=2", "resume=auto")) == [0, 0]
+    assert run_ranks(train, 1, plugin_run(one)) == [0]
+    assert run_ranks(train, 4, plugin_run(cut, "mesh.fsdp=2", "mesh.tp=2", "train.stop_at=4")) == [0] * 4
+    assert run_ranks(train, 2, plugin_run(cut, "mesh.dp=2", "resume=auto")) == [0, 0]
     losses = [[row["loss"] for row in rows(folder)] for folder in (one, cut)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
