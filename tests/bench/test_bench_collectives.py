@@ -81,6 +81,7 @@ FACTORS: dict[str, Callable[[int], float]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_two_ranks_all_right(tmp_path, capsys):
     with mock.patch.object(collectives, "on_ranks", forked):
         said, results = run_bench([], tmp_path, capsys)

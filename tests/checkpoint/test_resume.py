@@ -280,6 +280,7 @@ def test_transformers_opens_a_checkpoint(variant, tmp_path, corpus):
         assert (logits - theirs(ids).logits).abs().max() < 1e-5
 
 
+@pytest.mark.full
 def test_split_files(tmp_path, corpus):
     """Files of at most 100 kB with an index that names every tensor once; resumed as one, also into whole files."""
     split, whole = tmp_path / "split", tmp_path / "whole"

@@ -147,8 +147,13 @@ def test_the_next_save_waits_for_the_one_in_progress_and_returns_it(tmp_path):
         assert equal(run.values(), expected)
 
 
-MESHES = {"fsdp2": ["mesh.fsdp=2"], "zero1": ["mesh.fsdp=2", "mesh.zero=1"], "dp2": ["mesh.dp=2"], "tp2": ["mesh.tp=2"]}
-MORE = {"pp2": ["mesh.pp=2", "schedule=zb_v", "model.num_hidden_layers=4"], "cp2": ["mesh.cp=2", "mesh.zero=2"]}
+MESHES = {"fsdp2": ["mesh.fsdp=2"], "tp2": ["mesh.tp=2"]}
+MORE = {
+    "zero1": ["mesh.fsdp=2", "mesh.zero=1"],
+    "dp2": ["mesh.dp=2"],
+    "pp2": ["mesh.pp=2", "schedule=zb_v", "model.num_hidden_layers=4"],
+    "cp2": ["mesh.cp=2", "mesh.zero=2"],
+}
 
 
 def train_while_saving(overrides: list[str], folder: str) -> list[float]:

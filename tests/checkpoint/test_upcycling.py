@@ -102,7 +102,7 @@ def first_drawn(cfg: Config, name: str) -> torch.Tensor:
     return out.view(shape)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.full), "mixtral"])
 def test_computes_what_the_dense_model_does(family, tmp_path):
     """With weights that add up to 1, the first loss is the dense one's. One process and experts on two ranks start from
     the same bits: each expert is the layer's MLP, and the router is that of a new model. A rank reads no more than it

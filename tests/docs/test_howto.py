@@ -58,11 +58,13 @@ def test_an_optimizer_a_rate_a_logger_and_a_callback_train_together(folder: Path
     assert float(rows[3][2]) == pytest.approx(1e-3 / 4**0.5)
 
 
+@pytest.mark.full
 def test_a_callback_ends_the_run(folder: Path):
     done = train(folder, "plugins=[my_package.loss_guard]", "callbacks.loss_guard.most=0.5", "run.dir=guarded")
     assert done.returncode == 1 and "exceeds callbacks.loss_guard.most=0.5" in done.stderr
 
 
+@pytest.mark.full
 def test_a_source_gives_the_corpus(folder: Path):
     done = train(folder, "plugins=[my_package.notes]", "data=notes", "data.path=notes.db", "run.dir=from_notes")
     assert done.returncode == 0, done.stderr

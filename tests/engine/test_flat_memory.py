@@ -56,6 +56,7 @@ def growth(tmp_path: Path, first: int, last: int, overrides: list[str]) -> int:
     return watch.bytes[last] - watch.bytes[first]
 
 
+@pytest.mark.full
 def test_memory_is_flat_over_saves_evaluations_and_samples(tmp_path):
     """A checkpoint has 1.1 MB here: one that stays at each of the 20 saves would be 22 MB."""
     assert growth(tmp_path, 20, 60, ALL) < 4 << 20

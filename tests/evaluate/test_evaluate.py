@@ -74,6 +74,7 @@ def test_of_a_training_on_a_mesh(run, tmp_path):
         assert evaluate(folder).loss == pytest.approx(losses(folder)[3], abs=1e-9)
 
 
+@pytest.mark.full
 def test_other_data_is_read_with_its_tokenizer(tmp_path, capsys):
     folder = tmp_path / "corpus"
     folder.mkdir()

@@ -145,6 +145,7 @@ def losses(*overrides: str, steps: int = 50) -> tuple[list[float], TrainingStep]
     return [step.run(i, make_batches(cfg, mesh, 1 + i % 3, "none")).wait().loss for i in range(1, steps + 1)], step
 
 
+@pytest.mark.full
 def test_training_with_bf16_moments_stays_near_fp32():
     wide, reference = losses()
     narrow, step = losses(BF16)
@@ -187,6 +188,7 @@ def save_or_resume(overrides: list[str], source: Path | None, folder: Path) -> N
     assert [s.error for s in (*saver.save(State(2, 0, {})), *saver.wait())] == [None]
 
 
+@pytest.mark.full
 def test_bf16_moments_go_from_mesh_to_mesh(tmp_path):
     first, again, wide, back = (tmp_path / name / "step-00000002" for name in ("first", "again", "wide", "back"))
     run_ranks(save_or_resume, 2, ["mesh.fsdp=2", BF16], None, first.parent)

@@ -155,6 +155,7 @@ def test_compiled_of_any_shape(maps, scaled, compiled):
         same(train(slices, special, scaled=scaled), want)
 
 
+@pytest.mark.full
 def test_one_kernel(compiled):
     """Of all that the update reads and writes; counted in the code that the compiler generates."""
     from torch._inductor import config, metrics

@@ -73,6 +73,7 @@ def test_in_fp32(kernel, names):
 @pytest.mark.parametrize(
     "sharding", ["zigzag", *(pytest.param(s, marks=pytest.mark.full) for s in list(SHARDINGS)[1:])]
 )
+@pytest.mark.full
 def test_flex(sharding):
     names = ["everything"] if sharding == "zigzag" else VARIANTS
     check("flex", [(SHARDINGS[sharding], name) for name in names], 1e-10)

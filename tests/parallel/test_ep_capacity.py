@@ -250,6 +250,7 @@ def waits_of_a_step(several: list[list[str]]) -> list[Counter[str]]:
     return waits_of_each
 
 
+@pytest.mark.full
 def test_no_layer_waits():
     """Without a capacity each layer of a microbatch waits for its counts (their copy to the host, whose list is then
     read). With one the step waits once."""
@@ -278,6 +279,7 @@ def evaluated(several: list[list[str]]) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_an_evaluation_drops_nothing():
     for before, loss, with_capacity, loss_with_capacity in run_ranks(
         evaluated, 2, [[], ["moe.capacity=1"]], timeout=600

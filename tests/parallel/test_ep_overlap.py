@@ -77,6 +77,7 @@ def test_bits_beside_other_axes(recompute, zero):
 
 
 @pytest.mark.parametrize("schedule", [pytest.param(s, marks=[FULL] * (s != "zb_h1")) for s in SCHEDULES])
+@pytest.mark.full
 def test_bits_of_schedules(schedule):
     """The backward of weights may be an action of its own."""
     layers = f"model.num_hidden_layers={SCHEDULES[schedule]}"
@@ -110,6 +111,7 @@ def test_what_is_sent(parts, recompute):
         ),
     ],
 )  # fmt: skip
+@pytest.mark.full
 def test_no_program_deadlocks(world, overrides):
     check(program([*EXPERTS, *overrides, OVERLAP], world))
 

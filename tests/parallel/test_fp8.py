@@ -225,6 +225,7 @@ def losses(precision: str, steps: int) -> np.ndarray:
     return np.array([step.run(i, batches(i)).wait().loss for i in range(1, steps + 1)])
 
 
+@pytest.mark.full
 def test_the_loss_falls_as_in_bf16():
     narrow, wide = losses("fp8", 60), losses("bf16", 60)
     # with AVX2 alone bf16 is computed otherwise, and means of ten steps differ by 2.1 %

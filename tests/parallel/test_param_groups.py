@@ -64,6 +64,7 @@ def test_a_factor_of_every_parameter_is_one_of_the_learning_rate(precision):
 
 
 @pytest.mark.parametrize("mesh", ["mesh.ep=2", pytest.param("mesh.zero=1", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_factors_of_experts_on_a_mesh(mesh):
     """Weights and moments after three steps, against one process."""
     model, factors = [*EXPERTS, *MODELS["qwen2-moe"], "model.num_experts=8"], f"{{{DOWN}:4}}"

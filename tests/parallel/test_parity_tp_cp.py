@@ -102,7 +102,7 @@ VARIANTS = {
 }
 
 
-DEFAULT = ("whole vocabulary", "biases", "qwen3, whole residual stream", "window", "softcap", "alibi, ulysses")
+DEFAULT = ("biases", "qwen3, whole residual stream", "window", "alibi, ulysses")
 
 
 @pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.full) for n in VARIANTS])

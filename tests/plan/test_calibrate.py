@@ -88,6 +88,7 @@ def test_launches_of_larger_cases_count_and_their_updates_do_not():
     assert calibrate.host_rates([larger, small, large]) == pytest.approx({"launch_s": 0.3, "step_s": 0.1})
 
 
+@pytest.mark.full
 def test_every_model_is_cut_over_every_axis():
     models = {(c.model.hidden_size, c.train.seq_len, c.model.vocab_size) for c in calibrate.cases("bf16", 1, "cpu")}
     assert len(models) == len(calibrate.SHAPES)
@@ -100,6 +101,7 @@ def test_every_model_is_cut_over_every_axis():
     assert sorted(cut) == sorted((*model, axis) for model in models for axis in calibrate.AXES)
 
 
+@pytest.mark.full
 def test_what_collectives_cost_beside_their_time_is_what_predictions_lack(monkeypatch):
     """Steps that take as long as predictions with rates of ours say lead back to these rates, one of them disturbed."""
     monkeypatch.setattr(calibrate, "SHAPES", [(2048, 5632, 16, 8, 8192, 2048, 2)] * 2)

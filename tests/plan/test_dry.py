@@ -37,7 +37,7 @@ CONSTANTS = 8  # bytes of constants that a process makes once, in whichever of i
 SETTLE_S = 0.02  # gloo's thread lets go of what an all-reduce has summed only some time after its end
 
 DEFAULT = {
-    2: ["mesh.fsdp=2 recompute=selective", "mesh.tp=2 tp.overlap=true", "mesh.pp=2 schedule=zb_v", "mesh.cp=2"],
+    2: ["mesh.fsdp=2 recompute=selective", "mesh.pp=2 schedule=zb_v"],
 }
 FULL = {
     1: [
@@ -51,6 +51,7 @@ FULL = {
         "model.alibi=true",
     ],
     2: [
+        "mesh.tp=2 tp.overlap=true", "mesh.cp=2",
         "mesh.dp=2", "mesh.fsdp=2 mesh.zero=1", "mesh.fsdp=2 mesh.zero=2", "mesh.fsdp=2 mesh.zero=3",
         "mesh.fsdp=2 precision.compute=bf16 recompute=full", "mesh.fsdp=2 optim.offload=true",
         "mesh.fsdp=2 mesh.zero=1 optim.offload=true precision.compute=bf16", "mesh.fsdp=2 optim.state_dtype=bf16",

@@ -50,6 +50,7 @@ def test_every_row_is_of_a_model_whose_parameters_are_counted():
     assert listed <= set(PARAMETERS) and len(listed) >= 10 and {gpus for gpus, _ in ROWS.values()} == {1, 8, 64}
 
 
+@pytest.mark.full
 def test_the_recipes_continue_with_a_small_rate():
     for words in PARAMETERS:
         cfg = load_config(words.split())

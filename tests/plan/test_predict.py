@@ -149,11 +149,13 @@ def of_experts(imbalance: float = 1.0, more: str = ""):
     return Predictor(H100, Rates(imbalance=imbalance)).predict(cfg)
 
 
+@pytest.mark.full
 def test_buffers_of_a_capacity_are_as_large_however_rows_are_routed():
     predicted = [of_experts(imbalance, "moe.capacity=1.5") for imbalance in (1.0, 2.0)]
     assert predicted[0] == predicted[1]
 
 
+@pytest.mark.full
 def test_a_fuller_rank_holds_up_the_others():
     even, uneven = of_experts(), of_experts(imbalance=1.5)
     assert uneven.waterfall["exposed ep"] == pytest.approx(1.5 * even.waterfall["exposed ep"], rel=0.02)

@@ -311,7 +311,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_workers_end_with_a_search_that_is_killed(sent, tmp_path):
     script = tmp_path / "busy.py"
     script.write_text(BUSY)

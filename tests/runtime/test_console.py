@@ -57,7 +57,14 @@ def test_a_command_runs_as_its_module_does(args, status, text):
     assert text in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("args", ["bench --help", "checkpoint --help", "schedule schedule=1f1b pp=2 microbatches=4"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param("bench --help", marks=pytest.mark.full),
+        "checkpoint --help",
+        pytest.param("schedule schedule=1f1b pp=2 microbatches=4", marks=pytest.mark.full),
+    ],
+)
 def test_output_into_a_pipe_that_nobody_reads_ends_without_a_traceback(args):
     """`ndtrain bench --help | head -1`, where head has ended before the command writes."""
     reader, writer = os.pipe()

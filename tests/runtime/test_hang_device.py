@@ -144,6 +144,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("fault", "mesh", "victim", "axis"), CASES)
+@pytest.mark.full
 def test_a_hang_of_a_device_is_diagnosed(fault, mesh, victim, axis, tmp_path, corpus):
     """Nothing blocks the hosts. All is as on a CPU: who, when, the exit code, exit.json and the ranks' files."""
     folder = tmp_path / "run"
