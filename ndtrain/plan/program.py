@@ -63,6 +63,8 @@ def run(options: Options, overrides: Sequence[str]) -> None:
         f"rank {options.rank} ({where}), {cfg.schedule.name}, {cfg.microbatches} microbatches, zero={cfg.mesh.zero}\n"
     )
     print("\n".join(lines(cfg, step, plan)))
+    step.prove()
+    print(f"\nproved under NCCL's rules for all {len(step.ranks)} pipeline ranks: none waits for ever")
     if options.json:
         write_file("json", options.json, json.dumps(as_json(plan), indent=1))
 

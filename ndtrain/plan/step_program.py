@@ -23,6 +23,7 @@ from ndtrain.parallel.recompute import NOTHING, RecomputeGroup, RecomputeOps, pl
 from ndtrain.parallel.unit import StatePlan
 from ndtrain.plan.variants import Variant, variants
 from ndtrain.program.build import Holdings, UnitFacts, build_program
+from ndtrain.program.launch_order import check, launches
 from ndtrain.program.ops import Op, RankProgram, Run, Turn
 from ndtrain.program.passes import Layer, line_up
 from ndtrain.schedule import Schedule, forwards
@@ -79,6 +80,17 @@ class StepProgram:
         """Yield (rank, its turn) for all turns of one of the schedules, in an order in which they can run."""
         programs = [rank.program if schedule is self.schedule else rank.look_ahead for rank in self.ranks]
         return ((rank, programs[rank].turns[index]) for rank, index in _order(schedule))
+
+    def prove(self) -> None:
+        """Run the launches of all pipeline ranks under NCCL's rules.
+
+        Raises:
+            LaunchOrderError: a rank would wait for ever; the message says for what.
+        """
+        for schedule in (self.look_ahead, self.schedule):
+            if schedule is not None:
+                programs = [rank.program if schedule is self.schedule else rank.look_ahead for rank in self.ranks]
+                check({i: list(launches(p, i, schedule.rank_of)) for i, p in enumerate(programs) if p is not None})
 
     @classmethod
     def of(cls, cfg: Config, compiled: bool = False, device: str = "cuda") -> "StepProgram":

@@ -13,11 +13,20 @@ queued before it on the same rank, which the later entries wait for too.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ndtrain.program import ops
+from ndtrain.program.ops import RankProgram
+from ndtrain.schedule import COST, Message
+
 Members = tuple[int, ...]  # global ranks
+NameComm = Callable[[int, int], str]  # (source, target) -> communicator
+
+
+class LaunchOrderError(RuntimeError):
+    """The launches of the ranks do not fit together. The message names the ranks and the operations."""
 
 
 class Op:
@@ -186,7 +195,9 @@ class _Ranks:
             mine[link] = op
             return
         if op.nbytes != other.nbytes:
-            raise AssertionError(f"a message over {link} has {op.nbytes} bytes at one end, {other.nbytes} at the other")
+            raise LaunchOrderError(
+                f"a message over {link} has {op.nbytes} bytes at one end, {other.nbytes} at the other"
+            )
         until = max(op.began, other.began) + max(op.seconds, other.seconds)
         for x in (op, other):
             x.until = max(x.until, until)
@@ -202,7 +213,7 @@ class _Ranks:
         together = list(begun.values())
         begun.clear()
         if len({(x.name, x.nbytes) for x in together}) > 1:
-            raise AssertionError(f"ranks disagree on a collective over {op.comm}: {[str(x) for x in together]}")
+            raise LaunchOrderError(f"ranks disagree on a collective over {op.comm}: {[str(x) for x in together]}")
         until = max(x.began for x in together) + max(x.seconds for x in together)
         for x in together:
             x.until, x.left = until, 0
@@ -249,7 +260,7 @@ def simulate(programs: Mapping[int, Program | Mapping[int, Program]]) -> Outcome
     """Runs the programs of all ranks: rank -> its steps, or thread -> steps.
 
     Raises:
-        AssertionError: the members of a collective launch different ones.
+        LaunchOrderError: the members of a collective launch different ones.
     """
     ranks = _Ranks(programs)
     ranks.run()
@@ -260,8 +271,93 @@ def check(programs: Mapping[int, Program | Mapping[int, Program]]) -> Outcome:
     """As `simulate`.
 
     Raises:
-        AssertionError: a deadlock; the message names what waits for what.
+        LaunchOrderError: a deadlock; the message names what waits for what.
     """
     outcome = simulate(programs)
-    assert not outcome.stuck, "deadlock:\n  " + "\n  ".join(outcome.stuck)
+    if outcome.stuck:
+        raise LaunchOrderError("deadlock:\n  " + "\n  ".join(outcome.stuck))
     return outcome
+
+
+# ----------------------------------------------------------------------------------------------- from ranks' programs
+
+
+def a_pair_each(source: int, target: int) -> str:
+    """Name the communicator of the messages from one pp rank to another, as `Mesh.links` makes them."""
+    return f"pp {source} to {target}"
+
+
+_COSTS = {kind: Compute(seconds) for kind, seconds in COST.items()}
+
+
+def launches(
+    program: RankProgram, rank: int, rank_of: Sequence[int], comm: NameComm = a_pair_each, seconds: float = 0.0
+) -> Iterator[Step]:
+    """Yield what a pipeline rank launches and waits for. Each action computes for as long as `COST` says.
+
+    The collectives over the other axes have this rank as their only member: the ranks along these axes run the same
+    program, so they launch the same collectives in the same order.
+
+    Args:
+        rank_of: stage -> pp rank.
+        comm: names the communicator of each pair.
+        seconds: of a message.
+    """
+    own = _Own(rank)
+    coming: dict[Message, Op] = {}
+    for op in program.begin:
+        yield from own.steps(op)
+    for turn in program.turns:
+        at = f"{turn.action.kind} of microbatch {turn.action.microbatch} on stage {turn.action.stage}"
+        for message, source in turn.posts:
+            coming[message] = Op("receives", comm(source, rank), (), (source,), (), 0, seconds, at)
+            yield coming[message]
+        compute = _COSTS[turn.action.kind]
+        for op in turn.ops:
+            if isinstance(op, ops.Receive) and turn.needs is not None:
+                yield Wait(coming.pop(turn.needs))
+            elif isinstance(op, ops.Send) and turn.gives is not None:
+                yield compute
+                compute = None
+                target = rank_of[turn.gives.stage]
+                own.leaving.append(Op("sends", comm(rank, target), (target,), (), (), 0, seconds, at))
+                yield own.leaving[-1]
+            else:
+                yield from own.steps(op, at)
+        if compute is not None:
+            yield compute
+    for op in program.end:
+        yield from own.steps(op)
+
+
+class _Own:
+    """The operations of a rank that are no messages between stages, and its messages that are leaving."""
+
+    def __init__(self, rank: int):
+        self.rank, self.leaving = rank, list[Op]()
+        self._running: dict[tuple[str, str], list[Op]] = defaultdict(list)
+
+    def steps(self, op: ops.Op, at: str = "") -> Iterator[Step]:
+        match op:
+            case ops.Gather(unit):
+                yield self._launch("all_gather", "gathers", unit, at)
+            case ops.Await(unit):
+                yield from self._wait("all_gather", unit)
+            case ops.Reduce(unit):
+                yield self._launch("reduce_scatter", "reductions", unit, at)
+            case ops.Collect(unit, _):
+                yield from self._wait("reduce_scatter", unit)
+            case ops.Sum(axes, _):
+                yield self._launch("all_reduce", axes, axes, at)
+            case ops.AwaitSums(axes):
+                yield from self._wait("all_reduce", axes)
+            case ops.FinishSends():
+                yield from map(Wait, self.leaving)
+
+    def _launch(self, name: str, comm: str, key: str, at: str) -> Op:
+        op = Op(name, f"{comm} of pp rank {self.rank}", members=(self.rank,), at=at)
+        self._running[name, key].append(op)
+        return op
+
+    def _wait(self, name: str, key: str) -> Iterator[Step]:
+        yield from map(Wait, self._running.pop((name, key), []))

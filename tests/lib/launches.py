@@ -1,8 +1,8 @@
 """The launches and waits of every rank, as programs for `ndtrain/program/launch_order.py`.
 
-`pipeline` reads the messages of a schedule off the ranks' programs. `of_journal` reads
-the flight recorder's journal of a run: of real gloo ranks, or of one process that runs the program of each rank in
-turn on PyTorch's fake process group (`on_fake_ranks`).
+`pipeline` reads the messages of a schedule off the ranks' programs. `of_journal` reads the flight recorder's journal of
+a run: of real gloo ranks, or of one process that runs the program of each rank in turn on PyTorch's fake process group
+(`on_fake_ranks`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +17,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ndtrain.distributed.flight_recorder import RECORDER, Entry
 from ndtrain.program.build import Holdings, build_program
-from ndtrain.program.launch_order import Compute, Op, Start, Step, Wait
-from ndtrain.program.ops import Receive, Send
+from ndtrain.program.launch_order import Compute, NameComm, Op, Start, Step, Wait, a_pair_each, launches
+from ndtrain.program.ops import RankProgram
 from ndtrain.program.passes import Layer
-from ndtrain.schedule import COST, Message, Schedule
-
-NameComm = Callable[[int, int], str]  # (source, target) -> communicator
+from ndtrain.schedule import Schedule
 
 # ---------------------------------------------------------------------------------------------- from a schedule's table
-
-
-def a_pair_each(source: int, target: int) -> str:
-    """The communicators of `Mesh.links`."""
-    return f"pp {source} to {target}"
 
 
 def a_direction_each(source: int, target: int) -> str:
@@ -44,36 +37,15 @@ def pipeline(schedule: Schedule, comm: NameComm = a_pair_each, seconds: float = 
         comm: the communicator of each pair.
         seconds: of a message, where a forward takes 1.
     """
-    return {rank: list(_messages(schedule, rank, comm, seconds)) for rank in range(schedule.pp)}
+    return {r: list(launches(_program(schedule, r), r, schedule.rank_of, comm, seconds)) for r in range(schedule.pp)}
 
 
-_COSTS = {kind: Compute(seconds) for kind, seconds in COST.items()}
-
-
-def _messages(schedule: Schedule, rank: int, comm: NameComm, seconds: float) -> Iterator[Step]:
+def _program(schedule: Schedule, rank: int) -> RankProgram:
     layer = partial(Layer, lambda x, ctx: x, (), ())
     last = schedule.stages - 1
     both = lambda stage: [layer(stage, True, False, False, "block"), layer(stage, False, True, stage == last, "head")]
     layers = [layer for stage in schedule.stages_of(rank) for layer in both(stage)]
-    program = build_program(schedule, rank, Holdings(layers, {}))
-    coming: dict[Message, Op] = {}
-    leaving: list[Op] = []
-    for turn in program.turns:
-        for message, source in turn.posts:
-            coming[message] = Op("receives", comm(source, rank), (), (source,), (), 0, seconds)
-            yield coming[message]
-        for op in turn.ops:
-            match op:
-                case Receive():
-                    yield Wait(coming.pop(turn.needs))
-                case Send():
-                    yield _COSTS[turn.action.kind]
-                    target = schedule.rank_of[turn.gives.stage]
-                    leaving.append(Op("sends", comm(rank, target), (target,), (), (), 0, seconds))
-                    yield leaving[-1]
-        if not any(isinstance(op, Send) for op in turn.ops):
-            yield _COSTS[turn.action.kind]
-    yield from map(Wait, leaving)
+    return build_program(schedule, rank, Holdings(layers, {}))
 
 
 # ------------------------------------------------------------------------------------------------------- from a journal

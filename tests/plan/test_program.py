@@ -16,7 +16,7 @@ from ndtrain.plan.__main__ import main
 from ndtrain.plan.dry import dry_run
 from ndtrain.plan.step import Traffic
 from ndtrain.plan.step_program import RankPlan, StepProgram
-from ndtrain.program.launch_order import Op, Step, Wait
+from ndtrain.program.launch_order import LaunchOrderError, Op, Step, Wait
 from ndtrain.program.ops import Await, Collect, Gather, Receive, Reduce, Send, Sum
 from tests.lib.launches import on_fake_ranks
 from tests.lib.parity import make_batches
@@ -135,6 +135,19 @@ def _of(real: dict[tuple[str, str], Traffic], axis: str, op: str) -> tuple[int, 
     return (traffic.count, traffic.bytes) if traffic else (0, 0)
 
 
+def test_a_step_whose_send_is_left_out_is_no_proof():
+    cfg = resolve(load_config([*SHAPE, "mesh.pp=2", "schedule=1f1b", "train.compile=false"]), 2)
+    step = StepProgram.of(cfg)
+    step.prove()
+    first, second = step.ranks
+    turn = next(turn for turn in first.program.turns if any(isinstance(op, Send) for op in turn.ops))
+    mute = turn._replace(ops=tuple(op for op in turn.ops if not isinstance(op, Send)))
+    turns = tuple(mute if t is turn else t for t in first.program.turns)
+    faulty = replace(step, ranks=[replace(first, program=replace(first.program, turns=turns)), second])
+    with pytest.raises(LaunchOrderError, match=r"deadlock:\n  rank \d waits for receives"):
+        faulty.prove()
+
+
 @pytest.mark.parametrize("fault", [Gather, Reduce, Sum])
 def test_a_launch_left_out_is_found(fault):
     """The comparison above would see it."""
@@ -154,6 +167,7 @@ def test_the_command_prints_every_op_once(tmp_path, capsys):
     out, made = capsys.readouterr().out, json.loads((tmp_path / "program.json").read_text())
     assert out.startswith("rank 2 (pp=1 fsdp=0), 1f1b, 2 microbatches, zero=2")
     numbers = [int(line.split()[0]) for line in out.splitlines() if line.split() and line.split()[0].isdigit()]
+    assert "proved under NCCL's rules for all 2 pipeline ranks" in out
     assert numbers == list(range(len(made))) and "gather   model.layers.1  (all-gather over fsdp" in out
     assert made[0] == {"action": "F(microbatch 0, stage 1)", "op": "Gather", "unit": "model.layers.1"}
     assert main(["program", *run[:-1], "rank=4"]) == 2
