@@ -44,7 +44,7 @@ class Recorder:
 
     Attributes:
         step: the current step, from 1; 0 before the first.
-        action: the current action of the step.
+        action, op: the current action of the step, and the index of the current op in the rank's program, or None.
         members: channel -> the global ranks on it.
         mark: None, or a function that returns a context manager to hold during a wait, so that a profiler shows it.
         last: the last records, oldest first.
@@ -55,6 +55,7 @@ class Recorder:
 
     def __init__(self, kept: int = KEPT):
         self.step, self.action = 0, "start-up"
+        self.op: int | None = None
         self.device: DeviceProgress | None = None
         self.members: dict[str, tuple[int, ...]] = {}
         self.mark: Callable[[CollectiveRecord], AbstractContextManager] | None = None
@@ -77,8 +78,13 @@ class Recorder:
 
     def begin(self, step: int) -> None:
         """Marks the begin of a step. The calling thread is the one whose waits `busy` subtracts."""
-        self.step, self.action = step, "begin"
+        self.step, self.action, self.op = step, "begin", None
         self._began, self._waited, self._main = time.monotonic(), 0.0, threading.get_ident()
+
+    @property
+    def where(self) -> str:
+        """The current action, with the index of the op as `ndtrain plan program` prints it."""
+        return self.action if self.op is None else f"{self.action}, op {self.op}"
 
     def busy(self) -> float:
         """Seconds since the begin of the step, without the waits for other ranks and for data."""

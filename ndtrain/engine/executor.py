@@ -101,23 +101,32 @@ class Executor:
         self._local: dict[Message, Tensor] = {}  # results that another stage of this rank has not taken yet
         wide = torch.promote_types(self.units.compute, torch.float32)
         self._loss = torch.zeros((), dtype=wide, device=self.units.device)
-        program = self.program
+        program, number = self.program, 0
         for op in program.begin:
             self._sum_gradients(op)
+            number += 1
         for turn in program.turns:
-            self.run_turn(turn)
+            self.run_turn(turn, number)
+            number += len(turn.ops)
         RECORDER.action = "gradient sums"
-        for op in program.end:
+        for index, op in enumerate(program.end, number):
+            RECORDER.op = index
             self._sum_gradients(op)
+        RECORDER.op = None
         return self._loss
 
-    def run_turn(self, turn: Turn) -> None:
-        """Runs the ops of an action."""
+    def run_turn(self, turn: Turn, number: int) -> None:
+        """Runs the ops of an action.
+
+        Args:
+            number: the index of the first one in the program.
+        """
         a, units = turn.action, self.units
         RECORDER.action = show(a)
         self.pipeline.post(turn.posts)
         began = self._begin(a)
-        for op in turn.ops:
+        for index, op in enumerate(turn.ops, number):
+            RECORDER.op = index
             match op:
                 case Run():
                     self.run_pass(op, a)

@@ -224,11 +224,11 @@ class _Stepper(Executor):
         with self.log.with_collectives():
             return super().run(contexts)
 
-    def run_turn(self, turn: Turn) -> None:
+    def run_turn(self, turn: Turn, number: int) -> None:
         for name, unit in self.units.units.items() if turn.action.kind == "F" else ():
             if self.fresh.experts if name in self._of_experts else self.fresh.others:
                 self.units.accumulator.open(unit.accumulated)
-        super().run_turn(turn)
+        super().run_turn(turn, number)
 
     def run_pass(self, run: Run, a: Action) -> None:
         variant = Variant.of(run, self.kinds[run.layer])

@@ -117,7 +117,7 @@ def record_step(
         with recording.labelled(f"{HOST}copies" if cfg.optim.offload else "update"):
             step = TrainingStep(cfg, mesh, stages)
         label_step(recording, stages, step)
-        recording.open_window_at(step.executor, "run_turn", lambda turn: turn.action)
+        recording.open_window_at(step.executor, "run_turn", lambda turn, number: turn.action)
         recording.open_window_at(step.executor.pipeline, "finish", lambda: AFTER)
         gc.collect()
         state = recording.state_bytes()

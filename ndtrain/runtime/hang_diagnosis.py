@@ -20,7 +20,7 @@ class Report:
     """The state of a rank.
 
     Attributes:
-        step, action: its current step and action.
+        step, action: its current step, and its action with the index of the op in its program.
         waits: the `CollectiveRecord` it has been waiting for longest, as a dict; None: it does not wait.
         seconds: the duration of that wait.
         counts: channel -> number of operations launched on it.
@@ -52,7 +52,7 @@ class Report:
         return cls(
             rank,
             recorder.step,
-            recorder.action,
+            recorder.where,
             asdict(record) if record else None,
             seconds,
             dict(recorder.counts),

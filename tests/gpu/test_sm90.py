@@ -50,9 +50,11 @@ def block_and_loss(recipe: str, precision: str) -> None:
     context = stages.context(ids, ids, BF16, documents=((0,),))
     x = torch.empty(cfg.train.seq_len, cfg.model.hidden_size, dtype=BF16, requires_grad=True)
     y = block.run(x, context)
-    stages.units.open_gradients(block.units[0])
+    stages.units.open(block.units[0])
+    stages.units.attach(block.units[0])
     y.backward(torch.empty_like(y))
-    stages.units.open_gradients(head.units[0])
+    stages.units.open(head.units[0])
+    stages.units.attach(head.units[0])
     head.run(x, context)
 
 

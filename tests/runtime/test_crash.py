@@ -235,14 +235,14 @@ def run(self, number, *rest):
     return forward_backward(self, number, *rest)
 
 
-def failing(self, instruction):
+def failing(self, run, microbatch):
     if self.number == 2 and os.environ["RANK"] == victim:
         Path("failed-at").write_text(str(time.time()))
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.zeros(1), async_op=True)  # a collective in progress that no peer enters
         raise ValueError(f"rank {victim} fails as planned")
-    return backward(self, instruction)
+    return backward(self, run, microbatch)
 
 
 TrainingStep.forward_backward, Executor._backward = run, failing

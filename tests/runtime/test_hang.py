@@ -51,6 +51,9 @@ def test_the_recorder_counts_by_channel_and_keeps_the_last():
     assert received.channel == "tp [4, 6] 0 to 1" and recorder.members[received.channel] == (4, 6)
     assert exchanged.channel == "tp [4, 6] 0 with 1"
     assert list(recorder.last) == [sent, received, exchanged] and (sent.step, sent.action) == (7, "F")
+    assert recorder.where == "F"
+    recorder.op = 4
+    assert recorder.where == "F, op 4"
 
 
 def test_the_recorder_knows_what_is_waited_for_and_how_long():
@@ -205,10 +208,10 @@ def due():
     return True
 
 
-def sleeping(self, instruction):
+def sleeping(self, run, microbatch):
     if due():
         time.sleep(600)
-    return forward(self, instruction)
+    return forward(self, run, microbatch)
 
 
 def skipping(call):
@@ -268,10 +271,9 @@ def test_a_hang_is_diagnosed(fault, mesh, ranks, victim, axis, tmp_path, corpus)
     named = re.search(rf"rank {victim} \([^)]*\)", diagnosis)
     assert named and f"over {axis} " in diagnosis and "step 3" in diagnosis, diagnosis
     if fault == "sleep":
-        assert (
-            f"{named[0]} is waited for: step 3, F(microbatch 0, stage 0), in no collective" in diagnosis
-            and "in sleeping" in last["stack"][-1]
-        ), diagnosis
+        where = r"step 3, F\(microbatch 0, stage 0\), op \d+, in no collective"
+        assert re.search(rf"{re.escape(named[0])} is waited for: {where}", diagnosis), diagnosis
+        assert "in sleeping" in last["stack"][-1]
     else:
         assert f"rank {victim}" in diagnosis.split("\n")[1], diagnosis
 
