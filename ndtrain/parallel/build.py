@@ -35,8 +35,9 @@ from ndtrain.parallel.fp8 import Fp8Matmul, check_shapes, multiplies_fp8, prepar
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.grad_sums import TiedReducer, TPReplicaReducer
 from ndtrain.parallel.kernel_choice import choose_kernel
-from ndtrain.parallel.pp import Placement, TiedReducer
+from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute import (
     RecomputeOps,
     RecomputePlan,
@@ -47,7 +48,7 @@ from ndtrain.parallel.recompute import (
 )
 from ndtrain.parallel.recompute_budget import choose
 from ndtrain.parallel.stages import Stages
-from ndtrain.parallel.tp import TensorParallel, TPReplicaReducer
+from ndtrain.parallel.tp import TensorParallel
 from ndtrain.parallel.unit import StatePlan, shard_groups
 from ndtrain.parallel.whole_tensors import WholeTensors
 

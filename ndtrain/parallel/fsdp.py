@@ -30,10 +30,8 @@ from ndtrain.distributed.sharding import FlatLayout
 from ndtrain.model.device_kind import host_of
 from ndtrain.parallel import compiled_linear
 from ndtrain.parallel.allocations import storage_id
-from ndtrain.parallel.dp import ReplicaReducer
 from ndtrain.parallel.grad_accumulator import GradAccumulator
-from ndtrain.parallel.pp import TiedReducer
-from ndtrain.parallel.tp import TPReplicaReducer
+from ndtrain.parallel.grad_sums import ReplicaReducer, TiedReducer, TPReplicaReducer
 from ndtrain.parallel.unit import StatePlan, Unit, allocate, resize
 from ndtrain.parallel.whole_tensors import WholeTensors
 

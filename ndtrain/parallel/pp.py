@@ -7,14 +7,14 @@ therefore know the order of the messages between them, and a message needs no he
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ndtrain import schedule as schedules
 from ndtrain.config import Config, ModelConfig
-from ndtrain.distributed.collectives import Pending, receive, send, shift
+from ndtrain.distributed.collectives import Pending, receive, send
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model.flops import block_flops, head_flops, over_layers
 from ndtrain.model.transformer import EMBED, HEAD, NORM, layer_units
@@ -178,22 +178,3 @@ def input_of(schedule: Schedule, a: Action) -> Message | None:
     if a.kind in "BI" and a.stage < schedule.stages - 1:
         return Message("B", a.microbatch, a.stage)
     return None
-
-
-class TiedReducer:
-    """Sums the gradients of the tied embeddings, which the first and the last stage both hold.
-
-    Args:
-        holders: the pp coords that hold them.
-    """
-
-    def __init__(self, mesh: Mesh, holders: Sequence[int]):
-        self._link = next(iter(mesh.links("pp", pairwise(holders)).values()), None)
-
-    def add(self, grad: Tensor) -> None:
-        """Adds the other stage's gradient to `grad` in place. Both stages get the same bits."""
-        theirs = torch.empty_like(grad)
-        assert self._link, "this rank holds them"
-        group, peer = self._link
-        shift(grad, theirs, group, peer, peer).wait()
-        grad += theirs

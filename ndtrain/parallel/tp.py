@@ -50,7 +50,7 @@ from ndtrain.distributed.collectives import (
     shift,
     sum_in_order,
 )
-from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout, TensorLayout, balanced_split
+from ndtrain.distributed.sharding import TensorLayout, balanced_split
 from ndtrain.model import Ops
 from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, cross_entropy
 from ndtrain.parallel.fused_grad_accumulation import (
@@ -348,39 +348,3 @@ class TensorParallel:
 
 
 # --------------------------------------------------------------------------------------- gradients of tp replicas
-
-
-SMALL = 2**14  # elements of a gradient that travels with others
-
-
-class TPReplicaReducer:
-    """Sums the gradients of tp replicas (norms on the tokens of a share, K/V heads that several ranks' query heads
-    read, experts), once a step. Small ones travel in one message for each number of replicas. The others are summed
-    where they are, since a message would be a copy of the gradients of all experts.
-
-    Args:
-        groups: number of replicas -> the ranks that hold them.
-    """
-
-    def __init__(self, groups: Mapping[int, dist.ProcessGroup]):
-        self.groups = groups
-        self._pending: dict[int, list[Tensor]] = {n: [] for n in groups}
-
-    def add(self, layout: FlatLayout, start: int, grad: Tensor) -> None:
-        """`grad`: the finished gradient of the flat buffer's elements from `start`."""
-        for n, pending in self._pending.items():
-            summed = lambda t, n=n: t.tp_replicas == n and TENSOR_AXIS in t.partial
-            pending += [grad[s] for s in layout.slices(start, start + grad.numel(), summed)]
-
-    def finish(self) -> None:
-        """Every gradient that was added holds the sum over its replicas."""
-        for n, pending in self._pending.items():
-            small = [x for x in pending if x.numel() <= SMALL]
-            works = [all_reduce(x, self.groups[n]) for x in pending if x.numel() > SMALL]
-            if small:
-                message = torch.cat(small)
-                all_reduce(message, self.groups[n]).wait()
-                torch._foreach_copy_(small, list(message.split([x.numel() for x in small])))
-            for work in works:
-                work.wait()
-            pending.clear()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout, UnitGroups
-from ndtrain.parallel.dp import BUCKET_BYTES
+from ndtrain.parallel.grad_sums import BUCKET_BYTES
 from ndtrain.parallel.pp import input_of, receives
 from ndtrain.parallel.recompute import RecomputeGroup
 from ndtrain.parallel.unit import Residency, StatePlan

@@ -191,7 +191,7 @@ DRIVER = """
 import os, runpy, sys, time
 from pathlib import Path
 
-import ndtrain.parallel.dp, ndtrain.parallel.fsdp, ndtrain.parallel.tp, ndtrain.optim
+import ndtrain.parallel.grad_sums, ndtrain.parallel.fsdp, ndtrain.parallel.tp, ndtrain.optim
 from ndtrain.distributed.collectives import Pending
 from ndtrain.distributed.flight_recorder import RECORDER
 from ndtrain.engine.executor import Executor
@@ -238,7 +238,7 @@ CASES = [
     ("sleep", "mesh.tp=2", 2, 1, "tp"),
     pytest.param("sleep", "mesh.pp=2", 2, 0, "pp", marks=FULL),
     pytest.param("sleep", "mesh.fsdp=2 mesh.tp=2", 4, 3, "tp", marks=FULL),
-    pytest.param("dp.all_reduce", "mesh.dp=2", 2, 1, "dp", marks=FULL),
+    pytest.param("grad_sums.all_reduce", "mesh.dp=2", 2, 1, "dp", marks=FULL),
     pytest.param("tp.all_reduce", "mesh.tp=2 tp.sequence_parallel=false", 2, 0, "tp", marks=FULL),
 ]
 
