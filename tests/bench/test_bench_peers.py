@@ -57,7 +57,9 @@ def test_every_case_of_an_axis_is_a_legal_run(axis):
             {"torch_pipelining"},
             marks=pytest.mark.full,
         ),
-        (["axis=pp", "shape=pp_tiny", "schedule=zb_v", "accumulate=3"], {"torch_pipelining"}),
+        pytest.param(
+            ["axis=pp", "shape=pp_tiny", "schedule=zb_v", "accumulate=3"], {"torch_pipelining"}, marks=pytest.mark.full
+        ),
     ],
     ids=lambda words: " ".join(sorted(words)),  # in the same order in every process
 )
