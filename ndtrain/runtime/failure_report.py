@@ -18,6 +18,7 @@ from ndtrain.runtime.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
 
+REFUSAL_S = 1.0  # delay of a rank above 0 that refuses a run: mostly rank 0 does too
 PATIENCE_S = 5.0  # delay of a rank that lost a peer: the peer reports first, and the launcher may end all ranks
 
 
@@ -85,6 +86,10 @@ def record_failure(run_dir: Path) -> Iterator[None]:
 
 def _write_exit_status(error: BaseException, run_dir: Path) -> None:
     why = "config" if isinstance(error, ConfigError) else "died" if _lost_a_peer(error) else "failed"
+    if why == "config" and world_from_env()[0] > 0:
+        time.sleep(REFUSAL_S)
+        if exit_status.read(run_dir) is None:  # rank 0 has refused the run too, and leaves no folder
+            return
     line = str(error) if why == "config" else _plugin_line(error)
     text = line or "".join(traceback.format_exception(error))
     exit_status.write_first(run_dir, why, rank=world_from_env()[0], error=text)
