@@ -15,29 +15,9 @@ from ndtrain.model import Context
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Pipeline
 from ndtrain.parallel.recompute import RecomputeGroup, SavedOps
+from ndtrain.program import ops
 from ndtrain.program.build import Holdings, UnitFacts, build_program
-from ndtrain.program.ops import (
-    Accept,
-    Await,
-    AwaitSums,
-    Close,
-    Collect,
-    FinishSends,
-    Free,
-    Gather,
-    Hand,
-    Op,
-    Open,
-    RankProgram,
-    Receive,
-    Reduce,
-    Run,
-    Send,
-    Sum,
-    SumTied,
-    SumTPReplicas,
-    Turn,
-)
+from ndtrain.program.ops import Op, RankProgram, Run, Turn
 from ndtrain.program.passes import Layer
 from ndtrain.schedule import Action, Message
 from ndtrain.schedule.table import show
@@ -75,6 +55,7 @@ class Executor:
         self.holdings = Holdings(layers, facts, recompute_groups, in_place).joined()
         self.layers, self.units, self.pipeline, self.saved_ops = self.holdings.layers, units, pipeline, saved_ops
         self.timings: list[ActionTiming] | None = None
+        self._names = {a: show(a) for a in pipeline.schedule.table[pipeline.rank]}
         self._programs: dict[frozenset[str], RankProgram] = {}
         self._exit = {layer.stage: i for i, layer in enumerate(self.layers) if layer.last}
         self._entry = {layer.stage: i for i, layer in enumerate(self.layers) if layer.first}
@@ -122,29 +103,31 @@ class Executor:
             number: the index of the first one in the program.
         """
         a, units = turn.action, self.units
-        RECORDER.action = show(a)
+        RECORDER.action = self._names[a]
         self.pipeline.post(turn.posts)
-        began = self._begin(a)
+        if a.kind == "F" and a.stage == 0:
+            self._inputs[a.microbatch, self._entry[a.stage]] = None
+        began = self._now()
         for index, op in enumerate(turn.ops, number):
             RECORDER.op = index
             match op:
                 case Run():
                     self.run_pass(op, a)
-                case Gather():
+                case ops.Gather():
                     units.gather(op.unit)
-                case Await():
+                case ops.Await():
                     units.await_gather(op.unit)
-                case Free():
+                case ops.Free():
                     units.free(op.unit)
-                case Receive():
+                case ops.Receive():
                     self._take(a, self.pipeline.recv(turn.needs))
                     began = self._now()
-                case Accept():
+                case ops.Accept():
                     self._take(a, self._local.pop(turn.needs))
                     began = self._now()
-                case Send():
+                case ops.Send():
                     self.pipeline.send(turn.gives, self._results.pop())
-                case Hand():
+                case ops.Hand():
                     self._local[turn.gives] = self._results.pop()
                 case _:
                     self._sum_gradients(op)
@@ -155,23 +138,23 @@ class Executor:
         """Runs an op of the gradients, or one that ends a step."""
         units = self.units
         match op:
-            case Open():
+            case ops.Open():
                 units.open(op.unit)
-            case Close():
+            case ops.Close():
                 units.close(op.unit)
-            case Reduce():
+            case ops.Reduce():
                 units.reduce(op.unit)
-            case Collect():
+            case ops.Collect():
                 units.collect(op.unit, op.first)
-            case Sum():
+            case ops.Sum():
                 units.sum_replicas(op.axes, op.units)
-            case AwaitSums():
+            case ops.AwaitSums():
                 units.await_sums(op.axes)
-            case SumTPReplicas():
+            case ops.SumTPReplicas():
                 units.sum_tp_replicas()
-            case SumTied():
+            case ops.SumTied():
                 units.sum_tied(op.unit)
-            case FinishSends():
+            case ops.FinishSends():
                 self.pipeline.finish()
 
     def _now(self) -> float:
@@ -179,14 +162,8 @@ class Executor:
             torch.cuda.synchronize(self.units.device)
         return time.perf_counter()
 
-    def _begin(self, a: Action) -> float:
-        """Gives a forward of the first stage its input, which is none. Returns the time."""
-        if a.kind == "F" and a.stage == 0:
-            self._inputs[a.microbatch, self._entry[a.stage]] = None
-        return self._now()
-
     def _take(self, a: Action, x: Tensor) -> None:
-        """Takes what another stage has sent: the input of a forward, or the gradient of the result of one."""
+        """Takes what another stage has sent: the input of a forward, or the gradient of a stage's output."""
         if a.kind == "F":
             self._inputs[a.microbatch, self._entry[a.stage]] = x.requires_grad_()
         else:

@@ -345,6 +345,3 @@ class TensorParallel:
     def _own_tokens(self, x_BT: Tensor) -> Tensor:
         """The tokens of this rank's share of the residual stream."""
         return x_BT.flatten().chunk(self.group.size())[self.group.rank()] if self.sequence_parallel else x_BT
-
-
-# --------------------------------------------------------------------------------------- gradients of tp replicas

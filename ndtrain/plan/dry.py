@@ -26,6 +26,14 @@ def read_rank(key: str, text: str) -> int:
     return int(text)
 
 
+def require_rank(rank: int, world: int) -> None:
+    """Raises:
+    ConfigError: a run of `world` ranks has no such rank.
+    """
+    if rank >= world:
+        raise ConfigError(f"rank={rank}: there are {world} ranks, 0 to {world - 1}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
     """Of `plan dry`."""
@@ -46,8 +54,8 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     hardware = load_hardware(options.hardware)
     cfg = planned_config(overrides, options, hardware)
     world = MeshSpec.of(cfg.mesh).world_size
-    if options.rank is not None and options.rank >= world:
-        raise ConfigError(f"rank={options.rank}: there are {world} ranks, 0 to {world - 1}")
+    if options.rank is not None:
+        require_rank(options.rank, world)
     planned = _planned(cfg, hardware, [[options.rank]] if options.rank is not None else plan_alike(cfg))
     print(report.as_text(cfg, hardware, planned))
     if options.json:

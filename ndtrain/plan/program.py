@@ -5,33 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from ndtrain.arguments import option
-from ndtrain.config import Config, ConfigError
+from ndtrain.config import Config
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.parallel.build import DTYPES
-from ndtrain.plan.dry import read_rank
+from ndtrain.plan.dry import read_rank, require_rank
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import RunOptions, planned_config, write_file
 from ndtrain.plan.pieces import compiles
 from ndtrain.plan.report import si
 from ndtrain.plan.step_program import RankPlan, StepProgram
-from ndtrain.program.ops import (
-    Await,
-    AwaitSums,
-    Close,
-    Collect,
-    Free,
-    Gather,
-    Op,
-    Open,
-    RankProgram,
-    Receive,
-    Reduce,
-    Run,
-    Send,
-    Sum,
-    SumTied,
-    Turn,
-)
+from ndtrain.program import ops
+from ndtrain.program.ops import Op, RankProgram, Run, Turn
 from ndtrain.schedule import Message
 from ndtrain.schedule.table import show
 
@@ -54,8 +38,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     hardware = load_hardware(options.hardware)
     cfg = planned_config(overrides, options, hardware)
     spec = MeshSpec.of(cfg.mesh)
-    if options.rank >= spec.world_size:
-        raise ConfigError(f"rank={options.rank}: there are {spec.world_size} ranks, 0 to {spec.world_size - 1}")
+    require_rank(options.rank, spec.world_size)
     step = StepProgram.of(cfg, compiles(cfg, hardware.device), hardware.device)
     plan = step.ranks[spec.coords(options.rank)["pp"]]
     where = spec.where(options.rank) or "one rank"
@@ -97,7 +80,11 @@ def _of_program(program: RankProgram, words: "_Words", number: int) -> Iterator[
         for op in turn.ops:
             yield f"{number:6}  {words.of(op, turn)}"
             number += 1
-    yield "gradient sums" if program.begin or any(isinstance(op, Sum | AwaitSums) for op in program.end) else "end"
+    yield (
+        "gradient sums"
+        if program.begin or any(isinstance(op, ops.Sum | ops.AwaitSums) for op in program.end)
+        else "end"
+    )
     for op in program.end:
         yield f"{number:6}  {words.of(op)}"
         number += 1
@@ -115,33 +102,33 @@ class _Words:
         match op:
             case Run():
                 return self._pass(op)
-            case Gather(unit):
+            case ops.Gather(unit):
                 return f"gather   {unit}{self._sent(unit, self._compute, 'all-gather')}"
-            case Reduce(unit):
+            case ops.Reduce(unit):
                 return f"reduce   {unit}{self._sent(unit, self._master, 'reduce-scatter')}"
-            case Sum(axes, units):
+            case ops.Sum(axes, units):
                 shards = sum(self.step.units[name].shard for name in units) * self._master
                 return f"sum      {', '.join(units)}  (all-reduce over {axes}, {si(shards, 'B')})"
-            case AwaitSums(axes):
+            case ops.AwaitSums(axes):
                 return f"wait     for the sums over {axes}"
-            case Await(unit):
+            case ops.Await(unit):
                 return f"wait     for {unit}"
-            case Free(unit):
+            case ops.Free(unit):
                 return f"free     {unit}"
-            case Open(unit):
+            case ops.Open(unit):
                 return f"open     the gradient of {unit}"
-            case Close(unit):
+            case ops.Close(unit):
                 return f"close    the gradient of {unit}"
-            case Collect(unit, first):
+            case ops.Collect(unit, first):
                 return f"collect  the gradient of {unit}{'' if first else ' and add it'}"
-            case SumTied(unit):
+            case ops.SumTied(unit):
                 return f"sum      {unit}, which another stage holds too"
-            case Receive() if turn is not None and turn.needs is not None:
+            case ops.Receive() if turn is not None and turn.needs is not None:
                 return f"receive  {_named(turn.needs)}"
-            case Send() if turn is not None and turn.gives is not None:
+            case ops.Send() if turn is not None and turn.gives is not None:
                 return f"send     {_named(turn.gives)}"
             case _:
-                return _PLAIN[type(op).__name__]
+                return _PLAIN[type(op)]
 
     def _pass(self, op: Run) -> str:
         what = "recompute" if op.recompute else PASSES[op.kind]
@@ -164,10 +151,10 @@ class _Words:
 
 
 _PLAIN = {
-    "Accept": "accept   the input from another stage of this rank",
-    "Hand": "hand     the result to another stage of this rank",
-    "SumTPReplicas": "sum      gradients that several ranks of tp hold",
-    "FinishSends": "wait     until all messages are sent",
+    ops.Accept: "accept   the input from another stage of this rank",
+    ops.Hand: "hand     the result to another stage of this rank",
+    ops.SumTPReplicas: "sum      gradients that several ranks of tp hold",
+    ops.FinishSends: "wait     until all messages are sent",
 }
 
 

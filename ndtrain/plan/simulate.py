@@ -22,33 +22,14 @@ from ndtrain.plan.events import Collective, Event, Kernel, Piece
 from ndtrain.plan.price import Prices
 from ndtrain.plan.step_program import RankPlan, StepProgram
 from ndtrain.plan.variants import Variant, variants
+from ndtrain.program import ops
 from ndtrain.program.build import UnitFacts
-from ndtrain.program.ops import (
-    Accept,
-    Await,
-    AwaitSums,
-    Close,
-    Collect,
-    FinishSends,
-    Free,
-    Gather,
-    Hand,
-    Op,
-    Open,
-    Receive,
-    Reduce,
-    Run,
-    Send,
-    Sum,
-    SumTied,
-    SumTPReplicas,
-    Turn,
-)
+from ndtrain.program.ops import Op, Run, Turn
 from ndtrain.schedule import Message
 
 HOST, STREAM = 0, 1
 _NEVER = -math.inf
-_UNTIMED = (Accept, Hand, Free, Open, Close)
+_UNTIMED = (ops.Accept, ops.Hand, ops.Free, ops.Open, ops.Close)
 CAUSES = ("launch", "tp", "cp", "ep", "fsdp", "dp", "pp")  # what takes time beside kernels
 
 
@@ -226,11 +207,11 @@ class _Rank:
         lane = "reductions" if u.residency.reshard_after_forward else "gathers"
         self.reductions[name] = self.launch(lane, seconds), seconds
 
-    def collect(self, op: Collect) -> None:
+    def collect(self, op: ops.Collect) -> None:
         self.wait(*self.reductions.pop(op.unit))
         self.kernel(added_bytes(self.step.program.units[op.unit], op.first, self.step.sizes))
 
-    def sum(self, op: Sum) -> None:
+    def sum(self, op: ops.Sum) -> None:
         shards = sum(self.step.program.units[name].shard for name in op.units)
         seconds = self.step.costs.collective("dp", op.axes, "all_reduce", shards * self.step.sizes.master)
         self.sums.setdefault(op.axes, []).append((self.launch(op.axes, seconds), seconds))
@@ -239,25 +220,25 @@ class _Rank:
         """An op of the end of a step."""
         step, units = self.step, self.step.program.units
         match op:
-            case FinishSends():
+            case ops.FinishSends():
                 for turn in plan.program.turns:
-                    if any(isinstance(op, Send) for op in turn.ops):
+                    if any(isinstance(op, ops.Send) for op in turn.ops):
                         self.wait(step.arrived[turn.gives], 0.0)
-            case Collect():
+            case ops.Collect():
                 self.collect(op)
-            case Sum():
+            case ops.Sum():
                 self.sum(op)
-            case AwaitSums():
+            case ops.AwaitSums():
                 for end, seconds in self.sums.pop(op.axes):
                     self.wait(end, seconds)
-            case SumTPReplicas():
+            case ops.SumTPReplicas():
                 summed = sum(units[name].tp_replicated for name in plan.units)
                 seconds = step.costs.collective("tp", "tp", "all_reduce", summed * step.sizes.master)
                 self.wait(self.launch("tp replicas", seconds), seconds)
-            case SumTied():
+            case ops.SumTied():
                 seconds = step.costs.message(units[op.unit].shard * step.sizes.master)
                 self.wait(self.launch("ties", seconds), seconds)
-            case Reduce():
+            case ops.Reduce():
                 self.reduce(op.unit)
 
 
@@ -366,42 +347,42 @@ class Simulation:
             match op:
                 case Passage():
                     op.apply(clocks)
-                case Gather():
+                case ops.Gather():
                     rank.gather(op.unit)
-                case Await():
+                case ops.Await():
                     rank.wait(*rank.gathers.pop(op.unit))
-                case Reduce():
+                case ops.Reduce():
                     rank.reduce(op.unit)
-                case Collect():
+                case ops.Collect():
                     rank.collect(op)
-                case Sum():
+                case ops.Sum():
                     rank.sum(op)
-                case Receive():
+                case ops.Receive():
                     assert turn.needs, "it receives from another rank"
                     clocks[STREAM] = max(clocks[STREAM], self._arrival(turn.needs, number))
-                case Send():
+                case ops.Send():
                     clocks[HOST] += launch_s
                     assert turn.gives, "it sends to another rank"
                     self._sent[turn.gives] = max(clocks[HOST], clocks[STREAM])
 
-    def _timed(self, number: int, ops: tuple[Op, ...]) -> list[Op | Passage]:
+    def _timed(self, number: int, made: tuple[Op, ...]) -> list[Op | Passage]:
         """Return the ops of an action that take time, with neighbouring passes of layers as one `Passage`. Actions that
         share their ops share the result."""
-        key = number, id(ops)
+        key = number, id(made)
         if key not in self._timed_ops:
-            made: list[Op | Passage] = []
+            timed_ops: list[Op | Passage] = []
             kinds = self.program.ranks[number].kinds
-            timed = (op for op in ops if not isinstance(op, _UNTIMED))
+            timed = (op for op in made if not isinstance(op, _UNTIMED))
             for is_run, neighbours in groupby(timed, key=lambda op: isinstance(op, Run)):
                 same = list(neighbours)
-                made += [self._passage(tuple(variants(same, kinds)))] if is_run else same
-            self._timed_ops[key] = made
+                timed_ops += [self._passage(tuple(variants(same, kinds)))] if is_run else same
+            self._timed_ops[key] = timed_ops
         return self._timed_ops[key]
 
     def _arrival(self, message: Message, target: int) -> float:
         """When a message is there. Those of one pair of ranks go one after another, and each begins when both ends have
         come to it."""
-        source = self.program.schedule.rank_of[message.stage - 1 if message.kind == "F" else message.stage + 1]
+        source = self.program.schedule.rank_of[message.source]
         queue, link = self._posted[source, target], (source, target)
         while message not in self.arrived:
             first, posted = queue.pop(0)

@@ -13,6 +13,7 @@ from typing import overload
 import torch
 
 from ndtrain.config import Config
+from ndtrain.config.schema import resolved
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.model import Segment, Transformer
 from ndtrain.model.transformer import BLOCKS
@@ -78,7 +79,7 @@ class StepProgram:
 
     def turns(self, schedule: Schedule) -> Iterator[tuple[int, Turn]]:
         """Yield (rank, its turn) for all turns of one of the schedules, in an order in which they can run."""
-        programs = [rank.program if schedule is self.schedule else rank.look_ahead for rank in self.ranks]
+        programs = self._programs(schedule)
         return ((rank, programs[rank].turns[index]) for rank, index in _order(schedule))
 
     def prove(self) -> None:
@@ -89,8 +90,12 @@ class StepProgram:
         """
         for schedule in (self.look_ahead, self.schedule):
             if schedule is not None:
-                programs = [rank.program if schedule is self.schedule else rank.look_ahead for rank in self.ranks]
-                check({i: list(launches(p, i, schedule.rank_of)) for i, p in enumerate(programs) if p is not None})
+                programs = self._programs(schedule)
+                check({i: list(launches(p, i, schedule.rank_of)) for i, p in enumerate(programs)})
+
+    def _programs(self, schedule: Schedule) -> list[RankProgram]:
+        """The rank programs of one of the schedules."""
+        return [resolved(rank.program if schedule is self.schedule else rank.look_ahead) for rank in self.ranks]
 
     @classmethod
     def of(cls, cfg: Config, compiled: bool = False, device: str = "cuda") -> "StepProgram":
@@ -137,7 +142,7 @@ class _Ranks(Sequence[RankPlan]):
             return [self[rank] for rank in range(len(self))[index]]
         rank = range(len(self))[index]
         if rank not in self._made:
-            self._made[rank] = self._program(rank)
+            self._made[rank] = _rank_plan(self, rank)
         return self._made[rank]
 
     @cached_property
@@ -148,12 +153,9 @@ class _Ranks(Sequence[RankPlan]):
     def _segments(self) -> dict[int, list[Segment]]:
         return _segments(self.cfg, self.placement)
 
-    def _program(self, rank: int) -> RankPlan:
-        return _rank_plan(self, rank)
-
     @cached_property
     def _facts(self) -> str:
-        summed = lambda u: (u.replica_axes, u.shard) if u.replicas > 1 else ()
+        summed = lambda u: (u.axes, u.replica_axes, u.shard, u.grad_width) if u.replicas > 1 else ()
         units = [(name, u.residency, u.shards > 1, summed(u), u.tp_replicated > 0) for name, u in self.units.items()]
         saved = sorted(RecomputeOps.of(self.cfg).always)
         ahead = self.look_ahead is not None
@@ -223,8 +225,8 @@ def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
 
 
 def _as_recorded(program: RankProgram, layers: Sequence[Layer], ops: RecomputeOps) -> RankProgram:
-    """Return a program of forwards without the passes of the loss. A block keeps as little as one that is recomputed
-    and saves nothing, so that it has the same piece."""
+    """Return a program of forwards without the passes of the loss. A block has the piece of a recomputed block that
+    saves nothing."""
 
     def recorded(made: tuple[Op, ...]) -> Iterator[Op]:
         for op in made:

@@ -13,28 +13,8 @@ from ndtrain.parallel.grad_sums import BUCKET_BYTES
 from ndtrain.parallel.pp import input_of, receives
 from ndtrain.parallel.recompute import RecomputeGroup
 from ndtrain.parallel.unit import Residency, StatePlan
-from ndtrain.program.ops import (
-    Accept,
-    Await,
-    AwaitSums,
-    Close,
-    Collect,
-    FinishSends,
-    Free,
-    Gather,
-    Hand,
-    Op,
-    Open,
-    RankProgram,
-    Receive,
-    Reduce,
-    Run,
-    Send,
-    Sum,
-    SumTied,
-    SumTPReplicas,
-    Turn,
-)
+from ndtrain.program import ops
+from ndtrain.program.ops import Op, RankProgram, Run, Turn
 from ndtrain.program.passes import Instruction, Layer, expand, join, units_ahead
 from ndtrain.schedule import Action, Message, Schedule, sends
 
@@ -151,10 +131,10 @@ def build_program(
     instructions = expand(row, layers, holdings.recompute_groups, ahead)
     for action, of_action, posted in zip(row, instructions, receives(schedule, rank), strict=True):
         needs, gives = input_of(schedule, action), _result(schedule, action)
-        takes = Accept() if _is_local(schedule, rank, _source(needs)) else Receive()
-        hands = Hand() if _is_local(schedule, rank, gives and gives.stage) else Send()
-        ops = builder.turn(of_action, takes if needs else None, hands if gives else None)
-        turns.append(Turn(action, tuple(posted), needs, gives, ops))
+        takes = ops.Accept() if _is_local(schedule, rank, needs and needs.source) else ops.Receive()
+        hands = ops.Hand() if _is_local(schedule, rank, gives and gives.stage) else ops.Send()
+        made = builder.turn(of_action, takes if needs else None, hands if gives else None)
+        turns.append(Turn(action, tuple(posted), needs, gives, made))
     end = tuple(builder.end(row))
     return RankProgram(begin, tuple(turns), end, builder.unsharded)
 
@@ -163,11 +143,6 @@ def _result(schedule: Schedule, action: Action) -> Message | None:
     """Return the message with the result of an action, or None if no other stage needs it."""
     message = sends(action)
     return message if message and 0 <= message.stage < schedule.stages else None
-
-
-def _source(message: Message | None) -> int | None:
-    """Return the stage that a message comes from."""
-    return message and (message.stage - 1 if message.kind == "F" else message.stage + 1)
 
 
 def _is_local(schedule: Schedule, rank: int, stage: int | None) -> bool:
@@ -236,16 +211,16 @@ class _Builder:
         facts = tuple((ins.run, *ins[_AFTER_MICROBATCH:]) for ins in instructions)
         key = facts, takes, hands, self._state
         if key not in self._known:
-            ops = [*self._gathers(instructions[0]), *([takes] if takes is not None else [])]
+            made = [*self._gathers(instructions[0]), *([takes] if takes is not None else [])]
             for ins in instructions:
-                ops += self._pass(ins, hands)
-            self._known[key] = tuple(ops), self._state
-        ops, self._state = self._known[key]
-        return ops
+                made += self._pass(ins, hands)
+            self._known[key] = tuple(made), self._state
+        made, self._state = self._known[key]
+        return made
 
     def end(self, row: Sequence[Action]) -> Iterator[Op]:
         """Yield what comes after the last action: the messages that are still leaving, and the gradient sums."""
-        yield FinishSends()
+        yield ops.FinishSends()
         if not _trains(row):
             return
         yield from self._collect()
@@ -254,10 +229,10 @@ class _Builder:
             if axes in buckets:
                 yield from self._sum(axes, buckets[axes])
             if axes in self.summing:
-                yield AwaitSums(axes)
+                yield ops.AwaitSums(axes)
         if any(u.tp_replicated for u in self.units.values()):
-            yield SumTPReplicas()
-        yield from (SumTied(name) for name, u in self.units.items() if u.tied)
+            yield ops.SumTPReplicas()
+        yield from (ops.SumTied(name) for name, u in self.units.items() if u.tied)
 
     # ---------------------------------------------------------------------------------------------- parts of an action
 
@@ -266,7 +241,7 @@ class _Builder:
         for name in (*ins.weights, *ins.prefetch):
             if self.units[name].gathers and name not in self.unsharded and name not in self.gathering:
                 self.gathering |= {name}
-                yield Gather(name)
+                yield ops.Gather(name)
 
     def _pass(self, ins: Instruction, hands: Op | None) -> Iterator[Op]:
         yield from self._gathers(ins)
@@ -274,7 +249,7 @@ class _Builder:
             if name in self.gathering:
                 self.gathering -= {name}
                 self.unsharded |= {name}
-                yield Await(name)
+                yield ops.Await(name)
         run, layer = ins.run, self.layers[ins.run.layer]
         if run.kind != "F" or (layer.loss and run.keep_graph):  # the loss makes gradients in its forward
             for name in layer.units:
@@ -285,7 +260,7 @@ class _Builder:
         for name in ins.weights if ins.reshard else ():
             if self.units[name].residency.reshard_after_forward:
                 self.unsharded -= {name}
-                yield Free(name)
+                yield ops.Free(name)
         for name, final in ins.reduce:
             if final or not self.units[name].residency.holds_full_grad:
                 yield from self._reduce(name, final)
@@ -293,16 +268,16 @@ class _Builder:
     def _open(self, name: str) -> Iterator[Op]:
         if name not in self.opened:
             self.opened |= {name}
-            yield Open(name)
+            yield ops.Open(name)
 
     def _reduce(self, name: str, final: bool) -> Iterator[Op]:
         """Yield the end of a unit's unsharded gradient. At most one reduction that holds memory, or that replicas sum
         next, is in progress."""
         unit = self.units[name]
         held = unit.residency.holds_full_grad
-        yield Close(name)
+        yield ops.Close(name)
         if unit.shards > 1:
-            yield Reduce(name)
+            yield ops.Reduce(name)
         if not held:
             self.opened -= {name}
         if not (held and unit.replicas == 1 and self.in_place):
@@ -315,7 +290,7 @@ class _Builder:
         for name, first, final in self.reducing:
             unit = self.units[name]
             if unit.shards > 1:
-                yield Collect(name, first)
+                yield ops.Collect(name, first)
             if final and unit.replicas > 1:
                 yield from self._add_to_bucket(name, unit)
         self.reducing = ()
@@ -337,7 +312,7 @@ class _Builder:
     def _sum(self, axes: str, bucket: _Bucket) -> Iterator[Op]:
         self.buckets = tuple((a, b) for a, b in self.buckets if a != axes)
         self.summing |= {axes}
-        yield Sum(axes, bucket.units)
+        yield ops.Sum(axes, bucket.units)
 
 
 def _gradient_spans(units: Mapping[str, UnitFacts]) -> dict[str, tuple[int, int]]:

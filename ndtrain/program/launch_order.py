@@ -20,6 +20,7 @@ from typing import NamedTuple
 from ndtrain.program import ops
 from ndtrain.program.ops import RankProgram
 from ndtrain.schedule import COST, Message
+from ndtrain.schedule.table import show
 
 Members = tuple[int, ...]  # global ranks
 NameComm = Callable[[int, int], str]  # (source, target) -> communicator
@@ -104,7 +105,7 @@ class Outcome:
 
 
 class _Thread:
-    """A thread of a rank, as far as it has come."""
+    """A thread of a rank, and its position in its program."""
 
     __slots__ = ("at", "now", "program", "rank", "waits")
 
@@ -308,7 +309,7 @@ def launches(
     for op in program.begin:
         yield from own.steps(op)
     for turn in program.turns:
-        at = f"{turn.action.kind} of microbatch {turn.action.microbatch} on stage {turn.action.stage}"
+        at = show(turn.action)
         for message, source in turn.posts:
             coming[message] = Op("receives", comm(source, rank), (), (source,), (), 0, seconds, at)
             yield coming[message]

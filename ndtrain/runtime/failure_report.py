@@ -58,8 +58,8 @@ def exit_with_plugin_error(error: Exception) -> None:
 
 
 def status_of_command(main: Callable[[Sequence[str]], int]) -> int:
-    """Runs a command that keeps no log, as `arguments.status_of` does. If a plugin raises an error, the line that names
-    the plugin follows the traceback, and the status is that of a failed run."""
+    """Runs a command that keeps no log, as `arguments.status_of` does. For an error in a plugin, prints the traceback
+    and then the line that names the plugin, and returns the status of a failed run."""
     try:
         return status_of(main)
     except Exception as error:

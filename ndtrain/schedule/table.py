@@ -22,6 +22,11 @@ class Message(NamedTuple):
     microbatch: int
     stage: int
 
+    @property
+    def source(self) -> int:
+        """The stage that sends it."""
+        return self.stage - 1 if self.kind == "F" else self.stage + 1
+
 
 Table = list[list[Action]]  # per pp rank, in order
 
