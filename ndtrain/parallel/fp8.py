@@ -39,7 +39,7 @@ _OUT = torch.bfloat16
 
 
 def check_shapes(layouts: Layouts, table: Iterable[Param], ops: Iterable[OpSpec]) -> None:
-    """Check that fp8 can multiply by the matrices of this rank, except those that are multiplied as without fp8.
+    """Check that fp8 can multiply by all matrices of this rank that do not stay in the compute precision.
 
     Args:
         table: the model's parameters.

@@ -168,8 +168,8 @@ class Place:
         return elements
 
     def _result_elements(self, op: OpSpec) -> int:
-        """Elements on a rank. If tp shards a dim of the result, the rank has a part of it for all tokens, else all of
-        it for its tokens of the stream."""
+        """Return the elements on a rank. If tp shards a dim of the result, the rank holds its part for all tokens.
+        Otherwise it holds the whole result for its own tokens."""
         s, sizes, rules = self.shapes, dim_sizes(self.cfg.model), self.cfg.layout.rules
         rows = s.routed_tokens * resolved(self.cfg.model.num_experts_per_tok) if op.routed else None
         elements = 0
