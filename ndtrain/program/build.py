@@ -271,10 +271,12 @@ class _Builder:
             yield ops.Open(name)
 
     def _reduce(self, name: str, final: bool) -> Iterator[Op]:
-        """Yield the end of a unit's unsharded gradient. At most one reduction that holds memory, or that replicas sum
-        next, is in progress."""
+        """Yield the end of a unit's unsharded gradient. At most one reduction of a unit, and at most one that holds
+        memory or that replicas sum next, is in progress."""
         unit = self.units[name]
         held = unit.residency.holds_full_grad
+        if any(name == other for other, _, _ in self.reducing):  # a stage of one unit, two backwards in a row
+            yield from self._collect()
         yield ops.Close(name)
         if unit.shards > 1:
             yield ops.Reduce(name)

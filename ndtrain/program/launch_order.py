@@ -356,6 +356,10 @@ class _Own:
                 yield from map(Wait, self.leaving)
 
     def _launch(self, name: str, comm: str, key: str, at: str) -> Op:
+        if name != "all_reduce" and (name, key) in self._running:
+            raise LaunchOrderError(
+                f"pp rank {self.rank} launches the {name} of {key} again before it waits for the first"
+            )
         op = Op(name, f"{comm} of pp rank {self.rank}", members=(self.rank,), at=at)
         self._running[name, key].append(op)
         return op

@@ -69,6 +69,13 @@ def test_schedules(pp, microbatches, extra):
     check({"pp": pp}, microbatches, extra)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_stage_of_one_layer(zero):
+    """Its only unit is reduced in one backward after another."""
+    check({"pp": 3, "fsdp": 2}, 5, ["model.num_hidden_layers=3", "schedule=1f1b", f"mesh.zero={zero}"])
+
+
 def meshes():
     """All meshes of 4 and 8 ranks over five axes with pp > 1. The other settings alternate."""
     turn = count()

@@ -135,6 +135,18 @@ def _of(real: dict[tuple[str, str], Traffic], axis: str, op: str) -> tuple[int, 
     return (traffic.count, traffic.bytes) if traffic else (0, 0)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe_v"])
+def test_a_stage_of_one_unit_has_one_reduction_at_a_time(schedule):
+    """Stages of one layer, whose only unit is reduced in one backward after another."""
+    how = [f"schedule={schedule}", "mesh.pp=4", "mesh.fsdp=2", "mesh.zero=2", "train.compile=false"]
+    layers = 4 if schedule == "1f1b" else 8
+    step = StepProgram.of(resolve(load_config([*SHAPE, f"model.num_hidden_layers={layers}", *how]), 8))
+    step.prove()
+    for own in step.ranks:
+        ends = [type(op) for _, op in own.program if isinstance(op, Reduce | Collect) and op.unit == own.units[-1]]
+        assert ends and ends == [Reduce, Collect] * (len(ends) // 2)
+
+
 def test_a_step_whose_send_is_left_out_is_no_proof():
     cfg = resolve(load_config([*SHAPE, "mesh.pp=2", "schedule=1f1b", "train.compile=false"]), 2)
     step = StepProgram.of(cfg)
