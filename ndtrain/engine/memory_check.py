@@ -12,9 +12,9 @@ from ndtrain.config import Config, ConfigError
 from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.distributed.sharding import FlatLayout
 from ndtrain.metrics.memory import memory_limit_bytes
-from ndtrain.model.flops import offloaded_bytes, parameter_count, state_bytes
+from ndtrain.model.flops import parameter_count
 from ndtrain.parallel.build import flat_layouts, layouts_of, state_plan
-from ndtrain.parallel.unit import StatePlan
+from ndtrain.parallel.unit import StatePlan, state_bytes
 
 
 def require_memory(cfg: Config, device: torch.device, local_ranks: Iterable[int]) -> None:
@@ -41,18 +41,10 @@ def require_memory(cfg: Config, device: torch.device, local_ranks: Iterable[int]
 def least_bytes(cfg: Config, rank: int) -> tuple[int, int]:
     """Bytes that a rank needs at least on its device, and in host memory with `optim.offload`."""
     layouts, plan = list(_layouts(cfg, rank).values()), state_plan(cfg)
-    compute, master = plan.compute.itemsize, plan.master.itemsize
-    optim = sum((spec.dtype or plan.master).itemsize for spec in plan.spec) if plan.sharded_spec else 0
-    shared = plan.zero < 3 and plan.compute == plan.master and not plan.offload
-    on_device = on_host = 0
-    for shards in {layout.groups.shards for layout in layouts}:
-        numel = sum(layout.numel for layout in layouts if layout.groups.shards == shards)
-        on_device += state_bytes(numel, shards, plan.zero, compute, master, shared, optim, plan.offload)
-        average = master * numel // shards if plan.ema else 0
-        on_host += average + (offloaded_bytes(numel, shards, master, optim) if plan.offload else 0)
+    held = [state_bytes(plan, layout.groups.shards, layout.numel) for layout in layouts]
     gathered = [layout.numel for layout in layouts if plan.zero == 3 and layout.groups.shards > 1]
-    on_device += max(gathered, default=0) * (compute + master)
-    return (on_device, on_host) if plan.offload else (on_device + on_host, 0)
+    one_unit = max(gathered, default=0) * (plan.compute.itemsize + plan.master.itemsize)
+    return sum(h.on_device for h in held) + one_unit, sum(h.on_host for h in held)
 
 
 def _layouts(cfg: Config, rank: int) -> dict[str, FlatLayout]:

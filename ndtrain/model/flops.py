@@ -1,5 +1,4 @@
-"""FLOPs and bytes of a model, counted from the shapes that its modules declare: what MFU, stage balance and memory
-prediction share.
+"""FLOPs of a model, counted from the shapes that its modules declare: what MFU, stage balance and prediction share.
 
 Every function takes a resolved `ModelConfig` (`head_dim` set). Legend of the formulas: E hidden_size,
 F intermediate_size, L num_hidden_layers, H query heads, K key/value heads, Q head_dim, V vocab_size, T seq_len.
@@ -126,61 +125,3 @@ def hardware_flops_per_token(
     again = sum(over_layers(m, lambda i, ops=ops: recompute_flops(m, seq_len, ops, i)) for ops in run_again)
     ahead = over_layers(m, lambda i: block_flops(m, seq_len, i)) if look_ahead else 0
     return flops_per_token(m, seq_len) + ahead + (again / len(skipped_ops) if skipped_ops else 0)
-
-
-# ---------------------------------------------------------------------------------------------------------- memory
-
-
-def state_bytes(
-    n_params: int,
-    shard: int,
-    zero: int,
-    compute_bytes: int,
-    master_bytes: int = 4,
-    shared: bool = False,
-    optim_bytes: int | None = None,
-    offload: bool = False,
-) -> int:
-    """Bytes a rank holds between steps in parameters, gradients, master weights and optimizer state.
-
-    With N parameters sharded over n ranks, c bytes of compute and m of master precision (gradients are kept in the
-    latter) and s = m + `optim_bytes`: zero 1 holds N (c + m) + s N/n, zero 2
-    N c + (m + s) N/n, zero 3 (m + s) N/n. The blocks that zero 3 gathers during a step, at most two, come on top. The
-    flat buffer is padded to n equal shards, hence N/n is rounded up. Offloaded, s N/n lies in host memory
-    (`offloaded_bytes`), and zero 3 holds c N/n in its place.
-
-    Args:
-        n_params: this rank's parameters after the tp and pp cuts.
-        shard: ranks the state is cut over, fsdp x cp.
-        zero: 1, 2 or 3.
-        compute_bytes: bytes an element of the compute precision.
-        master_bytes: bytes an element of the master precision.
-        shared: compute and master are one dtype, and the rank's slice of the compute copy is its master: zero 1 and 2
-            then hold m N/n less.
-        optim_bytes: bytes of the optimizer's state tensors per element, all together; None: two of master precision.
-        offload: master and optimizer state are in host memory.
-
-    Raises:
-        ValueError: no such zero stage, or `shared` between dtypes of unequal size or with an offloaded master.
-    """
-    if zero not in (1, 2, 3):
-        raise ValueError(f"zero={zero}: must be 1, 2 or 3")
-    if shared and (compute_bytes != master_bytes or offload):
-        where = " in host memory" if offload else ""
-        raise ValueError(f"a slice of {compute_bytes}-byte elements cannot be the {master_bytes}-byte master{where}")
-    piece = -(-n_params // shard)
-    whole = piece * shard
-    state = 0 if offload else offloaded_bytes(n_params, shard, master_bytes, optim_bytes)
-    if zero == 3:
-        return master_bytes * piece + (compute_bytes * piece if offload else state)
-    if shared:
-        state -= master_bytes * piece
-    gradients = whole if zero == 1 else piece
-    return compute_bytes * whole + master_bytes * gradients + state
-
-
-def offloaded_bytes(n_params: int, shard: int, master_bytes: int = 4, optim_bytes: int | None = None) -> int:
-    """Bytes of master weights and optimizer state of a rank's shard, as `state_bytes` names its sizes. Where they are
-    in host memory, the buffers that copies pass through come on top: twice the largest unit's gradient and weights."""
-    state = 2 * master_bytes if optim_bytes is None else optim_bytes
-    return (master_bytes + state) * -(-n_params // shard)

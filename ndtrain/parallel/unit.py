@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +137,7 @@ def allocate(
     groups = next(iter(layouts.values())).groups
     residency = Residency.of(plan, groups.shards)
     group, reductions = shard_groups(plan, mesh, groups)
-    buffers = _Buffers.of(plan, residency, sum(f.numel for f in layouts.values()), groups.shards, mesh.device)
+    buffers = _Buffers.of(plan, groups.shards, sum(f.numel for f in layouts.values()), mesh.device)
     units, at, shard_at = {}, 0, 0
     for name, layout in layouts.items():
         start, stop = layout.own
@@ -193,9 +195,10 @@ class _Buffers:
     empty: Callable[[int], Tensor]
 
     @classmethod
-    def of(cls, plan: StatePlan, residency: Residency, local: int, shards: int, device: torch.device) -> "_Buffers":
-        """For `local` elements."""
-        resident, shard = not residency.reshard_after_forward, local // shards
+    def of(cls, plan: StatePlan, shards: int, local: int, device: torch.device) -> "_Buffers":
+        """Allocate them for `local` elements of units that are split in `shards` parts."""
+        residency, shard = Residency.of(plan, shards), local // shards
+        resident = not residency.reshard_after_forward
         zeros = lambda n, dtype: torch.zeros(n, dtype=dtype, device=device)
         stored = lambda dtype: torch.zeros(shard, dtype=dtype, device=host_of(device) if plan.offload else device)
         master = None if residency.shares_master else stored(plan.master)
@@ -208,6 +211,49 @@ class _Buffers:
             ema=stored(plan.master) if plan.ema else None,
             empty=lambda n: zeros(n, plan.compute),
         )
+
+
+class StateBytes(NamedTuple):
+    """Bytes of what a rank holds of some units between steps.
+
+    Attributes:
+        weights: the unsharded weights, and the shard that gathers send where it is a tensor of its own.
+        gradient: the unsharded one, or the shard's.
+        sharded: the shard's master weights, optimizer state and average.
+        offloaded: True if what is sharded is in host memory.
+    """
+
+    weights: int
+    gradient: int
+    sharded: int
+    offloaded: bool
+
+    @property
+    def on_device(self) -> int:
+        return self.weights + self.gradient + (0 if self.offloaded else self.sharded)
+
+    @property
+    def on_host(self) -> int:
+        return self.sharded if self.offloaded else 0
+
+
+@lru_cache(maxsize=4096)
+def state_bytes(plan: StatePlan, shards: int, numel: int) -> StateBytes:
+    """Count the bytes of units by allocating their buffers on the meta device.
+
+    Args:
+        shards: parts that the units are split in.
+        numel: their elements before the split. They are padded to `shards` equal parts.
+    """
+    buffers = _Buffers.of(plan, shards, -(-numel // shards) * shards, torch.device("meta"))
+    count = lambda *held: sum(x.untyped_storage().nbytes() for x in held if x is not None)
+    source = None if buffers.source is buffers.master else buffers.source
+    return StateBytes(
+        weights=count(buffers.full, source),
+        gradient=count(buffers.grad),
+        sharded=count(buffers.master, *buffers.state.values(), buffers.ema),
+        offloaded=plan.offload,
+    )
 
 
 def _parameters(full: Tensor, layout: FlatLayout, grad_dtype: torch.dtype) -> dict[str, nn.Parameter]:

@@ -3,7 +3,7 @@ fit, and a time, to say which candidates are worth a prediction. No figure of it
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES, state_plan
 from ndtrain.parallel.pp import head_in_layers, rank_cost
 from ndtrain.parallel.recompute import RecomputeOps
-from ndtrain.parallel.unit import StatePlan
+from ndtrain.parallel.unit import StatePlan, state_bytes
 from ndtrain.plan.candidates import SPLIT, Candidate, Stages, balanced
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
@@ -138,14 +138,8 @@ class Place:
 
     def _state_bytes(self, zero: int) -> float:
         """What a rank holds between steps, and on a GPU the context."""
-        plan, c = self._plan, DTYPES[self.cfg.precision.compute]
-        state = sum(
-            flops.state_bytes(
-                h.parameters, h.shards, zero, c.itemsize, plan.master.itemsize,
-                shared=c == plan.master, optim_bytes=sum((s.dtype or plan.master).itemsize for s in plan.spec),
-            )
-            for h in self.held
-        )  # fmt: skip
+        plan = replace(self._plan, zero=zero, sharded_spec=True)  # owners of whole tensors hold about as much
+        state = sum(state_bytes(plan, h.shards, h.parameters).on_device for h in self.held)
         return state + (0.0 if self.hardware.device == "cpu" else 1e9 * self.rates.memory_gb)
 
     def _kept_elements(self, recompute: tuple[str, Sequence[str]]) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ndtrain.parallel.unit import state_bytes
 from ndtrain.plan.events import Piece
 from ndtrain.plan.simulate import Sizes
 from ndtrain.plan.step_program import RankPlan, StepProgram
@@ -46,19 +47,15 @@ def rank_memory(program: StepProgram, rank: RankPlan, pieces: Mapping[Variant, P
                 case Send():
                     walk.now -= sizes.message
     contexts = sizes.context * program.schedule.microbatches
-    state = sum(state_bytes(program.units[name], program, sizes) for name in rank.units)
+    state = sum(held_bytes(program.units[name], program, sizes) for name in rank.units)
     return RankMemory(state, walk.peak + contexts)
 
 
-def state_bytes(u: UnitFacts, program: StepProgram, sizes: Sizes) -> int:
-    """Bytes of a unit that a rank holds between steps, on the device: what `unit.allocate` allocates."""
-    plan, residency = program.plan, u.residency
-    weights = 0 if residency.reshard_after_forward else u.numel * sizes.compute
-    master = 0 if residency.shares_master or plan.offload else u.shard * sizes.master
-    source = u.shard * sizes.compute if plan.offload and residency.reshard_after_forward else 0
-    gradients = (u.numel if residency.holds_full_grad else u.shard) * sizes.gradient
-    of_state = sum((spec.dtype or plan.master).itemsize for spec in plan.spec) + (sizes.master if plan.ema else 0)
-    return weights + master + source + gradients + (0 if plan.offload else u.shard * of_state)
+def held_bytes(u: UnitFacts, program: StepProgram, sizes: Sizes) -> int:
+    """Return the bytes of a unit that a rank holds on its device between steps. Some published runs hold gradients of
+    another width than ndtrain's."""
+    held = state_bytes(program.plan, u.shards, u.numel)
+    return held.on_device + held.gradient // program.plan.master.itemsize * (sizes.gradient - sizes.master)
 
 
 class _Memory:

@@ -108,7 +108,8 @@ class StepProgram:
         Raises:
             ConfigError: the optimizer cannot keep its state so.
         """
-        placement, plan = Placement.of(cfg), state_plan(cfg)
+        placement = Placement.of(cfg)
+        plan = replace(state_plan(cfg), sharded_spec=True)  # owners of whole tensors hold about as much
         layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), 0, placement)
         names = [name for name in layouts.names() if layouts.is_along_ep(name)]
         units = {name: UnitFacts.of(f, plan) for name, f in flat_layouts(layouts, names).items()}

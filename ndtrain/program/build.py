@@ -158,6 +158,9 @@ class _Bucket(NamedTuple):
     units: tuple[str, ...]
 
 
+_STATE = ("unsharded", "gathering", "opened", "reducing", "reduced", "buckets", "summing")  # what a pass changes
+
+
 class _Builder:
     """Follows a rank through its row.
 
@@ -182,15 +185,11 @@ class _Builder:
 
     @property
     def _state(self) -> tuple:
-        return (
-            self.unsharded, self.gathering, self.opened, self.reducing, self.reduced, self.buckets, self.summing,
-        )  # fmt: skip
+        return tuple(getattr(self, name) for name in _STATE)
 
     @_state.setter
     def _state(self, state: tuple) -> None:
-        (
-            self.unsharded, self.gathering, self.opened, self.reducing, self.reduced, self.buckets, self.summing,
-        ) = state  # fmt: skip
+        vars(self).update(zip(_STATE, state, strict=True))
 
     # ------------------------------------------------------------------------------------------------ parts of a step
 

@@ -1,4 +1,4 @@
-"""FLOPs and bytes against figures worked out by hand."""
+"""FLOPs against figures worked out by hand."""
 
 import pytest
 
@@ -122,38 +122,3 @@ def test_recompute_adds_what_is_run_again(skipped_ops, again):
 
 def test_elementwise_values_of_a_block():
     assert flops.elementwise_values(TINY) == 10 * 8 + 2 * (24 + 12) + 5 * 12
-
-
-@pytest.mark.parametrize(
-    ("zero", "compute", "per_parameter"),
-    [(1, 2, 6 + 12 / 4), (1, 4, 8 + 12 / 4), (2, 2, 2 + 16 / 4), (2, 4, 4 + 16 / 4), (3, 2, 16 / 4), (3, 4, 16 / 4)],
-)
-def test_state_bytes_follow_the_design(zero, compute, per_parameter):
-    assert flops.state_bytes(1000, 4, zero, compute) == 1000 * per_parameter
-
-
-def test_state_bytes_in_fp64_and_shared():
-    assert flops.state_bytes(1000, 4, 1, 8, master_bytes=8) == 1000 * (16 + 24 / 4)
-    assert flops.state_bytes(1000, 4, 1, 4, shared=True) == flops.state_bytes(1000, 4, 1, 4) - 4 * 250
-    assert flops.state_bytes(1000, 4, 2, 4, shared=True) == flops.state_bytes(1000, 4, 2, 4) - 4 * 250
-    assert flops.state_bytes(1000, 4, 3, 4, shared=True) == flops.state_bytes(1000, 4, 3, 4)
-    assert flops.state_bytes(1000, 1, 3, 4) == 16_000
-
-
-def test_state_bytes_of_narrow_moments_and_of_what_is_offloaded():
-    narrow = [flops.state_bytes(1000, 4, zero, 2, optim_bytes=4) for zero in (1, 2, 3)]
-    assert narrow == [1000 * (6 + 8 / 4), 1000 * (2 + 12 / 4), 1000 * 12 / 4]
-    away = [flops.state_bytes(1000, 4, zero, 2, offload=True) for zero in (1, 2, 3)]
-    assert away == [1000 * 6, 1000 * (2 + 4 / 4), 1000 * 6 / 4]
-    assert flops.offloaded_bytes(1000, 4) == 1000 * 12 / 4 and flops.offloaded_bytes(1000, 4, 4, 4) == 1000 * 8 / 4
-
-
-def test_state_bytes_pads_to_equal_shards():
-    assert flops.state_bytes(10, 4, 3, 2) == 16 * 3
-
-
-def test_state_bytes_refuses_what_cannot_be():
-    with pytest.raises(ValueError, match="zero=0"):
-        flops.state_bytes(10, 1, 0, 4)
-    with pytest.raises(ValueError, match="2-byte"):
-        flops.state_bytes(10, 1, 1, 2, shared=True)

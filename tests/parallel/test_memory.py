@@ -3,6 +3,7 @@
 The peak is read from the allocator's own events, so gathers, receive buffers and temporaries all count.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,10 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
-from ndtrain.model.flops import parameter_count, state_bytes
+from ndtrain.model.flops import parameter_count
 from ndtrain.parallel.build import DTYPES, build_stages, initialise
+from ndtrain.parallel.unit import StatePlan
 from tests.lib.parity import make_batches
 from tests.lib.ranks import run_ranks
+from tests.parallel.test_state_bytes import ADAM, BF16, FP32, closed_form
 
 # blocks of 50 k parameters, an embedding and a head of about the same size
 SHAPE = [
@@ -66,7 +69,7 @@ def test_bytes_a_rank(n, zero, precision):
     width = DTYPES[precision].itemsize
     measured = run_ranks(measure, n, [f"mesh.zero={zero}", "mesh.fsdp=-1", f"precision.compute={precision}"])
     for rank in measured:
-        expected = state_bytes(rank["numel"], n, zero, width, shared=precision == "fp32" and (zero < 3 or n == 1))
+        expected = closed_form(StatePlan(zero, DTYPES[precision], FP32, ADAM), n, rank["numel"])
         print(f"n={n} zero={zero} {precision}: held {rank['held']} formula {expected} peak {rank['peak']}")
         assert abs(rank["held"] / expected - 1) < 0.03
         two_blocks = 2 * BLOCK * (width + 4)
@@ -75,7 +78,7 @@ def test_bytes_a_rank(n, zero, precision):
 
 
 SAVINGS = {
-    "bf16-moments": (["optim.state_dtype=bf16"], {"optim_bytes": 4}),
+    "bf16-moments": (["optim.state_dtype=bf16"], {"spec": tuple(replace(s, dtype=BF16) for s in ADAM)}),
     "offload": (["optim.offload=true"], {"offload": True}),
 }
 
@@ -85,10 +88,11 @@ SAVINGS = {
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("n", [1, 2])
 def test_bytes_a_rank_saves(n, zero, how):
-    overrides, formula = SAVINGS[how]
+    overrides, fields = SAVINGS[how]
+    plan = StatePlan(**({"zero": zero, "compute": BF16, "master": FP32, "spec": ADAM} | fields))
     common = [f"mesh.zero={zero}", "mesh.fsdp=-1", "precision.compute=bf16"]
     for rank in run_ranks(measure, n, [*common, *overrides]):
-        assert rank["held"] == pytest.approx(state_bytes(rank["numel"], n, zero, 2, **formula), rel=0.03)
+        assert rank["held"] == pytest.approx(closed_form(plan, n, rank["numel"]), rel=0.03)
 
 
 LONG = [

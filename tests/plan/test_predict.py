@@ -12,7 +12,7 @@ from ndtrain.plan.__main__ import main
 from ndtrain.plan.dry import dry_run
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import load_hardware
-from ndtrain.plan.memory import peak_bytes, state_bytes
+from ndtrain.plan.memory import held_bytes, peak_bytes
 from ndtrain.plan.predict import Predictor, plan_step
 from ndtrain.plan.price import Prices, Rates
 
@@ -58,7 +58,7 @@ def test_state_is_that_of_the_dry_run_and_the_peak_within_a_hundredth(mesh, rank
     plan, spec = plan_step(cfg, "cuda"), MeshSpec.of(cfg.mesh)
     for pp, own in enumerate(plan.program.ranks):
         dry = dry_run(cfg, spec.rank(dict.fromkeys(spec.order, 0) | {"pp": pp}), "cuda")
-        assert sum(state_bytes(plan.program.units[u], plan.program, plan.sizes) for u in own.units) == sum(
+        assert sum(held_bytes(plan.program.units[u], plan.program, plan.sizes) for u in own.units) == sum(
             dry.state.values()
         )
         peak = peak_bytes(plan.program, own, plan.pieces, plan.sizes)
