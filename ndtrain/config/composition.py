@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from hydra import compose as hydra_compose
@@ -92,16 +93,21 @@ def to_yaml(cfg: Config) -> str:
 
 def register_schema() -> None:
     """Makes the schema, and the options that plugins add to groups, known to Hydra."""
+    _register(tuple((part.kind, part.name, part.config) for part in plugin_parts(*KINDS)))
+
+
+@lru_cache(maxsize=1)  # called again for other plugins alone
+def _register(parts: tuple[tuple[str, str, type | None], ...]) -> None:
     store = ConfigStore.instance()
     schema = schema_with(plugin_parts("callback", "attention_mod"))
     store.store(name="schema", node=schema)
-    for part in plugin_parts("optimizer", "source", "logger"):
-        node = OmegaConf.structured(part.config or KINDS[part.kind].base)
-        store.store(group=KINDS[part.kind].section, name=part.name, node=_named(node, part.name))
-    for part in plugin_parts("family"):
-        if part.config:  # with the keys of attention mods, which the schema's own model has
-            node = OmegaConf.structured(joined([part.config, OmegaConf.get_type(schema.model)]))
-            store.store(group="model", name=part.name, node=_named(node, part.name, key="model_type"))
+    for kind, name, config in parts:
+        if kind in ("optimizer", "source", "logger"):
+            node = OmegaConf.structured(config or KINDS[kind].base)
+            store.store(group=KINDS[kind].section, name=name, node=_named(node, name))
+        elif kind == "family" and config:  # with the keys of attention mods, which the schema's own model has
+            node = OmegaConf.structured(joined([config, OmegaConf.get_type(schema.model)]))
+            store.store(group="model", name=name, node=_named(node, name, key="model_type"))
 
 
 def _named(node: DictConfig, name: str, key: str = "name") -> DictConfig:

@@ -1,6 +1,7 @@
 """A composed tree of keys as a typed `Config`."""
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -56,13 +57,18 @@ def _interpolations(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def schema_with(parts: Iterable[Part]) -> DictConfig:
-    """The schema with the configs of these parts in their sections."""
+    """Return the schema with the configs of these parts in their sections. It is shared, so nobody may change it."""
+    return _schema(tuple((part.kind, part.name, part.config) for part in parts if part.config))
+
+
+@lru_cache(maxsize=8)
+def _schema(parts: tuple[tuple[str, str, type], ...]) -> DictConfig:
     schema, configs = OmegaConf.structured(Config), {}
-    for part in parts:
-        if part.kind == "callback" and part.config:
-            schema.callbacks[part.name] = OmegaConf.structured(part.config)
-        elif part.config:
-            configs.setdefault(KINDS[part.kind].section, []).append(part.config)
+    for kind, name, config in parts:
+        if kind == "callback":
+            schema.callbacks[name] = OmegaConf.structured(config)
+        else:
+            configs.setdefault(KINDS[kind].section, []).append(config)
     for section, classes in configs.items():
         schema[section] = OmegaConf.structured(joined(classes))
     return schema

@@ -1,11 +1,12 @@
 """Corpora of files: which files belong to one, and how the documents of each file are read."""
 
+import fnmatch
 import glob
 import io
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,7 +121,7 @@ def open_corpus(data: DataConfig) -> Corpus:
         return open_dataset_corpus(data)
     if data.name == "python":
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = tuple(name for name in _files_below(root, "*.py") if not _INSTALLED & set(name.split("/")))
+        files = tuple(_files_below(root, "*.py", without=_INSTALLED))
         if not files:
             raise ConfigError(f"data=python: no .py file in {root}: use data=text data.path=<folder>")
         return FileCorpus("data=python", root, files, _read_python, data.validation)
@@ -166,9 +167,19 @@ def matching_files(setting: str, pattern: str, key: str = "data.path") -> tuple[
     return root, tuple(files)
 
 
-def _files_below(root: Path, pattern: str) -> list[str]:
-    names = (p.relative_to(root) for p in root.rglob(pattern) if p.is_file())
-    return sorted(p.as_posix() for p in names if not any(part.startswith(".") for part in p.parts))
+def _files_below(root: Path, pattern: str, without: Container[str] = ()) -> list[str]:
+    """Return the sorted '/'-separated names of the files below a folder that match a pattern.
+
+    Args:
+        without: names of folders that are left out, as hidden files and folders are.
+    """
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        found = [name for name in fnmatch.filter(files, pattern) if not name.startswith(".")]
+        below = Path(folder).relative_to(root)
+        names += [(below / name).as_posix() for name in found if os.path.isfile(os.path.join(folder, name))]
+    return sorted(names)
 
 
 # ------------------------------------------------------------------------------------------- the documents of one file

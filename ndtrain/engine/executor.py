@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from ndtrain.distributed.collectives import reduces_in_place
 from ndtrain.distributed.flight_recorder import RECORDER
@@ -211,7 +211,7 @@ class Executor:
         edge, x = self._graphs.pop(at), self._inputs.pop(at)
         self._attach(layer)
         with self.units.deferring(self._deferred.setdefault(at, []) if run.kind == "I" else None):
-            torch.autograd.backward(edge, self._gradients.pop(at))
+            _run_backward(edge, self._gradients.pop(at))
         self._detach(layer)
         if x is None:
             return
@@ -235,3 +235,9 @@ class Executor:
     def _detach(self, layer: Layer) -> None:
         for name in layer.units:
             self.units.detach(name)
+
+
+def _run_backward(edge: GradientEdge, grad: Tensor) -> None:
+    """Run autograd from an output of a graph. `torch.autograd.backward` also compares the two shapes, and imports the
+    compiler's symbolic shapes to do it. That takes 0.6 s when a run starts. The engine checks the shapes anyway."""
+    _engine_run_backward((edge,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)

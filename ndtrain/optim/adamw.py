@@ -1,9 +1,11 @@
 """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), fused over the slices of flat buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from ndtrain.config import OptimConfig
 from ndtrain.optim.optimizer import Optimizer, OptimTensor, StateSpec, Update
@@ -22,25 +24,72 @@ class AdamW(Optimizer):
         dtype = _STATE_DTYPES[cfg.state_dtype]
         return StateSpec("exp_avg", dtype), StateSpec("exp_avg_sq", dtype)
 
-    def step(self, tensors: Sequence[OptimTensor], update: Update) -> None:
-        if not hasattr(self, "_adamw"):
-            self._adamw = self._make(tensors)
-        adamw = self._adamw
-        adamw.found_inf = update.found_inf  # as GradScaler passes it to the fused kernel, which then changes nothing
-        for group in adamw.param_groups:
-            group |= {"lr": update.lr * group["lr_mult"], "number": update.step}
-        weights = [w for group in adamw.param_groups for w in group["params"]]
-        scale = update.grad_scale
-        if scale is not None and weights[0].dtype == torch.float32:  # also as GradScaler does: saves a pass
-            adamw.grad_scale = scale.float()
-        elif scale is not None:  # that kernel takes an fp32 scale only
-            torch._foreach_div_([w.grad for w in weights], [scale] * len(weights))
-        steps = [adamw.state[w]["step"] for w in weights]
-        torch._foreach_copy_(steps, [update.made] * len(steps))  # the optimizer counts this one itself
-        adamw.step()
+    def __init__(self, cfg: OptimConfig):
+        super().__init__(cfg)
+        self._update: Callable[[Update], None] | None = None
 
-    def _make(self, tensors: Sequence[OptimTensor]) -> torch.optim.Optimizer:
-        """PyTorch's optimizer over the tensors, with our state tensors as its own."""
+    def step(self, tensors: Sequence[OptimTensor], update: Update) -> None:
+        if self._update is None:
+            self._update = (_Rounded if self.cfg.state_dtype == "bf16" else _Fused)(self.cfg, tensors)
+        self._update(update)
+
+
+@dataclass
+class _Group:
+    """Tensors with the same factor of the learning rate and the same weight decay.
+
+    Attributes:
+        steps: for each tensor the number of updates that the kernel has made, in fp32 on the tensor's device.
+    """
+
+    lr_mult: float
+    weight_decay: float
+    weights: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    exp_avgs: list[Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+
+    def add(self, t: OptimTensor) -> None:
+        self.weights.append(t.weight)
+        self.grads.append(t.grad)
+        self.exp_avgs.append(t.state["exp_avg"])
+        self.exp_avg_sqs.append(t.state["exp_avg_sq"])
+        self.steps.append(torch.zeros((), dtype=torch.float32, device=t.weight.device))
+
+
+class _Fused:
+    """PyTorch's fused kernel, by the functional interface: the class `torch.optim.AdamW` imports the compiler, which
+    takes more than a second."""
+
+    def __init__(self, cfg: OptimConfig, tensors: Sequence[OptimTensor]):
+        self.cfg = cfg
+        groups: dict[tuple[float, float], _Group] = {}
+        for t in tensors:
+            key = t.lr_mult, t.weight_decay
+            groups.setdefault(key, _Group(*key)).add(t)
+        self.groups = list(groups.values())
+
+    def __call__(self, update: Update) -> None:
+        scale, (beta1, beta2) = update.grad_scale, self.cfg.betas
+        if scale is not None and self.groups[0].weights[0].dtype != torch.float32:  # the kernel takes an fp32 one only
+            for group in self.groups:
+                torch._foreach_div_(group.grads, [scale] * len(group.grads))
+            scale = None
+        for group in self.groups:
+            torch._foreach_copy_(group.steps, [update.made] * len(group.steps))  # the kernel counts this one itself
+            adamw(
+                group.weights, group.grads, group.exp_avgs, group.exp_avg_sqs, [], group.steps,
+                fused=True, grad_scale=None if scale is None else scale.float(), found_inf=update.found_inf,
+                amsgrad=False, beta1=beta1, beta2=beta2, lr=update.lr * group.lr_mult,
+                weight_decay=group.weight_decay, eps=self.cfg.eps, maximize=False,
+            )  # fmt: skip
+
+
+class _Rounded:
+    """Moments in bf16."""
+
+    def __init__(self, cfg: OptimConfig, tensors: Sequence[OptimTensor]):
         groups: dict[tuple[float, float], list[Tensor]] = {}
         state, slices = {}, {}
         for t in tensors:
@@ -48,12 +97,20 @@ class AdamW(Optimizer):
             groups.setdefault((t.lr_mult, t.weight_decay), []).append(t.weight)
             state[t.weight] = {"step": torch.zeros((), dtype=torch.float32, device=t.weight.device), **t.state}
             slices[t.weight] = t.slices
-        cfg = self.cfg
         param_groups = [{"params": p, "lr_mult": m, "weight_decay": decay} for (m, decay), p in groups.items()]
-        common = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
-        if cfg.state_dtype == "bf16":
-            adamw: torch.optim.Optimizer = RoundedAdamW(param_groups, slices, **common)
-        else:
-            adamw = torch.optim.AdamW(param_groups, **common, fused=True)
-        adamw.state.update(state)
-        return adamw
+        self.adamw = RoundedAdamW(param_groups, slices, cfg.lr, tuple(cfg.betas), cfg.eps)
+        self.adamw.state.update(state)
+
+    def __call__(self, update: Update) -> None:
+        adamw = self.adamw
+        adamw.found_inf = update.found_inf
+        for group in adamw.param_groups:
+            group |= {"lr": update.lr * group["lr_mult"], "number": update.step}
+        weights = [w for group in adamw.param_groups for w in group["params"]]
+        if update.grad_scale is not None and weights[0].dtype == torch.float32:
+            adamw.grad_scale = update.grad_scale.float()
+        elif update.grad_scale is not None:
+            torch._foreach_div_([w.grad for w in weights], [update.grad_scale] * len(weights))
+        steps = [adamw.state[w]["step"] for w in weights]
+        torch._foreach_copy_(steps, [update.made] * len(steps))
+        adamw.step()

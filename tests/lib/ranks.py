@@ -13,7 +13,7 @@ from typing import Any
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "ndtrain.engine.train_step", "ndtrain.checkpoint"]
+    ["tests.lib.composed", "torch", "torch.distributed", "torch._dynamo", "ndtrain.engine.setup", "ndtrain.train"]
 )
 
 
