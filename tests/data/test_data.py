@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -503,9 +503,14 @@ def test_python_corpus(tmp_path, builds, record_property):
 # --------------------------------------------------------------------------------------------------------- tokenizers
 
 
+@cache
+def byte_tokenizer() -> tokenizer.Tokenizer:
+    return tokenizer.load_tokenizer(config({}, Path()).data, list, Path())
+
+
 @given(st.text(), st.text())
 def test_byte_tokenizer_is_utf8(a, b):
-    byte = tokenizer.load_tokenizer(config({}, Path()).data, list, Path())
+    byte = byte_tokenizer()
     assert byte.encode_batch([a, b]) == [list(a.encode()), list(b.encode())]
     assert byte.decode(byte.encode_batch([a])[0]) == a
     assert (byte.vocab_size, byte.eos_id) == (257, 256)

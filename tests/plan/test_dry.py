@@ -108,8 +108,9 @@ def _differences(case: str, dry: RankRecord, real: RankRecord) -> dict[str, tupl
 def _compare(ranks: int, cases: list[str], real: Callable = _real) -> None:
     by_rank = run_ranks(real, ranks, cases, timeout=300)
     for i, case in enumerate(cases):
+        cfg = resolve(load_config([*SHAPE, *case.split()]), ranks)
         for rank, records in enumerate(by_rank):
-            dry = dry_run(resolve(load_config([*SHAPE, *case.split()]), ranks), rank, "cpu")
+            dry = dry_run(cfg, rank, "cpu")
             off = _differences(case, dry, records[i])
             assert not off, f"{case}, rank {rank} of {ranks}: (dry, real) {off}"
             assert dry.flops["matmul"] > 1e6 and dry.peak_bytes > sum(dry.state.values()) > 0

@@ -573,12 +573,15 @@ def test_torchrun_ends_at_once_where_only_rank_0_can_know(finished, corpus, tmp_
 
 
 def test_one_process_without_torchrun(tmp_path, corpus, monkeypatch):
-    """It trains, also with the default logger, and writes only to the run folder."""
+    """It trains, also with the default logger, writes only to the run folder, and imports no compiler."""
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     folder = tmp_path / "run"
     done = run(arguments(folder, corpus, "logger=wandb", "mesh.fsdp=-1"), tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"finished step 10 of 10: saved {checkpoint_of(folder, 10)}" in done.stdout + done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "ndtrain.engine.executor" in imported and not {"torch._dynamo", "sympy"} & imported
     steps = rows(folder)
     assert [r["step"] for r in steps] == list(range(1, 11)) and steps[-1]["loss"] < steps[0]["loss"] - 0.5
     assert {p.name for p in folder.iterdir()} > {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "wandb"}
