@@ -234,7 +234,7 @@ def test_a_reader_keeps_few_files_open(tmp_path):
         assert torch.equal(whole(reader, f"a{i}"), A)
     assert opened() <= before + 16
     del reader
-    assert opened() == before
+    assert opened() <= before  # less where Python has freed what another test left open
 
 
 # ----------------------------------------------------------------------------------------------------------- checksum
