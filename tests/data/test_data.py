@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -503,7 +503,7 @@ def test_python_corpus(tmp_path, builds, record_property):
 # --------------------------------------------------------------------------------------------------------- tokenizers
 
 
-@cache
+@lru_cache
 def byte_tokenizer() -> tokenizer.Tokenizer:
     return tokenizer.load_tokenizer(config({}, Path()).data, list, Path())
 

@@ -108,8 +108,9 @@ def test_no_row_travels_again_for_a_recompute(recompute):
     assert sent.bytes == layers * microbatches * (8 * 8 + 4 * rows * row)
 
 
-@pytest.mark.parametrize("model", [pytest.param("qwen2-moe", marks=FULL), "deepseek-v3"])
-@pytest.mark.parametrize("recompute", ["full", *(pytest.param(r, marks=FULL) for r in ("selective", "every"))])
+@FULL
+@pytest.mark.parametrize("model", ["qwen2-moe", "deepseek-v3"])
+@pytest.mark.parametrize("recompute", ["full", "selective", "every"])
 def test_no_sum_over_tp_is_sent_again_for_a_recompute(recompute, model):
     """That of a shared expert neither. The backward sends what it sends without a recompute."""
     overrides = [*MODEL, *MODELS[model], EIGHT, "mesh.tp=2", "train.micro_batch=1", "recompute.every=2"]

@@ -38,7 +38,7 @@ def test_fp64(name, mesh, more):
 
 
 def balances():
-    sample = {("sequence", ""), ("hf", WHOLE_STREAM)}
+    sample = {("hf", WHOLE_STREAM)}
     for balance in BALANCES:
         for more in ("", WHOLE_STREAM):
             marks = [] if (balance, more) in sample else FULL

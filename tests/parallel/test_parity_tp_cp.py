@@ -102,7 +102,7 @@ VARIANTS = {
 }
 
 
-DEFAULT = ("biases", "qwen3, whole residual stream", "window", "alibi, ulysses")
+DEFAULT = ("qwen3, whole residual stream", "window", "alibi, ulysses")
 
 
 @pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.full) for n in VARIANTS])
@@ -117,7 +117,7 @@ LOWER = {
 }  # fmt: skip
 
 
-SAMPLED = ("cp2-tp2", "tp4-overlap")
+SAMPLED = ("cp2-tp2",)
 lower = pytest.mark.parametrize("name", [n if n in SAMPLED else pytest.param(n, marks=pytest.mark.full) for n in LOWER])
 
 
