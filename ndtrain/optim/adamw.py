@@ -71,16 +71,12 @@ class _Fused:
         self.groups = list(groups.values())
 
     def __call__(self, update: Update) -> None:
-        scale, (beta1, beta2) = update.grad_scale, self.cfg.betas
-        if scale is not None and self.groups[0].weights[0].dtype != torch.float32:  # the kernel takes an fp32 one only
-            for group in self.groups:
-                torch._foreach_div_(group.grads, [scale] * len(group.grads))
-            scale = None
+        beta1, beta2 = self.cfg.betas
         for group in self.groups:
             torch._foreach_copy_(group.steps, [update.made] * len(group.steps))  # the kernel counts this one itself
             adamw(
                 group.weights, group.grads, group.exp_avgs, group.exp_avg_sqs, [], group.steps,
-                fused=True, grad_scale=None if scale is None else scale.float(), found_inf=update.found_inf,
+                fused=True, grad_scale=_scale_for_kernel(update, group.grads), found_inf=update.found_inf,
                 amsgrad=False, beta1=beta1, beta2=beta2, lr=update.lr * group.lr_mult,
                 weight_decay=group.weight_decay, eps=self.cfg.eps, maximize=False,
             )  # fmt: skip
@@ -107,10 +103,17 @@ class _Rounded:
         for group in adamw.param_groups:
             group |= {"lr": update.lr * group["lr_mult"], "number": update.step}
         weights = [w for group in adamw.param_groups for w in group["params"]]
-        if update.grad_scale is not None and weights[0].dtype == torch.float32:
-            adamw.grad_scale = update.grad_scale.float()
-        elif update.grad_scale is not None:
-            torch._foreach_div_([w.grad for w in weights], [update.grad_scale] * len(weights))
+        adamw.grad_scale = _scale_for_kernel(update, [w.grad for w in weights])
         steps = [adamw.state[w]["step"] for w in weights]
         torch._foreach_copy_(steps, [update.made] * len(steps))
         adamw.step()
+
+
+def _scale_for_kernel(update: Update, grads: Sequence[Tensor]) -> Tensor | None:
+    """Return the divisor that a kernel applies to the gradients, which saves a pass over them. Kernels take it in fp32
+    alone, so gradients of another precision are divided here."""
+    scale = update.grad_scale
+    if scale is None or grads[0].dtype == torch.float32:
+        return None if scale is None else scale.float()
+    torch._foreach_div_(grads, [scale] * len(grads))
+    return None
