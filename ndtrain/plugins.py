@@ -43,6 +43,15 @@ def register_attention_mod(name: str, config: type | None = None) -> Callable[[P
     return decorator("attention_mod", name, config)
 
 
+def register_objective(name: str, config: type | None = None) -> Callable[[Part], Part]:
+    """Registers a subclass of `ndtrain.model.objective.Objective`; `objective=name` selects it.
+
+    Args:
+        config: a dataclass that extends `ObjectiveConfig`; its fields are keys of `objective`.
+    """
+    return decorator("objective", name, config)
+
+
 def register_optimizer(name: str, config: type | None = None) -> Callable[[Part], Part]:
     """Registers a subclass of `ndtrain.optim.Optimizer`; `optim=name` selects it."""
     return decorator("optimizer", name, config)

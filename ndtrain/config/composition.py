@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from ndtrain.config.composition_errors import one_line, wrong_configuration
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.overrides import check_overrides
-from ndtrain.config.registry import KINDS, joined, plugin_parts
+from ndtrain.config.registry import GROUPED, KINDS, joined, plugin_parts
 from ndtrain.config.saved_run import SavedRun
 from ndtrain.config.schema import Config, ConfigError
 from ndtrain.config.typed import overridden, schema_with, typed
@@ -102,7 +102,7 @@ def _register(parts: tuple[tuple[str, str, type | None], ...]) -> None:
     schema = schema_with(plugin_parts("callback", "attention_mod"))
     store.store(name="schema", node=schema)
     for kind, name, config in parts:
-        if kind in ("optimizer", "source", "logger"):
+        if kind in GROUPED:
             node = OmegaConf.structured(config or KINDS[kind].base)
             store.store(group=KINDS[kind].section, name=name, node=_named(node, name))
         elif kind == "family" and config:  # with the keys of attention mods, which the schema's own model has

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ndtrain.arguments import near
 from ndtrain.config.foreign_names import meaning_of
-from ndtrain.config.registry import KINDS, plugin_parts
+from ndtrain.config.registry import GROUPED, KINDS, plugin_parts
 from ndtrain.config.schema import Config, ConfigError
 
 
@@ -30,7 +30,7 @@ def group_options(folders: Iterable[Path]) -> dict[str, set[str]]:
     for folder in folders:
         for path in folder.glob("*/*.yaml"):
             groups.setdefault(path.parent.name, set()).add(path.stem)
-    for part in plugin_parts("optimizer", "source", "logger", "family"):
+    for part in plugin_parts(*GROUPED, "family"):
         groups[KINDS[part.kind].section].add(part.name)
     return groups
 

@@ -3,6 +3,7 @@
 | kind          | what is registered                          | what selects it         | base of its config |
 |---------------|---------------------------------------------|-------------------------|--------------------|
 | family        | a `Family`                                  | `model.model_type`      | `ModelConfig`      |
+| objective     | a subclass of `Objective`                   | `objective=name`        | `ObjectiveConfig`  |
 | optimizer     | a subclass of `Optimizer`                   | `optim=name`            | `OptimConfig`      |
 | attention_mod | a function (model config) -> `AttentionMod` | `model.attention=name`  | `ModelConfig`      |
 | lr_schedule   | a function (step, cfg, end) -> factor       | `optim.schedule=name`   | none               |
@@ -19,7 +20,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from ndtrain.config.schema import ConfigError, DataConfig, LoggerConfig, ModelConfig, OptimConfig
+from ndtrain.config.schema import ConfigError, DataConfig, LoggerConfig, ModelConfig, ObjectiveConfig, OptimConfig
 
 ENTRY_POINTS = "ndtrain.plugins"  # the group of entry points that an installed package announces its plugins in
 
@@ -42,12 +43,17 @@ class Kind:
 KINDS = {
     "family": Kind("model", ModelConfig, "ndtrain.model.families"),
     "attention_mod": Kind("model", ModelConfig),
+    "objective": Kind("objective", ObjectiveConfig, "ndtrain.model.objective"),
     "optimizer": Kind("optim", OptimConfig, "ndtrain.optim"),
     "lr_schedule": Kind(shipped="ndtrain.optim.lr_schedule"),
     "source": Kind("data", DataConfig),
     "logger": Kind("logger", LoggerConfig, "ndtrain.metrics.loggers"),
     "callback": Kind("callbacks"),
 }
+
+
+# The kinds of which a section's `name` selects one part, as an option of the group that has the section's name.
+GROUPED = ("objective", "optimizer", "source", "logger")
 
 
 @dataclass(frozen=True)

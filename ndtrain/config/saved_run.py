@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ndtrain.config.checks import resolve
 from ndtrain.config.composition_errors import read_yaml
 from ndtrain.config.keys import Key
-from ndtrain.config.registry import KINDS, own_keys, plugin_parts
+from ndtrain.config.registry import GROUPED, KINDS, own_keys, plugin_parts
 from ndtrain.config.schema import AXES, Config, ConfigError, RunConfig
 from ndtrain.config.typed import store_loggers, to_config
 
@@ -238,7 +238,7 @@ def _work_out_again(values: dict[str, Any], cfg: Config) -> None:
 def _plugin_options(values: Mapping[str, Any]) -> dict[str, str]:
     """Group -> the option of a plugin that it needs, whose own keys the group's section then has."""
     found, loggers = {}, values.get("logger", {}).get("name")
-    for part in plugin_parts("optimizer", "source", "logger", "family"):
+    for part in plugin_parts(*GROUPED, "family"):
         section = KINDS[part.kind].section or ""
         key = "model_type" if part.kind == "family" else "name"
         if part.config and values.get(section, {}).get(key) == part.name:
@@ -254,7 +254,7 @@ def _make_room(values: dict[str, Any], section: str) -> None:
         del values[section]
         return
     chosen = values[section].pop("name", None)
-    for part in plugin_parts("optimizer", "source", "logger"):
+    for part in plugin_parts(*GROUPED):
         if KINDS[part.kind].section == section and part.name == chosen:
             for key in own_keys(part.kind, part.name):
                 values[section].pop(key, None)

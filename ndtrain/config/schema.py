@@ -295,6 +295,13 @@ class CPConfig(Section):
 
 
 @dataclass
+class ObjectiveConfig(Section):
+    # the loss: cross_entropy | weighted: multiplied by the weight that the data gives each token
+    name: str = choice("cross_entropy", part="objective")
+    z_loss: float = at_least(0, 0.0)  # factor of the squared log-sum-exp of the logits, which keeps logits small
+
+
+@dataclass
 class OptimConfig(Section):
     name: str = choice("adamw", part="optimizer")  # the optimizer
     lr: float = positive(3e-4)  # peak learning rate
@@ -399,6 +406,7 @@ class Config(Section):
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     tp: TPConfig = field(default_factory=TPConfig)
     cp: CPConfig = field(default_factory=CPConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

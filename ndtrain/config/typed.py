@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ndtrain.config.composition_errors import one_line
-from ndtrain.config.registry import KINDS, Part, joined, own_keys, plugin_parts
+from ndtrain.config.registry import GROUPED, KINDS, Part, joined, own_keys, plugin_parts
 from ndtrain.config.schema import Config, ConfigError, LoggerConfig
 
 
@@ -81,7 +81,7 @@ def _chosen_parts(container: dict[str, Any]) -> list[Part]:
         value = container.get(KINDS[part.kind].section, {}).get(key)
         return part.name in value if isinstance(value, list) else part.name == value
 
-    named = [part for part in plugin_parts("optimizer", "source", "logger") if selects(part, "name")]
+    named = [part for part in plugin_parts(*GROUPED) if selects(part, "name")]
     families = [part for part in plugin_parts("family") if selects(part, "model_type")]
     mods = [part for part in plugin_parts("attention_mod") if selects(part, "attention")]
     return [*plugin_parts("callback"), *named, *families, *mods]

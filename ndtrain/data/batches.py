@@ -6,8 +6,8 @@ Shapes: B sequences of a microbatch (or of a rank's step), T tokens of a sequenc
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -17,14 +17,15 @@ from torch import Tensor
 from ndtrain.data.token_array import Packing
 from ndtrain.distributed.gpu import use_gpu
 from ndtrain.distributed.sequence_sharding import SequenceSharding
-from ndtrain.model.loss import IGNORE
+from ndtrain.model.vocabulary import IGNORE, Targets
 
 Item = TypeVar("Item")
+WEIGHTS = "weights"  # the column that says how much each token counts
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch of token ids. All tensors are int64.
+    """One microbatch of token ids. All tensors but `columns` are int64.
 
     Attributes:
         tokens: [B, T].
@@ -32,12 +33,20 @@ class Batch:
         positions: [T] or [B, T], the position of each token in its document; None: 0 to T - 1 in every row.
         documents: for each row the positions in the whole sequence, before it is sharded, where a document starts; the
             first is 0. None: each row is one document.
+        columns: what the objective reads of the data besides the labels: name -> [B, T, ...], of the token that is
+            predicted.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> Targets:
+        """The labels and the columns."""
+        return Targets(self.labels, self.columns)
 
     def pin(self) -> "Batch":
         """Returns a copy in page-locked memory, from which copies to a GPU overlap with its work."""
@@ -49,13 +58,15 @@ class Batch:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keeps the allocator from reusing the memory before what is queued on `stream` now has run."""
-        for x in (self.tokens, self.labels, self.positions):
+        for x in (self.tokens, self.labels, self.positions, *self.columns.values()):
             if x is not None:
                 x.record_stream(stream)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         positions = None if self.positions is None else change(self.positions)
-        return Batch(change(self.tokens), change(self.labels), positions, self.documents)
+        return Batch(
+            change(self.tokens), change(self.labels), positions, self.documents, self.targets.map(change).columns
+        )
 
 
 class Tokens(Protocol):
@@ -78,9 +89,12 @@ class Tokens(Protocol):
         """
         return [packing.starts_in(row) for row in tokens]
 
-    def learned(self, step: int, rows: Sequence[int]) -> np.ndarray | None:
-        """Returns bool [len(rows), T + 1]: which of those tokens are learned; None: all of them."""
-        return None
+    def columns(self, step: int, rows: Sequence[int]) -> Mapping[str, np.ndarray]:
+        """Returns what else is known of those tokens: name -> [len(rows), T + 1, ...].
+
+        A token whose `weights` are 0 is not learned. Without weights all tokens are.
+        """
+        return {}
 
 
 class Source(Tokens, Protocol):
@@ -122,6 +136,7 @@ def microbatches(
     sharding: SequenceSharding | None = None,
     part: int = 0,
     packing: Packing | None = None,
+    columns: Iterable[str] = (),
 ) -> list[Batch]:
     """Returns the rows of a step as microbatches of `micro_batch` sequences, in order.
 
@@ -129,6 +144,7 @@ def microbatches(
         sharding, part: the microbatches hold part `part` of each whole sequence; None: the whole sequence.
         packing: how the documents of a row are told apart, which do not attend to each other; None: each row is one
             document, whatever its tokens.
+        columns: the names of the columns that the microbatches have.
 
     Raises:
         ValueError: the rows do not divide into microbatches, or the sharding is of sequences of another length.
@@ -137,7 +153,7 @@ def microbatches(
         raise ValueError(f"{len(rows)} rows do not divide into microbatches of {micro_batch}")
     tokens = source.tokens(step, rows)
     starts = packing and source.document_starts(step, rows, tokens, packing)
-    batch = _full_batch(tokens, starts, source.learned(step, rows))
+    batch = _full_batch(tokens, starts, source.columns(step, rows), columns)
     if sharding is not None and sharding.length != batch.tokens.shape[1]:
         raise ValueError(f"a sharding of {sharding.length} tokens does not fit sequences of {batch.tokens.shape[1]}")
     if sharding is not None and sharding.parts > 1:
@@ -155,42 +171,49 @@ def positions_of(documents: Sequence[int], length: int) -> np.ndarray:
     return np.arange(length) - np.repeat(starts, np.diff(starts, append=length))
 
 
-def _full_batch(tokens: np.ndarray, starts: Sequence[np.ndarray] | None, learned: np.ndarray | None) -> Batch:
+def _full_batch(
+    tokens: np.ndarray, starts: Sequence[np.ndarray] | None, known: Mapping[str, np.ndarray], names: Iterable[str]
+) -> Batch:
     """Returns sequences [B, T + 1] as one batch.
 
     Args:
         starts: for each row, where documents start behind its first token. The label of the token before is ignored: it
             is the next document's. None: each row is one document.
-        learned: bool [B, T + 1]: the labels of all other tokens are ignored. None: none is.
+        known: as `Tokens.columns` returns them. The labels of tokens whose weight is 0 are ignored.
+        names: the columns that the batch has.
     """
     tokens_BT, labels_BT = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
-    if learned is not None:
-        labels_BT = labels_BT.masked_fill(torch.from_numpy(~learned[:, 1:]), IGNORE)
+    columns = {name: torch.from_numpy(known[name][:, 1:]) for name in names}
+    if WEIGHTS in known:
+        labels_BT = labels_BT.masked_fill(torch.from_numpy(known[WEIGHTS][:, 1:] == 0), IGNORE)
     if starts is None:
-        return Batch(tokens_BT, labels_BT)
+        return Batch(tokens_BT, labels_BT, columns=columns)
     length = tokens_BT.shape[1]
     documents = tuple((0, *row[row < length].tolist()) for row in starts)
     positions_BT = np.stack([positions_of(row, length) for row in documents])
     labels_BT = labels_BT.clone()
     for labels_T, row in zip(labels_BT, starts, strict=True):
         labels_T[torch.from_numpy(row) - 1] = IGNORE
-    return Batch(tokens_BT, labels_BT, torch.from_numpy(positions_BT), documents)
+    return Batch(tokens_BT, labels_BT, torch.from_numpy(positions_BT), documents, columns)
 
 
 def _sequence_shard(batch: Batch, index_T: Tensor) -> Batch:
     """Returns the tokens `index_T` of each whole sequence."""
-    select = lambda x: x.index_select(-1, index_T)
+    select = lambda x: x.index_select(1, index_T)
     positions = index_T if batch.positions is None else select(batch.positions)
-    return Batch(select(batch.tokens), select(batch.labels), positions, batch.documents)
+    targets = batch.targets.map(select)
+    return Batch(select(batch.tokens), targets.labels, positions, batch.documents, targets.columns)
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:
     positions, documents = batch.positions, batch.documents
+    targets = batch.targets.map(lambda x: x[rows].contiguous())
     return Batch(
         batch.tokens[rows].contiguous(),
-        batch.labels[rows].contiguous(),
+        targets.labels,
         positions if positions is None or positions.dim() == 1 else positions[rows],
         documents and documents[rows],
+        targets.columns,
     )
 
 

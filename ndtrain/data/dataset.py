@@ -68,6 +68,11 @@ class Data(ABC):
         return None
 
     @property
+    def columns(self) -> frozenset[str]:
+        """The names of what `Tokens.columns` gives."""
+        return frozenset()
+
+    @property
     def turn_ends(self) -> frozenset[int] | None:
         """The special tokens with which the turns of an assistant end; None: there is no assistant."""
         return None

@@ -4,7 +4,7 @@ Shapes: T tokens of a sequence.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -42,13 +42,13 @@ class EndlessRun(ABC):
         """Returns for each row where documents start among its `tokens`, but for the first."""
         return self.starts(global_numbers(step, rows, self._global_batch), tokens, packing)
 
-    def learned(self, step: int, rows: Sequence[int]) -> np.ndarray | None:
-        """Returns which of the tokens of those sequences are learned, bool [len(rows), T + 1]; None: all are."""
-        return self.learned_of(global_numbers(step, rows, self._global_batch))
+    def columns(self, step: int, rows: Sequence[int]) -> Mapping[str, np.ndarray]:
+        """Returns what else is known of the tokens of those sequences: name -> [len(rows), T + 1, ...]."""
+        return self.columns_of(global_numbers(step, rows, self._global_batch))
 
-    def learned_of(self, numbers: np.ndarray) -> np.ndarray | None:
-        """Returns which tokens of those sequences of the run are learned, bool [n, T + 1]; None: all are."""
-        return None
+    def columns_of(self, numbers: np.ndarray) -> Mapping[str, np.ndarray]:
+        """Returns the columns of those sequences of the run: name -> [n, T + 1, ...]."""
+        return {}
 
     def where(self, step: int, i: int) -> str:
         """Says in words which sequence of which corpus sequence `i` of `step` is."""

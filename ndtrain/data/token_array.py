@@ -71,13 +71,6 @@ class Packing:
         """As `starts`, for tokens of an array without an index: a document starts after each `eos_id`."""
         return np.flatnonzero(row[:-1] == self.eos_id) + 1
 
-    def count(self, array: Tokens) -> int:
-        """Returns how many documents start in an array behind its first token."""
-        index = indexed_starts(array)
-        if index is None:
-            return int((array[:-1] == self.eos_id).sum())
-        return int((index > 0).sum())
-
 
 def indexed_starts(array: Tokens) -> np.ndarray | None:
     """Returns `TokenArray.document_starts`; None for another array."""

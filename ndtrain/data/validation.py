@@ -1,13 +1,13 @@
 """The validation split as a set of sequences. Each of its tokens is predicted once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from ndtrain.data.batches import Batch
 from ndtrain.data.token_array import Packing, Tokens
-from ndtrain.model.loss import IGNORE
+from ndtrain.model.vocabulary import IGNORE
 
 
 class ValidationSet:
@@ -22,7 +22,7 @@ class ValidationSet:
     """
 
     def __init__(self, arrays: Sequence[Tokens], seq_len: int, global_batch: int):
-        self._arrays, self._seq_len, self._global_batch = arrays, seq_len, global_batch
+        self._seq_len, self._global_batch = seq_len, global_batch
         self._starts = [(a, start) for a in arrays for start in range(0, max(0, len(a) - 1), seq_len)]
         self.count = len(self._starts)
         self.passes = -(-self.count // global_batch)
@@ -43,9 +43,9 @@ class ValidationSet:
         numbers = [step * self._global_batch + row for row in rows]
         return [self._row_starts(n, row, packing) for n, row in zip(numbers, tokens, strict=True)]
 
-    def learned(self, step: int, rows: Sequence[int]) -> None:
-        """Returns None: every token is predicted, but for the padding."""
-        return None
+    def columns(self, step: int, rows: Sequence[int]) -> Mapping[str, np.ndarray]:
+        """Returns nothing: every token is predicted, but for the padding."""
+        return {}
 
     def _row_starts(self, number: int, row: np.ndarray, packing: Packing) -> np.ndarray:
         return packing.starts(*self._starts[number], row) if number < self.count else np.empty(0, np.int64)
@@ -54,13 +54,3 @@ class ValidationSet:
     def readable(batch: Batch) -> Batch:
         """Returns the batch with input tokens of 0 in place of the padding."""
         return replace(batch, tokens=batch.tokens.clamp(min=0))
-
-    def labels(self, packing: Packing | None) -> int:
-        """Returns how many tokens are predicted: all but the first of each array.
-
-        Args:
-            packing: how documents are told apart; the first token of one is not predicted. None: the arrays are not
-                split into documents.
-        """
-        crossing = 0 if packing is None else sum(packing.count(a) for a in self._arrays)
-        return sum(max(0, len(a) - 1) for a in self._arrays) - crossing

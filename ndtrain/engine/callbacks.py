@@ -195,7 +195,7 @@ class EvaluationCallback(Callback):
         if not self.needs_report():
             return {}
         began = time.perf_counter()
-        loss = self._validation.loss()
+        loss = self._validation.run().loss
         return {"eval_loss": loss, "eval_time_s": time.perf_counter() - began}
 
 
@@ -215,7 +215,7 @@ class LoggingCallback(Callback):
         largest = report.signals.max(dim=0).values.tolist()
         for text in self._stragglers.update(report.signals[:, BUSY].tolist()):
             self.trainer.warn(text)
-        numbers: dict[str, Any] = report.balance | self._ran_again(report) | metrics
+        numbers: dict[str, Any] = report.numbers | self._ran_again(report) | metrics
         self._metrics.log(
             step=report.step,
             loss=report.loss,

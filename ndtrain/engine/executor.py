@@ -38,6 +38,9 @@ class ActionTiming(NamedTuple):
 class Executor:
     """Runs a rank's row of a schedule over the layers of its stages and their sharded units.
 
+    Args:
+        losses: the number of sums that the head returns: the loss, and others of the objective.
+
     Attributes:
         timings: None, or where to append when each action ran. (On a GPU the host then waits for each action.)
     """
@@ -49,12 +52,14 @@ class Executor:
         pipeline: Pipeline,
         saved_ops: SavedOps,
         recompute_groups: Sequence[RecomputeGroup],
+        losses: int = 1,
     ):
         facts = {name: UnitFacts.of(unit.layout, units.plan) for name, unit in units.units.items()}
         in_place = any(reduces_in_place(unit.grad) for unit in units.units.values())
         self.holdings = Holdings(layers, facts, recompute_groups, in_place).joined()
         self.layers, self.units, self.pipeline, self.saved_ops = self.holdings.layers, units, pipeline, saved_ops
         self.timings: list[ActionTiming] | None = None
+        self._n_losses = losses
         self._names = {a: show(a) for a in pipeline.schedule.table[pipeline.rank]}
         self._programs: dict[frozenset[str], RankProgram] = {}
         self._exit = {layer.stage: i for i, layer in enumerate(self.layers) if layer.last}
@@ -71,7 +76,7 @@ class Executor:
 
     def run(self, contexts: Sequence[Context]) -> Tensor:
         """Runs the row over all microbatches, with one context for each. If the row has backwards, the gradients are
-        summed over the mesh when this returns. Returns the sum of this rank's losses, in fp32 or wider.
+        summed over the mesh when this returns. Returns the sums of this rank's losses [losses], in fp32 or wider.
         """
         self._contexts = contexts
         self._inputs: dict[tuple[int, int], Tensor | None] = {}
@@ -81,7 +86,7 @@ class Executor:
         self._results: list[Tensor] = []  # of the action at work, for another stage
         self._local: dict[Message, Tensor] = {}  # results that another stage of this rank has not taken yet
         wide = torch.promote_types(self.units.compute, torch.float32)
-        self._loss = torch.zeros((), dtype=wide, device=self.units.device)
+        self._losses = torch.zeros(self._n_losses, dtype=wide, device=self.units.device)
         program, number = self.program, 0
         for op in program.begin:
             self._sum_gradients(op)
@@ -94,7 +99,7 @@ class Executor:
             RECORDER.op = index
             self._sum_gradients(op)
         RECORDER.op = None
-        return self._loss
+        return self._losses
 
     def run_turn(self, turn: Turn, number: int) -> None:
         """Runs the ops of an action.
@@ -193,7 +198,7 @@ class Executor:
         if run.keep_graph:
             self._graphs[at] = get_gradient_edge(y)  # not y itself: its memory is freed with its last reader
         if layer.loss:
-            self._loss += y.detach()
+            self._losses += y.detach()
             if run.keep_graph:
                 self._gradients[at] = torch.ones_like(y)
         elif run.feed and layer.last:

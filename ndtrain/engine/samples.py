@@ -24,9 +24,9 @@ from ndtrain.engine.callbacks import Callback, due
 from ndtrain.engine.executor import Executor
 from ndtrain.engine.train_step import contexts
 from ndtrain.model import Context
-from ndtrain.model.loss import IGNORE
 from ndtrain.model.sampling import next_tokens
 from ndtrain.model.transformer import EMBED, HEAD
+from ndtrain.model.vocabulary import IGNORE
 from ndtrain.parallel.build import Stages, sequence_sharding
 from ndtrain.parallel.pp import Pipeline
 from ndtrain.program.passes import line_up
@@ -137,11 +137,11 @@ class Sampler:
             all_reduce(whole, self._tp).wait()
             logits = whole
         self._parts.append(logits)
-        return x_NE.new_zeros(())
+        return x_NE.new_zeros(1)
 
     def _marked(self, x_NE: Tensor, ctx: Context) -> Tensor:
         """The marked token of each row; zeros where another rank has it."""
-        (B, T), labels = ctx.labels.shape, ctx.labels.flatten()
+        (B, T), labels = ctx.targets.labels.shape, ctx.targets.labels.flatten()
         first = 0
         if self._shares_stream:
             first = self._mesh.index("tp") * len(x_NE)

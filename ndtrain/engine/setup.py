@@ -39,6 +39,7 @@ from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.memory_check import require_memory
 from ndtrain.engine.threads import set_threads
 from ndtrain.metrics import grow_segments, keep_freed_memory
+from ndtrain.model.objective import make_objective
 from ndtrain.optim.lr_schedule import idle_steps
 from ndtrain.parallel.build import Stages, initialise
 from ndtrain.runtime import descriptors, exit_status, folder_lock, rendezvous, shared_config, stop_signals
@@ -126,6 +127,7 @@ def prepare(cfg: Config) -> RunSetup:
         cfg = _plan_epochs(cfg, data, rank, path, state)
         notes += cfg.notes[noted:]
         _check_validation(cfg, data)
+        check_columns(cfg, data)
         _check_samples(cfg, data)
         notes += data.warnings(cfg)
         if idle := idle_steps(cfg.optim, cfg.train.steps, cfg.train.stop_at or cfg.train.steps):
@@ -600,6 +602,20 @@ def order_of(cfg: Config, data: Data) -> dict[str, Any]:
 
 def _told_apart_by(data: Data) -> int | str:
     return "index" if data.eos_id is None else data.eos_id
+
+
+def check_columns(cfg: Config, data: Data) -> None:
+    """Check that the data has the columns that the objective reads.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    wanted = [column.name for column in make_objective(cfg.objective).columns]
+    if missing := [name for name in wanted if name not in data.columns]:
+        raise ConfigError(
+            f"objective={cfg.objective.name}: it reads {', '.join(missing)}, which data={cfg.data.name} does not have: "
+            "use data=chat, whose rows may have weights, or objective=cross_entropy"
+        )
 
 
 def packing_of(cfg: Config, data: Data) -> Packing | None:

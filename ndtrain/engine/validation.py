@@ -9,7 +9,8 @@ from ndtrain.data.validation import ValidationSet
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.setup import packing_of
-from ndtrain.engine.train_step import Evaluation
+from ndtrain.engine.train_step import Evaluated, Evaluation
+from ndtrain.model.objective import make_objective
 from ndtrain.parallel.build import Stages, sequence_sharding
 
 
@@ -18,9 +19,6 @@ class Validation:
 
     Args:
         arrays: what to evaluate instead of the split, of the same kind; None: the split.
-
-    Attributes:
-        labels: how many tokens are predicted.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages, data: Data, arrays: Sequence[Any] | None = None):
@@ -28,16 +26,13 @@ class Validation:
         self._cfg, self._mesh, self._data = cfg, mesh, data
         self._evaluation = Evaluation(cfg, mesh, stages)
 
-    def loss(self) -> float:
-        """The mean loss over the tokens of the split with the stages' weights of now: the same number on every rank."""
+    def run(self) -> Evaluated:
+        """Return the mean loss over the tokens of the split, with the stages' current weights, and the number of
+        tokens. Every rank returns the same numbers."""
         cfg, held = self._cfg, self._held()
         batches = lambda i: [held.readable(b) for b in rank_batches(cfg, self._mesh, self._data, held, i)]
         passes = ([b.to(self._mesh.device) for b in batches(i)] for i in range(held.passes))
-        return self._evaluation.run(passes, self.labels)
-
-    @property
-    def labels(self) -> int:
-        return self._held().labels(packing_of(self._cfg, self._data))
+        return self._evaluation.run(passes)
 
     def _held(self) -> ValidationSet:
         return self._data.validation_set(self._arrays, self._cfg)
@@ -48,4 +43,5 @@ def rank_batches(cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int)
     t = cfg.train
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     packing = packing_of(cfg, data)
-    return microbatches(source, step, rows, resolved(t.micro_batch), sequence_sharding(cfg), mesh.index("cp"), packing)
+    sharding, columns = sequence_sharding(cfg), [column.name for column in make_objective(cfg.objective).columns]
+    return microbatches(source, step, rows, resolved(t.micro_batch), sharding, mesh.index("cp"), packing, columns)

@@ -14,7 +14,7 @@ from ndtrain.checkpoint.directory import list_checkpoints
 from ndtrain.config import Config, ConfigError, resolve, world_from_env
 from ndtrain.data import Data, open_data
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.engine.setup import device_of, meet
+from ndtrain.engine.setup import check_columns, device_of, meet
 from ndtrain.engine.validation import Validation
 from ndtrain.evaluate.configuration import configuration
 from ndtrain.metrics import keep_freed_memory
@@ -58,6 +58,7 @@ def evaluate(path: Path, overrides: Sequence[str] = (), everything: bool = False
     if rank == 0:
         checkpoint.inspect(path, cfg.model) if own else checkpoint.check_folder(path, cfg.model)
     data = open_data(cfg)
+    check_columns(cfg, data)
     arrays = _arrays(cfg, data, everything)
     device = device_of(cfg, local_rank)
     keep_freed_memory()
@@ -70,7 +71,7 @@ def evaluate(path: Path, overrides: Sequence[str] = (), everything: bool = False
         checkpoint.load_weights(path, stages, mesh)
     validation = Validation(cfg, mesh, stages, data, arrays)
     began = time.perf_counter()
-    result = Result(path, validation.loss(), validation.labels, time.perf_counter() - began)
+    result = Result(path, *validation.run(), time.perf_counter() - began)
     if dist.is_initialized():
         dist.destroy_process_group()
     return result

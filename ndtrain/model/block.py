@@ -29,6 +29,7 @@ from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import rotate
 from ndtrain.model.spec import CORE, OUTPUT, Dims, Init, Joins, OpSpec
 from ndtrain.model.swiglu import swiglu
+from ndtrain.model.vocabulary import Targets
 
 # ----------------------------------------------------------------------------------------------- the replaceable ops
 
@@ -92,7 +93,7 @@ class Ops:
     norm_of_heads: Callable = rms_norm  # (x [N, H D], weight [H D], eps): over all heads of a token
     for_all_heads: Callable = lambda x: x  # (x [N, I] of this rank's tokens) -> [N, I], which every head reads
     core: Callable = local_core  # (q [B, T, H, D], k and v [B, T, K, D], ctx) -> [B, T, H, D]
-    head_loss: Callable = head_loss  # (x [N, E], weight [V, E], labels [B, T], scale, chunk) -> scalar
+    head_loss: Callable = head_loss  # (x [N, E], weight [V, E], targets, scale, chunk) -> sums [S]
     balance: Callable = balance  # (logits [N, X], routing, counts [X], bias [X]) -> weights [N, K]
     gather_routed: Callable = gather_routed  # (x [N, E], routing, permutation) -> x, weights [N, K], permutation
     reduce_routed: Callable = lambda y: y  # (outputs [N, E] of those tokens) -> outputs of the residual stream's
@@ -102,7 +103,8 @@ class Context(NamedTuple):
     """What a microbatch carries beside its activations.
 
     Attributes:
-        tokens: [B, T] ids. labels: [B, T] ids, -100 where nothing is predicted.
+        tokens: [B, T] ids.
+        targets: what the head predicts; labels [B, T], -100 where nothing is predicted.
         rope: cos and sin for the tokens' positions; None where the model does not rotate.
         loss_scale: gives what the sum of token losses is multiplied with, when the loss is reached.
         scores: what attention scores go through beside the causal mask.
@@ -110,7 +112,7 @@ class Context(NamedTuple):
     """
 
     tokens: Tensor
-    labels: Tensor
+    targets: Targets
     rope: tuple[Tensor, Tensor] | None
     loss_scale: Callable[[], Tensor]
     scores: Scores

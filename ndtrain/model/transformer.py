@@ -9,7 +9,7 @@ Shape legend: B batch, T time, N tokens of the residual stream, E hidden_size, V
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +28,7 @@ from ndtrain.model.moe.block import MoEBlock
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import inverse_frequencies, rope_table, table_factor
 from ndtrain.model.spec import Dims, Init, OpSpec, Param
+from ndtrain.model.vocabulary import Targets
 
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 BLOCKS = ("block", "sparse")  # the kinds of segments that are blocks: without experts, and with
@@ -185,7 +186,8 @@ def layer_units(m: ModelConfig, i: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """One step of a stage's forward: `run(x, ctx) -> x` (x is None into the embedding, a loss out of the head).
+    """One step of a stage's forward: `run(x, ctx) -> x` (x is None into the embedding, the loss and the
+    objective's other sums out of the head).
 
     Attributes:
         units: the units whose parameters it reads.
@@ -272,7 +274,7 @@ class Transformer(nn.Module):
         return rms_norm(x_NE, self.model.norm.weight, self.m.rms_norm_eps)
 
     def _head_loss(self, x_NE: Tensor, ctx: Context) -> Tensor:
-        return self.ops.head_loss(x_NE, self.head.weight, ctx.labels, ctx.loss_scale(), self.loss_chunk)
+        return self.ops.head_loss(x_NE, self.head.weight, ctx.targets, ctx.loss_scale(), self.loss_chunk)
 
     def context(
         self,
@@ -282,6 +284,7 @@ class Transformer(nn.Module):
         loss_scale: Callable[[], Tensor] | None = None,
         positions: Tensor | None = None,
         documents: tuple[tuple[int, ...], ...] | None = None,
+        columns: Mapping[str, Tensor] | None = None,
     ) -> Context:
         """A microbatch's context.
 
@@ -290,6 +293,7 @@ class Transformer(nn.Module):
             loss_scale: gives the factor of the loss; None: it is the plain sum.
             positions: [T] or [B, T], each token's place in its document; None: 0 to T - 1.
             documents: per row, where documents start in the whole sequence; None: each row is one.
+            columns: what the objective reads besides the labels, [B, T, ...].
         """
         m, device = self.m, tokens_BT.device
         wide = torch.promote_types(dtype, torch.float32)
@@ -300,7 +304,7 @@ class Transformer(nn.Module):
             kernel=self.kernel,
         )  # fmt: skip
         one = lambda: torch.ones((), dtype=wide, device=device)
-        return Context(tokens_BT, labels_BT, rope, loss_scale or one, scores, handle(scores))
+        return Context(tokens_BT, Targets(labels_BT, columns or {}), rope, loss_scale or one, scores, handle(scores))
 
     def _rope(self, positions: Tensor | None, length: int, device: torch.device, dtype: torch.dtype):
         """The rotary table of some positions; that of all in order is made once."""
@@ -316,7 +320,7 @@ class Transformer(nn.Module):
         x, ctx = None, self.context(tokens_BT, labels_BT, self.head.weight.dtype)
         for segment in self.segments():
             x = segment.run(x, ctx)
-        return x
+        return x[0]
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """[B, T, V], for looking at a model; training never makes them."""

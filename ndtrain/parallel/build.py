@@ -22,7 +22,7 @@ from ndtrain.model.attention.core import local_core
 from ndtrain.model.device_kind import kind_of
 from ndtrain.model.families import family_of
 from ndtrain.model.init import Draw, fill_all, standard_normal
-from ndtrain.model.loss import compiled_cross_entropy, cross_entropy
+from ndtrain.model.objective import Objective, make_objective
 from ndtrain.model.spec import Param
 from ndtrain.model.transformer import EMBED, all_ops, fused_names
 from ndtrain.parallel.balance import Balance
@@ -187,7 +187,10 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
     balance = Balance(cfg, mesh)
     capacity = Capacity(cfg, mesh) if cfg.moe.capacity is not None else None
-    ops = _ops(cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, compiled, in_graph, capacity)
+    objective = make_objective(cfg.objective, compiled)
+    ops = _ops(
+        cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, compiled, in_graph, capacity, objective
+    )
     ops = replace(ops, balance=torch.compiler.disable(balance) if compiled else balance)
     kernel, attention = choose_kernel(cfg, mesh, plan.compute) if kind_of(mesh.device) == "cuda" else (None, "")
     for model in models.values():
@@ -195,7 +198,9 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
         balance.adopt(model)
     segments = {s: m.segments() for s, m in models.items()}
     notes = [note for note in (attention, compile_note) if note]
-    stages = Stages(models, segments, units, layouts, placement, saved_ops, balance, notes, capacity=capacity)
+    stages = Stages(
+        models, segments, units, layouts, placement, saved_ops, balance, objective, notes, capacity=capacity
+    )
     if trains:
         stages.recompute = _plan_recompute(cfg, mesh, stages)
     return stages
@@ -281,6 +286,7 @@ def _ops(
     compiled: bool,
     in_graph: bool,
     capacity: Capacity | None,
+    objective: Objective,
 ) -> Ops:
     """The model's ops on this mesh: cp replaces the attention core, ep the exchange with the experts, tp the ops with
     weights.
@@ -290,8 +296,8 @@ def _ops(
         in_graph: whether matmuls are part of compiled graphs.
         capacity: of exchanges, with `moe.capacity`.
     """
-    matmul, loss = _matmul_impl(cfg, mesh, compiled), compiled_cross_entropy() if compiled else cross_entropy
-    ops = fused_ops(accumulator, saved_ops, matmul, fused_weights, loss)
+    matmul = _matmul_impl(cfg, mesh, compiled)
+    ops = fused_ops(accumulator, saved_ops, matmul, fused_weights, objective)
     if cfg.mesh.ep > 1:
         parts = cfg.moe.parts if cfg.moe.overlap else 1
         exchange = ExpertExchange if capacity is None else capacity.exchange
@@ -309,7 +315,7 @@ def _ops(
         )
     if cfg.mesh.tp > 1:
         tensor_parallel = TensorParallel(
-            parameter_layouts, accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights, loss,
+            parameter_layouts, accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights, objective,
             shards_heads=cfg.layout.rules.get("heads") == "tp",
         )  # fmt: skip
         ops = tensor_parallel.over(ops, compiled)

@@ -20,8 +20,10 @@ from torch.nn import functional as F
 from ndtrain.model import Ops
 from ndtrain.model.attention.core import attend
 from ndtrain.model.contiguous import cat_consecutive
-from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, chunked_loss, cross_entropy
+from ndtrain.model.loss import chunked_loss
+from ndtrain.model.objective import CROSS_ENTROPY, Objective
 from ndtrain.model.spec import CORE
+from ndtrain.model.vocabulary import LOCAL, Targets, Vocabulary
 from ndtrain.parallel import compiled_linear
 from ndtrain.parallel.ep import SavedExchange
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
@@ -265,17 +267,17 @@ class _HeadLoss(torch.autograd.Function):
         vocabulary: Vocabulary,
         x_NE: Tensor,
         weight: nn.Parameter,
-        labels: Tensor,
+        targets: Targets,
         scale: Tensor,
         chunk: int,
         wanted: bool,
-        cross_entropy: CrossEntropy,
+        objective: Objective,
     ):
         add = lambda a, b: gradients.accumulate_product(weight, a, b)
-        loss, dx_NE = chunked_loss(x_NE, weight, labels.flatten(), scale, chunk, wanted, add, vocabulary, cross_entropy)
+        sums, dx_NE = chunked_loss(x_NE, weight, targets, scale, chunk, wanted, add, vocabulary, objective)
         if wanted:
             ctx.save_for_backward(dx_NE)
-        return loss
+        return sums
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -291,7 +293,7 @@ class WeightOps:
         saved_ops: the saved outputs of some matmuls for the recompute of their block.
         matmul: computes the blocks' matmuls.
         fused_weights: the first matrix of each fused weight -> the fused weight.
-        cross_entropy: computes the loss of the logits of a chunk of tokens.
+        objective: computes the loss of the logits of a chunk of tokens.
     """
 
     def __init__(
@@ -301,7 +303,7 @@ class WeightOps:
         saved_ops: SavedOps | None = None,
         matmul: MatmulImpl = PLAIN_MATMUL,
         fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
-        cross_entropy: CrossEntropy = cross_entropy,
+        objective: Objective = CROSS_ENTROPY,
     ):
         self.accumulator, self.comm_of, self.saved_ops, self.matmul = (
             accumulator,
@@ -309,7 +311,7 @@ class WeightOps:
             saved_ops or SavedOps(),
             matmul,
         )
-        self.cross_entropy = cross_entropy
+        self.objective = objective
         self.fused_weights = fused_weights or {}
         self._plans: dict[int, tuple[LinearComm, list[FusedWeights], str | None]] = {}  # by id of the first weight
 
@@ -344,11 +346,11 @@ class WeightOps:
         return _Embedding.apply(self.accumulator, comm or LOCAL_LINEAR, tokens, weight, held)
 
     def head_loss(
-        self, x: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
+        self, x: Tensor, weight: Tensor, targets: Targets, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
     ) -> Tensor:
         wanted = torch.is_grad_enabled()  # asked here: inside a Function it never is
         return _HeadLoss.apply(
-            self.accumulator, vocabulary, x, weight, labels, scale, chunk, wanted, self.cross_entropy
+            self.accumulator, vocabulary, x, weight, targets.flatten(), scale, chunk, wanted, self.objective
         )
 
 
@@ -357,18 +359,16 @@ def fused_ops(
     saved_ops: SavedOps | None = None,
     matmul: MatmulImpl = PLAIN_MATMUL,
     fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
-    cross_entropy: CrossEntropy = cross_entropy,
+    objective: Objective = CROSS_ENTROPY,
 ) -> Ops:
     """The model's ops on one device.
 
     Args:
         gradients: accumulates the gradients of matrices.
-        saved_ops, matmul, fused_weights, cross_entropy: as `WeightOps` takes them.
+        saved_ops, matmul, fused_weights, objective: as `WeightOps` takes them.
     """
     saved_ops = saved_ops or SavedOps()
-    ops = WeightOps(
-        gradients, saved_ops=saved_ops, matmul=matmul, fused_weights=fused_weights, cross_entropy=cross_entropy
-    )
+    ops = WeightOps(gradients, saved_ops=saved_ops, matmul=matmul, fused_weights=fused_weights, objective=objective)
 
     def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
         return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, saved_ops.of(CORE))

@@ -14,12 +14,12 @@ class GradStats(NamedTuple):
     """The same bits on every rank, fp64 and on the device.
 
     Attributes:
-        loss: summed over all ranks.
+        losses: the loss and the objective's other sums, each summed over all ranks.
         norm: the 2-norm of the whole model's gradient, each element counted once.
         finite: whether every rank's loss and the norm are.
     """
 
-    loss: Tensor
+    losses: Tensor
     norm: Tensor
     finite: Tensor
 
@@ -31,14 +31,14 @@ class GradStatsReducer:
         self.mesh, self.device = mesh, units.device
         self._counted = _counted(units)
 
-    def __call__(self, loss_share: Tensor) -> GradStats:
-        mine = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def __call__(self, losses_share: Tensor) -> GradStats:
+        mine = torch.zeros(1 + len(losses_share), dtype=torch.float64, device=self.device)
         for x in self._counted:
             mine[0] += _square_sum(x)
-        mine[1] = loss_share
+        mine[1:] = losses_share
         rows, work = all_gather_row(mine, self.mesh.world)
         work.wait()
-        return GradStats(rows[:, 1].sum(), rows[:, 0].sum().sqrt(), rows.isfinite().all())
+        return GradStats(rows[:, 1:].sum(0), rows[:, 0].sum().sqrt(), rows.isfinite().all())
 
 
 _ROW = 4096  # elements whose norm is taken in their own precision

@@ -24,6 +24,7 @@ from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import Context, Segment
 from ndtrain.model.device_kind import kind_of
 from ndtrain.model.flops import elementwise_values, over_layers, recompute_flops
+from ndtrain.model.objective import make_objective
 from ndtrain.parallel.allocations import Allocations
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.recompute import RecomputeOps, SavedOps
@@ -359,22 +360,25 @@ def load(row: Sequence[Action], stage: int, blocks: int) -> Load:
 
 
 def typical_batch(cfg: Config, device: torch.device) -> Batch:
-    """A microbatch as this rank gets them, of zeros. With `data.pack` each row has two documents, which end at another
-    place in each row, so that positions and tiles differ as they do in training."""
+    """Return a microbatch of zeros as this rank gets them, with the columns that the objective reads. With `data.pack`
+    each row has two documents, which end at another place in each row, so that positions and tiles differ as they do in
+    training."""
     batch, length, whole = cfg.train.micro_batch, cfg.train.seq_len // cfg.mesh.cp, cfg.train.seq_len
     tokens, labels = (torch.zeros(batch, length, dtype=torch.long, device=device) for _ in range(2))
+    zeros = lambda c: torch.zeros(batch, length, *c.shape, dtype=c.dtype, device=device)
+    columns = {column.name: zeros(column) for column in make_objective(cfg.objective).columns}
     places = torch.arange(length, device=device) if cfg.mesh.cp > 1 or cfg.data.pack else None
     if not cfg.data.pack or whole <= batch:
-        return Batch(tokens, labels, places)
+        return Batch(tokens, labels, places, columns=columns)
     documents = tuple((0, whole * (i + 1) // (batch + 1)) for i in range(batch))
-    return Batch(tokens, labels, places.expand(batch, length), documents)
+    return Batch(tokens, labels, places.expand(batch, length), documents, columns)
 
 
 def _context(cfg: Config, mesh: Mesh, stages: Stages) -> Callable[[], Context]:
     """A function that makes the context of a microbatch."""
     b = typical_batch(cfg, mesh.device)
     places = torch.arange(b.tokens.shape[1], device=mesh.device) if b.positions is None else b.positions
-    return lambda: stages.context(b.tokens, b.labels, stages.units.compute, None, places, b.documents)
+    return lambda: stages.context(b.tokens, b.labels, stages.units.compute, None, places, b.documents, b.columns)
 
 
 def _unseen(cfg: Config, compute: torch.dtype) -> int:

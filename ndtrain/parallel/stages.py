@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from ndtrain.config import ModelConfig
 from ndtrain.distributed.sharding import Layouts
 from ndtrain.model import Context, Segment, Transformer
+from ndtrain.model.objective import Objective
 from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.ep_capacity import Capacity
 from ndtrain.parallel.fsdp import ShardedUnits
@@ -22,6 +23,7 @@ class Stages:
         segments: stage -> the segments of its part, in order.
         saved_ops: the results that recomputed blocks save in their forward.
         balance: that of the model's experts.
+        objective: what training minimizes.
         notes: lines for the user on what was chosen at start, such as the attention kernel.
         recompute: which blocks are recomputed.
         capacity: the size of the experts' buffers; None: they are as large as the rows need.
@@ -34,6 +36,7 @@ class Stages:
     placement: Placement
     saved_ops: SavedOps
     balance: Balance
+    objective: Objective
     notes: list[str] = field(default_factory=list)
     recompute: RecomputePlan = field(default_factory=RecomputePlan)
     capacity: Capacity | None = None

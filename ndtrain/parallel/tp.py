@@ -52,7 +52,8 @@ from ndtrain.distributed.collectives import (
 )
 from ndtrain.distributed.sharding import TensorLayout, balanced_split
 from ndtrain.model import Ops
-from ndtrain.model.loss import LOCAL, CrossEntropy, Vocabulary, cross_entropy
+from ndtrain.model.objective import CROSS_ENTROPY, Objective
+from ndtrain.model.vocabulary import LOCAL, Targets, Vocabulary
 from ndtrain.parallel.fused_grad_accumulation import (
     PLAIN_MATMUL,
     Gathered,
@@ -185,9 +186,9 @@ class VocabParallel(Vocabulary):
         self.held, self.comm, self.group = held, comm, group
         self._last: Callable[[], None] = lambda: None
 
-    def chunks(self, x_SE: Tensor, labels_N: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        shares = len(labels_N) // len(x_SE)  # 1 without sequence parallelism
-        labels_PS = labels_N.view(shares, -1)
+    def chunks(self, x_SE: Tensor, targets_N: Targets, chunk: int) -> Iterator[tuple[slice, Tensor, Targets]]:
+        shares = len(targets_N.labels) // len(x_SE)  # 1 without sequence parallelism
+        targets_PS = targets_N.map(lambda x: x.unflatten(0, (shares, -1)))
         starts = range(0, len(x_SE), max(1, chunk // shares))
         rows = [slice(a, min(a + starts.step, len(x_SE))) for a in starts]
         arriving = self.comm.gather(x_SE[rows[0]])
@@ -195,17 +196,17 @@ class VocabParallel(Vocabulary):
             x_CE = arriving.all()
             if i + 1 < len(rows):  # on its way while this one is worked on
                 arriving = self.comm.gather(x_SE[rows[i + 1]])
-            yield now, x_CE, labels_PS[:, now].flatten()
+            yield now, x_CE, targets_PS.map(lambda x, now=now: x[:, now].flatten(0, 1))
 
-    def log_softmax(self, logits_CV: Tensor, target_C1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def log_softmax(self, logits_CV: Tensor, ids_C1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         logits_CV = logits_CV.to(dtype)
         lse = self.log_sum_exp(logits_CV.logsumexp(dim=1))
-        columns = self.columns(target_C1)  # while the sums are on their way
+        columns = self.local(ids_C1)  # while the sums are on their way
         return logits_CV.sub_(lse()[:, None]), *columns
 
-    def columns(self, target_C1: Tensor) -> tuple[Tensor, Tensor]:
-        here_C1 = (target_C1 >= self.held.start) & (target_C1 < self.held.stop)
-        return (target_C1 - self.held.start).where(here_C1, 0), here_C1
+    def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        here = (ids >= self.held.start) & (ids < self.held.stop)
+        return (ids - self.held.start).where(here, 0), here
 
     def log_sum_exp(self, lse_C: Tensor) -> Callable[[], Tensor]:
         rows, work = all_gather_row(lse_C, self.group)
@@ -233,8 +234,8 @@ class ReplicatedVocab(Vocabulary):
     def __init__(self, first: bool):
         self.first = first
 
-    def report(self, total: Tensor) -> Tensor:
-        return total if self.first else torch.zeros_like(total)
+    def report(self, sums: Tensor) -> Tensor:
+        return sums if self.first else torch.zeros_like(sums)
 
 
 # ----------------------------------------------------------------------------------------------------------- the ops
@@ -257,7 +258,7 @@ class TensorParallel:
         saved_ops: has the outputs of some matmuls when their block is recomputed.
         matmul: how the blocks' matmuls are made.
         fused_weights: the first of some matrices -> these as one.
-        cross_entropy: computes the loss of the logits of a chunk of tokens.
+        objective: computes the loss of the logits of a chunk of tokens.
         shards_heads: whether each rank has some of the query heads, and not all.
     """
 
@@ -270,13 +271,13 @@ class TensorParallel:
         saved_ops: SavedOps | None = None,
         matmul: MatmulImpl = PLAIN_MATMUL,
         fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
-        cross_entropy: CrossEntropy = cross_entropy,
+        objective: Objective = CROSS_ENTROPY,
         shards_heads: bool = True,
     ):
         self.layouts, self.group, self.sequence_parallel = layouts, group, cfg.sequence_parallel
         self.shards_heads = shards_heads
         self.comm = (SequenceComm if cfg.sequence_parallel else ReplicatedComm)(group, cfg.overlap)
-        self.ops = WeightOps(accumulator, self.comm_of, saved_ops, matmul, fused_weights, cross_entropy)
+        self.ops = WeightOps(accumulator, self.comm_of, saved_ops, matmul, fused_weights, objective)
 
     def over(self, ops: Ops, compiled: bool = False) -> Ops:
         """`ops` with every call over weights replaced.
@@ -315,16 +316,17 @@ class TensorParallel:
 
     def embedding(self, tokens: Tensor, weight: nn.Parameter) -> Tensor:
         if self.role_of(weight) is Role.REPLICATED:
-            return self.ops.embedding(self._own_tokens(tokens), weight, LinearComm())
+            return self.ops.embedding(self._own_tokens(tokens.flatten()), weight, LinearComm())
         return self.ops.embedding(tokens, weight, LinearComm(reduce_output=self.comm), self._vocabulary(weight))
 
-    def head_loss(self, x: Tensor, weight: nn.Parameter, labels: Tensor, scale: Tensor, chunk: int) -> Tensor:
+    def head_loss(self, x: Tensor, weight: nn.Parameter, targets: Targets, scale: Tensor, chunk: int) -> Tensor:
+        targets = targets.flatten()
         if self.role_of(weight) is Role.REPLICATED:
-            labels = self._own_tokens(labels)
+            targets = targets.map(self._own_tokens)
             vocabulary = LOCAL if self.sequence_parallel else ReplicatedVocab(self.group.rank() == 0)
         else:
             vocabulary = VocabParallel(self._vocabulary(weight), self.comm, self.group)
-        return self.ops.head_loss(x, weight, labels, scale, chunk, vocabulary)
+        return self.ops.head_loss(x, weight, targets, scale, chunk, vocabulary)
 
     def local_heads(self, core: Callable) -> Callable:
         """The attention core for this rank's heads. Their number follows from q, k and v, and their place in the model
@@ -342,6 +344,6 @@ class TensorParallel:
         start, rows = self.layouts[weight].shard[0]
         return range(start, start + rows)
 
-    def _own_tokens(self, x_BT: Tensor) -> Tensor:
-        """The tokens of this rank's share of the residual stream."""
-        return x_BT.flatten().chunk(self.group.size())[self.group.rank()] if self.sequence_parallel else x_BT
+    def _own_tokens(self, x_N: Tensor) -> Tensor:
+        """Return the tokens of this rank's share of the residual stream: [S, ...] of [N, ...]."""
+        return x_N.chunk(self.group.size())[self.group.rank()] if self.sequence_parallel else x_N

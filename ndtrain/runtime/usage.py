@@ -12,6 +12,7 @@ _GROUPS = {  # group -> what it chooses
     "recipe": "a complete run; other overrides change it",
     "model": "architecture and sizes",
     "data": "where the tokens come from",
+    "objective": "the loss",
     "optim": "optimizer",
     "schedule": "order of forwards and backwards, with mesh.pp",
     "recompute": "which activations are computed again instead of kept",

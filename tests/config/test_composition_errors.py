@@ -15,7 +15,7 @@ QWENS = "qwen3_0_6b, qwen3_14b, qwen3_1_7b, qwen3_30b_a3b, qwen3_32b, qwen3_4b, 
 MODELS = f"deepseek_v3, {LLAMAS}, mistral_7b, mixtral_8x7b, moe_debug, moe_small, {QWENS}"
 SHIPPED = f"known: chat, continued, {MODELS}".replace("llama3_405b,", "llama3_405b, llama3_405b_long,")
 WITH_OWN = SHIPPED.replace("moe_small,", "moe_small, own,")
-GROUPS = "checkpoint, data, hardware, logger, mesh, model, optim, recipe, recompute, schedule"
+GROUPS = "checkpoint, data, hardware, logger, mesh, model, objective, optim, recipe, recompute, schedule"
 RECIPES = {  # content of the recipe -> the line; {file} is its path
     "misspelt key": (
         f"{GLOBAL}train:\n  stepz: 5\n",

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 import numpy as np
 import pytest
+import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,10 +22,10 @@ from ndtrain.data import microbatches, open_data
 from ndtrain.data.chat.conversations import Conversations
 from ndtrain.data.chat.dataset import ChatData
 from ndtrain.data.chat.packing import PackedConversations, pack
-from ndtrain.data.chat.rows import RowError, learned_tokens, samples_of
+from ndtrain.data.chat.rows import RowError, Span, samples_of, token_weights
 from ndtrain.data.chat.template import ChatTemplate, TemplateError, read_template
 from ndtrain.data.token_array import Packing
-from ndtrain.model.loss import IGNORE
+from ndtrain.model.vocabulary import IGNORE
 from tests.lib.chat_folders import STYLES, VOCAB, write_tokenizer
 from tests.lib.helpers import config_refusal
 
@@ -202,12 +203,12 @@ def test_a_generation_prompt_that_says_more_than_the_message():
     text = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     text += "{% if add_generation_prompt %}<assistant><think>{% endif %}"
     (sample,) = samples_of({"messages": HELLO}, ChatTemplate({"default": text}, {}, DAY), "")
-    assert [sample.text[a:b] for a, b in sample.spans] == ["a lazy dog."]
+    assert [sample.text[a:b] for a, b, _ in sample.spans] == ["a lazy dog."]
 
 
 def test_tokens_that_overlap_a_span_are_learned():
     offsets = [(0, 0), (0, 2), (2, 4), (4, 6), (6, 8), (8, 9)]
-    assert learned_tokens(offsets, [(3, 5), (8, 9)]) == [False, False, True, True, False, True]
+    assert token_weights(offsets, [Span(3, 5), Span(8, 9, 0.5)]) == [0, 0, 1, 1, 0, 0.5]
 
 
 # ----------------------------------------------------------------------------------------------------------- templates
@@ -334,18 +335,19 @@ def test_what_is_too_long_is_cut_off_or_left_out_and_counted(folders, tmp_path):
     assert "of 3 conversations, 2 have more than" in line and "1 are cut off there, and 1, whose" in line
     assert data.packed.count == 2
     ids, learned = conversations(data)[1]
-    assert [data.packed.tokens(1)[:32].tolist(), data.packed.learned(1)[1:32].tolist()] == [ids[:32], learned[1:32]]
+    assert [data.packed.tokens(1)[:32].tolist(), data.packed.weights(1)[1:32].tolist()] == [ids[:32], learned[1:32]]
     only_late = [{"messages": late}]
     with pytest.raises(ConfigError, match=r"within train.seq_len=32 tokens no conversation comes to an answer"):
         opened(folder, only_late, tmp_path, seq_len=32)
 
 
 def test_the_first_token_of_a_conversation_is_never_learned():
-    held = Conversations(np.arange(6), np.ones(6, np.uint8), np.array([3, 6]), np.array([1, 1]), 2)
+    weights = np.array([0, 1, 0.5], np.float32)
+    held = Conversations(np.arange(6), np.array([1, 1, 2, 1, 1, 1]), weights, np.array([3, 6]), np.array([1, 1]), 2)
     packed = PackedConversations.__new__(PackedConversations)
     packed._conversations, packed._seq_len, packed._order = held, 7, np.array([0, 1])
     packed._starts, packed._lengths, packed._ends = held.starts, held.lengths, np.array([2])
-    assert packed.learned(0).tolist() == [False, True, True, False, True, True, False, False]
+    assert packed.weights(0).tolist() == [0, 1, 0.5, 0, 1, 1, 0, 0]
     assert packed.starts(0).tolist() == [3, 6]
 
 
@@ -375,7 +377,64 @@ def test_the_validation_split_holds_whole_rows(folders, tmp_path):
         for step in range(split.passes)
         for batch in microbatches(split, step, range(2), 1, packing=Packing(data.eos_id))
     )
-    assert labels == split.labels(None) == int(held.learned.sum())
+    assert labels == int(held.learned.sum())
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+def weights_of(data: ChatData) -> list[list[float]]:
+    """The weights of the learned tokens of every conversation of the training split, each value once, in order."""
+    held = data.corpus.train
+    ends = zip([0, *held.ends[:-1]], held.ends, strict=True)
+    weights = [held.weights[held.learned[a:b]].tolist() for a, b in ends]
+    return [[w for w in dict.fromkeys(each) if w] for each in weights]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_token_has_the_weight_of_its_row_times_its_message(marked, folders, tmp_path):
+    user, answer = HELLO
+    turns = [user, answer | {"weight": 0.5}, user, answer | {"weight": 0}, user, answer]
+    rows = [
+        {"messages": turns},
+        {"messages": turns, "weight": 3},
+        {"prompt": [user], "completion": [answer], "weight": 2},
+    ]
+    data = opened(folders["llama3", marked], rows, tmp_path)
+    assert weights_of(data) == [[0.5, 1], [1.5, 3], [2]] and data.corpus.train.has_weights
+    plain = opened(folders["llama3", marked], [{"messages": [user, answer, user, answer, user, answer]}], tmp_path)
+    (whole, *_), (without, *_) = conversations(plain)[0], conversations(data)[0]
+    assert whole == without, "the template does not see the weight"
+    learned, fewer = conversations(plain)[0][1], [bool(known) for known in conversations(data)[0][1]]
+    assert 0 < sum(fewer) < sum(learned) and all(a <= b for a, b in zip(fewer, learned, strict=True))
+
+
+def test_batches_have_the_weights_of_the_tokens_they_predict(folders, tmp_path):
+    user, answer = HELLO
+    data = opened(folders["llama3", True], [{"messages": [user, answer | {"weight": 0.5}]}], tmp_path)
+    cfg = config(folders["llama3", True], tmp_path / "chat.jsonl")
+    source = data.sequences(cfg, None, 0, None)
+    (batch,) = microbatches(source, 0, [0], 1, packing=Packing(data.eos_id), columns=["weights"])
+    assert torch.equal(batch.labels != IGNORE, batch.columns["weights"] != 0)
+    assert set(batch.columns["weights"].unique().tolist()) == {0, 0.5}
+    (plain,) = microbatches(source, 0, [0], 1, packing=Packing(data.eos_id))
+    assert torch.equal(plain.labels, batch.labels) and not plain.columns
+
+
+def test_an_objective_that_ignores_weights_says_so(folders, tmp_path):
+    folder, (user, answer) = folders["llama3", True], HELLO
+    cfg = config(folder, tmp_path / "chat.jsonl")
+    warned = lambda data: any("objective=weighted" in line for line in data.warnings(cfg))
+    assert warned(opened(folder, [{"messages": HELLO, "weight": 2}], tmp_path))
+    assert not warned(opened(folder, [{"messages": [user, answer | {"weight": 0}, user, answer]}], tmp_path))
+    cfg = cfg.unfrozen()
+    cfg.objective.name = "weighted"
+    assert not warned(opened(folder, [{"messages": HELLO, "weight": 2}], tmp_path))
+
+
+def test_the_fingerprint_changes_with_the_weights(folders, tmp_path):
+    rows = [[{"messages": HELLO, "weight": weight}] for weight in (1, 2, 3)]
+    assert len({opened(folders["llama3", True], each, tmp_path).fingerprint for each in rows}) == 3
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -396,6 +455,10 @@ REFUSED = {  # a row -> what the line must say behind the file and the row
     "strange role": ({"messages": [HELLO[0], {"role": "asistant", "content": "x"}]}, "unknown role 'asistant'; known"),
     "no content": ({"messages": [HELLO[0], {"role": "assistant"}]}, "message 2 of messages has neither content nor"),
     "a number": ({"messages": [{"role": "user", "content": 3}]}, "content that is no text but 3"),
+    "weight 0": ({"messages": HELLO, "weight": 0}, "has weight 0: remove the row"),
+    "a negative weight": ({"messages": HELLO, "weight": -1}, "the row has weight -1: it must be 0, or a number from"),
+    "a text as weight": ({"messages": [HELLO[0], HELLO[1] | {"weight": "1"}]}, "message 2 of the row has weight a te"),
+    "no weight": ({"messages": [HELLO[0], HELLO[1] | {"weight": 0}]}, "nothing that the assistant says with a weight"),
     "no answer": ({"messages": HELLO[:1]}, "holds nothing that the assistant says"),
     "refused by the template": ({"messages": [HELLO[0], *HELLO]}, "roles must alternate user/assistant"),
     "tools in words": ({"messages": HELLO, "tools": "mix"}, "tools is a text that is not JSON"),

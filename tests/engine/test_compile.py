@@ -49,7 +49,7 @@ def count_graphs(overrides: list[str]) -> tuple[list[int], list[str]]:
     for number in range(1, 6):
         step.run(number, make_batches(cfg, mesh, number, "uneven")).wait()
         if number in (2, 3):
-            evaluation.run([make_batches(cfg, mesh, 100 + number, "uneven")], 100)
+            evaluation.run([make_batches(cfg, mesh, 100 + number, "uneven")])
         torch._dynamo.config.error_on_recompile = number >= 2
         graphs.append(len(of_blocks))
     return graphs, list(counters["graph_break"])

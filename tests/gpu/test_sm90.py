@@ -20,7 +20,7 @@ from torch.nn.attention import flex_attention as pytorch_flex
 
 from ndtrain.config import load_config, resolve, resolved
 from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.model import flops, loss
+from ndtrain.model import flops, objective
 from ndtrain.model.attention import flex
 from ndtrain.model.attention.scores import AttentionMod, Scores, alibi_slopes
 from ndtrain.model.attention.tiles import SequenceSlice
@@ -108,10 +108,10 @@ PIECES = (
 @pytest.fixture(autouse=True)
 def a_gpu_with_fp8():
     """Matmuls of fp8 are those of a GPU. What an earlier test has compiled is made anew, by the capturing compiler."""
-    loss.compiled_cross_entropy.cache_clear()
+    objective.COMPILED.clear()
     with mock.patch.object(fp8, "multiplies_fp8", lambda device: True):
         yield
-    loss.compiled_cross_entropy.cache_clear()
+    objective.COMPILED.clear()
 
 
 @pytest.mark.parametrize("name", list(PIECES))

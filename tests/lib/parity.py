@@ -12,7 +12,8 @@ from ndtrain.data.token_array import Packing
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.train_step import TrainingStep
-from ndtrain.model.loss import IGNORE
+from ndtrain.model.objective import make_objective
+from ndtrain.model.vocabulary import IGNORE
 from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
 from tests.lib.ranks import run_ranks
 
@@ -70,6 +71,17 @@ class RandomRows(Tokens):
 
     cfg: Config
 
+    def columns(self, step: int, rows: Sequence[int]) -> dict[str, np.ndarray]:
+        """Random columns, as many as the objective reads."""
+        length, vocab = self.cfg.train.seq_len + 1, self.cfg.model.vocab_size
+        draws = [np.random.default_rng((step, row, 1)) for row in rows]
+        made = {
+            "weights": np.stack([d.choice([0, 0.3, 1, 2], length).astype(np.float32) for d in draws]),
+            "teacher_ids": np.stack([d.integers(0, vocab, (length, 3)) for d in draws]),
+            "teacher_probs": np.stack([d.dirichlet(np.ones(3), length).astype(np.float32) for d in draws]),
+        }
+        return {name: made[name] for name in columns_of(self.cfg)}
+
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
         return np.stack([self._row(step, row) for row in rows])
 
@@ -81,12 +93,16 @@ class RandomRows(Tokens):
         return tokens
 
 
+def columns_of(cfg: Config) -> list[str]:
+    return [column.name for column in make_objective(cfg.objective).columns]
+
+
 def make_batches(cfg: Config, mesh: Mesh, step: int, mask: str) -> list[Batch]:
     """This rank's microbatches of random tokens, sharded over cp."""
     t, sharding, part = cfg.train, sequence_sharding(cfg), mesh.index("cp")
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     packing = Packing(EOS) if cfg.data.pack else None
-    batches = microbatches(RandomRows(cfg), step, rows, t.micro_batch, sharding, part, packing)
+    batches = microbatches(RandomRows(cfg), step, rows, t.micro_batch, sharding, part, packing, columns_of(cfg))
     places = torch.from_numpy(sharding.index(part))
     leading = torch.tensor([MASKS[mask](row, step, t.seq_len) for row in rows]).split(t.micro_batch)
     ignored = [places < first[:, None] for first in leading]
@@ -117,7 +133,7 @@ def rank_run(
         report = step.run(number, make_batches(cfg, mesh, number, mask)).wait()
         run.losses.append(report.loss)
         run.norms.append(report.grad_norm)
-        run.balance.append(report.balance)
+        run.balance.append(report.numbers)
     return run, pieces + rank_state(stages, kinds)
 
 

@@ -1,41 +1,104 @@
-"""The loss of a chunk's logits: its compiled form is the same as op by op."""
+"""Objectives: the loss of a chunk's logits, its gradient, and what is compiled of it."""
 
 from unittest import mock
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
-from ndtrain.model.loss import IGNORE, LOCAL, chunked_loss, compiled_cross_entropy, cross_entropy
+from ndtrain.config import ObjectiveConfig
+from ndtrain.model.loss import chunked_loss
+from ndtrain.model.objective import COMPILED, CrossEntropy, make_objective
+from ndtrain.model.vocabulary import IGNORE, LOCAL, Targets
+from tests.lib.distillation import Distillation, DistillationConfig
 
-V = 101
+V, N, E, SCALE = 101, 42, 24, 0.1
+CONFIGS = {
+    "cross_entropy": ObjectiveConfig(),
+    "z_loss": ObjectiveConfig(z_loss=0.01),
+    "weighted": ObjectiveConfig(name="weighted"),
+    "weighted, z_loss": ObjectiveConfig(name="weighted", z_loss=0.01),
+    "distillation": DistillationConfig(name="distillation"),
+}
 
 
-def losses_of(x, weight, labels, form, wanted):
-    """(loss, gradient of x, gradient of the weight) over chunks of 16 tokens, the last of which is shorter."""
+def random_case(dtype: torch.dtype):
+    torch.manual_seed(0)
+    x, weight = torch.randn(N, E, dtype=dtype), torch.randn(V, E, dtype=dtype)
+    labels = torch.randint(0, V, (N,)).masked_fill(torch.rand(N) < 0.3, IGNORE)
+    columns = {
+        "weights": torch.tensor([0, 0.3, 1, 2])[torch.randint(0, 4, (N,))],
+        "teacher_ids": torch.randint(0, V, (N, 3)),
+        "teacher_probs": torch.rand(N, 3).softmax(1),
+    }
+    return x, weight, Targets(labels, columns)
+
+
+def losses_of(x, weight, targets, objective, wanted):
+    """(sums, gradient of x, gradient of the weight) over chunks of 16 tokens, the last of which is shorter."""
     dw = torch.zeros(weight.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     add = lambda a, b: dw.add_(a @ b)
-    scale = torch.tensor(0.1, dtype=dw.dtype)
-    total, dx = chunked_loss(x, weight, labels, scale, 16, wanted, add, LOCAL, form)
-    return [total, dx, dw] if wanted else [total]
+    scale = torch.tensor(SCALE, dtype=dw.dtype)
+    sums, dx = chunked_loss(x, weight, targets, scale, 16, wanted, add, LOCAL, objective)
+    return [sums, dx, dw] if wanted else [sums]
+
+
+def expected(x, weight, targets, cfg: ObjectiveConfig):
+    """The same by autograd, from the formula in the objective's documentation."""
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    logits = x @ weight.T
+    token_weights = (targets.labels != IGNORE).to(x.dtype)
+    if cfg.name == "weighted":
+        token_weights = token_weights * targets.columns["weights"]
+    token_weights = token_weights * SCALE
+    label_losses = cross_entropy(logits, targets.labels, reduction="none", ignore_index=IGNORE)
+    sums = [(label_losses * token_weights).sum()]
+    total = sums[0]
+    if cfg.z_loss:
+        sums.append((logits.logsumexp(1).square() * token_weights).sum())
+        total = sums[0] + cfg.z_loss * sums[1]
+    if isinstance(cfg, DistillationConfig):
+        chosen = logits.log_softmax(1).gather(1, targets.columns["teacher_ids"])
+        teacher = (-(chosen * targets.columns["teacher_probs"]).sum(1) * token_weights).sum()
+        sums = [cfg.alpha * teacher + (1 - cfg.alpha) * sums[0], teacher]
+        total = sums[0]
+    return [torch.stack(sums).detach(), *torch.autograd.grad(total, (x, weight))]
 
 
 @pytest.fixture
 def compiled():
-    """The compiled form, whose graphs run op by op."""
+    """Makes compiled objectives, whose graphs run op by op."""
     compile_ = torch.compile
-    compiled_cross_entropy.cache_clear()
+    COMPILED.clear()
     with mock.patch.object(torch, "compile", lambda f: compile_(f, backend="aot_eager")):
-        yield compiled_cross_entropy()
-    compiled_cross_entropy.cache_clear()
+        yield lambda cfg: make_objective(cfg, compiled=True)
+    COMPILED.clear()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_objective_has_the_sums_and_the_gradients_of_its_formula(name):
+    cfg = CONFIGS[name]
+    x, weight, targets = random_case(torch.float64)
+    got = losses_of(x, weight, targets, make_objective(cfg), wanted=True)
+    for a, b in zip(got, expected(x, weight, targets, cfg), strict=True):
+        assert a.shape == b.shape and (a - b).norm() <= 1e-12 * b.norm()
+    assert torch.equal(losses_of(x, weight, targets, make_objective(cfg), wanted=False)[0], got[0])
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_compiled_is_the_same(compiled, dtype, bound):
-    torch.manual_seed(0)
-    x, weight = torch.randn(42, 24, dtype=dtype), torch.randn(V, 24, dtype=dtype)
-    labels = torch.randint(0, V, (42,)).masked_fill(torch.rand(42) < 0.3, IGNORE)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_compiled_is_the_same(compiled, name, dtype, bound):
+    x, weight, targets = random_case(dtype)
     for wanted in (True, False):
         with torch.no_grad():
-            want, got = (losses_of(x, weight, labels, f, wanted) for f in (cross_entropy, compiled))
+            forms = make_objective(CONFIGS[name]), compiled(CONFIGS[name])
+            want, got = (losses_of(x, weight, targets, objective, wanted) for objective in forms)
         for a, b in zip(got, want, strict=True):
             assert a.dtype == b.dtype and (a - b).norm() <= bound * b.norm()
+
+
+def test_objectives_with_equal_settings_share_what_is_compiled(compiled):
+    assert compiled(ObjectiveConfig()) is compiled(ObjectiveConfig())
+    assert compiled(ObjectiveConfig(z_loss=0.1)) is not compiled(ObjectiveConfig())
+    assert isinstance(make_objective(ObjectiveConfig()), CrossEntropy)
+    assert isinstance(make_objective(DistillationConfig(name="distillation")), Distillation)

@@ -12,8 +12,8 @@ from ndtrain.model import Transformer, params
 from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_config import from_hf, to_hf
 from ndtrain.model.init import fill
-from ndtrain.model.loss import IGNORE
 from ndtrain.model.transformer import bias_names
+from ndtrain.model.vocabulary import IGNORE
 from tests.lib.stacked_experts import as_in_files, as_in_memory, lift_router
 
 LLAMA3 = {

@@ -272,9 +272,8 @@ def evaluated(several: list[list[str]]) -> list[float]:
         run, step = built(overrides)
         if run.stages.capacity:
             run.stages.capacity.factor = 0.5  # now no buffer is large enough
-        losses.append(
-            Evaluation(run.cfg, run.mesh, run.stages).run([make_batches(run.cfg, run.mesh, 1, "none")], 8 * 16)
-        )
+        batches = make_batches(run.cfg, run.mesh, 1, "none")
+        losses.append(Evaluation(run.cfg, run.mesh, run.stages).run([batches]).loss)
         losses.append(step.run(1, make_batches(run.cfg, run.mesh, 1, "none")).wait().loss)
     return losses
 

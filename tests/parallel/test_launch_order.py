@@ -152,7 +152,7 @@ def run(cfg: Config, rank: int, entries: list, steps: int, parts: Sequence[str],
         if "step" in parts:
             step.run(number, batches).wait()
         if "evaluation" in parts:
-            evaluation.run([batches], 3)
+            evaluation.run([batches])
 
 
 def with_costs(step: TrainingStep, entries: list) -> None:

@@ -11,7 +11,7 @@ from ndtrain.engine.train_step import Evaluation, TrainingStep
 from ndtrain.model import params
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.init import fill
-from ndtrain.model.loss import IGNORE
+from ndtrain.model.vocabulary import IGNORE
 from ndtrain.parallel.build import initialise
 from tests.engine.test_skipped import spoil
 from tests.lib.parity import Run, compare, distance, make_batches, train
@@ -107,10 +107,10 @@ def counted(overrides: list[str], evaluates: bool) -> tuple[torch.Tensor, torch.
     batches = lambda number: make_batches(run.cfg, run.mesh, number, "none")
     for number in (1, 2):
         if evaluates:
-            evaluation.run([batches(7)], 1)
+            evaluation.run([batches(7)])
         step.run(number, batches(number)).wait()
         if evaluates:
-            evaluation.run([batches(8)], 1)
+            evaluation.run([batches(8)])
     return run.stages.balance.loads_LX.clone(), run.stages.balance.bias_LX.clone()
 
 

@@ -12,7 +12,7 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.model import params
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.init import fill
-from ndtrain.model.loss import IGNORE
+from ndtrain.model.vocabulary import IGNORE
 from tests.lib.parity import FP64, SHAPE, distance, make_batches, train
 from tests.model.test_transformers import lift
 

@@ -29,7 +29,7 @@ from ndtrain.model import Transformer, params
 from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.init import fill, standard_normal
-from ndtrain.model.loss import IGNORE
+from ndtrain.model.vocabulary import IGNORE
 from ndtrain.parallel.build import DTYPES, build_stages, initialise
 
 Step = Callable[[Sequence[Batch]], float]  # this rank's microbatches -> mean loss of the global batch

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from ndtrain.config import ModelConfig
-from ndtrain.model.loss import IGNORE
 from ndtrain.model.rope import inverse_frequencies, rope_table
+from ndtrain.model.vocabulary import IGNORE
 
 Rope = tuple[Tensor, Tensor]  # cos and sin
 Rotate = Callable[[Tensor, Tensor, Rope], tuple[Tensor, Tensor]]  # q [B, T, N, D], k [B, T, K, D] -> the same, rotated

@@ -18,6 +18,7 @@ from ndtrain.config import Config, ConfigError, LocalShapes
 from ndtrain.distributed.mesh import Mesh
 from ndtrain.model import Transformer
 from ndtrain.model.loss import head_loss
+from ndtrain.model.vocabulary import Targets
 from ndtrain.parallel.build import DTYPES
 from ndtrain.parallel.pp import Placement
 
@@ -141,7 +142,7 @@ class Pipeline:
         return torch.stack(losses).sum().detach() if losses else torch.zeros(())
 
     def _loss(self, x_NE: Tensor, labels_BT: Tensor) -> Tensor:
-        return head_loss(x_NE, self.head.to(self.compute), labels_BT, self._scale, self.chunk)
+        return head_loss(x_NE, self.head.to(self.compute), Targets(labels_BT), self._scale, self.chunk)[0]
 
 
 def _examples(cfg: Config, first: bool) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ndtrain.config import ConfigError
 from ndtrain.data.cache import atomic_write, digest, load_or_build, sampled_digest
-from ndtrain.data.chat.rows import RowError, Sample, learned_tokens, samples_of
+from ndtrain.data.chat.rows import RowError, Sample, samples_of, token_weights
 from ndtrain.data.chat.template import ChatTemplate
 from ndtrain.data.corpora import parse_record
 from ndtrain.data.documents import SPLITS, is_held_out
@@ -28,9 +28,11 @@ from ndtrain.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1  # of what this module makes of given files: a new one outdates every cache entry
+_VERSION = 2  # of what this module makes of given files: a new one outdates every cache entry
 _ROW_BYTES = 64 << 20  # of the longest row that is read
 _BATCH_CHARACTERS = 1 << 22  # tokenised at a time
+_PLAIN = (0.0, 1.0)  # the weights of tokens where no row names another one
+_MOST_WEIGHTS = 256
 _ARRAYS = ("ids", "learned", "ends", "firsts")  # of a split, each in its own file
 
 
@@ -92,7 +94,8 @@ class Conversations:
 
     Attributes:
         ids: unsigned [n].
-        learned: uint8 [n]: 1 for each token that is learned.
+        learned: uint8 [n]: the index of each token's weight in `weights`; 0 for a token that is not learned.
+        weights: float32 [at most 256]: 0, 1, and other weights.
         ends: int64 [conversations]: behind the last token of each.
         firsts: int64 [conversations]: the first token of each that is learned and has a token before it.
         rows: the number of rows that they were made of.
@@ -100,9 +103,15 @@ class Conversations:
 
     ids: np.ndarray
     learned: np.ndarray
+    weights: np.ndarray
     ends: np.ndarray
     firsts: np.ndarray
     rows: int
+
+    @property
+    def has_weights(self) -> bool:
+        """True if tokens have other weights than 0 and 1."""
+        return len(self.weights) > len(_PLAIN)
 
     @property
     def starts(self) -> np.ndarray:
@@ -155,6 +164,7 @@ def _open_split(entry: Path, split: str, record: dict[str, Any]) -> Conversation
     return Conversations(
         map_tokens(ids, np.dtype(record["dtype"])),
         map_tokens(learned, np.dtype(np.uint8)),
+        np.asarray(record["weights"], np.float32),
         np.load(ends),
         np.load(firsts),
         record["rows"][split],
@@ -196,17 +206,21 @@ def _build(files: ChatFiles, template: ChatTemplate | None, tokenizer: Tokenizer
     log.info("tokenising %s: %d files in %s", files.setting, len(files.files), files.root)
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     special, last = tokenizer.special_ids(), set[int]()
+    weights = list(_PLAIN)
     with ExitStack() as stack, progress_on_stderr("tokenising", files.size()) as advance:
         opened = lambda split, what: stack.enter_context(atomic_write(_path(entry, split, what)))
         writers = {split: _SplitWriter(opened(split, "ids"), opened(split, "learned")) for split in SPLITS}
         for batch in _batches(_read(files, template, tokenizer)):
-            for row, (ids, learned) in zip(batch, _encode(batch, tokenizer), strict=True):
-                writer = writers[SPLITS[row.held_out]]
+            for row, (ids, weight) in zip(batch, _encode(batch, tokenizer), strict=True):
+                writer, learned = writers[SPLITS[row.held_out]], _indices(weight, weights)
+                if len(weights) > _MOST_WEIGHTS:
+                    location = files.location(row.name)
+                    raise ConfigError(f"{location}: more than {_MOST_WEIGHTS - 2} different weights: round them")
                 places = np.flatnonzero(learned[1:]) + 1
                 if not len(places):
                     raise ConfigError(f"{files.location(row.name)}: nothing of it can be learned: remove the row")
                 writer.rows += row.begins
-                writer.write(ids.astype(dtype), learned.astype(np.uint8), int(places[0]))
+                writer.write(ids.astype(dtype), learned, int(places[0]))
                 learned_special = places[np.isin(ids[places], special)]
                 last |= {int(ids[learned_special[-1]])} if len(learned_special) else set()
                 advance(row.size, len(ids))
@@ -218,7 +232,8 @@ def _build(files: ChatFiles, template: ChatTemplate | None, tokenizer: Tokenizer
         "dtype": dtype.str,
         "files": {p.name: sampled_digest(p) for p in (_path(entry, s, what) for s in SPLITS for what in _ARRAYS)},
         "rows": {split: writer.rows for split, writer in writers.items()},
-        "fingerprint": digest("chat", *(writers[split].digest() for split in SPLITS)),
+        "weights": weights,
+        "fingerprint": digest("chat", *(writers[split].digest() for split in SPLITS), *weights[len(_PLAIN) :]),
         "last": sorted(last)[:1000],
     }
     with atomic_write(entry) as file:  # last: an entry is whole once this file exists
@@ -273,8 +288,14 @@ def _batches(samples: Iterator[_RowSample]) -> Iterator[list[_RowSample]]:
 
 
 def _encode(batch: Sequence[_RowSample], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields for each sample its ids, int64 [n], and which of them are learned, bool [n]."""
+    """Yields for each sample its ids, int64 [n], and their weights [n], 0 for those that are not learned."""
     encoded = tokenizer.encode_markup([(row.sample.text, row.sample.special) for row in batch])
     for row, (ids, offsets) in zip(batch, encoded, strict=True):
-        learned = learned_tokens(offsets, row.sample.spans)
-        yield np.asarray(ids, np.int64), np.asarray(learned, bool)
+        yield np.asarray(ids, np.int64), np.asarray(token_weights(offsets, row.sample.spans))
+
+
+def _indices(weight: np.ndarray, known: list[float]) -> np.ndarray:
+    """Returns the index of each weight among those known, uint8 [n]. New ones are added to `known`."""
+    values, inverse = np.unique(weight, return_inverse=True)
+    known += [value for value in values.tolist() if value not in known]
+    return np.array([known.index(value) for value in values.tolist()])[inverse].astype(np.uint8)

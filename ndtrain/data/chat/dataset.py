@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ndtrain.config import Config, ConfigError
-from ndtrain.data.batches import Source
+from ndtrain.data.batches import WEIGHTS, Source
 from ndtrain.data.cache import digest
 from ndtrain.data.chat.conversations import ChatCorpus, ChatFiles, tokenise_chat
 from ndtrain.data.chat.packing import PackedConversations, PackedSequences, PackedValidation
@@ -17,6 +17,7 @@ from ndtrain.data.documents import SPLITS, require_training_text
 from ndtrain.data.order import corpus_seed
 from ndtrain.data.tokenizer import Tokenizer, load_tokenizer
 from ndtrain.distributed.mesh import Mesh
+from ndtrain.model.objective import make_objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,11 @@ class ChatData(Data):
                 f"{self.name}: {held.rows:,} rows became {len(held.ends):,} conversations: the chat template renders "
                 "earlier turns otherwise than the last one, so such turns are learned in conversations of their own"
             )
+        if held.has_weights and WEIGHTS not in {column.name for column in make_objective(cfg.objective).columns}:
+            lines.append(
+                f"{self.name}: rows have weights, which objective={cfg.objective.name} does not read, except that it "
+                "does not learn what has weight 0; set objective=weighted"
+            )
         epochs = cfg.train.global_batch / packed.count
         if epochs > 1:
             lines.append(
@@ -71,6 +77,10 @@ class ChatData(Data):
 
     def everything(self) -> tuple[PackedConversations, ...]:
         return (self.packed, *self.validation)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset({WEIGHTS})
 
     @property
     def turn_ends(self) -> frozenset[int]:

@@ -14,7 +14,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from ndtrain.data.batches import Batch
+from ndtrain.data.batches import WEIGHTS, Batch
 from ndtrain.data.cache import atomic_write, digest, load_or_build
 from ndtrain.data.chat.conversations import Conversations
 from ndtrain.data.order import EndlessRun, epoch_indices
@@ -99,11 +99,12 @@ class PackedConversations:
             out[at : at + piece.stop - piece.start] = self._conversations.ids[piece]
         return out
 
-    def learned(self, index: int) -> np.ndarray:
-        """Returns bool [T + 1]: which of these tokens are learned. The first one of a conversation never is."""
-        out = np.zeros(self._seq_len + 1, bool)
+    def weights(self, index: int) -> np.ndarray:
+        """Returns float32 [T + 1]: the weights of these tokens. The first one of a conversation has weight 0: it is
+        not learned."""
+        out, held = np.zeros(self._seq_len + 1, np.float32), self._conversations
         for at, piece in self._pieces(index):
-            out[at + 1 : at + piece.stop - piece.start] = self._conversations.learned[piece][1:]
+            out[at + 1 : at + piece.stop - piece.start] = held.weights[held.learned[piece][1:]]
         return out
 
     def starts(self, index: int) -> np.ndarray:
@@ -145,8 +146,8 @@ class PackedSequences(EndlessRun):
     def read(self, numbers: np.ndarray) -> np.ndarray:
         return np.stack([self._packed.tokens(int(index)) for index in self._indices(numbers)])
 
-    def learned_of(self, numbers: np.ndarray) -> np.ndarray:
-        return np.stack([self._packed.learned(int(index)) for index in self._indices(numbers)])
+    def columns_of(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return {WEIGHTS: np.stack([self._packed.weights(int(index)) for index in self._indices(numbers)])}
 
     def starts(self, numbers: np.ndarray, tokens: np.ndarray, packing: Packing) -> list[np.ndarray]:
         return [self._packed.starts(int(index)) for index in self._indices(numbers)]
@@ -170,9 +171,9 @@ class PackedValidation:
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
         return np.stack([split.tokens(i) if split else self._nothing() for split, i in self._held(step, rows)])
 
-    def learned(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        blank = self._nothing().astype(bool)
-        return np.stack([split.learned(i) if split else blank for split, i in self._held(step, rows)])
+    def columns(self, step: int, rows: Sequence[int]) -> dict[str, np.ndarray]:
+        blank = self._nothing().astype(np.float32)
+        return {WEIGHTS: np.stack([split.weights(i) if split else blank for split, i in self._held(step, rows)])}
 
     def document_starts(self, step: int, rows: Sequence[int], tokens: np.ndarray, packing: Packing) -> list[np.ndarray]:
         return [split.starts(i) if split else np.empty(0, np.int64) for split, i in self._held(step, rows)]
@@ -188,7 +189,3 @@ class PackedValidation:
     def readable(batch: Batch) -> Batch:
         """Returns the batch as it is: an embedding can look up its padding."""
         return batch
-
-    def labels(self, packing: Packing | None) -> int:
-        """Returns how many tokens are predicted."""
-        return sum(int(split.learned(index).sum()) for split, index in self._sequences)

@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from ndtrain.data.chat.template import ChatTemplate, Message, TemplateError
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
+_WEIGHT = "weight"  # of a row, or of a message of the assistant
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, of which templates read the first
 
 
@@ -17,17 +18,25 @@ class RowError(ValueError):
     """A row that cannot be trained on. The message is one line, and does not name the row."""
 
 
+class Span(NamedTuple):
+    """Characters of a text that are learned, and how much they count: above 0."""
+
+    start: int
+    end: int
+    weight: float = 1.0
+
+
 @dataclass(frozen=True)
 class Sample:
     """A text, and what of it is learned.
 
     Attributes:
-        spans: (start, end) in characters of what is learned, in order.
+        spans: what is learned, in order.
         special: True if the tokenizer adds its special tokens, as it does to a text without a template.
     """
 
     text: str
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     special: bool = False
 
 
@@ -44,12 +53,15 @@ def samples_of(row: Mapping[str, Any], template: ChatTemplate | None, eos: str) 
     """
     if "messages" in row and ("prompt" in row or "completion" in row):
         raise RowError("has both messages and prompt or completion: keep one of them")
+    weight = _weight(row.get(_WEIGHT), "the row")
+    if not weight:
+        raise RowError("has weight 0: remove the row")
     if "messages" in row:
         messages, first, whole = _messages(row["messages"], "messages"), 0, True
     elif "prompt" in row and "completion" in row:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
-            return [_plain(prompt, completion, eos)]
+            return [_plain(prompt, completion, eos, weight)]
         messages = _messages(prompt, "prompt")
         first, whole = len(messages), False
         messages += _messages(completion, "completion")
@@ -58,25 +70,28 @@ def samples_of(row: Mapping[str, Any], template: ChatTemplate | None, eos: str) 
         raise RowError(f"has neither messages nor prompt and completion: rename its fields ({fields})")
     if template is None:
         raise RowError("has messages, but the tokenizer has no chat template to render them with")
-    conversation = _Conversation(template, messages, _tools(row.get("tools")), _more(row.get("chat_template_kwargs")))
+    weights = [weight * _weight(m.pop(_WEIGHT, None), f"message {n} of the row") for n, m in enumerate(messages, 1)]
+    tools, more = _tools(row.get("tools")), _more(row.get("chat_template_kwargs"))
+    conversation = _Conversation(template, messages, weights, tools, more)
     try:
         return conversation.marked() if whole and conversation.is_marked else list(conversation.turns(first))
     except TemplateError as error:
         raise RowError(f"the chat template does not render it: {error}") from error
 
 
-def _plain(prompt: str, completion: str, eos: str) -> Sample:
+def _plain(prompt: str, completion: str, eos: str, weight: float) -> Sample:
     if not completion:
         raise RowError("completion is empty: there is nothing to learn")
     text = prompt + completion
     text += "" if completion.endswith(eos) else eos
-    return Sample(text, ((len(prompt), len(text)),), special=True)
+    return Sample(text, (Span(len(prompt), len(text), weight),), special=True)
 
 
 @dataclass(frozen=True)
 class _Conversation:
     template: ChatTemplate
     messages: list[Message]
+    weights: list[float]  # of the messages
     tools: list[Any] | None
     more: Mapping[str, Any]
 
@@ -86,12 +101,21 @@ class _Conversation:
 
     def marked(self) -> list[Sample]:
         """Returns the whole conversation. What the template marks is learned."""
-        if not any(message["role"] == ASSISTANT for message in self.messages):
+        weights = [w for w, message in zip(self.weights, self.messages, strict=True) if message["role"] == ASSISTANT]
+        if not any(weights):
             raise RowError(_NO_ANSWER)
         rendered = self.template.render(self.messages, self.tools, self.more)
         if not rendered.spans:
             raise RowError("the chat template marks nothing of the conversation with {% generation %}")
-        return [Sample(rendered.text, rendered.spans)]
+        if len(set(weights)) == 1:
+            weights = weights[:1] * len(rendered.spans)
+        if len(weights) != len(rendered.spans):
+            raise RowError(
+                f"the chat template marks {len(rendered.spans)} parts of {len(weights)} messages of the assistant, so "
+                "that it is not known which weight each part has: give the messages one weight"
+            )
+        spans = (Span(*span, weight) for span, weight in zip(rendered.spans, weights, strict=True) if weight)
+        return [Sample(rendered.text, tuple(spans))]
 
     def turns(self, first: int) -> Iterator[Sample]:
         """Yields samples in which each turn of the assistant, from message `first` on, is learned once.
@@ -102,7 +126,7 @@ class _Conversation:
         """
         text, spans = "", []
         for number in range(first, len(self.messages)):
-            if self.messages[number]["role"] != ASSISTANT:
+            if self.messages[number]["role"] != ASSISTANT or not self.weights[number]:
                 continue
             start, after = self._turn(number)
             if spans and not after.startswith(text):
@@ -110,7 +134,7 @@ class _Conversation:
                 spans = []
             text = after
             if start < len(after):
-                spans.append((start, len(after)))
+                spans.append(Span(start, len(after), self.weights[number]))
         if not spans:
             raise RowError(_NO_ANSWER)
         yield Sample(text, tuple(spans))
@@ -134,7 +158,8 @@ class _Conversation:
         return self.template.render(self.messages[:count], self.tools, self.more, add_generation_prompt).text
 
 
-_NO_ANSWER = "holds nothing that the assistant says: remove the row"
+_NO_ANSWER = "holds nothing that the assistant says with a weight above 0: remove the row"
+_WEIGHTS = 1e-6, 1e6  # the bounds of weights other than 0
 
 
 # ------------------------------------------------------------------------------------------------------------ fields
@@ -187,20 +212,31 @@ def _more(value: Any) -> Mapping[str, Any]:
     return value
 
 
+def _weight(value: Any, name: str) -> float:
+    """Returns a weight, 1 if there is none."""
+    if value is None:
+        return 1.0
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (value == 0 or _WEIGHTS[0] <= value <= _WEIGHTS[1]):
+        least, most = _WEIGHTS
+        raise RowError(f"{name} has weight {_kind(value)}: it must be 0, or a number from {least:g} to {most:g}")
+    return float(value)
+
+
 def _kind(value: Any) -> str:
     return {type(None): "null", list: "a list", dict: "an object", str: "a text"}.get(type(value), repr(value)[:40])
 
 
-def learned_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Returns True for each token of which a character is learned.
+def token_weights(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[float]:
+    """Returns for each token the weight of the span that a character of it is in; 0: it is in none.
 
     Args:
         offsets: (start, end) in characters of each token, in order.
         spans: as `Sample.spans`.
     """
-    learned, at = [], 0
+    weights, at = [], 0
     for start, end in offsets:
-        while at < len(spans) and start >= spans[at][1]:
+        while at < len(spans) and start >= spans[at].end:
             at += 1
-        learned.append(at < len(spans) and end > spans[at][0])
-    return learned
+        weights.append(spans[at].weight if at < len(spans) and end > spans[at].start else 0.0)
+    return weights
