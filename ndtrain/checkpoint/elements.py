@@ -172,13 +172,9 @@ def shard_rows(stages: Stages, owned_only: bool) -> Iterator[tuple[Unit, str, in
         if owned_only:
             own = even_split(stop - start, groups.replicas, groups.replica)
             first, last = start + own[0], start + own[1]
-        for tensor, a, b in unit.layout.tensors_in(first, last):
-            if owned_only and not tensor.owned:
-                continue
-            at, offset = a - start, unit.layout.offsets[tensor.name]
-            for rows in tensor.row_map.rows(a - offset, b - offset):
-                yield unit, tensor.name, at, rows
-                at += rows.numel
+        for tensor, held in unit.layout.held(first, last):
+            if tensor.owned or not owned_only:
+                yield unit, tensor.name, held.at + first - start, held.rows
 
 
 def plans_of(stages: Stages, cfg: Config) -> dict[str, list[PlannedFile]]:

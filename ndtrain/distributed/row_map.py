@@ -41,6 +41,18 @@ class Rows(NamedTuple):
                 yield Rows(begin + i, min(most, self.length - i))
 
 
+class Held(NamedTuple):
+    """Elements of a tensor that lie one behind the other in a rank's memory.
+
+    Attributes:
+        at: where the first one lies.
+        rows: their positions in the whole tensor.
+    """
+
+    at: int
+    rows: Rows
+
+
 class RowMap(NamedTuple):
     """The map from local to whole row-major offsets of a tensor of which one dim is sharded: local rows of `length`
     elements stand `stride` elements apart, the first one at `first`."""

@@ -12,13 +12,13 @@ replica owns the shard: it alone counts the shard in a norm and writes it to a c
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from ndtrain.config import DATA_AXES, ConfigError
 from ndtrain.distributed.mesh import EP, MeshSpec, beside_ep
-from ndtrain.distributed.row_map import RowMap, Run
+from ndtrain.distributed.row_map import Held, RowMap, Run
 
 Key = TypeVar("Key")
 
@@ -349,6 +349,14 @@ class FlatLayout:
             (t, max(start, self.offsets[t.name]), min(stop, self.offsets[t.name] + t.local_numel)) for t in self.tensors
         )
         return [(t, a, b) for t, a, b in spans if a < b]
+
+    def held(self, start: int, stop: int) -> Iterator[tuple[TensorLayout, Held]]:
+        """Yield the elements [start, stop) of the flat buffer by tensor. `Held.at` counts from `start`."""
+        for t, a, b in self.tensors_in(start, stop):
+            offset, at = self.offsets[t.name], a - start
+            for rows in t.row_map.rows(a - offset, b - offset):
+                yield t, Held(at, rows)
+                at += rows.numel
 
     def runs(self, start: int, stop: int) -> list[tuple[TensorLayout, list[Run]]]:
         """The elements [start, stop) of the flat buffer as runs of each tensor. `local_start` counts from `start`."""

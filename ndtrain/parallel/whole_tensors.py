@@ -14,31 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.distributed.collectives import receive, send
 from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.row_map import Run
+from ndtrain.distributed.row_map import Held, Rows
 from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout
+from ndtrain.distributed.transfer import Arriving, Transfer
 from ndtrain.optim import StateSpec
 
-
-@dataclass(frozen=True)
-class Holding:
-    """The elements of one tensor in one rank's shard of a unit.
-
-    Attributes:
-        runs: their positions; `local_start` is an offset in the shard.
-        counted: whether this rank sends the elements to the owner. Of tp replicas only the first one does.
-    """
-
-    runs: tuple[Run, ...]
-    counted: bool
-
-    @property
-    def numel(self) -> int:
-        return sum(run.length for run in self.runs)
-
-
-NO_PART = Holding((), counted=False)
+Update = Callable[[str, Tensor, Tensor, dict[str, Tensor]], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,24 +29,62 @@ class WholeTensor:
 
     Attributes:
         shape: of the whole tensor.
-        group: the ranks that hold its shards, along the axes that split its unit and along tp.
-        position: this rank's in the group.
         replica: which of the sets of ranks with the same shards this rank belongs to.
-        owner: the position of its owner in the group.
-        holdings: by position in the group.
+        owner: the position of its owner among the ranks that hold its shards.
         shards: this rank's (master, grad) of the unit that it lies in.
         state: name -> state tensor on the owner; empty on other ranks.
     """
 
     name: str
     shape: tuple[int, ...]
-    group: dist.ProcessGroup | None
-    position: int
     replica: int
     owner: int
-    holdings: Sequence[Holding]
     shards: tuple[Tensor, Tensor]
     state: dict[str, Tensor]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class _Round:
+    """A tensor of each owner, so that all owners work at the same time.
+
+    Args:
+        shards: by position in the group: tensor -> what that rank holds.
+        replicas: tensor -> the positions whose elements another rank before them holds too.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        position: int,
+        tensors: Sequence[WholeTensor],
+        shards: Sequence[Mapping[str, Sequence[Held]]],
+        replicas: Mapping[str, frozenset[int]],
+    ):
+        held = [{t.name: of_rank[t.name] for t in tensors if t.name in of_rank} for of_rank in shards]
+        counted = [{n: h for n, h in of_rank.items() if i not in replicas[n]} for i, of_rank in enumerate(held)]
+        whole = [{t.name: [Held(0, Rows(0, t.numel))] for t in tensors if t.owner == i} for i in range(len(shards))]
+        self._tensors, self._own = tensors, [t for t in tensors if t.owner == position]
+        memory = tensors[0].shards[0].dtype, tensors[0].shards[0].device
+        self._to_owner = Transfer(group, position, counted, whole, memory, width=2)
+        self._to_shards = Transfer(group, position, whole, held, memory)
+        self._whole: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def start(self) -> Arriving:
+        """Start to send weights and gradients to the owners."""
+        self._whole = {t.name: (t.shards[0].new_empty(t.numel), t.shards[1].new_empty(t.numel)) for t in self._own}
+        return self._to_owner.start({t.name: t.shards for t in self._tensors}, self._whole)
+
+    def update(self, update: Update) -> Arriving:
+        """Update the tensors of this rank, and start to send the weights to all ranks."""
+        for t in self._own:
+            weight, grad = self._whole[t.name]
+            update(t.name, weight.view(t.shape), grad.view(t.shape), t.state)
+        weights = {name: (weight,) for name, (weight, _) in self._whole.items()}
+        self._whole = {}
+        return self._to_shards.start(weights, {t.name: t.shards[:1] for t in self._tensors})
 
 
 class WholeTensors:
@@ -87,23 +107,25 @@ class WholeTensors:
     ):
         self.master, self.device = master, mesh.device
         layouts_of = cache(layouts_of)
-        self.tensors = []
+        self.tensors: list[WholeTensor] = []
+        self._rounds: list[_Round] = []
         for axes in dict.fromkeys(layout.groups.shard_axes for layout in layouts_of(mesh.rank).values()):
             members = mesh.spec.members(mesh.rank, *axes, TENSOR_AXIS)
             units = [u for u, layout in layouts_of(mesh.rank).items() if layout.groups.shard_axes == axes]
             layouts = [{u: layouts_of(rank)[u] for u in units} for rank in members]
             group, position = mesh.group(*axes, TENSOR_AXIS), members.index(mesh.rank)
-            self.tensors += self._place(group, position, layouts, shards, spec)
+            tensors = list(self._place(position, layouts, shards, spec))
+            self.tensors += tensors
+            self._rounds += _rounds(group, position, tensors, layouts)
 
     def _place(
         self,
-        group: dist.ProcessGroup | None,
         position: int,
         layouts: Sequence[Mapping[str, FlatLayout]],
         shards: Mapping[str, tuple[Tensor, Tensor]],
         spec: Sequence[StateSpec],
     ) -> Iterator[WholeTensor]:
-        """Assigns the owners among the ranks of a group, the largest tensor first and each to the rank that owns the
+        """Assign the owners among the ranks of a group, the largest tensor first and each to the rank that owns the
         fewest elements so far.
 
         Args:
@@ -114,76 +136,50 @@ class WholeTensors:
         for t, _ in sorted(tensors, key=lambda item: (-item[0].numel, item[0].name)):
             owner[t.name] = owned.index(min(owned))
             owned[owner[t.name]] += t.numel
-        of_unit = {unit: [_holdings(layout[unit]) for layout in layouts] for unit in layouts[0]}
         for t, unit in tensors:
-            holdings = [of_rank.get(t.name, NO_PART) for of_rank in of_unit[unit]]
             make = lambda s, t=t: torch.zeros(s.shape_of(t.shape), dtype=s.dtype or self.master, device=self.device)
             state = {s.name: make(s) for s in spec} if owner[t.name] == position else {}
             replica = layouts[position][unit].groups.replica
-            yield WholeTensor(t.name, t.shape, group, position, replica, owner[t.name], holdings, shards[unit], state)
+            yield WholeTensor(t.name, t.shape, replica, owner[t.name], shards[unit], state)
 
-    def update_each(self, update: Callable[[str, Tensor, Tensor, dict[str, Tensor]], None]) -> None:
-        """Calls `update(name, weight, grad, state)` on the owner of each tensor. Every rank of the group calls this."""
-        for t in self.tensors:
-            whole = self._gather(t)
-            if whole is not None:
-                update(t.name, whole[0].view(t.shape), whole[1].view(t.shape), t.state)
-            self._scatter(t, None if whole is None else whole[0])
+    def update_each(self, update: Update) -> None:
+        """Call `update(name, weight, grad, state)` on the owner of each tensor. Every rank of the group calls this.
 
-    def _gather(self, t: WholeTensor) -> Tensor | None:
-        """(weight, gradient) [2, numel] on the owner, None elsewhere."""
-        mine = t.holdings[t.position]
-        if t.position != t.owner:
-            if mine.counted and mine.numel:
-                message = torch.stack([_packed(x, mine) for x in t.shards])
-                send(message, t.group, t.owner).wait()
-            return None
-        whole = torch.empty(2, math.prod(t.shape), dtype=self.master, device=self.device)
-        for position, holding in enumerate(t.holdings):
-            if not holding.counted or not holding.numel:
-                continue
-            if position == t.position:
-                message = torch.stack([_packed(x, holding) for x in t.shards])
-            else:
-                message = whole.new_empty(2, holding.numel)
-                receive(message, t.group, position).wait()
-            at = 0
-            for run in holding.runs:
-                whole[:, run.global_start : run.global_start + run.length] = message[:, at : at + run.length]
-                at += run.length
-        return whole
-
-    def _scatter(self, t: WholeTensor, weight: Tensor | None) -> None:
-        """Sends the owner's weight to every rank, which writes its elements into its shard."""
-        mine = t.holdings[t.position]
-        if t.position != t.owner:
-            if mine.numel:
-                message = torch.empty(mine.numel, dtype=self.master, device=self.device)
-                receive(message, t.group, t.owner).wait()
-                _unpack(message, t.shards[0], mine)
-            return
-        for position, holding in enumerate(t.holdings):
-            if not holding.numel:
-                continue
-            spans = [weight[run.global_start : run.global_start + run.length] for run in holding.runs]
-            message = torch.cat(spans)
-            if position == t.position:
-                _unpack(message, t.shards[0], holding)
-            else:
-                send(message, t.group, position).wait()
+        While the owners of a round compute, the tensors of the next round are on their way to their owners, and those
+        of the round before on their way back.
+        """
+        coming = self._rounds[0].start() if self._rounds else None
+        leaving = None
+        for i, now in enumerate(self._rounds):
+            coming.wait()
+            coming = self._rounds[i + 1].start() if i + 1 < len(self._rounds) else None
+            sent = now.update(update)
+            if leaving is not None:
+                leaving.wait()
+            leaving = sent
+        if leaving is not None:
+            leaving.wait()
 
 
-def _holdings(layout: FlatLayout) -> dict[str, Holding]:
-    """Of each tensor that a rank holds a part of."""
-    return {t.name: Holding(tuple(runs), counted=t.tp_replica == 0) for t, runs in layout.runs(*layout.own)}
-
-
-def _packed(shard: Tensor, holding: Holding) -> Tensor:
-    return torch.cat([shard[run.local_start : run.local_start + run.length] for run in holding.runs])
-
-
-def _unpack(message: Tensor, shard: Tensor, holding: Holding) -> None:
-    at = 0
-    for run in holding.runs:
-        shard[run.local_start : run.local_start + run.length] = message[at : at + run.length]
-        at += run.length
+def _rounds(
+    group: dist.ProcessGroup | None,
+    position: int,
+    tensors: Sequence[WholeTensor],
+    layouts: Sequence[Mapping[str, FlatLayout]],
+) -> Iterator[_Round]:
+    """Yield rounds in which each owner has one tensor at most, its largest ones first."""
+    shards: list[dict[str, list[Held]]] = []
+    replicas: dict[str, set[int]] = {t.name: set() for t in tensors}
+    for i, of_rank in enumerate(layouts):
+        shards.append({})
+        for layout in of_rank.values():
+            for t, held in layout.held(*layout.own):
+                shards[-1].setdefault(t.name, []).append(held)
+                if t.tp_replica:
+                    replicas[t.name].add(i)
+    queues: list[list[WholeTensor]] = [[] for _ in layouts]
+    for t in sorted(tensors, key=lambda t: (-t.numel, t.name)):
+        queues[t.owner].append(t)
+    frozen = {name: frozenset(positions) for name, positions in replicas.items()}
+    for i in range(max(map(len, queues), default=0)):
+        yield _Round(group, position, [queue[i] for queue in queues if i < len(queue)], shards, frozen)
