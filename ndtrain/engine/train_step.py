@@ -188,8 +188,8 @@ class Evaluation:
                 share[2] += sum((b.labels != IGNORE).sum() for b in batches)
         rows, work = all_gather_row(share, self.mesh.world)
         work.wait()
-        loss, weight, tokens = rows.sum(0).tolist()
-        return Evaluated(loss / weight if weight else 0.0, int(tokens))
+        loss, weight, tokens = rows.sum(0)
+        return Evaluated((loss / weight).item() if weight else 0.0, int(tokens.long()))
 
 
 def forwards(cfg: Config, mesh: Mesh, stages: Stages, loss: bool = True) -> Executor:

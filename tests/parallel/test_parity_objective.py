@@ -8,7 +8,8 @@ from torch.nn.functional import cross_entropy
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.model.vocabulary import IGNORE
 from ndtrain.parallel.build import initialise
-from tests.lib.parity import compare, make_batches, train
+from tests.lib.parity import Run, assemble, compare, make_batches, rank_run
+from tests.lib.plugins import importable
 from tests.lib.ranks import run_ranks
 from tests.lib.stages import RankStages
 
@@ -16,7 +17,7 @@ OBJECTIVES = {
     "weighted": ["objective=weighted"],
     "z_loss": ["objective.z_loss=0.01"],
     "weighted, z_loss": ["objective=weighted", "objective.z_loss=0.01"],
-    "distillation": ["plugins=[tests.lib.distillation]", "objective=distillation", "objective.alpha=0.3"],
+    "distillation": ["plugins=[example_package.distillation]", "objective=distillation", "objective.alpha=0.3"],
 }
 MESHES = {
     "dp2_tp2": ["mesh.dp=2", "mesh.tp=2"],
@@ -33,9 +34,14 @@ def overrides(objective: str, *more: str) -> list[str]:
     return [*size, *OBJECTIVES[objective], *more]
 
 
+def run_of(overrides: list[str]) -> tuple[Run, list[tuple]]:
+    with importable():
+        return rank_run(overrides, "uneven")
+
+
 @cache
 def reference(objective: str, packed: bool):
-    return train(1, overrides(objective, f"data.pack={str(packed).lower()}"), "uneven")
+    return assemble(run_ranks(run_of, 1, overrides(objective, f"data.pack={str(packed).lower()}")))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +54,7 @@ def reference(objective: str, packed: bool):
 )
 def test_an_objective_is_the_same_on_a_mesh(objective, mesh):
     ranks = 2 if mesh.startswith("tp2") else 4
-    run = train(ranks, overrides(objective, *MESHES[mesh]), "uneven")
+    run = assemble(run_ranks(run_of, ranks, overrides(objective, *MESHES[mesh])))
     want = reference(objective, "packed" in mesh)
     assert all(row for row in want.balance) == (objective != "weighted"), "the objective's other sums are reported"
     compare(run, want, loss=1e-12, state=1e-9)

@@ -6,14 +6,13 @@ import re
 import sqlite3
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from ndtrain.config import Config, ConfigError, load_config, registry, resolve, to_yaml
+from ndtrain.config import Config, ConfigError, load_config, resolve, to_yaml
 from ndtrain.data import IterableCorpus, open_data
 from ndtrain.data.__main__ import main as prepare
 from ndtrain.data.mixture import mixture_entries
@@ -27,10 +26,10 @@ from ndtrain.runtime.failure_report import status_of_command
 from ndtrain.train import main
 from tests.lib.helpers import arguments, checkpoint_of, given_process_group, one_error, refusal, rows, write_corpus
 from tests.lib.parity import FP64, SHAPE, Run, assemble, compare, rank_run
+from tests.lib.plugins import importable
 from tests.lib.ranks import run_ranks
 from tests.parallel.test_unit_groups import mixed
 
-HERE = Path(__file__).parent
 PLUGIN = "plugins=[example_package.parts]"
 PARTS = [PLUGIN, "optim=factored", "model=squared_relu", "data=counting", "callbacks.loss_file.every=2"]
 # names of the plugin's own keys, each with its near miss
@@ -45,23 +44,10 @@ MISSPELT = {
 
 
 @pytest.fixture(autouse=True)
-def path(monkeypatch):
+def path():
     """The packages of this folder can be imported; what they registered is forgotten."""
-    monkeypatch.syspath_prepend(HERE)
-    yield
-    ours = lambda module: module.split(".")[0] in ("example_package", "broken_plugin")
-    for key in [key for key, part in registry._parts.items() if ours(part.module)]:
-        del registry._parts[key]
-    registry._loaded -= {module for module in registry._loaded if ours(module)}
-    for name in [name for name in sys.modules if ours(name)]:
-        del sys.modules[name]
-
-
-@contextmanager
-def importable():
-    """In a rank's own process."""
-    sys.path.insert(0, str(HERE))
-    yield
+    with importable("broken_plugin"):
+        yield
 
 
 # --------------------------------------------------------------------------------------------------------- parity

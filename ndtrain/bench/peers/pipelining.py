@@ -142,7 +142,7 @@ class Pipeline:
         return torch.stack(losses).sum().detach() if losses else torch.zeros(())
 
     def _loss(self, x_NE: Tensor, labels_BT: Tensor) -> Tensor:
-        return head_loss(x_NE, self.head.to(self.compute), Targets(labels_BT), self._scale, self.chunk)[0]
+        return head_loss(x_NE, self.head.to(self.compute), Targets(labels_BT), self._scale, self.chunk).sum()
 
 
 def _examples(cfg: Config, first: bool) -> dict[str, Tensor]:
