@@ -45,17 +45,19 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
 
 
 def test_an_optimizer_a_rate_a_logger_and_a_callback_train_together(folder: Path):
-    plugins = ",".join(f"my_package.{name}" for name in ("lion", "rates", "csv_logger", "loss_guard"))
+    plugins = ",".join(f"my_package.{name}" for name in ("lion", "rates", "objectives", "csv_logger", "loss_guard"))
     done = train(
         folder, f"plugins=[{plugins}]", "optim=lion", "optim.lr=1e-3", "optim.schedule=inverse_sqrt", "optim.warmup=1",
         "optim.min_lr=0",
-        "logger=csv", "logger.columns=[step,loss,lr]", "run.dir=together",
+        "logger=csv", "logger.columns=[step,loss,lr,head_z_loss]", "run.dir=together",
+        "objective=rare_tokens", "objective.first=101", "objective.factor=3", "objective.z_loss=1e-4",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = list(csv.reader((folder / "together" / "metrics.csv").open()))
     assert [row[0] for row in rows] == [str(step) for step in range(1, 9)]
     assert float(rows[-1][1]) < float(rows[0][1])
     assert float(rows[3][2]) == pytest.approx(1e-3 / 4**0.5)
+    assert all(float(row[3]) > 1 for row in rows), "the mean squared log-sum-exp of 256 logits"
 
 
 @pytest.mark.full
