@@ -21,6 +21,7 @@ from ndtrain.checkpoint.companions import Companions, read_companions
 from ndtrain.checkpoint.directory import read_state
 from ndtrain.checkpoint.elements import damaged
 from ndtrain.config import (
+    AXES,
     TOKEN_SOURCES,
     Config,
     ConfigError,
@@ -94,7 +95,8 @@ def prepare(cfg: Config) -> RunSetup:
         cfg, notes = model_of_folder(cfg, rank)
         notes += replaced
     cfg = resolve(cfg, world)
-    descriptors.require(rendezvous.backend_of(_kind(cfg)), rank, world)
+    axes = [getattr(cfg.mesh, axis) for axis in AXES]
+    descriptors.require(rendezvous.backend_of(_kind(cfg)), rank, world, axes)
     notes, noted = notes + cfg.notes, len(cfg.notes)
     resume, path, state, meeting = cfg.resume, None, None, None
     timeout_s = cfg.hardware.timeout_s

@@ -31,6 +31,9 @@ def test_needed(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert descriptors.needed("gloo", 1, 32) == 104 and descriptors.needed("gloo", 1, 128) == 296
     assert descriptors.needed("gloo", 0, 128) == 603
+    assert descriptors.needed("gloo", 1, 128, [2, 2, 4, 2, 4]) == 296 + 28 >= 319, (
+        "several axes have groups of their own"
+    )
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert descriptors.needed("gloo", 0, 128) == 296 and descriptors.needed("nccl", 5, 1000) == 1040
 
