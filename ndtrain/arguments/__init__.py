@@ -1,4 +1,4 @@
-"""Command lines of `key=value` words: their options declared in a dataclass, their mistakes said in one line."""
+"""Command lines of `key=value` words. A dataclass declares the options, and every mistake is reported in one line."""
 
 from ndtrain.arguments.key_value import ArgumentError, help_lines, near, one_of, option, parse, unknown, wants_help
 from ndtrain.arguments.pipe import status_of

@@ -1,7 +1,8 @@
 """Reads `key=value` arguments into a dataclass.
 
-A field of the dataclass is an option. Its type says how its value is read: `int` (1 or more), `bool` (true or false),
-`str` or a `Literal` of the known values. `option` adds the line for `--help` and, where needed, another key or reader:
+A field of the dataclass is an option. Its type determines how its value is read: `int` (1 or more), `bool` (true or
+false), `str` or a `Literal` of the known values. `option` adds the line for `--help` and, if needed, another key or
+reader:
 
     @dataclass(frozen=True)
     class Options:
@@ -22,27 +23,29 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options", bound="DataclassInstance")
 Reader = Callable[[str, str], Any]  # (key, text) -> value; raises ArgumentError
-_WIDTH = 118  # characters of a line of help
+_WIDTH = 118  # width of a line of help, in characters
 
 
 class ArgumentError(ValueError):
-    """Arguments that cannot be used. The message is one line: the key, what is wrong, the fix."""
+    """Arguments that cannot be used. The message is one line: the key, what is wrong, and how to fix it."""
 
 
 def option(text: str, default: Any = MISSING, key: str = "", read: Reader | None = None) -> Any:
-    """A field of a dataclass of options.
+    """Return a field of a dataclass of options.
 
     Args:
-        text: its line of help. key: where the field's name is not the key. read: instead of the reader of its type.
+        text: its line of help.
+        key: its key, if it is not the field's name.
+        read: replaces the reader of the field's type.
     """
     return field(default=default, metadata={"help": text, "key": key, "read": read})
 
 
 def parse(cls: type[Options], args: Sequence[str]) -> Options:
-    """An instance of the dataclass `cls`.
+    """Return an instance of the dataclass `cls` with the values in `args`.
 
     Raises:
-        ArgumentError: an argument that is no key=value, an unknown key or value, a missing key.
+        ArgumentError: an argument is not key=value, a key or value is unknown, or a required key is missing.
     """
     options = {_key(f): f for f in fields(cls)}
     kinds, given = get_type_hints(cls), {}
@@ -62,7 +65,7 @@ def parse(cls: type[Options], args: Sequence[str]) -> Options:
 
 
 def help_lines(cls: type) -> str:
-    """The options of the dataclass `cls`, one after the other: key, meaning, known values and default."""
+    """Describe the options of the dataclass `cls`, one after the other: key, meaning, known values and default."""
     kinds = get_type_hints(cls)
     indent = max(len(_key(f)) for f in fields(cls)) + 4
     return "\n".join(_help_of(f, kinds[f.name], indent) for f in fields(cls))
@@ -73,10 +76,10 @@ def wants_help(args: Sequence[str]) -> bool:
 
 
 def one_of(what: str, word: str, known: Sequence[str]) -> str:
-    """`word` if it is known.
+    """Return `word` if it is known.
 
     Raises:
-        ArgumentError: with the near miss and the known ones.
+        ArgumentError: `word` is unknown. The message suggests a similar word and lists the known ones.
     """
     if word not in known:
         raise ArgumentError(unknown(what, word, known))
@@ -84,12 +87,12 @@ def one_of(what: str, word: str, known: Sequence[str]) -> str:
 
 
 def unknown(what: str, word: str, known: Sequence[str]) -> str:
-    """What to say about a word that is not among the known ones."""
+    """Return the error message for a word that is not among the known ones."""
     return f"{word or what}: no such {what}; {near(word, known)}known: {', '.join(known)}"
 
 
 def near(word: str, known: Sequence[str], alike: float = 0.5) -> str:
-    """`did you mean 'x'? ` for the closest known word, or nothing where none is as much `alike` (1: the same)."""
+    """Return `did you mean 'x'? ` for the closest known word, or "" if none is at least `alike` similar (1: equal)."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=alike)
     return f"did you mean {close[0]!r}? " if close else ""
 
@@ -116,7 +119,7 @@ def _choices(kind: Any) -> list[str]:
 
 
 def _reader(kind: Any) -> Reader:
-    """How a value of this type is read; of `X | None` as an X."""
+    """Return the reader for values of a type. `X | None` is read like X."""
     if get_origin(kind) is Literal:
         by_text = {str(choice): choice for choice in get_args(kind)}
         return lambda key, text: by_text[one_of(key, text, list(by_text))]

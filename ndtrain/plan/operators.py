@@ -1,4 +1,4 @@
-"""What one operator call asks of a device: the memory that it reads and writes, and the matrices that it multiplies."""
+"""The work of one operator call: the memory that it reads and writes, and the matrices that it multiplies."""
 
 import math
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ _DTYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16",
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
 }  # fmt: skip
-_NO_KERNELS = ("c10d", "_c10d_functional", "profiler")  # namespaces
-# they compute nothing, though PyTorch does not call them views
+_NO_KERNELS = ("c10d", "_c10d_functional", "profiler")  # namespaces of calls that launch no kernel here
+# These compute nothing, although PyTorch does not classify them as views.
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "alias",
     "lift_fresh", "resize_", "set_", "_local_scalar_dense", "promote_types",
 }  # fmt: skip
-_NO_READS = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}  # only the shape of a tensor
-_OVERWRITES = {"copy_", "fill_", "zero_"}  # their first argument is written and not read
-# of their first argument they touch only the rows or elements that an index names
+_NO_READS = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}  # use only a tensor's shape
+_OVERWRITES = {"copy_", "fill_", "zero_"}  # write their first argument without reading it
+# These access only the rows or elements of their first argument that an index selects.
 _READS_SOME = {"embedding", "gather", "index_select", "index"}
 _WRITES_SOME = {"index_put_", "_index_put_impl_", "index_add_", "scatter_add_", "index_copy_"}
 
@@ -35,8 +35,8 @@ class Part(NamedTuple):
     """A part of a storage that an operator reads or writes.
 
     Attributes:
-        start: where it begins, in elements.
-        bytes: its size; an expanded dim counts once.
+        start: offset in the storage, in elements.
+        bytes: size; an expanded dim counts once.
     """
 
     storage: int
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Access(NamedTuple):
-    """The memory of one call."""
+    """The memory that one call reads and writes."""
 
     reads: tuple[Part, ...]
     writes: tuple[Part, ...]
@@ -61,22 +61,22 @@ class Access(NamedTuple):
 
 
 def is_free(func: Func) -> bool:
-    """Whether a call launches no kernel: views, allocations, and what `Collective`s stand for."""
+    """Return True if a call launches no kernel: views, allocations, annotations, and calls recorded as `Collective`."""
     return func.is_view or func.namespace in _NO_KERNELS or _name(func) in _FREE
 
 
 def multiplies(func: Func, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call is a matmul or attention."""
+    """Return True if a call is a matmul or attention."""
     return bool(flops_of(func, args, kwargs)[0])
 
 
 def copies(func: Func) -> bool:
-    """Whether a call copies a tensor as it is."""
+    """Return True if a call copies a tensor (`copy_` or `clone`)."""
     return _name(func) in ("copy_", "clone")
 
 
 def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -> Kernel:
-    """The kernel of a call that is not free."""
+    """Return the kernel of a call that is not free."""
     kind, flops = flops_of(func, args, kwargs)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if kind == "matmul":
@@ -94,7 +94,7 @@ def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -
 
 
 def access_of(func: Func, args: tuple, kwargs: dict[str, Any], out: Any) -> Access:
-    """What a call reads and writes."""
+    """Return the memory that a call reads and writes."""
     name = _name(func)
     made = [Part.of(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
     given = [(arg, Part.of(x)) for arg, x in _tensors(func, args, kwargs)]
@@ -111,7 +111,10 @@ def access_of(func: Func, args: tuple, kwargs: dict[str, Any], out: Any) -> Acce
 
 
 def _of_some(name: str, given: list[Part], made: list[Part]) -> Access:
-    """Of calls that touch some rows of their first argument: as many as they return, or as they are given."""
+    """Return the access of a call that touches only some rows of its first argument.
+
+    The bytes that it touches are the size of the result for a read, and the size of the given values for a write.
+    """
     whole, *others = given
     if name in _READS_SOME:
         return Access((whole._replace(bytes=made[0].bytes), *others), tuple(made))
@@ -120,7 +123,7 @@ def _of_some(name: str, given: list[Part], made: list[Part]) -> Access:
 
 
 def _tensors(func: Func, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
-    """(argument of the schema, tensor) of each tensor that is given, lists of tensors one by one."""
+    """Yield (argument of the schema, tensor) for each given tensor. Lists of tensors are flattened."""
     arguments = {a.name: a for a in func._schema.arguments}
     for name, value in _given(func, args, kwargs).items():
         for x in tree_leaves(value):
@@ -133,13 +136,13 @@ def _given(func: Func, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _factors(func: Func, args: tuple) -> tuple[Tensor, Tensor]:
-    """The two factors: the first two matrices behind what the product is added to."""
+    """Return the two factors of a matmul. `addmm` and its relatives have them after the tensor to add to."""
     first = 1 if "add" in _name(func) else 0
     return args[first], args[first + 1]
 
 
 def _matmul_shape(a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
-    """(batch, M, N, K); of a grouped product M is the mean of a group."""
+    """Return (batch, M, N, K). For a grouped matmul, M is the mean over the groups, rounded up."""
     if a.ndim < b.ndim:
         return b.shape[0], -(-a.shape[0] // b.shape[0]), b.shape[2], b.shape[1]
     return math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]

@@ -1,4 +1,4 @@
-"""The plan's own arguments, which stand among the overrides of the run."""
+"""The options of the plans themselves. On the command line they are mixed with the run's overrides."""
 
 import shlex
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ndtrain.runtime import cli
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Of the plans of a run: on which machines, and where the result goes."""
+    """The options of a plan of a run: its machines, and the file to write."""
 
     hardware: str = option("cpu, a100, h100, h200, b200, or a description of your own, FILE.yaml")
     nodes: int | None = option("hosts; their devices make the ranks", None)
@@ -26,10 +26,10 @@ IMBALANCE = "of experts: rows of the rank that gets most, over the mean; it coun
 
 
 def at_least_1(key: str, text: str) -> float:
-    """A number from 1.
+    """Read a number of at least 1.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the text is not such a number.
     """
     try:
         value = float(text)
@@ -41,10 +41,10 @@ def at_least_1(key: str, text: str) -> float:
 
 
 def refuse_overrides(cls: type, overrides: Sequence[str]) -> None:
-    """For a plan that is of no run.
+    """Refuse all overrides, for a plan that does not concern a run.
 
     Raises:
-        ConfigError: there is an argument beside the plan's own.
+        ConfigError: there is an argument that is not an option of the plan.
     """
     if overrides:
         own = [f.metadata.get("key") or f.name for f in fields(cls)]
@@ -52,20 +52,20 @@ def refuse_overrides(cls: type, overrides: Sequence[str]) -> None:
 
 
 def planned_config(overrides: Sequence[str], options: RunOptions, hardware: Hardware) -> Config:
-    """The resolved configuration of the run that is planned.
+    """Return the resolved configuration of the run to plan.
 
     Raises:
-        ConfigError: there is no such run, or the hardware cannot compute it.
+        ConfigError: the configuration is invalid, or the hardware cannot compute it.
     """
     cfg = unresolved_config(overrides, hardware)
     return resolve(cfg, world_of(cfg, options, hardware))
 
 
 def unresolved_config(overrides: Sequence[str], hardware: Hardware) -> Config:
-    """The configuration of the run before its mesh is known.
+    """Return the configuration of the run before its mesh is known.
 
     Raises:
-        ConfigError: there is no such run, or the hardware cannot compute it.
+        ConfigError: the configuration is invalid, or the hardware cannot compute it.
     """
     cfg = cli.plain_config(list(overrides))
     if cfg.init_from:
@@ -80,10 +80,10 @@ def unresolved_config(overrides: Sequence[str], hardware: Hardware) -> Config:
 
 
 def world_of(cfg: Config, options: RunOptions, hardware: Hardware) -> int:
-    """The number of ranks.
+    """Return the number of ranks.
 
     Raises:
-        ConfigError: it is given twice, or not at all.
+        ConfigError: both nodes and ranks are given, or neither is and the mesh does not determine the number.
     """
     if options.nodes and options.ranks:
         raise ConfigError(f"nodes={options.nodes} and ranks={options.ranks}: give only one of them")
@@ -111,10 +111,10 @@ def words_of(key: str, text: str) -> list[str]:
 
 
 def write_file(key: str, path: str, text: str) -> None:
-    """Writes what the option `key` asks for.
+    """Write the file that the option `key` requests.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         Path(path).write_text(text + "\n")

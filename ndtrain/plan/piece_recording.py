@@ -1,4 +1,4 @@
-"""Runs a small model as one rank of a mesh, pass by pass, and records the piece of each."""
+"""Runs a small model as one rank of a mesh, pass by pass, and records the piece of each pass."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -43,18 +43,19 @@ from ndtrain.program.ops import RankProgram, Run, Turn
 from ndtrain.program.passes import Layer, line_up
 from ndtrain.schedule import Action, Schedule
 
-COMPILED_KINDS = (*BLOCKS, "head")  # of layers
-# Of attention and its messages, which a compiled graph calls as one operator or not at all; of matmuls with messages.
+COMPILED_KINDS = (*BLOCKS, "head")  # kinds of layers that are compiled
+# Autograd nodes outside of compiled graphs: attention and its messages, which a compiled graph calls as one operator or
+# not at all, and matmuls with messages.
 _EAGER_NODES = frozenset({"_TiledBackward", "_RingBackward", "_ToHeadsBackward", "_ToTokensBackward"})
 _EAGER_LINEAR = frozenset({"_LinearBackward"})
 
 
 class Recorded(NamedTuple):
-    """What a recording gives.
+    """The result of a recording.
 
     Attributes:
         pieces: variant -> its piece.
-        context_bytes: what each microbatch holds from the begin of the step to its end.
+        context_bytes: bytes that each microbatch holds from the beginning of the step to its end.
     """
 
     pieces: dict[Variant, Piece]
@@ -62,16 +63,18 @@ class Recorded(NamedTuple):
 
 
 def compiles(cfg: Config, device: str) -> bool:
-    """Whether a run on such devices compiles its blocks."""
+    """Return True if a run on devices of this kind compiles its blocks."""
     with meta_stands_for(device):
         return compile_choice.compiles(cfg, torch.device("meta"))
 
 
 class Fresh(NamedTuple):
-    """Whether gradients of weights overwrite those of the microbatch before, which the ranks have reduced and share.
+    """Determines which weight gradients a microbatch overwrites instead of adding to them.
+
+    It overwrites a gradient if the ranks have reduced and sharded it after the previous microbatch.
 
     Attributes:
-        experts, others: of units of experts, and of all others.
+        experts, others: True if it overwrites the gradients of experts' units, and of all other units.
     """
 
     experts: bool
@@ -86,11 +89,13 @@ class Fresh(NamedTuple):
 
 
 def reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
-    """The small model's configuration. What no piece depends on is the same for all. Two replicas, so that the executor
-    does not join layers.
+    """Return the configuration of the small model.
+
+    Settings that affect no piece are the same for all runs. There are two replicas: with one, the executor would
+    join layers.
 
     Args:
-        blocks: of each kind that the model has, those without experts first.
+        blocks: number of blocks of each kind in the model. Blocks without experts come first.
     """
     small = cfg.unfrozen()
     splits = Placement.of(cfg).schedule.splits_backward
@@ -116,12 +121,12 @@ def reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
 def record(
     cfg: Config, device: str, groups: Sequence[tuple[Save, ...]], fresh: Fresh, imbalance: float = 1.0
 ) -> Recorded:
-    """Records the rank of the reduced configuration that has the last part of the sequence.
+    """Record the rank of the reduced configuration that holds the last part of the sequence.
 
     Args:
         device: "cpu" or "cuda".
-        groups: for each group of neighbouring blocks what its blocks save for a recompute; None: there is none.
-        fresh: which gradients of weights overwrite others.
+        groups: for each group of neighbouring blocks, what each block saves for its recompute; None: not recomputed.
+        fresh: which weight gradients are overwritten.
         imbalance: as in `Rates`.
     """
     spec, meta = MeshSpec.of(cfg.mesh), torch.device("meta")
@@ -140,11 +145,13 @@ def record(
 
 @contextmanager
 def _no_collection_by_chance() -> Iterator[None]:
-    """Inside, Python's collector of cycles runs only when it is told to. By itself it runs after so many allocations,
-    so that a piece would be smaller or larger with what was made before it."""
+    """Turn Python's automatic garbage collection off within the block.
+
+    It runs after a certain number of allocations. So the size of a piece would depend on the allocations before it.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
-    gc.freeze()  # what is there already is not searched, so that a collection takes little time
+    gc.freeze()  # exclude existing objects, so that a collection takes little time
     try:
         yield
     finally:
@@ -173,7 +180,7 @@ def _record(cfg: Config, mesh: Mesh, groups: Sequence[tuple[Save, ...]], fresh: 
 
 
 def _leave_eager(stages: Stages, log: EventLog) -> None:
-    """Tells the log which of the blocks' ops are no part of compiled graphs."""
+    """Mark the ops of the blocks that are not part of compiled graphs in the log."""
     in_graph = stages.units.in_graph
     log.eager_nodes = _EAGER_NODES | (frozenset() if in_graph else _EAGER_LINEAR)
     for model in stages.models.values():
@@ -182,11 +189,13 @@ def _leave_eager(stages: Stages, log: EventLog) -> None:
 
 
 class _Stepper(Executor):
-    """Runs the passes one by one, without the units' gathers and reductions: a warm-up, in which constants are
-    made, a microbatch with whole backwards, and one with split ones where the schedule has some.
+    """Runs the passes one by one, without the units' gathers and reductions.
+
+    The first microbatch is a warm-up, in which constants are made. The second has whole backwards. If the schedule
+    splits backwards, a third one has split backwards.
 
     Attributes:
-        pieces: variant -> its piece, in its last microbatch.
+        pieces: variant -> its piece, in the last microbatch that has it.
     """
 
     def __init__(
@@ -215,7 +224,7 @@ class _Stepper(Executor):
 
     @property
     def program(self) -> RankProgram:
-        """The passes alone."""
+        """The rank's program, reduced to the passes of layers."""
         whole = super().program
         turns = (turn._replace(ops=tuple(op for op in turn.ops if isinstance(op, Run))) for turn in whole.turns)
         return replace(whole, turns=tuple(turns), end=())
@@ -239,7 +248,7 @@ class _Stepper(Executor):
 
 
 def _recompute_groups(groups: Sequence[tuple[Save, ...]], at: int, ops: RecomputeOps) -> list[RecomputeGroup]:
-    """The groups of the small model, whose first block is layer `at`."""
+    """Return the recompute groups of consecutive blocks, of which the first block is layer `at`."""
     made = []
     for saves in groups:
         if saves[0] is not None:

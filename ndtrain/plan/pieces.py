@@ -1,20 +1,21 @@
-"""What each kind of instruction does with each kind of layer, recorded.
+"""The recorded work of each kind of instruction on each kind of layer.
 
     pieces = record_pieces(cfg, "cuda")
     for run, piece in zip(runs, pieces.along(runs, layers)): ...   # the passes of a rank's program
     pieces.of("F", "block")                                     # a forward that keeps its graph
-    pieces.of("F", "block", save=frozenset())                   # that of a block that is recomputed
+    pieces.of("F", "block", save=frozenset())                   # a forward of a block that is recomputed
     pieces.of("F", "block", save=frozenset(), recompute=True)   # its recompute
 
 The executor runs a small model of a few layers on the meta device, as one rank of a mesh of tp and cp
-(`piece_recording.py`). What a reader of the pieces adds:
+(`piece_recording.py`). A caller has to know what the pieces leave out:
 
-- Gathers, reductions and the optimizer are not part of a piece. `parallel/build.flat_layouts` has the elements of each
-  unit on a rank, `update_bytes` the optimizer's work for each element of its shard.
-- `kept_bytes` counts a layer's output, which the next layer takes. The output of a stage's last layer is sent and freed
-  instead, and its first layer's input was received: `boundary_bytes` each, and as much for their gradients.
-- Weights and gradients of weights are not counted, and of what a microbatch holds over the whole step only
-  `context_bytes`.
+- Gathers, reductions and the optimizer are not part of a piece. `parallel/build.flat_layouts` returns the number of
+  elements of each unit on a rank, `update_bytes` the optimizer's memory traffic per element of its shard.
+- `kept_bytes` includes a layer's output, because the next layer reads it. Two tensors are exceptions: the output of a
+  stage's last layer is sent and freed, and the input of its first layer is received. Each has `boundary_bytes`, and so
+  has its gradient.
+- Weights and weight gradients are not counted. Of the memory that a microbatch holds over the whole step, only
+  `context_bytes` is counted.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,9 +43,9 @@ class Pieces:
 
     Attributes:
         recorded: variant -> its piece.
-        boundary_bytes: of the residual stream of a microbatch, which layers hand on.
-        context_bytes: of what a microbatch holds from the begin of the step to its end.
-        compiled: whether the blocks are.
+        boundary_bytes: size of a microbatch's residual stream, which each layer passes on to the next.
+        context_bytes: bytes that a microbatch holds from the beginning of the step to its end.
+        compiled: True if the blocks are compiled.
     """
 
     recorded: Mapping[Variant, Piece]
@@ -61,7 +62,7 @@ class Pieces:
         drop_input: bool = False,
         recompute: bool = False,
     ) -> Piece:
-        """The piece of an instruction, whose arguments are as in `Variant`.
+        """Return the piece of an instruction. The arguments are the same as in `Variant`.
 
         Raises:
             KeyError: the configuration has no such instruction.
@@ -69,7 +70,7 @@ class Pieces:
         return self.recorded[Variant(kind, layer, save, shape_only, drop_input, recompute)]
 
     def along(self, runs: Iterable[Run], layers: Sequence[str]) -> Iterator[Piece]:
-        """The piece of each pass.
+        """Yield the piece of each pass.
 
         Args:
             layers: the kind of each of the rank's layers (`Segment.kind`).
@@ -78,7 +79,7 @@ class Pieces:
 
 
 def record_pieces(cfg: Config, device: str, imbalance: float = 1.0) -> Pieces:
-    """The pieces of a run on devices of this kind, of the rank that has the last part of the sequence.
+    """Record the pieces of a run on devices of this kind, for the rank that holds the last part of the sequence.
 
     Args:
         cfg: resolved.
@@ -86,7 +87,7 @@ def record_pieces(cfg: Config, device: str, imbalance: float = 1.0) -> Pieces:
         imbalance: as in `Rates`.
 
     Raises:
-        ConfigError: a rank cannot be built, or what it does depends on a machine at hand.
+        ConfigError: a rank cannot be built, or its work can only be determined on the machine itself.
     """
     _check(cfg, device)
     groups = _groups(cfg)
@@ -110,8 +111,10 @@ def _check(cfg: Config, device: str) -> None:
 
 
 def update_bytes(cfg: Config) -> int:
-    """Bytes that the optimizer's update reads and writes for each element of a rank's shard: the gradient once, and the
-    master weight, each state tensor and the average twice."""
+    """Return the bytes that the optimizer's update reads and writes per element of a rank's shard.
+
+    The gradient counts once. The master weight, each state tensor and the average count twice.
+    """
     master = DTYPES[cfg.precision.params]
     state = get("optimizer", cfg.optim.name).state_spec(cfg.optim)
     average = 2 * master.itemsize if cfg.optim.ema is not None else 0
@@ -119,9 +122,11 @@ def update_bytes(cfg: Config) -> int:
 
 
 def _groups(cfg: Config) -> tuple[tuple[Save, ...], ...]:
-    """The recompute groups of which a rank may have blocks, each as what its blocks save. Longer groups are like those
-    of three blocks: a first one, a last one, and others. A forward before the step keeps as little as that of a block
-    that is recomputed and saves nothing."""
+    """Return the recompute groups whose blocks a rank may have. A group lists what each of its blocks saves.
+
+    Three blocks represent longer groups as well: a first block, a last block, and the others. In a forward before the
+    step, a block keeps as little as a recomputed block that saves nothing.
+    """
     r, ahead = cfg.recompute, [(NOTHING,)] if looks_ahead(cfg) else []
     if r.name == "none":
         return ((None,), *ahead)
@@ -131,7 +136,7 @@ def _groups(cfg: Config) -> tuple[tuple[Save, ...], ...]:
 
 
 class _Key(NamedTuple):
-    """A recording. Equal texts are equal configurations."""
+    """The cache key of a recording. `text` represents `cfg` in comparisons."""
 
     cfg: Config
     text: str

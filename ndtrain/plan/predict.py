@@ -33,17 +33,17 @@ from ndtrain.plan.variants import Variant
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """Of `plan predict`."""
+    """The options of `plan predict`."""
 
     svg: str | None = option("the file to draw in where the step's time goes", None)
     imbalance: float = option(IMBALANCE, 1.0, read=at_least_1)
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Predicts the step, prints the tables and writes the files.
+    """Predict the step, print the tables and write the files.
 
     Raises:
-        ConfigError: there is no such run, it cannot be priced, or a file cannot be written.
+        ConfigError: the run's configuration is invalid, it cannot be priced, or a file cannot be written.
     """
     hardware = load_hardware(options.hardware)
     cfg = planned_config(overrides, options, hardware)
@@ -65,14 +65,14 @@ def run(options: Options, overrides: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A training step in steady state.
+    """The prediction of a training step in steady state.
 
     Attributes:
         tokens_per_s: of the whole mesh.
-        mfu, hfu: as ndtrain logs them, over the hardware's peak of the compute precision (fp8: that of bf16).
-        memory_bytes: the peak of the rank that needs most, with what the allocator and NCCL add.
-        waterfall: where the step's seconds go, mean over the pipeline's ranks. Their sum is `step_time_s`. Empty where
-            it was not asked for.
+        mfu, hfu: as ndtrain logs them, relative to the hardware's peak in the compute precision (fp8: the bf16 peak).
+        memory_bytes: the peak of the rank that needs most, including the overhead of the allocator and NCCL.
+        waterfall: cause -> seconds of the step, mean over the pipeline's ranks. Their sum is `step_time_s`. Empty if it
+            was not requested.
     """
 
     step_time_s: float
@@ -88,29 +88,29 @@ class Predictor:
     """Predicts the steps of runs on one kind of hardware.
 
     Args:
-        rates: what machines reach of their peaks; None: the defaults. What the hardware's description has measured
-            itself goes before.
+        rates: the shares of their peaks that machines reach. None: the defaults. Rates that are measured in the
+            hardware's description take precedence.
 
     Raises:
-        ConfigError: the description names a rate that there is not.
+        ConfigError: the description has an unknown rate, or a factor of 0.
     """
 
     def __init__(self, hardware: Hardware, rates: Rates | None = None):
         self.hardware, self.rates = hardware, rates_of(hardware, rates)
 
     def predict(self, cfg: Config, explain: bool = True) -> Prediction:
-        """The prediction for a resolved configuration.
+        """Predict the step of a resolved configuration.
 
         Args:
-            explain: whether to make the waterfall, which takes some more simulations.
+            explain: also make the waterfall, which takes a few more simulations.
 
         Raises:
-            ConfigError: there is no such program, or the hardware's description lacks a rate.
+            ConfigError: the step cannot be planned, or the hardware's description lacks a rate.
         """
         return self.price(plan_step(cfg, self.hardware.device, self.rates.imbalance), explain)
 
     def price(self, plan: "StepPlan", explain: bool = True) -> Prediction:
-        """The prediction for a program that is planned already.
+        """Predict a step that is already planned.
 
         Raises:
             ConfigError: the hardware's description lacks a rate.
@@ -141,17 +141,18 @@ class Predictor:
         )
 
     def _on_shared_cores(self, plan: "StepPlan", mesh: MeshSpec, work: float) -> float:
-        """Seconds of a step where there are more ranks than cores: a rank that waits leaves its core to another one, so
-        that a bubble costs nothing as long as there is other work.
+        """Return the seconds of a step if there are more ranks than cores.
+
+        A rank that waits leaves its core to another rank. So a bubble costs nothing as long as there is other work.
 
         Args:
-            work: seconds of a rank that never waits for another one, and gets its share of a core.
+            work: seconds of a rank that never waits for another rank, and gets its share of a core.
         """
         own_core = Prices(self.hardware, rates_for(self.rates, plan.cfg), mesh, own_core=True)
         return max(work, Simulation(plan.program, plan.pieces, plan.sizes, own_core).times.end)
 
     def memory(self, plan: "StepPlan") -> int:
-        """Bytes that the pipeline rank that needs most takes of its device."""
+        """Return the bytes of device memory of the pipeline rank that needs most."""
         if self.hardware.device == "cpu":
             return plan.tensor_bytes
         factor = self.rates.memory_factor
@@ -160,11 +161,11 @@ class Predictor:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step does, whatever the rates of the hardware are.
+    """The work of a step, independent of the hardware's rates.
 
     Attributes:
-        pieces: of each pass of a layer in `program`.
-        reported: the pipeline rank whose memory is asked for; None: the one that needs most.
+        pieces: the piece of each pass of a layer in `program`.
+        reported: the pipeline rank whose memory is reported; None: the rank that needs most.
     """
 
     cfg: Config
@@ -175,18 +176,18 @@ class StepPlan:
 
     @cached_property
     def memory(self) -> list[RankMemory]:
-        """Of each pipeline rank whose memory is asked for."""
+        """The memory of the pipeline rank `reported`, or of each pipeline rank if it is None."""
         ranks = self.program.ranks if self.reported is None else [self.program.ranks[self.reported]]
         return [rank_memory(self.program, rank, self.pieces, self.sizes) for rank in ranks]
 
     @cached_property
     def tensor_bytes(self) -> int:
-        """The most that tensors take at one time on the pipeline rank that needs most."""
+        """The peak bytes of tensors, on the rank in `memory` that needs most."""
         return max(map(sum, self.memory))
 
     @cached_property
     def hardware_flops_per_token(self) -> float:
-        """As in `model.flops`, of the recompute of all blocks."""
+        """FLOPs per token as in `model.flops`, including the recompute of all blocks."""
         skipped = Counter(ops for rank in self.program.ranks for ops in rank.skipped_ops)
         of = partial(hardware_flops_per_token, self.cfg.model, self.cfg.train.seq_len)
         ahead = looks_ahead(self.cfg)
@@ -194,13 +195,13 @@ class StepPlan:
 
 
 def plan_step(cfg: Config, device: str, imbalance: float = 1.0) -> StepPlan:
-    """Of a resolved configuration, on devices of this kind, "cpu" or "cuda".
+    """Plan the step of a resolved configuration on devices of this kind, "cpu" or "cuda".
 
     Args:
         imbalance: as in `Rates`.
 
     Raises:
-        ConfigError: there is no such program, or it cannot be priced.
+        ConfigError: the program cannot be built, or it cannot be priced.
     """
     if cfg.optim.offload:
         raise ConfigError(
@@ -218,11 +219,11 @@ def plan_step(cfg: Config, device: str, imbalance: float = 1.0) -> StepPlan:
 # -------------------------------------------------------------------------------------------------------- the waterfall
 
 
-Simulated = Callable[[frozenset[str]], StepTimes]  # those of `CAUSES` that take no time -> the step
+Simulated = Callable[[frozenset[str]], StepTimes]  # the causes in `CAUSES` that take no time -> the step
 
 
 def _simulations(plan: StepPlan, prices: Prices) -> Simulated:
-    """Simulates the step, once for all causes that differ only in those that it does not have."""
+    """Return a cached simulation of the step. Causes that this step does not have are ignored in its argument."""
     run = cache(lambda free: Simulation(plan.program, plan.pieces, plan.sizes, prices, free).times)
     mesh, units = plan.cfg.mesh, plan.program.units.values()
     sizes = {
@@ -233,8 +234,11 @@ def _simulations(plan: StepPlan, prices: Prices) -> Simulated:
 
 
 def _waterfall(plan: StepPlan, prices: Prices, simulated: Simulated) -> dict[str, float]:
-    """Seconds by what they go to. Kernels count by their kind; each cause of `CAUSES` is what the step takes longer
-    when it takes time too, after those before it. So a wait that delays other ranks counts for what made it."""
+    """Break the step time down by cause.
+
+    Kernel time is summed per kind. For the rest, enable the causes in `CAUSES` one at a time, and attribute the added
+    step time to the cause just enabled. So a wait that delays other ranks is charged to the operation that caused it.
+    """
     kernels = _kernel_seconds(plan, prices)
     free = [frozenset(CAUSES[i:]) for i in range(len(CAUSES) + 1)]
     steps = [simulated(causes) for causes in free]
@@ -249,7 +253,7 @@ def _waterfall(plan: StepPlan, prices: Prices, simulated: Simulated) -> dict[str
 
 
 def _kernel_seconds(plan: StepPlan, prices: Prices) -> dict[str, float]:
-    """Seconds of the passes' kernels by kind, mean over the pipeline's ranks."""
+    """Return the seconds of the passes' kernels by kind, as the mean over the pipeline's ranks."""
     parts = dict.fromkeys(("matmul at peak", "matmul below peak", "attention", "memory-bound", "recompute"), 0.0)
     of_pass = {
         v: _pass_seconds(plan.pieces[v], v.recompute, prices) for rank in plan.program.ranks for v in rank.passes
@@ -283,7 +287,7 @@ def _pass_seconds(piece: Piece, recompute: bool, prices: Prices) -> dict[str, fl
 
 
 def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
-    """Tables for people."""
+    """Format the prediction as tables for people."""
     mesh = MeshSpec.of(cfg.mesh)
     named = [*zip(mesh.order, mesh.sizes, strict=True), (EP, mesh.ep)]
     sizes = " ".join(f"{a}={n}" for a, n in named if n > 1) or "one rank"
@@ -318,7 +322,7 @@ def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
 
 
 def _length_facts(cfg: Config, step_time_s: float, devices: int) -> list[tuple[str, str]]:
-    """Return the rows about the whole run; none if its length is not known."""
+    """Return the table rows about the whole run, or none if its length is not known."""
     length = run_length(cfg, step_time_s, devices)
     if length is None:
         return []

@@ -1,6 +1,6 @@
-"""Seconds of a kernel and of a collective on described hardware.
+"""Prices kernels and collectives on described hardware, in seconds.
 
-Every figure that no data sheet has is a constant of `Rates`: the same for all models, meshes and GPUs.
+Every figure that no data sheet lists is a constant of `Rates`: the same for all models, meshes and GPUs.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -12,39 +12,40 @@ from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
 
-# PyTorch's flash kernel is FlashAttention-2. On Hopper FlashAttention-3 and cuDNN's are 1.5 to 2 times as fast (Shah et
-# al., 2024, arXiv:2407.08608).
+# PyTorch's flash kernel is FlashAttention-2. On Hopper, FlashAttention-3 and cuDNN's kernel are 1.5 to 2 times as fast
+# (Shah et al., 2024, arXiv:2407.08608).
 FLASH2_ON_HOPPER = 1.75
-GROUPED, TILE = "_grouped_mm", 128  # the operator of grouped products, and rows of a tile of its kernels on GPUs
+GROUPED, TILE = "_grouped_mm", 128  # the operator of grouped matmuls, and the rows in a tile of its GPU kernels
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What real machines reach of their data sheet. Efficiencies are shares of a peak or of a bandwidth.
+    """The performance of real machines relative to their data sheets.
 
-    The defaults are fitted to 457 published runs of ten sources: docs/plan_table.md has the errors. `step_s` and
-    `launch_s` are ndtrain's own; those of the published trainers are in `PUBLISHED`.
+    Efficiencies are shares of a peak or of a bandwidth. The defaults are fitted to 457 published runs from ten sources:
+    docs/plan_table.md has the errors. `step_s` and `launch_s` are ndtrain's own. `PUBLISHED` has the values for the
+    published trainers.
 
     Attributes:
-        matmul: of a large matmul.
-        attention: of the attention kernel, forward and backward, where only visible pairs count. GPUs with fp8 reach
-            less of their peak by `FLASH2_ON_HOPPER`.
-        sustained: share of the listed peak that GPUs with fp8, Hopper's and later ones, hold under their power limit.
-        memory: of kernels that are bound by memory.
-        kernel_s: of every kernel on the device, beside its work: start and tail.
+        matmul: efficiency of a large matmul.
+        attention: efficiency of the attention kernel, forward and backward. Only visible pairs count. GPUs with fp8
+            reach less of their peak by the factor `FLASH2_ON_HOPPER`.
+        sustained: share of the listed peak that GPUs with fp8 (Hopper and later) sustain under their power limit.
+        memory: efficiency of memory-bound kernels.
+        kernel_s: device time of every kernel in addition to its work: start and tail.
         launch_s: host time of a launch.
-        link, network: of collectives within a host and across hosts.
+        link, network: efficiency of collectives within a host and across hosts.
         link_hop_s, network_hop_s: latency of one hop of a ring.
-        interference: how much longer compute takes while a collective runs beside it, as a share of that time.
-        late_s: from a collective's end until a rank that waits for it goes on: ranks come to it at different times, and
-            a thread that waits wakes up late. `plan calibrate` measures it.
-        imbalance: rows of the rank whose experts get most, over the mean. It makes these experts' products and the
-            exchange of rows so many times longer, and the memory of the rows larger.
-        step_s: of every step, beside its program.
-        slower: a step over what all the others say, where `plan tune` has measured it.
-        memory_factor: allocated memory over the bytes of a step's tensors, which blocks of fixed sizes and
-            fragmentation raise. State is allocated once, and has none.
-        memory_gb: of the CUDA context and of NCCL's buffers.
+        interference: extra time of compute that overlaps with a collective, as a share of the collective's time.
+        late_s: time from a collective's end until a waiting rank continues: ranks arrive at different times, and a
+            waiting thread wakes up late. `plan calibrate` measures it.
+        imbalance: rows of the rank whose experts get most, divided by the mean. The matmuls of these experts and the
+            exchange of rows take longer by this factor, and the rows take more memory.
+        step_s: time of every step in addition to its program.
+        slower: factor on the step time that remains after all other rates. `plan tune` measures it.
+        memory_factor: allocated memory divided by the bytes of a step's tensors. It covers fixed block sizes and
+            fragmentation. It does not apply to state, which is allocated once.
+        memory_gb: memory of the CUDA context and of NCCL's buffers.
     """
 
     matmul: float = 0.724
@@ -59,25 +60,25 @@ class Rates:
     network_hop_s: float = 5e-6  # not fitted
     interference: float = 0.196
     late_s: float = 0.0  # not fitted
-    imbalance: float = 1.0  # not fitted: routing is taken to be balanced
-    step_s: float = 0.013  # the time without a kernel in a step of 8B on one H200: docs/speed.md
+    imbalance: float = 1.0  # not fitted: routing is assumed to be balanced
+    step_s: float = 0.013  # time without a kernel in a step of an 8B model on one H200: docs/speed.md
     slower: float = 1.0
     memory_factor: float = 1.073
     memory_gb: float = 1.58
 
 
-# Rates that are added, so that a machine may have none of them. The others are factors.
+# Rates that are added, so they may be 0 on a machine. The other rates are factors.
 ADDED = ("kernel_s", "launch_s", "link_hop_s", "network_hop_s", "interference", "late_s", "step_s", "memory_gb")
 
-# of other trainers, whose data and logs are not beside the step, and whose hosts take longer for an operator
+# Rates of other trainers: their data and logs do not overlap with the step, and their hosts take longer per operator.
 PUBLISHED = Rates(step_s=0.110, launch_s=44e-6)
 
 
 def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:
-    """The rates, with what the description of the hardware has measured in their place.
+    """Return the rates, overridden by the rates measured in the hardware's description.
 
     Raises:
-        ConfigError: the description names a rate that there is not, or a factor of 0.
+        ConfigError: the description has an unknown rate, or a factor of 0.
     """
     known = [f.name for f in fields(Rates)]
     if strange := [name for name in hardware.rates if name not in known]:
@@ -91,17 +92,17 @@ def rates_of(hardware: Hardware, rates: Rates | None = None) -> Rates:
 
 
 def rates_for(rates: Rates, cfg: Config) -> Rates:
-    """The rates of a run. With `moe.capacity` buffers are as large however rows are routed: there is no imbalance."""
+    """Return the rates of a run. With `moe.capacity` there is no imbalance: buffer sizes do not depend on routing."""
     return rates if cfg.moe.capacity is None else replace(rates, imbalance=1.0)
 
 
 @dataclass(frozen=True)
 class GroupShape:
-    """Where the ranks of a process group are.
+    """The size of a process group, and the number of hosts that it spans.
 
     Attributes:
-        ranks: their number.
-        hosts: that they are on.
+        ranks: number of ranks.
+        hosts: number of hosts that these ranks are on.
     """
 
     ranks: int
@@ -115,20 +116,20 @@ def _group_shape(mesh: MeshSpec, axes: tuple[str, ...], gpus_per_node: int) -> G
 
 
 class Prices:
-    """Seconds on one kind of hardware.
+    """Prices work on one kind of hardware, in seconds.
 
-    Where the hardware's times are measured, they count, and the formulas only between hosts.
+    If times are measured on the hardware, they are used. The formulas then only price communication between hosts.
 
     Args:
-        mesh: which ranks communicate along which axes.
-        own_core: whether kernels are as fast as on a core of their own where the ranks have to share measured cores.
+        mesh: determines which ranks communicate along which axes.
+        own_core: if the ranks share measured cores, price kernels as if each running rank had a core of its own.
 
     Attributes:
-        launch_s: host time of a kernel's launch, while which the device may work. On a CPU the host is the device, and
-            the time is part of the kernel's.
-        ranks_a_core: how many ranks share a core, where that is measured.
-        late_s: as the rate; 0 where ranks share measured cores, since their collectives were measured while ranks
-            waited for a core.
+        launch_s: host time of a kernel's launch, during which the device may work. On a CPU the host is the device, and
+            this time is part of the kernel's time.
+        ranks_a_core: number of ranks that share a core, if cores are measured; otherwise 1.
+        late_s: the rate of the same name. It is 0 if ranks share measured cores: their collectives were measured while
+            ranks waited for a core.
     """
 
     def __init__(self, hardware: Hardware, rates: Rates, mesh: MeshSpec, own_core: bool = False):
@@ -147,7 +148,7 @@ class Prices:
     # ------------------------------------------------------------------------------------------------------ kernels
 
     def kernel(self, k: Kernel) -> float:
-        """Seconds on the device: the longer one of its arithmetic and of its memory traffic, and the fixed part.
+        """Return the seconds on the device: the longer of arithmetic and memory traffic, plus the fixed part.
 
         Raises:
             ConfigError: the description of the hardware lacks a rate that is needed.
@@ -157,7 +158,7 @@ class Prices:
         return max(self.arithmetic(k), k.bytes / self._memory) + self._fixed
 
     def arithmetic(self, k: Kernel) -> float:
-        """Seconds of the kernel's FLOPs alone; 0 where memory bounds it."""
+        """Return the seconds of the kernel's FLOPs alone, or 0 if the kernel is bound by memory."""
         efficiency = {"matmul": self.rates.matmul, "attention": self.rates.attention}.get(k.kind)
         if not efficiency:
             return 0.0
@@ -175,11 +176,11 @@ class Prices:
     # -------------------------------------------------------------------------------------------------- collectives
 
     def collective(self, axis: str, op: str, nbytes: int) -> float:
-        """Seconds of a collective of `nbytes` (as in `events.Collective`) along an axis, or several: "fsdp+cp".
+        """Return the seconds of a collective of `nbytes` (as in `events.Collective`) along axes such as "fsdp+cp".
 
-        Gathers and reductions go around a ring. Where it crosses hosts, the ranks of the group on one host share the
-        ring's traffic to the next host among their network adapters. A hop within a host and one between hosts have a
-        latency each; an all-reduce goes around twice, or where that is faster up and down a tree.
+        Gathers and reductions go around a ring. If the ring crosses hosts, the ranks of the group on one host share its
+        traffic to the next host among their network adapters. Each hop has a latency, within a host and between hosts.
+        An all-reduce goes around the ring twice, or up and down a tree if that has less latency.
         """
         group = self.group(*axis.split("+"))
         if group.ranks == 1:
@@ -197,25 +198,28 @@ class Prices:
         return hops + turns * nbytes * (group.ranks - 1) / group.ranks / self._ring(group)
 
     def message(self, axis: str, nbytes: int) -> float:
-        """Seconds of a message to the next rank of an axis."""
+        """Return the seconds of a message to the next rank of an axis."""
         across = self.group(axis).hosts > 1
         if self._measured and not across:
             return self._measured.collective("send_recv", nbytes, 2, self._on_host)
         return self._message(nbytes, across)
 
     def group(self, *axes: str) -> GroupShape:
-        """The ranks that differ only along these axes, as the first rank sees them."""
+        """Return the shape of the first rank's group along these axes."""
         return _group_shape(self.mesh, axes, self.hardware.gpus_per_node)
 
     def _ring(self, group: GroupShape) -> float:
-        """Bytes a second that pass each rank."""
+        """Return the bytes per second that pass each rank."""
         within = self._link if group.ranks > group.hosts else float("inf")
         if group.hosts == 1:
             return within
         return min(within, self._network * group.ranks / group.hosts)
 
     def _all_to_all(self, nbytes: int, group: GroupShape) -> float:
-        """Each rank sends an equal part to each other one, those to its host beside those to other hosts."""
+        """Return the seconds of an all-to-all. Each rank sends an equal part to every other rank.
+
+        Messages within the host overlap with messages to other hosts.
+        """
         on_host = group.ranks // group.hosts
         part = nbytes / group.ranks
         inside = self._hops(on_host - 1, 0) + (part * (on_host - 1) / self._link if on_host > 1 else 0.0)
@@ -239,7 +243,7 @@ class Prices:
 
 
 def peak_flops(hardware: Hardware, dtype: str) -> float:
-    """FLOP/s of matmuls of this dtype as the description lists them. fp8 falls back to bf16, on GPUs without fp8.
+    """Return the FLOP/s of matmuls of this dtype, as listed in the description. Without an fp8 peak, fp8 uses bf16.
 
     Raises:
         ConfigError: the description has no such peak.
@@ -256,10 +260,10 @@ def peak_flops(hardware: Hardware, dtype: str) -> float:
 
 
 def listed(hardware: Hardware, key: str) -> float:
-    """A bandwidth of the description, in bytes a second.
+    """Return a bandwidth of the description, in bytes per second.
 
     Raises:
-        ConfigError: it is null.
+        ConfigError: the bandwidth is null.
     """
     rate = getattr(hardware, key)
     if rate is None:
@@ -271,5 +275,5 @@ def listed(hardware: Hardware, key: str) -> float:
 
 
 def _doublings(n: int) -> int:
-    """The depth of a binary tree of n leaves."""
+    """Return the depth of a binary tree with n leaves."""
     return (n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Prints the program of a rank: what it launches, runs and waits for in a step, in order."""
+"""Prints the program of a rank: everything that it launches, runs and waits for in a step, in order."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -24,16 +24,16 @@ PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """Of `plan program`."""
+    """The options of `plan program`."""
 
     rank: int = option("the rank, from 0", 0, read=read_rank)
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Prints the program, and writes the JSON.
+    """Print the program, and write the JSON.
 
     Raises:
-        ConfigError: there is no such run or rank, or the file cannot be written.
+        ConfigError: the run's configuration is invalid, the rank does not exist, or the file cannot be written.
     """
     hardware = load_hardware(options.hardware)
     cfg = planned_config(overrides, options, hardware)
@@ -53,7 +53,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
 
 
 def lines(cfg: Config, step: StepProgram, plan: RankPlan) -> Iterator[str]:
-    """Yield the program as text. Of actions that do the same the first one is written out."""
+    """Yield the program as text. If several actions share their ops, only the first of them is written out."""
     words = _Words(cfg, step, plan)
     if plan.look_ahead is not None:
         yield "a forward before the step, which counts the loads of experts"
@@ -92,7 +92,7 @@ def _of_program(program: RankProgram, words: "_Words", number: int) -> Iterator[
 
 @dataclass(frozen=True)
 class _Words:
-    """Describes ops to a person."""
+    """Describes ops in words."""
 
     cfg: Config
     step: StepProgram
@@ -164,7 +164,7 @@ def _named(message: Message) -> str:
 
 
 def as_json(plan: RankPlan) -> list[dict]:
-    """Return the ops in order. Sets of ops' names become lists."""
+    """Return the ops in order. Sets of op names become lists."""
     plain = lambda value: sorted(value) if isinstance(value, frozenset) else value
     named = lambda op: {key: plain(value) for key, value in asdict(op).items()}
     return [{"action": action and show(action), "op": type(op).__name__, **named(op)} for action, op in plan.program]

@@ -1,4 +1,5 @@
-"""How far a long plan is, on stderr: one line that is rewritten on a terminal, a line every some seconds elsewhere."""
+"""Shows the progress of a long plan on stderr: on a terminal one line that is rewritten, elsewhere a line from time to
+time."""
 
 import sys
 import time
@@ -6,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
 
 T = TypeVar("T")
-EVERY_S = 10.0  # seconds between two lines that are not on a terminal
+EVERY_S = 10.0  # seconds between two lines if the output is not a terminal
 _REDRAW_S = 0.1  # seconds between two drawings on a terminal
 
 
@@ -15,7 +16,7 @@ class Progress:
 
     Args:
         stream: the output; None: stderr.
-        every_s: the shortest time between two lines where the output is not a terminal.
+        every_s: the shortest time between two lines if the output is not a terminal.
     """
 
     def __init__(self, stream: TextIO | None = None, every_s: float = EVERY_S):
@@ -27,7 +28,7 @@ class Progress:
         self._width = 0
 
     def count(self, items: Iterable[T], what: str, total: int) -> Iterator[T]:
-        """Yield the items, and show how many there were: `what: 3 of 68, 12 s`."""
+        """Yield the items, and show the number of items so far: `what: 3 of 68, 12 s`."""
         for number, item in enumerate(items, 1):
             self.show(f"{what}: {number} of {total}, {time.monotonic() - self._began:.0f} s")
             yield item

@@ -1,4 +1,4 @@
-"""Records a step as it runs, on tensors with memory or without: FLOPs, and the memory by kind."""
+"""Records the FLOPs and the memory by kind of a step as it runs. Its tensors may be on the meta device."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -16,14 +16,14 @@ from ndtrain.plan.flops import flops_of
 
 ACTIVATIONS, BACKWARD = "activations", "gradients of activations"
 STATE = ("parameters", "gradients", "master weights", "optimizer state", "average")
-HOST = "host: "  # begins a kind that lies in host memory
+HOST = "host: "  # prefix of a kind in host memory
 
 
 class Peak(NamedTuple):
-    """The most bytes that were alive at one time.
+    """The largest number of bytes alive at one time.
 
     Attributes:
-        kinds: kind -> bytes alive then.
+        kinds: kind -> bytes alive at that time.
     """
 
     nbytes: int
@@ -34,14 +34,14 @@ class Recording(Allocations):
     """Follows memory by kind, and counts FLOPs.
 
     Args:
-        separate_host: whether host memory is another memory than the device's: it does not count in `now`.
+        separate_host: True if host memory is separate from the device's memory. It then does not count in `now`.
 
     Attributes:
         bytes: kind -> bytes alive.
         at_peak: `bytes` at the peak.
         flops: "matmul" and "attention" -> FLOPs.
-        windows: part of the step -> its peak, for the parts that are over (`open_window`). `peak_bytes` and `at_peak`
-            are those of the open one.
+        windows: part of the step -> its peak, for the closed windows (`open_window`). `peak_bytes` and `at_peak` belong
+            to the open window.
     """
 
     def __init__(self, separate_host: bool) -> None:
@@ -63,7 +63,7 @@ class Recording(Allocations):
 
     @contextmanager
     def labelled(self, kind: str) -> Iterator[None]:
-        """Inside, what is allocated is of this kind."""
+        """Count allocations within the block as this kind."""
         before, self._label = self._label, kind
         try:
             yield
@@ -71,7 +71,7 @@ class Recording(Allocations):
             self._label = before
 
     def label_calls(self, owner: Any, method: str, kind: str) -> None:
-        """What a method of an object allocates is of this kind."""
+        """Count allocations within a method of an object as this kind."""
         call = getattr(owner, method)
 
         def labelled(*args, **kwargs):
@@ -81,7 +81,7 @@ class Recording(Allocations):
         setattr(owner, method, labelled)
 
     def classify(self, kind: str, *tensors: Tensor | None) -> None:
-        """The storages of these tensors are of this kind. Of several calls the first one counts."""
+        """Count the storages of these tensors as this kind, unless an earlier call has classified them."""
         for at in {storage_id(x) for x in tensors if x is not None} & self._sizes.keys():
             before, size = self._kinds[at], self._sizes[at]
             if before in (ACTIVATIONS, BACKWARD):
@@ -90,7 +90,7 @@ class Recording(Allocations):
                 self._count(kind, size)
 
     def restart(self) -> None:
-        """The peak and the FLOPs count from now on."""
+        """Count the peak and the FLOPs from now on. Forget the windows."""
         self._read_sizes()
         self.peak_bytes, self.at_peak = self.now, +self.bytes
         self.flops.clear()
@@ -103,7 +103,7 @@ class Recording(Allocations):
         self._window, self.peak_bytes, self.at_peak = name, self.now, +self.bytes
 
     def open_window_at(self, owner: Any, method: str, name: Callable[..., Hashable]) -> None:
-        """Let each call of a method of an object open a window, whose name is made from the call's arguments."""
+        """Make each call of an object's method open a window. `name` returns its name, given the call's arguments."""
         call = getattr(owner, method)
 
         def opening(*args, **kwargs):
@@ -113,7 +113,7 @@ class Recording(Allocations):
         setattr(owner, method, opening)
 
     def state_bytes(self) -> dict[str, int]:
-        """The bytes of each kind of state."""
+        """Return the bytes of each kind of state."""
         return {kind: n for kind, n in self.bytes.items() if n and kind.removeprefix(HOST) in STATE}
 
     # -------------------------------------------------------------------------------------------------- bookkeeping
@@ -140,7 +140,7 @@ class Recording(Allocations):
 
 
 def classify_state(recording: Recording, units: ShardedUnits) -> None:
-    """Tells the recording what the buffers of the units hold."""
+    """Classify the buffers of the units in the recording."""
     host = HOST if units.offload else ""
     each = list(units.units.values())
     recording.classify(f"{host}optimizer state", *(x for u in each for x in u.state.values()))
@@ -156,7 +156,7 @@ def classify_state(recording: Recording, units: ShardedUnits) -> None:
 
 
 def label_step(recording: Recording, stages: Stages, step: TrainingStep) -> None:
-    """Tells the recording what the parts of a step allocate."""
+    """Label the allocations of the parts of a step in the recording."""
     recording.label_calls(stages.units, "open", "gradients")
     recording.label_calls(stages.units, "reduce", "messages")
     recording.label_calls(stages.units, "collect", "messages")

@@ -14,11 +14,11 @@ from ndtrain.plan.step import RankRecord
 
 @dataclass(frozen=True)
 class Planned:
-    """A rank and what it needs.
+    """A rank and its record.
 
     Attributes:
-        ranks: this rank, and those that need the same.
-        stages: of the pipeline, that the rank has.
+        ranks: this rank, and all ranks with the same record.
+        stages: the rank's pipeline stages.
     """
 
     ranks: list[int]
@@ -27,7 +27,7 @@ class Planned:
 
 
 def as_json(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
-    """Everything, in bytes and FLOPs."""
+    """Format the plan as JSON, in bytes and FLOPs."""
     mesh = MeshSpec.of(cfg.mesh)
     body = {
         "hardware": asdict(hardware),
@@ -39,7 +39,7 @@ def as_json(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
 
 
 def as_text(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
-    """Tables for people, in powers of ten."""
+    """Format the plan as tables for people, with decimal prefixes."""
     mesh = MeshSpec.of(cfg.mesh)
     sizes = " ".join(f"{a}={mesh.size(a)}" for a in (*mesh.order, EP) if mesh.size(a) > 1) or "one rank"
     records = {_name(p.ranks): p.record for p in planned}
@@ -78,7 +78,7 @@ def _traffic(r: RankRecord) -> dict[str, str]:
 
 
 def _by_rank(records: dict[str, RankRecord], cells: Callable[[RankRecord], dict[str, str]]) -> str:
-    """A row for each name that `cells` gives of some record, a column for each record."""
+    """Make a table with a column for each record, and a row for each name that `cells` returns for any record."""
     columns = {rank: cells(r) for rank, r in records.items()}
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     return table([["rank", *columns], *([n, *(c.get(n, "-") for c in columns.values())] for n in names)])
@@ -94,7 +94,7 @@ def _name(ranks: Sequence[int]) -> str:
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
-    """Columns aligned to the right, the first one to the left."""
+    """Format columns aligned to the right, the first one to the left."""
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
@@ -107,7 +107,7 @@ _PREFIXES = ["", "k", "M", "G", "T", "P", "E", "Z"]
 
 
 def si(number: float, unit: str) -> str:
-    """With three digits and a decimal prefix: 27.9 GB."""
+    """Format a number with three digits and a decimal prefix: 27.9 GB."""
     for prefix in _PREFIXES:
         if abs(number) < 999.5:
             return f"{number:.3g} {prefix}{unit}"
@@ -116,7 +116,7 @@ def si(number: float, unit: str) -> str:
 
 
 def merged(planned: Sequence[Planned]) -> list[Planned]:
-    """Equal records of the same stages as one, with all their ranks."""
+    """Merge equal records of the same stages into one, with all their ranks."""
     by_record: dict[Any, Planned] = {}
     for p in planned:
         body = asdict(p.record) | {"seconds": 0, "stages": p.stages}

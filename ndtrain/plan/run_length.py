@@ -1,4 +1,4 @@
-"""How long a whole run takes on a mesh where nothing fails. (`plan goodput` adds failures and checkpoints.)"""
+"""The length of a whole run in which nothing fails. (`plan goodput` adds failures and checkpoints.)"""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ class RunLength(NamedTuple):
     """A run from its first to its last step.
 
     Attributes:
-        tokens: of all steps.
+        tokens: number of tokens in all steps.
         gpu_hours: hours of all devices together.
     """
 
@@ -22,7 +22,7 @@ class RunLength(NamedTuple):
 
 
 def run_length(cfg: Config, step_time_s: float, devices: int) -> RunLength | None:
-    """Return the length of a run, or None if `train.steps` does not say it."""
+    """Return the length of a run, or None if `train.steps` is not set."""
     if not cfg.train.steps:
         return None
     tokens_a_step, seconds = cfg.train.global_batch * cfg.train.seq_len, cfg.train.steps * step_time_s

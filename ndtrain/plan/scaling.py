@@ -1,4 +1,4 @@
-"""How throughput and MFU change with the number of GPUs, at a fixed and at a growing global batch."""
+"""Predicts how throughput and MFU change with the number of GPUs, at a fixed and at a growing global batch."""
 
 import json
 import shlex
@@ -29,8 +29,8 @@ from ndtrain.plan.search import (
     workers,
 )
 
-REGIMES = ("compute bound", "communication hidden", "communication bound", "batch exhausted")  # of meshes of fsdp alone
-FAMILIES = ("fsdp", "+tp", "+cp", "+pp")  # meshes of dp and fsdp alone; each further family may use one axis more
+REGIMES = ("compute bound", "communication hidden", "communication bound", "batch exhausted")  # of the family "fsdp"
+FAMILIES = ("fsdp", "+tp", "+cp", "+pp")  # "fsdp": dp and fsdp only; each further family may use one more axis
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Point:
 
     Attributes:
         global_batch: sequences of a step.
-        overrides: of the run; None: no legal mesh of the family fits, and the figures are 0.
-        regime: one of `REGIMES` in the family "fsdp"; "" in the others, and where no mesh fits though the batch is not
-            exhausted.
+        overrides: the run's overrides. None if no legal mesh of the family fits; the figures are then 0.
+        regime: one of `REGIMES` in the family "fsdp". "" in the other families, and if no mesh fits although the batch
+            is not exhausted.
     """
 
     gpus: int
@@ -59,7 +59,7 @@ Points = dict[str, list[Point]]  # kind of a curve -> its points
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a regime begins, or where an axis begins to pay.
+    """The point at which a regime begins, or at which an axis begins to pay.
 
     Attributes:
         what: one of `REGIMES`, or an axis: "tp", "cp", "pp".
@@ -72,13 +72,13 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Curve:
-    """Over GPU counts, ascending.
+    """The points of a curve at ascending GPU counts.
 
     Attributes:
-        kind: "strong" (fixed global batch) or "weak" (one that grows with the GPUs).
-        regimes: of the family "fsdp", those that occur.
-        pays: the axes whose family is faster than the one before it by more than a percent, or which runs where that
-            one cannot.
+        kind: "strong" (fixed global batch) or "weak" (the batch grows with the GPUs).
+        regimes: where each regime that occurs in the family "fsdp" begins.
+        pays: where each axis begins to pay: its family is more than a percent faster than the family before it, or
+            fits where that family does not.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Curves of one model on one kind of hardware.
+    """The curves of one model on one kind of hardware.
 
     Attributes:
         model, hardware: their names.
@@ -102,7 +102,7 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of `plan scaling`."""
+    """The options of `plan scaling`."""
 
     hardware: str = option("a100, h100, h200, b200, or a description of your own, FILE.yaml")
     least: int = option("the smallest number of GPUs", 8)
@@ -113,17 +113,17 @@ class Options:
     svg: str | None = option("the file to draw them in", None)
 
 
-FAMILY_AXES = {"fsdp": (), "+tp": ("tp",), "+cp": ("tp", "cp"), "+pp": ("tp", "cp", "pp")}  # that may be above 1
-HIDDEN = 0.1  # communication over compute from which on it would be felt if nothing overlapped
-EXPOSED = 0.1  # exposed communication over the step from which on it bounds the step
+FAMILY_AXES = {"fsdp": (), "+tp": ("tp",), "+cp": ("tp", "cp"), "+pp": ("tp", "cp", "pp")}  # axes that may be above 1
+HIDDEN = 0.1  # communication / compute above which communication would be noticeable if nothing overlapped
+EXPOSED = 0.1  # exposed communication / step time above which communication bounds the step
 GAIN = 1.01
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Prints both curves and writes the files.
+    """Print both curves and write the files.
 
     Raises:
-        ConfigError: there is no such run, or a file cannot be written.
+        ConfigError: the run's configuration is invalid, no mesh fits, or a file cannot be written.
     """
     hardware = load_hardware(options.hardware)
     cfg, overrides = searched_run(overrides, hardware)
@@ -146,7 +146,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
 
 
 def gpu_counts(least: int, most: int) -> list[int]:
-    """From `least` to `most`, doubled."""
+    """Return the numbers of GPUs: `least`, doubled until `most`."""
     return [least << i for i in range((most // least).bit_length())]
 
 
@@ -159,13 +159,14 @@ def scaling(
     pool: Workers | None,
     points: Points | None = None,
 ) -> Scaling:
-    """The curves of a run that is not resolved. Its global batch is that of the strong curve at all GPU counts, and of
-    the weak curve at the first one.
+    """Return the curves of a run that is not resolved.
+
+    The strong curve has the run's global batch at all GPU counts, the weak curve only at the first of them.
 
     Args:
-        predict: candidates to predict for each point.
+        predict: number of candidates to predict for each point.
         given: the user's overrides.
-        points: where to put the points as they are made, so that an interrupted caller has them.
+        points: filled as points are made, so that an interrupted caller has them.
     """
     points = Points() if points is None else points
     for kind in ("strong", "weak"):
@@ -192,11 +193,12 @@ def scaling_of(cfg: Config, hardware: Hardware, points: Points) -> Scaling:
 def fastest_of(
     space: Space, predict: int, before: Mapping[str, Candidate], pool: Workers | None
 ) -> tuple[dict[str, Candidate], Predictions]:
-    """The fastest candidate of each family that has one which fits, and all predictions. A family has the meshes of the
-    ones before it too.
+    """Return the fastest candidate that fits for each family, and all predictions.
+
+    Families without such a candidate are left out. A family includes the meshes of the families before it.
 
     Args:
-        before: those on fewer GPUs, where the search begins beside the first ones by their estimates.
+        before: the fastest candidates on fewer GPUs. Candidates that differ only in dp and fsdp are predicted too.
     """
     try:
         ranked, _ = rank_all(space, pool)
@@ -208,7 +210,7 @@ def fastest_of(
         wider = [r.candidate for r in own if family in before and _is_wider(r.candidate, before[family])]
         predict_all(space, pool, [c for c in (*shortlist(own, predict), *wider) if c not in predicted], predicted)
         climb(space, pool, own, predicted, predict)
-    # after all families, since a later one's candidates may belong to an earlier one too
+    # Only after all families, because a later family's candidates may belong to an earlier family too.
     running = {c: p.step_time_s for c, p in predicted.items() if isinstance(p, Prediction)}
     of_family = {family: [c for c in running if _is_of(family, c)] for family in FAMILIES}
     return {family: min(own, key=running.__getitem__) for family, own in of_family.items() if own}, predicted
@@ -219,7 +221,7 @@ def _is_of(family: str, c: Candidate) -> bool:
 
 
 def _is_wider(c: Candidate, other: Candidate) -> bool:
-    """Whether it differs from the other one in the sizes of dp and fsdp alone."""
+    """Return True if the candidates differ only in the sizes of dp and fsdp."""
     return c[1:] == other[1:] and all(c.size(axis) == other.size(axis) for axis in ("tp", "cp", "pp"))
 
 
@@ -239,8 +241,10 @@ def _point(space: Space, family: str, best: Candidate | None, predicted: Predict
 
 
 def regime_of(space: Space, candidate: Candidate) -> str:
-    """The regime of a mesh of dp and fsdp alone, from its prediction's waterfall and from what its collectives would
-    take one after another."""
+    """Return the regime of a mesh of dp and fsdp.
+
+    It depends on the prediction's waterfall, and on the time of all collectives without overlap.
+    """
     cfg = space.resolved(candidate)
     predictor = Predictor(space.hardware, space.rates)
     p = predictor.predict(cfg)
@@ -252,7 +256,7 @@ def regime_of(space: Space, candidate: Candidate) -> str:
 
 
 def unit_seconds(cfg: Config, prices: Prices) -> float:
-    """Seconds of all gathers and reductions of a step on a mesh of dp and fsdp, one after another."""
+    """Return the total seconds of a step's gathers and reductions on a mesh of dp and fsdp, without overlap."""
     compute, master = (DTYPES[d].itemsize for d in (cfg.precision.compute, cfg.precision.params))
     parameters, passes = flops.parameter_count(cfg.model), cfg.microbatches
     gathers, reductions = {1: (1, 1), 2: (1, passes), 3: (2 * passes, passes)}[resolved(cfg.mesh.zero)]
@@ -264,7 +268,7 @@ def unit_seconds(cfg: Config, prices: Prices) -> float:
 
 
 def regimes(points: Sequence[Point]) -> list[Beginning]:
-    """Where each regime of the family "fsdp" begins."""
+    """Return where each regime of the family "fsdp" begins."""
     first: dict[str, Beginning] = {}
     for p in points:
         if p.regime:
@@ -273,7 +277,7 @@ def regimes(points: Sequence[Point]) -> list[Beginning]:
 
 
 def pays(points: Sequence[Point]) -> list[Beginning]:
-    """Where each axis begins to pay."""
+    """Return where each axis begins to pay."""
     at = {(p.gpus, p.family): p for p in points}
     first: dict[str, Beginning] = {}
     for p in points:

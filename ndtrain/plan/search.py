@@ -1,5 +1,8 @@
-"""Finds the fastest mesh: every candidate is estimated, what cannot fit is left out, the most promising ones are
-predicted, and then those next to the best, until none of them is better."""
+"""Finds the fastest mesh.
+
+Every candidate is estimated, and candidates that cannot fit are left out. The most promising candidates are predicted.
+Then the neighbours of the best are predicted, until no neighbour is better.
+"""
 
 import gc
 import heapq
@@ -36,16 +39,16 @@ from ndtrain.plan.run_length import run_length
 T = TypeVar("T")
 R = TypeVar("R")
 SHOWN = 10
-_OF_MESH = 200  # candidates of a mesh that are kept
-_ROUNDS = 8  # of predicting those next to the best, at most
-_NEAR = 40  # of them in a round
+_OF_MESH = 200  # the most candidates to keep per mesh
+_ROUNDS = 8  # the most rounds of predicting neighbours of the best
+_NEAR = 40  # the most neighbours to predict in a round
 
 
 def _free_gb(key: str, text: str) -> float:
     """Return a number of GB, 0 or more.
 
     Raises:
-        ArgumentError: it is not one.
+        ArgumentError: the text is not such a number.
     """
     try:
         value = float(text)
@@ -58,7 +61,7 @@ def _free_gb(key: str, text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """Of `plan search`."""
+    """The options of `plan search`."""
 
     predict: int = option("candidates to predict before those next to the best ones", 100)
     processes: int = option("processes to work in; unless given one for each core", cpu_cores())
@@ -68,15 +71,18 @@ class Options(RunOptions):
 
 
 class Ranked(NamedTuple):
-    """A candidate that is worth a prediction, with the seconds of its estimate."""
+    """A candidate that is worth predicting, with the estimated seconds of its step."""
 
     seconds: float
     candidate: Candidate
 
 
 class TooLarge(NamedTuple):
-    """Of a candidate that does not fit: what a rank needs that has too little, the first one where that is so. The time
-    of the step is not computed."""
+    """A candidate that does not fit in memory. Its step time is not computed.
+
+    `memory_bytes` is the requirement of the first or the last pipeline rank if that does not fit, otherwise of the rank
+    that needs most.
+    """
 
     memory_bytes: int
 
@@ -97,10 +103,10 @@ class Result:
 
     Attributes:
         best: the fastest candidate of each mesh, the fastest mesh first.
-        against: the fastest of the candidates to compare with; None: not asked for, or none fits.
-        counts: what was looked at -> how many.
+        against: the fastest of the candidates to compare with; None if not requested, or if none fits.
+        counts: what was counted -> its number.
         fitting: all predicted candidates that fit, the fastest first, without waterfalls.
-        own: the run as its recipe and overrides have it, with its mesh; or one line that says why it has no row.
+        own: the run with the mesh of its recipe and overrides, or one line that explains why it has no row.
     """
 
     best: list[Row]
@@ -111,11 +117,11 @@ class Result:
 
 
 class Workers(NamedTuple):
-    """Those who share the work of a search.
+    """The processes that do the work of a search, and the display of its progress.
 
     Attributes:
         executor: processes; None: this process alone.
-        progress: where to say how far the work is.
+        progress: shows the progress of the work.
     """
 
     executor: Executor | None
@@ -123,10 +129,10 @@ class Workers(NamedTuple):
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Searches, prints the table and writes the JSON.
+    """Search, print the table and write the JSON.
 
     Raises:
-        ConfigError: there is no such run, no candidate is legal or fits, or the file cannot be written.
+        ConfigError: the run's configuration is invalid, no candidate is legal or fits, or the file cannot be written.
     """
     hardware = load_hardware(options.hardware)
     against, own = words_of("against", options.against or ""), unresolved_config(overrides, hardware)
@@ -150,16 +156,16 @@ def search(
     against: Sequence[str] = (),
     predicted: Predictions | None = None,
 ) -> Result:
-    """The best candidates of a space.
+    """Return the best candidates of a space.
 
     Args:
-        pool: where to work; None: here.
-        predict: how many to predict at first.
+        pool: the workers; None: this process, without progress.
+        predict: number of candidates to predict at first.
         against: overrides of the candidates to compare with.
-        predicted: where to put the predictions as they are made, so that an interrupted caller has them.
+        predicted: filled as predictions are made, so that an interrupted caller has them.
 
     Raises:
-        ConfigError: no candidate is legal, or none fits.
+        ConfigError: no candidate is legal or fits, or none has the overrides `against`.
     """
     ranked, counts = rank_all(space, pool)
     like = [r for r in ranked if set(against) <= set(r.candidate.overrides())] if against else []
@@ -192,7 +198,7 @@ def of_each_mesh(rows: Iterable[Row]) -> list[Row]:
 
 
 def own_row(space: Space, cfg: Config) -> Row | str:
-    """Predict the run as it is given, with the mesh of its recipe. Return one line if it has no prediction.
+    """Predict the run as given, with the mesh of its recipe. If it has no prediction, return the reason in one line.
 
     Args:
         cfg: the run before its mesh is known.
@@ -212,10 +218,10 @@ def own_row(space: Space, cfg: Config) -> Row | str:
 
 
 def rank_all(space: Space, pool: Workers | None) -> tuple[list[Ranked], dict[str, int]]:
-    """The candidates that may fit, the fastest by its estimate first, and how many there are.
+    """Return the candidates that may fit, sorted by estimated step time, and the counts of candidates.
 
     Raises:
-        ConfigError: none is legal.
+        ConfigError: no candidate is legal, or none may fit.
     """
     meshes = space.meshes()
     made = list(_mapped(pool, partial(_rank_mesh, space), meshes, "estimating the candidates of a mesh"))
@@ -236,7 +242,7 @@ def rank_all(space: Space, pool: Workers | None) -> tuple[list[Ranked], dict[str
 
 
 def _a_reason(space: Space, meshes: Sequence[tuple[int, ...]]) -> str:
-    """Why the first mesh is not legal."""
+    """Explain why the first mesh is not legal."""
     if not meshes:
         return "the given sizes do not divide the ranks"
     try:
@@ -249,7 +255,7 @@ def _a_reason(space: Space, meshes: Sequence[tuple[int, ...]]) -> str:
 
 
 class _OnMesh(NamedTuple):
-    """The best candidates on a mesh by their estimates, and how many there are and may fit."""
+    """The best candidates on a mesh by their estimates, the number of candidates, and the number that may fit."""
 
     ranked: list[Ranked]
     candidates: int
@@ -276,8 +282,11 @@ def fits(space: Space, nbytes: float) -> bool:
 
 
 def shortlist(ranked: Sequence[Ranked], count: int) -> list[Candidate]:
-    """The first ones, as many again that are the first of their pp, cp and tp, and so on with the recompute: an
-    estimate is coarser between such families than within one."""
+    """Return about `count` candidates to predict first, in equal parts from three lists.
+
+    The lists have the best candidates, the best of each (pp, cp, tp, ep), and the best of each of these with each
+    recompute and zero. Estimates are less accurate between such families than within one.
+    """
     families: list[Callable[[Candidate], Any]] = [
         lambda c: c,
         lambda c: (c.size("pp"), c.size("cp"), c.size("tp"), c.ep),
@@ -304,10 +313,12 @@ def climb(
     predicted: Predictions,
     near: int = _NEAR,
 ) -> None:
-    """Predicts what is next to the best three, as long as these change; while none fits, to the smallest ones.
+    """Predict the neighbours of the best three candidates, until these three no longer change.
+
+    As long as no candidate fits, use the three that need the least memory.
 
     Args:
-        near: how many to predict in a round.
+        near: the most candidates to predict in a round.
     """
     within, before = {r.candidate for r in ranked}, None
     for _ in range(_ROUNDS):
@@ -330,7 +341,7 @@ def _fastest(predicted: Predictions) -> list[Row]:
 
 
 def predict_all(space: Space, pool: Workers | None, candidates: Sequence[Candidate], into: Predictions) -> None:
-    """Predict the candidates, each into `into` as soon as it is known. One that is not legal is left out."""
+    """Predict the candidates. Store each prediction in `into` as soon as it is known. Leave illegal candidates out."""
     for candidate, prediction in _in_order(pool, partial(predict, space), candidates):
         if prediction is not None:
             into[candidate] = prediction
@@ -339,23 +350,25 @@ def predict_all(space: Space, pool: Workers | None, candidates: Sequence[Candida
 def _in_order(
     pool: Workers | None, fn: Callable[[Candidate], R], candidates: Iterable[Candidate], parts: int = 24
 ) -> Iterator[tuple[Candidate, R]]:
-    """Each candidate with `fn` of it, in the order of `_shared`."""
+    """Yield each candidate with its result of `fn`, in the order of `_shared`."""
     order = sorted(dict.fromkeys(candidates), key=_shared)
     return zip(order, _mapped(pool, fn, order, "predicting a candidate", parts), strict=True)
 
 
 def _shared(c: Candidate) -> tuple:
-    """Sorts candidates so that a process works on those one after another that share recorded pieces, and on those of
-    them that share a program."""
+    """Return a sort key that puts candidates with the same pieces, and then the same program, next to each other.
+
+    So one process works on them in sequence and can reuse both.
+    """
     pieces = c.size("tp"), c.size("cp"), c.cp_kind, c.ep, c.micro_batch, c.recompute
     return pieces, c.size("pp"), c.zero, c.stages.schedule, c.stages.chunks or 0, c.stages.split
 
 
 def predict(space: Space, candidate: Candidate, explain: bool = False) -> Prediction | TooLarge | None:
-    """None: the candidate is not legal.
+    """Predict a candidate. Return None if it is not legal.
 
     Raises:
-        ConfigError: it is, and cannot be predicted.
+        ConfigError: the candidate is legal but cannot be predicted.
     """
     load_plugins(space.cfg.plugins)
     try:
@@ -364,7 +377,7 @@ def predict(space: Space, candidate: Candidate, explain: bool = False) -> Predic
         return None
     predictor = Predictor(space.hardware, space.rates)
     plan = plan_step(cfg, space.hardware.device, predictor.rates.imbalance)
-    ends = (replace(plan, reported=rank) for rank in (0, -1))  # one of them mostly needs most, and two are made soon
+    ends = (replace(plan, reported=rank) for rank in (0, -1))  # usually one of these needs most, so check them first
     for part in (*ends, plan):
         memory = predictor.memory(part)
         if not fits(space, memory):
@@ -373,15 +386,16 @@ def predict(space: Space, candidate: Candidate, explain: bool = False) -> Predic
 
 
 def explained(space: Space, pool: Workers | None, rows: Sequence[Row]) -> list[Row]:
-    """The same rows, whose predictions have waterfalls."""
+    """Return the same rows with waterfalls in their predictions."""
     of = dict(_in_order(pool, partial(predict, space, explain=True), (row.candidate for row in rows), parts=2))
     return [Row(c, p) for c, _ in rows if isinstance(p := of[c], Prediction)]
 
 
 @contextmanager
 def workers(processes: int) -> Iterator[Workers]:
-    """Yield the processes to work in; with one, this process alone. Those that still work when the block fails or is
-    interrupted are ended.
+    """Yield the workers: `processes` processes, or this process alone if it is 1.
+
+    If the block fails or is interrupted, end the processes that still work.
 
     Raises:
         ConfigError: the system has ended a process.
@@ -412,17 +426,17 @@ def workers(processes: int) -> Iterator[Workers]:
 
 def _begin_worker() -> None:
     end_with_parent()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # as in the process that started it
-    # A prediction makes hundreds of thousands of small tuples, which Python's collector of cycles would walk over and
-    # over: that was 40 % of a search's time.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # as in the parent process
+    # A prediction makes hundreds of thousands of small tuples. Python's garbage collector would traverse them again and
+    # again: that was 40 % of a search's time.
     gc.set_threshold(200_000, 20, 100)
 
 
 def _mapped(pool: Workers | None, fn: Callable[[T], R], items: Iterable[T], what: str, parts: int = 24) -> Iterator[R]:
-    """`fn` of each, in parts that are neighbours.
+    """Apply `fn` to each item. Each process gets chunks of neighbouring items, about `parts` chunks in all.
 
     Args:
-        what: is done, for the progress.
+        what: the work, for the progress.
     """
     every = list(items)
     if pool is None:
@@ -438,7 +452,7 @@ def _mapped(pool: Workers | None, fn: Callable[[T], R], items: Iterable[T], what
 
 
 def reason(row: Row, best: Row) -> str:
-    """Why a candidate is slower than the best one: which parts of its step grew."""
+    """Explain why a candidate is slower than the best one: list the parts of its step that changed most."""
     own, first = row.prediction, best.prediction
     grown = {part: s - first.waterfall.get(part, 0.0) for part, s in own.waterfall.items()}
     parts = sorted(grown.items(), key=lambda item: -abs(item[1]))
@@ -449,7 +463,7 @@ def reason(row: Row, best: Row) -> str:
 
 @contextmanager
 def printing_so_far(space: Space, predicted: Predictions, given: Sequence[str]) -> Iterator[None]:
-    """A Ctrl-C in the block prints the best of what is predicted by then."""
+    """Print the best predictions so far if Ctrl-C interrupts the block."""
     try:
         yield
     except KeyboardInterrupt:
@@ -458,7 +472,7 @@ def printing_so_far(space: Space, predicted: Predictions, given: Sequence[str]) 
 
 
 def so_far(space: Space, predicted: Predictions, given: Sequence[str]) -> str:
-    """Return the table of an interrupted search; one line if nothing that fits was predicted."""
+    """Return the table of an interrupted search, or one line if no predicted candidate fits."""
     best = of_each_mesh(_fastest(predicted))[:SHOWN]
     if not best:
         return f"interrupted: of {len(predicted)} predicted candidates none fits yet"
@@ -466,7 +480,7 @@ def so_far(space: Space, predicted: Predictions, given: Sequence[str]) -> str:
 
 
 def as_text(space: Space, result: Result, given: Sequence[str]) -> str:
-    """A table for people, with the override line of each row below it."""
+    """Format the result as a table for people, with the override line of each row below it."""
     first, counts = result.best[0], ", ".join(f"{n} {what}" for what, n in result.counts.items())
     rows = [(str(i), row) for i, row in enumerate(result.best, 1)]
     rows += [("vs", result.against)] if result.against else []
@@ -485,7 +499,7 @@ def as_text(space: Space, result: Result, given: Sequence[str]) -> str:
 
 
 def _notes(space: Space, first: Row) -> list[str]:
-    """What a reader should know of the table's figures: the length of the run, and how far predictions are off."""
+    """Return notes on the table's figures: the length of the run, and the accuracy of predictions."""
     length = run_length(space.cfg, first.prediction.step_time_s, space.ranks)
     notes = [f"days and GPU hours are those of {si(length.tokens, '').strip()} tokens (train.steps)"] if length else []
     return ["", *notes, *([published.note()] if published.applies_to(space.hardware) else [])]
@@ -514,7 +528,7 @@ def _line(space: Space, name: str, row: Row) -> str:
 
 
 def _resources(space: Space, p: Prediction) -> str:
-    """The cells for the memory that is free, and for the length of the run."""
+    """Format the cells for free memory and for the length of the run."""
     limit, length = space.hardware.memory_gb, run_length(space.cfg, p.step_time_s, space.ranks)
     free = f" {limit - p.memory_bytes / 1e9:8.1f}" if limit else ""
     if length is None:
@@ -523,14 +537,16 @@ def _resources(space: Space, p: Prediction) -> str:
 
 
 def _runs(sizes: Sequence[int]) -> str:
-    """Numbers, with how often each one stands there in a row: 0,126x1,0."""
+    """Format numbers, and write repeated numbers as a count: 0,126x1,0."""
     runs = [(size, len(list(same))) for size, same in groupby(sizes)]
     return ",".join(f"{times}x{size}" if times > 1 else str(size) for size, times in runs)
 
 
 def override_line(candidate: Candidate, given: Sequence[str]) -> str:
-    """The overrides to paste: those that the user has given, and those of the candidate. A split that replaces a
-    recipe's is the candidate's own."""
+    """Return the overrides to paste: the user's, and the candidate's.
+
+    If the candidate has a split of its own, leave out the null that discards the recipe's split.
+    """
     given = [arg for arg in given if arg != f"{SPLIT}=null" or not candidate.stages.split]
     keys = {arg.partition("=")[0] for arg in given}
     own = [text for text in candidate.overrides() if text.partition("=")[0] not in keys]
@@ -557,6 +573,6 @@ def as_json(space: Space, result: Result, given: Sequence[str]) -> str:
 
 
 def _resources_json(space: Space, p: Prediction) -> dict[str, Any]:
-    """As in the table: bytes that are free of a device, and the length of the run."""
+    """Return the figures of `_resources` for JSON: the free bytes of a device, and the length of the run."""
     limit, length = space.hardware.memory_gb, run_length(space.cfg, p.step_time_s, space.ranks)
     return {"free_bytes": limit and int(1e9 * limit) - p.memory_bytes, "run": length and length._asdict()}

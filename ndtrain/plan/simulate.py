@@ -1,13 +1,13 @@
-"""The time of a training step: every pipeline rank's program laid on its host, its device and its communicators.
+"""Computes the time of a training step, from the clocks of every pipeline rank's host, device and communicators.
 
-A rank is a vector of clocks: when its host is free, when its compute stream is, and when each communicator is. A kernel
-starts when the stream is free and the host has launched it. A collective starts when its communicator is free, the host
-has launched it and the stream has come to the launch, as NCCL's do. A wait moves the stream's clock to the collective's
-end. All of this only adds durations and takes maxima. So what a pass of a layer does to the clocks is a matrix over
-(max, +), made once for each kind of pass (`Passage`), and time is exact however often it repeats.
+A rank is a vector of clocks: the times at which its host, its compute stream and each communicator become free. A
+kernel starts when the stream is free and the host has launched it. A collective starts when its communicator is free,
+the host has launched it and the stream has reached the launch, as with NCCL. A wait moves the stream's clock to the
+collective's end. All of this only adds durations and takes maxima. So the effect of a layer's pass on the clocks is a
+matrix over (max, +). It is made once for each kind of pass (`Passage`), and it is exact however often the pass repeats.
 
-Compute that runs beside a collective is slower (`Rates.interference`): where a collective of d seconds is waited for,
-the stream has lost that share of d. A rank sees its end late (`Prices.late_s`), which compute beside it hides too.
+Compute that overlaps with a collective is slower (`Rates.interference`): a wait for a collective of d seconds delays
+the stream by that share of d. A rank notices the end late (`Prices.late_s`). Overlapping compute hides this too.
 """
 
 import math
@@ -30,19 +30,19 @@ from ndtrain.schedule import Message
 HOST, STREAM = 0, 1
 _NEVER = -math.inf
 _UNTIMED = (ops.Accept, ops.Hand, ops.Free, ops.Open, ops.Close)
-CAUSES = ("launch", "tp", "cp", "ep", "fsdp", "dp", "pp")  # what takes time beside kernels
+CAUSES = ("launch", "tp", "cp", "ep", "fsdp", "dp", "pp")  # costs of a step besides kernels
 
 
 class Sizes(NamedTuple):
-    """Bytes that a step's durations depend on beside its pieces.
+    """Sizes in bytes that a step's durations depend on, in addition to its pieces.
 
     Attributes:
-        compute, master: of an element of weights and of gradients.
+        compute, master: of an element of the weights, and of an element of the gradients.
         message: of an activation that a stage sends.
-        context: that a microbatch holds over the whole step.
-        update: that the optimizer reads and writes for an element.
-        gradient: that is held of an element's gradient.
-        loads: of the numbers of tokens that all layers' experts got.
+        context: memory that a microbatch holds over the whole step.
+        update: traffic of the optimizer per element.
+        gradient: memory of the gradient per element.
+        loads: of the token counts of all layers' experts.
     """
 
     compute: int
@@ -55,10 +55,10 @@ class Sizes(NamedTuple):
 
 
 class Costs:
-    """Durations of what a program does. What is in `free` takes no time.
+    """Durations of a program's operations.
 
     Args:
-        free: some of `CAUSES`.
+        free: the causes in `CAUSES` that take no time.
     """
 
     def __init__(self, prices: Prices, free: frozenset[str] = frozenset()):
@@ -69,7 +69,7 @@ class Costs:
         return 0.0 if cause in self.free else self.prices.collective(axis, op, int(nbytes))
 
     def after(self, clock: float, end: float, seconds: float) -> float:
-        """A stream's clock after its wait for a collective that took so many seconds until `end`; 0: it is free."""
+        """Return the stream's clock after a wait for a collective that took `seconds` until `end` (0 if free)."""
         if not seconds:
             return max(clock, end)
         return max(clock + self.prices.rates.interference * seconds, end + self.prices.late_s)
@@ -78,20 +78,20 @@ class Costs:
         return 0.0 if "pp" in self.free else self.prices.message("pp", nbytes)
 
     def copy(self, nbytes: float, op: str = "copy_") -> float:
-        """Seconds of an operator that moves so many bytes, the fixed part included; 0 for none."""
+        """Return the seconds of an operator that moves `nbytes`, including the fixed part. Return 0 for 0 bytes."""
         return self.prices.kernel(Kernel("memory", 0, int(nbytes), "fp32", (), op)) if nbytes else 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------ passages
 
-Row = list[tuple[int, float]]  # (old clock, seconds): a new clock is the largest of the old ones + seconds
+Row = list[tuple[int, float]]  # (old clock, seconds): the new clock is the maximum of old clock + seconds
 
 
 class Passage:
-    """What some events do to the clocks.
+    """The effect of some events on the clocks, as a matrix over (max, +).
 
     Args:
-        rows: of each clock.
+        rows: one for each new clock.
     """
 
     def __init__(self, rows: list[Row]):
@@ -99,17 +99,17 @@ class Passage:
 
     @classmethod
     def of(cls, events: Sequence[Event], costs: Costs, axes: Sequence[str]) -> "Passage":
-        """Of recorded events.
+        """Return the passage of recorded events.
 
         Args:
-            axes: those with a communicator, whose clocks follow that of the stream.
+            axes: the axes with a communicator. Their clocks come after the stream's.
         """
         clocks = range(2 + len(axes))
         columns = [_clocks_after(events, costs, axes, start) for start in clocks]
         return cls([[(j, columns[j][i]) for j in clocks if columns[j][i] > _NEVER] for i in clocks])
 
     def then(self, other: "Passage") -> "Passage":
-        """This one, and then the other one."""
+        """Return the passage through this one and then through `other`."""
         rows = []
         for row in other.rows:
             best: dict[int, float] = {}
@@ -120,12 +120,12 @@ class Passage:
         return Passage(rows)
 
     def apply(self, clocks: list[float]) -> None:
-        """Moves the clocks."""
+        """Advance the clocks."""
         clocks[:] = [max([clocks[j] + seconds for j, seconds in row]) for row in self.rows]
 
 
 def _clocks_after(events: Sequence[Event], costs: Costs, axes: Sequence[str], start: int) -> list[float]:
-    """The clocks after the events where only clock `start` holds anything back, from 0."""
+    """Return the clocks after the events if only the clock `start`, which is at 0, holds anything back."""
     clocks = [_NEVER] * (2 + len(axes))
     clocks[start] = 0.0
     ends: dict[int, tuple[float, float]] = {}  # work -> (end, seconds)
@@ -152,13 +152,13 @@ def _clocks_after(events: Sequence[Event], costs: Costs, axes: Sequence[str], st
 
 @dataclass
 class _Rank:
-    """The clocks of a rank, and what it has in flight.
+    """The clocks of a rank, and its operations in flight.
 
     Attributes:
-        clocks: host, stream, and the communicators of the axes inside passes of layers.
+        clocks: host, stream, and the communicators of the axes used inside passes of layers.
         lanes: the clocks of the other communicators.
-        gathers, reductions: unit -> (end, seconds) of the gather or reduction that was launched.
-        sums: axes -> (end, seconds) of the sums over replicas.
+        gathers, reductions: unit -> (end, seconds) of the gather or reduction in flight.
+        sums: axes -> (end, seconds) of each sum over replicas in flight.
         copies: seconds of kernels outside the passes of layers.
     """
 
@@ -173,7 +173,7 @@ class _Rank:
         self.copies = 0.0
 
     def launch(self, lane: str, seconds: float) -> float:
-        """Launches a collective. Returns its end."""
+        """Launch a collective and return its end."""
         clocks = self.clocks
         clocks[HOST] += self.step.costs.launch_s
         self.lanes[lane] = max(self.lanes.get(lane, 0.0), clocks[HOST], clocks[STREAM]) + seconds
@@ -183,7 +183,7 @@ class _Rank:
         self.clocks[STREAM] = self.step.costs.after(self.clocks[STREAM], end, seconds)
 
     def kernel(self, nbytes: float) -> None:
-        """A kernel that moves so many bytes."""
+        """Run a kernel that moves `nbytes`."""
         if nbytes:
             seconds = self.step.costs.copy(nbytes)
             self.copies += seconds
@@ -217,7 +217,7 @@ class _Rank:
         self.sums.setdefault(op.axes, []).append((self.launch(op.axes, seconds), seconds))
 
     def end(self, op: Op, plan: RankPlan) -> None:
-        """An op of the end of a step."""
+        """Run an op of the end of a step."""
         step, units = self.step, self.step.program.units
         match op:
             case ops.FinishSends():
@@ -243,12 +243,12 @@ class _Rank:
 
 
 def copied_bytes(u: UnitFacts, sizes: Sizes) -> int:
-    """Bytes that a rank reads and writes to put its own part of a unit in place for a gather."""
+    """Return the bytes that a rank reads and writes to copy its own part of a unit into place for a gather."""
     return 0 if u.residency.shares_master else u.shard * (sizes.master + sizes.compute)
 
 
 def added_bytes(u: UnitFacts, first: bool, sizes: Sizes) -> int:
-    """Bytes that a rank reads and writes to add a reduced gradient to that of earlier microbatches, or to copy it."""
+    """Return the bytes that a rank reads and writes to copy the `first` reduced gradient, or to add a later one."""
     return 0 if u.residency.holds_full_grad else u.shard * sizes.master * (2 if first else 3)
 
 
@@ -261,8 +261,8 @@ class StepTimes(NamedTuple):
     Attributes:
         gradients: when the last rank has its gradients.
         end: when the last rank has updated its weights.
-        copies: seconds of kernels outside the passes of layers until then, which put weights in place and add
-            gradients; mean over the ranks.
+        copies: seconds of kernels outside the passes of layers before `gradients`: they put weights in place and add
+            gradients. Mean over the ranks.
     """
 
     gradients: float
@@ -274,8 +274,8 @@ class Simulation:
     """One training step of all pipeline ranks.
 
     Args:
-        pieces: what a pass of each kind does.
-        free: those of `CAUSES` that take no time.
+        pieces: the work of each kind of pass.
+        free: the causes in `CAUSES` that take no time.
     """
 
     def __init__(
@@ -291,14 +291,14 @@ class Simulation:
         self.axes = sorted({e.axis for v in used for e in pieces[v].events if isinstance(e, Collective)})
         self._passages: dict[tuple[Variant, ...], Passage] = {}
         self._timed_ops: dict[tuple[int, int], list[Op | Passage]] = {}
-        self._sent: dict[Message, float] = {}  # when the sender has come to it
+        self._sent: dict[Message, float] = {}  # when the sender has reached it
         self.arrived: dict[Message, float] = {}
-        self._links: dict[tuple[int, int], float] = {}  # (source, target) -> when it is free
+        self._links: dict[tuple[int, int], float] = {}  # (source, target) -> when the link is free
         self._posted: dict[tuple[int, int], list[tuple[Message, float]]] = {}  # not yet arrived, in order
 
     @cached_property
     def times(self) -> StepTimes:
-        """Runs the step."""
+        """The times of the step. The first access simulates it."""
         program, costs = self.program, self.costs
         ranks = [_Rank(self, [0.0] * (2 + len(self.axes))) for _ in program.ranks]
         if program.look_ahead is not None:
@@ -320,7 +320,7 @@ class Simulation:
         return StepTimes(max(gradients), end + costs.prices.rates.step_s, copies)
 
     def _add_up_loads(self, ranks: Sequence[_Rank]) -> None:
-        """All ranks wait for the loads of experts that a forward before the step has counted. Its messages are gone."""
+        """Make all ranks wait for the sum of expert loads after the forward before the step. Forget its messages."""
         counted = max(state.clocks[STREAM] for state in ranks)
         mesh = self.costs.prices.mesh
         known = counted + self.costs.prices.collective("+".join(mesh.order), "all_reduce", self.sizes.loads)
@@ -334,7 +334,7 @@ class Simulation:
         return self.costs.message(self.sizes.message)
 
     def _statistics(self) -> float:
-        """Seconds in which the ranks exchange loss and norm, two fp64 each."""
+        """Return the seconds in which the ranks exchange loss and norm, two fp64 per rank."""
         mesh = self.costs.prices.mesh
         return self.costs.prices.collective("+".join(mesh.order), "all_gather", 16 * mesh.world_size)
 
@@ -380,8 +380,10 @@ class Simulation:
         return self._timed_ops[key]
 
     def _arrival(self, message: Message, target: int) -> float:
-        """When a message is there. Those of one pair of ranks go one after another, and each begins when both ends have
-        come to it."""
+        """Return the time at which a message arrives.
+
+        Messages of one pair of ranks are sent one after another. Each begins when both ranks have reached it.
+        """
         source = self.program.schedule.rank_of[message.source]
         queue, link = self._posted[source, target], (source, target)
         while message not in self.arrived:
@@ -391,7 +393,7 @@ class Simulation:
         return self.arrived[message]
 
     def _passage(self, passes: tuple[Variant, ...]) -> Passage:
-        """Of passes of layers, one after another."""
+        """Return the passage of passes of layers, one after another."""
         if passes not in self._passages:
             self._passages[passes] = reduce(Passage.then, (self._single(v) for v in passes))
         return self._passages[passes]

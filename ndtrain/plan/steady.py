@@ -1,9 +1,9 @@
-"""The record of a step with many microbatches, from two records of steps with a few.
+"""Extrapolates the record of a step with many microbatches from the records of two steps with a few.
 
-A schedule has a beginning, an end, and a steady state between them that repeats. From some number of microbatches on,
-another period of the steady state changes FLOPs, collectives, and the memory at the peak of each action by the same
-amounts. Two records that differ by one period give these amounts. The peak of the step is the largest one of its
-actions' peaks: which action that is may depend on the number of microbatches, as with `gpipe`.
+A schedule has a beginning, an end, and a steady state between them that repeats. With enough microbatches,
+every further period adds the same FLOPs, the same collectives, and the same memory to the peak of each action. Two
+records that differ by one period give these amounts. The peak of the step is the largest of its actions' peaks. Which
+action has it may depend on the number of microbatches, as with `gpipe`.
 """
 
 from collections.abc import Hashable, Mapping
@@ -19,11 +19,11 @@ Key = TypeVar("Key")
 
 
 class Sample(NamedTuple):
-    """The numbers of microbatches whose steps are run for a step of `count`.
+    """The numbers of microbatches to run in order to extrapolate to a step of `count`.
 
     Attributes:
-        fewer, more: those of the two steps. They differ by a period of the steady state.
-        head: microbatches at the beginning that are compared with each other; the rest of `fewer` is at the end.
+        fewer, more: the numbers of the two steps. They differ by one period of the steady state.
+        head: number of microbatches that are compared from the beginning. The rest are compared from the end.
     """
 
     count: int
@@ -33,17 +33,20 @@ class Sample(NamedTuple):
 
     @property
     def periods(self) -> int:
-        """Periods of the steady state that `fewer` lacks."""
+        """The number of periods of the steady state that `count` has more than `fewer`."""
         return (self.count - self.fewer) // (self.more - self.fewer)
 
 
 def sample_of(cfg: Config) -> Sample | None:
-    """Return the sample for a resolved run. Return None if running all of its microbatches is as good, or if their
-    number changes more than the length of the steady state."""
+    """Return the sample for a resolved run.
+
+    Return None if running all microbatches is no slower, or if their number changes more than the length of the steady
+    state.
+    """
     count, pp, name = cfg.microbatches, cfg.mesh.pp, cfg.schedule.name
     if name == "csv" or cfg.recompute.name == "budget":
         return None
-    if name == "interleaved":  # goes through groups of pp, of which the last ones may have one microbatch more
+    if name == "interleaved":  # it runs groups of pp microbatches; the last groups may have one more
         period, rest = pp, count % pp
         fewer = max(4, rest + 3) * pp + rest
     else:
@@ -54,7 +57,7 @@ def sample_of(cfg: Config) -> Sample | None:
 
 
 def with_microbatches(cfg: Config, count: int) -> Config:
-    """Return a run with another number of microbatches a step."""
+    """Return a run with another number of microbatches per step."""
     made = cfg.unfrozen()
     made.train.global_batch = cfg.train.global_batch // cfg.microbatches * count
     made.freeze()
@@ -78,7 +81,7 @@ def extended(fewer: RecordedStep, more: RecordedStep, sample: Sample) -> RankRec
 
 
 def _by_place(step: RecordedStep, count: int, head: int) -> dict[Hashable, Peak]:
-    """Return the peaks by what they belong to, with the microbatches after the first `head` counted from the end."""
+    """Return the peaks by place. Microbatches after the first `head` are counted from the end."""
 
     def place(window: Hashable) -> Hashable:
         if not isinstance(window, Action) or window.microbatch < head:

@@ -28,7 +28,7 @@ class Traffic:
 
     Attributes:
         axis: of the mesh, or several as in "fsdp+cp".
-        op: as the flight recorder names it.
+        op: its name in the flight recorder.
         bytes: of the whole buffers.
     """
 
@@ -44,7 +44,7 @@ class CheckpointSize:
 
     Attributes:
         files, bytes: of the whole checkpoint.
-        rank_bytes: what this rank writes.
+        rank_bytes: bytes that this rank writes.
     """
 
     files: int
@@ -54,16 +54,16 @@ class CheckpointSize:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank needs for a training step.
+    """The memory, the FLOPs and the traffic of one rank in a training step.
 
     Attributes:
-        state: kind -> bytes between steps. A kind that begins with "host: " lies in host memory.
-        peak_bytes: the most that is alive during a step, without host memory where the device has its own.
-        at_peak: kind -> bytes alive then, host memory included.
+        state: kind -> bytes between steps. A kind that begins with "host: " is in host memory.
+        peak_bytes: the most bytes alive during a step, without host memory if the device has its own.
+        at_peak: kind -> bytes alive at that time, including host memory.
         flops: "matmul" and "attention" -> FLOPs of the step.
-        attention: which kernel; empty on a CPU.
-        compiled: whether the run compiles its blocks and its loss.
-        seconds: of this record.
+        attention: the name of the attention kernel; empty on a CPU.
+        compiled: True if the run compiles its blocks and its loss.
+        seconds: time that it took to make this record.
     """
 
     state: dict[str, int]
@@ -81,8 +81,7 @@ class RecordedStep(NamedTuple):
     """A rank's record, and the peaks of its parts.
 
     Attributes:
-        windows: part -> peak, in order: None is what comes before the first action, then each action of the rank's row,
-            then what follows the last one, `AFTER`.
+        windows: part -> peak, in order: None (before the first action), each action of the rank's row, and `AFTER`.
     """
 
     record: RankRecord
@@ -99,14 +98,14 @@ def record_step(
     separate_host: bool,
     fill: Callable[[Stages], None] = lambda stages: None,
 ) -> RecordedStep:
-    """Builds this rank's stages and runs the first training step.
+    """Build this rank's stages and run the first training step.
 
-    On tensors with memory nothing is compiled, since what compiled code allocates cannot be followed.
+    Nothing is compiled if tensors have memory, because the allocations of compiled code cannot be followed.
 
     Args:
         batches: this rank's microbatches.
-        separate_host: whether host memory is another memory than the device's.
-        fill: gives the stages their weights.
+        separate_host: True if host memory is separate from the device's memory.
+        fill: sets the stages' weights.
     """
     began, recording = time.perf_counter(), Recording(separate_host)
     pretends = mesh.device.type == "meta"
@@ -124,7 +123,7 @@ def record_step(
         recording.restart()
         with recorded_collectives() as collectives:
             step.run(1, batches).result.wait("the recorded step")
-        recording.open_window(None)  # closes the last one
+        recording.open_window(None)  # closes the last window
     peak = max(recording.windows.values(), key=lambda p: p.nbytes)
     record = RankRecord(
         state=state,
@@ -141,7 +140,7 @@ def record_step(
 
 
 def traffic_of(collectives: Sequence[CollectiveRecord]) -> tuple[Traffic, ...]:
-    """The collectives by axis and operation."""
+    """Sum up the collectives by axis and operation."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for c in collectives:
@@ -152,7 +151,7 @@ def traffic_of(collectives: Sequence[CollectiveRecord]) -> tuple[Traffic, ...]:
 
 
 def checkpoint_size(stages: Stages, cfg: Config) -> CheckpointSize:
-    """The files of a checkpoint, and this rank's share."""
+    """Return the number and bytes of a checkpoint's files, and this rank's share."""
     files = [f for planned in plans_of(stages, cfg).values() for f in planned]
     parts = [part for of_stem in parts_of(stages.units.plan).values() for part in of_stem]
     own = sum(s.rows.numel * part.dtype.itemsize for part in parts for s in slices_of(stages, part, owned_only=True))

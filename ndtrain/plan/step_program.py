@@ -1,6 +1,6 @@
-"""Every pipeline rank's program of a training step as the executor would run it: data, from the configuration alone.
+"""Every pipeline rank's program of a training step, as the executor would run it, from the configuration alone.
 
-The ranks along the other axes do the same at the same time, so the first one of them stands for all.
+Ranks along the other axes do the same at the same time, so the first of them represents all.
 """
 
 from collections import Counter
@@ -33,14 +33,14 @@ from ndtrain.schedule.check import in_order
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a pipeline rank does in a step.
+    """The work of a pipeline rank in a step.
 
     Attributes:
-        units: the names of those that it holds, in model order.
-        names, kinds: of each of its layers, the first unit that it reads and what kind of layer it is.
-        program: of the step.
-        look_ahead: of a forward of all blocks before the step (`looks_ahead`), or None.
-        skipped_ops: for each block what its recompute skips, None where it is not recomputed.
+        units: the names of the rank's units, in model order.
+        names, kinds: for each of its layers, the first unit that it reads, and the kind of the layer.
+        program: the program of the step.
+        look_ahead: the program of a forward of all blocks before the step (`looks_ahead`); None if there is none.
+        skipped_ops: for each block, the ops that its recompute skips; None if it is not recomputed.
     """
 
     units: tuple[str, ...]
@@ -52,7 +52,7 @@ class RankPlan:
 
     @cached_property
     def passes(self) -> Counter[Variant]:
-        """How often the rank makes each pass of a layer in a step."""
+        """The number of times that the rank runs each pass of a layer in a step."""
         programs = [p for p in (self.look_ahead, self.program) if p is not None]
         shared = {id(turn.ops): turn.ops for p in programs for turn in p.turns}
         passes: Counter[Variant] = Counter()
@@ -67,8 +67,8 @@ class StepProgram:
     """The programs of all pipeline ranks.
 
     Attributes:
-        look_ahead: of the forward before the step (`looks_ahead`); None: there is none.
-        units: of the whole model, by name.
+        look_ahead: the schedule of the forward before the step (`looks_ahead`); None if there is none.
+        units: all units of the model, by name.
     """
 
     schedule: Schedule
@@ -86,7 +86,7 @@ class StepProgram:
         """Run the launches of all pipeline ranks under NCCL's rules.
 
         Raises:
-            LaunchOrderError: a rank would wait for ever; the message says for what.
+            LaunchOrderError: a rank would wait forever. The message names what it waits for.
         """
         for schedule in (self.look_ahead, self.schedule):
             if schedule is not None:
@@ -94,22 +94,22 @@ class StepProgram:
                 check({i: list(launches(p, i, schedule.rank_of)) for i, p in enumerate(programs)})
 
     def _programs(self, schedule: Schedule) -> list[RankProgram]:
-        """The rank programs of one of the schedules."""
+        """Return the ranks' programs of one of the schedules."""
         return [resolved(rank.program if schedule is self.schedule else rank.look_ahead) for rank in self.ranks]
 
     @classmethod
     def of(cls, cfg: Config, compiled: bool = False, device: str = "cuda") -> "StepProgram":
-        """Of a resolved configuration.
+        """Build the programs of a resolved configuration.
 
         Args:
-            compiled: whether blocks are.
+            compiled: True if blocks are compiled.
             device: "cpu" or "cuda".
 
         Raises:
-            ConfigError: the optimizer cannot keep its state so.
+            ConfigError: the optimizer does not support `optim.offload`.
         """
         placement = Placement.of(cfg)
-        plan = replace(state_plan(cfg), sharded_spec=True)  # owners of whole tensors hold about as much
+        plan = replace(state_plan(cfg), sharded_spec=True)  # ranks that own whole tensors hold about the same amount
         layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), 0, placement)
         names = [name for name in layouts.names() if layouts.is_along_ep(name)]
         units = {name: UnitFacts.of(f, plan) for name, f in flat_layouts(layouts, names).items()}
@@ -121,8 +121,10 @@ class StepProgram:
 
 @dataclass(frozen=True, eq=False)
 class _Ranks(Sequence[RankPlan]):
-    """The programs of the ranks. Each is made when it is first asked for: where one does not fit into memory, a search
-    needs no other. Two are equal if they give the same programs."""
+    """The programs of the ranks. Two objects are equal if they give the same programs.
+
+    Each program is made on first access: if one rank does not fit in memory, a search does not need the others.
+    """
 
     cfg: Config
     placement: Placement
@@ -174,8 +176,10 @@ class _Ranks(Sequence[RankPlan]):
 
 @lru_cache(maxsize=1)
 def _shared(ranks: _Ranks) -> _Ranks:
-    """Those that were made before, where they are equal. A search plans steps one after another that share them, as
-    they differ in the sizes of dp and fsdp alone."""
+    """Return the object of the previous call if it is equal, otherwise `ranks`.
+
+    A search plans steps in sequence that share their programs, because they differ only in the sizes of dp and fsdp.
+    """
     return ranks
 
 
@@ -190,7 +194,7 @@ def _order(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def _segments(cfg: Config, placement: Placement) -> dict[int, list[Segment]]:
-    """Stage -> its segments, cut out of those of a whole model without weights."""
+    """Return the segments of each stage, cut out of a whole model without weights."""
     with torch.device("meta"):
         whole = Transformer(cfg.model).segments()
     blocks = [s for s in whole if s.is_block]
@@ -226,8 +230,10 @@ def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
 
 
 def _as_recorded(program: RankProgram, layers: Sequence[Layer], ops: RecomputeOps) -> RankProgram:
-    """Return a program of forwards without the passes of the loss. A block has the piece of a recomputed block that
-    saves nothing."""
+    """Return a program of forwards without the passes of the loss.
+
+    Its blocks have the piece of a recomputed block that saves nothing.
+    """
 
     def recorded(made: tuple[Op, ...]) -> Iterator[Op]:
         for op in made:

@@ -1,4 +1,4 @@
-"""Predicts the rows of a table of published measurements, with other trainers' runs priced as if ndtrain ran them."""
+"""Predicts the rows of a table of published measurements. Runs of other trainers are priced as if ndtrain ran them."""
 
 import csv
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ REFUSED = "refused"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of `plan table`."""
+    """The options of `plan table`."""
 
     source: str = option(
         "the table, a CSV file with a row for each run; docs/plan_table.md names its columns", key="in"
@@ -32,7 +32,7 @@ class Options:
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Predicts every row, writes the table and prints what was refused.
+    """Predict every row, write the table, and print the refused rows.
 
     Raises:
         ConfigError: a file cannot be read or written, or lacks a column.
@@ -48,7 +48,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
 
 
 def predicted_columns(row: Row) -> dict[str, str]:
-    """The new columns of a row. If `refused` says why it cannot be expressed, the others are empty."""
+    """Return the new columns of a row. If it cannot be predicted, `refused` has the reason and the others are empty."""
     try:
         priced = run_of(row)
         prediction = predictor_of(priced).price(priced.plan(), explain=False)
@@ -67,8 +67,10 @@ def _cells(p: Prediction, hardware: Hardware) -> tuple[str, ...]:
 
 
 def held_gib(hardware: Hardware, nbytes: float) -> float:
-    """GiB that a run shows which was seen to run: no more than its device has, since PyTorch's allocator gives blocks
-    back before it fails."""
+    """Return the GiB to report for a run that is known to have run.
+
+    It is at most the device's memory: PyTorch's allocator frees cached blocks before it fails.
+    """
     return min(nbytes, 1e9 * (hardware.memory_gb or float("inf"))) / GIB
 
 
@@ -76,7 +78,7 @@ _predictors: dict[str, Predictor] = {}
 
 
 def predictor_of(priced: Run) -> Predictor:
-    """The predictor of a run's hardware, which keeps what it has recorded."""
+    """Return the predictor of a run's hardware. There is one for each hardware."""
     return _predictors.setdefault(repr(priced.hardware), Predictor(priced.hardware, PUBLISHED))
 
 
@@ -84,10 +86,10 @@ def predictor_of(priced: Run) -> Predictor:
 
 
 def read_table(key: str, path: str) -> tuple[list[str], list[dict[str, str]]]:
-    """(columns, rows) of a CSV file with a header.
+    """Return (columns, rows) of a CSV file with a header.
 
     Raises:
-        ConfigError: it cannot be read, lacks a necessary column, or a line has more cells than the header.
+        ConfigError: the file cannot be read, lacks a necessary column, or has a line with more cells than the header.
     """
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -110,10 +112,10 @@ def _too_long(rows: Sequence[dict]) -> Iterator[int]:
 
 
 def write_table(path: str, columns: Sequence[str], rows: Sequence[dict[str, str]]) -> None:
-    """Writes a CSV file.
+    """Write a CSV file.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         with Path(path).open("w", newline="", encoding="utf-8") as file:

@@ -1,8 +1,8 @@
 """Measures the most promising candidates on this machine and names the fastest.
 
-Every measurement is a process of `ndtrain bench step` and a line of `FOLDER/tune.jsonl`, so that a call that was cut
-off goes on where it stopped, and a candidate that fails does not end the others. Candidates are measured in rounds,
-every other one backwards, so that a drift of the machine's speed meets all alike.
+Every measurement is a process of `ndtrain bench step` and a line of `FOLDER/tune.jsonl`. So an interrupted call
+continues where it stopped, and a candidate that fails does not stop the others. Candidates are measured in rounds.
+Every second round is in reverse order, so that a drift of the machine's speed affects all candidates alike.
 """
 
 import json
@@ -31,12 +31,12 @@ from ndtrain.plan.search import Predictions, override_line, printing_so_far, sea
 from ndtrain.runtime import cli
 
 TABLE, DESCRIPTION = "tune.jsonl", "hardware.yaml"
-LIMIT_S = 600  # of a measurement
+LIMIT_S = 600  # timeout of a measurement, in seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """Of `plan tune`. Its hardware is that of this machine."""
+    """The options of `plan tune`. `hardware` describes this machine."""
 
     folder: str = option("where the table of measurements is kept; what is there is not measured again")
     best: int = option("candidates of the search to measure", 6)
@@ -48,10 +48,11 @@ class Options(RunOptions):
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Measures what the table lacks, prints it with the winner, and writes the description with the measured rate.
+    """Measure what the table lacks, print it with the winner, and write the description with the measured rate.
 
     Raises:
-        ConfigError: there is no such run, a candidate is not legal, all fail, or the folder cannot be used.
+        ConfigError: the run's configuration is invalid, a candidate is not legal, all candidates fail, or the folder
+            cannot be used.
     """
     hardware = load_hardware(options.hardware)
     table = Table.open(options.folder)
@@ -74,7 +75,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
 
 
 def _measure_all(table: "Table", candidates: Sequence["Trial"], options: Options) -> None:
-    """Measure what the table lacks, in rounds, every other one backwards. Print a line for each measurement."""
+    """Measure what the table lacks, with every second round in reverse order. Print a line for each measurement."""
     for number in range(options.rounds):
         for candidate in candidates[:: -1 if number % 2 else 1]:
             if not table.has(candidate, number):
@@ -85,8 +86,8 @@ class Trial(NamedTuple):
     """A candidate to measure.
 
     Attributes:
-        overrides: all of the run, in one line.
-        predicted_ms: None: the hardware's description has no rates.
+        overrides: all overrides of the run, in one line.
+        predicted_ms: None if the hardware's description has no rates.
     """
 
     overrides: str
@@ -95,9 +96,10 @@ class Trial(NamedTuple):
 
 
 def _candidates(options: Options, overrides: Sequence[str], hardware: Hardware) -> list[Trial]:
-    """
+    """Return the given candidates, or else the best of a search.
+
     Raises:
-        ConfigError: one is not legal, or none is.
+        ConfigError: the recipe is missing, a given candidate is not legal, or the search finds none.
     """
     if not any(word.startswith("recipe=") for word in overrides):
         raise ConfigError("recipe is missing: the steps of a bench need one, e.g. recipe=llama_small")
@@ -121,7 +123,7 @@ def _candidates(options: Options, overrides: Sequence[str], hardware: Hardware) 
 
 
 def measure(trial: Trial, steps: int) -> dict[str, Any]:
-    """Of one measurement, the milliseconds of each step, or the error."""
+    """Run one measurement. Return the milliseconds of each step, or the error."""
     words = shlex.split(trial.overrides)
     recipe = next(word for word in words if word.startswith("recipe="))
     case = shlex.join(word for word in words if word != recipe)
@@ -144,10 +146,10 @@ def measure(trial: Trial, steps: int) -> dict[str, Any]:
 
 @dataclass
 class Table:
-    """The measurements in a folder. A row is of one candidate in one round on one machine.
+    """The measurements in a folder. A row is one candidate in one round on one machine.
 
     Attributes:
-        rows: of this machine.
+        rows: the rows of this machine.
     """
 
     path: Path
@@ -156,10 +158,10 @@ class Table:
 
     @classmethod
     def open(cls, folder: str) -> "Table":
-        """The table of a folder, which is made. A last line that was cut off does not count, and is overwritten.
+        """Open the table of a folder. Create the folder if necessary, and remove a last line that was cut off.
 
         Raises:
-            ConfigError: the folder cannot be used, or the table is none.
+            ConfigError: the folder cannot be used, or its file is not a table of `plan tune`.
         """
         path, machine = Path(folder) / TABLE, f"{cpu_cores()} x {cpu_model()}"
         try:
@@ -179,7 +181,7 @@ class Table:
         return any(row["overrides"] == trial.overrides and row["round"] == number for row in self._of(trial))
 
     def add(self, trial: Trial, number: int, measured: dict[str, Any]) -> dict[str, Any]:
-        """Appends a row, and returns it."""
+        """Append a row and return it."""
         row = {"machine": self.machine, **trial._asdict(), "round": number, **measured}
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -187,7 +189,7 @@ class Table:
         return row
 
     def blocks(self, trial: Trial) -> list[float]:
-        """Milliseconds of all measured steps of a candidate."""
+        """Return the milliseconds of all measured steps of a candidate."""
         return [ms for row in self._of(trial) for ms in row["block_ms"]]
 
     def error(self, trial: Trial) -> str:
@@ -204,9 +206,9 @@ class Tuned(NamedTuple):
     """A candidate that was measured.
 
     Attributes:
-        step_ms: its fastest step, which a busy machine disturbs least; None: it failed.
-        median_ms: of all steps.
-        error: the last line of what a failed measurement wrote.
+        step_ms: its fastest step, which other load on the machine disturbs least; None if it failed.
+        median_ms: the median of all steps.
+        error: the last line of output of a failed measurement.
     """
 
     overrides: str
@@ -217,7 +219,7 @@ class Tuned(NamedTuple):
 
 
 def ranking(table: Table, trials: Sequence[Trial]) -> list[Tuned]:
-    """The fastest first, the failed ones last."""
+    """Return the candidates, the fastest first and failed ones last."""
     tuned = []
     for trial in trials:
         blocks = table.blocks(trial)
@@ -227,16 +229,16 @@ def ranking(table: Table, trials: Sequence[Trial]) -> list[Tuned]:
 
 
 def measured_over_predicted(tuned: Sequence[Tuned]) -> float | None:
-    """The median over the candidates that ran; None where nothing was predicted."""
+    """Return the median of measured / predicted over the candidates that ran, or None if nothing was predicted."""
     ratios = [t.step_ms / t.predicted_ms for t in tuned if t.step_ms is not None and t.predicted_ms is not None]
     return statistics.median(ratios) if ratios else None
 
 
 def described(name: str, hardware: Hardware, ratio: float) -> str:
-    """The description `name` as YAML, whose predictions are longer by this ratio.
+    """Return the description `name` as YAML, changed so that its predictions are longer by the factor `ratio`.
 
     Args:
-        hardware: what it says.
+        hardware: the loaded description.
     """
     body = yaml.safe_load(description_path(name).read_text())
     rates = body.get("rates") or {}
@@ -245,7 +247,7 @@ def described(name: str, hardware: Hardware, ratio: float) -> str:
 
 
 def as_text(tuned: Sequence[Tuned]) -> str:
-    """A table for people; the first row is the winner."""
+    """Format the candidates as a table for people, with the winner in the first row."""
     ms = lambda value: "-" if value is None else f"{value:.1f}"
     lines = [f"{'fastest ms':>10} {'median ms':>10} {'predicted ms':>13}   overrides"]
     for t in tuned:

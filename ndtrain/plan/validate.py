@@ -1,9 +1,9 @@
-"""`ndtrain plan validate hardware=FILE.yaml`: real steps of small models on this machine against their predictions.
+"""`ndtrain plan validate hardware=FILE.yaml` compares real steps of small models on this machine with predictions.
 
-The file is that of `plan calibrate` here. Cases of one number of ranks run in the same processes, in alternating
-rounds, and are launched several times: how fast processes are differs from launch to launch, by where their threads and
-their memory lie. A case's time is that of its fastest block, of the slowest rank: other programs can make a block
-slower, but not faster. The errors of the median blocks are said beside.
+The file has to come from `plan calibrate` on this machine. Cases with the same number of ranks run in the same
+processes, in alternating rounds. They are launched several times, because the speed of processes differs from launch to
+launch with the placement of their threads and memory. A case's time is the time of its fastest block on the slowest
+rank: other programs can make a block slower, but not faster. The errors of the median blocks are printed too.
 """
 
 import json
@@ -26,9 +26,9 @@ from ndtrain.plan.options import refuse_overrides, write_file
 from ndtrain.plan.predict import Predictor
 from ndtrain.runtime.rendezvous import backend_of
 
-WITHIN = 0.15  # that an error is to be
-TOGETHER = 6  # cases that are in memory at one time
-# no size is one that `calibrate` measures
+WITHIN = 0.15  # target for an error
+TOGETHER = 6  # the most cases in memory at one time
+# `calibrate` measures none of these sizes.
 MODEL = [
     "recipe=llama_small", "model.vocab_size=3000", "model.hidden_size=320", "model.intermediate_size=864",
     "model.num_hidden_layers=4", "model.num_attention_heads=8", "model.num_key_value_heads=8",
@@ -64,7 +64,7 @@ CASES = {  # ranks -> overrides
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `plan validate`."""
+    """The options of `plan validate`."""
 
     hardware: str = option("the description of this machine that `plan calibrate` wrote")
     ranks: str = option("only cases of these numbers of ranks, 1,2", ",".join(map(str, CASES)))
@@ -76,9 +76,10 @@ class Options:
 
     @property
     def worlds(self) -> list[int]:
-        """
+        """The numbers of ranks to run.
+
         Raises:
-            ConfigError: there are no such cases.
+            ConfigError: there are no cases with such a number of ranks.
         """
         words = self.ranks.replace(",", " ").split()
         if strange := [w for w in words if w not in map(str, CASES)]:
@@ -87,11 +88,11 @@ class Options:
 
 
 class Row(NamedTuple):
-    """A case.
+    """A case and its times.
 
     Attributes:
-        blocks: seconds of a step, of each block.
-        predicted: seconds.
+        blocks: seconds per step, for each block.
+        predicted: seconds per step.
     """
 
     ranks: int
@@ -101,7 +102,7 @@ class Row(NamedTuple):
 
     @property
     def measured(self) -> float:
-        """Of the fastest block."""
+        """Seconds per step in the fastest block."""
         return min(self.blocks)
 
     @property
@@ -114,10 +115,10 @@ class Row(NamedTuple):
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Measures, predicts, and prints both.
+    """Measure and predict all cases, and print both times.
 
     Raises:
-        ConfigError: the description is not one of a machine that was measured, or a file cannot be written.
+        ConfigError: the description has no measurements of a machine, or a file cannot be written.
     """
     refuse_overrides(Options, overrides)
     hardware = load_hardware(options.hardware)
@@ -144,19 +145,19 @@ def _parts(cases: list[str]) -> Iterator[list[str]]:
 
 
 def config_of(case: str, ranks: int) -> Config:
-    """The resolved configuration of a case."""
+    """Return the resolved configuration of a case."""
     return resolve(load_config([*MODEL, *case.split()]), ranks)
 
 
 def _launch(parts: Sequence[tuple[int, list[str]]], options: Options, device: str) -> list[list[list[float]]]:
-    """Of each part, a number of ranks and cases of it: of each case what `measure` returns, of all launches."""
+    """Run `measure` for each part (ranks, cases). Return for each part and case the block times of all launches."""
     jobs = [(measure, n, [config_of(case, n) for case in cases], options, device) for n, cases in parts]
     by_part = run_launches(options.launches, jobs, backend_of(device))
     return [[list(chain(*of_case)) for of_case in by_case] for by_case in by_part]
 
 
 def measure(rank: int, cfgs: Sequence[Config], options: Options, device: str) -> list[list[float]]:
-    """Of each case the seconds of a step in each block; runs in each rank's process."""
+    """Return for each case the seconds per step in each block. Runs in each rank's process."""
     timers = {}
     for i, cfg in enumerate(cfgs):
         mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
@@ -173,7 +174,7 @@ def _line(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row], cores: int) -> list[str]:
-    """Errors where each rank has a core, and where not; how alike the orders are."""
+    """Summarize the errors, with and without a core for each rank, and how well the predicted order agrees."""
     said = [f"\n{len(rows)} runs on {cores} cores; load average {os.getloadavg()[0]:.1f}"]
     for name, part in (
         ("ranks <= cores", [r for r in rows if r.ranks <= cores]),

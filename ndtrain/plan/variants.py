@@ -1,4 +1,4 @@
-"""Passes of layers that do the same."""
+"""Identifies passes of layers that do the same work."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -10,13 +10,12 @@ Save = frozenset[str] | None
 
 
 class Variant(NamedTuple):
-    """What the work of a pass depends on.
+    """Everything that the work of a pass depends on.
 
     Attributes:
         kind: F, B, I or W.
         layer: the kind of the layer, as `Segment.kind`.
-        save, shape_only: (F) of the block's recompute group, for its forward and its recompute; None: it is not
-            recomputed.
+        save, shape_only: (F) of the block's recompute group, for its forward and its recompute; None: not recomputed.
         drop_input, recompute: as in `Run`.
     """
 

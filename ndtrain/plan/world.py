@@ -1,4 +1,4 @@
-"""A process group of many ranks in one process: every collective is accepted, and nothing is sent."""
+"""A process group of many ranks in one process. It accepts every collective and sends nothing."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,11 @@ _BACKEND = "dry"
 
 
 class _Store(dist.Store):
-    """No rank but this one asks it for anything."""
+    """A store for this process, the only rank that exists."""
 
 
 class _Sent(dist._Work):
-    """An operation in flight. As a real one it holds its tensors until it is waited for."""
+    """An operation in flight. Like a real one, it holds its tensors until it is waited for."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         super().__init__()
@@ -31,7 +31,7 @@ class _Sent(dist._Work):
         return True
 
     def is_completed(self) -> bool:
-        """NCCL's messages are sent before the sender's next action, gloo's when they are waited for."""
+        """Return True with NCCL: it sends a message before the sender's next action. gloo sends it during the wait."""
         return kind_of(self._tensors[0].device) == "cuda"
 
 
@@ -39,7 +39,7 @@ class _Group(dist.ProcessGroup):
     """The operations that ndtrain's collectives use.
 
     Attributes:
-        group_name: PyTorch's, which sets it.
+        group_name: set by PyTorch.
     """
 
     group_name = ""
@@ -73,8 +73,10 @@ def _register() -> None:
 
 @contextmanager
 def pretended_world(rank: int, world: int, kind: str) -> Iterator[None]:
-    """Inside, this process is `rank` of `world` ranks, and its tensors on the meta device stand for tensors on a device
-    of this kind, "cpu" or "cuda"."""
+    """Make this process rank `rank` of `world` ranks within the block.
+
+    Tensors on the meta device represent tensors on a device of this kind, "cpu" or "cuda".
+    """
     _register()
     with meta_stands_for(kind):
         if world > 1:
@@ -88,8 +90,10 @@ def pretended_world(rank: int, world: int, kind: str) -> Iterator[None]:
 
 @contextmanager
 def recorded_collectives() -> Iterator[deque[CollectiveRecord]]:
-    """Yields the records of all collectives that are launched inside. The flight recorder by itself keeps the last
-    few."""
+    """Yield the records of all collectives that are launched within the block.
+
+    Without it, the flight recorder keeps only the last few.
+    """
     before, RECORDER.last = RECORDER.last, deque()
     try:
         yield RECORDER.last

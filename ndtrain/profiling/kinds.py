@@ -23,7 +23,7 @@ _VIEWS = (
     r"linear|square|movedim|broadcast_\w+|numpy_T|requires_grad|resolve_\w+|promote_types|_has_\w+"
 )
 
-# kind -> pattern; a name is of the first kind whose pattern it matches in full
+# kind -> pattern. A name belongs to the first kind whose pattern matches the whole name.
 OPERATORS = {
     "attention": r"aten::\w*(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)\w*",
     "optimizer": r"aten::_(fused|foreach)_\w+",
@@ -32,17 +32,17 @@ OPERATORS = {
     "matmul": r"aten::(addmm|mm|bmm|baddbmm|mv|addmv|dot|vdot|_scaled_mm|_addmm_activation|mkldnn_\w+)_?|mkldnn\w*::.*",
     "copies": rf"aten::({_COPIES})_?(backward)?",
     "elementwise": rf"aten::({_ELEMENTWISE})_?(_?backward)?(_data)?|(graph_\d+_)?cpp_fused_\w+",
-    "views": rf"aten::({_VIEWS})_?",  # and operators that only call another one
+    "views": rf"aten::({_VIEWS})_?",  # and operators that only call another operator
     "compiled": r"Torch-Compiled Region.*|\w*Compiled\w*|.*CompiledFxGraph.*",  # compiled code and its wrapper
-    "python": r"step|Optimizer\..*|Profiler\w+.*|## .*",  # annotations, whose own time is Python's
+    "python": r"step|Optimizer\..*|Profiler\w+.*|## .*",  # annotations: their own time is spent in Python
     "waiting": r"waiting for .*",  # for data or the result of a step
-    "autograd": r"autograd::.*|torch::(autograd|dynamo|jit)::.*|\w+",  # the engine, its nodes, ndtrain's Functions
+    "autograd": r"autograd::.*|torch::(autograd|dynamo|jit)::.*|\w+",  # autograd engine, nodes, ndtrain's Functions
 }
 GPU_KERNELS = {
     "no kernel": r"no kernel",
     "communication": r".*nccl.*",
     "attention": r".*(flash|fmha|attention|sdpa|cudnn::fusion).*",
-    # what has random bits and a square root is the update that rounds its moments to bf16
+    # A kernel with random bits and a square root is the update that rounds its moments to bf16.
     "optimizer": r".*(multi_tensor_apply|fused_?adam|foreach).*|triton_\w+_bitwise_xor_\w+_sqrt_\w+",
     "matmul": r".*(gemm|gemv|cutlass|cublas|nvjet|wgmma|splitk|triton_tem|_mm_).*",
     "copies": r"(?!triton).*(memcpy|memset|copy|catarray|index|gather|scatter|fill|embedding|sort|scan).*",
@@ -53,7 +53,7 @@ _TABLES = {"cpu": OPERATORS, "cuda": GPU_KERNELS}
 
 @cache
 def kind_of(name: str, device: str) -> str:
-    """The kind of an operator (`device`=cpu) or of a GPU kernel (cuda); `unnamed` if it matches no pattern."""
+    """Return the kind of an operator (`device`=cpu) or of a GPU kernel (cuda), or `unnamed` if no pattern matches."""
     for kind, pattern in _TABLES[device].items():
         if re.fullmatch(pattern, name, re.IGNORECASE if device == "cuda" else 0):
             return kind

@@ -1,9 +1,9 @@
-"""The time of a step by kind of work.
+"""Breaks down the time of a step by kind of work.
 
 On CPU every instant is attributed to the innermost operator of the step's thread. An operator that computes (a matmul)
 also gets the time of the operators that it calls. Time outside of operators is Python's. On a GPU every instant is
 attributed to the running kernel. A collective gets only the time while no other kernel runs: its exposed time. While no
-kernel runs, the GPU waits for the host. In both cases the times add up to the step's.
+kernel runs, the GPU waits for the host. On either device the times add up to the step time.
 """
 
 import os
@@ -24,7 +24,7 @@ from ndtrain.distributed.flight_recorder import RECORDER, CollectiveRecord
 from ndtrain.profiling.kinds import COMPUTE, HOST, kind_of
 
 TOP = 12  # number of operators shown below the kinds
-STEP = r"step( \d+)?"  # annotation of a step
+STEP = r"step( \d+)?"  # name of a step's annotation
 NO_KERNEL = "no kernel"  # on a GPU: waiting for the host
 
 
@@ -42,11 +42,11 @@ class Table:
     Attributes:
         device: cpu | cuda.
         step_ms: time of a profiled step.
-        plain_ms: time of an unprofiled step in between; None: not measured.
+        plain_ms: time of an unprofiled step in between; None if not measured.
         kinds: kind -> time, the longest first; the times add up to `step_ms`.
         operators: name -> (kind, time), the longest first; the times add up to `step_ms`.
-        communication_ms: time in which a message was in flight, from its launch until it was waited for, overlapped or
-            not.
+        communication_ms: time in which a message was in flight, from its launch to the end of the wait for it,
+            overlapped or not.
     """
 
     device: str
@@ -58,16 +58,16 @@ class Table:
     communication_ms: float
 
     def share(self, *kinds: str) -> float:
-        """Share of these kinds in the profiled step, 0 to 1."""
+        """Return the share of these kinds in the profiled step, 0 to 1."""
         return sum(self.kinds[kind].ms for kind in kinds if kind in self.kinds) / self.step_ms
 
     @property
     def kernel_share(self) -> float:
-        """Share of the operators that compute in the profiled step. Copies are not included."""
+        """The share of computing operators in the profiled step. Copies are not included."""
         return self.share(*COMPUTE)
 
     def lines(self) -> list[str]:
-        """The table as text: the kinds, the cost of the profiler, and the slowest operators."""
+        """Format the table as text: the kinds, the cost of the profiler, and the slowest operators."""
         lines = [f"{'':18}{'ms/step':>10} {'share':>7} {'calls':>9}"]
         lines += [self._row(kind, spent) for kind, spent in self.kinds.items()]
         lines.append(self._row("step, profiled", TimeSpent(self.step_ms, 1)))
@@ -88,7 +88,7 @@ class Table:
         return f"{name:18}{spent.ms:10.2f} {spent.ms / self.step_ms:7.1%} {spent.calls:9.1f}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The table as a dict for JSON."""
+        """Return the table as a dict for JSON."""
         kinds = {kind: spent._asdict() for kind, spent in self.kinds.items()}
         operators = {name: {"kind": kind, **spent._asdict()} for name, (kind, spent) in self.operators.items()}
         return asdict(self) | {"kinds": kinds, "operators": operators, "kernel_share": self.kernel_share}
@@ -98,10 +98,10 @@ class Table:
 
 
 def record(step: Callable[[], None], steps: int, device: torch.device) -> Table:
-    """Profiles `steps` steps, after a warm-up step. Each profiled step follows an unprofiled one.
+    """Profile `steps` steps, after a warm-up step. Each profiled step follows an unprofiled one.
 
-    Each profiled step is a separate recording. In one long recording the accumulating events fragment the freed memory,
-    so that every step would cause page faults.
+    Each profiled step is a separate recording. In one long recording the accumulating events would fragment the freed
+    memory, and every step would cause page faults.
     """
     step()
     plain, tally = 0.0, Tally(device)
@@ -114,8 +114,10 @@ def record(step: Callable[[], None], steps: int, device: torch.device) -> Table:
 
 
 def name_fused_kernels() -> None:
-    """Makes recordings show each kernel of code that is compiled for a CPU from now on. Otherwise its time is
-    attributed to the generated code that calls it."""
+    """Make recordings show each kernel of code that is compiled for a CPU from now on.
+
+    Otherwise a kernel's time is attributed to the generated code that calls it.
+    """
     from torch._inductor import config  # takes half a second to import
 
     config.cpp.enable_kernel_profile = True
@@ -130,20 +132,21 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
 
 
 def settle(device: torch.device) -> None:
-    """Waits for all work queued on a GPU. Does nothing on CPU."""
+    """Wait for all work queued on a GPU. Do nothing on CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextmanager
 def recording(device: torch.device, **options: bool) -> Iterator[profile]:
-    """Yields PyTorch's profiler, with the waits for collectives as annotations. Its events are available at the end of
-    the block.
+    """Yield PyTorch's profiler, with the waits for collectives as annotations.
+
+    The profiler's events are available after the block.
 
     Args:
-        options: of `torch.profiler.profile`.
+        options: passed to `torch.profiler.profile`.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints to stderr
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     settle(device)
     with profile(activities=activities, **options) as profiler:
@@ -156,7 +159,7 @@ def recording(device: torch.device, **options: bool) -> Iterator[profile]:
 
 
 def _wait(record: CollectiveRecord) -> AbstractContextManager:
-    """The annotation of a wait: for a collective, or for something else, without the number of the step."""
+    """Return the annotation of a wait for a collective, or for something else. The latter omits the step number."""
     if record.channel:
         return record_function(f"wait for {record.op} over {record.channel}")
     return record_function("waiting for " + re.sub(r" \d+", "", record.op))
@@ -164,7 +167,7 @@ def _wait(record: CollectiveRecord) -> AbstractContextManager:
 
 @contextmanager
 def marked(name: str, device: torch.device) -> Iterator[None]:
-    """Annotates the block as a step (`step` or `step <number>`), including its work on a GPU."""
+    """Annotate the block as a step (`step` or `step <number>`), including its work on a GPU."""
     with record_function(name):
         yield
         settle(device)
@@ -174,7 +177,7 @@ def marked(name: str, device: torch.device) -> Iterator[None]:
 
 
 class _Slice(NamedTuple):
-    """An event, in microseconds of the profiler's clock."""
+    """A time slice of an event, in microseconds of the profiler's clock."""
 
     name: str
     start: float
@@ -191,7 +194,7 @@ class Tally:
         self._calls: Counter[str] = Counter()
 
     def add(self, events: Sequence[FunctionEvent]) -> None:
-        """Adds the events of one recording."""
+        """Add the events of one recording."""
         steps = [e for e in events if e.is_user_annotation and _on_cpu(e) and re.fullmatch(STEP, e.name)]
         self._steps += len(steps)
         self._us += sum(e.time_range.elapsed_us() for e in steps)
@@ -204,16 +207,16 @@ class Tally:
             self._in_flight_us += _union_us([_slice(e, step) for e in within if self._is_communication(e)])
 
     def _is_communication(self, e: FunctionEvent) -> bool:
-        """Whether an event is a message: on CPU from its launch until it is waited for, on a GPU its kernel."""
+        """Return True for a message: on CPU an event from its launch to the end of the wait, on a GPU its kernel."""
         if self._device == "cpu":
             return e.is_async and e.name.startswith("gloo:")
         return _is_kernel(e) and kind_of(e.name, "cuda") == "communication"
 
     def table(self, plain_ms: float | None = None) -> Table:
-        """The mean over all steps so far.
+        """Return the mean over all steps added so far.
 
         Args:
-            plain_ms: time of an unprofiled step; None: not measured.
+            plain_ms: time of an unprofiled step; None if not measured.
         """
         each = lambda us, calls: TimeSpent(us / 1e3 / self._steps, calls / self._steps)
         kinds: dict[str, TimeSpent] = {}
@@ -238,20 +241,22 @@ def _is_kernel(e: FunctionEvent) -> bool:
 
 
 def _overlap(e: FunctionEvent, step: FunctionEvent) -> float:
-    """Microseconds of the event within the step; negative: it lies outside."""
+    """Return the microseconds of the event within the step. They are negative if the event is outside the step."""
     a, b = e.time_range, step.time_range
     return min(a.end, b.end) - max(a.start, b.start)
 
 
 def _slice(e: FunctionEvent, step: FunctionEvent) -> _Slice:
-    """The part of the event within the step."""
+    """Return the part of the event within the step."""
     a, b = e.time_range, step.time_range
     return _Slice(e.name, max(a.start, b.start), min(a.end, b.end))
 
 
 def _of_cpu(events: Sequence[FunctionEvent], step: FunctionEvent) -> Iterator[tuple[str, float]]:
-    """(operator, microseconds) for the operators of the step's thread. An operator that computes counts with the
-    operators that it calls, any other one without. The sum is the step's time."""
+    """Yield (operator, microseconds) for the operators of the step's thread. The times add up to the step time.
+
+    The time of an operator that computes includes the operators it calls. For all other operators it does not.
+    """
     of_thread = [e for e in events if _on_cpu(e) and e.thread == step.thread and not e.is_async]
     parent = {id(e): e.cpu_parent for e in of_thread}
     computes = {id(e): kind_of(e.name, "cpu") in COMPUTE for e in of_thread}
@@ -264,8 +269,11 @@ def _of_cpu(events: Sequence[FunctionEvent], step: FunctionEvent) -> Iterator[tu
 
 
 def _of_gpu(events: Sequence[FunctionEvent], step: FunctionEvent) -> Iterator[tuple[str, float]]:
-    """(kernel, microseconds). Every instant is attributed to one running kernel: to the one that began first, to
-    collectives last. While none runs, it is attributed to `NO_KERNEL`. The sum is the step's time."""
+    """Yield (kernel, microseconds). The times add up to the step time.
+
+    Every instant is attributed to the running kernel that began first. A collective gets it only if no other kernel
+    runs. While no kernel runs, the time is attributed to `NO_KERNEL`.
+    """
     slices = [_slice(e, step) for e in events if _is_kernel(e)]
     attributed = [0.0] * len(slices)
     ends = [(s.start, i) for i, s in enumerate(slices)] + [(s.end, i) for i, s in enumerate(slices)]
@@ -282,7 +290,7 @@ def _of_gpu(events: Sequence[FunctionEvent], step: FunctionEvent) -> Iterator[tu
 
 
 def _union_us(slices: Sequence[_Slice]) -> float:
-    """Microseconds in which at least one of the slices runs."""
+    """Return the microseconds in which at least one of the slices runs."""
     total, end = 0.0, float("-inf")
     for s in sorted(slices, key=lambda s: s.start):
         total += max(0.0, s.end - max(s.start, end))

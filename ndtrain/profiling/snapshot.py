@@ -9,21 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import profile
 
-_EVENTS = 200_000  # number of allocations in the history of a GPU's snapshot
+_EVENTS = 200_000  # most allocations in the history of a GPU's snapshot
 
 
 def begin(device: torch.device) -> None:
-    """Call it before the recording. On a GPU it starts the allocator's history; on CPU the profiler records all
-    allocations."""
+    """Start recording allocations on a GPU. Call it before the profiler's recording.
+
+    On CPU it does nothing: the profiler records all allocations.
+    """
     if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=_EVENTS)  # there is no public name for it
+        torch.cuda.memory._record_memory_history(max_entries=_EVENTS)  # there is no public function for it
 
 
 def write(recorded: profile, folder: Path, rank: int, device: torch.device) -> Path:
-    """Writes the snapshot of a recording with profile_memory and returns its path. On a GPU it ends the history.
+    """Write the snapshot of a recording made with profile_memory and return its path.
 
     On CPU the file is memory-rank-0.json, see `peak_bytes`. On a GPU it is memory-rank-0.pickle, for
-    https://pytorch.org/memory_viz.
+    https://pytorch.org/memory_viz. On a GPU this also ends the allocator's history.
 
     Raises:
         OSError: the file cannot be written.
@@ -50,11 +52,11 @@ class _Change(NamedTuple):
 
 
 def peak_bytes(recorded: profile) -> dict[str, Any]:
-    """Memory of the tensors that were allocated during a recording on CPU. Older tensors are not included.
+    """Return the memory of the tensors allocated during a recording on CPU. Older tensors are not included.
 
     Returns:
         `peak_bytes`; `peak_ms`, the time of the peak since the first allocation; `timeline`, [ms, live bytes] at every
-        change; `live`, the tensors at the peak grouped by the operators that allocated them: `by` (the call stack,
+        change; `live`, the tensors at the peak, grouped by the operator that allocated them: `by` (the call stack,
         outermost first), `bytes` and `tensors` (their number).
     """
     changes = sorted(_changes(recorded))
@@ -68,7 +70,7 @@ def peak_bytes(recorded: profile) -> dict[str, Any]:
 
 
 def _live(changes: list[_Change]) -> list[dict[str, Any]]:
-    """The tensors that are still allocated after these changes, by operator, the largest group first."""
+    """Group the tensors still allocated after these changes by operator, the largest group first."""
     living: dict[int, _Change] = {}
     for change in changes:
         if change.nbytes > 0:
@@ -83,7 +85,7 @@ def _live(changes: list[_Change]) -> list[dict[str, Any]]:
 
 
 def _changes(recorded: profile) -> Iterator[_Change]:
-    """All changes, from the profiler's tree of events: only there an allocation has its address."""
+    """Yield all changes. They come from the profiler's event tree, because only there allocations have addresses."""
     stack = [(event, ()) for event in recorded.profiler.kineto_results.experimental_event_tree()]
     while stack:
         event, above = stack.pop()

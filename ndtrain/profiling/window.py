@@ -20,7 +20,7 @@ class Profile:
         steps: the recorded steps.
         recorded: PyTorch's profiler.
         table: the time of a step.
-        folder: the folder for its files, within the run folder.
+        folder: the folder for the profile's files, within the run folder.
     """
 
     steps: range
@@ -35,11 +35,11 @@ class Profile:
         return f"profile of step {first}" if first == last else f"profile of steps {first} to {last}"
 
     def summary(self) -> str:
-        """The table as text, with a title."""
+        """Return the table as text, with a title."""
         return "\n  ".join([f"{self}, a step on rank {self.rank}:", *self.table.lines()])
 
     def write(self, folder: Path) -> None:
-        """Writes the trace rank-0.json.gz, for Perfetto or chrome://tracing, and the memory snapshot.
+        """Write the trace rank-0.json.gz, for Perfetto or chrome://tracing, and the memory snapshot.
 
         Raises:
             OSError: a file cannot be written.
@@ -50,7 +50,7 @@ class Profile:
 
 
 class Window:
-    """Records the steps of a run that lie in the window, on each rank.
+    """Records a window of steps of a run, on each rank.
 
     Args:
         steps: the numbers of the steps in the window; an empty range records nothing.
@@ -63,7 +63,10 @@ class Window:
         self._seen: list[int] = []
 
     def turn(self, step: int | None) -> Profile | None:
-        """Call it before each step, and after the last step with None. Returns the profile once the window is over."""
+        """Start or stop recording. Call it before each step, and with None after the last step.
+
+        Return the profile once the window is over, otherwise None.
+        """
         within = step in self.steps
         if self._recorded and not within:
             return self._finish()
@@ -87,6 +90,6 @@ class Window:
         return Profile(steps, self.mesh.rank, device, recorded, tally.table())
 
     def close(self) -> None:
-        """Ends an unfinished recording. Otherwise it does nothing."""
+        """End an unfinished recording. Do nothing if there is none."""
         self._step.close()
         self._recorder.close()

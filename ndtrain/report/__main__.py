@@ -24,7 +24,7 @@ KEYS = [m.key for m in METRICS]
 
 
 def _ending(ending: str) -> Callable[[str, str], str]:
-    """A reader of names of files of one kind."""
+    """Return a reader of file names with this ending."""
 
     def read(key: str, text: str) -> str:
         if Path(text).suffix.lower() != ending:
@@ -45,11 +45,11 @@ class Options:
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs the command. The exit status is 2 for bad arguments or runs (one line says why)."""
+    """Run the command and return its exit status: 2 for bad arguments or runs (one line explains it)."""
     if wants_help(args):
         print((__doc__ or "").format(options=help_lines(Options)).strip())
         return 0
-    paths = [arg for arg in args if "=" not in arg or Path(arg).is_dir()]  # a sweep's folders are called lr=0.1
+    paths = [arg for arg in args if "=" not in arg or Path(arg).is_dir()]  # a sweep names its folders lr=0.1
     try:
         options = parse(Options, [arg for arg in args if arg not in paths])
         if not paths:
@@ -71,7 +71,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _write(path: Path, text: str) -> str:
-    """Writes the file. Returns its name and size."""
+    """Write the file. Return its name and size."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

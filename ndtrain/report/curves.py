@@ -1,4 +1,4 @@
-"""Reduces a curve to a bounded number of points, in which its lowest and highest values stay visible."""
+"""Reduces a curve to a bounded number of points that keep its lowest and highest values visible."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 class Curve(NamedTuple):
-    """Points of a curve, each of one step or of a bucket of consecutive steps.
+    """Points of a curve. Each point covers one step, or a bucket of consecutive steps.
 
     Attributes:
         x: the first step of each point.
-        low, high, mean: over the steps of each point.
+        low, high, mean: of the values at the steps of each point.
     """
 
     x: np.ndarray
@@ -20,10 +20,11 @@ class Curve(NamedTuple):
 
 
 def reduce_curve(steps: np.ndarray, values: np.ndarray, most: int) -> Curve:
-    """The curve with at most `most` points.
+    """Return the curve with at most `most` points.
 
     Args:
-        steps: [N], in order. values: [N]; those that are NaN are left out.
+        steps: [N], in order.
+        values: [N]; NaN and infinite values are left out.
     """
     finite = np.isfinite(values)
     steps, values = steps[finite], values[finite]
@@ -36,5 +37,5 @@ def reduce_curve(steps: np.ndarray, values: np.ndarray, most: int) -> Curve:
 
 
 def thin(steps: list[int], most: int) -> list[int]:
-    """At most `most` of these steps, evenly chosen."""
+    """Return at most `most` of these steps, evenly chosen."""
     return steps if len(steps) <= most else [steps[i] for i in np.linspace(0, len(steps) - 1, most).astype(int)]

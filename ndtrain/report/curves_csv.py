@@ -1,4 +1,4 @@
-"""The curves of one run or several as CSV text, for spreadsheets and programs of one's own."""
+"""The curves of one run or several as CSV text, for spreadsheets and your own programs."""
 
 import csv
 import io

@@ -1,8 +1,8 @@
 "use strict";
 // Draws the curves of the JSON block #data: {step_axis, metrics: [{key, title, axis}],
 // runs: [{name, steps, curves, restarts, skipped}]}. `step_axis` and `axis` name the axes.
-// `steps` are the first and the last.
-// A curve is {x, mean} and, where a point stands for several steps, {low, high}.
+// `steps` are the first and the last step. A curve is {x, mean}.
+// If its points cover several steps, it also has {low, high}.
 
 const { step_axis, metrics, runs } = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = 7;

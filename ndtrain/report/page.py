@@ -1,4 +1,4 @@
-"""The HTML page: data, style and script in one file, which needs nothing else."""
+"""The HTML page: data, style and script in one self-contained file."""
 
 import json
 import re
@@ -12,14 +12,14 @@ import numpy as np
 from ndtrain.report.curves import reduce_curve, thin
 from ndtrain.report.runs import STEP_AXIS, Run, differences, logged_metrics
 
-POINTS = 120_000  # of all curves of a page, which bounds its size
-MOST_POINTS, LEAST_POINTS = 1000, 40  # of one curve
-MARKS = 500  # of one kind and run
-COLOURS = 7  # of page.css; further runs repeat them with dashed lines
+POINTS = 120_000  # of all curves of a page together, which limits its size
+MOST_POINTS, LEAST_POINTS = 1000, 40  # points of one curve
+MARKS = 500  # most marks of one kind in a run
+COLOURS = 7  # number of colours in page.css; further runs repeat them with dashed lines
 
 
 def render_page(runs: Sequence[Run]) -> str:
-    """The page of these runs as HTML text."""
+    """Return the page of these runs as HTML text."""
     names = [run.name for run in runs]
     title = f"ndtrain: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
     parts = {
@@ -37,7 +37,7 @@ def _asset(name: str) -> str:
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """What page.js draws: `metrics` (those that any run has) and `runs` with their reduced curves."""
+    """Return the data that page.js draws: the logged `metrics`, and `runs` with their reduced curves."""
     metrics = logged_metrics(runs)
     most = max(LEAST_POINTS, min(MOST_POINTS, POINTS // (len(runs) * max(1, len(metrics)))))
     return {
@@ -57,7 +57,7 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _curve(run: Run, key: str, most: int) -> dict[str, list[float]]:
-    """Points as lists; `low` and `high` only where points stand for several steps."""
+    """Return the points as lists. `low` and `high` are included only if points cover several steps."""
     curve = reduce_curve(run.steps, run.values[key], most)
     data = {"x": curve.x.tolist(), "mean": _short(curve.mean)}
     if curve.mean is not curve.low:
@@ -73,7 +73,7 @@ def _short(values: np.ndarray) -> list[float]:
 
 
 def _tables(runs: Sequence[Run]) -> str:
-    """What the runs came to, what differs in their configurations, and, of one run, the whole configuration."""
+    """Return the tables: the runs' results and configuration differences. With a single run also its configuration."""
     keys = differences(runs)
     head = ["run", *keys, "ended", "step", "tokens", "loss", "best evaluation"]
     rows = [[run.name, *(_text(run.config, key) for key in keys), *_summary(run)] for run in runs]

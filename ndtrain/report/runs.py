@@ -27,10 +27,10 @@ class Metric:
     """One curve of a report.
 
     Attributes:
-        key: the key of metrics.jsonl.
+        key: its key in metrics.jsonl.
         title: its name.
         unit: the unit of the curve; "" if it has none.
-        scale: a value of the file times this is a value of the curve.
+        scale: factor from a value of the file to a value of the curve.
     """
 
     key: str
@@ -40,7 +40,7 @@ class Metric:
 
     @property
     def axis(self) -> str:
-        """The name of the vertical axis, with the unit."""
+        """The label of the vertical axis, with the unit."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
 
@@ -62,12 +62,12 @@ class Run:
     """One run folder.
 
     Attributes:
-        name: what tells it apart from the other runs of the report.
+        name: distinguishes it from the other runs of the report.
         steps: [N], the logged steps in order.
-        values: metric's key -> [N], in the metric's unit; NaN where a row has no finite value.
+        values: metric's key -> [N], in the metric's unit; NaN if a row has no finite value.
         restarts: steps after which the run was resumed from a checkpoint.
         skipped: steps that changed nothing, because the loss or a gradient was not finite.
-        config: dotted key -> value; empty where there is no config.yaml.
+        config: dotted key -> value; empty if there is no config.yaml.
         ended: how the run ended, in words.
     """
 
@@ -83,12 +83,12 @@ class Run:
 
 
 def logged_metrics(runs: Sequence[Run]) -> list[Metric]:
-    """Return the metrics of which any run has a finite value."""
+    """Return the metrics that have a finite value in at least one run."""
     return [m for m in METRICS if any(np.isfinite(run.values[m.key]).any() for run in runs)]
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run folders among these folders and directly below them, each once.
+    """Return the run folders among these folders and directly below them, each once.
 
     Raises:
         ReportError: a path is neither a run folder nor a folder of run folders.
@@ -108,11 +108,12 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs of these run folders, with names that tell them apart. Those that cannot be drawn, as a job of a sweep
-    that has just started, are left out.
+    """Read these run folders, and give the runs distinct names.
+
+    Leave out runs that cannot be drawn, such as a job of a sweep that has just started.
 
     Raises:
-        ReportError: none can be drawn; as `read_run`.
+        ReportError: no run can be drawn. The error is the first one of `read_run`.
     """
     names = [str(_config(path).get("run.name", path.name)) for path in paths]
     if len(set(names)) < len(names):
@@ -136,8 +137,9 @@ def _paths_apart(paths: Sequence[Path]) -> list[str]:
 
 
 def read_run(path: Path, name: str) -> Run:
-    """The run in a run folder. Incomplete lines, lost rows, a missing configuration and a run that still goes on are
-    no errors.
+    """Read the run in a run folder.
+
+    Incomplete lines, lost rows, a missing configuration and a run in progress are no errors.
 
     Raises:
         ReportError: there is no row of a step yet, or the file cannot be read.
@@ -174,14 +176,14 @@ def _column(rows: Sequence[dict[str, Any]], key: str) -> np.ndarray:
 
 
 def _skipped(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """The steps at which the count `skipped_steps` of the run rose."""
+    """Return the steps at which the run's count `skipped_steps` rose."""
     counts = [_number(row.get("skipped_steps"), 0) for row in rows]
     before = [0 if rows[0]["step"] == 1 else counts[0], *counts]
     return [int(row["step"]) for row, old, new in zip(rows, before, counts, strict=False) if new > old]
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The flat configuration; empty where config.yaml is missing or damaged."""
+    """Return the flat configuration, or {} if config.yaml is missing or damaged."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"), resolve=False)
     except (OSError, OmegaConfBaseException, YAMLError, UnicodeDecodeError):
@@ -190,7 +192,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}."""
+    """Flatten nested keys: {"a": {"b": 1}} becomes {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
@@ -206,7 +208,7 @@ def _ended(path: Path) -> str:
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """The keys whose values are not the same in the configurations of all runs, but for those that name a run."""
+    """Return the keys whose values differ between the runs' configurations. Keys that identify a run are left out."""
     configs = [run.config for run in runs if run.config]
     keys = dict.fromkeys(key for config in configs for key in config)
     own = {"run.name", "run.dir", "model.name", "resume", "logger.group", "logger.tags"}

@@ -1,4 +1,4 @@
-"""One metric of one run or several as an SVG, for pages that show pictures only."""
+"""Draws one metric of one run or several as SVG, for web pages that show images only."""
 
 from collections.abc import Sequence
 from html import escape
@@ -11,12 +11,12 @@ from ndtrain.report.runs import METRICS, STEP_AXIS, ReportError, Run
 
 HEIGHT = 320
 LEFT, RIGHT, BOTTOM = 76, 20, 48
-COLUMNS, NAME = 2, 20  # of the legend; characters of a run's name in it
-POINTS = 300  # of one curve
+COLUMNS, NAME = 2, 20  # columns of the legend; most characters of a run's name in it
+POINTS = 300  # most points of one curve
 
 
 def render_svg(runs: Sequence[Run], key: str = "loss") -> str:
-    """The curves of a metric as an SVG text, for light and dark surroundings. Marks are those of the page.
+    """Draw the curves of a metric as SVG text, for light and dark backgrounds. The marks are the same as on the page.
 
     Raises:
         ReportError: no run has the metric.
@@ -51,7 +51,7 @@ def _dash(i: int) -> str:
 
 
 class _Plot:
-    """The axes, and the curves in them."""
+    """The axes and the curves of a picture."""
 
     def __init__(self, runs: Sequence[Run], curves: Sequence[Curve], top: int):
         self.top, self.foot = top, HEIGHT - BOTTOM
@@ -60,7 +60,7 @@ class _Plot:
         self.x, self.y = Axis(*steps, LEFT, WIDTH - RIGHT), Axis(*values, self.foot, self.top)
 
     def axes(self, name: str) -> str:
-        """Return both axes with their grid. `name` is the vertical one's."""
+        """Return both axes with their grid. `name` labels the vertical axis."""
         lines = []
         for t in ticks(self.y.low, self.y.high, 5):
             y = self.y.at(t)

@@ -1,4 +1,4 @@
-"""Shows pipeline schedules: their bubble, what is alive, and a drawing.
+"""Shows pipeline schedules: their bubble, their live activations, and a drawing.
 
 python -m ndtrain.schedule schedule=zb_v pp=4 microbatches=12 [key=value ...]
 python -m ndtrain.schedule compare pp=4 microbatches=12 [schedule=1f1b,zb_v,...] [key=value ...]
@@ -32,7 +32,7 @@ def _time(key: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Options:
-    """Of both commands."""
+    """The options of both commands."""
 
     schedule: str | None = option(
         f"{', '.join(NAMES)}; compare: several of them, separated by commas (all but csv unless given)", None
@@ -54,7 +54,7 @@ class Options:
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs the command; the exit status: 2 for bad arguments or an illegal schedule (one line says why)."""
+    """Run the command and return its exit status: 2 for bad arguments or an illegal schedule (one line explains it)."""
     if wants_help(args):
         print((__doc__ or "").format(options=help_lines(Options)).strip())
         return 0
@@ -63,7 +63,7 @@ def main(args: Sequence[str]) -> int:
         options = parse(Options, args[compare:])
         (show_comparison if compare else show_one)(options)
         return 0
-    except BrokenPipeError:  # the reader of what is printed has left, which is no fault of a file of ours
+    except BrokenPipeError:  # the reader of our output has closed the pipe; no file of ours is at fault
         raise
     except (ArgumentError, ScheduleError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -71,7 +71,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def show_one(options: Options) -> None:
-    """The figures of one schedule by rank, its drawing and table."""
+    """Print one schedule's figures per rank. Write its drawing and its table if requested."""
     timeline = predict(options.schedule, options)
     s = timeline.schedule
     title = _title(s)
@@ -88,7 +88,7 @@ def show_one(options: Options) -> None:
 
 
 def show_comparison(options: Options) -> None:
-    """The figures of several schedules, a row each, and their drawing on one time scale."""
+    """Print one row of figures per schedule. Draw the schedules on one time scale if requested."""
     if options.csv:
         raise ScheduleError("csv: not with compare, which has several tables")
     names = options.schedule.split(",") if options.schedule else [n for n in NAMES if n != "csv"]
@@ -108,10 +108,10 @@ def show_comparison(options: Options) -> None:
 
 
 def predict(name: str | None, options: Options) -> Timeline:
-    """Builds and simulates a schedule by the options of the command.
+    """Build and simulate the schedule described by the command's options.
 
     Raises:
-        ScheduleError: an option is missing, or `build` has reason to.
+        ScheduleError: an option is missing, or `build` raises it.
     """
     pp, microbatches = options.pp, options.microbatches
     if not name or not pp or not microbatches:
@@ -135,7 +135,7 @@ def _percent(share: float) -> str:
 
 
 def _print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns aligned to the right, the first of words to the left."""
+    """Print a table: the first column aligned to the left, the others to the right."""
     lines = [head, *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     for first, *rest in lines:

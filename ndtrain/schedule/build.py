@@ -1,4 +1,4 @@
-"""A schedule by its name."""
+"""Builds a schedule from its name."""
 
 from functools import lru_cache
 
@@ -12,13 +12,13 @@ NAMES = (*GENERATORS, "csv")
 
 
 def default_chunks(name: str) -> int | None:
-    """Chunks (stages) a rank where none are asked for; None with csv, whose file says."""
+    """Return the default number of chunks (stages) per rank, or None for csv: the file determines the number."""
     return GENERATORS[name].chunks if name in GENERATORS else None
 
 
 @lru_cache(maxsize=4096)
 def stage_ranks(name: str, pp: int, chunks: int | None = None) -> tuple[int, ...] | None:
-    """Stage -> pp rank, of a schedule that has such a placement; None with csv, whose file says."""
+    """Return the pp rank of each stage, or None for csv: the file determines the placement."""
     generator = GENERATORS.get(name)
     if generator is None:
         return None
@@ -28,11 +28,13 @@ def stage_ranks(name: str, pp: int, chunks: int | None = None) -> tuple[int, ...
 
 
 def build(name: str, pp: int, microbatches: int, chunks: int | None = None, path: Path | None = None) -> Schedule:
-    """The schedule `name` for `pp` ranks and `microbatches` a step, generated, or with csv read from `path`, and proved
-    to run. `chunks` are stages a rank; None takes the schedule's default, or what the file holds.
+    """Build and check the schedule `name` for `pp` ranks and `microbatches` per step.
+
+    The schedule is generated, except csv, which is read from `path`. `chunks` is the number of stages per rank. None
+    uses the schedule's default, or the number in the file.
 
     Raises:
-        ScheduleError: an unknown name, sizes that the schedule cannot have, a file that is none.
+        ScheduleError: the name is unknown, the schedule does not support these sizes, or the file is not a schedule.
         IllegalSchedule: the file's table cannot run.
     """
     _check_sizes(name, pp, microbatches, chunks, path)
@@ -44,15 +46,18 @@ def build(name: str, pp: int, microbatches: int, chunks: int | None = None, path
 
 @lru_cache(maxsize=128)
 def _generated(name: str, pp: int, microbatches: int, chunks: int) -> Schedule:
-    """A planner asks for the same schedules again and again. Nobody changes one."""
+    """Generate a schedule. Cached, because planners request the same schedules repeatedly. Do not modify the result."""
     table = generate(name, pp, microbatches, chunks)
     check(table, microbatches, pp * chunks)
     return Schedule(name, table, microbatches, _rank_of(table))
 
 
 def forwards(schedule: Schedule) -> Schedule:
-    """The forwards alone of as many microbatches on the same stages: a rank's stages one after the other, each with all
-    microbatches, so that nothing waits for what comes later on the same rank."""
+    """Return a schedule with only the forwards of the same microbatches on the same stages.
+
+    Each rank runs its stages in ascending order, each for all microbatches. So no action waits for a later one of the
+    same rank.
+    """
     row = lambda rank: [Action("F", m, s) for s in schedule.stages_of(rank) for m in range(schedule.microbatches)]
     table = [row(rank) for rank in range(schedule.pp)]
     return Schedule(f"{schedule.name} forwards", table, schedule.microbatches, schedule.rank_of)

@@ -1,4 +1,4 @@
-"""The checker: it proves that a table runs, or names the action that cannot."""
+"""Checks schedules: proves that a table can run, or names an action that cannot."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from ndtrain.schedule.table import Action, IllegalSchedule, Table, show
 
 
 def check(table: Table, microbatches: int, stages: int) -> None:
-    """Proves that a table runs, in time linear in the number of its actions.
+    """Prove that a table can run, in time linear in the number of its actions.
 
     Every (microbatch, stage) must have one F and either one B or one I and one W. All actions of a stage must be on one
     rank. F(m, s) depends on F(m, s-1). B(m, s) and I(m, s) depend on F(m, s) and on the B or I of (m, s+1). W(m, s)
@@ -17,7 +17,7 @@ def check(table: Table, microbatches: int, stages: int) -> None:
     table runs if and only if the dependencies and the orders of the rows form no cycle.
 
     Raises:
-        IllegalSchedule: it names the first action that is repeated, misplaced or missing, or the cycle of actions that
+        IllegalSchedule: names the first action that is repeated, misplaced or missing, or the cycle of actions that
             wait for each other.
     """
     _check_places(table, microbatches, stages)
@@ -26,7 +26,7 @@ def check(table: Table, microbatches: int, stages: int) -> None:
 
 
 def in_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
-    """Yields (rank, action, its dependencies) of every action, in an order in which the table can run.
+    """Yield (rank, action, its dependencies) for every action, in an order in which the table can run.
 
     Raises:
         IllegalSchedule: the remaining actions wait for each other.
@@ -55,8 +55,10 @@ def in_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
 
 
 def needs_of(table: Table) -> Callable[[Action], list[Action]]:
-    """A function that gives the dependencies of an action. The table determines whether a gradient is a B's or an
-    I's."""
+    """Return a function that returns an action's dependencies.
+
+    The next stage's gradient comes from a B or an I, depending on the table.
+    """
     gradient = {a[1:]: a for row in table for a in row if a.kind in "BI"}
 
     def needs(a: Action) -> list[Action]:
@@ -70,14 +72,14 @@ def needs_of(table: Table) -> Callable[[Action], list[Action]]:
     return needs
 
 
-_EXCLUDES = {"F": "", "B": "IW", "I": "B", "W": "B"}  # kind -> the kinds that its microbatch and stage cannot also have
+_EXCLUDES = {"F": "", "B": "IW", "I": "B", "W": "B"}  # kind -> kinds that its (microbatch, stage) must not also have
 
 
 def _check_places(table: Table, microbatches: int, stages: int) -> None:
-    """Checks that every (microbatch, stage) has its actions once, and every stage one rank.
+    """Check that every (microbatch, stage) has each of its actions exactly once, and that every stage has one rank.
 
     Raises:
-        IllegalSchedule: it does not.
+        IllegalSchedule: an action is repeated, misplaced or missing.
     """
     kinds: dict[tuple[int, int], str] = {}  # (microbatch, stage) -> the kinds so far
     rank_of: dict[int, int] = {}
@@ -97,7 +99,7 @@ def _check_places(table: Table, microbatches: int, stages: int) -> None:
 
 
 def _fault(a: Action, microbatches: int, stages: int, before: str) -> str | None:
-    """Why `a` is illegal after the kinds `before` of its microbatch and stage; None: it is legal."""
+    """Explain why `a` is illegal after the kinds `before` of its microbatch and stage. Return None if it is legal."""
     if a.kind not in _EXCLUDES or not 0 <= a.microbatch < microbatches or not 0 <= a.stage < stages:
         return f"has no place in a schedule of microbatches 0 to {microbatches - 1} on stages 0 to {stages - 1}"
     if a.kind in before:
@@ -107,12 +109,12 @@ def _fault(a: Action, microbatches: int, stages: int, before: str) -> str | None
 
 
 def _missing(kinds: str) -> list[str]:
-    """The kinds that one microbatch lacks on a stage, where it has `kinds`."""
+    """Return the kinds that are still missing for one microbatch on one stage, given the `kinds` it has."""
     return [kind for kind in ("FIW" if "I" in kinds or "W" in kinds else "FB") if kind not in kinds]
 
 
 def _deadlock(table: Table, at: list[int], missing: dict[int, Action]) -> IllegalSchedule:
-    """The error that describes a cycle of waiting ranks, beginning with its lowest rank.
+    """Return the error that describes a cycle of waiting ranks, beginning with the lowest rank of the cycle.
 
     Args:
         at: for each rank, the index of its next action.
@@ -132,5 +134,5 @@ def _deadlock(table: Table, at: list[int], missing: dict[int, Action]) -> Illega
 
 
 def _link(missing: Action, rank: int, current: Action) -> str:
-    """The action that another rank waits for, and the next action of `rank`, which comes before it."""
+    """Describe the action that another rank waits for, and the next action of `rank`, which has to run before it."""
     return f"rank {rank}: {show(missing)}" + ("" if missing == current else f" behind {show(current)}")

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from ndtrain.schedule.simulate import Span, Timeline
 from ndtrain.schedule.table import show
 
-# told apart with every kind of colour vision, also where later chunks are lighter: tests/schedule checks it
+# Distinguishable with every kind of colour vision, even though later chunks are lighter: tests/schedule checks this.
 COLOURS = {"F": (27, 58, 107), "B": (204, 51, 17), "I": (51, 187, 238), "W": (240, 228, 66)}
-LIGHTEST = 0.5  # how much white the last chunk's shade has
+LIGHTEST = 0.5  # share of white in the shade of the last chunk
 LEGEND = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 MARGIN, LABEL, WIDTH = 16, 52, 1200  # pixels: margin, width of the row labels, width of the picture
 ROW, CELL, HEAD, AXIS, GAP = 24, 21, 26, 26, 20  # heights in pixels: row, cell, title, axis, gap between panels
@@ -27,7 +27,7 @@ class Panel(NamedTuple):
 
 
 def panel(timeline: Timeline, title: str) -> Panel:
-    """A panel. Its title includes the bubble and the peak of live activations."""
+    """Return a panel. Its title includes the bubble and the peak of live activations."""
     return Panel(
         f"{title}: bubble {100 * timeline.bubble:.1f} %, at most {max(timeline.peak_shares):.3g} microbatches alive",
         timeline.spans,
@@ -35,12 +35,13 @@ def panel(timeline: Timeline, title: str) -> Panel:
 
 
 def timeline_svg(panels: Sequence[Panel], unit: str, same_scale: bool = True) -> str:
-    """An SVG picture of timelines with one row per rank. Colours show kinds of action, lighter shades the later chunks
-    of a rank, numbers the microbatches. Each panel begins with its first action.
+    """Draw timelines as SVG with one row per rank. Each panel begins with its first action.
+
+    Colours show the kinds of actions. Lighter shades are later chunks of a rank. Numbers are microbatches.
 
     Args:
         unit: the unit of the spans.
-        same_scale: all panels have the same time scale; if not, each fills the width.
+        same_scale: draw all panels on the same time scale. If False, each panel fills the width.
     """
     extents = [_extent(p) for p in panels]
     longest = max(end - start for start, end in extents)
@@ -59,7 +60,7 @@ def timeline_svg(panels: Sequence[Panel], unit: str, same_scale: bool = True) ->
 
 
 def _extent(p: Panel) -> tuple[float, float]:
-    """(first start, last end) of a panel."""
+    """Return (first start, last end) of a panel."""
     spans = [s for row in p.rows for s in row]
     return min(s.start for s in spans), max(s.end for s in spans)
 
@@ -96,20 +97,20 @@ def _cell(s: Span, chunk: int, chunks: int, start: float, scale: float) -> str:
 
 
 def _shade(kind: str, chunk: int, chunks: int) -> tuple[str, str]:
-    """(colour of a cell, CSS class of its text)."""
+    """Return (the colour of a cell, the CSS class of its text)."""
     white = LIGHTEST * chunk / max(1, chunks - 1)
     r, g, b = (round(c + (255 - c) * white) for c in COLOURS[kind])
     return f"#{r:02x}{g:02x}{b:02x}", "w" if _luminance(r, g, b) < 0.179 else "k"
 
 
 def _luminance(*rgb: int) -> float:
-    """From 0, black, to 1 (sRGB). At 0.179 black and white text contrast alike."""
+    """Return the luminance from 0 (black) to 1 (white) in sRGB. At 0.179 black and white text have equal contrast."""
     linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in rgb))
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def _ticks(length: float) -> list[float]:
-    """About ten round times on an axis."""
+    """Return about ten round times for an axis."""
     rough = length / 10
     power = 10.0 ** floor(log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
@@ -117,7 +118,7 @@ def _ticks(length: float) -> list[float]:
 
 
 def _legend(panels: Sequence[Panel]) -> str:
-    """The legend of the colours and shades that occur."""
+    """Draw the legend of the colours and shades that occur."""
     rows = [row for p in panels for row in p.rows]
     kinds = {s.action.kind for row in rows for s in row}
     chunks = max(len({s.action.stage for s in row}) for row in rows)

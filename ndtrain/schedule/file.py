@@ -12,13 +12,13 @@ Path = str | PathLike[str]
 
 
 def write(table: Table, path: Path) -> None:
-    """Writes a table to a file. `read` returns the same table."""
+    """Write a table to a file. `read` returns the same table."""
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows([f"{a.stage}{a.kind}{a.microbatch}" for a in row] for row in table)
 
 
 def read(path: Path, pp: int, microbatches: int, chunks: int | None = None) -> Table:
-    """Reads and checks the table in a file. Empty cells and rows are skipped.
+    """Read and check the table in a file. Empty cells and rows are skipped.
 
     Raises:
         ScheduleError: the file is missing, a cell is malformed, or the numbers of ranks, microbatches or chunks differ
@@ -47,7 +47,7 @@ def read(path: Path, pp: int, microbatches: int, chunks: int | None = None) -> T
 
 
 def _cells(path: Path) -> list[list[tuple[int, int, Action]]]:
-    """For each rank, (row, column, action) of the cells that are not empty. Rows and columns count from 1.
+    """Return, per rank, (row, column, action) of each cell that is not empty. Rows and columns count from 1.
 
     Raises:
         ScheduleError: the file cannot be read, or a cell is malformed.

@@ -1,4 +1,4 @@
-"""Generators of schedules. A schedule is a few phases for each rank."""
+"""Generators of schedules. A generator describes each rank's actions as a few phases."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,24 +28,33 @@ class Shape(NamedTuple):
 
 
 def gpipe(s: Shape) -> Phases:
-    """All forwards, chunk by chunk, then all backwards (Huang et al., 2019, arXiv:1811.06965)."""
+    """Return the phases of GPipe (Huang et al., 2019, arXiv:1811.06965).
+
+    All forwards run first, chunk by chunk, then all backwards.
+    """
     chunks = range(s.chunks)
     return [(s.microbatches, f"F{c}") for c in chunks] + [(s.microbatches, f"B{c}") for c in reversed(chunks)]
 
 
 def one_f_one_b(s: Shape) -> Phases:
-    """A warm-up of forwards that fills the pipeline, then one backward after each forward (PipeDream-flush, Narayanan
-    et al., 2021, arXiv:2006.09503). At most pp - rank microbatches are alive on a rank."""
+    """Return the phases of 1F1B (PipeDream-flush, Narayanan et al., 2021, arXiv:2006.09503).
+
+    Warm-up forwards fill the pipeline, then one backward follows each forward. At most pp - rank microbatches are alive
+    on a rank.
+    """
     return [(s.after, "F0"), (s.microbatches - s.after, "F0 B0"), (s.after, "B0")]
 
 
 def interleaved(s: Shape) -> Phases:
-    """1F1B over several chunks per rank (Narayanan et al., 2021, arXiv:2104.04473). The bubble falls as 1 / chunks.
+    """Return the phases of 1F1B with several chunks per rank (Narayanan et al., 2021, arXiv:2104.04473).
 
-    The paper requires microbatches to be a multiple of pp. Here any number is split into groups of pp or more whose
-    sizes differ by one at most, and the warm-up is long enough for the largest group. The bubble stays minimal. Groups
-    larger than pp have more live activations: up to all microbatches if there are fewer than 2 pp. With one chunk it is
-    1F1B."""
+    The bubble falls as 1 / chunks. With one chunk this is 1F1B.
+
+    The paper requires the number of microbatches to be a multiple of pp. Here any number is split into groups of at
+    least pp microbatches, whose sizes differ by at most one. The warm-up is long enough for the largest group, so the
+    bubble stays minimal. Groups larger than pp have more live activations: up to all microbatches if there are fewer
+    than 2 pp.
+    """
     total = s.microbatches * s.chunks
     ahead = (s.chunks - 1) * max(groups(s.microbatches, s.pp)) + min(s.chunks, 2) * s.after
     ahead = min(ahead, total)
@@ -53,16 +62,21 @@ def interleaved(s: Shape) -> Phases:
 
 
 def zb_h1(s: Shape) -> Phases:
-    """1F1B with a split backward (Qi et al., 2023, arXiv:2401.10241). The input gradient is sent first. Rank r defers r
-    weight gradients, which fill its bubble at the end. Every rank has the peak memory of 1F1B's first rank."""
+    """Return the phases of ZB-H1: 1F1B with a split backward (Qi et al., 2023, arXiv:2401.10241).
+
+    The input gradient is sent first. Rank r defers r weight gradients, which fill its bubble at the end. Every rank has
+    the same peak memory as the first rank of 1F1B.
+    """
     steady = s.microbatches - s.pp + 1
     return [(s.after, "F0"), (s.rank, "F0 I0"), (steady, "F0 I0 W"), (s.after, "I0 W"), (s.rank, "W")]
 
 
 def zb_v(s: Shape) -> Phases:
-    """Zero bubble with a V placement: the first and the last stage are on rank 0 (Qi et al., 2024, arXiv:2405.15362,
-    "V-ZB"). If F, I and W take equal times, no rank waits between its first action and its last. The peak memory is
-    that of 1F1B."""
+    """Return the phases of zero bubble with a V placement (Qi et al., 2024, arXiv:2405.15362, "V-ZB").
+
+    The first and the last stage are on rank 0. If F, I and W take equal times, no rank waits between its first action
+    and its last. The peak memory is the same as with 1F1B.
+    """
     steady = s.microbatches - s.pp - s.after
     return [
         (2 * s.after + 1, "F0"),
@@ -77,9 +91,11 @@ def zb_v(s: Shape) -> Phases:
 
 
 def dualpipe_v(s: Shape) -> Phases:
-    """DualPipe (DeepSeek-V3, 2024, arXiv:2412.19437) with a V placement: a forward of one chunk of a rank is next to a
-    backward of the other, so that they can overlap. A backward is split only where an early input gradient fills a
-    bubble."""
+    """Return the phases of DualPipe (DeepSeek-V3, 2024, arXiv:2412.19437) with a V placement.
+
+    A forward of one of the rank's chunks is next to a backward of its other chunk, so the two can overlap. A backward
+    is split only if an early input gradient fills a bubble.
+    """
     whole, odd = divmod(s.rank + 1, 2)
     return [
         (2 * s.after, "F0"),
@@ -96,12 +112,12 @@ def dualpipe_v(s: Shape) -> Phases:
 
 
 def loop(pp: int, rank: int, chunks: int) -> list[int]:
-    """The stages of a rank if each chunk begins on rank 0."""
+    """Return the stages of a rank if each chunk begins on rank 0."""
     return [chunk * pp + rank for chunk in range(chunks)]
 
 
 def vee(pp: int, rank: int, chunks: int) -> list[int]:
-    """The two stages of a rank if the second half runs from the last rank back to the first."""
+    """Return the two stages of a rank if the second half runs from the last rank back to the first."""
     return [rank, 2 * pp - 1 - rank]
 
 
@@ -109,11 +125,11 @@ class Generator(NamedTuple):
     """A generator of schedules.
 
     Attributes:
-        phases: gives the phases of a rank.
-        least: gives the number of microbatches that the phases need, for pp ranks.
+        phases: returns the phases of a rank.
+        least: returns the number of microbatches that the phases need, given the number of pp ranks.
         chunks: the default number of chunks per rank.
-        any_chunks: whether other numbers are possible.
-        stages: gives the stages of a rank from (pp, rank, chunks), in the order of the forward.
+        any_chunks: True if other numbers of chunks are supported.
+        stages: returns the stages of a rank, given (pp, rank, chunks), in the order of the forward.
     """
 
     phases: Callable[[Shape], Phases]
@@ -134,8 +150,11 @@ GENERATORS = {
 
 
 def generate(name: str, pp: int, microbatches: int, chunks: int) -> Table:
-    """The table of a generator. If its phases need more microbatches than there are, the surplus microbatches are
-    removed from the longer table. A microbatch depends only on itself, so the remaining table runs."""
+    """Generate the table of a schedule.
+
+    If its phases need more microbatches than there are, make the longer table and remove the surplus microbatches. A
+    microbatch depends only on itself, so the remaining table runs.
+    """
     generator = GENERATORS[name]
     count = max(microbatches, generator.least(pp))
     rows = (
@@ -146,7 +165,7 @@ def generate(name: str, pp: int, microbatches: int, chunks: int) -> Table:
 
 
 def play(phases: Phases, stages: list[int], microbatches: int, pp: int) -> Iterator[Action]:
-    """Yields the actions of a rank's phases. `stages` are the rank's chunks in the order of the forward."""
+    """Yield the actions of a rank's phases. `stages` are the rank's chunks in the order of the forward."""
     by_chunk = {f"{kind}{c}": zip(range(microbatches), repeat(s)) for kind in "FB" for c, s in enumerate(stages)}
     sources = {"F": in_turn(stages, microbatches, pp), "B": in_turn(stages[::-1], microbatches, pp), **by_chunk}
     deferred: deque[tuple[int, int]] = deque()
@@ -159,7 +178,7 @@ def play(phases: Phases, stages: list[int], microbatches: int, pp: int) -> Itera
 
 
 def in_turn(stages: list[int], microbatches: int, pp: int) -> Iterator[tuple[int, int]]:
-    """Yields (microbatch, stage): for each group of microbatches all stages in turn, each with the whole group."""
+    """Yield (microbatch, stage). Each group of microbatches passes through all stages before the next group begins."""
     first = 0
     for size in groups(microbatches, pp):
         for stage in stages:
@@ -168,7 +187,9 @@ def in_turn(stages: list[int], microbatches: int, pp: int) -> Iterator[tuple[int
 
 
 def groups(microbatches: int, pp: int) -> list[int]:
-    """The sizes of the groups of microbatches. They are pp or more and differ by one at most. With fewer than pp
-    microbatches there is one group."""
+    """Return the sizes of the groups of microbatches. Each size is at least pp, and sizes differ by at most one.
+
+    With fewer than pp microbatches there is one group.
+    """
     count = max(1, microbatches // pp)
     return [(microbatches + g) // count for g in range(count)]

@@ -10,7 +10,7 @@ from ndtrain.schedule.check import in_order
 from ndtrain.schedule.table import Action, Schedule
 
 Cost = Mapping[str, float] | Callable[[Action], float]
-COST: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward has two matmuls for each one of the forward
+COST: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward has two matmuls per matmul of the forward
 
 
 class Span(NamedTuple):
@@ -56,8 +56,10 @@ class Timeline:
 
     @cached_property
     def peak_input(self) -> list[int]:
-        """The same for activations that only the input gradient needs (those of attention and norms). Such an
-        activation lives until the end of its B or I."""
+        """Like `peak`, for the activations that only the input gradient needs (in attention and norms).
+
+        Such an activation lives until the end of its B or I.
+        """
         return [_peak(row, "BI") for row in self.schedule.table]
 
     @property
@@ -67,10 +69,10 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, cost: Cost = COST, latency: float = 0.0) -> Timeline:
-    """Simulates a schedule. An action starts when its rank is free and its dependencies have arrived.
+    """Simulate a schedule. An action starts when its rank is free and the results it depends on have arrived.
 
     Args:
-        cost: time of an action, by its kind or as a function of the action.
+        cost: time of an action, either per kind or as a function of the action.
         latency: time of a message between two ranks, in the same unit. Messages do not delay each other.
     """
     price = cost if callable(cost) else lambda action: cost[action.kind]
@@ -85,5 +87,5 @@ def simulate(schedule: Schedule, cost: Cost = COST, latency: float = 0.0) -> Tim
 
 
 def _peak(row: list[Action], last: str) -> int:
-    """The peak of live activations. An F allocates one, an action of the kinds `last` frees one."""
+    """Return the peak number of live activations. An F allocates one, an action of the kinds `last` frees one."""
     return max(accumulate((a.kind == "F") - (a.kind in last) for a in row))

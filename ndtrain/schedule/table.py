@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """One pass of one microbatch through one stage. Kinds: F forward, B full backward, or its halves I (input gradient)
-    and W (weight gradient)."""
+    """One pass of one microbatch through one stage.
+
+    Kinds: F forward, B full backward, or its two halves: I (input gradient) and W (weight gradient).
+    """
 
     kind: str
     microbatch: int
@@ -16,7 +18,7 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message between two ranks. Kinds: F an activation, B a gradient. `stage` is the receiving one."""
+    """A message between two ranks. Kinds: F an activation, B a gradient. `stage` is the stage that receives it."""
 
     kind: str
     microbatch: int
@@ -24,7 +26,7 @@ class Message(NamedTuple):
 
     @property
     def source(self) -> int:
-        """The stage that sends it."""
+        """The stage that sends the message."""
         return self.stage - 1 if self.kind == "F" else self.stage + 1
 
 
@@ -49,7 +51,7 @@ class IllegalSchedule(ScheduleError):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A checked table. It is equal to itself alone.
+    """A checked table. Schedules compare by identity.
 
     Attributes:
         rank_of: stage -> pp rank.
@@ -69,18 +71,20 @@ class Schedule:
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, ascending."""
+        """Return the stages of a rank, in ascending order."""
         return [stage for stage, r in enumerate(self.rank_of) if r == rank]
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether any backward is split into input and weight gradient."""
+        """True if any backward is split into input gradient and weight gradient."""
         return any(a.kind in "IW" for row in self.table for a in row)
 
     @cached_property
     def messages(self) -> dict[tuple[int, int], list[Message]]:
-        """(source, target) -> the messages from one pp rank to another, in order: activations after F, gradients after
-        B or I. Data that stays on a rank is no message. The pairs are those of `links`."""
+        """(source, target) -> the messages from one pp rank to another, in order. The keys are the pairs in `links`.
+
+        An F sends an activation, a B or I a gradient. Data that stays on its rank needs no message.
+        """
         pairs: dict[tuple[int, int], list[Message]] = {pair: [] for pair in links(self)}
         for source, row in enumerate(self.table):
             for message in map(sends, row):
@@ -90,20 +94,22 @@ class Schedule:
 
 
 def links(schedule: Schedule) -> list[tuple[int, int]]:
-    """The pairs (source, target) of pp ranks between which messages go, in ascending order."""
+    """Return the pairs (source, target) of pp ranks that exchange messages, in ascending order."""
     forward = {(a, b) for a, b in pairwise(schedule.rank_of) if a != b}
     trains = any(a.kind in "BI" for row in schedule.table for a in row)
     return sorted(forward | {(b, a) for a, b in forward if trains})
 
 
 def sends(a: Action) -> Message | None:
-    """The message with the result of an action: to the next stage (F) or to the previous one (B, I). None for W. The
-    caller must ignore it where there is no such stage."""
+    """Return the message that carries an action's result: to the next stage (F) or to the previous stage (B, I).
+
+    Return None for W. The stage may not exist: then the caller has to ignore the message.
+    """
     if a.kind == "W":
         return None
     return Message("F", a.microbatch, a.stage + 1) if a.kind == "F" else Message("B", a.microbatch, a.stage - 1)
 
 
 def show(a: Action) -> str:
-    """An action as text, for error messages."""
+    """Format an action for error messages."""
     return f"{a.kind}(microbatch {a.microbatch}, stage {a.stage})"
