@@ -1,1 +1,1 @@
-"""`python -m ndtrain.bench <bench> key=value ...`: measurements of this trainer against its peers."""
+"""`python -m ndtrain.bench <bench> key=value ...`: measures this trainer against its peers."""

@@ -34,7 +34,8 @@ BENCHES = {
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs the bench that `args` name; the exit status: 2 for bad arguments (one line says why), 1 for a failure."""
+    """Run the bench that `args` name. Return the exit status: 0, or 1 for a failure, or 2 for bad arguments (with a
+    line on stderr)."""
     try:
         if args and wants_help(args[:1]):
             print(usage())
@@ -48,7 +49,7 @@ def main(args: Sequence[str]) -> int:
         return 0
     except (ArgumentError, ConfigError) as error:
         record_error(str(error))
-        if world_from_env()[0] > 0:  # rank 0 says it, unless torchrun ends it because this one has ended
+        if world_from_env()[0] > 0:  # rank 0 prints it; exiting now could make torchrun end rank 0 before
             time.sleep(1)
         else:
             print(f"error: {error}", file=sys.stderr)
@@ -60,7 +61,8 @@ def main(args: Sequence[str]) -> int:
 
 
 def module_of(name: str, args: Sequence[str]) -> ModuleType:
-    """peers axis=cp compares attention alone, the other axes whole steps; their keys differ."""
+    """Return the module of a bench. `peers axis=cp` compares attention only, other axes whole steps; their keys
+    differ."""
     return attention if name == "peers" and "axis=cp" in args else BENCHES[name][0]
 
 

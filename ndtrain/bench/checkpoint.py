@@ -1,9 +1,11 @@
-"""`bench checkpoint`: saving and loading a checkpoint against the disk itself.
+"""`bench checkpoint`: saving and loading a checkpoint, compared with the disk itself.
 
-The baseline writes the same bytes by as many ranks, one after the other to a file each, with fsync, and reads them
-again. It alternates with ours. What is read is dropped from the page cache before. raw / ours is our share of the
-disk's own speed. Of a save in the background, `stall` is how long it takes to return, and `copy` how long until the
-weights may change, which training waits for only if it gets to its next update sooner.
+The baseline writes the same bytes from the same number of ranks, sequentially to one file per rank, with fsync, and
+reads them again. It alternates with ours. Files are dropped from the page cache before they are read. raw / ours is our
+share of the disk's own speed.
+
+For a save in the background, `stall` is the time until the call returns. `copy` is the time until the weights may
+change. Training waits for the copy only if it reaches its next update sooner.
 """
 
 import os
@@ -32,10 +34,10 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.model.flops import parameter_count
 from ndtrain.parallel.build import build_stages, initialise
 
-BYTES = 12  # a parameter: its fp32 weight and two moments
+BYTES = 12  # per parameter: its fp32 weight and two moments
 WIDE = ["model.hidden_size=768", "model.intermediate_size=2048", "model.vocab_size=4096"]
 NARROW = ["model.hidden_size=64", "model.intermediate_size=128", "model.vocab_size=512"]
-BLOCK = 8 << 20  # bytes of a raw read or write
+BLOCK = 8 << 20  # bytes of one raw read or write
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ class Options:
         return self.megabytes * 10**6 or self.gigabytes * 10**9
 
     def check(self) -> None:
-        """
+        """Check the options.
+
         Raises:
-            ConfigError: a folder that does not exist.
+            ConfigError: a folder does not exist.
         """
         if not Path(self.folder or ".").is_dir():
             raise ConfigError(f"folder={self.folder}: there is no folder {self.folder}")
@@ -65,7 +68,7 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Measures, prints and writes `options.out`.
+    """Measure, print and write `options.out`.
 
     Raises:
         ConfigError: options that do not go together.
@@ -78,7 +81,7 @@ def run(options: Options) -> None:
 
 
 def config_of(options: Options) -> Config:
-    """A model whose checkpoint has about as many bytes as asked for."""
+    """Return the config of a model whose checkpoint has about the requested number of bytes."""
     sizes = NARROW if options.bytes < 3 * 10**8 else WIDE
     fixed = [*sizes, f"mesh.{options.axis}={options.ranks}", f"train.global_batch={8 * options.ranks}"]
     make = lambda layers: resolve(
@@ -92,7 +95,7 @@ def config_of(options: Options) -> Config:
 
 
 def measure(rank: int, options: Options, folder: Path) -> dict[str, Any]:
-    """On one rank: the seconds of everything timed, by round, and ratios."""
+    """Measure on one rank. Return the seconds of everything timed, by round, and the ratios."""
     bench = Bench(rank, options, folder)
     pairs = [("save", "raw write"), ("load", "raw read")]
     for i in range(options.rounds):
@@ -110,14 +113,14 @@ def measure(rank: int, options: Options, folder: Path) -> dict[str, Any]:
 
 
 class Bench:
-    """A rank's state, and the timed ways to save, load, write and read it."""
+    """A rank's state, with the timed ways to save, load, write and read it."""
 
     def __init__(self, rank: int, options: Options, folder: Path):
         self.cfg, self.folder = config_of(options), folder
         self.mesh = Mesh(MeshSpec.of(self.cfg.mesh), rank, torch.device("cpu"))
         self.stages = build_stages(self.cfg, self.mesh)
         initialise(self.stages, self.cfg)
-        for unit in self.stages.units.units.values():  # moments that no disk finds easier than others
+        for unit in self.stages.units.units.values():  # not the initial zeros, which a disk might handle faster
             unit.state["exp_avg"].copy_(unit.master)
             unit.state["exp_avg_sq"].copy_(unit.master)
         self.bytes = parameter_count(self.cfg.model) * BYTES
@@ -134,7 +137,7 @@ class Bench:
         self.waited: dict[str, list[float]] = {"stall": [], "copy": []}
 
     def time(self, name: str) -> None:
-        """Times it once, on a quiet disk and, to read, with an empty page cache."""
+        """Time one operation once, on a quiet disk. Reads begin with an empty page cache."""
         if "write" in name and self.raw_path.exists():
             self.raw_path.unlink()
         os.sync()
@@ -151,7 +154,7 @@ class Bench:
         checkpoint.load(checkpoint.list_checkpoints(self.folder)[0], self.stages, self.mesh)
 
     def save_in_background(self) -> None:
-        """Times how long training would wait for it."""
+        """Time how long a save in the background makes training wait."""
         self.state.step += 1
         os.sync()
         self._barrier()
@@ -172,7 +175,7 @@ class Bench:
             _each_block(self.raw, lambda block, at: os.preadv(fd, [block], at))
 
     def clean(self) -> None:
-        """Removes the round's checkpoints."""
+        """Remove the round's checkpoints."""
         self._barrier()
         if self.mesh.rank == 0:
             for path in checkpoint.list_checkpoints(self.folder):
@@ -192,7 +195,7 @@ def _raise_errors(saves: list[checkpoint.Saved]) -> list[checkpoint.Saved]:
 
 
 def _each_block(whole: memoryview, move: Callable[[memoryview, int], int]) -> None:
-    """Reads or writes all of it by calls that may each move less than asked."""
+    """Read or write all of `whole`. A call of `move` may move less than its block."""
     at = 0
     while at < len(whole):
         at += move(whole[at : at + BLOCK], at)
@@ -208,7 +211,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Drops the files in it from the page cache. They must be on the disk already."""
+    """Drop the folder's files from the page cache. They must be on the disk already."""
     for path in folder.rglob("*"):
         if path.is_file():
             with opened(path, os.O_RDONLY) as fd:

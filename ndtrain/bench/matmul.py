@@ -1,8 +1,8 @@
-"""`bench matmul`: what share of the device's peak square matmuls reach (HFU), by size, precision and content.
+"""`bench matmul`: the share of the device's peak that square matmuls reach (HFU), by size, precision and content.
 
-Content matters where power does: a GPU multiplies zeros faster than noise, since fewer bits flip and its clock falls
-less. So matmuls of zeros, of `rand` (uniform, all positive) and of `randn` (normal, as in training) alternate. Each
-product is checked on a few rows against fp64.
+Content matters where power limits the clock. A GPU multiplies zeros faster than noise: fewer bits flip, and its clock
+drops less. Matmuls of zeros, of `rand` (uniform, all positive) and of `randn` (normal, as in training) therefore
+alternate. A few rows of each product are compared with fp64.
 """
 
 import os
@@ -27,8 +27,14 @@ from ndtrain.metrics.measured_peak import cpu_model
 
 
 class Kind(NamedTuple):
-    """A precision: its dtype, that of the product, the peak it is held against as a multiple of another dtype's, and
-    how far an element may be from fp64, relative to itself plus the root mean square of its rows."""
+    """A precision.
+
+    Attributes:
+        dtype: of the operands.
+        product: dtype of the product.
+        peak: (dtype, factor): the peak is `factor` times the peak of `dtype`.
+        bound: largest error of an element against fp64, relative to its magnitude plus the rms of the checked rows.
+    """
 
     dtype: torch.dtype
     product: torch.dtype
@@ -36,19 +42,19 @@ class Kind(NamedTuple):
     bound: float
 
 
-KINDS = {  # of every GPU that has fp8, its dense peak is twice bf16's by the data sheet
+KINDS = {  # fp8: its dense peak is twice bf16's, by the data sheet of every GPU that has it
     "fp32": Kind(torch.float32, torch.float32, (torch.float32, 1), 1e-4),
     "bf16": Kind(torch.bfloat16, torch.bfloat16, (torch.bfloat16, 1), 1e-2),
     "fp16": Kind(torch.float16, torch.float16, (torch.bfloat16, 1), 5e-3),
     "fp8": Kind(torch.float8_e4m3fn, torch.bfloat16, (torch.bfloat16, 2), 2e-2),
 }
-ON_CPU = ("fp32", "bf16")  # fp16 has no fast kernels there
+ON_CPU = ("fp32", "bf16")  # fp16 has no fast kernels on a CPU
 FP8_SINCE = (8, 9)  # compute capability
 CONTENTS: dict[str, Callable[..., Tensor]] = {"zeros": torch.zeros, "rand": torch.rand, "randn": torch.randn}
 LARGEST = {"cpu": 4096, "cuda": 32768}
-MOST_CALLS = 100  # in a block
+MOST_CALLS = 100  # per block
 ROWS_CHECKED = 4
-COLUMNS = 2048  # checked at once: what is needed of b in fp64 stays small
+COLUMNS = 2048  # checked at a time, so that little of b has to be in fp64
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Options:
 
     @property
     def names(self) -> list[str]:
-        """Of the contents."""
+        """Names of the contents."""
         return list(CONTENTS) if self.contents == "all" else [self.contents]
 
     @property
@@ -91,16 +97,18 @@ class Options:
         return [self.min << i for i in range(64) if self.min << i <= largest]
 
     def need(self, kind: str, size: int) -> int:
-        """Bytes: two operands for each content, the product, and an operand in fp32 that is yet to be rounded."""
+        """Return the bytes needed: two operands for each content, the product, one operand in fp32 before it is
+        rounded, and the check in fp64."""
         width, product = KINDS[kind].dtype.itemsize, KINDS[kind].product.itemsize
         return size**2 * (2 * width * len(self.names) + product + 4) + 8 * size * (
             min(COLUMNS, size) + 4 * ROWS_CHECKED
         )
 
     def check(self) -> None:
-        """
+        """Check the options.
+
         Raises:
-            ConfigError: options that do not go together or that this machine cannot take.
+            ConfigError: options that do not go together, or that this machine does not support.
         """
         if not self.sizes:
             raise ConfigError(f"min={self.min} is more than max={self.max or LARGEST[self.torch_device.type]}")
@@ -112,11 +120,11 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Measures, prints line by line, and writes `options.out` and `options.plot`.
+    """Measure, print line by line, and write `options.out` and `options.plot`.
 
     Raises:
         ConfigError: options that do not go together.
-        WrongResult: a product is not right; after everything is printed.
+        WrongResult: a product is wrong; raised after everything is printed.
     """
     options.check()
     device = options.torch_device
@@ -149,7 +157,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _peak(kind: str, device: torch.device) -> float:
-    """FLOP/s."""
+    """Return the peak in FLOP/s."""
     dtype, factor = KINDS[kind].peak
     return factor * peak_flops(HardwareConfig(), device.type, dtype)
 
@@ -158,7 +166,7 @@ def _peak(kind: str, device: torch.device) -> float:
 
 
 def _row(options: Options, kind: str, size: int, peak: float, device: torch.device) -> dict[str, Any]:
-    """One precision at one size: seconds of a product, FLOP/s and HFU of each content, and whether it is right."""
+    """Measure one precision at one size. For each content: seconds per matmul, FLOP/s, HFU, and whether it is right."""
     out = torch.empty(size, size, dtype=KINDS[kind].product, device=device)
     products = {name: Product(kind, name, size, out) for name in options.names}
     right = {name: product.right() for name, product in products.items()}
@@ -186,18 +194,18 @@ class Product:
         make = lambda: CONTENTS[content](size, size, device=out.device).to(self.kind.dtype)
         self.a, self.b = make(), make()
         if kind == "fp8":
-            self.b = self.b.t().contiguous().t()  # the only order of b that fp8 units take
+            self.b = self.b.t().contiguous().t()  # the only layout of b that fp8 units support
             self._one = torch.ones((), device=out.device)
 
     def multiply(self) -> None:
-        """out becomes a b."""
+        """Compute out = a b."""
         if self.kind.dtype == torch.float8_e4m3fn:
             torch._scaled_mm(self.a, self.b, self._one, self._one, out_dtype=self.kind.product, out=self.out)
         else:
             torch.mm(self.a, self.b, out=self.out)
 
     def seconds(self, calls: int) -> float:
-        """Of one product, in a block of so many: by CUDA's own clock where there is one."""
+        """Return seconds per matmul, averaged over `calls`. Uses CUDA events on a GPU."""
         if self.out.device.type == "cpu":
             began = time.perf_counter()
             for _ in range(calls):
@@ -212,7 +220,7 @@ class Product:
         return start.elapsed_time(end) / 1e3 / calls
 
     def right(self) -> bool:
-        """Whether a few rows of the product, spread evenly, are what fp64 makes of the same operands."""
+        """Return True if a few evenly spaced rows of the product agree with fp64 on the same operands."""
         self.out.fill_(torch.nan)
         self.multiply()
         size = self.out.shape[0]
@@ -220,8 +228,8 @@ class Product:
         a = torch.stack([self.a[row].double() for row in rows])
         expected = torch.cat([a @ part.double() for part in self.b.split(COLUMNS, dim=1)], dim=1)
         off = (self.out[rows].double() - expected).abs()
-        allowed = self.kind.bound * (expected.abs() + expected.square().mean().sqrt())  # of zeros: nothing
-        return bool((off <= allowed).all())  # NaN never is
+        allowed = self.kind.bound * (expected.abs() + expected.square().mean().sqrt())  # zero if all are zeros
+        return bool((off <= allowed).all())  # NaN never passes
 
 
 # ------------------------------------------------------------------------------------------------------------- showing

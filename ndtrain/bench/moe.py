@@ -1,8 +1,8 @@
-"""`bench moe`: a layer of experts, forward and backward, as a training step runs it.
+"""`bench moe`: a layer of experts, forward and backward, as in a training step.
 
-It alternates with a loop over the experts, with `transformers`' eager experts, and with the layer's grouped products
-alone on balanced rows, which nothing can go below. All of them have the same weights and rows, and their results are
-compared. Attention is not part of it.
+It alternates with a loop over the experts, with `transformers`' eager experts, and with the layer's grouped matmuls
+alone on balanced rows, a lower bound. All have the same weights and rows, and their results are compared. Attention is
+not included.
 
 Shape legend: N tokens, M rows (each token once for each of its experts), E hidden_size, F an expert's intermediate
 size, X experts, K experts of a token.
@@ -32,7 +32,7 @@ from ndtrain.parallel.grouped_linear import products
 
 OURS, LOOP, PRODUCTS = "ours", "loop", "products"
 TRANSFORMERS = {"transformers": "eager", "transformers, grouped": "grouped_mm"}  # -> its implementation of experts
-# of differences, relative to the norm; routers in fp32 and in bf16 choose other experts for some tokens
+# largest differences, relative to the norm; for some tokens, a router in bf16 chooses other experts than one in fp32
 BOUNDS = {"fp32": 1e-4, "bf16": 0.1}
 Layer = Callable[[Tensor], Tensor]  # [N, E] -> [N, E]
 
@@ -56,10 +56,10 @@ class Options:
 
     @property
     def numbers(self) -> list[int]:
-        """Of experts.
+        """The numbers of experts.
 
         Raises:
-            ConfigError: they cannot be read, or are fewer than a token goes to.
+            ConfigError: they cannot be read, or one is below `top_k`.
         """
         words = self.experts.replace(",", " ").split()
         if not words or not all(word.isdecimal() and int(word) >= self.top_k for word in words):
@@ -68,7 +68,7 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Measures, prints and writes `options.out`.
+    """Measure, print and write `options.out`.
 
     Raises:
         ConfigError: options that do not go together.
@@ -84,7 +84,7 @@ def run(options: Options) -> None:
 
 
 def of_case(options: Options, experts: int) -> dict[str, Any]:
-    """Measures one number of experts."""
+    """Measure one number of experts."""
     torch.manual_seed(0)
     device, dtype = rank_device(0, choose_device(options.device)), DTYPES[options.dtype]
     x_NE, grad_NE = (torch.randn(options.tokens, options.hidden, device=device, dtype=dtype) for _ in range(2))
@@ -117,7 +117,7 @@ def report(options: Options, experts: int, timers: dict[str, BlockTimer]) -> dic
 
 
 def passes(layer: Layer, x_NE: Tensor, grad_NE: Tensor) -> tuple[Tensor, Tensor]:
-    """A forward and a backward: the output, and the gradient of the input."""
+    """Run forward and backward. Return the output and the gradient of the input."""
     x_NE = x_NE.detach().requires_grad_()
     y_NE = layer(x_NE)
     y_NE.backward(grad_NE)
@@ -125,8 +125,10 @@ def passes(layer: Layer, x_NE: Tensor, grad_NE: Tensor) -> tuple[Tensor, Tensor]
 
 
 def compare(results: dict[str, tuple[Tensor, Tensor]], bound: float) -> None:
-    """Raises:
-    WrongResult: one differs from ours.
+    """Compare all results with ours.
+
+    Raises:
+        WrongResult: one differs from ours.
     """
     for name, (y, dx) in results.items():
         for what, own, other in zip(("output", "input's gradient"), results[OURS], (y, dx), strict=True):
@@ -154,7 +156,7 @@ def our_config(options: Options, experts: int) -> Config:
 
 
 def our_block(options: Options, experts: int, device: torch.device) -> Block:
-    """A block of a trainer's stage, whose weights are gathered and whose gradients are accumulated in flat buffers."""
+    """Return a block of a trainer's stage. Its weights are gathered, and its gradients accumulate in flat buffers."""
     cfg = our_config(options, experts)
     stages = build_stages(cfg, Mesh(MeshSpec.of(cfg.mesh), 0, device))
     initialise(stages, cfg)
@@ -168,15 +170,15 @@ def our_block(options: Options, experts: int, device: torch.device) -> Block:
 
 
 def stacked(block: Block) -> list[Tensor]:
-    """The router's matrix, and those of gate, up and down of all experts as leaves of their own: [X, F, E] twice, and
-    [X, E, F]."""
+    """Return copies of the router's matrix and of all experts' gate, up and down, as autograd leaves. Gate and up are
+    [X, F, E], down is [X, E, F]."""
     experts = block.mixture.experts.values()
     weights = [torch.stack([getattr(e, p).weight.detach() for e in experts]) for p in block.moe.projections]
     return [block.mixture.gate.weight.detach().clone().requires_grad_(), *(w.requires_grad_() for w in weights)]
 
 
 def loop_over(block: Block) -> Layer:
-    """One expert after the other, as a textbook has it."""
+    """Return a layer that runs one expert after another, as in a textbook."""
     router_XE, gate_XFE, up_XFE, down_XEF = stacked(block)
     each = [[w.detach().clone().requires_grad_() for w in of] for of in zip(gate_XFE, up_XFE, down_XEF, strict=True)]
     k = block.m.num_experts_per_tok
@@ -195,7 +197,7 @@ def loop_over(block: Block) -> Layer:
 
 
 def transformers_layer(options: Options, experts: int, block: Block, implementation: str) -> Layer | None:
-    """Qwen3's layer; None: `transformers` is not installed."""
+    """Return Qwen3's layer, or None if `transformers` is not installed."""
     try:
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
     except ImportError:
@@ -218,8 +220,8 @@ def transformers_layer(options: Options, experts: int, block: Block, implementat
 
 
 def balanced_products(options: Options, experts: int, device: torch.device) -> Callable[[], object]:
-    """The six products of a layer whose experts have equally many rows, where gate and up are one: two forward, two for
-    the gradients of their inputs, two for those of their matrices."""
+    """Return the six grouped matmuls of a layer, with gate and up as one, for experts with equal numbers of rows. Two
+    are the forward, two give input gradients and two give weight gradients."""
     rows, wide, narrow = options.tokens * options.top_k, options.hidden, options.intermediate
     make = lambda *shape: torch.randn(*shape, device=device, dtype=DTYPES[options.dtype])
     counts = torch.full((experts,), rows // experts, device=device)

@@ -1,7 +1,7 @@
-"""`bench offload`: the update of optimizer state in host memory, against PyTorch's fused AdamW with fp32 moments.
+"""`bench offload`: the update of optimizer state in host memory, compared with PyTorch's fused AdamW with fp32 moments.
 
-Both update the same weights by turns, on the same number of threads. The copies over the link are not part of it: a GPU
-makes them beside the update. Beside it stands how fast initial weights are drawn, on one thread and on all.
+Both update the same weights in turn, on the same number of threads. Copies over the link are not included, because a
+GPU makes them during the update. The bench also measures how fast initial weights are drawn, on one thread and on all.
 """
 
 import time
@@ -42,7 +42,7 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Measures, prints and writes `options.out`."""
+    """Measure, print and write `options.out`."""
     require_folder("out", options.out)
     with using_threads(options.threads):
         timers = measure_apart(options) if options.apart else measure(options)
@@ -59,7 +59,7 @@ def run(options: Options) -> None:
 
 
 def measure(options: Options) -> dict[str, BlockTimer]:
-    """Both sides on the same weights."""
+    """Measure both sides on the same weights."""
     weights = make_weights(options)
     timers = {"ours": BlockTimer(ours(options, weights)), "fused": BlockTimer(fused(weights))}
     run_rounds(timers, options)
@@ -67,7 +67,7 @@ def measure(options: Options) -> dict[str, BlockTimer]:
 
 
 def measure_apart(options: Options) -> dict[str, BlockTimer]:
-    """Each block on tensors of its own, after the untimed updates that touch all of them."""
+    """Measure each block on tensors of its own, after untimed updates that touch all of them."""
     timers = {name: BlockTimer(lambda: None) for name in ("ours", "fused")}
     for i in range(options.rounds):
         for name in in_round(timers, i):
@@ -76,7 +76,7 @@ def measure_apart(options: Options) -> dict[str, BlockTimer]:
             timer.run(options.warmup)
             timer.time_block(options.steps)
             timers[name].block_ms += timer.block_ms
-            del weights, timer  # before the next side's are made
+            del weights, timer  # before the next side's tensors are made
     return timers
 
 
@@ -86,7 +86,7 @@ def make_weights(options: Options) -> Weights:
 
 
 def ours(options: Options, weights: Weights) -> Callable[[], Any]:
-    """One optimizer a unit, as `OffloadCopier.run` calls them."""
+    """Return our update, with one optimizer per unit, as `OffloadCopier.run` calls them."""
     cfg = OptimConfig(state_dtype=options.moments)
     kind, dtype = get("optimizer", "adamw"), {"fp32": torch.float32, "bf16": torch.bfloat16}[options.moments]
     units = []
@@ -101,7 +101,7 @@ def ours(options: Options, weights: Weights) -> Callable[[], Any]:
 
 
 def fused(weights: Weights) -> Callable[[], Any]:
-    """PyTorch's own, with the same clipping and check for what is not finite."""
+    """Return PyTorch's fused update, with the same clipping and check for non-finite values."""
     adamws = []
     for weight, grad in weights:
         weight.grad = grad
@@ -111,7 +111,7 @@ def fused(weights: Weights) -> Callable[[], Any]:
 
 
 def draw_rate(threads: int, elements: int = 1 << 24) -> float:
-    """Initial weights a second."""
+    """Return the number of initial weights drawn per second."""
     model, out = resolve(load_config([]), 1).model, torch.empty(elements)
     param = params(model)[NAME]
     with using_threads(1):

@@ -1,4 +1,4 @@
-"""Curves into a PNG file: panels in rows beside one legend, sizes on a logarithmic axis to base 2."""
+"""Draws curves into a PNG file: panels in rows next to one legend, with sizes on a logarithmic axis to base 2."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from ndtrain.config import ConfigError
 
 HELP = "PNG file for the curves"
 STYLES, MARKERS = ("-", "--", ":"), "osv^D<>pPX"
-COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]  # told apart with every kind of colour vision
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]  # distinguishable with every kind of colour vision
 
 
 class Point(NamedTuple):
-    """A point of a curve, and the spread of what it is the median of, if it is one."""
+    """A point: y is a median, low and high its spread if there are several samples."""
 
     x: float
     y: float
@@ -31,10 +31,10 @@ class Panel:
     """Axes with curves.
 
     Attributes:
-        y_label: with its unit.
-        points: one colour for each outer name, one line style for each inner one.
-        x_name: what to write at an x, its unit included.
-        y_scale: of matplotlib; a linear one begins at 0.
+        y_label: includes the unit.
+        points: one colour for each outer name, one line style for each inner name.
+        x_name: formats an x value, including its unit.
+        y_scale: of matplotlib; a linear scale begins at 0.
     """
 
     title: str
@@ -46,10 +46,10 @@ class Panel:
 
 
 def check(path: str) -> None:
-    """`path` can be drawn to, or is "".
+    """Check that `path` can be drawn to, or is "".
 
     Raises:
-        ConfigError: there is no folder for it, or no matplotlib.
+        ConfigError: its folder or matplotlib is missing, or the name does not end in .png.
     """
     require_folder("plot", path)
     if path and Path(path).suffix.lower() != ".png":
@@ -59,7 +59,7 @@ def check(path: str) -> None:
 
 
 def draw(path: str, title: str, panels: Sequence[Panel], across: int, size: tuple[float, float] = (5.2, 4.2)) -> None:
-    """Writes the panels to the PNG file `path`; does nothing where that is "".
+    """Write the panels to the PNG file `path`. Do nothing if it is "".
 
     Args:
         across: panels in a row.
@@ -67,7 +67,7 @@ def draw(path: str, title: str, panels: Sequence[Panel], across: int, size: tupl
     """
     if not path:
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state shared with other plots
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display and shares no state with other plots
     from matplotlib.figure import Figure
 
     down = -(-len(panels) // across)
@@ -85,7 +85,7 @@ def draw(path: str, title: str, panels: Sequence[Panel], across: int, size: tupl
 
 
 def _fill(axes: Any, panel: Panel) -> dict[str, Any]:
-    """Draws a panel; its lines by name."""
+    """Draw a panel and return its lines by name."""
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, yscale=panel.y_scale)
     axes.set_xscale("log", base=2)
     axes.grid(True, color="#dddddd")

@@ -1,5 +1,5 @@
-"""Starts the ranks of a bench on this machine, one thread each, or takes those that torchrun has started, and collects
-rank 0's result."""
+"""Starts the ranks of a bench on this machine, with one thread each, or uses the ranks that torchrun has started.
+Collects rank 0's result."""
 
 import multiprocessing as mp
 import os
@@ -33,7 +33,7 @@ TIMED_OUT = "not done within the limit"
 
 
 class RankFailed(RuntimeError):
-    """A rank ended without a result; the message holds its traceback."""
+    """A rank ended without a result; the message contains its traceback."""
 
 
 class WrongResult(RuntimeError):
@@ -41,15 +41,15 @@ class WrongResult(RuntimeError):
 
 
 def launched() -> bool:
-    """Whether torchrun has started several ranks."""
+    """Return True if torchrun has started several ranks."""
     return world_from_env()[2] > 1
 
 
 def usable_backend(backend: Backend, here: int) -> str:
-    """gloo or nccl, for `here` ranks on this host; auto: nccl where each of them has a GPU.
+    """Return gloo or nccl, for `here` ranks on this host. auto: nccl if each rank has a GPU.
 
     Raises:
-        ConfigError: nccl cannot work here; the line says why.
+        ConfigError: nccl cannot work here; the message gives the reason in one line.
     """
     gpus = torch.cuda.device_count()
     missing = "this PyTorch has no NCCL" if not dist.is_nccl_available() else ""
@@ -60,10 +60,10 @@ def usable_backend(backend: Backend, here: int) -> str:
 
 
 def choose_device(device: str) -> str:
-    """cpu or cuda; auto: cuda where there is one.
+    """Return cpu or cuda. auto: cuda if this machine has a GPU.
 
     Raises:
-        ConfigError: device=cuda where there is none.
+        ConfigError: device=cuda, but there is no GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: this machine has no CUDA device that torch can use; set it to cpu or auto")
@@ -71,26 +71,26 @@ def choose_device(device: str) -> str:
 
 
 def device_under(backend: str) -> torch.device:
-    """This rank's device under a backend, within `run_ranks` and `on_ranks`."""
+    """Return this rank's device for a backend. Call it within `run_ranks` or `on_ranks`."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
 def rank_device(rank: int, device: str) -> torch.device:
-    """The device of a rank, cpu or cuda, which becomes the current one."""
+    """Return the device of a rank, cpu or cuda, and make it the current device."""
     if device == "cpu":
         return torch.device("cpu")
     grow_segments()
     torch.cuda.set_device(rank)
-    torch.set_num_threads(max(1, cpu_cores() // torch.cuda.device_count()))  # for what is offloaded to the host
+    torch.set_num_threads(max(1, cpu_cores() // torch.cuda.device_count()))  # for work that is offloaded to the host
     return torch.device("cuda", rank)
 
 
 def on_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any:
-    """Under torchrun runs `fn(rank, *args)` in this process, which is one of the ranks; otherwise `run_ranks`. Returns
-    the result on rank 0, None on the others.
+    """Run `fn(rank, *args)` in this process if torchrun started it as a rank; otherwise call `run_ranks`. Return the
+    result on rank 0, None on the others.
 
     Raises:
-        RankFailed: a rank raised, or died if it was started here.
+        RankFailed: a rank raised, or a rank that was started here died.
     """
     if not launched():
         return run_ranks(fn, ranks, *args, backend=backend)
@@ -103,21 +103,22 @@ def on_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo") -> Any
         rendezvous.join(GROUPS[backend], rank, world, TIMEOUT_S, device_under(backend))
         result = fn(rank, *args)
         dist.barrier()
-    except Exception as error:  # no group is destroyed: gloo would wait for what peers will never send
+    except Exception as error:  # no group is destroyed: gloo would wait for messages that peers will never send
         raise RankFailed(f"rank {rank} failed: {traceback.format_exc()}") from error
     dist.destroy_process_group()
     return result if rank == 0 else None
 
 
 def from_all_ranks(value: Any) -> list[Any]:
-    """The values of all ranks, as JSON holds them; inside of `on_ranks` or `run_ranks`, with more than one rank."""
+    """Return the values of all ranks, as JSON represents them. Call it within `on_ranks` or `run_ranks`, with more than
+    one rank."""
     group = dist.group.WORLD
     assert group is not None
     return all_gather_json(value, group, torch.device("cpu"))
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends this process. A rank that torchrun started skips Python's own teardown, in which gloo's threads abort about
+    """End this process. A rank that torchrun started skips Python's own teardown, in which gloo's threads abort about
     every second time."""
     if not launched():
         sys.exit(code)
@@ -127,14 +128,15 @@ def exit_process(code: int) -> NoReturn:
 
 
 def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo", limit_s: float | None = None) -> Any:
-    """Runs `fn(rank, *args)` in `ranks` fresh processes and returns rank 0's result. With more than one rank the world
-    process group exists inside `fn`; with nccl, rank r has GPU r.
+    """Run `fn(rank, *args)` in `ranks` fresh processes and return rank 0's result. With more than one rank the world
+    process group exists inside `fn`. With nccl, rank r has GPU r.
 
     Args:
-        backend: gloo or nccl. limit_s: seconds that the ranks may take; None: no limit.
+        backend: gloo or nccl.
+        limit_s: seconds that the ranks may take; None: no limit.
 
     Raises:
-        RankFailed: a rank raised or died, or the time is over; the others are ended.
+        RankFailed: a rank raised or died, or the time is over; the other ranks are killed.
     """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -152,13 +154,15 @@ def run_ranks(fn: Callable, ranks: int, *args: Any, backend: str = "gloo", limit
 
 
 def run_launches(launches: int, jobs: Sequence[Sequence[Any]], backend: str) -> list[list[tuple]]:
-    """`run_ranks` of some jobs, several times in turn: a slow minute of the machine falls on one launch of each.
+    """Run several jobs in turn, `launches` times each. A slow minute of the machine then affects one launch of each
+    job.
 
     Args:
-        jobs: the function, which returns a sequence, the number of ranks and further arguments of each.
+        jobs: the arguments of `run_ranks` for each job: the function, the number of ranks and further arguments. The
+            function returns a sequence.
 
     Returns:
-        Of each job, for each item of its sequence those of all launches.
+        For each job and each position in its sequence, the items of all launches.
     """
     results: list[list[Sequence]] = [[] for _ in jobs]
     for _ in range(launches):
@@ -168,7 +172,7 @@ def run_launches(launches: int, jobs: Sequence[Sequence[Any]], backend: str) -> 
 
 
 def _wait(processes: Sequence[mp.Process], folder: Path, limit_s: float | None) -> None:
-    """Waits until all have ended, and raises as soon as one has failed."""
+    """Wait until all processes have ended. Raise as soon as one has failed."""
     running = {p.sentinel: rank for rank, p in enumerate(processes)}
     end = None if limit_s is None else time.monotonic() + limit_s
     while running:
@@ -200,7 +204,7 @@ def _rank(fn: Callable, rank: int, ranks: int, args: Sequence[Any], backend: str
         if rank == 0:
             (folder / "result").write_bytes(pickle.dumps(result))
         if ranks > 1:
-            dist.barrier()  # a rank that leaves early takes its connections with it
+            dist.barrier()  # a rank that exits early closes its connections
             dist.destroy_process_group()
         code = 0
     except BaseException:

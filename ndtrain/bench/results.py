@@ -1,4 +1,4 @@
-"""Results of a bench as JSON: the options, what the figures depend on besides, and the figures."""
+"""Results of a bench as JSON: the options, the environment that the figures depend on, and the figures."""
 
 import json
 import os
@@ -12,12 +12,12 @@ from typing import Any
 from ndtrain.config import ConfigError
 from ndtrain.metrics.measured_peak import cpu_model
 
-_PATHS = ("out", "plot", "folder")  # options that say where something is written, which no figure depends on
+_PATHS = ("out", "plot", "folder")  # options that name an output path; no figure depends on them
 _SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 def save(bench: str, options: Any, **measured: Any) -> None:
-    """Writes the file `options.out`, unless that is "". Of one key, the measured value counts.
+    """Write the file `options.out`, unless it is "". A measured value overrides an option of the same name.
 
     Args:
         options: an instance of the bench's dataclass.
@@ -28,7 +28,8 @@ def save(bench: str, options: Any, **measured: Any) -> None:
 
 
 def write(path: Path, body: dict[str, Any]) -> None:
-    """JSON with a line for each innermost list or object. By a rename: a call that is cut off leaves the file whole."""
+    """Write JSON with one line per innermost list or object. Writes a temporary file and renames it, so an interrupted
+    call leaves the old file intact."""
     text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda m: re.sub(r"\n\s*", " ", m[0]), json.dumps(body, indent=1))
     part = path.with_suffix(".part")
     part.write_text(text + "\n")
@@ -36,23 +37,23 @@ def write(path: Path, body: dict[str, Any]) -> None:
 
 
 def require_folder(key: str, path: str) -> None:
-    """The file `path` can be made, or is "".
+    """Check that the file `path` can be made, or is "".
 
     Raises:
-        ConfigError: there is no folder for it.
+        ConfigError: its folder does not exist.
     """
     if path and not Path(path).parent.is_dir():
         raise ConfigError(f"{key}={path}: there is no folder {Path(path).parent}")
 
 
 def size_name(n: float) -> str:
-    """Bytes in words: 4 KiB, 1.5 GiB."""
+    """Format a number of bytes as text: 4 KiB, 1.5 GiB."""
     unit = next((u for u, size in _SIZES.items() if n >= size), "B")
     return f"{n / _SIZES[unit]:.4g} {unit}"
 
 
 def surroundings() -> dict[str, Any]:
-    """What a figure depends on beside the options."""
+    """Return the environment that a figure depends on in addition to the options."""
     return {
         "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "gpus": _gpus()},
         "versions": {name: _version(name) for name in ("torch", "transformers", "numpy")},
@@ -61,7 +62,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Name, driver and memory of each GPU, without a context on any; none where there is no driver."""
+    """Return name, driver and memory of each GPU, without creating a context. Return [] if there is no driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
@@ -77,8 +78,11 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """What NDTRAIN_COMMIT says, else the checkout's commit, with `-dirty` where files differ from it; None outside one.
-    A copy of a working tree on a bare machine is no checkout, or one of another commit."""
+    """Return NDTRAIN_COMMIT if it is set, else the checkout's commit, with `-dirty` if files differ from it. Return
+    None outside a checkout.
+
+    NDTRAIN_COMMIT is for a copy of the working tree on another machine, where git would find no commit or a wrong one.
+    """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     if said := os.environ.get("NDTRAIN_COMMIT"):
         return said

@@ -1,7 +1,7 @@
-"""How implementations of the same work are timed against each other.
+"""Times implementations of the same work against each other.
 
-They alternate in rounds. A round times one block of a few steps of each, so that whatever else the machine does meets
-them alike. A block's time is that of its slowest rank. Each round gives one ratio peer / ours: above 1 ours is faster.
+They alternate in rounds. A round times one block of a few steps of each, so that disturbances by other programs affect
+all of them. A block's time is its slowest rank's. Each round gives one ratio peer / ours; above 1, ours is faster.
 """
 
 import statistics
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from ndtrain.arguments import option
 
 T = TypeVar("T")
-BLOCK_S = 0.02  # how long a block of short calls should take; a long call takes longer alone
+BLOCK_S = 0.02  # target duration of a block of short calls; one long call may take longer
 
 
 class Repeats(Protocol):
-    """How often each implementation is measured: rounds, steps of a block, and untimed steps before."""
+    """The amount of measuring for each implementation: rounds, steps of a block, and untimed steps before."""
 
     rounds: int
     steps: int
@@ -43,10 +43,11 @@ class BlockTimer:
     """Times one implementation in blocks of steps.
 
     Args:
-        step: makes one step. finish: waits for the steps that are still under way.
+        step: runs one step.
+        finish: waits for the steps in progress.
 
     Attributes:
-        block_ms: of each block so far, milliseconds a step.
+        block_ms: milliseconds per step of each block so far.
     """
 
     def __init__(self, step: Callable[[], object], finish: Callable[[], object] = lambda: None):
@@ -54,13 +55,13 @@ class BlockTimer:
         self.block_ms: list[float] = []
 
     def run(self, n: int) -> None:
-        """n steps, untimed."""
+        """Run n steps, untimed."""
         for _ in range(n):
             self._step()
         self._finish()
 
     def time_block(self, n: int) -> None:
-        """n steps, timed from when all ranks begin to when the slowest ends."""
+        """Time n steps, from the moment when all ranks begin until the slowest rank ends."""
         if dist.is_initialized():
             dist.barrier()
         began = time.perf_counter()
@@ -73,7 +74,7 @@ class BlockTimer:
 
 
 def run_rounds(timers: Mapping[str, BlockTimer], repeats: Repeats) -> None:
-    """Warms every implementation up, then times a block of each in every round."""
+    """Warm every implementation up, then time a block of each in every round."""
     for timer in timers.values():
         timer.run(repeats.warmup)
     for i in range(repeats.rounds):
@@ -82,12 +83,13 @@ def run_rounds(timers: Mapping[str, BlockTimer], repeats: Repeats) -> None:
 
 
 def in_round(names: Iterable[T], i: int) -> list[T]:
-    """The order of round i: every other one runs backwards, so that a drift of the machine's speed meets all alike."""
+    """Return the order of round i. Every other round runs backwards, so that a drift of the machine's speed affects all
+    alike."""
     return list(names)[:: -1 if i % 2 else 1]
 
 
 def calls_in_block(seconds: float, most: int) -> int:
-    """How many calls of so many seconds make a block, from 1 to `most`."""
+    """Return the number of calls per block, from 1 to `most`, for calls that take `seconds` each."""
     return max(1, min(most, int(BLOCK_S / seconds)))
 
 
@@ -104,7 +106,8 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(peer: BlockTimer, own: BlockTimer) -> dict[str, float]:
-    """Peer / ours over the rounds. `best` is that of the fastest blocks, which a busy machine disturbs least."""
+    """Return statistics of peer / ours over the rounds. `best` compares the fastest blocks, which a busy machine
+    disturbs least."""
     by_round = [a / b for a, b in zip(peer.block_ms, own.block_ms, strict=True)]
     best = min(peer.block_ms) / min(own.block_ms)
     return {**quartiles(by_round), "min": min(by_round), "max": max(by_round), "best": best}

@@ -19,12 +19,12 @@ from ndtrain.profiling.profile import name_fused_kernels, record
 from ndtrain.runtime.rendezvous import backend_of
 
 GIB = 2**30
-PROFILED = 10  # steps, each after one that is not profiled: on a shared machine the times of single steps vary
+PROFILED = 10  # steps, each after an unprofiled step; several, since single steps vary on a shared machine
 
 
 @dataclass(frozen=True)
 class CaseOptions:
-    """What is timed."""
+    """The cases to time, and the ranks and device to run them on."""
 
     recipe: str = option("whose step")
     cases: str = option('the overrides of each case, " | " between cases; the recipe as it is unless given', "")
@@ -34,7 +34,7 @@ class CaseOptions:
 
 @dataclass(frozen=True)
 class Options(BlockOptions, CaseOptions):
-    """Options of `bench step`: those of `CaseOptions`, then those of `BlockOptions`."""
+    """Options of `bench step`: first `CaseOptions`, then `BlockOptions`."""
 
     @property
     def device_type(self) -> str:
@@ -47,7 +47,7 @@ class Options(BlockOptions, CaseOptions):
 
 
 def run(options: Options) -> None:
-    """Measures each case in processes of its own, prints it and writes `options.out`.
+    """Measure each case in processes of its own, print it and write `options.out`.
 
     Raises:
         ConfigError: a case cannot be trained; then none is measured.
@@ -70,15 +70,16 @@ def run(options: Options) -> None:
 
 
 def config_of(options: Options, overrides: Sequence[str]) -> Config:
-    """
+    """Return the resolved configuration of a case.
+
     Raises:
-        ConfigError: naming the key.
+        ConfigError: names the key.
     """
     return resolve(load_config([f"recipe={options.recipe}", *overrides]), options.ranks)
 
 
 def measure(rank: int, options: Options, cfg: Config, device: str) -> dict[str, Any]:
-    """Measures one case; runs in each rank's process."""
+    """Measure one case. Runs in each rank's process."""
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
     if options.profile and compiles(cfg, mesh.device):
         name_fused_kernels()
@@ -86,7 +87,7 @@ def measure(rank: int, options: Options, cfg: Config, device: str) -> dict[str, 
 
 
 def profiled(steps: QueuedSteps) -> dict[str, Any]:
-    """The table of where a step's time goes, as its lines and as numbers."""
+    """Profile a step. Return the table of where its time goes, as lines and as numbers."""
     table = record(lambda: (steps(), steps.finish()), steps=PROFILED, device=steps.device)
     return {"lines": table.lines(), "kernel_share": table.kernel_share, "table": table.as_dict()}
 
@@ -96,7 +97,7 @@ HEAD = f"{'':{_WIDTH}}   ms/step          quartiles    tokens/s     MFU     HFU 
 
 
 def line(name: str, result: dict[str, Any]) -> str:
-    """One case, under `HEAD`."""
+    """Return the line of one case, to print below `HEAD`."""
     own = result["sides"]["ours"]
     quartiles = f"{own['q1']:.1f} .. {own['q3']:.1f}"
     return (

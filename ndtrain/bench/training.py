@@ -1,5 +1,5 @@
-"""Training steps of one configuration by ours and by others, on made-up tokens. They are queued one behind the other as
-in a run, compared at the first step, and timed in alternating rounds."""
+"""Training steps of one configuration by ours and by peers, on synthetic tokens. Steps are queued back to back as in a
+run, compared at the first step, and timed in alternating rounds."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ from ndtrain.model import flops
 from ndtrain.parallel.build import DTYPES, build_stages, initialise, sequence_sharding
 
 DISTINCT = 4  # steps before the batches repeat
-# How far equal work may differ at the first step, relative: (loss, norm of all gradients). The loss hardly depends on
-# the arithmetic there, so the norm says whether it is the same model
+# Relative difference allowed between equal work at the first step: (loss, norm of all gradients). There the loss hardly
+# depends on the computation, so the norm has to show whether the model is the same
 TOLERANCE = {"fp32": (1e-5, 1e-3), "fp64": (1e-9, 1e-6), "bf16": (5e-3, 5e-2), "fp8": (1e-2, 1e-1)}
 
 
 class DifferentWork(RuntimeError):
-    """An implementation's step has another result than ours, or ours has none."""
+    """An implementation's step has a different result from ours, or ours has none."""
 
 
 class Outcome(NamedTuple):
@@ -44,12 +44,12 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Implementation:
-    """A training step, built.
+    """A training step, ready to run.
 
     Attributes:
-        launch: queues a step on this rank's microbatches; what it returns waits for the outcome.
-        state_bytes: held on the device between steps; None: not known.
-        skipped_ops: what the recompute of each block skips (see `flops.hardware_flops_per_token`); None: not known.
+        launch: queues a step on this rank's microbatches. Returns a function that waits for the outcome.
+        state_bytes: bytes held on the device between steps; None: not known.
+        skipped_ops: ops that the recompute of each block skips (see `flops.hardware_flops_per_token`); None: not known.
     """
 
     launch: Callable[[Sequence[Batch]], Callable[[], Outcome]]
@@ -58,8 +58,8 @@ class Implementation:
 
 
 def draw_on(device: torch.device) -> baselines.Draw:
-    """Draws N(0, 1) elements on the device itself: `initialise`'s own stream takes minutes for 8 billion of them. The
-    same for the same piece of a parameter."""
+    """Return a function that draws N(0, 1) elements on the device. `initialise`'s own stream takes minutes for 8
+    billion. The same piece of a parameter always gets the same elements."""
 
     def draw(seed: int, name: str, start: int, length: int) -> Tensor:
         digest = hashlib.sha256(f"{seed}\0{name}\0{start}".encode()).digest()
@@ -70,7 +70,7 @@ def draw_on(device: torch.device) -> baselines.Draw:
 
 
 def build(name: str, cfg: Config, mesh: Mesh) -> Implementation:
-    """Ours, or one of `baselines.PEERS`."""
+    """Build ours, or one of `baselines.PEERS`."""
     if name == "ours":
         return ours(cfg, mesh)
     loop = baselines.PEERS[name](cfg, mesh.device, draw_on(mesh.device))
@@ -83,7 +83,7 @@ def build(name: str, cfg: Config, mesh: Mesh) -> Implementation:
 
 
 def ours(cfg: Config, mesh: Mesh) -> Implementation:
-    """ndtrain's own step."""
+    """Build ndtrain's own step."""
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg, draw_on(mesh.device))
     step, numbers = TrainingStep(cfg, mesh, stages), count(1)
@@ -96,7 +96,8 @@ def ours(cfg: Config, mesh: Mesh) -> Implementation:
 
 
 def outcome_of(report: StepReport) -> Outcome:
-    """
+    """Return the outcome of a step.
+
     Raises:
         DifferentWork: the step was skipped.
     """
@@ -108,10 +109,10 @@ def outcome_of(report: StepReport) -> Outcome:
 
 
 class QueuedSteps:
-    """Launches a step a call and reads the outcomes only in `finish`, so that no step waits for the host.
+    """Launches one step per call and reads the outcomes only in `finish`, so that no step waits for the host.
 
     Args:
-        batches: for each of some steps this rank's microbatches, which repeat.
+        batches: this rank's microbatches for each of some steps; they repeat.
     """
 
     def __init__(self, implementation: Implementation, batches: Sequence[Sequence[Batch]], device: torch.device):
@@ -130,13 +131,13 @@ class QueuedSteps:
 
 
 class Chain(Tokens):
-    """Sequences that a model can learn: three of four tokens follow from the one before. The same on every mesh."""
+    """Sequences that a model can learn: three of four tokens follow from the previous token. The same on every mesh."""
 
     def __init__(self, vocab_size: int, length: int):
         self._states, self._length = min(vocab_size, 1024), length
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        """int64 [rows, length]"""
+        """Return int64 [rows, length]."""
         return np.stack([self._sequence(np.random.default_rng((step, row))) for row in rows])
 
     def _sequence(self, draw: np.random.Generator) -> np.ndarray:
@@ -147,7 +148,7 @@ class Chain(Tokens):
 
 
 def batches_of(cfg: Config, mesh: Mesh, step: int) -> list[Batch]:
-    """This rank's microbatches of a step (from 0), on its device. With data.pack, token 0 ends a document."""
+    """Return this rank's microbatches of a step (from 0), on its device. With data.pack, token 0 ends a document."""
     t, source = cfg.train, Chain(cfg.model.vocab_size, cfg.train.seq_len + 1)
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     packing = Packing(0) if cfg.data.pack else None
@@ -162,13 +163,14 @@ def timed(
     repeats: Repeats,
     extra: Callable[[QueuedSteps], Any] | None = None,
 ) -> dict[str, Any]:
-    """On one rank: these implementations built, compared, warmed up and timed; ratios are of the others to the first.
+    """Build, compare, warm up and time these implementations on one rank. Ratios are the others' times over the first
+    one's.
 
     Args:
-        extra: what else is asked of the first one, once it is warm; comes back under "extra".
+        extra: called with the first implementation's steps after the timing. Its result is returned under "extra".
 
     Raises:
-        DifferentWork: an implementation's first step is not the first one's, or its updates are not.
+        DifferentWork: an implementation's first step, or its updates, differ from the first implementation's.
     """
     with baselines.world_of_one(mesh.device) if "native" in names else nullcontext():
         return _timed(cfg, mesh, names, repeats, extra)
@@ -191,11 +193,11 @@ def _timed(
     more = extra(steps[names[0]]) if extra else None
     rates = rates_of(cfg, mesh) if mesh.rank == 0 else None
     if dist.is_initialized():
-        dist.barrier()  # the peak is measured while the others wait
+        dist.barrier()  # the others wait while the peak is measured
     return {
         "sides": {name: _figures(timers[name], steps[name], rates) for name in names} if rates else {},
         "ratios": {name: ratio(timers[name], timers[names[0]]) for name in names[1:]},
-        "peak_memory_bytes": memory if len(names) == 1 else None,  # several hold theirs at one time
+        "peak_memory_bytes": memory if len(names) == 1 else None,  # with several, their memory adds up
         "parameters": flops.parameter_count(cfg.model),
         "tokens_per_step": cfg.train.global_batch * cfg.train.seq_len,
         "extra": more,
@@ -203,13 +205,14 @@ def _timed(
 
 
 def compare(outcomes: dict[str, Outcome], *bounds: float) -> None:
-    """
+    """Compare the outcomes of a step with the first implementation's.
+
     Args:
-        outcomes: of the same step by each implementation.
-        bounds: how far the others' loss and gradient norm may be off the first one's, relative.
+        outcomes: outcome of the same step, by implementation.
+        bounds: largest relative differences of the loss and of the gradient norm.
 
     Raises:
-        DifferentWork: something is further off, or no number.
+        DifferentWork: a difference exceeds its bound or is NaN.
     """
     (first, expected), *others = outcomes.items()
     for name, outcome in others:
@@ -219,11 +222,11 @@ def compare(outcomes: dict[str, Outcome], *bounds: float) -> None:
 
 
 def compare_progress(losses: dict[str, list[float]], bound: float) -> None:
-    """Whether the updates were alike. Rounding grows with the steps, so that a fifth of what the first one's loss has
-    changed by is allowed, or `bound` of the loss, whichever is more.
+    """Check that all implementations made similar updates. Rounding errors grow with the steps. The last losses may
+    differ by a fifth of the first one's change in loss. If `bound` times the loss is more, that is the limit.
 
     Raises:
-        DifferentWork: a last loss is elsewhere, or no number.
+        DifferentWork: a last loss differs by more, or is NaN.
     """
     (first, expected), *others = losses.items()
     allowed = max(bound * abs(expected[-1]), 0.2 * abs(expected[-1] - expected[0]))
@@ -237,7 +240,7 @@ Rates = Callable[[float, Implementation], dict[str, float | None]]
 
 
 def rates_of(cfg: Config, mesh: Mesh) -> Rates:
-    """(ms of a step, implementation) -> tokens a second, and per device MFU and HFU."""
+    """Return a function (ms per step, implementation) -> tokens per second, and MFU and HFU per device."""
     m, t = cfg.model, cfg.train
     peak = peak_flops(cfg.hardware, mesh.device.type, DTYPES[cfg.precision.compute])
 

@@ -25,8 +25,8 @@ __all__ = [
 
 
 class Metrics:
-    """Derives rates from the measurements of a step and writes one row per step to metrics.jsonl, the loggers and
-    the console.
+    """Derives rates from the measurements of each step. Writes one row per step to metrics.jsonl, the loggers and the
+    console.
 
     Args:
         cfg: the resolved configuration.
@@ -36,7 +36,7 @@ class Metrics:
         hardware_flops_per_token: FLOPs per token including recompute, for HFU.
         peak_flops_per_device: FLOP/s (`peak_flops`).
         world_size: number of devices.
-        resume: whether metrics.jsonl is continued; if not, it is overwritten.
+        resume: if True, continue metrics.jsonl; otherwise overwrite it.
 
     Raises:
         OSError: metrics.jsonl cannot be opened.
@@ -66,7 +66,7 @@ class Metrics:
             if where := getattr(logger, "where", None):
                 self.note(f"{name}: {where}")
         self._closed = False
-        # Registered after wandb's exit hook, so it runs before that. A run that has not called close() has failed.
+        # Exit hooks run in reverse order, so this runs before wandb's. A run that has not called close() has failed.
         atexit.register(self.close, exit_code=1)
 
     def log(
@@ -82,7 +82,7 @@ class Metrics:
         peak_memory_bytes: int,
         **extra: float,
     ) -> None:
-        """Records one step.
+        """Record one step.
 
         Args:
             step: counted from 1.
@@ -92,9 +92,9 @@ class Metrics:
             tokens: tokens of the run so far, including this step.
             step_tokens: tokens of this step over the whole mesh.
             step_time_s: wall time of the step in seconds.
-            data_wait_s: the part of it spent waiting for data.
+            data_wait_s: the part of `step_time_s` spent waiting for data.
             peak_memory_bytes: maximum over ranks.
-            extra: further numbers; they follow the others in metrics.jsonl and the loggers.
+            extra: further numbers, appended to the row in metrics.jsonl and the loggers.
         """
         rate = step_tokens / step_time_s
         device_rate = rate / self._world_size
@@ -120,10 +120,10 @@ class Metrics:
         self._console.update(row)
 
     def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
-        """Records texts that the model wrote after a step: in samples.jsonl, and in the loggers that have `samples`.
+        """Record texts generated after a step, in samples.jsonl and in the loggers that have a `samples` method.
 
         Args:
-            texts: (prompt, what follows it).
+            texts: (prompt, continuation).
         """
         try:
             with open(self._samples, "a") as file:
@@ -136,15 +136,15 @@ class Metrics:
                 logger.samples(step, texts)
 
     def note(self, text: str) -> None:
-        """Prints a line, above the progress bar if there is one."""
+        """Print a line, above the progress bar if there is one."""
         self._console.note(text)
 
     def warn(self, text: str) -> None:
-        """Prints a line marked as a warning."""
+        """Print a line marked as a warning."""
         self._console.warn(text)
 
     def close(self, exit_code: int = 0) -> None:
-        """Ends the progress bar, the loggers' runs and metrics.jsonl. A second call does nothing.
+        """End the progress bar and the loggers' runs, and close metrics.jsonl. A second call does nothing.
 
         Args:
             exit_code: the exit status of the training, for the loggers.
@@ -159,8 +159,8 @@ class Metrics:
         self._jsonl.close()
 
     def _write(self, row: dict) -> None:
-        """Writes a row to metrics.jsonl. If the disk is full, it warns once; the rows stay in memory until a later
-        write succeeds."""
+        """Write a row to metrics.jsonl. If the disk is full, warn once and keep the rows in memory until a later write
+        succeeds."""
         try:
             self._jsonl.write(row)
             self._write_failed = False

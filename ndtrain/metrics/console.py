@@ -13,15 +13,15 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 
 _WINDOW = 20  # number of steps that rates are averaged over
-_REFRESH_S = 0.1  # shortest time between two drawings of the bar
+_REFRESH_S = 0.1  # shortest time between two refreshes of the bar
 _MIN_BAR = 4  # characters; rich draws no shorter bar
 _LOAD = "moe/load_max_over_mean"
 
 
 class Console:
-    """Shows the progress of a run. The loss is the mean over the steps since the line before; in the bar, over the last
-    `log_every` steps. Rates are averages over the last `_WINDOW` steps. They exclude the first step of the process,
-    which compiles, warms up and fills caches.
+    """Shows the progress of a run. In plain lines the loss is the mean since the previous line; in the bar it is the
+    mean over the last `log_every` steps. Rates are averages over the last `_WINDOW` steps. They exclude the first step
+    of the process, which compiles, warms up and fills caches.
 
     Args:
         total: the last step of this run.
@@ -40,7 +40,7 @@ class Console:
         self._bar = _Bar(total, self._stream) if live else None
 
     def update(self, row: dict[str, Any]) -> None:
-        """Shows the step of `row`, a row of metrics.jsonl."""
+        """Show the step of `row`, a row of metrics.jsonl."""
         if self._warm:
             self._rows.append(row)
         self._warm = True
@@ -55,7 +55,7 @@ class Console:
             self._losses.clear()
 
     def note(self, text: str) -> None:
-        """Prints a line, above the bar if there is one."""
+        """Print a line, above the bar if there is one."""
         if self._bar:
             with _ignore_output_errors():
                 self._bar.print(text)
@@ -63,27 +63,27 @@ class Console:
             self._print(text)
 
     def warn(self, text: str) -> None:
-        """Prints a line marked as a warning."""
+        """Print a line marked as a warning."""
         self.note(f"warning: {text}")
 
     def close(self) -> None:
-        """Ends the progress bar. It stays on the terminal as it is."""
+        """End the progress bar and leave it on the terminal as it is."""
         if self._bar:
             with _ignore_output_errors():
                 self._bar.close()
 
     def _mean_loss(self) -> float:
-        """The mean of the losses that are finite. A step without one has had a warning."""
+        """Return the mean of the finite losses. The user has been warned about the steps without a finite loss."""
         finite = [loss for loss in self._losses if math.isfinite(loss)]
         return sum(finite) / len(finite) if finite else self._losses[-1]
 
     def _print_figures(self, figures: list[str]) -> None:
-        """Prints the figures in a line. On a terminal it is no longer than the terminal is wide."""
+        """Print the figures in one line. On a terminal, drop figures that exceed its width."""
         width = _terminal_width(self._stream)
         self._print("  ".join(fitting(figures, width) if width else figures))
 
     def _rates(self, step: int, which: tuple[str, ...]) -> list[str]:
-        """The averages named by `which` as text. None before the second step."""
+        """Return the averages named by `which` as text. Return an empty list before the second step."""
         if not self._rows:
             return []
         seconds = sum(row["step_time_s"] for row in self._rows)
@@ -103,7 +103,7 @@ class Console:
 
 
 def _ignore_output_errors() -> AbstractContextManager:
-    """Ignores OSError: a full disk behind a redirected stdout or a closed terminal must not end the training."""
+    """Ignore OSError: a full disk behind a redirected stdout or a closed terminal must not end the training."""
     return contextlib.suppress(OSError)
 
 
@@ -125,12 +125,12 @@ class _Bar:
         self._drawn = float("-inf")
 
     def update(self, step: int, figures: list[str]) -> None:
-        """Shows as many of `figures` as fit the width of the terminal."""
+        """Show the figures that fit the width of the terminal."""
         figures = fitting(figures, self._progress.console.width - len(f"step {step}/{self._total} ") - _MIN_BAR - 1)
         if not self._started:
             self._started = True
             self._progress.start()
-            self._progress.console.show_cursor(True)  # rich hides it, and a killed process could not show it again
+            self._progress.console.show_cursor(True)  # rich hides it, and a killed process cannot restore it
         self._progress.update(self._task, completed=step, stats="  ".join(figures))
         now = time.monotonic()
         if now - self._drawn >= _REFRESH_S or step == self._total:
@@ -147,14 +147,15 @@ class _Bar:
 
 
 def _state(row: dict[str, Any]) -> list[str]:
-    """Gradient norm, learning rate and, with experts, the largest load of one over the mean, as text."""
+    """Return gradient norm, learning rate and, if the model has experts, the maximum expert load over the mean, as
+    text."""
     shown = [f"grad_norm {row['grad_norm']:.2f}"] if row["grad_norm"] is not None else []
     load = [f"load {row[_LOAD]:.2f}"] if row.get(_LOAD) is not None else []
     return [*shown, f"lr {row['lr']:.1e}", *load]
 
 
 def _terminal_width(stream: TextIO) -> int:
-    """Columns of the terminal behind a stream; 0 where there is none, or it does not say."""
+    """Return the columns of the terminal behind a stream, or 0 if there is no terminal or its width is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError):
@@ -171,11 +172,11 @@ _DISPENSABLE = (
     "left",
     "loss",
     "step",
-)  # what a narrow line lacks first
+)  # in the order in which a narrow line drops them
 
 
 def fitting(figures: list[str], width: int) -> list[str]:
-    """As many of the figures as a line of `width` columns takes, in their order."""
+    """Return the figures that fit in a line of `width` columns. Drops others in the order of `_DISPENSABLE`."""
     shown = list(figures)
     for word in _DISPENSABLE:
         if len("  ".join(shown)) > width:
@@ -184,7 +185,7 @@ def fitting(figures: list[str], width: int) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text with at most two units: 32s, 1m32s, 3h05m, 2d04h."""
+    """Return seconds as text with at most two units: 32s, 1m32s, 3h05m, 2d04h."""
     minutes, s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

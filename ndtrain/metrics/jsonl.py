@@ -11,8 +11,8 @@ from typing import Any
 class JsonlWriter:
     """Appends rows to a file. Each row is in the file when `write` returns.
 
-    Before that, the rows of steps after `resume_step`, which the run repeats, and lines that a kill left incomplete are
-    dropped from the file. So it contains exactly one line per step.
+    The constructor first drops the rows after `resume_step`, since the run repeats those steps. It also drops lines
+    that a kill left incomplete. The file then contains exactly one line per step.
 
     Args:
         resume_step: 0 drops all rows.
@@ -27,7 +27,8 @@ class JsonlWriter:
         self._waiting = b""
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends `row`, a flat dict of numbers, strings and None. NaN and infinities become null, as JSON lacks them.
+        """Append `row`, a flat dict of numbers, strings and None. NaN and infinities become null, since JSON lacks
+        them.
 
         A failed write leaves no incomplete line. The row is written together with the next one.
 
@@ -47,8 +48,10 @@ class JsonlWriter:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl in order, one per step: of a step that was logged twice the later one. Incomplete
-    lines and lines that are no row are left out; a file that does not exist has no rows."""
+    """Return the rows of a metrics.jsonl in order, one per step. If a step was logged twice, the later row counts.
+
+    Incomplete lines and lines that are not rows are skipped. A missing file has no rows.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -65,7 +68,7 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A number of any library as a Python number; None if it is not finite."""
+    """Convert a number of any library to a Python number. Return None if it is not finite."""
     if value is None or isinstance(value, int | str):
         return value
     value = float(value)
@@ -73,7 +76,7 @@ def _plain(value: Any) -> Any:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Rewrites the file without the rows of steps after `step`, by a temporary file and a rename."""
+    """Rewrite the file without the rows after `step`. Writes a temporary file, then renames it."""
     if not path.exists():
         return
     before = path.read_bytes()
@@ -91,13 +94,13 @@ def _keep_until(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a complete line; None for an incomplete one, or one that is no row."""
+    """Return the step of a complete line. Return None if the line is incomplete or not a row."""
     row = _row(line) if line.endswith(b"\n") else None
     return row["step"] if row else None
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A row, whose step is a whole number; None if the line is none."""
+    """Return the row in a line, or None if the line is not a JSON object with an integer "step"."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

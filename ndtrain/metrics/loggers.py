@@ -1,4 +1,4 @@
-"""The loggers that ndtrain ships (importing them registers them), and how a run makes those of `logger.name`."""
+"""The built-in loggers, which importing this module registers, and `make_loggers`, which creates a run's loggers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,5 +12,5 @@ __all__ = ["make_loggers", "tensorboard_logger", "wandb_logger"]
 
 
 def make_loggers(cfg: Config, run_dir: Path, warn: Callable[[str], None]) -> dict[str, Any]:
-    """The loggers of a run by name. metrics.jsonl is none of them: every run writes it."""
+    """Create the loggers of a run, by name. Leaves out "jsonl": every run writes metrics.jsonl anyway."""
     return {name: get("logger", name)(cfg, run_dir, warn) for name in cfg.logger.names if name != "jsonl"}

@@ -1,4 +1,4 @@
-"""The matmul rate of a device that no data sheet lists. It is measured, and the best rate of all runs is kept."""
+"""Measures the matmul rate of a device that no data sheet lists. The best rate of all runs is cached."""
 
 import json
 import os
@@ -16,29 +16,30 @@ import torch
 from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.distributed.cores import cpu_cores
 
-WHOLE_S = 0.9  # duration of a measurement over all sizes, its warm-up included
-BRIEF_S = 0.15  # duration of a check of the rate that is kept
-_WARM_UP_S = 0.1  # until clocks are up and memory is laid out
+WHOLE_S = 0.9  # duration of a full measurement over all sizes, including its warm-up
+BRIEF_S = 0.15  # duration of a brief check of the cached rate
+_WARM_UP_S = 0.1  # until clocks have ramped up and memory is allocated
 _SIZES = (256, 8192)
-_REACHED = 3  # products that must be as fast as the rate says: a single one may be a jump of the clock
-_ENOUGH = 3  # whole measurements: after these a machine that is never idle is checked briefly, too
-_MIN_CORE_SHARE = 0.9  # with less of the cores, other programs took the rest
-_EVEN, _MAX_SPREAD = 1.1, 1.3  # median time of a product over its best; even ones of one thread were not interrupted
-_RAISED, _SLOW = 1.05, 0.7  # ratios to the kept rate from which on a user is told
+_REACHED = 3  # matmuls that have to reach the rate, since a single fast one may be a jump of the clock
+_ENOUGH = 3  # full measurements, after which brief checks suffice even on a machine that is never idle
+_MIN_CORE_SHARE = 0.9  # below this share of the CPU time, other programs used the cores
+# Median over best matmul time: at most _EVEN if nothing interrupted a single thread; above _MAX_SPREAD it is doubtful
+_EVEN, _MAX_SPREAD = 1.1, 1.3
+_RAISED, _SLOW = 1.05, 0.7  # ratios to the cached rate beyond which the user is informed
 
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What square matmuls have reached.
+    """The best rate that square matmuls have reached.
 
     Attributes:
         flops: FLOP/s.
-        size: of the matrices with which it was reached.
-        share: CPU time over wall time of all threads. It is low where other programs use the cores. 1 on a GPU.
-        spread: median time of a product over the best one, at that size.
-        threads: that share a product. Where one of several is interrupted, all wait: every product may be as slow.
+        size: rows and columns of the matrices that reached this rate.
+        share: CPU time over wall time of all threads. It is low if other programs use the cores. 1 on a GPU.
+        spread: median time of a matmul over the best time, at that size.
+        threads: threads that share a matmul. If one is interrupted, the others wait, so every matmul may be slow.
     """
 
     flops: float
@@ -49,7 +50,7 @@ class Measurement:
 
     @property
     def doubt(self) -> str:
-        """Says in words why the rate may be too low; "" where nothing disturbed the measurement."""
+        """The reason why the rate may be too low, in words. Empty if nothing disturbed the measurement."""
         if self.share < _MIN_CORE_SHARE and (self.spread > _EVEN or self.threads > 1):
             remedy = "end them"
             if self.threads > 1:
@@ -62,12 +63,12 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Kept:
-    """The best rate so far, as the cache has it.
+    """The best rate so far, as stored in the cache.
 
     Attributes:
         flops, size: as in `Measurement`.
-        measured: how many whole measurements there were.
-        settled: whether one of them was undisturbed, or there were enough.
+        measured: the number of full measurements.
+        settled: True if one measurement was undisturbed, or if there were enough full measurements.
     """
 
     flops: float
@@ -77,14 +78,14 @@ class Kept:
 
 
 def best_flops(device_type: str, dtype: torch.dtype, note: Note) -> float:
-    """The best FLOP/s of square matmuls in `dtype` that a run on this machine has reached.
+    """Return the best FLOP/s of square matmuls in `dtype` that any run on this machine has reached.
 
-    The first run measures for about a second: a warm-up, then sizes that double, each many times. What is kept is a
-    rate that three products have reached. A run that finds a settled rate checks it in 0.15 s, and raises it where the
-    machine is faster now.
+    The first run measures for about a second: a warm-up, then doubling sizes, each many times. The cached rate is one
+    that three matmuls have reached. If a run finds a settled rate, it checks it in 0.15 s and raises it if the machine
+    is faster now.
 
     Args:
-        note: called with a line where the rate looks wrong or was raised.
+        note: called with a line if the rate looks wrong or was raised.
     """
     path = Path(os.environ.get("NDTRAIN_CACHE") or "~/.cache/ndtrain").expanduser() / "peak_flops.json"
     key = _key(device_type, dtype)
@@ -101,7 +102,7 @@ def best_flops(device_type: str, dtype: torch.dtype, note: Note) -> float:
 
 
 def updated(kept: Kept | None, made: Measurement, whole: bool) -> Kept:
-    """What is kept after a measurement: the better of the two rates."""
+    """Return the cache entry after a measurement, with the better of the two rates."""
     measured = (kept.measured if kept else 0) + whole
     settled = bool(kept and kept.settled) or not made.doubt or measured >= _ENOUGH
     if kept and kept.flops >= made.flops:
@@ -110,7 +111,7 @@ def updated(kept: Kept | None, made: Measurement, whole: bool) -> Kept:
 
 
 def _message(kept: Kept | None, made: Measurement) -> str:
-    """What a user is to know about a measurement; "" where nothing is remarkable."""
+    """Return a message for the user about a measurement, or "" if nothing is remarkable."""
     rate = lambda flops: f"{flops / 1e12:.3g} TFLOP/s"
     if kept and made.flops > _RAISED * kept.flops:
         return (
@@ -135,11 +136,11 @@ def _message(kept: Kept | None, made: Measurement) -> str:
 
 
 def measure(device_type: str, dtype: torch.dtype, size: int | None = None) -> Measurement:
-    """Measures square matmuls after a warm-up.
+    """Measure square matmuls after a warm-up.
 
     Args:
-        size: None: the size doubles while the next one fits into `WHOLE_S`, and the best one counts. Else this size
-            alone, for `BRIEF_S`.
+        size: None: the size doubles while the next one fits into `WHOLE_S`, and the best one counts. Otherwise only
+            this size, for `BRIEF_S`.
     """
     end = time.perf_counter() + (WHOLE_S if size is None else BRIEF_S)
     if size is not None:
@@ -151,13 +152,13 @@ def measure(device_type: str, dtype: torch.dtype, size: int | None = None) -> Me
         made = _measure_size(device_type, dtype, size, now + (end - now) / 3)
         best = max(best, made, key=lambda m: m.flops)
         size *= 2
-        expected = (_REACHED + 1) * 2 * size**3 / made.flops  # with the warm-up of its own
+        expected = (_REACHED + 1) * 2 * size**3 / made.flops  # including the warm-up of that size
         if size > _SIZES[1] or time.perf_counter() + expected > end:
             return best
 
 
 def _measure_size(device_type: str, dtype: torch.dtype, size: int, until: float) -> Measurement:
-    """Multiplies [size, size] matrices until the time `until`, at least three times after a warm-up."""
+    """Multiply [size, size] matrices until the time `until`, at least three times after a warm-up."""
     a, b = (torch.randn(size, device=device_type).to(dtype).expand(size, size).contiguous() for _ in range(2))
     out = torch.empty_like(a)
     wait = torch.cuda.synchronize if device_type == "cuda" else lambda: None
@@ -182,7 +183,7 @@ def _measure_size(device_type: str, dtype: torch.dtype, size: int, until: float)
 
 
 def _key(device_type: str, dtype: torch.dtype) -> str:
-    """The cache key of a rate: everything it depends on."""
+    """Return the cache key of a rate, with everything that the rate depends on."""
     if device_type == "cuda":
         device = f"{torch.cuda.get_device_name()}, {torch.get_float32_matmul_precision()}"
     else:
@@ -191,7 +192,7 @@ def _key(device_type: str, dtype: torch.dtype) -> str:
 
 
 def cpu_model() -> str:
-    """The name of the CPU."""
+    """Return the name of the CPU."""
     try:
         line = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:  # not Linux
@@ -200,7 +201,7 @@ def cpu_model() -> str:
 
 
 def _read_cache(path: Path) -> dict[str, Kept]:
-    """The kept rates; none if the file is missing, damaged or of another version."""
+    """Return the cached rates, or none if the file is missing or damaged. Skips entries of another version."""
     try:
         known = read_object(path)
     except JsonError:
@@ -217,9 +218,9 @@ def _read(value: Any) -> Kept | None:
 
 
 def _write_cache(path: Path, key: str, best: Kept) -> None:
-    """Replaces the cache by a rename, since other runs may read it. An OSError is ignored: a run can measure again."""
+    """Replace the cache by a rename, since other runs may read it. Ignores an OSError: a run can measure again."""
     known = _read_cache(path)
-    if key in known and known[key].flops > best.flops:  # of a run that measured meanwhile
+    if key in known and known[key].flops > best.flops:  # another run measured it meanwhile
         best = known[key]
     part = path.with_suffix(f".{os.getpid()}.part")
     try:

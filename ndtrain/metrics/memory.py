@@ -13,8 +13,8 @@ _PROC = Path("/proc/self")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory in bytes since the last reset. On CUDA it is the peak of PyTorch's allocator; on CPU the peak
-    resident set size of the process, including code and libraries."""
+    """Return the peak memory in bytes since the last reset. On CUDA it is the peak of PyTorch's allocator. On CPU it is
+    the peak resident set size of the process, including code and libraries."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -25,7 +25,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Resets the peak. On CPU this does nothing if the kernel does not allow it."""
+    """Reset the peak. On CPU this does nothing if the kernel does not allow it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -36,9 +36,11 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated. On CUDA it is the free memory of the device. On CPU it is the available memory
-    of the host, or what its programs leave of the container's limit, whichever is less; the processes of a host share
-    it."""
+    """Return the bytes that can still be allocated. On CUDA it is the free memory of the device.
+
+    On CPU it is the available memory of the host or what is left of the container's limit, whichever is less. The
+    processes of a host share it.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -55,8 +57,8 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def memory_limit_bytes() -> int:
-    """The most bytes that the processes of this host, or of this container, can hold together: its memory and swap, or
-    the limit of a control group."""
+    """Return the most bytes that all processes of this host or container can hold together. It is the host's memory
+    plus swap, or the limit of a control group if that is lower."""
     try:
         sizes = (_number(Path("/proc/meminfo"), rf"^{key}:\s*(\d+) kB") * 1024 for key in ("MemTotal", "SwapTotal"))
         memory, swap = sizes
@@ -73,7 +75,7 @@ def memory_limit_bytes() -> int:
 
 
 def _limit_of_swap(path: Path, swap: int) -> int:
-    """Bytes of swap that a control group may use: all of it, where nothing else is said."""
+    """Return the bytes of swap that a control group may use: all of it if the group sets no limit."""
     try:
         return min(swap, _number(path, r"^(\d+)$"))
     except (OSError, TypeError):
@@ -81,7 +83,7 @@ def _limit_of_swap(path: Path, swap: int) -> int:
 
 
 def _control_groups() -> list[Path]:
-    """The folders of the control group of this process and of those around it."""
+    """Return the folders of this process's control group and of its parent groups."""
     try:
         paths = re.findall(r"^\d+:(|[^:\n]*\bmemory\b[^:\n]*):/(.*)$", (_PROC / "cgroup").read_text(), re.MULTILINE)
     except OSError:
@@ -94,11 +96,11 @@ def _control_groups() -> list[Path]:
 
 
 def _number(path: Path, pattern: str) -> int:
-    """The number that the pattern's group matches in a file.
+    """Return the number that the pattern's group matches in a file.
 
     Raises:
         OSError: the file cannot be read.
-        TypeError: it has no match.
+        TypeError: the pattern has no match.
     """
     return int(re.search(pattern, path.read_text(), re.MULTILINE)[1])
 
@@ -109,8 +111,8 @@ _CONTAINER = (("memory.max", "memory.stat"), ("memory/memory.limit_in_bytes", "m
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory for later allocations. By default it returns the memory to the kernel, and each
-    later use causes page faults: about 3 % of a step on CPU. Does nothing on other C libraries."""
+    """Make glibc keep freed memory for later allocations. By default it returns the memory to the kernel. Each later
+    use then causes page faults, which cost about 3 % of a step on CPU. Does nothing on other C libraries."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -123,12 +125,11 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h; 32 Mi
 
 
 def grow_segments() -> None:
-    """Makes PyTorch's allocator on GPUs grow the segments it has instead of adding new ones, so that less of them is
-    lost in pieces that no tensor fits. Counts for the allocations to come. What the user has said about the allocator
-    stands."""
+    """Make PyTorch's GPU allocator grow its segments instead of adding new ones. This wastes less memory in fragments
+    that fit no tensor. Affects later allocations only. Does nothing if the user has configured the allocator."""
     if not os.environ.keys() & _ALLOCATOR_SETTINGS:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # torch has read its environment by now
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # torch has already read the environment
 
 
-# PyTorch's variable, and the older name, which counts first on CUDA
+# PyTorch's variable, and the older name, which takes precedence on CUDA
 _ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}

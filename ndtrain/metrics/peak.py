@@ -11,7 +11,7 @@ from ndtrain.metrics.measured_peak import best_flops
 
 log = logging.getLogger("ndtrain")
 
-# Dense peaks in TFLOP/s with fp32 accumulation, from the vendors' data sheets: (bf16, tf32, fp32). A device has the
+# Dense peaks in TFLOP/s with fp32 accumulation, from the vendors' data sheets: (bf16, tf32, fp32). A device uses the
 # first row whose words all occur in its name, so variants come before the plain name.
 _GPUS: list[tuple[str, float, float, float]] = [
     ("B300", 2250, 1125, 75),
@@ -52,19 +52,21 @@ _OTHER_CHIPS = {"MIG", "LAPTOP", "MOBILE", "TI", "D", "MAX"}  # slices and varia
 def peak_flops(
     hardware: HardwareConfig, device_type: str, dtype: torch.dtype, note: Callable[[str], None] = log.info
 ) -> float:
-    """Peak FLOP/s of one device for matmuls in `dtype`.
+    """Return the peak FLOP/s of one device for matmuls in `dtype`.
 
-    It is `hardware.peak_tflops` if set. For a known GPU it is the figure of the data sheet; fp32 uses TF32's figure
-    where `torch.set_float32_matmul_precision` allows TF32. Otherwise it is the best matmul rate that a run has measured
-    on this machine, somewhat below a data sheet's figure (`measured_peak`). It is kept in `peak_flops.json` of the
-    cache folder ($NDTRAIN_CACHE, else ~/.cache/ndtrain). Call it on one rank while the others wait.
+    It is `hardware.peak_tflops` if set. For a known GPU it is the figure of the data sheet; for fp32 it is TF32's
+    figure if `torch.set_float32_matmul_precision` allows TF32.
+
+    Otherwise it is the best matmul rate that a run has measured on this machine (`measured_peak`), somewhat below a
+    data sheet's figure. It is cached in `peak_flops.json` of the cache folder ($NDTRAIN_CACHE, else ~/.cache/ndtrain).
+    Call this function on one rank while the others wait.
 
     Args:
         hardware: the run's `hardware` group.
         device_type: "cpu" or "cuda" (the current device).
         dtype: compute precision. precision.compute=fp8 uses bf16's peak, so that a speed-up shows as a higher MFU and
-            the figures of both are comparable (then an MFU above 1 is possible in principle).
-        note: called with a line where a measured peak looks wrong or was raised.
+            both figures are comparable (then an MFU above 1 is possible in principle).
+        note: called with a line if a measured peak looks wrong or was raised.
     """
     if hardware.peak_tflops is not None:
         return hardware.peak_tflops * 1e12
@@ -73,7 +75,7 @@ def peak_flops(
 
 
 def _listed(name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of the GPU called `name`, from the table; None if it is not in the table."""
+    """Return the FLOP/s of the GPU called `name` from the table, or None if the GPU is not listed."""
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
     if words & _OTHER_CHIPS or dtype not in (torch.bfloat16, torch.float32):
         return None

@@ -6,15 +6,15 @@ from statistics import median
 
 from ndtrain.distributed.mesh import MeshSpec
 
-WINDOW = 20  # number of steps that the medians are over
+WINDOW = 20  # number of steps of each median
 FACTOR = 1.5  # a rank becomes slow above this ratio to its peers
 RECOVERED = 1.2  # a slow rank recovers below this ratio
-LEAST_S = 0.01  # smallest difference in seconds: below it the noise of the scheduler dominates
+LEAST_S = 0.01  # smallest difference in seconds; below it, scheduler noise dominates
 
 
 class Stragglers:
-    """Compares the busy time of the ranks: the seconds of a step in which a rank does not wait for others. On a GPU it
-    is the host's time, so a slow device does not show here; it only makes the other ranks wait.
+    """Compares the busy time of the ranks: the seconds of a step in which a rank does not wait for others. On a GPU
+    this is the host's time. A slow device therefore does not show here; it only makes the other ranks wait.
 
     A rank is compared with the ranks of the same pp coord, which have the same layers.
     """
@@ -26,7 +26,7 @@ class Stragglers:
         self._slow: set[int] = set()
 
     def update(self, busy_s: Sequence[float]) -> list[str]:
-        """Adds a step. Returns a line for each rank that has become slow or has recovered.
+        """Add a step. Return a line for each rank that has become slow or has recovered.
 
         Args:
             busy_s: seconds, by rank.

@@ -1,4 +1,4 @@
-"""TensorBoard event files, by `torch.utils.tensorboard`. They need the package tensorboard, which is optional."""
+"""TensorBoard event files, written with `torch.utils.tensorboard`. They need the optional package tensorboard."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -24,15 +24,15 @@ class TensorBoardLogger:
         self._warn, self._off = warn, False
         self.where = str(run_dir / "tensorboard")
         self._make = lambda step: SummaryWriter(self.where, purge_step=step)
-        self._writer: Any = None  # made at the first row, whose step it needs
+        self._writer: Any = None  # made at the first row, because it needs the step
         self._config = to_yaml(cfg)
 
     @staticmethod
     def check(cfg: Config) -> None:
-        """Refuses a run where the package is missing.
+        """Refuse a run if the package is missing.
 
         Raises:
-            ConfigError: with the command that installs it.
+            ConfigError: names the command that installs the package.
         """
         if find_spec("tensorboard") is None:
             raise ConfigError(
@@ -41,13 +41,13 @@ class TensorBoardLogger:
             )
 
     def log(self, row: dict[str, Any]) -> None:
-        """Logs the numbers of `row` at `row["step"]`. TensorBoard hides what older files of the folder have from the
-        first step on, which a resumed run repeats."""
+        """Log the numbers of `row` at `row["step"]`. A resumed run repeats steps: TensorBoard hides the older files'
+        values from the first new step on."""
         numbers = {key: float(value) for key, value in row.items() if key != "step" and value is not None}
         self._write(row["step"], lambda writer: [writer.add_scalar(*item, row["step"]) for item in numbers.items()])
 
     def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
-        """Logs texts as (prompt, what the model wrote behind it)."""
+        """Log texts, given as (prompt, continuation written by the model)."""
         named = [(f"sample {i}", f"**{prompt}**{text}") for i, (prompt, text) in enumerate(texts)]
         self._write(step, lambda writer: [writer.add_text(*item, step) for item in named])
 
@@ -64,7 +64,7 @@ class TensorBoardLogger:
             self._warn(f"tensorboard failed at step {step} and is off from here: {error}")
 
     def finish(self, exit_code: int = 0) -> None:
-        """Flushes and closes the event file. A second call does nothing."""
+        """Flush and close the event file. A second call does nothing."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

@@ -15,7 +15,7 @@ from ndtrain.config import Config
 from ndtrain.metrics.jsonl import read_rows
 from ndtrain.plugins import register_logger
 
-_INIT_TIMEOUT_S = 15.0  # longest delay of the start by a server that does not answer
+_INIT_TIMEOUT_S = 15.0  # longest delay of the start if the server does not answer
 _FINISH_TIMEOUT_S = 60.0  # longest delay of the end; `wandb sync` uploads the rest
 
 
@@ -43,8 +43,8 @@ class WandbLogger:
             warn(f"wandb is off: {_one_line(error)}")
 
     def log(self, row: dict[str, Any]) -> None:
-        """Logs `row` at `row["step"]`; an online run drops a step it already has. The summary of the run holds the
-        lowest evaluation loss and its step, also of the steps before a resume."""
+        """Log `row` at `row["step"]`; an online run drops a step it already has. The run's summary holds the lowest
+        evaluation loss and its step, including steps before a resume."""
         if self._run is None:
             return
         try:
@@ -57,7 +57,7 @@ class WandbLogger:
             self._warn(f"wandb failed at step {row['step']} and is off from here: {_one_line(error)}")
 
     def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
-        """Logs a table of (prompt, text) that belongs to the row of `step`, which is logged after it."""
+        """Log a table of (prompt, text). It belongs to the row of `step`, which is logged after it."""
         if self._run is None:
             return
         try:
@@ -69,7 +69,7 @@ class WandbLogger:
             self._warn(f"wandb: samples of step {step} not logged: {_one_line(error)}")
 
     def finish(self, exit_code: int = 0) -> None:
-        """Flushes and ends the run. A second call does nothing, even if a signal interrupted the first."""
+        """Flush and end the run. A second call does nothing, even if a signal interrupted the first."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -79,7 +79,7 @@ class WandbLogger:
             self._warn(f"wandb did not finish: {_one_line(error)}")
 
     def _start(self, cfg: Config, run_dir: Path) -> Any:
-        """Starts the wandb run with the user's settings, or offline if that fails."""
+        """Start the wandb run with the user's settings, or offline if that fails."""
         import wandb  # slow to import, and optional: a broken installation must not stop a run
 
         settings = _settings(wandb)
@@ -112,19 +112,19 @@ NO_EVALUATION = (float("inf"), 0)
 
 
 def evaluation_of(row: dict[str, Any]) -> tuple[float, int]:
-    """(evaluation loss, step) of a row; (infinity, 0) without a finite one."""
+    """Return (evaluation loss, step) of a row, or (infinity, 0) if the row has no finite evaluation loss."""
     loss = row.get("eval_loss")
     return (float(loss), int(row["step"])) if loss is not None and math.isfinite(loss) else NO_EVALUATION
 
 
 def best_evaluation(path: Path) -> tuple[float, int]:
-    """The lowest evaluation loss in a metrics.jsonl and its step, as `evaluation_of`."""
+    """Return the lowest evaluation loss in a metrics.jsonl and its step, in the form of `evaluation_of`."""
     return min(map(evaluation_of, read_rows(path)), default=NO_EVALUATION)
 
 
 def _settings(wandb: Any) -> Any:
-    """wandb's settings: no output, short timeouts, no capture of stdout (the progress bar uses it). Settings that an
-    older wandb lacks are left out."""
+    """Return wandb's settings: no output, short timeouts, no capture of stdout (the progress bar uses it). Leaves out
+    settings that an older wandb lacks."""
     wanted = {
         "silent": True,
         "console": "off",
@@ -136,8 +136,8 @@ def _settings(wandb: Any) -> Any:
 
 
 def _mode(settings: Any, warn: Callable[[str], None]) -> str | None:
-    """The argument `mode` of `wandb.init`; None: the user's setting. Without credentials it is offline in any case,
-    since an online run would prompt for them."""
+    """Return the argument `mode` of `wandb.init`. Return None if the user's setting applies. Without credentials it is
+    always offline, because an online run would prompt for them."""
     if settings.mode in ("offline", "dryrun", "disabled") or _logged_in(settings):
         return None
     if os.environ.get("WANDB_MODE"):
@@ -146,7 +146,7 @@ def _mode(settings: Any, warn: Callable[[str], None]) -> str | None:
 
 
 def _logged_in(settings: Any) -> bool:
-    """Whether there are credentials for the server, in the places where wandb looks for them."""
+    """Return True if there are credentials for the server in the places where wandb looks for them."""
     if settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     named = os.environ.get("NETRC")
@@ -160,13 +160,13 @@ def _logged_in(settings: Any) -> bool:
 
 
 def _run_id(path: Path) -> str:
-    """The id of the run, stored in `path`. The first start creates it."""
+    """Return the id of the run, stored in `path`. The first start creates it."""
     if not path.exists():
         path.write_text(secrets.token_hex(4) + "\n")
     return path.read_text().strip()
 
 
 def _one_line(error: BaseException) -> str:
-    """The first line of the error's text, or the name of its type."""
+    """Return the first line of the error's text, or the name of its type."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -1,1 +1,1 @@
-"""`python -m ndtrain.preflight`: what may be wrong with a run's ranks, hosts, links and storage, before it starts."""
+"""`python -m ndtrain.preflight`: checks a run's ranks, hosts, links and storage before the run starts."""

@@ -1,4 +1,4 @@
-"""How the ranks report to rank 0: through the launcher's store, which uses none of the connections that are checked."""
+"""The ranks' reports to rank 0. They go through the launcher's store, which uses none of the connections under test."""
 
 import os
 import time
@@ -10,19 +10,19 @@ import torch.distributed as dist
 from ndtrain.runtime import rendezvous
 from ndtrain.runtime.signed_store import SignedStore
 
-MARGIN_S = 5.0  # beyond the deadline of what a rank does, for its report to arrive
-_PAUSES_S = (0.002, 0.2)  # between two reads of the store, growing
+MARGIN_S = 5.0  # time for a report to arrive after a rank's deadline
+_PAUSES_S = (0.002, 0.2)  # between two reads of the store: first and longest
 
 
 def open_store(rank: int, world: int, timeout_s: float) -> SignedStore:
-    """The messages in the store that the launcher's variables name; one process has its own.
+    """Open the store that the launcher's environment variables name. A single process uses a store of its own.
 
     Raises:
-        ConfigError: the variables name none.
-        dist.DistError: it does not answer.
+        ConfigError: the variables name no store.
+        dist.DistError: the store does not answer.
     """
     store = dist.HashStore() if world == 1 else rendezvous.open_store(rank, timeout_s)
-    # torchrun's store outlives an attempt, and with it what the attempt's ranks reported
+    # torchrun's store outlives an attempt, and keeps the reports of the attempt's ranks
     return SignedStore(store, f"preflight/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}")
 
 
@@ -30,7 +30,7 @@ class Coordinator:
     """Carries one rank's reports on each check to rank 0, and rank 0's decisions to all ranks.
 
     Attributes:
-        nonce: a random word that the ranks of this preflight share, and no other's.
+        nonce: a random word that only the ranks of this preflight share.
     """
 
     def __init__(self, store: SignedStore, rank: int, world: int, deadline_s: float):
@@ -46,19 +46,20 @@ class Coordinator:
         self._store.put(f"{check}/{self._rank}", findings)
 
     def reports(self, check: str, until: float) -> dict[int, dict[str, Any]]:
-        """On rank 0: rank -> its findings, for those that have reported by the time `until` (monotonic)."""
+        """Return rank -> its findings, for the ranks that have reported by the time `until` (monotonic). Call it on
+        rank 0."""
         found = {r: self._wait_for(f"{check}/{r}", until) for r in range(self._world)}
         return {r: findings for r, findings in found.items() if isinstance(findings, dict)}
 
     def decide(self, question: str, yes: bool) -> None:
-        """Publishes rank 0's decision."""
+        """Publish rank 0's decision."""
         self._store.put(f"decision/{question}", yes)
 
     def decision(self, question: str) -> bool:
-        """Waits for rank 0's decision.
+        """Wait for rank 0's decision.
 
         Raises:
-            TimeoutError: there is none within the time that rank 0 may take.
+            TimeoutError: rank 0 has not decided within the time it may take.
         """
         seconds = 2 * (self.deadline_s + MARGIN_S)
         yes = self._wait_for(f"decision/{question}", time.monotonic() + seconds)
@@ -67,9 +68,9 @@ class Coordinator:
         return yes is True
 
     def _wait_for(self, key: str, until: float) -> Any:
-        """The message, for which it waits until that time (monotonic); None: it has not come."""
+        """Wait for the message under `key` until the time `until` (monotonic). Return None if it has not arrived."""
         pause = _PAUSES_S[0]
-        while (value := self._store.read(key)) is None:  # and no `wait`, in which no signal is heard
+        while (value := self._store.read(key)) is None:  # no `wait`, which would block signals
             if time.monotonic() >= until:
                 return None
             time.sleep(pause)

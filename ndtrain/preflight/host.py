@@ -1,4 +1,4 @@
-"""Checks of each rank alone: software, device, arithmetic."""
+"""Checks that each rank runs alone: software, device, arithmetic."""
 
 import hashlib
 import json
@@ -36,23 +36,23 @@ from ndtrain.preflight.report import (
 )
 from ndtrain.runtime.listeners import public_addresses
 
-MATMUL_S = 0.3  # how long matmuls are timed
-SIZES = {"cpu": 256, "cuda": 8192}  # of a square matmul; on a CPU it ends before another process takes the core
-SLOW_MATMUL = (0.5, 0.8)  # shares of the usual rate: failed below the first, a warning below the second
-TAKEN = 0.1  # share of a GPU's memory that others may hold without a warning
+MATMUL_S = 0.3  # seconds for which matmuls are timed
+SIZES = {"cpu": 256, "cuda": 8192}  # of a square matmul; on CPU it ends before another process takes the core
+SLOW_MATMUL = (0.5, 0.8)  # shares of the usual rate: fail below the first, warn below the second
+TAKEN = 0.1  # share of a GPU's memory that others may use without a warning
 _FREE = ("OMP_NUM_THREADS",)  # may differ without an effect on the results
 
 # ------------------------------------------------------------------------------------------------- software and device
 
 
 def device_of(cfg: Config) -> torch.device:
-    """This rank's device. Where the GPU that it should have is missing, the CPU: `device_facts` then says so."""
+    """Return this rank's device. If its GPU is missing, return the CPU; `device_facts` then reports the problem."""
     index = own_gpu(world_from_env()[1]) if cfg.hardware.device != "cpu" else None
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """What must be the same on every rank."""
+    """Return the versions that must be the same on every rank."""
     values = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -67,7 +67,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 @cache
 def _sources() -> str:
-    """Eight digits of a hash of the sources, in which two checkouts of one version differ."""
+    """Return eight digits of a hash of the sources, to tell apart two checkouts of the same version."""
     digest, root = hashlib.sha256(), Path(ndtrain.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
@@ -75,7 +75,7 @@ def _sources() -> str:
 
 
 def device_facts(device: torch.device, wanted: str) -> Findings:
-    """Kind, name and memory of the device, and what is wrong with it.
+    """Return kind, name and memory of the device, and its problem if it has one.
 
     Args:
         wanted: `hardware.device`.
@@ -84,7 +84,7 @@ def device_facts(device: torch.device, wanted: str) -> Findings:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         facts = {"kind": "cuda", "name": torch.cuda.get_device_name(device), "memory": total, "free": free}
-        sees_one = torch.cuda.device_count() == 1  # its own where the launcher gives each rank one, else that of others
+        sees_one = torch.cuda.device_count() == 1  # the rank's own GPU, or one it shares by mistake
         return facts | ({"uuid": str(torch.cuda.get_device_properties(device).uuid)} if sees_one else {})
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = {"kind": "cpu", "name": f"{cpu_model()}, threads: {torch.get_num_threads()}", "memory": memory}
@@ -95,7 +95,7 @@ def device_facts(device: torch.device, wanted: str) -> Findings:
 
 
 def _configuration(cfg: Config) -> str:
-    """Eight digits of its hash, without the data cache, which may be each host's own."""
+    """Return eight digits of the configuration's hash. Leaves out the data cache, which may differ by host."""
     plain = asdict(replace(cfg, data=replace(cfg.data, cache="")))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
 
@@ -117,14 +117,14 @@ def check_hosts(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list
 
 
 def _addresses(by_rank: dict[int, Findings], ranks: Ranks) -> list[Row]:
-    """A warning where ranks listen on a public address."""
+    """Return a warning if ranks listen on a public address."""
     public = {r: f"listens on the public address {', '.join(f['public'])}" for r, f in by_rank.items() if f["public"]}
     advice = "close the ports of docs/launch.md to strangers, or choose another interface (NDTRAIN_INTERFACE)"
     return [Row("addresses", Status.WARNING, advice, ranks.grouped(public))] if public else []
 
 
 def _where(ranks: Ranks) -> str:
-    """8 on 2 hosts, node0: 0-3, node1: 4-7"""
+    """Return the hosts of the ranks as text: "8 on 2 hosts, node0: 0-3, node1: 4-7"."""
     by_host: dict[str, list[int]] = {}
     for rank, host in ranks.hosts.items():
         by_host.setdefault(host, []).append(rank)
@@ -133,7 +133,7 @@ def _where(ranks: Ranks) -> str:
 
 
 def _runs(numbers: list[int]) -> str:
-    """0-3, 8"""
+    """Return numbers as text, with consecutive ones joined: "0-3, 8"."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][1] == n - 1:
@@ -144,7 +144,7 @@ def _runs(numbers: list[int]) -> str:
 
 
 def _mesh(ranks: Ranks) -> str:
-    """dp=2 (between hosts) tp=4 (within hosts)"""
+    """Return the mesh as text: "dp=2 (between hosts) tp=4 (within hosts)"."""
     spec = ranks.spec
     inside = lambda axis: all(ranks.same_host(g[0], r) for g in spec.groups(axis) for r in g)
     wide = [a for a in (*spec.order, EP) if spec.size(a) > 1]
@@ -163,7 +163,7 @@ def _versions(by_rank: dict[int, Findings], ranks: Ranks) -> Row:
 
 
 def _devices(by_rank: dict[int, Findings], ranks: Ranks) -> Row:
-    """All devices must be of one kind, or no process group can be made."""
+    """Check the devices. All must be of one kind, or no process group can be made."""
     wrong = {r: f["problem"] for r, f in by_rank.items() if "problem" in f}
     kind, odd_kinds = odd_values({r: f["kind"] for r, f in by_rank.items()})
     wrong |= {r: f"{odd} instead of {kind}" for r, odd in odd_kinds.items() if r not in wrong}
@@ -182,7 +182,7 @@ def _devices(by_rank: dict[int, Findings], ranks: Ranks) -> Row:
 
 
 def _shared_gpus(by_rank: dict[int, Findings]) -> dict[int, str]:
-    """What is wrong with the ranks that see one GPU, and the same one."""
+    """Return a message for each rank that sees a single GPU which is also another rank's."""
     owners: dict[str, int] = {}
     first = {r: owners.setdefault(f["uuid"], r) for r, f in sorted(by_rank.items()) if "uuid" in f}
     return {r: f"has the GPU of rank {owner}" for r, owner in first.items() if owner != r}
@@ -192,8 +192,8 @@ def _shared_gpus(by_rank: dict[int, Findings]) -> dict[int, str]:
 
 
 def operands(context: RankContext) -> tuple[Tensor, Tensor]:
-    """Two square matrices of 0, 1 and -1 in the compute precision, the same on every rank. Most are 0, so that every
-    element of their product is exact even in bf16."""
+    """Return two square matrices of 0, 1 and -1 in the compute precision, the same on every rank. Most elements are 0,
+    so that their product is exact even in bf16."""
     n, dtype = SIZES[context.device.type], DTYPES[context.cfg.precision.compute]
     draw = torch.Generator().manual_seed(0)
     values = torch.tensor([1, -1, 0, 0, 0, 0, 0, 0], dtype=dtype, device=context.device)
@@ -206,10 +206,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def probe_matmul(context: RankContext) -> Findings:
-    """The rate of the fastest of some matmuls, and whether the product is right.
+    """Return the rate of the fastest matmul, and check that the product is right.
 
-    Freivalds' check (1977): (A B) x must equal A (B x) for a random x. All numbers are whole, so both are equal to the
-    last bit.
+    Freivalds' check (1977): (A B) x must equal A (B x) for a random x. All numbers are integers, so both are equal to
+    the last bit.
     """
     a, b = operands(context)
     shortest, until = float("inf"), time.perf_counter() + MATMUL_S

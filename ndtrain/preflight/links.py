@@ -1,4 +1,4 @@
-"""The speed of each link between neighbours on an axis: one direction, then the other; other pairs do the same."""
+"""The speed of each link between neighbours on an axis, first one way, then the other. Disjoint pairs run at once."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ from ndtrain.preflight.report import Ranks, Row, Status, few, listed, per_second
 
 MESSAGES = tuple(1 << k for k in (16, 19, 22, 25))  # bytes
 TIMES = 2  # messages of each length
-PASSES = 3  # over all links: the fastest counts, so that a busy moment of a host makes no slow link
-ENOUGH_S = 0.025  # no longer messages once one takes so long
+PASSES = 3  # over all links: the fastest counts, so that a busy moment of a host does not make a link look slow
+ENOUGH_S = 0.025  # send no longer messages once one takes longer
 SLOW = (1 / 3, 1 / 3)  # shares of the usual rate
-LEAST = 1e8  # bytes/s between hosts: gigabit Ethernet; a warning where a link is slower
+LEAST = 1e8  # bytes/s between hosts: gigabit Ethernet; warn if a link is slower
 
 
 class Link(NamedTuple):
-    """One direction between neighbours on an axis; global ranks."""
+    """One direction of a link between neighbours on an axis, with global ranks."""
 
     axis: str
     source: int
@@ -31,7 +31,7 @@ class Link(NamedTuple):
 
 
 def pairs_by_round(n: int) -> list[list[tuple[int, int]]]:
-    """The pairs of neighbours on a ring of n, in rounds in which no rank is in two pairs."""
+    """Return the pairs of neighbours on a ring of n ranks, in rounds. No rank is in two pairs of a round."""
     even = [(i, i + 1) for i in range(0, n - 1, 2)]
     odd = [(i, i + 1) for i in range(1, n - 1, 2)]
     last = [(n - 1, 0)] if n > 2 else []
@@ -40,7 +40,7 @@ def pairs_by_round(n: int) -> list[list[tuple[int, int]]]:
 
 
 def probe_links(context: RankContext) -> Findings:
-    """{links: [axis, source, bytes/s] of what this rank received, damaged: [axis, source]}"""
+    """Return {links: [axis, source, bytes/s] of what this rank received, damaged: [axis, source]}."""
     best: dict[tuple[str, int], float] = {}
     damaged = set()
     for _ in range(PASSES):
@@ -52,7 +52,7 @@ def probe_links(context: RankContext) -> Findings:
 
 
 def _rates(context: RankContext, axis: str) -> Iterator[tuple[int, float, bool]]:
-    """(global rank of a neighbour, bytes/s from it, whether they arrived undamaged): one direction, then the other."""
+    """Yield (global rank of a neighbour, bytes/s from it, True if all are intact). Measures one way, then the other."""
     group = context.mesh.group(axis)
     me, members = group.rank(), dist.get_process_group_ranks(group)
     for pairs in pairs_by_round(len(members)):
@@ -65,8 +65,8 @@ def _rates(context: RankContext, axis: str) -> Iterator[tuple[int, float, bool]]
 
 
 def _receive(context: RankContext, group: dist.ProcessGroup, source: int) -> tuple[float, bool]:
-    """Asks for messages of growing length until they take long enough. Returns bytes/s of the fastest of the last
-    length, and whether all arrived undamaged."""
+    """Request messages of growing length until they take long enough. Return the best bytes/s for the last length, and
+    True if the messages arrived undamaged."""
     rate, right = 0.0, True
     for size in MESSAGES:
         buffer, seconds = torch.zeros(size, dtype=torch.uint8, device=context.device), []
@@ -84,7 +84,7 @@ def _receive(context: RankContext, group: dist.ProcessGroup, source: int) -> tup
 
 
 def _send(context: RankContext, group: dist.ProcessGroup, to: int) -> None:
-    """Sends messages of the lengths that the receiver asks for."""
+    """Send messages of the lengths that the receiver requests."""
     asked = torch.zeros(1, dtype=torch.int64, device=context.device)
     buffer = torch.full((max(MESSAGES),), _mark(group.rank()), dtype=torch.uint8, device=context.device)
     while True:
@@ -95,7 +95,7 @@ def _send(context: RankContext, group: dist.ProcessGroup, to: int) -> None:
 
 
 def _mark(rank: int) -> int:
-    """The byte that the messages of a rank consist of."""
+    """Return the byte that fills all messages from a rank."""
     return rank % 255 + 1
 
 
@@ -105,7 +105,8 @@ def _message(context: RankContext, way: Callable, x: Tensor, group: dist.Process
 
 
 def check_links(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list[Row]:
-    """A row for each axis. Links within hosts are compared with one another, and so are those between hosts."""
+    """Return a row for each axis. Compares links within hosts with each other, and links between hosts with each
+    other."""
     rates = {Link(axis, source, r): rate for r, f in by_rank.items() for axis, source, rate in f["links"]}
     damaged = [Link(axis, source, r) for r, f in by_rank.items() for axis, source in f["damaged"]]
     odd: dict[Link, str] = {}
@@ -138,7 +139,7 @@ def _way(link: Link, ranks: Ranks) -> str:
 
 
 def _shared(links: list[Link], ranks: Ranks) -> tuple[str, ...]:
-    """The one rank, or else host, that all of several links end at."""
+    """Name the one rank, or else the one host, that all links share. Empty for a single pair of ranks."""
     ends = [{k.source, k.to} for k in links]
     if len({frozenset(e) for e in ends}) < 2:
         return ()

@@ -16,16 +16,17 @@ from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, few, worst
 from ndtrain.runtime import rendezvous
 
-ROUNDS = 5  # of reading the clock
-# Seconds apart: failed beyond the first, a warning beyond the second. torchrun takes a host for dead that is 15 s off
+ROUNDS = 5  # of clock readings
+# Seconds apart: fail beyond the first, warn beyond the second. torchrun considers a host dead if its clock is 15 s off
 CLOCK_S = (10.0, 1.0)
 TIMED = 1 << 20  # bytes of the all_reduce that is timed
-EACH = 1 << 14  # elements a rank in a collective that is checked
+EACH = 1 << 14  # elements per rank in a checked collective
 TIMES = 3
 
 
 def axes_of(spec: MeshSpec) -> list[tuple[str, ...]]:
-    """The axes that training communicates over: each with more than one rank, those of the shards together, and ep."""
+    """Return the axes that training communicates over: each one with more than one rank, the shard axes together,
+    and ep."""
     single = [(a,) for a in spec.order if spec.size(a) > 1]
     return single + [SHARD_AXES] * all(spec.size(a) > 1 for a in SHARD_AXES) + [(EP,)] * (spec.ep > 1)
 
@@ -34,7 +35,7 @@ def axes_of(spec: MeshSpec) -> list[tuple[str, ...]]:
 
 
 def connect(context: RankContext) -> Findings:
-    """The process groups of a run."""
+    """Create the process groups of a run."""
     began = time.perf_counter()
     backend = rendezvous.backend_of(context.device.type)
     rendezvous.join(backend, context.rank, context.spec.world_size, context.deadline_s, context.device)
@@ -55,7 +56,7 @@ def now() -> float:
 
 
 def probe_clock(context: RankContext) -> Findings:
-    """The time, in each round right after an all_reduce of all ranks."""
+    """Return the time in each round, read right after an all_reduce over all ranks."""
     times = []
     for _ in range(ROUNDS):
         collectives.all_reduce(torch.zeros(1), context.mesh.background).wait()
@@ -64,7 +65,8 @@ def probe_clock(context: RankContext) -> Findings:
 
 
 def check_clocks(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list[Row]:
-    """A clock's distance from the median one; the median of the rounds, in each of which some rank may come late."""
+    """Return a row on the clocks' offsets from the median clock. An offset is the median over the rounds, because a
+    rank may be late in a single round."""
     middles = [statistics.median_low(times) for times in zip(*(f["times"] for f in by_rank.values()), strict=True)]
     off = {r: statistics.median(t - m for t, m in zip(f["times"], middles, strict=True)) for r, f in by_rank.items()}
     failed, warned = CLOCK_S
@@ -77,11 +79,11 @@ def check_clocks(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> lis
 
 # ---------------------------------------------------------------------------------------------------------- collectives
 
-CHECKED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send/recv")  # those that training uses
+CHECKED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send/recv")  # the ones that training uses
 
 
 def probe_collectives(context: RankContext) -> Findings:
-    """{axes: {wrong: operations with a wrong result, seconds: of an all_reduce}}"""
+    """Return {axes: {wrong: operations with a wrong result, seconds: time of an all_reduce}}."""
     by_axes = {}
     for axes in axes_of(context.spec):
         group = context.mesh.group(*axes)
@@ -93,12 +95,12 @@ def probe_collectives(context: RankContext) -> Findings:
 
 
 def _pattern(rank: int) -> Pattern:
-    """The same whole numbers plus one of the rank's own: sums are exact in fp32."""
+    """Return integers offset by a number that depends on the rank. Their sums are exact in fp32."""
     return Pattern(torch.arange(97, dtype=torch.float32) + rank % 16)
 
 
 def _time_all_reduce(context: RankContext, group: dist.ProcessGroup) -> float:
-    """Seconds of the shortest of a few."""
+    """Return the seconds of the fastest of `TIMES` all_reduces."""
     full, shortest = torch.zeros(TIMED // 4, device=context.device), float("inf")
     for _ in range(TIMES):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the checks know of a rank, and what a check is."""
+"""The context of a rank during preflight, and the definition of a check."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ndtrain.config import Config
 from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.preflight.report import Ranks, Row
 
-Findings = dict[str, Any]  # what a rank reports of one check, in JSON's types
+Findings = dict[str, Any]  # a rank's report on one check, in JSON's types
 
 
 @dataclass
@@ -20,8 +20,8 @@ class RankContext:
 
     Attributes:
         nonce: a random word that the ranks of this preflight share.
-        deadline_s: of a check.
-        mesh: once the ranks are connected.
+        deadline_s: time limit of a check.
+        mesh: None until the ranks are connected.
     """
 
     cfg: Config
@@ -37,20 +37,20 @@ class RankContext:
         return Path(self.cfg.run.dir)
 
     def synchronize(self) -> None:
-        """Waits until the device has finished."""
+        """Wait until the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 @dataclass(frozen=True)
 class Check:
-    """A probe on every rank, and rank 0's check of what the probes report.
+    """A probe on every rank, and rank 0's check of the probes' findings.
 
     Attributes:
         probe: runs on every rank; an OSError or RuntimeError is reported too.
         check: runs on rank 0, on the findings of all ranks.
         needs: a row that must not have failed, or the probe does not run.
-        connected: the probe uses connections between ranks: after an error no other check uses them.
+        connected: the probe uses connections between ranks. After an error, no other check uses them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The table of a preflight: a row for each check, with the ranks that differ by name."""
+"""The table of a preflight: a row for each check, which names the ranks that differ."""
 
 import statistics
 import sys
@@ -15,8 +15,8 @@ from rich.text import Text
 
 from ndtrain.distributed.mesh import MeshSpec
 
-NAMED = 4  # ranks, or lines, that a row names before it counts the rest
-_LOG_WIDTH = 500  # characters: a log file's lines are not folded
+NAMED = 4  # ranks or lines that a row names; it only counts the rest
+_LOG_WIDTH = 500  # characters; lines of a log file are not folded
 
 Key = TypeVar("Key")
 
@@ -35,9 +35,9 @@ class Row:
     """One line of the table.
 
     Attributes:
-        figure: what was measured, in short.
-        notes: what differs, each with its ranks.
-        last: no further check can run.
+        figure: short text with the measured values.
+        notes: the differences, each with its ranks.
+        last: True if no further check can run.
     """
 
     check: str
@@ -48,7 +48,7 @@ class Row:
 
 
 def worst(statuses: Iterable[Status]) -> Status:
-    """OK where there are none."""
+    """Return the worst status, or OK if there are none."""
     return max(statuses, key=list(Status).index, default=Status.OK)
 
 
@@ -56,7 +56,7 @@ class Ranks:
     """Names ranks in messages.
 
     Attributes:
-        hosts: rank -> name, for those that have reported it.
+        hosts: rank -> host name, for the ranks that have reported it.
     """
 
     def __init__(self, spec: MeshSpec):
@@ -64,12 +64,12 @@ class Ranks:
         self.hosts: dict[int, str] = {}
 
     def one(self, rank: int) -> str:
-        """rank 3 (node1, dp=1 tp=0): its host, and its coordinates on the axes with more than one rank."""
+        """Return "rank 3 (node1, dp=1 tp=0)": its host, and its coordinates on axes with more than one rank."""
         known = ", ".join(x for x in (self.hosts.get(rank, ""), self.spec.where(rank)) if x)
         return f"rank {rank} ({known})" if known else f"rank {rank}"
 
     def some(self, ranks: Collection[int]) -> str:
-        """All, whole hosts, or a list that does not grow without bound."""
+        """Name some ranks: each one if they are few, else "every rank", whole hosts, or the first few and a count."""
         ranks = sorted(ranks)
         if len(ranks) <= NAMED:
             return ", ".join(map(self.one, ranks))
@@ -84,7 +84,7 @@ class Ranks:
         return self.hosts.get(one) == self.hosts.get(other)
 
     def grouped(self, problems: Mapping[int, str]) -> tuple[str, ...]:
-        """A line for each of the first few problems, with the ranks that have it."""
+        """Return a line for each of the first few problems, with the ranks that have the problem."""
         by_text: dict[str, list[int]] = {}
         for rank, text in problems.items():
             by_text.setdefault(text, []).append(rank)
@@ -92,52 +92,54 @@ class Ranks:
 
 
 def listed(words: Sequence[str]) -> str:
-    """The first few with commas between, and how many more."""
+    """Join the first few words with commas, and add the number of the others."""
     more = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
     return ", ".join(words[:NAMED]) + more
 
 
 def few(lines: Sequence[str]) -> tuple[str, ...]:
-    """The first few as they are, and how many more."""
+    """Return the first few lines, and a line with the number of the others."""
     return (*lines[:NAMED], *[f"and {len(lines) - NAMED} more"] * (len(lines) > NAMED))
 
 
 def odd_values(values: Mapping[int, str]) -> tuple[str, dict[int, str]]:
-    """(what most have, rank -> what it has instead)"""
+    """Return (most common value, {rank: its value} for the ranks that differ)."""
     usual = Counter(values.values()).most_common(1)[0][0]
     return usual, {r: v for r, v in values.items() if v != usual}
 
 
 def usual_rate(rates: Collection[float]) -> float:
-    """The upper quartile: a slow host of three is at the end of four links out of six."""
+    """Return the upper quartile. The median would not do: one slow host of three is at an end of four of the six
+    links."""
     return statistics.quantiles(rates, n=4, method="inclusive")[2] if len(rates) > 1 else next(iter(rates))
 
 
 def slow(rates: Mapping[Key, float], usual: float, failed: float, warned: float) -> tuple[Status, list[Key]]:
-    """Those below the share `warned` of the usual rate; FAILED where one is below the share `failed` of it."""
+    """Return the keys with a rate below the share `warned` of the usual rate, slowest first. The status is FAILED if
+    one is below the share `failed`."""
     odd = sorted((k for k, v in rates.items() if v < warned * usual), key=rates.__getitem__)
     return worst(Status.FAILED if rates[k] < failed * usual else Status.WARNING for k in odd), odd
 
 
 def per_second(rate: float, unit: str = "B") -> str:
-    """1.3 GB/s, 17 MB/s."""
+    """Return a rate as text: "1.3 GB/s", "17 MB/s"."""
     return _scaled(rate, {"T": 1e12, "G": 1e9, "M": 1e6}) + f"{unit}/s"
 
 
 def bytes_of(n: float) -> str:
-    """1.3 GiB, 17 MiB."""
+    """Return a number of bytes as text: "1.3 GiB", "17 MiB"."""
     return _scaled(n, {"T": 2**40, "G": 2**30, "M": 2**20}) + "iB"
 
 
 def _scaled(n: float, sizes: dict[str, float]) -> str:
-    """In the largest unit that it reaches, else the smallest."""
+    """Return n in the largest unit that it reaches, or in the smallest unit if it reaches none."""
     prefix = next((p for p, size in sizes.items() if n >= size), list(sizes)[-1])
     n /= sizes[prefix]
     return f"{n:.3g} {prefix}" if n < 1000 else f"{n:.0f} {prefix}"
 
 
 def show(rows: Sequence[Row], stream: TextIO | None = None) -> None:
-    """Prints the table, folded to the width of a terminal if `stream` (None: stdout) is one, and a summary line."""
+    """Print the table and a summary line. The table is folded to the width if `stream` (None: stdout) is a terminal."""
     stream = stream or sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else _LOG_WIDTH, highlight=False, soft_wrap=False)
     table = Table(box=box.SIMPLE_HEAD)

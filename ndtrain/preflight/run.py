@@ -1,4 +1,4 @@
-"""Runs all checks of a preflight, one after the other on all ranks; rank 0 prints the table."""
+"""Runs all checks of a preflight, one after another on all ranks. Rank 0 prints the table."""
 
 import signal
 import sys
@@ -40,9 +40,9 @@ from ndtrain.preflight.storage import (
     probe_storage,
 )
 
-DEADLINE_S = 60.0  # of a check; hardware.timeout_s where that is shorter
+DEADLINE_S = 60.0  # of a check; hardware.timeout_s if it is shorter
 
-ALONE = [  # these need no connection between ranks, which report through the launcher's store
+ALONE = [  # these need no connection between ranks: reports go through the launcher's store
     Check("hosts", probe_host, check_hosts),
     Check("matmul", probe_matmul, check_matmul),
     Check("disk space", probe_space, check_space),
@@ -62,13 +62,13 @@ class _Terminated(Exception):
 
 
 def preflight(cfg: Config) -> int:
-    """Checks all that a run with this configuration needs, and prints a table of it on rank 0. It leaves no files.
+    """Check everything that a run with this configuration needs, and print a table on rank 0. Leaves no files.
 
     Returns:
-        The exit status, the same on every rank: 0 where no check failed, else 1.
+        The exit status, the same on every rank: 0 if no check failed, else 1.
 
     Raises:
-        ConfigError: the configuration does not fit the ranks; one line says why.
+        ConfigError: the configuration does not fit the ranks; the message gives the reason in one line.
     """
     rank, _, world = world_from_env()
     if cfg.init_from:
@@ -85,20 +85,20 @@ def preflight(cfg: Config) -> int:
         finally:
             cleaner.remove_file()
             cleaner.remove_folders()
-    except (dist.DistError, TimeoutError) as error:  # of the store, which alone is used here
+    except (dist.DistError, TimeoutError) as error:  # raised by the store: failing checks are caught and reported
         print(f"error (rank {rank}): the ranks cannot meet: {_one_line(error)}", file=sys.stderr, flush=True)
         return 1
 
 
 class Preflight:
-    """Runs the checks on one rank; on rank 0 it holds the rows of the table so far."""
+    """Runs the checks on one rank. On rank 0 it holds the rows of the table so far."""
 
     def __init__(self, context: RankContext, coordinator: Coordinator):
         self.context, self.coordinator, self.leads = context, coordinator, context.rank == 0
         self.ranks, self.rows = Ranks(context.spec), list[Row]()
 
     def run(self, checks: list[Check], clean: Callable[[], None]) -> int:
-        """The exit status. `clean` is called on every rank before it is known on any."""
+        """Run the checks and return the exit status. Calls `clean` on every rank before any rank knows the status."""
         try:
             with _raises_on_sigterm():
                 for check in checks:
@@ -112,16 +112,16 @@ class Preflight:
                 show(self.rows)
         self.coordinator.report("end", {})
         if self.leads:
-            self.coordinator.reports("end", time.monotonic() + MARGIN_S)  # they have cleaned up
+            self.coordinator.reports("end", time.monotonic() + MARGIN_S)  # wait until they have cleaned up
             self.coordinator.decide("passed", not any(row.status == Status.FAILED for row in self.rows))
         passed = self.coordinator.decision("passed")
         self.coordinator.report("bye", {})
         if self.leads:
-            self.coordinator.reports("bye", time.monotonic() + MARGIN_S)  # rank 0 may be the store
+            self.coordinator.reports("bye", time.monotonic() + MARGIN_S)  # rank 0 may host the store
         return 0 if passed else 1
 
     def _run_check(self, check: Check) -> None:
-        """Runs it, unless rank 0 decides against it."""
+        """Run a check, unless rank 0 decides against it."""
         if self.leads:
             self.coordinator.decide(check.name, self._wanted(check))
         if not self.coordinator.decision(check.name):
@@ -160,10 +160,10 @@ class Preflight:
 
 
 def _within(seconds: float, work: Callable[[], Findings]) -> Findings:
-    """The result of `work`, which runs in a thread; the thread is abandoned if it takes longer.
+    """Run `work` in a thread and return its result. Abandon the thread if it takes longer than `seconds`.
 
     Raises:
-        TimeoutError: it takes longer; what it waits for is named.
+        TimeoutError: it takes longer; the message names the collective it waits for.
     """
     future: Future[Findings] = Future()
 
@@ -184,7 +184,8 @@ def _within(seconds: float, work: Callable[[], Findings]) -> Findings:
 
 @contextmanager
 def _raises_on_sigterm() -> Iterator[None]:
-    """A SIGTERM (from the launcher, where another rank has died) stops the current check, and the table is printed."""
+    """Stop the current check at a SIGTERM, which the launcher sends if another rank has died. The table is still
+    printed."""
 
     def on(number: int, frame: FrameType | None) -> None:
         raise _Terminated(signal.Signals(number).name)

@@ -1,4 +1,4 @@
-"""Checks of the run folder: every rank can write it, how fast, all see the same one, and the checkpoints fit."""
+"""Checks of the run folder: every rank can write to it, how fast, all see the same folder, and the checkpoints fit."""
 
 import errno
 import os
@@ -16,21 +16,21 @@ from ndtrain.config import Config
 from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, bytes_of, per_second, slow, usual_rate
 
-MOST = 32 << 20  # bytes that a rank writes
-ALL = 8 << 30  # bytes that all ranks together write, at most; but LEAST each
+MOST = 32 << 20  # most bytes that one rank writes
+ALL = 8 << 30  # most bytes that all ranks write together, but each writes at least LEAST
 LEAST = 1 << 20
 BLOCK = 1 << 20
-ENOUGH_S = 4.0  # no more is written, or read, once it has taken so long
-PATIENCE_S = 5.0  # a shared file system may show a file to other hosts a moment late
-SLOW = (0.0, 0.2)  # shares of the usual rate: disks vary, so there is a warning, and no failure
-FULL = 0.9  # share of the free space above which there is a warning
+ENOUGH_S = 4.0  # seconds after which a rank stops writing, or reading
+PATIENCE_S = 5.0  # a shared file system may show a new file to other hosts a moment late
+SLOW = (0.0, 0.2)  # shares of the usual rate: disks vary, so a slow one gives a warning, not a failure
+FULL = 0.9  # share of the free space above which the check warns
 
 # ---------------------------------------------------------------------------------------------------------- free space
 
 
 def planned_bytes(cfg: Config, folder: Path) -> int:
-    """What the run will take beyond what is in its folder of checkpoints already: those that stay, and one that is
-    being written before the oldest goes."""
+    """Return the bytes that the run's checkpoints will take in addition to those already in the folder. Counts the
+    checkpoints that are kept, and one more that is written before the oldest is deleted."""
     count = cfg.checkpoint.keep + 1
     if cfg.checkpoint.keep_every:
         count += cfg.train.steps // cfg.checkpoint.keep_every
@@ -46,7 +46,7 @@ def probe_space(context: RankContext) -> Findings:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Return the path, or its nearest parent folder that exists."""
     path = path.absolute()
     return next(p for p in (path, *path.parents) if p.exists())
 
@@ -70,12 +70,12 @@ def check_space(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list
 
 
 def file_of(context: RankContext, rank: int) -> Path:
-    """The file that a rank writes: hidden, and of this preflight only."""
+    """Return the path of the file that a rank writes: hidden, and unique to this preflight."""
     return context.run_dir / f".preflight-{context.nonce}-{rank}"
 
 
 def probe_storage(context: RankContext) -> Findings:
-    """Writes, flushes and reads a file; it stays for others to see."""
+    """Write, flush and read a file. The file stays so that other ranks can look for it."""
     try:
         context.run_dir.mkdir(parents=True, exist_ok=True)
         return _write_and_read(context, file_of(context, context.rank))
@@ -93,7 +93,7 @@ def _write_and_read(context: RankContext, path: Path) -> Findings:
         written = _each(size, lambda i: os.pwrite(fd, blocks[i % 4], i * BLOCK) == BLOCK)
         os.fsync(fd)
         write_s = time.perf_counter() - began
-        if hasattr(os, "posix_fadvise"):  # so that it is read from the disk
+        if hasattr(os, "posix_fadvise"):  # drops it from the page cache, so that it is read from the disk
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         began = time.perf_counter()
         right = _each(written, lambda i: os.pread(fd, BLOCK, i * BLOCK) == blocks[i % 4])
@@ -106,7 +106,7 @@ def _write_and_read(context: RankContext, path: Path) -> Findings:
 
 
 def _each(size: int, move: Callable[[int], bool]) -> int:
-    """Bytes moved, block by block, until that is all or has taken long enough; 0 where a move was wrong."""
+    """Move blocks until `size` bytes are moved or the time is up. Return the bytes moved, or 0 if a move was wrong."""
     began, done = time.perf_counter(), 0
     while done < size and time.perf_counter() - began < ENOUGH_S:
         if not move(done // BLOCK):
@@ -130,7 +130,7 @@ def check_storage(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> li
 
 
 def probe_folder(context: RankContext) -> Findings:
-    """Whether this rank sees the file that rank 0 has written."""
+    """Check that this rank sees the file that rank 0 has written."""
     path, until = file_of(context, 0), time.monotonic() + PATIENCE_S
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.1)
@@ -149,7 +149,7 @@ def check_folder(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> lis
 
 
 class Cleaner:
-    """Removes what a preflight leaves: its file, and the folders that did not exist when this was made."""
+    """Removes what a preflight leaves: its file, and the folders that did not exist when this object was made."""
 
     def __init__(self, context: RankContext):
         self._context, self._file = context, file_of(context, context.rank)
@@ -160,7 +160,8 @@ class Cleaner:
             self._file.unlink(missing_ok=True)
 
     def remove_folders(self) -> None:
-        """Those that are empty, once every rank has removed its file; a dead rank's goes here."""
+        """Remove the new folders that are empty. Call it once every rank has removed its file. Rank 0 also removes the
+        files of dead ranks."""
         if self._context.rank == 0:
             for path in self._context.run_dir.glob(file_of(self._context, 0).name[:-1] + "*"):
                 with suppress(OSError):

@@ -1,1 +1,1 @@
-"""`bench collectives`: every collective over every axis of a mesh, checked and timed."""
+"""`bench collectives`: checks and times every collective over every axis of a mesh."""

@@ -1,8 +1,8 @@
-"""Inputs of a collective in a bench, and how its result is checked.
+"""Inputs of a benchmarked collective, and the check of its result.
 
-Every operation is described by one tensor, the **full** one, of S bytes on a rank, and its n equal **pieces**. Tensors
-hold whole numbers, so that sums are exact in any order, and repeat a pattern that is drawn from the rank's number. So
-each rank computes alone what an operation must give.
+Every operation is described by one tensor, the **full** one, of S bytes on a rank, and by its n equal **pieces**.
+Tensors hold integers, so sums are exact in any order. They repeat a pattern drawn from the rank's number, so each rank
+can compute the expected result alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PERIOD = 65537  # elements; a prime, so that no two pieces of a usual size begin alike
+PERIOD = 65537  # elements; a prime, so that no two pieces of a usual size begin with the same numbers
 
 
 class Pattern:
@@ -29,7 +29,7 @@ class Pattern:
 
     @classmethod
     def of_rank(cls, rank: int) -> "Pattern":
-        """Whole numbers from -8 to 8, drawn for each rank."""
+        """Draw integers from -8 to 8, seeded by the rank."""
         generator = torch.Generator().manual_seed(rank)
         return cls(torch.randint(-8, 9, (PERIOD,), generator=generator).float())
 
@@ -37,16 +37,16 @@ class Pattern:
         return Pattern(self.block + other.block)
 
     def write(self, x: Tensor) -> None:
-        """Fills x [k] from the pattern's beginning."""
+        """Fill x [k] from the beginning of the pattern."""
         for part, block in self._against(x, 0):
             part.copy_(block)
 
     def matches(self, x: Tensor, start: int = 0) -> bool:
-        """Whether x [k] is the pattern from element `start` on, exactly."""
+        """Return True if x [k] equals the pattern from element `start` on, exactly."""
         return all(bool((part == block).all()) for part, block in self._against(x, start))
 
     def _against(self, x: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
-        """x in two parts, whole periods and the rest, each with the block that it is compared with."""
+        """Split x into two parts, whole periods and the rest, each with the block to compare it with."""
         block = self.block.to(x.device).roll(-start)
         whole = x.numel() // block.numel() * block.numel()
         rest = x[whole:]
@@ -60,7 +60,7 @@ class Setting:
     Attributes:
         group: the ranks that take part.
         count: elements of the full tensor, a multiple of the group's size.
-        device: where the tensors are.
+        device: the tensors' device.
         patterns: the input of each rank of the group.
     """
 
@@ -102,7 +102,7 @@ class Setting:
 
 @dataclass
 class Form:
-    """One way to do an operation: the call, and the tensor where its result is afterwards."""
+    """One way to run an operation: the call, and the tensor that holds the result afterwards."""
 
     call: Callable[[], object]
     result: Tensor
@@ -113,10 +113,10 @@ class Case:
     """An operation on this rank, ready to run in each of its forms.
 
     Attributes:
-        forms: "torch", PyTorch's plain call, and "ours" where `ndtrain.distributed.collectives` has its own.
-        expected: what the result must be, in equal pieces: a pattern and the element it begins at. Empty where this
-            rank gets none.
-        given: inputs, and what they hold before a call.
+        forms: "torch", PyTorch's plain call, and "ours" if `ndtrain.distributed.collectives` has its own.
+        expected: the correct result in equal pieces: for each, a pattern and the element it begins at. Empty if this
+            rank gets no result.
+        given: input tensors and their contents before a call.
         blank: tensors that are only written.
     """
 
@@ -126,20 +126,20 @@ class Case:
     blank: list[Tensor] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Restores the inputs and fills outputs with NaN, so that no old result can pass."""
+        """Restore the inputs and fill the outputs with NaN, so that no old result can pass."""
         for x in self.blank:
             x.fill_(torch.nan)
         for x, pattern in self.given:
             pattern.write(x)
 
     def once(self, name: str) -> Tensor:
-        """The result of a form after a reset and one call."""
+        """Reset, call a form once and return the result."""
         self.reset()
         self.forms[name].call()
         return self.forms[name].result
 
     def right(self, name: str) -> bool:
-        """Whether one call of a form gives the right result, to the last element."""
+        """Return True if one call of a form gives the right result, to the last element."""
         result = self.once(name)
         if not self.expected:
             return True
@@ -147,6 +147,6 @@ class Case:
         return all(p.matches(x, start) for x, (p, start) in zip(pieces, self.expected, strict=True))
 
     def silence(self) -> None:
-        """Sets the inputs to zero, so that repeated sums in place stay finite."""
+        """Set the inputs to zero, so that repeated sums in place stay finite."""
         for x, _ in self.given:
             x.zero_()

@@ -1,4 +1,4 @@
-"""`bench collectives demo=true` shows what each collective does, on tensors of one number a piece."""
+"""`bench collectives demo=true` shows the effect of each collective, on tensors with one number per piece."""
 
 from typing import Any
 
@@ -14,9 +14,11 @@ NOTHING = "-"
 
 
 def demonstrate(rank: int, spec: MeshSpec, axes: list[str], backend: str) -> dict[str, Any]:
-    """On one rank: {axis: {operation: by rank, its tensors before and after, and whether that is right}}
+    """Run every operation on this rank. Return {axis: {operation: (tensors before, tensors after, right) of each
+    rank}}.
 
-    Rank r begins with r0, r1, r2 ...: the tens tell where a number comes from, the ones which piece it was.
+    Rank r begins with r0, r1, r2 ...: the tens show the rank that a number comes from, the ones show which piece it
+    was.
     """
     mesh = Mesh(spec, rank, device_under(backend))
     examples: dict[str, Any] = {}
@@ -29,7 +31,7 @@ def demonstrate(rank: int, spec: MeshSpec, axes: list[str], backend: str) -> dic
 
 
 def _example(operation: Operation, setting: Setting) -> tuple[list[float] | None, list[float] | None, bool]:
-    """(before, after, right) on this rank; None where it has no such tensor."""
+    """Return (before, after, right) on this rank. A tensor that this rank does not have is None."""
     case = operation.prepare(setting)
     case.reset()
     before = case.given[0][0].tolist() if case.given else None
@@ -38,7 +40,7 @@ def _example(operation: Operation, setting: Setting) -> tuple[list[float] | None
 
 
 def _gathered(operation: Operation, setting: Setting) -> list[tuple]:
-    """The examples of all ranks.
+    """Collect the examples of all ranks.
 
     Raises:
         ValueError: a rank has sent something else.
@@ -55,7 +57,7 @@ def _checked(example: Any) -> tuple[list[float] | None, list[float] | None, bool
 
 
 def show_demo(by_axis: dict[str, Any], spec: MeshSpec) -> list[str]:
-    """Prints what `demonstrate` gave; the wrong results."""
+    """Print the result of `demonstrate`. Return the names of the wrong results."""
     wrong = []
     for axis, examples in by_axis.items():
         groups = spec.groups(axis)

@@ -1,4 +1,4 @@
-"""The collectives: how each is called, what it must give, and which of its bytes count."""
+"""The collectives: how to call each, its expected result, and which of its bytes count."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ndtrain.distributed import collectives
 
 ROOT = 0  # of broadcast, scatter, gather and reduce: a rank of the group
 
-# torch 2.13 renamed these; 2.11 has the old names only
+# torch 2.13 renamed these; 2.11 has only the old names
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -27,13 +27,14 @@ Prepare = Callable[[Setting], Case]
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective, and what `bench collectives` says of it.
+    """A collective, and the text that `bench collectives` prints about it.
 
     Attributes:
-        does: what it does, for somebody who has not met it.
+        does: its effect, for a reader who does not know it.
         counted: the tensor of S bytes.
-        formula: in `FACTORS`: bytes that the busiest link end must carry, of S. busbw = factor x S / time.
-        why: where the factor comes from.
+        formula: key in `FACTORS`: bytes that the busiest link end must carry, as a multiple of S.
+            busbw = factor x S / time.
+        why: the reason for the factor.
         prepare: makes its tensors on this rank.
     """
 
@@ -52,7 +53,7 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def _operation(name: str, counted: str, formula: str, why: str) -> Callable[[Prepare], Prepare]:
-    """Adds an operation to `OPERATIONS`; the docstring of its `prepare` says what it does."""
+    """Add an operation to `OPERATIONS`. The docstring of `prepare` is the description that users see."""
 
     def add(prepare: Prepare) -> Prepare:
         OPERATIONS[name] = Operation(name, prepare.__doc__, counted, formula, why, prepare)
@@ -63,7 +64,7 @@ def _operation(name: str, counted: str, formula: str, why: str) -> Callable[[Pre
 
 @_operation("broadcast", "the root's tensor", "1", "all of it leaves the root, and enters each other rank, once")
 def _broadcast(s: Setting) -> Case:
-    """Everyone gets the tensor of the root, the first rank."""
+    """Send the tensor of the root, the first rank, to everyone."""
     x, root = s.full(), s.me == ROOT
     form = Form(lambda: dist.broadcast(x, group=s.group, group_src=ROOT), x)
     given, blank = ([(x, s.mine)], []) if root else ([], [x])
@@ -72,7 +73,7 @@ def _broadcast(s: Setting) -> Case:
 
 @_operation("scatter", "the root's tensor", "(n-1)/n", "the root keeps its own piece and sends the others")
 def _scatter(s: Setting) -> Case:
-    """The root's tensor is cut into pieces; rank i gets piece i."""
+    """Cut the root's tensor into pieces; rank i gets piece i."""
     out, given = s.piece(), [(s.full(), s.mine)] if s.me == ROOT else []
     pieces = s.pieces(given[0][0]) if given else None
     form = Form(lambda: dist.scatter(out, pieces, group=s.group, group_src=ROOT), out)
@@ -81,7 +82,7 @@ def _scatter(s: Setting) -> Case:
 
 @_operation("gather", "what the root gets", "(n-1)/n", "the root receives every piece but its own")
 def _gather(s: Setting) -> Case:
-    """The root puts everyone's pieces one behind the other."""
+    """Concatenate everyone's pieces on the root."""
     x, blank = s.piece(), [s.full()] if s.me == ROOT else []
     pieces = s.pieces(blank[0]) if blank else None
     form = Form(lambda: dist.gather(x, pieces, group=s.group, group_dst=ROOT), *blank or [x])
@@ -92,7 +93,7 @@ def _gather(s: Setting) -> Case:
     "reduce", "each rank's tensor", "1", "sums travel along a chain: each rank passes its tensor's size on once"
 )
 def _reduce(s: Setting) -> Case:
-    """The root gets the sum of everyone's tensors, element by element."""
+    """Sum everyone's tensors on the root, element by element."""
     x = s.full()
     form = Form(lambda: dist.reduce(x, group=s.group, group_dst=ROOT), x)
     return Case({"torch": form}, [(s.total, 0)] if s.me == ROOT else [], [(x, s.mine)])
@@ -100,7 +101,7 @@ def _reduce(s: Setting) -> Case:
 
 @_operation("all_gather", "what each rank gets", "(n-1)/n", "a rank receives the pieces that it lacks")
 def _all_gather(s: Setting) -> Case:
-    """Everyone puts everyone's pieces one behind the other."""
+    """Concatenate everyone's pieces on every rank."""
     x, out = s.piece(), s.full()
     forms = {
         "torch": Form(lambda: _gather_single(out, x, group=s.group), out),
@@ -111,7 +112,7 @@ def _all_gather(s: Setting) -> Case:
 
 @_operation("reduce_scatter", "each rank's tensor", "(n-1)/n", "a rank sends the pieces that it does not keep")
 def _reduce_scatter(s: Setting) -> Case:
-    """Tensors are summed, element by element; rank i gets piece i of the sum."""
+    """Sum the tensors, element by element; rank i gets piece i of the sum."""
     x, out = s.full(), s.piece()
     forms = {
         "torch": Form(lambda: _scatter_single(out, x, group=s.group), out),
@@ -122,7 +123,7 @@ def _reduce_scatter(s: Setting) -> Case:
 
 @_operation("all_reduce", "each rank's tensor", "2(n-1)/n", "a reduce_scatter, then an all_gather")
 def _all_reduce(s: Setting) -> Case:
-    """Everyone gets the sum of everyone's tensors, element by element."""
+    """Sum everyone's tensors on every rank, element by element."""
     x = s.full()
     forms = {
         "torch": Form(lambda: dist.all_reduce(x, group=s.group), x),
@@ -133,7 +134,7 @@ def _all_reduce(s: Setting) -> Case:
 
 @_operation(TWO_STEPS, "each rank's tensor", "2(n-1)/n", "the same bytes as all_reduce, which it equals")
 def _two_steps(s: Setting) -> Case:
-    """An all_reduce in two steps: sum and keep one piece, then collect the others' pieces."""
+    """Run an all_reduce in two steps: sum and keep one piece, then collect the others' pieces."""
     x, piece = s.full(), s.piece()
     own = s.pieces(x)[s.me]
 
@@ -162,7 +163,7 @@ def _all_to_all(s: Setting) -> Case:
 
 @_operation("send/recv", "each rank's tensor", "1", "a rank sends all of it once, and receives as much")
 def _send_receive(s: Setting) -> Case:
-    """Each rank sends its tensor to the next one and receives that of the one before: a ring."""
+    """Send each rank's tensor to the next rank and receive the previous rank's tensor: a ring."""
     x, out = s.full(), s.full()
     to, source = (s.me + 1) % s.n, (s.me - 1) % s.n
 
@@ -180,6 +181,6 @@ def _send_receive(s: Setting) -> Case:
 
 
 def equals_all_reduce(s: Setting) -> dict[str, bool]:
-    """Whether a reduce_scatter and an all_gather give the bits of PyTorch's all_reduce, for each form of them."""
+    """Return, for each form, True if a reduce_scatter and an all_gather give the same bits as PyTorch's all_reduce."""
     whole, steps = _all_reduce(s).once("torch"), OPERATIONS[TWO_STEPS].prepare(s)
     return {name: torch.equal(whole.view(torch.int32), steps.once(name).view(torch.int32)) for name in steps.forms}

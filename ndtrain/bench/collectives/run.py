@@ -1,9 +1,9 @@
-"""`bench collectives`: every collective over every axis of a mesh: right or not, how fast, and ours against PyTorch's
-own call.
+"""`bench collectives`: every collective over every axis of a mesh: whether it is right, how fast it is, and ours
+compared with PyTorch's own call.
 
-The groups of an axis work at once, as they do in training. A time is that of the slowest of all ranks, the median of
-the rounds, in which PyTorch's call and ours alternate. Each rank knows alone what a call must give (see `cases`). Every
-operation of every size is checked to the last element on every rank before it is timed and again after.
+The groups of an axis work at the same time, as in training. A time is the slowest rank's, as the median over the
+rounds. PyTorch's call and ours alternate. Each rank computes the expected results alone (see `cases`). Every operation
+of every size is checked to the last element on every rank, before it is timed and again afterwards.
 """
 
 import math
@@ -32,7 +32,7 @@ from ndtrain.metrics import free_memory_bytes
 
 WIDTH = 4  # bytes of an fp32 element
 MOST_CALLS = 50  # in a block
-COPIES = 4  # of the largest message that a rank holds at once, gloo's buffers included: 3.8 were measured
+COPIES = 4  # copies of the largest message that a rank holds at once, gloo's buffers included; 3.8 were measured
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,18 @@ class Options:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes, from the smallest by `factor` to the largest, which is always one of them."""
+        """Bytes of each message: from the smallest, multiplied by `factor`, to the largest, which is always
+        included."""
         least, most = self.bounds
         steps = range(math.ceil(math.log(most / least, self.factor) - 1e-9))
         return [*(least * self.factor**i for i in steps), most]
 
     @property
     def _axes(self) -> dict[str, int]:
-        """Axis -> size as `mesh` names them.
+        """Axis -> size, from the option `mesh`.
 
         Raises:
-            ConfigError: it is not such a list.
+            ConfigError: `mesh` is not a list of axis sizes.
         """
         pairs = [word.partition("=") for word in self.mesh.replace(",", " ").split()]
         for axis, _, size in pairs:
@@ -91,10 +92,10 @@ class Options:
         return {axis: int(size) for axis, _, size in pairs}
 
     def check(self) -> str:
-        """The backend to use.
+        """Check the options and return the backend to use.
 
         Raises:
-            ConfigError: options that do not go together or that this machine cannot take.
+            ConfigError: options that do not go together, or that this machine does not support.
         """
         self._check_mesh()
         least, most = self.bounds
@@ -135,11 +136,11 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Measures or demonstrates, prints, and writes `options.out` and `options.plot`.
+    """Measure or demonstrate, print, and write `options.out` and `options.plot`.
 
     Raises:
         ConfigError: options that do not go together.
-        WrongResult: an operation gave a wrong result on some rank; after everything is printed.
+        WrongResult: an operation gave a wrong result on some rank; raised after everything is printed.
     """
     backend = options.check()
     if options.demo:
@@ -153,7 +154,7 @@ def run(options: Options) -> None:
 
 
 def _report(options: Options, backend: str, by_axis: dict[str, Any]) -> list[str]:
-    """Prints and writes rank 0's results; the wrong ones."""
+    """Print and write rank 0's results. Return the names of the wrong ones."""
     wrong = show(options.spec, backend, options.rounds, by_axis)
     mesh = {a: options.spec.size(a) for a in options.spec.order}
     save("collectives", options, ranks=options.world, backend=backend, mesh=mesh, axes=by_axis)
@@ -166,8 +167,8 @@ def _report(options: Options, backend: str, by_axis: dict[str, Any]) -> list[str
 
 
 def measure(rank: int, options: Options, backend: str) -> dict[str, Any]:
-    """On one rank: {axis: {rows: of each operation and size, equal: of each size, whether both steps make an
-    all_reduce}}"""
+    """Measure on one rank. Return {axis: {"rows": one per operation and size, "equal": one per size, the comparison of
+    all_reduce with its two steps}}."""
     mesh = Mesh(options.spec, rank, device_under(backend))
     patterns = [Pattern.of_rank(r) for r in range(options.world)]
     by_axis = {}
@@ -182,12 +183,13 @@ def _settings(mesh: Mesh, axis: str, options: Options, patterns: list[Pattern]) 
     group = mesh.group(axis)
     members = [patterns[r] for r in dist.get_process_group_ranks(group)]
     for size in options.sizes:
-        share = -(-size // (WIDTH * group.size()))  # what does not divide is rounded up
+        share = -(-size // (WIDTH * group.size()))  # rounded up if it does not divide evenly
         yield Setting(group, share * group.size(), mesh.device, members)
 
 
 def _row(name: str, setting: Setting, rounds: int) -> dict[str, Any]:
-    """One operation at one size: milliseconds of its forms, bandwidths in GB/s, and the ranks where it is wrong."""
+    """Measure one operation at one size: milliseconds of its forms, bandwidths in GB/s, and the ranks with wrong
+    results."""
     operation, size = OPERATIONS[name], setting.count * WIDTH
     case = operation.prepare(setting)
     wrong = {form: _wrong_ranks(case.right(form)) for form in case.forms}
@@ -207,7 +209,7 @@ def _row(name: str, setting: Setting, rounds: int) -> dict[str, Any]:
 
 
 def _time(timers: dict[str, BlockTimer], rounds: int) -> None:
-    """Times blocks in alternating rounds. A first block of each says how many calls a block has, on all ranks alike."""
+    """Time blocks in alternating rounds. A first block of each form sets the calls per block, the same on all ranks."""
     for timer in timers.values():
         timer.run(1)
         timer.time_block(1)
@@ -218,11 +220,12 @@ def _time(timers: dict[str, BlockTimer], rounds: int) -> None:
 
 
 def _wrong_ranks(right: bool) -> list[int]:
-    """The global ranks on which it is not."""
+    """Return the global ranks where `right` is not True."""
     return [rank for rank, ok in enumerate(from_all_ranks(right)) if ok is not True]
 
 
 def _equal(setting: Setting) -> dict[str, Any]:
-    """Of one size: for each form of reduce_scatter + all_gather, the ranks on which it is not all_reduce bit by bit."""
+    """List the ranks where reduce_scatter + all_gather differs bitwise from all_reduce, per form, for one message
+    size."""
     unlike = {form: _wrong_ranks(equal) for form, equal in equals_all_reduce(setting).items()}
     return {"bytes": setting.count * WIDTH, "unlike": unlike}

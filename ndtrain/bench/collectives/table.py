@@ -1,4 +1,4 @@
-"""The results of `bench collectives` as a table and as curves."""
+"""The results of `bench collectives`, as a table and as curves."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _FORM_NAMES = {"torch": "", "ours": " (ours)"}
 
 
 def show(spec: MeshSpec, backend: str, rounds: int, by_axis: Mapping[str, Any]) -> list[str]:
-    """Prints the results of `run.measure`; the wrong ones, each with its ranks."""
+    """Print the results of `run.measure`. Return the wrong ones, each with its ranks."""
     wrong = []
     for axis, of in by_axis.items():
         wrong += _show_axis(spec, axis, backend, rounds, of["rows"]) + _show_equal(axis, of)
@@ -47,7 +47,7 @@ def _show_axis(spec: MeshSpec, axis: str, backend: str, rounds: int, rows: list[
 
 
 def _show_equal(axis: str, results: Mapping[str, Any]) -> list[str]:
-    """One line for each size: an all_reduce against a reduce_scatter and an all_gather."""
+    """Print one line for each size: an all_reduce compared with a reduce_scatter and an all_gather."""
     print(f"\nall_reduce against {TWO_STEPS} over {axis}")
     wrong = []
     by_key = {(row["operation"], row["bytes"]): row["forms"] for row in results["rows"]}
@@ -64,7 +64,7 @@ def _show_equal(axis: str, results: Mapping[str, Any]) -> list[str]:
 
 
 def _number(x: float) -> str:
-    """Three digits, or all that stand before the point."""
+    """Format x with three digits, or with all digits before the decimal point."""
     return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
@@ -73,7 +73,7 @@ def _wrong(what: str, size: int, axis: str, ranks: list[int]) -> str:
 
 
 def _show_accounting(widths: list[int]) -> None:
-    """Explains the bandwidths."""
+    """Explain the bandwidths."""
     print(
         "How bytes are counted, as in NCCL-tests (its doc/PERFORMANCE.md); GB is 1e9 bytes. With S bytes and n ranks\n"
         "algbw = S / time and busbw = algbw x factor. The factor makes busbw the rate at which the busiest rank's\n"
@@ -87,7 +87,7 @@ def _show_accounting(widths: list[int]) -> None:
 
 
 def panels(spec: MeshSpec, by_axis: Mapping[str, Any]) -> list[Panel]:
-    """Small multiples: one panel an axis and operation, the time over the size, ours against PyTorch's."""
+    """Return one panel per axis and operation: time over message size, ours and PyTorch's."""
     return [
         Panel(f"{name}, {axis}={spec.size(axis)}", "message size S", "time (ms)", _points(of["rows"], name), size_name)
         for axis, of in by_axis.items()
@@ -96,7 +96,7 @@ def panels(spec: MeshSpec, by_axis: Mapping[str, Any]) -> list[Panel]:
 
 
 def _points(rows: list[dict[str, Any]], operation: str) -> Points:
-    """The times of one operation with their quartiles."""
+    """Return the times of one operation with their quartiles."""
     points: Points = {"ours": {}, "PyTorch": {}}
     for row in rows:
         if row["operation"] != operation:

@@ -1,6 +1,6 @@
-"""The baselines of `bench gpu` on one device: a Llama in plain PyTorch as torchtitan trains its own, and
-`transformers`' Llama. Same weights, tokens, fp32 master weights and moments, compute precision, clipping and AdamW as
-ours.
+"""The baselines of `bench gpu` on one device: a Llama in plain PyTorch, trained as torchtitan trains its own, and
+`transformers`' Llama. They share our weights, tokens, fp32 master weights and moments, compute precision, clipping and
+AdamW.
 
 Shape legend: B batch, T time, N heads, D head_dim, P = D / 2.
 """
@@ -26,9 +26,10 @@ from ndtrain.parallel.compile_choice import compiles
 
 
 def check(peer: str, cfg: Config) -> None:
-    """
+    """Check that the peer supports the recompute mode of `cfg`.
+
     Raises:
-        ConfigError: the peer cannot train as `cfg` says.
+        ConfigError: it does not.
     """
     known = {"native": ("none", "full", "selective"), "transformers": ("none", "full")}[peer]
     if cfg.recompute.name not in known:
@@ -39,14 +40,14 @@ def check(peer: str, cfg: Config) -> None:
 
 
 def rotate(q_BTND: Tensor, k_BTND: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """Rotary embedding in fp32, as torchtitan's."""
+    """Apply the rotary embedding in fp32, as torchtitan does."""
     sin_T1P = rope[1]
     cos_T1P = rope[0][..., : sin_T1P.shape[-1]]
     return _rotated(q_BTND, cos_T1P, sin_T1P), _rotated(k_BTND, cos_T1P, sin_T1P)
 
 
 def _rotated(x_BTND: Tensor, cos_T1P: Tensor, sin_T1P: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + P)."""
+    """Rotate the pairs (i, i + P)."""
     a, b = x_BTND.float().chunk(2, dim=-1)
     return torch.cat((a * cos_T1P - b * sin_T1P, b * cos_T1P + a * sin_T1P), dim=-1).type_as(x_BTND)
 
@@ -55,7 +56,7 @@ def _norm(m: ModelConfig) -> nn.Module:
     return nn.RMSNorm(m.hidden_size, eps=m.rms_norm_eps)
 
 
-# what torchtitan's selective checkpointing saves: attention's results, and of the matmuls every other one
+# torchtitan's selective checkpointing saves attention's results and every other matmul
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -65,7 +66,7 @@ _ATTENTION = {
 
 
 def _selective() -> tuple[object, object]:
-    """The contexts of one checkpointed block's forward and recompute."""
+    """Return the contexts of one checkpointed block's forward and recompute."""
     matmuls = {False: 0, True: 0}
 
     def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -87,8 +88,8 @@ _CHECKPOINTS = {
 
 
 def native(cfg: Config, device: torch.device, draw: Draw) -> Loop:
-    """The plain Llama with FSDP2 on one rank, blocks and loss compiled where `train.compile` says so, and `recompute`
-    as torch.utils.checkpoint does it. Within `world_of_one`."""
+    """Return the training loop of the plain Llama with FSDP2 on one rank. Blocks and loss are compiled if
+    `compiles` decides so, and `recompute` uses torch.utils.checkpoint. Call it within `world_of_one`."""
     with torch.device(device):
         module = Llama(cfg.model, _norm, rotate)
     fill_parameters(cfg, module, draw)
@@ -111,7 +112,7 @@ def native(cfg: Config, device: torch.device, draw: Draw) -> Loop:
 
 @contextmanager
 def world_of_one(device: torch.device) -> Iterator[None]:
-    """The process group of one rank that FSDP2 asks for. It does not outlive its use."""
+    """Create the process group of one rank that FSDP2 requires, and destroy it on exit."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -141,8 +142,12 @@ class Autocast(nn.Module):
 
 
 def transformers(cfg: Config, device: torch.device, draw: Draw) -> Loop:
-    """`transformers`' model, compiled whole where `train.compile` says so, under autocast. Autocast leaves the grouped
-    products of experts in fp32, so a mixture computes with copies of its weights in the compute precision."""
+    """Return the training loop of `transformers`' model under autocast. The whole model is compiled if `compiles`
+    decides so.
+
+    Autocast leaves the experts' grouped matmuls in fp32, so a mixture computes with copies of its weights in the
+    compute precision.
+    """
     with torch.device(device):
         module = HuggingFace(cfg.model)
     fill_parameters(cfg, module.causal_lm, draw)

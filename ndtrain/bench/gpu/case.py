@@ -1,4 +1,4 @@
-"""One case of `bench gpu`, in a process of its own: an error or a lack of memory gives a row and does not end the
+"""One case of `bench gpu`, in a process of its own. An error or a lack of memory becomes a row and does not end the
 suite."""
 
 import gc
@@ -25,14 +25,15 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
 from ndtrain.profiling.profile import record
 
-# Calls of the CUDA runtime that make the host wait for the device; on a CPU the operators that would make them
+# CUDA runtime calls that make the host wait for the device. On a CPU: the operators that would make such calls
 WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 WAITING_OPERATORS = {f"aten::{op}" for op in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal")}
 _STEADY = "steady steps"
 
 
 def run_case(case: Case, suite: Suite, device: str, limit_s: float) -> dict[str, Any]:
-    """The case's row: `status` (measured, out of memory, timed out, WRONG, failed), `why`, `seconds` and figures."""
+    """Run a case and return its row: `status` (measured, out of memory, timed out, WRONG, failed), `why`, `seconds` and
+    figures."""
     began = time.monotonic()
     try:
         cfg = config_of(case)
@@ -48,7 +49,7 @@ def run_case(case: Case, suite: Suite, device: str, limit_s: float) -> dict[str,
 
 
 def measure(rank: int, case: Case, cfg: Config, suite: Suite, device: str) -> dict[str, Any]:
-    """In the case's process."""
+    """Measure a case, in its own process."""
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
     shape = {"train": asdict(cfg.train), "microbatches": cfg.microbatches}
     if needed := lacking(cfg, mesh.device):
@@ -64,7 +65,8 @@ def measure(rank: int, case: Case, cfg: Config, suite: Suite, device: str) -> di
 
 
 def lacking(cfg: Config, device: torch.device) -> str:
-    """Why the state cannot fit, by arithmetic and before anything is allocated; "" where it can, or on a CPU."""
+    """Return the reason why the state cannot fit, computed before anything is allocated. Return "" if it can fit, or on
+    a CPU."""
     if device.type != "cuda":
         return ""
     needed, memory = state_bytes(cfg), torch.cuda.mem_get_info(device)[1]
@@ -73,7 +75,7 @@ def lacking(cfg: Config, device: torch.device) -> str:
 
 
 def lacks_memory(error: RuntimeError) -> bool:
-    """Whether it is PyTorch's own error, or that of a library with an allocator of its own."""
+    """Return True if the error is PyTorch's out-of-memory error, or comes from a library with its own allocator."""
     return isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error)
 
 
@@ -82,7 +84,7 @@ def _timed(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
 
 
 def _losses(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
-    """The losses of `case.steps` steps, each on other tokens."""
+    """Return the losses of `case.steps` steps, each on different tokens."""
     own = ours(cfg, mesh)
     reads = [own.launch(batches_of(cfg, mesh, step)) for step in range(case.steps)]
     return {"losses": [read().loss for read in reads]}
@@ -93,7 +95,7 @@ def _parity(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]
 
 
 def _profile(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
-    """Where the time of a warm step goes."""
+    """Profile a warm step, and return where its time goes."""
     step = QueuedSteps(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
     for _ in range(1 + suite.warmup):
         step()
@@ -106,12 +108,12 @@ def _profile(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any
 
 
 def _syncs(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
-    """Counts what makes the host wait in warm steps whose results are not read."""
+    """Count the calls that make the host wait, in warm steps whose results are not read."""
     step = QueuedSteps(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)
     for _ in range(1 + suite.warmup):
         step()
     step.finish()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs to stderr otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs to stderr
     on_gpu = mesh.device.type == "cuda"
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     with profile(activities=kinds) as trace, record_function(_STEADY):
@@ -122,14 +124,14 @@ def _syncs(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
 
 
 def waits(events: list[FunctionEvent], names: set[str]) -> dict[str, int]:
-    """Counts the events of these names that began during the steady steps. (The profiler itself waits when it ends.)"""
+    """Count the events of these names that began during the steady steps. (The profiler itself waits when it ends.)"""
     span = next(e.time_range for e in events if e.name == _STEADY and e.device_type == DeviceType.CPU)
     inside = (e for e in events if e.name in names and span.start <= e.time_range.start < span.end)
     return dict(Counter(e.name for e in inside if not _in_fused_kernel(e)))
 
 
 def _in_fused_kernel(event: FunctionEvent) -> bool:
-    """Whether it belongs to the fused update, whose form for CPUs reads scalars; that for GPUs does not."""
+    """Return True if the event belongs to the fused update. Its CPU kernel reads scalars; its GPU kernel does not."""
     while event is not None and not event.name.startswith("aten::_fused"):
         event = event.cpu_parent
     return event is not None
@@ -157,7 +159,7 @@ def _longest(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any
 
 
 def _peak(cfg: Config, mesh: Mesh) -> int | None:
-    """Peak bytes of one step from scratch; None: out of memory."""
+    """Return the peak bytes of one step from scratch, or None if it runs out of memory."""
     reset_peak_memory(mesh.device)
     try:
         step = QueuedSteps(ours(cfg, mesh), [batches_of(cfg, mesh, 0)], mesh.device)

@@ -1,4 +1,4 @@
-"""The goals of `bench gpu` on one GPU, as a table, and how each figure comes from the rows of the results."""
+"""The goals of `bench gpu` on one GPU, as a table, with the function that computes each figure from the results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from ndtrain.bench.gpu.suite import WHAT
 
 Rows = Mapping[str, Mapping[str, Any]]  # case -> its row
 Figure = Callable[[Rows], float | None]
-WINDOW = 20  # steps whose mean loss is compared
+WINDOW = 20  # steps whose mean losses are compared
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure that is to reach, or not to exceed, a bound.
+    """A figure that has to reach, or not to exceed, a bound.
 
     Attributes:
-        figure: its value; None where a case that it needs is not measured.
-        shown: how a value is printed.
-        profile: the case that says where the time goes, for when it is behind.
+        figure: computes its value; None if a case that it needs is not measured.
+        shown: the format of a printed value.
+        profile: the case that profiles the step, shown if the goal is not reached.
     """
 
     text: str
@@ -32,7 +32,7 @@ class Goal:
     profile: str = ""
 
     def outcome(self, rows: Rows) -> tuple[str, str]:
-        """(what was measured, ahead or behind), or "not measured" for both."""
+        """Return (measured value, "ahead" or "behind"), or "not measured" for both."""
         value = self.figure(rows)
         if value is None:
             return "not measured", "not measured"
@@ -41,14 +41,14 @@ class Goal:
 
 
 def measured(rows: Rows, *names: str) -> list[Mapping[str, Any]] | None:
-    """These rows; None where one is not measured, or on a CPU: the goals are a GPU's."""
+    """Return these rows, or None if one is not measured or comes from a CPU. The goals are for GPUs."""
     chosen = [rows.get(name, {}) for name in names]
     done = all(row.get("status") == "measured" and row.get("device") != "cpu" for row in chosen)
     return chosen if done else None
 
 
 def from_rows(of: Callable[..., float | None], *names: str) -> Figure:
-    """The figure that `of` makes of these cases' rows; None where one is not measured."""
+    """Return a figure that applies `of` to these cases' rows. It is None if one of them is not measured."""
 
     def figure(rows: Rows) -> float | None:
         chosen = measured(rows, *names)
@@ -58,7 +58,7 @@ def from_rows(of: Callable[..., float | None], *names: str) -> Figure:
 
 
 def best(of: Callable[[Mapping[str, Any]], float], *names: str) -> Figure:
-    """The highest of those cases that are measured."""
+    """Return a figure: the highest value of `of` among the measured cases."""
 
     def figure(rows: Rows) -> float | None:
         return max((of(row) for name in names for row in measured(rows, name) or []), default=None)
@@ -75,15 +75,15 @@ def _tokens_per_s(row: Mapping[str, Any]) -> float:
 
 
 def gain(fast: str, base: str) -> Figure:
-    """Tokens a second of one case over those of another; None where they are of two commits, so of two sessions whose
-    machines may differ."""
+    """Return a figure: tokens per second of `fast` over `base`. It is None if the two have different commits: they come
+    from two sessions then, whose machines may differ."""
 
     ratio = lambda a, b: _tokens_per_s(a) / _tokens_per_s(b) if a["commit"] == b["commit"] else None
     return from_rows(ratio, fast, base)
 
 
 def least_ratio(peer: str, *names: str) -> Figure:
-    """Of those cases that are measured the lowest median of the peer's time over ours."""
+    """Return a figure: the lowest median of the peer's time over ours, among the measured cases."""
 
     def figure(rows: Rows) -> float | None:
         ratios = (row["ratios"][peer]["median"] for name in names for row in measured(rows, name) or [])
@@ -93,7 +93,7 @@ def least_ratio(peer: str, *names: str) -> Figure:
 
 
 def loss_deviation(case: str, base: str) -> Figure:
-    """How far the mean loss of any `WINDOW` steps is from the other case's, at most, relative."""
+    """Return a figure: the largest relative difference of the two cases' mean losses over any `WINDOW` steps."""
     return from_rows(lambda a, b: deviation(a["losses"], b["losses"]), case, base)
 
 
@@ -135,7 +135,7 @@ def _against(shape: str) -> tuple[Goal, ...]:
 
 
 def speed(shape: str, share: float) -> tuple[Goal, ...]:
-    """MFU, the best over the recompute modes."""
+    """Return the goals for MFU. The best recompute mode counts."""
     at = {8192: [f"{shape} 8192", *(f"{shape} 8192 {mode}" for mode in ("selective", "full", "budget"))]}
     at[4096] = [f"{shape} 4096"]
     profile = f"{shape} 8192 profile"
@@ -146,7 +146,7 @@ def speed(shape: str, share: float) -> tuple[Goal, ...]:
 
 
 def large(shape: str) -> tuple[Goal, ...]:
-    """What is aimed for at 8B, or at the shape that stands for it."""
+    """Return the goals for 8B, or for the shape that replaces 8B."""
     return (
         *speed(shape, 0.62),
         Goal(
@@ -176,12 +176,12 @@ WAITS = Goal("host waits in a steady step", waits_in_step("1b 4096 host waits"),
 
 
 def goals(shape: str = "8b", paired: str = "8b8") -> tuple[Goal, ...]:
-    """The goals in the order of the suite's cases.
+    """Return the goals in the order of the suite's cases.
 
     Args:
-        shape: what stands for 8B on this device. Where that is less than 8B, it has lines of its own, and those of 8B
-            itself stay.
-        paired: the shape on which it alternates with its peers.
+        shape: the shape that replaces 8B on this device. If it is smaller than 8B, it has rows of its own, in addition
+            to those for 8B.
+        paired: the shape at which ours alternates with its peers.
     """
     shapes = dict.fromkeys(("8b", shape))
     return (

@@ -1,16 +1,17 @@
-"""The longest sequence whose training step fits into memory."""
+"""Finds the longest sequence whose training step fits into memory."""
 
 from collections.abc import Callable, Mapping
 
-Peak = Callable[[int], int | None]  # tokens -> peak bytes; None: they do not fit
-USABLE = 0.98  # of the memory: a peak at which a length is expected to fit
+Peak = Callable[[int], int | None]  # tokens -> peak bytes, or None if the tokens do not fit
+USABLE = 0.98  # share of the memory up to which a peak is expected to fit
 
 
 def longest(peak: Peak, start: int, most: int, grain: int, memory: int | None = None) -> int:
-    """The largest multiple of `grain`, up to `most`, that fits; 0: none does. What fits is assumed to fit when shorter.
+    """Return the largest multiple of `grain`, up to `most`, that fits, or 0 if none fits. Assumes that lengths below
+    one that fits do fit too.
 
-    It doubles from `start`, then bisects. Where the memory is known, a line through the last two peaks says where to
-    look instead, for a peak is nearly linear in the tokens and long sequences take minutes.
+    Doubles from `start`, then bisects. If the memory is known, a line through the last two peaks predicts the next
+    length to try. A peak is nearly linear in the tokens, and long sequences take minutes.
 
     Args:
         memory: bytes of the device.
@@ -31,7 +32,7 @@ def longest(peak: Peak, start: int, most: int, grain: int, memory: int | None = 
 
 
 def _on_line(peaks: Mapping[int, int], memory: int | None) -> int | None:
-    """The tokens at which the line through the last two peaks meets the memory."""
+    """Return the tokens at which the line through the last two peaks reaches the usable memory."""
     if memory is None or len(peaks) < 2:
         return None
     (a, low), (b, high) = sorted(peaks.items())[-2:]

@@ -1,4 +1,4 @@
-"""Whether a device trains as the CPU does: the same steps on both from the same weights, every gradient compared."""
+"""Compares training on a device with the CPU: the same steps from the same weights, with every gradient compared."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ from ndtrain.parallel.build import Stages, build_stages, initialise
 
 
 def compare_with_cpu(cfg: Config, mesh: Mesh, steps: int) -> dict[str, Any]:
-    """How far the mesh's device is off the CPU, which runs without compiled code.
+    """Compare the mesh's device with the CPU, which runs without compiled code.
 
     Returns:
-        "loss": the largest difference of the losses of `steps` steps, relative. "gradient": of the first step, the
-        norm of the difference over the norm, of the tensor in which that is largest: "tensor". "losses": (device's,
-        CPU's).
+        "loss": the largest relative difference of the losses over `steps` steps. "gradient": for the first step, the
+        largest relative difference (norm of the difference over the norm) of any tensor. "tensor": the name of that
+        tensor. "losses": (device's, CPU's).
     """
     on_cpu = cfg.unfrozen()
     on_cpu.train.compile, on_cpu.hardware.attention = False, "auto"
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # TF32 would be what is measured
+    torch.set_float32_matmul_precision("highest")  # otherwise the test would measure TF32
     try:
         losses, gradients = trained(cfg, mesh, steps)
         expected, references = trained(on_cpu, Mesh(mesh.spec, 0, torch.device("cpu")), steps)
@@ -36,7 +36,7 @@ def compare_with_cpu(cfg: Config, mesh: Mesh, steps: int) -> dict[str, Any]:
 
 
 def trained(cfg: Config, mesh: Mesh, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of steps on the mesh's device, and the gradients of the first, fp64 on the CPU."""
+    """Train on the mesh's device. Return the losses, and the first step's gradients as fp64 on the CPU."""
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step, losses, gradients = TrainingStep(cfg, mesh, stages), [], {}
@@ -48,7 +48,7 @@ def trained(cfg: Config, mesh: Mesh, steps: int) -> tuple[list[float], dict[str,
 
 
 def gradients_of(stages: Stages) -> dict[str, Tensor]:
-    """Tensor -> this rank's elements of its gradient, flat, fp64 on the CPU."""
+    """Return tensor name -> this rank's elements of its gradient, flat, as fp64 on the CPU."""
     gradients = {}
     for unit in stages.units.units.values():
         for tensor, runs in unit.layout.runs(*unit.layout.own):

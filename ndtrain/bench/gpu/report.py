@@ -1,4 +1,4 @@
-"""The results of `bench gpu` as markdown tables: goals, and every case of the suite, measured or not."""
+"""The results of `bench gpu` as markdown tables: the goals, and every case of the suite, measured or not."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,10 +11,11 @@ NOT_MEASURED = "not measured"
 
 
 def markdown(name: str, suite: Suite, results: Mapping[str, Any]) -> str:
-    """The whole report.
+    """Return the whole report.
 
     Args:
-        name: of the suite. results: `surroundings()`, and under "cases" the rows so far.
+        name: the suite's name.
+        results: `surroundings()`, and the rows so far under "cases".
     """
     rows = results["cases"]
     aims = goals(suite.large, suite.paired)
@@ -33,14 +34,14 @@ def markdown(name: str, suite: Suite, results: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table whose columns are also aligned as text."""
+    """Return a markdown table whose columns are also aligned as text."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = [head, ["-" * w for w in widths], *rows]
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in lines)
 
 
 def of_kind(suite: Suite, kind: str) -> list[Case]:
-    """The cases of one of `TABLES`."""
+    """Return the cases of one of `TABLES`."""
     return [case for case in suite.cases if _table_of(case) == kind]
 
 
@@ -49,7 +50,7 @@ def _table_of(case: Case) -> str:
 
 
 def _name(case: Case) -> str:
-    """The case's name with the size of a step: sequences of a microbatch x tokens (x microbatches)."""
+    """Return the case's name with the size of a step: sequences per microbatch x tokens (x microbatches)."""
     given = dict(o.split("=", 1) for o in case.overrides)
     micro, step = (int(given[f"train.{key}_batch"]) for key in ("micro", "global"))
     again = f" x {step // micro}" if step > micro else ""
@@ -65,7 +66,7 @@ def _cells(row: Mapping[str, Any] | None, cells: Callable[[Mapping], list[str]],
 
 
 def _reasons(suite: Suite, kind: str, rows: Rows) -> list[str]:
-    """One paragraph with a line for each case that has no figures, and why."""
+    """Return a paragraph with a line for each case that has no figures, and the reason."""
     without = [(c.name, rows[c.name]) for c in of_kind(suite, kind) if rows.get(c.name, {}).get("why")]
     lines = [f"- {name}: {row['status']}: {row['why']}" for name, row in without]
     return ["\n".join(lines)] if lines else []
@@ -89,7 +90,7 @@ def _goals(aims: Sequence[Goal], rows: Rows) -> str:
 
 
 def _behind(aims: Sequence[Goal], rows: Rows) -> list[str]:
-    """Of the goals that are behind, where the time of their step goes."""
+    """Return the profile of the step for each goal that is behind."""
     names = dict.fromkeys(g.profile for g in aims if g.profile and g.outcome(rows)[1] == "behind")
     parts = []
     for name in names:

@@ -1,7 +1,7 @@
-"""`bench gpu`: a fixed suite on one device, case by case, into one JSON file and a report beside it.
+"""`bench gpu`: a fixed suite on one device, case by case, into one JSON file and a report next to it.
 
-The cases run in the order of what they decide. Both files are written after each, so a suite can be measured in parts,
-in short calls or on several days, and a call that is killed loses the case at work.
+The most decisive cases run first. Both files are written after each case. A suite can therefore be measured in parts,
+even on several days. A call that is killed loses only its current case.
 """
 
 import json
@@ -23,7 +23,7 @@ from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device
 from ndtrain.bench.results import surroundings, write
 from ndtrain.config import ConfigError
 
-DONE = ("measured", "out of memory")  # what is not measured again
+DONE = ("measured", "out of memory")  # statuses of cases that are not measured again
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Measures what was asked for and prints the report. Without a GPU, its suites are reported from the JSON file, and
-    what that lacks as not measured.
+    """Measure the requested cases and print the report. Without a GPU, the report of a GPU suite comes from the JSON
+    file, and cases missing there are shown as not measured.
 
     Raises:
         ConfigError: arguments that do not go together, or a file that holds another device's results.
@@ -74,10 +74,11 @@ def run(options: Options) -> None:
 
 
 def choose_suite(asked: str) -> str:
-    """The suite of that name; auto: the one for the most memory that this GPU has.
+    """Return the suite of that name. For auto, choose the largest suite that fits this GPU's memory, or the largest of
+    all without a GPU.
 
     Raises:
-        ConfigError: none is for so little.
+        ConfigError: this GPU has too little memory for any suite.
     """
     if asked != "auto":
         return asked
@@ -85,7 +86,7 @@ def choose_suite(asked: str) -> str:
     if not torch.cuda.is_available():
         return sizes[-1][1]
     have = torch.cuda.get_device_properties(0).total_memory / GIB
-    fitting = [name for size, name in sizes if size <= have + 1]  # drivers keep some of it back
+    fitting = [name for size, name in sizes if size <= have + 1]  # drivers reserve some of it
     if not fitting:
         least, name = sizes[0]
         raise ConfigError(f"suite=auto: this GPU has {have:.0f} GiB, and suite={name} needs {least}; try suite=smoke")
@@ -93,7 +94,7 @@ def choose_suite(asked: str) -> str:
 
 
 def listing(name: str, cases: Sequence[Case], rows: Mapping[str, Any]) -> str:
-    """The cases in their order, with the seconds each may take, those of all up to it, and what is known of it."""
+    """List the cases in order, each with its expected seconds, the total minutes so far, and its status."""
     lines, total = [], 0.0
     for case in cases:
         needed = seconds(case, SUITES[name])
@@ -104,10 +105,10 @@ def listing(name: str, cases: Sequence[Case], rows: Mapping[str, Any]) -> str:
 
 
 def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
-    """Of the cases whose names hold `only` every n-th, from the k-th on, where `part` is k/n.
+    """Select every n-th case whose name contains `only`, from the k-th on, if `part` is k/n.
 
     Raises:
-        ConfigError: no such part, or no case is left.
+        ConfigError: there is no such part, or no case is left.
     """
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
     if not match or int(match[1]) > int(match[2]):
@@ -123,7 +124,7 @@ def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
 def _measure(
     cases: Sequence[Case], name: str, options: Options, device: str, results: dict[str, Any], path: Path
 ) -> None:
-    """Measures one case after the other while there is time; each is in `results` and on disk at once."""
+    """Measure one case after another while time is left. Each row is stored in `results` and on disk at once."""
     suite, here, left_out = SUITES[name], surroundings(), []
     end = time.monotonic() + (60 * options.minutes or float("inf"))
     for number, case in enumerate(cases, start=1):
@@ -146,7 +147,7 @@ def _measure(
 
 
 def _write(path: Path, name: str, results: dict[str, Any]) -> str:
-    """Both files; the report."""
+    """Write both files and return the report."""
     if results["cases"]:
         write(path, results)
     report = markdown(name, SUITES[name], results)
@@ -155,10 +156,10 @@ def _write(path: Path, name: str, results: dict[str, Any]) -> str:
 
 
 def _results(path: Path, resume: str) -> dict[str, Any]:
-    """The results so far: those of the folder, and of the file to resume what the folder lacks.
+    """Return the results so far: the folder's rows, completed by the rows of the file to resume.
 
     Raises:
-        ConfigError: a file is damaged, or there is none to resume.
+        ConfigError: a file is damaged, or the file to resume does not exist.
     """
     own = _load(path)
     if not resume:
@@ -171,7 +172,7 @@ def _results(path: Path, resume: str) -> dict[str, Any]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The results so far.
+    """Return the results in a file, or empty results if it does not exist.
 
     Raises:
         ConfigError: the file is damaged.
@@ -185,9 +186,10 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_same(results: dict[str, Any], path: Path) -> None:
-    """
+    """Check that the file's results come from this device.
+
     Raises:
-        ConfigError: the file holds results of another device.
+        ConfigError: they come from another device.
     """
     name = lambda gpus: gpus[0].partition(",")[0] if gpus else "no GPU"
     then, now = name(results["hardware"]["gpus"]), name(surroundings()["hardware"]["gpus"])

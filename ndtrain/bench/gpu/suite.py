@@ -1,10 +1,14 @@
-"""What `bench gpu` measures, as a table: every case of a suite is one row here, in the order of what they decide.
+"""The cases of `bench gpu` as a table: each case of a suite is one row here. The most decisive cases come first.
 
-Bytes a parameter on one rank (see parallel/fsdp.py; gradients are fp32 and stay): the bf16 copy 2 (`mesh.zero=2` keeps
-it, 3 casts block by block), gradients 4, master 4, moments 8, or 4 with `optim.state_dtype=bf16`; `optim.offload` moves
-master and moments to the host. Activations without recompute, per token and layer: inputs of the matmuls, q, k, v and
-attention's output, about 6.5 E + 3 F values of bf16 (`estimate.activation_bytes`). In GiB, at the tokens of a
-microbatch:
+Bytes per parameter on one rank (see parallel/fsdp.py):
+- the bf16 copy: 2 (`mesh.zero=2` keeps it, 3 casts block by block)
+- gradients: 4 (fp32, never freed)
+- master weights: 4
+- moments: 8, or 4 with `optim.state_dtype=bf16`
+
+`optim.offload` moves master weights and moments to the host. Activations without recompute, per token and layer, are
+the inputs of the matmuls, q, k, v and attention's output. They are about 6.5 E + 3 F values in bf16
+(`estimate.activation_bytes`). In GiB, with the tokens of a microbatch in parentheses:
 
 | shape       | parameters | state zero=2 | state zero=3, bf16 moments | state offloaded | activations, none    |
 |-------------|------------|--------------|----------------------------|-----------------|----------------------|
@@ -14,12 +18,14 @@ microbatch:
 | 8b8         |     2.80 B |           47 |                         31 |              16 | 8.5 (8,192 tokens)   |
 | 8b4         |     1.92 B |           32 |                         21 |              11 | 4.3 (8,192 tokens)   |
 
-So 8B fits an H200 (139 GiB) with bf16 moments and zero=3, even without recompute (124 GiB), and an H100 (78 GiB) only
-with master and moments on the host (60 GiB of it with bf16 moments), whose copies are no measure of the GPU. What an
-H100 measures in its place is `8b16`, 8B's widths with the most layers that fit (`estimate.layers_that_fit`): 16 of 32,
-and it is called so. Plain PyTorch needs 120 GiB of state for 8B, so that no peer fits beside ours: they alternate at 1B
-and at 8B's widths with 8 of its layers (`8b8`, 47 + 42 GiB of state; on an H100 4, `8b4`, 32 + 29), and at 8B each
-runs alone.
+8B fits an H200 (139 GiB) with bf16 moments and zero=3, even without recompute (124 GiB). It fits an H100 (78 GiB) only
+with master weights and moments on the host (60 GiB of it with bf16 moments). The copies to the host are no measure of
+the GPU. An H100 therefore measures `8b16` instead: 8B's widths with the most layers that fit
+(`estimate.layers_that_fit`), 16 of 32.
+
+Plain PyTorch needs 120 GiB of state for 8B, so no peer fits next to ours. At 8B each runs alone. They alternate at 1B
+and at 8B's widths with 8 of its layers (`8b8`, 47 + 42 GiB of state). On an H100 they alternate with 4 layers (`8b4`,
+32 + 29 GiB).
 """
 
 from dataclasses import dataclass
@@ -35,15 +41,18 @@ class Case:
     """One row of the results.
 
     Attributes:
-        shape: a name in `SHAPES`. words: what sets the case apart; with the shape its name.
-        overrides: of the configuration, beside the shape's and `BASE`.
-        implementations: "ours", and what it is compared with in alternating rounds; or one peer alone.
-        kind: timed: steps in alternating rounds; losses: those of `steps` steps; longest: the sequence that still fits;
-            syncs: what makes the host wait; parity: the same steps on the device and on the CPU;
+        shape: a name in `SHAPES`.
+        words: what distinguishes the case; its name is the shape and these words.
+        overrides: of the configuration, in addition to the shape's and `BASE`.
+        implementations: "ours" and the peer it is compared with in alternating rounds, or one implementation alone.
+        kind: timed: steps in alternating rounds; losses: the losses of `steps` steps; longest: the longest sequence
+            that fits; syncs: the calls that make the host wait; parity: the same steps on the device and on the CPU;
             profile: where the time of a step goes.
-        steps: with losses and parity, how many; start, most, grain: with longest, the tokens to begin with, to end at,
-            and how fine to search.
-        rounds: of a timed case; 0: as many as the suite says.
+        steps: number of steps, for losses and parity.
+        start: first length to try, in tokens, for longest.
+        most: largest length to try, for longest.
+        grain: resolution of the search in tokens, for longest.
+        rounds: of a timed case; 0: the suite's number.
     """
 
     shape: str
@@ -64,11 +73,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases for one kind of device, and how long each implementation of a timed one is measured.
+    """The cases for one kind of device, and how long each implementation of a timed case is measured.
 
     Attributes:
-        memory: GiB of the device; large: the shape that stands for 8B on it; paired: that on which peers alternate.
-        rounds: timed blocks; steps: steps a block; warmup: steps before, untimed.
+        memory: GiB of the device.
+        large: the shape that replaces 8B on it.
+        paired: the shape at which ours and its peers alternate.
+        rounds: timed blocks.
+        steps: steps per block.
+        warmup: untimed steps before.
     """
 
     device: str
@@ -120,7 +133,7 @@ def _tokens(seq_len: int, micro_batch: int, microbatches: int = 1) -> tuple[str,
 
 
 def _right(tokens: tuple[str, ...]) -> tuple[Case, ...]:
-    """Whether it trains at all, and as on the CPU."""
+    """Return the cases that check correctness: the same steps on the device and on the CPU."""
     parity = lambda words, *more: Case("small", f"parity {words}", (*tokens, *more), kind="parity", steps=3)
     return (
         parity("fp32", "precision.compute=fp32"),
@@ -135,7 +148,9 @@ class _Steps:
     """Steps of a shape, the same in all of its timed cases.
 
     Attributes:
-        tokens: of a microbatch. state: how it is held. rounds: as in `Case`.
+        tokens: tokens of a microbatch.
+        state: overrides for the precision and sharding of the state.
+        rounds: as in `Case`.
     """
 
     shape: str
@@ -145,13 +160,13 @@ class _Steps:
     rounds: int = 0
 
     def case(self, words: str, *more: str, kind: Kind = "timed") -> Case:
-        """`words` begin with the length of a sequence."""
+        """Return a case. `words` begin with the length of a sequence."""
         length = int(words.split()[0])
         tokens = _tokens(length, self.tokens // length, self.microbatches)
         return Case(self.shape, words, (*tokens, *self.state, *more), kind=kind, rounds=self.rounds)
 
     def speed(self) -> tuple[Case, ...]:
-        """What the goals of MFU are about."""
+        """Return the cases for the MFU goals."""
         return self.case("8192", COMPILED), self.case("4096", COMPILED)
 
     def fp8(self) -> Case:
@@ -164,12 +179,12 @@ class _Steps:
         )
 
     def recompute(self, budget: str) -> tuple[Case, ...]:
-        """selective, full, budget"""
+        """Return a case each for selective, full and budget."""
         modes = {"selective": (), "full": (), "budget": (f"recompute.budget={budget}",)}
         return tuple(self.case(f"8192 {mode}", COMPILED, f"recompute={mode}", *own) for mode, own in modes.items())
 
     def rest(self) -> tuple[Case, ...]:
-        """What no goal is about: what compiled blocks gain, and fp8 with recompute."""
+        """Return the cases that no goal needs: blocks without compilation, and fp8 with recompute."""
         return (
             self.case("8192 eager", EAGER),
             self.case("4096 eager", EAGER),
@@ -179,14 +194,15 @@ class _Steps:
 
 
 def _attention(shape: str, micro_batch: int, *more: str) -> tuple[Case, ...]:
-    """Each backend. `math` keeps every layer's scores: 2 T^2 bytes a head, a few times, so a microbatch is small."""
+    """Return a case for each attention backend. `math` keeps the scores of every layer: 2 T^2 bytes a head, a few
+    times. The microbatch is therefore small."""
     tokens = (*_tokens(4096, micro_batch), COMPILED, *more)
     kinds = ("auto", "flash", "cudnn", "efficient", "math")
     return tuple(Case(shape, f"4096 attention {kind}", (*tokens, f"hardware.attention={kind}")) for kind in kinds)
 
 
 def _versus(shape: str, micro_batch: int, *more: str) -> tuple[Case, ...]:
-    """Ours and a peer in alternating rounds, both with the recompute named."""
+    """Return cases of ours and a peer in alternating rounds, both with the same recompute."""
     tokens = (*_tokens(8192, micro_batch), COMPILED, *more)
     again = "recompute=selective"
     pairs = (("", "native", ()), ("", "transformers", ()), ("selective ", "native", (again,)))
@@ -196,8 +212,8 @@ def _versus(shape: str, micro_batch: int, *more: str) -> tuple[Case, ...]:
 
 
 def _mixture(alone: str, paired: str) -> tuple[Case, ...]:
-    """30B-A3B's layers: beside `transformers`, which runs eagerly (its graphs break at the experts), and by themselves.
-    Without a balance, as `transformers` trains by default."""
+    """Return the cases of 30B-A3B's layers: against `transformers`, and alone. `transformers` runs eagerly because its
+    graphs break at the experts. Balancing is off, as in `transformers` by default."""
     tokens = (*_tokens(4096, 2), "moe.balance=none")
     own = (*tokens, *NARROW, COMPILED)
     return (
@@ -208,7 +224,8 @@ def _mixture(alone: str, paired: str) -> tuple[Case, ...]:
 
 
 def _losses(shape: str, *more: str) -> tuple[Case, ...]:
-    """The curves of fp8 and bf16. Short sequences: 50 steps of 8,192 tokens of 8B are a minute."""
+    """Return the cases for the loss curves of fp8 and bf16. Sequences are short: 50 steps of 8,192 tokens of 8B take a
+    minute."""
     tokens = (*_tokens(2048, 1), COMPILED, "optim.warmup=20", *more)
     return (
         Case(shape, "2048 losses bf16", tokens, kind="losses", steps=50),
@@ -217,7 +234,8 @@ def _losses(shape: str, *more: str) -> tuple[Case, ...]:
 
 
 def _longest(shape: str, state: tuple[str, ...], budget: str) -> tuple[Case, ...]:
-    """The less is recomputed, the shorter they are and the finer the search can be."""
+    """Return the cases that search for the longest sequence. With less recompute it is shorter, and the search can be
+    finer."""
     modes = {"none": 1024, "selective": 2048, "budget": 2048, "full": 8192}
     more = {"budget": (f"recompute.budget={budget}",)}
     tokens = (*_tokens(4096, 1), *state, EAGER)
@@ -245,13 +263,16 @@ def _suite(
     budgets: tuple[str, str],
     own: tuple[Case, ...] = (),
 ) -> tuple[Case, ...]:
-    """Every case, in the order of what they decide. What takes minutes is last.
+    """Return every case, the most decisive first. Cases that take minutes are last.
 
     Args:
-        large: what stands for 8B; ones: 1B; paired: 8B's widths with layers that fit beside a peer; beside_peer: of
-            8,192 tokens of 1B how many sequences fit there; mixtures: 30B-A3B with layers that fit alone, and beside a
-            peer.
-        budgets: `recompute.budget` of a step and of the longest sequence. own: cases of this device alone.
+        large: steps of 8B or of the shape that replaces it.
+        ones: steps of 1B.
+        paired: the shape with 8B's widths that fits next to a peer.
+        beside_peer: sequences of 8,192 tokens that 1B can train next to a peer.
+        mixtures: shapes of 30B-A3B that fit alone, and next to a peer.
+        budgets: `recompute.budget` of a step, and of the longest sequence.
+        own: cases of this device alone.
     """
     selective, full, budget = large.recompute(budgets[0])
     *short, longest_full = _longest(large.shape, large.state, budgets[1])
@@ -318,9 +339,9 @@ SUITES = {
 
 
 def config_of(case: Case) -> Config:
-    """What the case's implementations train by.
+    """Return the configuration that the case's implementations train with.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: names the key.
     """
     return resolve(load_config([*SHAPES[case.shape], *BASE, *case.overrides]), 1)

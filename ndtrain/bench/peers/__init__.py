@@ -1,1 +1,1 @@
-"""`bench peers`: training steps and attention against PyTorch's own parallelism and `transformers`."""
+"""`bench peers`: training steps and attention, compared with PyTorch's own parallelism and `transformers`."""

@@ -1,8 +1,9 @@
-"""`bench peers axis=cp`: attention over a sequence that is sharded over ranks, forward and backward, ours against
-PyTorch's ring attention, in alternating rounds.
+"""`bench peers axis=cp`: attention over a sequence that is sharded over ranks, forward and backward. It compares ours
+with PyTorch's ring attention, in alternating rounds.
 
-PyTorch's `context_parallel` has no CPU backend; its two ring templates are called with the CPU's flash kernels, without
-the dispatch and autograd that its users pay for besides. Both its ways to pass the keys round are peers.
+PyTorch's `context_parallel` has no CPU backend. The bench calls its two ring templates with the CPU's flash kernels,
+without the dispatch and autograd overhead of real use. Both of PyTorch's ways to pass the keys around the ring are
+peers.
 
 Shape legend: B batch, T local time, N query heads, K key/value heads, D head_dim.
 """
@@ -44,7 +45,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Options(CommonOptions):
-    """Options of `bench peers axis=cp`, beside the common ones."""
+    """Options of `bench peers axis=cp`, in addition to the common ones."""
 
     seq_len: int = option("tokens of the whole sequence; 2048 and then 8192 unless given", 0)
     heads: int = option("query heads", 8)
@@ -92,7 +93,7 @@ class Options(CommonOptions):
 
 
 def run(options: Options) -> None:
-    """See `common.compare`."""
+    """Run the comparison; see `common.compare`."""
     compare(options, options.lengths, measure, _show)
 
 
@@ -103,7 +104,7 @@ class MeteredLinks(Links):
     """Counts the bytes received, and the seconds that the calling thread spends on communication.
 
     Args:
-        bytes_per_s: of the link; transfers pass one after another.
+        bytes_per_s: speed of the simulated link. Transfers pass one after another.
     """
 
     def __init__(self, sharding: SequenceSharding, group: dist.ProcessGroup, index: int, bytes_per_s: float = math.inf):
@@ -119,7 +120,7 @@ class MeteredLinks(Links):
         return self._metered(begin, sum(x.nbytes for u, x in enumerate(receives) if u != self._member))
 
     def reset(self) -> tuple[float, int]:
-        """(seconds, bytes) since the last time."""
+        """Return (seconds, bytes) since the last reset, and reset both."""
         spent, self.seconds, self.bytes = (self.seconds, self.bytes), 0.0, 0
         return spent
 
@@ -139,7 +140,7 @@ class MeteredLinks(Links):
 
 
 class SilentLinks(Links):
-    """Sends nothing. The buffers keep what the memory held, which takes as long to compute with."""
+    """Sends nothing. The buffers keep their old contents, which take the same time to compute with."""
 
     def shift(self, send: Tensor, receive: Tensor) -> Pending:
         return Pending(())
@@ -152,7 +153,7 @@ class SilentLinks(Links):
 
 
 def whole_inputs(options: Options, length: int) -> Results:
-    """q, k, v and the gradient of the output, of the whole sequence, the same on every rank."""
+    """Return q, k, v and the gradient of the output for the whole sequence, the same on every rank."""
     draw = torch.Generator().manual_seed(length)
     heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
     shapes = [(1, length, h, options.head_dim) for h in heads]
@@ -160,7 +161,7 @@ def whole_inputs(options: Options, length: int) -> Results:
 
 
 def differentiated(core: Callable[..., Tensor], inputs: Results) -> Callable[[], Results]:
-    """Forward and backward of an attention core on these inputs."""
+    """Return a step that runs an attention core forward and backward on these inputs."""
     q, k, v, grad = inputs
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     ctx = SimpleNamespace(scores=Scores())
@@ -173,7 +174,7 @@ def differentiated(core: Callable[..., Tensor], inputs: Results) -> Callable[[],
 
 
 def templated(inputs: Results, group: dist.ProcessGroup, method: str) -> Callable[[], Results]:
-    """PyTorch's ring, which takes heads before time: as views, like those its users give it."""
+    """Return a step of PyTorch's ring. It takes heads before time, so its inputs are views, as in real use."""
     q, k, v, grad = (x.transpose(1, 2) for x in inputs)
 
     def step() -> Results:
@@ -188,7 +189,7 @@ def templated(inputs: Results, group: dist.ProcessGroup, method: str) -> Callabl
 
 
 def peers_index(length: int, group: dist.ProcessGroup) -> Tensor:
-    """The tokens that PyTorch's own load balancer assigns to this rank, int64 [T]."""
+    """Return the tokens that PyTorch's own load balancer assigns to this rank, int64 [T]."""
     balancer = _create_default_load_balancer(length, group.size(), "cpu")
     return balancer._generate_indices()[0].chunk(group.size())[group.rank()]
 
@@ -197,12 +198,12 @@ def peers_index(length: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def measure(rank: int, options: Options, length: int) -> dict[str, Any]:
-    """On one rank: every implementation compared with one process, then timed.
+    """Compare every implementation with one process, then time it. Runs on each rank.
 
     Raises:
-        RuntimeError: an output or a gradient is not that of one process.
+        RuntimeError: an output or a gradient differs from one process's.
     """
-    torch.set_flush_denormal(True)  # what the silent links leave in memory must not cost more than numbers do
+    torch.set_flush_denormal(True)  # denormals that the silent links leave in buffers must not slow the computation
     group, sharding = dist.group.WORLD, options.sharding(length)
     inputs = whole_inputs(options, length)
     expected = differentiated(local_core, inputs)()
@@ -217,7 +218,7 @@ def measure(rank: int, options: Options, length: int) -> dict[str, Any]:
     for name, step in steps.items():
         index = own_index if name == "ours" else peer_index
         differences[name] = require_agreement(name, step(), local(expected, index), TOLERANCE[options.precision])
-    if options.exposed:  # next to ours in each round, as it is subtracted from ours
+    if options.exposed:  # next to ours in each round, because it is subtracted from ours
         silent = differentiated(cp_core(sharding, group, rank, SilentLinks(sharding, group, rank)), own)
         steps = {"ours": steps.pop("ours"), "silent": silent, **steps}
     del inputs, expected
@@ -225,10 +226,10 @@ def measure(rank: int, options: Options, length: int) -> dict[str, Any]:
 
 
 def require_agreement(name: str, results: Results, expected: Results, bound: float) -> dict[str, float]:
-    """How far each result is from its expected value, relative to the largest element.
+    """Return the error of each result, relative to the largest expected element.
 
     Raises:
-        RuntimeError: further than `bound`.
+        RuntimeError: an error exceeds `bound`.
     """
     differences = {}
     for what, a, b in zip(NAMES, results, expected, strict=True):
@@ -239,7 +240,7 @@ def require_agreement(name: str, results: Results, expected: Results, bound: flo
 
 
 def _timed(options: Options, steps: dict[str, Callable[[], Results]], links: MeteredLinks) -> dict[str, Any]:
-    own_ms: dict[str, list[float]] = {name: [] for name in steps}  # of this rank, every step
+    own_ms: dict[str, list[float]] = {name: [] for name in steps}  # of every step on this rank
     meter: list[tuple[float, int]] = []
 
     def step(name: str) -> None:
@@ -264,9 +265,11 @@ def _timed(options: Options, steps: dict[str, Callable[[], Results]], links: Met
 
 
 def _exposed(options: Options, own_ms: dict[str, list[float]], meter: list[tuple[float, int]]) -> dict[str, float]:
-    """Cost of communication in ms a step, as means over the ranks: the time spent in it (`spent`), and the time that a
-    step takes longer than the next one without it (`lost`). `best` are those of the fastest steps, which a busy machine
-    disturbs least."""
+    """Return the cost of communication in ms per step, as means over the ranks.
+
+    `spent` is the time in communication calls. `lost` is the extra time of a step, compared with the next step without
+    communication. Both are medians. `best` values come from the fastest steps, which a busy machine disturbs least.
+    """
     ours, silent = (own_ms[name][options.warmup :] for name in ("ours", "silent"))
     spent = [seconds * 1e3 for seconds, _ in meter[options.warmup :]]
     fastest = min(range(len(ours)), key=ours.__getitem__)

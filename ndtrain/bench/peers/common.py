@@ -1,4 +1,4 @@
-"""What both kinds of `bench peers` share: whole training steps (`run`) and attention alone (`attention`)."""
+"""The parts that both kinds of `bench peers` share: whole training steps (`run`) and attention alone (`attention`)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from ndtrain.bench.rounds import BlockOptions, BlockTimer
 from ndtrain.config import ConfigError
 from ndtrain.profiling.profile import record
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # how far results of equal work may differ, relative
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # relative difference allowed between results of equal work
 PROFILED = 3  # steps
 
 
 @dataclass(frozen=True)
 class AxisOptions:
-    """What is compared."""
+    """The axis, ranks and precision of a comparison."""
 
     axis: Literal["one", "dp", "fsdp", "tp", "cp", "pp"] = option("what the peers are compared on")
     ranks: int = option("processes; 1 for axis=one, otherwise 2 unless given", 0)
@@ -28,7 +28,7 @@ class AxisOptions:
 
 @dataclass(frozen=True)
 class CommonOptions(BlockOptions, AxisOptions):
-    """Options that every comparison takes: those of `AxisOptions`, then those of `BlockOptions`."""
+    """Options of every comparison: first `AxisOptions`, then `BlockOptions`."""
 
     @property
     def world(self) -> int:
@@ -36,11 +36,12 @@ class CommonOptions(BlockOptions, AxisOptions):
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """The options as they are used, where that is not as given."""
+        """The resolved values of options that differ from the given ones."""
         return {"ranks": self.world}
 
     def check(self) -> None:
-        """
+        """Check the options.
+
         Raises:
             ConfigError: options that do not go together.
         """
@@ -52,11 +53,11 @@ class CommonOptions(BlockOptions, AxisOptions):
 
 
 def compare(options: CommonOptions, shapes: Iterable[Any], measure: Callable, show: Callable) -> None:
-    """Measures each shape on its ranks, prints it and writes `options.out`.
+    """Measure each shape on its ranks, print it and write `options.out`.
 
     Args:
-        measure: (rank, options, shape) -> rank 0's result, in each rank's process.
-        show: prints it, given (options, shape, result).
+        measure: (rank, options, shape) -> rank 0's result; runs in each rank's process.
+        show: prints a result, given (options, shape, result).
 
     Raises:
         ConfigError: options that do not go together.
@@ -70,13 +71,13 @@ def compare(options: CommonOptions, shapes: Iterable[Any], measure: Callable, sh
 
 
 def profiles(timers: Mapping[str, BlockTimer]) -> dict[str, list[str]]:
-    """Implementation -> the lines of its profile, on this rank."""
+    """Return implementation -> the lines of its profile, on this rank."""
     here = torch.device("cpu")
     return {name: record(lambda t=timer: t.run(1), PROFILED, here).lines() for name, timer in timers.items()}
 
 
 def show_ratios(result: Mapping[str, Any]) -> None:
-    """Prints the ratios and, if there are any, the profiles."""
+    """Print the ratios and, if there are any, the profiles."""
     for name, r in result["ratios"].items():
         print(
             f"  {name + ' / ours':24} {r['median']:.3f}   quartiles {r['q1']:.3f} .. {r['q3']:.3f}"

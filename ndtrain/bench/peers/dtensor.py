@@ -1,7 +1,7 @@
 """The peers of axis=tp: a plain PyTorch Llama sharded by `parallelize_module`, as torchtitan shards its own.
 
-The model computes between its matmuls with the same functions as ours does (RMSNorm, RoPE, attention), and its plan
-wraps and redistributes no more than it must: what is compared is the parallelism.
+Between its matmuls the model uses the same functions as ours (RMSNorm, RoPE, attention). Its plan wraps and
+redistributes as little as possible. The comparison therefore measures only the parallelism.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from ndtrain.model.rope import rotate
 
 class Norm(nn.Module):
     """RMSNorm of local tensors. With sequence parallelism each rank's gradient of the weight covers its own tokens, so
-    it is a `Partial`. (`nn.RMSNorm` under `SequenceParallel` gives the same and takes three times as long.)"""
+    it is a `Partial`. (`nn.RMSNorm` under `SequenceParallel` gives the same result in three times the time.)"""
 
     def __init__(self, m: ModelConfig):
         super().__init__()
@@ -42,13 +42,13 @@ def llama(m: ModelConfig) -> Llama:
 
 
 def parallelize(model: Llama, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Shards `model` over the one dim of `mesh`. Its forward and backward must run under `loss_parallel()`.
+    """Shard `model` over the one dim of `mesh`. Its forward and backward must run under `loss_parallel()`.
 
     Args:
-        sequence_parallel: the residual stream is sharded along its tokens.
+        sequence_parallel: shard the residual stream along its tokens.
     """
     residual = Shard(1) if sequence_parallel else Replicate()
-    # one wrapper in front of several matmuls: their input gradients are summed before they are sent
+    # one wrapper in front of several matmuls sums their input gradients before they are sent
     gather = PrepareModuleInput(input_layouts=(residual,), desired_input_layouts=(Replicate(),))
     gather_with_rope = PrepareModuleInput(input_layouts=(residual, None), desired_input_layouts=(Replicate(), None))
     row = RowwiseParallel(output_layouts=residual)
@@ -70,13 +70,13 @@ def parallelize(model: Llama, mesh: DeviceMesh, sequence_parallel: bool) -> None
 
 
 def clip(parameters: Iterable[nn.Parameter], most: float) -> None:
-    """Clips the gradients by their norm over the whole model, after it has summed the partial ones."""
+    """Sum the partial gradients, then clip all gradients by their norm over the whole model."""
     parameters = list(parameters)
     for p in parameters:
         if isinstance(p, DTensor) and p.grad.placements != p.placements:
             p.grad = p.grad.redistribute(placements=p.placements, async_op=True)
     sharded = [p for p in parameters if isinstance(p, DTensor)]
-    whole = [p for p in parameters if not isinstance(p, DTensor)]  # DTensors and others do not mix in one operator
+    whole = [p for p in parameters if not isinstance(p, DTensor)]  # one operator cannot mix DTensors and plain tensors
     norms = [nn.utils.get_total_norm([p.grad for p in kind]) for kind in (sharded, whole) if kind]
     norms = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
     norm = torch.linalg.vector_norm(torch.stack(norms))

@@ -1,9 +1,12 @@
-"""The implementations that `bench peers` compares. Each builder returns a function that makes one optimizer step of the
+"""The implementations that `bench peers` compares. Each builder returns a function that runs one optimizer step of the
 same training.
 
-Every implementation starts from the weights of `run.seed`. A step is what a trainer has to do: forward and backward of
-all microbatches, the gradient's mean over the valid tokens of the global batch, clipping by its global norm, AdamW
-(decay on matrices only), and the global batch's mean loss as a float.
+Every implementation starts from the weights of `run.seed`. A step does a trainer's whole work:
+- forward and backward of all microbatches
+- the mean gradient over the valid tokens of the global batch
+- clipping by the global norm
+- AdamW (decay on matrices only)
+- the global batch's mean loss as a float
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +42,7 @@ Draw = Callable[[int, str, int, int], Tensor]  # (seed, parameter, first element
 
 
 def ours(cfg: Config, mesh: Mesh) -> Step:
-    """ndtrain's own step."""
+    """Build ndtrain's own step."""
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step, numbers = TrainingStep(cfg, mesh, stages), count(1)
@@ -47,8 +50,8 @@ def ours(cfg: Config, mesh: Mesh) -> Step:
 
 
 def local(cfg: Config, mesh: Mesh) -> Step:
-    """ndtrain's step on each rank by itself, on as many tokens a rank, without communication. Its optimizer updates the
-    whole model where fsdp's updates a part."""
+    """Build ndtrain's step on each rank alone, with the same number of tokens per rank and no communication. Its
+    optimizer updates the whole model, while fsdp's updates a part."""
     alone = cfg.unfrozen()
     alone.mesh.dp = alone.mesh.fsdp = 1
     alone.train.global_batch //= mesh.size(*BATCH_AXES)
@@ -64,9 +67,9 @@ class Loop:
 
     Args:
         module: (tokens, labels) -> sum of token losses.
-        ranks: how many ranks share the loss; `module` averages their gradients.
-        synchronised: given whether a microbatch is the step's last, the context it runs in.
-        clip: (parameters, most) scales their gradients to a global norm of at most `most`.
+        ranks: number of ranks that share the loss; `module` averages their gradients.
+        synchronised: returns the context of a microbatch; its argument is True for the step's last microbatch.
+        clip: (parameters, most): scales the parameters' gradients to a global norm of at most `most`.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Loop:
         return self.launch(batches)[0].item()
 
     def launch(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor | None]:
-        """Queues a step. Returns its mean loss over the global batch and the result of `clip`, both on the device."""
+        """Queue a step. Return its mean loss over the global batch and the result of `clip`, both on the device."""
         self.optimizer.zero_grad(set_to_none=True)
         mean = self._gradients(batches)
         norm = self.clip()
@@ -99,7 +102,7 @@ class Loop:
         return mean, norm
 
     def _gradients(self, batches: Sequence[Batch]) -> Tensor:
-        """Runs all microbatches forward and backward; this rank's share of the mean loss."""
+        """Run all microbatches forward and backward. Return this rank's share of the mean loss."""
         valid = sum((b.labels != IGNORE).sum() for b in batches)
         wait = self._sum(valid)  # overlaps the first forward
         total = torch.zeros((), device=valid.device)
@@ -113,7 +116,7 @@ class Loop:
         return total / valid
 
     def _sum(self, x: Tensor) -> Callable[[], object]:
-        """Starts to sum `x` over the ranks in place. Returns the function that waits for it."""
+        """Start to sum `x` over the ranks in place. Return a function that waits for the sum."""
         return dist.all_reduce(x, async_op=True).wait if self.ranks > 1 else lambda: None
 
 
@@ -122,7 +125,7 @@ class Pipelined(Loop):
 
     Args:
         modules: this rank's stages by their index.
-        head: the output embedding where this rank has the last stage, else None.
+        head: the output embedding if this rank has the last stage, else None.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, modules: dict[int, nn.Module], head: nn.Parameter | None):
@@ -137,7 +140,7 @@ class Pipelined(Loop):
 
 
 class Cast(nn.Module):
-    """Computes in `dtype` from the wider parameters of `module`, whose gradients accumulate in their own precision."""
+    """Computes in `dtype` from the wider parameters of `module`. Gradients accumulate in the parameters' precision."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype):
         super().__init__()
@@ -149,7 +152,7 @@ class Cast(nn.Module):
 
 
 class HuggingFace(nn.Module):
-    """`transformers`' own model and loss with our model's signature."""
+    """`transformers`' own model and loss, with our model's signature."""
 
     def __init__(self, m: ModelConfig):
         super().__init__()
@@ -158,40 +161,40 @@ class HuggingFace(nn.Module):
         self.causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf(m)), attn_implementation="sdpa")
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        # divided by one item, its loss is the sum
+        # with one item to divide by, its loss is the sum
         return self.causal_lm(
             input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=1, use_cache=False
         ).loss
 
 
 def bare(cfg: Config, mesh: Mesh) -> Step:
-    """A PyTorch loop over ndtrain's model, in one process."""
+    """Build a PyTorch loop over ndtrain's model, in one process."""
     return Loop(cfg, _in_compute_precision(cfg, _plain(cfg)))
 
 
 def transformers(cfg: Config, mesh: Mesh) -> Step:
-    """The same loop over `transformers`' model of the same shape."""
+    """Build the same loop over `transformers`' model of the same shape."""
     module = HuggingFace(cfg.model)
     fill_parameters(cfg, module.causal_lm)
     return Loop(cfg, _in_compute_precision(cfg, module))
 
 
 def ddp(cfg: Config, mesh: Mesh) -> Step:
-    """DistributedDataParallel over ndtrain's model."""
+    """Build a loop with DistributedDataParallel over ndtrain's model."""
     accumulates = cfg.train.global_batch > mesh.size("dp") * cfg.train.micro_batch
     module = DistributedDataParallel(
         _in_compute_precision(cfg, _plain(cfg)),
         gradient_as_bucket_view=True,
-        static_graph=not accumulates,  # with no_sync it would not see the first microbatches
+        static_graph=not accumulates,  # with no_sync, a static graph would miss the first microbatches
     )
     return Loop(cfg, module, mesh.size("dp"), lambda last: nullcontext() if last else module.no_sync())
 
 
 def fsdp2(cfg: Config, mesh: Mesh) -> Step:
-    """FSDP2 over ndtrain's model: each block is a unit, the root has the rest."""
+    """Build a loop with FSDP2 over ndtrain's model. Each block is a unit; the root has the rest."""
     module, zero = _plain(cfg), cfg.mesh.zero
     narrow = {"param_dtype": DTYPES[cfg.precision.compute], "reduce_dtype": DTYPES[cfg.precision.params]}
-    # rotary tables are among the inputs and stay in fp32
+    # rotary tables are inputs too, and stay in fp32
     policy = MixedPrecisionPolicy(**narrow, cast_forward_inputs=False) if _narrows(cfg) else MixedPrecisionPolicy()
     for block in module.model.layers.values():
         fully_shard(block, reshard_after_forward=zero == 3, mp_policy=policy)
@@ -206,7 +209,7 @@ def fsdp2(cfg: Config, mesh: Mesh) -> Step:
 
 
 def dtensor_tp(cfg: Config, mesh: Mesh, sequence_parallel: bool = False) -> Step:
-    """DTensor tensor parallelism with a vocabulary-parallel loss."""
+    """Build a loop with DTensor tensor parallelism and a vocabulary-parallel loss."""
     module = dtensor.llama(cfg.model)
     fill_parameters(cfg, module)
     own = DeviceMesh.from_group(own_group(), mesh.device.type)
@@ -215,12 +218,12 @@ def dtensor_tp(cfg: Config, mesh: Mesh, sequence_parallel: bool = False) -> Step
 
 
 def dtensor_tp_sp(cfg: Config, mesh: Mesh) -> Step:
-    """The same with sequence parallelism."""
+    """Build the loop of `dtensor_tp` with sequence parallelism."""
     return dtensor_tp(cfg, mesh, sequence_parallel=True)
 
 
 def torch_pipelining(cfg: Config, mesh: Mesh) -> Step:
-    """torch.distributed.pipelining over ndtrain's model, with the same stages as ours."""
+    """Build a loop with torch.distributed.pipelining over ndtrain's model, with the same stages as ours."""
     stages = pipelining.stages(cfg, mesh)
     for stage in stages.values():
         fill_parameters(cfg, stage.part)
@@ -235,14 +238,14 @@ def _plain(cfg: Config) -> Transformer:
 
 
 def own_group() -> dist.ProcessGroup:
-    """All ranks in a group of a peer's own: none of them talks through ours, as none does in a program without us."""
+    """Create a group of all ranks for a peer. No peer communicates over our groups, as in a program without ndtrain."""
     group = dist.new_group()
     assert group is not None, "each rank is one of it"
     return group
 
 
 def fill_parameters(cfg: Config, module: nn.Module, draw: Draw = standard_normal) -> None:
-    """The initial weights of `run.seed`, from `draw`."""
+    """Fill the parameters with the initial weights of `run.seed`, drawn by `draw`."""
     table = params(cfg.model)
     for name, p in module.named_parameters():
         for own, tensor in _by_expert(cfg.model, name, p.data):
@@ -250,8 +253,8 @@ def fill_parameters(cfg: Config, module: nn.Module, draw: Draw = standard_normal
 
 
 def _by_expert(m: ModelConfig, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter under our names: `transformers` keeps one of all experts' gates and ups, [X, 2 F, E], and one of
-    their downs, [X, E, F]."""
+    """Yield (our name, tensor) for a parameter. `transformers` stores the gates and ups of all experts in one
+    parameter, [X, 2 F, E], and their downs in another, [X, E, F]."""
     experts, separator, stack = name.partition(".experts.")
     moe = family_of(m).moe
     if moe is None or not separator or stack not in ("gate_up_proj", "down_proj"):

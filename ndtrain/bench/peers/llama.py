@@ -1,4 +1,4 @@
-"""A Llama of `nn.Linear`s under Hugging Face's parameter names, without biases, which the peers train.
+"""A Llama that the peers train, made of `nn.Linear`s without biases, with Hugging Face's parameter names.
 
 Shape legend: B batch, T time (T / ranks in the residual stream with sequence parallelism), E hidden_size, N query heads
 here, K key/value heads here, D head_dim, V vocabulary here.
@@ -60,13 +60,14 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """(tokens [B, T], labels [B, T]) -> the sum of the losses over valid tokens. All sequences are of one length.
+    """(tokens [B, T], labels [B, T]) -> the sum of the losses over valid tokens. All sequences have the same length.
 
     Args:
-        norm: makes an RMSNorm. rotate: applies the rotary embedding.
+        norm: makes an RMSNorm.
+        rotate: applies the rotary embedding.
 
     Attributes:
-        loss: (logits, labels) -> that sum; may be replaced by its compiled form.
+        loss: (logits, labels) -> the summed loss; may be replaced by its compiled form.
     """
 
     def __init__(self, m: ModelConfig, norm: MakeNorm, rotate: Rotate):

@@ -1,7 +1,7 @@
 """The peer of axis=pp: ndtrain's model as stages of `torch.distributed.pipelining`.
 
-ndtrain's own placement says which layers a stage has and which rank has the stage, so that ours and the peer do the
-same work on the same ranks.
+ndtrain's placement assigns layers to stages and stages to ranks, so ours and the peer do the same work on the same
+ranks.
 
 Shape legend: B batch, T time, E hidden_size, V vocabulary.
 """
@@ -28,9 +28,9 @@ class Peer(NamedTuple):
 
     Attributes:
         name: its class.
-        looped: it takes a list of stages, also where a rank has one.
-        at_least: microbatches it needs, given how many ranks.
-        rounds: it takes microbatches in rounds of at least so many as there are ranks, all equal.
+        looped: it takes a list of stages, even if a rank has only one.
+        at_least: number of ranks -> number of microbatches it needs.
+        rounds: it takes microbatches in equal rounds, each with at least one microbatch per rank.
     """
 
     name: str
@@ -43,16 +43,17 @@ SCHEDULES = {
     "gpipe": Peer("ScheduleGPipe", looped=False),
     "1f1b": Peer("Schedule1F1B", looped=False, at_least=lambda ranks: ranks),
     "interleaved": Peer("ScheduleInterleaved1F1B", rounds=True),
-    "zb_h1": Peer("ScheduleInterleavedZeroBubble", rounds=True),  # with one chunk a rank, it is that
+    "zb_h1": Peer("ScheduleInterleavedZeroBubble", rounds=True),  # with one chunk per rank it is ZB-H1
     "zb_v": Peer("ScheduleZBVZeroBubble"),
     "dualpipe_v": Peer("ScheduleDualPipeV", at_least=lambda ranks: 2 * ranks),
 }
 
 
 def check(schedule: str, ranks: int, microbatches: int) -> None:
-    """
+    """Check that PyTorch has the schedule and that it accepts this number of microbatches.
+
     Raises:
-        ConfigError: PyTorch's schedule does not take so many microbatches, or this PyTorch does not have it.
+        ConfigError: PyTorch lacks the schedule, or the number does not fit it.
     """
     peer = SCHEDULES[schedule]
     least = peer.at_least(ranks)
@@ -78,18 +79,18 @@ class Stage(nn.Module):
         self.part = part
         self._segments = part.segments()[:-1] if part.last else part.segments()
         tokens = torch.zeros(cfg.train.micro_batch, cfg.train.seq_len, dtype=torch.long)
-        # positions are the same in every microbatch: one rotary table serves all
+        # positions are the same in every microbatch, so one rotary table serves all
         self._context = part.context(tokens, tokens, DTYPES[cfg.precision.compute])
 
     def forward(self, x: Tensor) -> Tensor:
-        ctx = self._context._replace(tokens=x) if self.part.first else self._context  # the others read its shape
+        ctx = self._context._replace(tokens=x) if self.part.first else self._context  # later stages read only the shape
         for segment in self._segments:
             x = segment.run(x, ctx)
         return x
 
 
 def stages(cfg: Config, mesh: Mesh) -> dict[int, Stage]:
-    """This rank's stages by their index, with uninitialised parameters."""
+    """Return this rank's stages by their index, with uninitialised parameters."""
     at = Placement.of(cfg)
     return {
         s: Stage(Transformer(cfg.model, at.layers[s], s == 0, s == at.last, cfg.train.loss_chunk), cfg)
@@ -101,9 +102,9 @@ class Pipeline:
     """PyTorch's schedule over this rank's stages.
 
     Args:
-        group: of the ranks, through which they send.
+        group: the ranks' group, over which they send.
         modules: by stage index, in compute precision.
-        head: the output embedding where this rank has the last stage, else None.
+        head: the output embedding if this rank has the last stage, else None.
     """
 
     def __init__(
@@ -126,14 +127,14 @@ class Pipeline:
         self._schedule = make(parts if peer.looped else parts[0], cfg.microbatches, self._loss, scale_grads=False)
 
     def gradients(self, tokens: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-        """Adds every microbatch's gradients to the parameters'.
+        """Add every microbatch's gradients to the parameters' gradients.
 
         Args:
             tokens, labels: [microbatches x B, T].
-            scale: what the sum of all token losses is multiplied with.
+            scale: factor of the sum of all token losses.
 
         Returns:
-            That product where this rank has the last stage, elsewhere zero.
+            The scaled sum of the losses if this rank has the last stage, else zero.
         """
         self._scale, losses = scale, []
         inputs = (tokens,) if self.first else ()
@@ -146,7 +147,7 @@ class Pipeline:
 
 
 def _examples(cfg: Config, first: bool) -> dict[str, Tensor]:
-    """Inputs and outputs of a stage, so that PyTorch need not run it to know their shapes."""
+    """Return meta inputs and outputs of a stage, so that PyTorch need not run it to find their shapes."""
     stream, dtype = LocalShapes.of(cfg).stream, DTYPES[cfg.precision.compute]
     hidden = torch.empty(stream, dtype=dtype, device="meta", requires_grad=True)
     tokens = torch.empty(cfg.train.micro_batch, cfg.train.seq_len, dtype=torch.long, device="meta")
@@ -154,7 +155,7 @@ def _examples(cfg: Config, first: bool) -> dict[str, Tensor]:
 
 
 def clip(parameters: Iterable[nn.Parameter], most: float, group: dist.ProcessGroup) -> None:
-    """`torch.nn.utils.clip_grad_norm_` over parameters that are spread over the ranks of `group`."""
+    """Apply `torch.nn.utils.clip_grad_norm_` to parameters that are spread over the ranks of `group`."""
     own: Sequence[nn.Parameter] = list(parameters)
     square = nn.utils.get_total_norm([p.grad for p in own]).square_()
     dist.all_reduce(square, group=group)

@@ -1,4 +1,4 @@
-"""`bench peers` for the axes that shard training steps: our step against PyTorch's own, in the same processes, in
+"""`bench peers` for the axes that shard training steps: our step compared with PyTorch's own, in the same processes, in
 alternating rounds. For axis=cp see `attention`."""
 
 import importlib.util
@@ -27,7 +27,7 @@ PEERS = {
     "tp": ("dtensor_tp", "dtensor_tp_sp"),
     "pp": ("torch_pipelining",),
 }
-_SIZES = (  # micro_batch is per rank (with tp and pp: of all ranks together)
+_SIZES = (  # micro_batch is per rank; with tp and pp, for all ranks together
     "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers", "model.num_attention_heads",
     "model.num_key_value_heads", "model.vocab_size", "train.seq_len", "train.micro_batch",
 )  # fmt: skip
@@ -41,7 +41,7 @@ SHAPES = {
     "pp_small": (256, 704, 8, 8, 4, 1024, 32, 1),
     "pp_tiny": (64, 128, 4, 4, 2, 256, 32, 2),
 }
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_v")  # those of schedule=all
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_v")  # the schedules of schedule=all
 DISTINCT = 16  # steps before the batches repeat
 
 
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Options(CommonOptions):
-    """Options of `bench peers`, beside the common ones."""
+    """Options of `bench peers`, in addition to the common ones."""
 
     shape: Literal[(*SHAPES, "all")] = option(
         "of the model; all: one where computing takes the time and one where the rest does", "all"
@@ -118,7 +118,7 @@ class Options(CommonOptions):
 
 
 def run(options: Options) -> None:
-    """See `common.compare`."""
+    """Run the comparison; see `common.compare`."""
     compare(options, options.cases, measure, _show)
 
 
@@ -126,7 +126,7 @@ def run(options: Options) -> None:
 
 
 class Training:
-    """Makes one step a call, of batches that repeat."""
+    """Runs one step per call, on batches that repeat."""
 
     def __init__(self, step: Step, batches: Sequence[Sequence[Batch]]):
         self._step, self._batches = step, batches
@@ -137,7 +137,7 @@ class Training:
 
 
 def measure(rank: int, options: Options, case: Case) -> dict[str, Any]:
-    """On one rank: every implementation built, checked and timed.
+    """Build, check and time every implementation. Runs on each rank.
 
     Raises:
         RuntimeError: their losses differ.
@@ -165,10 +165,10 @@ def measure(rank: int, options: Options, case: Case) -> dict[str, Any]:
 
 
 def config_of(options: Options, case: Case) -> Config:
-    """The resolved config that every implementation trains by.
+    """Return the resolved configuration that every implementation trains with.
 
     Raises:
-        ConfigError: a shape that this number of ranks does not divide.
+        ConfigError: the number of ranks does not divide the shape.
     """
     sizes = [f"{key}={size}" for key, size in zip(_SIZES, SHAPES[case.shape], strict=True)]
     longest = "model.max_position_embeddings=${train.seq_len}"
@@ -184,7 +184,7 @@ def config_of(options: Options, case: Case) -> Config:
 
 
 def make_batches(cfg: Config, mesh: Mesh, step: int) -> list[Batch]:
-    """This rank's microbatches of random tokens."""
+    """Return this rank's microbatches of random tokens."""
     t, draw = cfg.train, np.random.default_rng((step, mesh.index(*BATCH_AXES)))
     each = t.global_batch // mesh.size(*BATCH_AXES)
     rows = torch.from_numpy(draw.integers(0, cfg.model.vocab_size, (each, t.seq_len + 1)))
