@@ -1,1 +1,1 @@
-"""What a run needs on machines that are not at hand."""
+"""Predicts the memory, time and goodput of runs on machines that are not available, and searches their settings."""

@@ -1,4 +1,4 @@
-"""python -m ndtrain.plan dry recipe=llama3_8b hardware=h100 nodes=4 mesh.tp=8      # --help says more
+"""python -m ndtrain.plan dry recipe=llama3_8b hardware=h100 nodes=4 mesh.tp=8      # --help lists the plans
 
 A plan NAME is the module `ndtrain.plan.NAME`, with a dataclass `Options` and `run(options, overrides)`, which prints
 the plan and raises ConfigError or ArgumentError. `ndtrain.runtime.commands.PLANS` lists them.
@@ -25,7 +25,7 @@ Own = TypeVar("Own", bound="DataclassInstance")
 
 
 def main(args: Sequence[str]) -> int:
-    """Make a plan. Return the exit status: 2 if it cannot be made (one line says why), 130 after a Ctrl-C."""
+    """Make a plan. Return the exit status: 2 if it cannot be made (one line gives the reason), 130 after a Ctrl-C."""
     if wants_help(args) and args[0] in PLANS:
         print(usage.plan(args[0], help_lines(_module(args[0]).Options)))
         return 0
@@ -39,7 +39,7 @@ def main(args: Sequence[str]) -> int:
     except (ArgumentError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # what is known so far is printed
+    except KeyboardInterrupt:  # the results so far have been printed
         print("interrupted", file=sys.stderr)
         return 130
 
@@ -48,7 +48,7 @@ def split_options(cls: type[Own], args: Sequence[str]) -> tuple[Own, list[str]]:
     """Return the plan's options, an instance of the dataclass `cls`, and the other arguments.
 
     Raises:
-        ArgumentError, ConfigError: an option has no such value, or one is missing.
+        ArgumentError, ConfigError: an option has an invalid value, or a required one is missing.
     """
     own = {f.metadata.get("key") or f.name for f in fields(cls)}
     mine = [arg for arg in args if arg.partition("=")[0] in own]
@@ -56,7 +56,7 @@ def split_options(cls: type[Own], args: Sequence[str]) -> tuple[Own, list[str]]:
 
 
 def say_at_once(args: Sequence[str]) -> None:
-    """Repeat the plan that was asked for. Some seconds may pass until its modules are imported."""
+    """Print the requested plan before its modules are imported, which may take some seconds."""
     if args and args[0] in PLANS and not wants_help(args):
         print(f"plan {shlex.join(args)}", file=sys.stderr, flush=True)
 

@@ -1,8 +1,9 @@
-"""`ndtrain plan calibrate out=FILE.yaml`: measures this machine and writes a description that `hardware=` takes.
+"""`ndtrain plan calibrate out=FILE.yaml`: measure this machine and write a hardware description for `hardware=`.
 
-Real training steps of a few sizes run, on one rank and then on as many as the machine has cores, and each operator in
-them is timed (`kernel_times`). Collectives are those of `bench collectives`. The host's time is what steps
-take beyond their operators. What collectives cost beside their own time is fitted to the steps of several ranks.
+Training steps of a few model sizes run on one rank, and then on one rank per core (a power of two, at most
+`MOST_RANKS`). Each operator in them is timed (`kernel_times`). `bench collectives` measures the collectives. Host time
+is the time of a step that no operator accounts for. Two further costs of collectives are fitted to the steps on several
+ranks: how they slow compute down, and how late waiting ranks wake up.
 """
 
 import math
@@ -43,17 +44,17 @@ SHAPES = [
     (256, 1024, 8, 2, 4096, 256, 4), (512, 1376, 8, 8, 4096, 128, 1), (512, 2048, 8, 4, 2048, 512, 1),
     (1024, 2816, 16, 8, 1024, 128, 1), (384, 1024, 8, 4, 4096, 1024, 1),
 ]  # fmt: skip
-AXES = ("tp", "cp", "fsdp")  # of the cases on several ranks
-MOST_RANKS = 8  # that share a host's links
+AXES = ("tp", "cp", "fsdp")  # the cases on several ranks shard over one of them
+MOST_RANKS = 8  # to measure on
 OPERATIONS = {
     "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce",
     "all_to_all": "all_to_all", "send/recv": "send_recv", "broadcast": "broadcast",
-}  # fmt: skip   # the bench's name -> the planner's
-OF_UPDATE = ("linalg_vector_norm", "_fused_adamw_")  # kernels that the planner knows; the rest is the same in each step
-LINK_ROUNDS = 12  # a thread that waits for a core makes single calls ten times as long
-INTERFERENCE = [n / 10 for n in range(21)]  # values that are tried, with each of the next
+}  # fmt: skip   # name in the bench -> name in the planner
+OF_UPDATE = ("linalg_vector_norm", "_fused_adamw_")  # the planner prices these; the rest of an update is a fixed cost
+LINK_ROUNDS = 12  # a single call takes ten times as long if its thread waits for a core
+INTERFERENCE = [n / 10 for n in range(21)]  # the fit tries every pair of these two
 LATE_S = [10 ** (n / 10) for n in range(-60, -19)]
-BUSY = 0.9  # with less of the cores other programs took the rest
+BUSY = 0.9  # with a smaller share of its core, a rank was slowed down by other programs
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ class Options:
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Measures, prints the rates, and writes them to `options.out`.
+    """Measure this machine, print the rates, and write them to `options.out`.
 
     Raises:
-        ConfigError: the file cannot be written, or there is an argument beside the plan's own.
+        ConfigError: the file cannot be written, or an argument is not an option of this plan.
     """
     refuse_overrides(Options, overrides)
     if not options.out.endswith((".yaml", ".yml")):
@@ -105,7 +106,7 @@ def _cores(device: str) -> int:
 
 
 def cases(precision: str, ranks: int, device: str) -> list[Config]:
-    """The models whose steps are timed, on one rank, or sharded over several in each way."""
+    """Return the models whose steps are timed. On several ranks, each model is sharded over each of `AXES` in turn."""
     made = []
     for shape, axis in product(SHAPES, AXES if ranks > 1 else AXES[:1]):
         hidden, intermediate, heads, kv_heads, vocab, length, micro = shape
@@ -124,11 +125,11 @@ def cases(precision: str, ranks: int, device: str) -> list[Config]:
 
 
 class TimedSteps(NamedTuple):
-    """Steps of so many ranks at once.
+    """The timed steps of all cases on one number of ranks.
 
     Attributes:
-        cfgs, times: of each case.
-        share: of a core that the first rank had.
+        cfgs, times: the configuration and the times of each case.
+        share: the share of a core that the first rank had.
     """
 
     cfgs: list[Config]
@@ -137,7 +138,7 @@ class TimedSteps(NamedTuple):
 
 
 def _timed_steps(options: Options, device: str, worlds: Sequence[int]) -> dict[int, TimedSteps]:
-    """Number of ranks -> their steps."""
+    """Return number of ranks -> their timed steps."""
     cfgs = {n: [cfg for precision in options.precisions for cfg in cases(precision, n, device)] for n in worlds}
     jobs = [(time_cases, n, cfgs[n], options.steps, device) for n in worlds]
     launched = run_launches(options.launches, jobs, backend_of(device))
@@ -148,12 +149,12 @@ def _timed_steps(options: Options, device: str, worlds: Sequence[int]) -> dict[i
 
 
 def _share_of_a_core(times: Sequence[CaseTimes]) -> float:
-    """Of the time that a rank's steps took by the clock on the wall, that in which it had a core."""
+    """Return the time on a core (or GPU) divided by wall time: the share of a core that a rank really had."""
     return sum(sum(t.passes) + sum(t.updates) for t in times) / sum(sum(t.steps_s) for t in times)
 
 
 def tables_of(times: Sequence[CaseTimes]) -> dict[str, Tables]:
-    """kind -> operator and precision -> points, each the median of all times that a kernel ran."""
+    """Return kind -> "operator dtype" (matmuls: "dtype") -> points. A point is the median over all runs of a kernel."""
     samples: dict[tuple[str, str, tuple[float, ...]], list[float]] = defaultdict(list)
     for case in times:
         for kernels in (case.passes_kernels, case.update_kernels):
@@ -167,7 +168,7 @@ def tables_of(times: Sequence[CaseTimes]) -> dict[str, Tables]:
 
 
 def _place(k: Kernel) -> tuple[str, tuple[float, ...]]:
-    """The table of its kind that a kernel belongs to, and where in it."""
+    """Return the key of a kernel's table, among the tables of its kind, and the coordinates of its point there."""
     if k.kind == "matmul":
         return k.dtype, tuple(max(1, n) for n in k.shape)
     if k.kind == "attention":
@@ -176,10 +177,11 @@ def _place(k: Kernel) -> tuple[str, tuple[float, ...]]:
 
 
 def host_rates(times: Sequence[CaseTimes]) -> dict[str, float]:
-    """Names of `price.Rates` -> seconds of the host: for each operator, and in each step beside its program.
+    """Return host times as fields of `price.Rates`: seconds of an operator's launch, and of a step outside its program.
 
-    The time of an operator's launch is the median over all cases, as a larger case's operators push the host's code and
-    data out of its caches. The smallest cases alone say what a step takes, since kernels are most of a larger one's.
+    The launch time is the median over all cases, because operators of larger cases push the host's code and data out of
+    its caches. The time of a step comes only from the smallest third of the cases. In larger cases, kernels are most of
+    it.
     """
     launches = [
         (statistics.median(case.passes) - _sum(case.passes_kernels, case.steps))
@@ -204,7 +206,7 @@ def _count(kernels: Mapping[Kernel, list[float]], steps: int) -> float:
 
 
 def _collectives(options: Options, device: str) -> dict[str, Tables]:
-    """operation -> "ranks of a group of those of the mesh" -> (bytes, seconds), the slowest rank's, medians."""
+    """Return operation -> "RANKS OF A GROUP of RANKS OF THE MESH" -> (bytes, median seconds of the slowest rank)."""
     tables: dict[str, Tables] = defaultdict(dict)
     most = min(options.ranks, _cores(device)) if device == "cuda" else options.ranks
     backend = backend_of(device)
@@ -222,16 +224,17 @@ def _collectives(options: Options, device: str) -> dict[str, Tables]:
 
 
 def _meshes(most: int) -> list[tuple[int, str]]:
-    """(ranks, mesh): one axis of 2, 4, 8 ranks, and groups of two beside each other."""
+    """Return (ranks, mesh): one axis of 2, 4 or 8 ranks, and a mesh with groups of two that run at the same time."""
     made = [(world, f"dp={world}") for world in (2, 4, 8) if world <= most]
     return made + [(4, "dp=2 tp=2")] * (most >= 4)
 
 
 def beside_collectives(steps: TimedSteps, hardware: Hardware) -> dict[str, float]:
-    """`Rates.interference` and `Rates.late_s` with which predictions of steps of several ranks are off the least, by
-    the sum of their relative errors: one step that was disturbed does not move them.
+    """Fit `Rates.interference` and `Rates.late_s` to the steps on several ranks.
 
-    Every pair is tried, since one rate makes up for a part of the other and a search along each in turn stops early.
+    The loss is the sum of relative errors of the step times, so that a single disturbed step does not move the fit.
+    Every pair of values is tried. Each rate can make up for a part of the other, so a search along one at a time would
+    stop early.
     """
     plans = [plan_step(cfg, hardware.device) for cfg in steps.cfgs]
     measured = [statistics.median(case.steps_s) for case in steps.times]
@@ -253,7 +256,7 @@ def _description(options: Options, device: str, measured: Measured, host: dict[s
     peaks = {p: peak_flops(HardwareConfig(), device, DTYPES[p]) / 1e12 for p in options.precisions}
     copies = [bytes / seconds for bytes, seconds in measured.kernels[1]["memory"].get("add fp32", [])]
     gathers = measured.collectives.get("all_gather", {}).get("2 of 2", [])
-    return {  # what a description must have comes last, so that no part of a file is one
+    return {  # required keys come last, so that a truncated file is no valid description
         "measured": measured.plain(),
         "rates": _rounded(host),
         "device": device,
@@ -275,7 +278,7 @@ def _host_memory() -> int:
 
 
 def _conditions(share: float) -> str:
-    """On what was measured, and whether it was alone there."""
+    """Describe the machine and its load, with a warning if other programs used its cores."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_model()
     load = os.getloadavg()[0]
     text = f"measured on {name}, {cpu_cores()} cores, torch {torch.__version__}; load average {load:.1f}"
@@ -285,7 +288,7 @@ def _conditions(share: float) -> str:
 
 
 def write(path: Path, body: dict[str, Any], conditions: str) -> None:
-    """Writes a description, by a rename: a call that is cut off leaves no half of one."""
+    """Write a description, and rename it into place, so that an interrupted call leaves no truncated file at `path`."""
     part = path.with_suffix(".part")
     part.write_text(f"# {conditions}.\n" + yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=118))
     part.replace(path)

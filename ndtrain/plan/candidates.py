@@ -1,4 +1,4 @@
-"""The runs that a search chooses among: the ways to lay a model on a number of ranks."""
+"""The candidates of a search: all ways to run a model on a given number of ranks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,19 +19,19 @@ from ndtrain.plan.price import Rates
 SPLIT = "schedule.split"
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zb_v", "dualpipe_v")
 INTERLEAVED_CHUNKS = (2, 3, 4, 5, 6, 7, 8)
-# of recompute=selective: all ops, without the first one, and then without the last ones too, which are the largest
+# ops that recompute=selective may keep: all; without the first one; also without the last ones, which are the largest
 KEPT_OPS = (SAVABLE_OPS, SAVABLE_OPS[1:], SAVABLE_OPS[1:3], SAVABLE_OPS[1:2])
 MOST_MICRO_BATCH = 16
-LEAST_TOKENS = 1024  # of a sequence on a rank: less is too little work for a GPU
-MOST_FORWARDS = 8192  # of all pipeline ranks in a step, of one stage each: longer tables take seconds each
+LEAST_TOKENS = 1024  # of a sequence on a rank; fewer are too little work for a GPU
+MOST_FORWARDS = 8192  # pipeline ranks times microbatches; longer schedule tables take seconds to build
 
 
 class Stages(NamedTuple):
-    """How the model is cut over pp.
+    """A way to split the model over pp.
 
     Attributes:
-        schedule, chunks: its name, and stages a rank where it has any number of them.
-        split: layers of each stage; (): what the run has without an override.
+        schedule, chunks: the schedule's name, and the stages per rank if the schedule allows any number of them.
+        split: layers of each stage; (): as in the run without an override.
     """
 
     schedule: str
@@ -39,17 +39,17 @@ class Stages(NamedTuple):
     split: tuple[int, ...] = ()
 
     def count(self, pp: int) -> int:
-        """The number of stages; 0: a file says."""
+        """Return the number of stages, or 0 if a file defines the schedule."""
         return len(schedules.stage_ranks(self.schedule, pp, self.chunks) or ())
 
 
 class Candidate(NamedTuple):
-    """What a search chooses.
+    """The settings that a search chooses.
 
     Attributes:
         mesh: sizes of pp, dp, fsdp, cp and tp.
-        recompute: name and kept ops.
-        ep: size of the axis, which folds over others.
+        recompute: the mode's name and the ops that it keeps.
+        ep: size of the ep axis, which folds over the data axes.
     """
 
     mesh: tuple[int, ...]
@@ -64,7 +64,7 @@ class Candidate(NamedTuple):
         return self.mesh[AXES.index(axis)]
 
     def overrides(self) -> tuple[str, ...]:
-        """Those that make a run this one."""
+        """Return the overrides that turn a run into this candidate."""
         (schedule, chunks, split), (recompute, kept) = self.stages, self.recompute
         return (
             *(f"mesh.{axis}={size}" for axis, size in zip(AXES, self.mesh, strict=True)),
@@ -80,14 +80,15 @@ class Candidate(NamedTuple):
         )
 
     def is_next_to(self, other: "Candidate") -> bool:
-        """Whether they differ in one choice; in the mesh, by what one axis gives another one."""
+        """Return True if the candidates differ in exactly one choice. Moving a factor from one mesh axis to another
+        counts as one."""
         axes = sum(a != b for a, b in zip(self.mesh, other.mesh, strict=True))
         return axes in (0, 2) and axes // 2 + sum(a != b for a, b in zip(self[1:], other[1:], strict=True)) == 1
 
 
 def searched_run(overrides: Sequence[str], hardware: Hardware) -> tuple[Config, list[str]]:
-    """The run to search for, not resolved, and its overrides. A recipe's `schedule.split` belongs to the recipe's own
-    mesh and schedule: where no override gives it, it is searched.
+    """Return the run to search for, not resolved, and its overrides. A recipe's `schedule.split` fits only the recipe's
+    own mesh and schedule, so it is searched unless an override sets it.
 
     Raises:
         ConfigError: there is no such run, or the hardware cannot compute it.
@@ -101,7 +102,7 @@ def searched_run(overrides: Sequence[str], hardware: Hardware) -> tuple[Config, 
 
 
 def candidate_of(cfg: Config) -> Candidate:
-    """Return the candidate that a resolved run is."""
+    """Return the candidate with the settings of a resolved run."""
     return Candidate(
         mesh=tuple(getattr(cfg.mesh, axis) for axis in AXES),
         micro_batch=resolved(cfg.train.micro_batch),
@@ -115,10 +116,10 @@ def candidate_of(cfg: Config) -> Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates.
+    """The space of all candidates.
 
     Attributes:
-        cfg: the run, not resolved. What its command line gives is not searched.
+        cfg: the run, not resolved. Keys that its command line sets are not searched.
         rates: None: the defaults.
         free_gb: memory of a device that a candidate has to leave free.
     """
@@ -131,17 +132,18 @@ class Space:
 
     @property
     def memory_gb(self) -> float:
-        """The memory of a device that a candidate may take."""
+        """The memory of a device that a candidate may use, in 10^9 bytes."""
         return math.inf if self.hardware.memory_gb is None else self.hardware.memory_gb - self.free_gb
 
     def meshes(self) -> list[tuple[int, ...]]:
-        """Sizes of pp, dp, fsdp, cp and tp. Not all are legal. A size that is not given has a bound: pp is at most the
-        number of blocks, on GPUs tp stays within a host, where its links are, and cp leaves `LEAST_TOKENS`."""
+        """Return the sizes of pp, dp, fsdp, cp and tp to try, legal or not. Sizes that the user leaves open have
+        bounds: pp is at most the number of blocks. On GPUs tp stays within a host, where the links are fast, and cp
+        leaves `LEAST_TOKENS` of a sequence on each rank."""
         most = {"pp": self.cfg.model.num_hidden_layers}
         if self.hardware.device == "cuda":
             most |= {"tp": self.hardware.gpus_per_node, "cp": max(1, self.cfg.train.seq_len // LEAST_TOKENS)}
         fixed = {a: getattr(self.cfg.mesh, a) for a in AXES if f"mesh.{a}" in self.cfg.given}
-        fixed = {axis: size for axis, size in fixed.items() if size > 0}  # -1 is the rest
+        fixed = {axis: size for axis, size in fixed.items() if size > 0}  # -1: what the other axes leave
         return [
             sizes
             for sizes in _factorings(self.ranks, len(AXES))
@@ -152,7 +154,7 @@ class Space:
         ]
 
     def places(self, mesh: tuple[int, ...]) -> Iterator[tuple[Candidate, Config]]:
-        """The legal ones of `unchecked`, with their resolved configurations."""
+        """Yield the legal candidates of `unchecked`, with their resolved configurations."""
         for place in self.unchecked(mesh):
             try:
                 yield place, self.resolved(place)
@@ -160,7 +162,8 @@ class Space:
                 continue
 
     def unchecked(self, mesh: tuple[int, ...]) -> Iterator[Candidate]:
-        """The sizes of a microbatch and kinds of cp on a mesh, with the first one of every other choice."""
+        """Yield a candidate for each microbatch, kind of cp and size of ep on a mesh. Every other setting has the first
+        of its choices."""
         pp, dp, fsdp, cp, _ = mesh
         share = max(1, self.cfg.train.global_batch // (dp * fsdp))
         sizes = [n for n in _divisors(share) if n <= MOST_MICRO_BATCH and pp * share // n <= MOST_FORWARDS]
@@ -174,12 +177,12 @@ class Space:
             yield Candidate(mesh, size, kind, *first, ep)
 
     def on(self, place: Candidate, cfg: Config, head: float | None = None) -> Iterator[Candidate]:
-        """All candidates with the mesh, the microbatch and the kind of cp of one. Of modes of recompute that save the
-        same on this mesh, only the first one.
+        """Yield all candidates with the mesh, microbatch, kind of cp and ep of `place`. If several recompute modes save
+        the same ops on this mesh, use only the first of them.
 
         Args:
-            cfg: resolved, of one of them.
-            head: cost of the head, in layers; None: counted here.
+            cfg: the resolved configuration of one of these candidates.
+            head: cost of the head, in layers; None: computed here.
         """
         always = RecomputeOps.of(cfg).always
         by_saved: dict[Any, tuple[str, tuple[str, ...]]] = {}
@@ -192,13 +195,13 @@ class Space:
         return (place._replace(zero=z, stages=s, recompute=r) for z, s, r in choices)
 
     def zeros(self, mesh: tuple[int, ...]) -> list[int]:
-        """Stages of ZeRO; where nothing is sharded, only the first one."""
+        """Return the ZeRO stages to try: only stage 1 if nothing is sharded."""
         _, _, fsdp, cp, _ = mesh
         return self._choices("mesh.zero", self.cfg.mesh.zero, [1, 2, 3] if fsdp * cp > 1 else [1])
 
     def eps(self, ranks: int) -> list[int]:
-        """Sizes of ep over the ranks that it may fold over: on GPUs within four hosts, since each layer waits for its
-        exchanges."""
+        """Return the sizes of ep to try, given the number of ranks that ep may fold over. On GPUs ep stays within four
+        hosts, since each layer waits for its exchanges."""
         experts = self.cfg.model.num_experts
         if experts is None:
             return [1]
@@ -207,8 +210,8 @@ class Space:
         return self._choices("mesh.ep", self.cfg.mesh.ep, sizes)
 
     def stages(self, pp: int) -> list[Stages]:
-        """Schedules, chunks and splits; without a pipeline, only 1f1b. Those with more stages than layers are left out,
-        unless there are no others."""
+        """Return the schedules, chunks and splits to try; without a pipeline, only 1f1b. Leave out schedules with more
+        stages than layers, unless there are no others."""
         layers, split_given = self.cfg.model.num_hidden_layers, SPLIT in self.cfg.given
         every = self._schedules(pp)
         made = [one for one in every if split_given or one.count(pp) <= layers]
@@ -233,7 +236,7 @@ class Space:
         return [("none", ()), ("full", ()), *(("selective", kept) for kept in KEPT_OPS)]
 
     def resolved(self, candidate: Candidate) -> Config:
-        """The candidate's configuration.
+        """Return the candidate's resolved configuration.
 
         Raises:
             ConfigError: it is not legal.
@@ -249,13 +252,13 @@ class Space:
         return resolve(cfg, self.ranks)
 
     def _choices(self, key: str, given: object, choices: Sequence) -> list:
-        """Only what the user gives, where they give something."""
+        """Return only the value that the user sets, if any, or else all choices."""
         return [given] if key in self.cfg.given and given is not None else list(choices)
 
 
 def lighter_ends(layers: int, stages: int) -> tuple[int, ...]:
-    """Equal stages, but for a layer less in the first one, which has the embedding, and in the last one, which has the
-    head; (): the layers do not come out even."""
+    """Return the layers of equal stages, with one layer less in the first stage (embedding) and in the last one (head).
+    Return () if the layers do not divide evenly."""
     if stages < 2 or (layers + 2) % stages:
         return ()
     each = (layers + 2) // stages
@@ -264,7 +267,7 @@ def lighter_ends(layers: int, stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def balanced(stages: Stages, pp: int, layers: int, head: float) -> tuple[int, ...]:
-    """The layers of each stage where nobody says which; (): a file has the schedule, or there are too many stages.
+    """Return the default layers of each stage, or () if a file defines the schedule or a stage would have no layer.
 
     Args:
         head: cost of the head, in layers.
@@ -274,7 +277,7 @@ def balanced(stages: Stages, pp: int, layers: int, head: float) -> tuple[int, ..
 
 
 def _factorings(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """The ways to write n as a product of so many numbers, in order."""
+    """Yield all ordered ways to write n as a product of `parts` factors."""
     if parts == 1:
         yield (n,)
         return

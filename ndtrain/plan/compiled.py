@@ -1,9 +1,9 @@
-"""Compiled code without a device: its graphs, cut and partitioned as PyTorch's compiler does it, and run on tensors
+"""Compiled code without a device: its graphs are traced and partitioned by PyTorch's compiler, and run on tensors
 without memory.
 
-A kernel of the compiler computes neighbouring elementwise operators and reductions, and keeps what is between them in
-registers. So of their results only those exist that the graph returns, or that an operator reads which is no part of
-such a kernel: a matmul, attention, an op of ndtrain.
+The compiler fuses neighbouring elementwise operators and reductions into one kernel, and keeps their intermediate
+results in registers. A result is stored in memory only if the graph returns it, or if an operator with a kernel of its
+own reads it: a matmul, attention, an op of ndtrain.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from ndtrain.plan.flops import multiplies
 
 @contextmanager
 def pretended_compiler() -> Iterator[None]:
-    """Inside, what is compiled becomes such a graph. Compiled code of before is forgotten."""
+    """Make `torch.compile` run such graphs within this context. Forget compiled code at its start and at its end."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -42,21 +42,21 @@ def pretended_compiler() -> Iterator[None]:
 
 
 def _as_kernels(graph: GraphModule, inputs: Any) -> Callable[[list], Any]:
-    """What runs the graph. It frees each input after its last use, as the compiler's code does."""
+    """Return a function that runs the graph. It frees each input after its last use, as generated code does."""
     kernels = _Kernels(graph)
 
     def run(args: list) -> Any:
         try:
             return kernels.boxed_run(args)
         finally:
-            kernels.env = {}  # it would hold what is returned
+            kernels.env = {}  # otherwise it keeps the results alive
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
 class _Kernels(Interpreter):
-    """Runs a graph. Operators without a kernel of their own are not called: their results are made if they exist."""
+    """Runs a graph. It does not call operators without a kernel of their own, but allocates their results if stored."""
 
     def __init__(self, graph: GraphModule):
         super().__init__(graph)
@@ -73,7 +73,7 @@ class _Kernels(Interpreter):
 
 
 def stored_nodes(graph: GraphModule) -> set[Node]:
-    """The nodes whose results lie in memory, and views of them that are read."""
+    """Return the nodes whose results are stored in memory, and views of such results that are read."""
     stored: set[Node] = set()
     for n in reversed(graph.graph.nodes):
         if n.op == "output" or (
@@ -84,17 +84,17 @@ def stored_nodes(graph: GraphModule) -> set[Node]:
 
 
 def _has_own_kernel(func: Any) -> bool:
-    """Whether the compiler calls the operator instead of generating code for it."""
+    """Return True if the compiler calls the operator instead of generating code for it."""
     return isinstance(func, OpOverload) and (func.namespace not in ("aten", "prims") or multiplies(func))
 
 
 def _is_view(n: Node) -> bool:
-    """Whether its result is in the memory of another node's, or an item of another node's."""
+    """Return True if the result is a view of another node's result, or an item of it."""
     return n.target is getitem or getattr(n.target, "is_view", False)
 
 
 def _made_like(value: Any) -> Any:
-    """New tensors of these shapes."""
+    """Return new tensors with the same shapes, strides and dtypes."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return type(value)(_made_like(v) for v in value) if isinstance(value, tuple | list) else value

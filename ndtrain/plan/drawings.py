@@ -1,4 +1,4 @@
-"""Draws plans as SVG, for light and dark surroundings."""
+"""Draws plans as SVG, for light and dark backgrounds."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,7 @@ from ndtrain.plan.fault_tolerance import DAY, HOUR, Curves
 from ndtrain.plan.report import si
 from ndtrain.report.picture import WIDTH, Axis, document, heading, ink, text_width, ticks, widened
 
-if TYPE_CHECKING:  # these modules draw
+if TYPE_CHECKING:  # these modules import this one
     from ndtrain.plan.predict import Prediction
     from ndtrain.plan.scaling import Curve as ScalingCurve
     from ndtrain.plan.scaling import Scaling
@@ -19,18 +19,18 @@ SMALL = ' font-size="12"'
 # ---------------------------------------------------------------------------------------------------------- waterfall
 
 USEFUL = "matmul at peak"
-CAUSES = {  # what a loss is due to -> its colour, and how the names of its parts begin
+CAUSES = {  # cause of a loss -> its colour, and the prefixes of its parts' names
     "compute": ("c1", ("matmul", "attention", "memory-bound", "recompute", "launch")),
     "communication": ("c0", ("exposed",)),
     "pipeline": ("c3", ("bubble",)),
     "update and the rest": ("c4", ("",)),
 }
-LEAST = 0.0005  # of the step: smaller parts are left out
-ROW, LABEL, VALUE = 26, 150, 124  # pixels: of a row; of its name, its value
+LEAST = 0.0005  # share of the step; smaller parts are not drawn
+ROW, LABEL, VALUE = 26, 150, 124  # pixels: height of a row; width of its name and of its value
 
 
 def waterfall_svg(prediction: "Prediction") -> str:
-    """Where the peak goes: from the whole step down to the matmuls at peak, one bar for each loss."""
+    """Draw how the peak is lost: one bar for each loss, from the whole step down to the matmuls at peak."""
     step = prediction.step_time_s
     losses = [(name, s / step) for name, s in prediction.waterfall.items() if name != USEFUL and abs(s) > LEAST * step]
     rest = prediction.waterfall[USEFUL] / step
@@ -67,7 +67,7 @@ def _bar(x: Axis, y: float, name: str, start: float, end: float, colour: str, va
 
 
 def _cause(part: str) -> str:
-    """The colour of a part of the step."""
+    """Return the colour of a part of the step."""
     return next(colour for colour, names in CAUSES.values() if part.startswith(names))
 
 
@@ -85,7 +85,7 @@ GAP = 70  # pixels between panels
 
 
 def goodput_svg(curves: Curves) -> str:
-    """Goodput over GPU counts, and below it the training time between two saves. A dashed line marks the run."""
+    """Draw goodput over GPU counts, and below it the training time between two saves. A dashed line marks the run."""
     gpus = sorted({g for curve in curves.curves for g in curve.gpus})
     x = Axis(*widened(gpus[0], gpus[-1]), LEFT, WIDTH - RIGHT, log=True)
     shares = lambda curve: [100 * p.shares.training for p in curve.plans]
@@ -117,7 +117,7 @@ def _duration(seconds: float) -> str:
 
 
 def _marked(x: Axis, panels: Sequence[Axis], value: float, text: str) -> Iterator[str]:
-    """A dashed line through all panels, with a text next to its foot in the first one."""
+    """Yield a dashed line through all panels, with a text next to its foot in the first panel."""
     at = x.at(value)
     dashed = 'stroke="currentColor" stroke-dasharray="5 4"'
     yield from (f'<path class="c5" d="M{at:.1f} {y.last:.1f}V{y.first:.1f}" {dashed}/>' for y in panels)
@@ -127,8 +127,8 @@ def _marked(x: Axis, panels: Sequence[Axis], value: float, text: str) -> Iterato
 
 # ------------------------------------------------------------------------------------------------------------ scaling
 
-FAMILY_COLOURS = {"fsdp": "c5", "+tp": "c0", "+cp": "c1", "+pp": "c3"}  # as scaling.FAMILIES
-REGIME_COLOURS = {  # as scaling.REGIMES
+FAMILY_COLOURS = {"fsdp": "c5", "+tp": "c0", "+cp": "c1", "+pp": "c3"}  # families of scaling.FAMILIES -> colours
+REGIME_COLOURS = {  # regimes of scaling.REGIMES -> colours
     "compute bound": "c2",
     "communication hidden": "c6",
     "communication bound": "c4",
@@ -138,8 +138,8 @@ KINDS = {"strong": "fixed global batch", "weak": "global batch grows with GPUs"}
 
 
 def scaling_svg(scaling: "Scaling") -> str:
-    """MFU and tokens/s over GPU counts, one curve below the other. Bands are the regimes of meshes of fsdp alone; below
-    it says where each begins, and where further axes begin to pay."""
+    """Draw MFU and tokens/s over GPU counts, one curve below another. Bands show the regimes of meshes with only dp and
+    fsdp. Below each curve is a list of the GPU counts at which regimes begin and further axes begin to pay."""
     title = f"Scaling of {scaling.model} on {scaling.hardware}"
     names = {"fsdp": "dp and fsdp alone", "+tp": "tp too", "+cp": "cp too", "+pp": "pp too"}
     legend, foot = _legend(50, [(names[f], colour) for f, colour in FAMILY_COLOURS.items()])
@@ -156,7 +156,7 @@ def scaling_svg(scaling: "Scaling") -> str:
 
 
 def _curve_panels(curve: "ScalingCurve", mfu: Axis, rate: Axis) -> Iterator[str]:
-    """The panel of MFU, and below it the panel of tokens/s."""
+    """Yield the panel of MFU, and below it the panel of tokens/s."""
     gpus = sorted({p.gpus for p in curve.points})
     x = Axis(*widened(gpus[0], gpus[-1]), LEFT, WIDTH - RIGHT, log=True)
     kind, tokens = KINDS[curve.kind], lambda t: si(t, "")
@@ -168,7 +168,7 @@ def _curve_panels(curve: "ScalingCurve", mfu: Axis, rate: Axis) -> Iterator[str]
 
 
 def _bands(x: Axis, panels: Sequence[Axis], curve: "ScalingCurve") -> Iterator[str]:
-    """A band for each regime, from where it begins to where the next one does."""
+    """Yield a band for each regime, from its first GPU count to the first GPU count of the next regime."""
     ends = [*(r.gpus for r in curve.regimes), x.high][1:]
     for regime, end in zip(curve.regimes, ends, strict=True):
         colour, left = REGIME_COLOURS[regime.what], x.at(regime.gpus)
@@ -180,7 +180,7 @@ def _bands(x: Axis, panels: Sequence[Axis], curve: "ScalingCurve") -> Iterator[s
 
 
 def _families(x: Axis, mfu: Axis, rate: Axis, curve: "ScalingCurve") -> Iterator[str]:
-    """The lines, those of larger families below and thicker: equal ones stay visible."""
+    """Yield the lines, those for larger families first and thicker, so that equal lines stay visible."""
     for i, family in reversed(list(enumerate(FAMILY_COLOURS))):
         points = [p for p in curve.points if p.family == family and p.overrides is not None]
         gpus, colour, width = [p.gpus for p in points], FAMILY_COLOURS[family], 2 + 1.2 * i
@@ -190,7 +190,7 @@ def _families(x: Axis, mfu: Axis, rate: Axis, curve: "ScalingCurve") -> Iterator
 
 
 def _beginnings(x: float, y: float, curve: "ScalingCurve") -> Iterator[str]:
-    """A line for each regime, then one for each axis that pays."""
+    """Yield a heading, then a line of text for each regime and for each axis that pays."""
     yield ink(x, y, "dp and fsdp alone are", more=SMALL)
     for row, begins in enumerate((*curve.regimes, *curve.pays), 1):
         pays = begins.what not in REGIME_COLOURS
@@ -203,19 +203,19 @@ def _beginnings(x: float, y: float, curve: "ScalingCurve") -> Iterator[str]:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """Powers of ten from `low` to `high`; where these are fewer than two, 1, 2 and 5 times them."""
+    """Return the powers of ten from `low` to `high`. If there are fewer than two, include 2 and 5 times each power."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     marks = [[m * 10.0**k for k in powers for m in of if low <= m * 10.0**k <= high] for of in ((1,), (1, 2, 5))]
     return marks[0] if len(marks[0]) > 1 else marks[1]
 
 
-# ---------------------------------------------------------------------------------------------- what plots consist of
+# ---------------------------------------------------------------------------------------------------- parts of a plot
 
 
 def _panel(
     x: Axis, y: Axis, x_marks: Sequence[float], y_marks: Sequence[float], word: Callable[[float], str], title: str
 ) -> Iterator[str]:
-    """Grid lines with their values, and above them the title. `word`: a value of the y axis."""
+    """Yield grid lines with their values, and the title above them. `word` formats a value of the y axis."""
     yield ink(x.first, y.last - 12, title, more=' font-weight="600"')
     for t in y_marks:
         yield _rule(x.first, y.at(t), x.last, y.at(t))
@@ -237,12 +237,12 @@ def _rule(x0: float, y0: float, x1: float, y1: float) -> str:
 
 
 def _few(counts: Sequence[int]) -> Sequence[int]:
-    """Some of the counts, evenly spaced: as many as have room below an axis."""
+    """Return some of the counts, evenly spaced and few enough to fit below an axis."""
     return counts[:: math.ceil(len(counts) / 6)]
 
 
 def _legend(y: int, names: Sequence[tuple[str, str]]) -> tuple[str, int]:
-    """Squares of colours with their names, in rows. Returns them, and the baseline of the last row."""
+    """Return rows of coloured squares with their names, and the baseline of the last row."""
     parts, x = [], EDGE
     for name, colour in names:
         width = 18 + text_width(name, 13)

@@ -1,4 +1,4 @@
-"""A dry run: the program of rank r of N on tensors without memory."""
+"""A dry run: run the program of rank r of N on tensors without memory."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -27,8 +27,10 @@ def read_rank(key: str, text: str) -> int:
 
 
 def require_rank(rank: int, world: int) -> None:
-    """Raises:
-    ConfigError: a run of `world` ranks has no such rank.
+    """Check that a run of `world` ranks has this rank.
+
+    Raises:
+        ConfigError: it does not.
     """
     if rank >= world:
         raise ConfigError(f"rank={rank}: there are {world} ranks, 0 to {world - 1}")
@@ -36,7 +38,7 @@ def require_rank(rank: int, world: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """Of `plan dry`."""
+    """Options of `plan dry`."""
 
     rank: int | None = option(
         "the rank to plan, from 0; unless given the first, a middle and the last one of each place in the pipeline",
@@ -46,7 +48,7 @@ class Options(RunOptions):
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Plans the ranks, prints the tables and writes the JSON.
+    """Plan the ranks, print the tables and write the JSON.
 
     Raises:
         ConfigError: there is no such run or rank, a rank cannot be built, or the file cannot be written.
@@ -63,7 +65,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
 
 
 def _planned(cfg: Config, hardware: Hardware, groups: Sequence[list[int]]) -> list[report.Planned]:
-    """The records of the groups' first ranks, equal ones as one."""
+    """Return the record of the first rank of each group. Equal records are merged."""
     planned = [
         report.Planned(ranks, stages_at(cfg, ranks[0]), dry_run(cfg, ranks[0], hardware.device))
         for ranks in Progress().count(groups, "planning a rank", len(groups))
@@ -72,8 +74,8 @@ def _planned(cfg: Config, hardware: Hardware, groups: Sequence[list[int]]) -> li
 
 
 def dry_run(cfg: Config, rank: int, device: str) -> RankRecord:
-    """Builds the stages of a rank and runs one training step, as on a device of this kind. Of a step with many
-    microbatches those of the steady state are counted and not run (`plan.steady`).
+    """Build the stages of a rank and run one training step, as on a device of this kind. If the step has many
+    microbatches, extrapolate its record from two shorter steps (`plan.steady`).
 
     Args:
         cfg: resolved.
@@ -85,7 +87,7 @@ def dry_run(cfg: Config, rank: int, device: str) -> RankRecord:
     sample = steady.sample_of(cfg)
     if sample is None:
         return walk(cfg, rank, device).record
-    counts = (1, sample.fewer, sample.more)  # the first step of a process makes constants, which the others share
+    counts = (1, sample.fewer, sample.more)  # a process's first step makes constants that later steps share
     _, fewer, more = (walk(steady.with_microbatches(cfg, count), rank, device) for count in counts)
     return steady.extended(fewer, more, sample)
 
@@ -103,8 +105,8 @@ def walk(cfg: Config, rank: int, device: str) -> RecordedStep:
 
 
 def plan_alike(cfg: Config) -> list[list[int]]:
-    """The first, a middle and the last rank of each place in the pipeline, those together whose programs are alike: the
-    first one of them stands for the others."""
+    """Return the first, a middle and the last rank of each pp coordinate, grouped by equal programs. The first rank of
+    a group represents the group."""
     spec, placement = MeshSpec.of(cfg.mesh), Placement.of(cfg)
     others = [axis for axis in spec.order if axis != "pp"]
     alike: dict[Hashable, list[int]] = {}
@@ -116,9 +118,14 @@ def plan_alike(cfg: Config) -> list[list[int]]:
 
 
 def _program(cfg: Config, spec: MeshSpec, placement: Placement, rank: int) -> Hashable:
-    """What a rank's program depends on: its row of the schedule and its layers, its part of the sequence, and of each
-    unit how many elements there are, are its own, are in each parameter group, and are counted or written by this
-    rank."""
+    """Return a key that is equal for ranks with equal programs.
+
+    It holds the pp and the cp coordinate, and for each unit:
+    - its number of elements, and how many of them this rank holds
+    - how many of the rank's elements are in each parameter group
+    - how many of the rank's elements it counts in the gradient norm and writes to a checkpoint
+    - True if the rank is the first replica
+    """
     coords, layouts = spec.coords(rank), layouts_of(cfg, spec, rank, placement)
     names = [n for n in layouts.names() if layouts.holds(n)]
     units = []
@@ -131,5 +138,5 @@ def _program(cfg: Config, spec: MeshSpec, placement: Placement, rank: int) -> Ha
 
 
 def stages_at(cfg: Config, rank: int) -> tuple[int, ...]:
-    """The stages of the pipeline that a rank has."""
+    """Return the pipeline stages that a rank holds."""
     return tuple(Placement.of(cfg).schedule.stages_of(MeshSpec.of(cfg.mesh).coords(rank)["pp"]))

@@ -1,5 +1,8 @@
-"""A coarse estimate of a candidate's step, in closed form: a bound of its memory from below, to leave out what cannot
-fit, and a time, to say which candidates are worth a prediction. No figure of it is shown to users."""
+"""A rough closed-form estimate of a candidate's step, used only to choose the candidates that are worth a prediction.
+
+The memory is a lower bound: a candidate whose bound exceeds the device cannot fit. The time ranks the others. Users see
+neither.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +28,17 @@ from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.pieces import update_bytes
 from ndtrain.plan.price import Prices, Rates, rates_for
 
-_RANKS = 8  # of a pipeline that is simulated
-_STEADY = 2  # microbatches for each pipeline rank, from which on a step only gets longer
+_RANKS = 8  # of the longest pipeline that is simulated
+_STEADY = 2  # microbatches per pipeline rank; with more, a step only gets longer
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """
+    """The estimate of a step.
+
     Attributes:
-        seconds: of a step.
-        memory_bytes: that the worst rank needs at least.
+        seconds: time of the step.
+        memory_bytes: a lower bound of what the worst rank needs.
     """
 
     seconds: float
@@ -43,14 +47,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What a model costs on every mesh.
+    """Costs of a model that are the same on every mesh.
 
     Attributes:
-        head: FLOPs of the head over those of a block.
-        parameters: of the whole model.
-        of_experts: those of them that experts have.
-        op_flops: forward FLOPs a token of each op of a block, the mean of all blocks.
-        elementwise: elements a token that a block's other kernels read and write, the mean of all blocks.
+        head: FLOPs of the head over the FLOPs of a block.
+        parameters: parameters of the whole model.
+        of_experts: parameters of the experts.
+        op_flops: op of a block -> forward FLOPs per token, the mean over all blocks.
+        elementwise: elements per token that a block's other kernels read and write, the mean over all blocks.
         blocks: for each kind of block its share of all blocks, and its ops.
     """
 
@@ -63,7 +67,7 @@ class ModelCosts:
 
     @classmethod
     def of(cls, cfg: Config) -> "ModelCosts":
-        """Of a resolved configuration."""
+        """Return the costs for a resolved configuration."""
         m, length = cfg.model, cfg.train.seq_len
         return cls(
             head=head_in_layers(m, length),
@@ -76,16 +80,16 @@ class ModelCosts:
 
     @cached_property
     def ops(self) -> list[OpSpec]:
-        """Those of each kind of block."""
+        """The ops of all kinds of blocks."""
         return [op for _, ops in self.blocks for op in ops]
 
 
 class Place:
-    """What candidates share that differ only in zero, schedule and recompute.
+    """Estimates candidates that differ only in zero, schedule and recompute. It computes their common part once.
 
     Args:
-        cfg: resolved, of one of them.
-        costs: of its model; None: counted here.
+        cfg: the resolved configuration of one of these candidates.
+        costs: the costs of its model; None: computed here.
     """
 
     def __init__(self, cfg: Config, hardware: Hardware, rates: Rates, costs: ModelCosts | None = None):
@@ -100,7 +104,7 @@ class Place:
         self.held = _held(cfg, self.costs)
         self.forward_s = self.layers * sum(self._op_seconds.values()) + self._head_seconds
         self.message_s = self.layers * (self._tp_seconds + self._cp_seconds + self._ep_seconds)
-        # every combination of these is a candidate
+        # cached: the candidates are all combinations of these three
         self._of_stages = cache(self._stages)
         self._of_zero = cache(self._zero)
         self._of_recompute = cache(self._recompute)
@@ -137,13 +141,14 @@ class Place:
     # --------------------------------------------------------------------------------------------------------- memory
 
     def _state_bytes(self, zero: int) -> float:
-        """What a rank holds between steps, and on a GPU the context."""
-        plan = replace(self._plan, zero=zero, sharded_spec=True)  # owners of whole tensors hold about as much
+        """Return the bytes that a rank holds between steps, and the CUDA context on a GPU."""
+        plan = replace(self._plan, zero=zero, sharded_spec=True)  # with whole tensors their owners hold about the same
         state = sum(state_bytes(plan, h.shards, h.parameters).on_device for h in self.held)
         return state + (0.0 if self.hardware.device == "cpu" else 1e9 * self.rates.memory_gb)
 
     def _kept_elements(self, recompute: tuple[str, Sequence[str]]) -> float:
-        """Of a block, its input and what its ops make; without what a compiler may make again."""
+        """Return the elements that a block keeps: its input and the results of the ops that `recompute` keeps. Other
+        results are not counted, since a compiler may recompute them."""
         name, kept = recompute
         ops, boundary = self._op_elements, math.prod(self.shapes.stream)
         if name == "none":
@@ -153,7 +158,7 @@ class Place:
 
     @cached_property
     def _op_elements(self) -> Mapping[str, float]:
-        """Op whose result may be kept -> elements of it on a rank, the mean of all blocks."""
+        """Op whose result may be kept -> elements of the result on a rank, the mean over all blocks."""
         elements: dict[str, float] = {}
         for share, ops in self.costs.blocks:
             for op in ops:
@@ -177,7 +182,7 @@ class Place:
 
     @cached_property
     def _op_seconds(self) -> dict[str, float]:
-        """Op of a block -> seconds of a forward of a microbatch on a rank."""
+        """Op of a block -> seconds of the forward of a microbatch on a rank."""
         tokens, dtype, ops = self.shapes.tokens, self.cfg.precision.compute, self.costs.ops
         attention, routed = {op.name for op in ops if op.multiply_adds_a_key}, {op.name for op in ops if op.routed}
         kind = lambda op: (
@@ -194,8 +199,8 @@ class Place:
         return seconds | {"elementwise": self.prices.kernel(Kernel("memory", 0, int(values), dtype))}
 
     def _experts_factor(self, balanced_s: float) -> float:
-        """By how much a block's grouped products take longer than on rows that are even: the fullest rank holds up the
-        others, buffers of a capacity are whole, and matrices are read once."""
+        """Return how many times longer a block's grouped matmuls take than the FLOPs of balanced rows alone. The
+        fullest rank holds up the others, a buffer with a capacity is computed in full, and weights are read once."""
         experts = next((h for h in self.held if h.of_experts), None)
         if experts is None:
             return 1.0
@@ -205,12 +210,12 @@ class Place:
 
     @property
     def _rows_over_mean(self) -> float:
-        """Rows of the rank whose experts get most, or of its buffers, over the mean."""
+        """Rows of the rank whose experts get the most (or of its buffers, with a capacity), over the mean."""
         return self.rates.imbalance * (self.cfg.moe.capacity or 1.0) if self.cfg.mesh.ep > 1 else 1.0
 
     @cached_property
     def _ep_seconds(self) -> float:
-        """Of a block: the rows travel there and back, and so do their gradients."""
+        """Seconds for a block: its rows travel to the experts and back, and their gradients do the same."""
         if self.cfg.mesh.ep == 1:
             return 0.0
         nbytes = int(self._op_elements[DISPATCH] * DTYPES[self.cfg.precision.compute].itemsize)
@@ -230,12 +235,12 @@ class Place:
 
     @cached_property
     def _stream_bytes(self) -> int:
-        """Of a microbatch's residual stream on all ranks of tp."""
+        """Bytes of a microbatch's residual stream, unsharded over tp."""
         return self.shapes.tokens * self.cfg.model.hidden_size * DTYPES[self.cfg.precision.compute].itemsize
 
     @cached_property
     def _tp_seconds(self) -> float:
-        """Of a block: two gathers and two reductions forward, four gathers and two reductions backward."""
+        """Seconds for a block: two gathers and two reductions in the forward, four and two in the backward."""
         if self.tp == 1:
             return 0.0
         gather, scatter = (
@@ -245,7 +250,7 @@ class Place:
 
     @cached_property
     def _cp_seconds(self) -> float:
-        """Of a block. A ring hides its messages behind attention; exchanges of heads for sequence are not hidden."""
+        """Seconds for a block. A ring hides its messages behind attention; the exchanges of Ulysses are not hidden."""
         if self.cp == 1:
             return 0.0
         s, width = self.shapes, DTYPES[self.cfg.precision.compute].itemsize * resolved(self.cfg.model.head_dim)
@@ -256,10 +261,10 @@ class Place:
         return max(0.0, ring - 3 * self._op_seconds[CORE])
 
     def _sharding_seconds(self, zero: int, moved: float, of_microbatch: float) -> float:
-        """Gathers and reductions of units, beyond the compute that hides them, and the update.
+        """Return the seconds that sharding adds to a step: messages that compute does not hide, and the update.
 
         Args:
-            moved: seconds of the gathers and reductions.
+            moved: seconds of the units' gathers and reductions.
         """
         _, _, total, update = self._unit_seconds
         beside = of_microbatch * (1 if zero == 1 else self.microbatches)
@@ -267,7 +272,7 @@ class Place:
 
     @cached_property
     def _unit_seconds(self) -> tuple[float, float, float, float]:
-        """Of all units of a rank: a gather, a reduction, a sum over replicas, an update."""
+        """Seconds for all units of a rank: of a gather, a reduction, a sum over replicas, and an update."""
         compute, master = (DTYPES[d].itemsize for d in (self.cfg.precision.compute, self.cfg.precision.params))
         moved = self.prices.collective
         shards = [h.parameters // h.shards for h in self.held]
@@ -280,12 +285,12 @@ class Place:
 
 
 class _OfStages(NamedTuple):
-    """Of a way to cut the model over pp.
+    """The effects of a way to split the model over pp.
 
     Attributes:
         slower: as in `_Cut`.
-        idle: as `pipeline` says.
-        live_blocks: blocks that keep activations of a microbatch, of all live ones, at least.
+        idle: idle time of a rank, as `pipeline` returns it.
+        live_blocks: a lower bound of the blocks that keep activations, summed over all live microbatches.
     """
 
     slower: float
@@ -294,11 +299,11 @@ class _OfStages(NamedTuple):
 
 
 class _OfZero(NamedTuple):
-    """Of a stage of ZeRO.
+    """The costs of a ZeRO stage.
 
     Attributes:
-        state_bytes: that a rank has beside activations.
-        moved_s: of all gathers and reductions of units.
+        state_bytes: bytes of a rank, without activations.
+        moved_s: seconds of all gathers and reductions of units in a step.
     """
 
     state_bytes: float
@@ -306,11 +311,11 @@ class _OfZero(NamedTuple):
 
 
 class _OfRecompute(NamedTuple):
-    """Of a mode of recompute.
+    """The costs of a recompute mode.
 
     Attributes:
-        again_s: of a microbatch's recompute.
-        block_bytes: that a block keeps of a microbatch at least.
+        again_s: seconds of a microbatch's recompute.
+        block_bytes: a lower bound of what a block keeps for a microbatch.
     """
 
     again_s: float
@@ -321,8 +326,8 @@ class _Held(NamedTuple):
     """Parameters of a rank that are sharded alike.
 
     Attributes:
-        parameters: on a rank, before the cut into `shards`.
-        shard_axes, replica_axes: as `Prices.collective` takes them.
+        parameters: their number on a rank, before they are cut into `shards`.
+        shard_axes, replica_axes: the axes in the form that `Prices.collective` takes.
     """
 
     parameters: int
@@ -333,7 +338,8 @@ class _Held(NamedTuple):
 
 
 def _held(cfg: Config, costs: ModelCosts) -> list[_Held]:
-    """Experts are cut over ep, over tp only by a rule, and sharded over the ranks that ep leaves."""
+    """Return the parameters of a rank, without and with experts. Experts are split over ep, and over tp only by a rule.
+    They are sharded over the data ranks that ep leaves."""
     spec, experts = MeshSpec.of(cfg.mesh), costs.of_experts
     others = (costs.parameters - experts) // (cfg.mesh.pp * cfg.mesh.tp)
     held = [_Held(others, cfg.mesh.fsdp * cfg.mesh.cp, "fsdp+cp", "dp", of_experts=False)]
@@ -345,7 +351,7 @@ def _held(cfg: Config, costs: ModelCosts) -> list[_Held]:
 
 
 def _mean_of_layers(m: ModelConfig, of_layer: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
-    """The mean over all layers of what each kind has."""
+    """Return the mean over all layers. It calls `of_layer` for one layer of each kind."""
     mean: dict[str, float] = {}
     for layers in kinds(m).values():
         for name, value in of_layer(layers[0]).items():
@@ -354,11 +360,11 @@ def _mean_of_layers(m: ModelConfig, of_layer: Callable[[int], Mapping[str, float
 
 
 class _Cut(NamedTuple):
-    """How even the stages are.
+    """The balance of the stages.
 
     Attributes:
-        slower: work of the rank that has most, over the mean.
-        least_blocks: blocks that keep activations of a live microbatch on the rank that has most of these, at least.
+        slower: work of the busiest rank over the mean.
+        least_blocks: a lower bound of the blocks per live microbatch, on the rank that keeps the most activations.
     """
 
     slower: float
@@ -366,9 +372,10 @@ class _Cut(NamedTuple):
 
     @classmethod
     def of(cls, stages: Stages, cfg: Config, head: float) -> "_Cut":
-        """
+        """Return the balance of a way to split the model.
+
         Args:
-            cfg: resolved, of this mesh.
+            cfg: the resolved configuration, on this mesh.
             head: cost of the head, in layers.
         """
         layers, pp = cfg.model.num_hidden_layers, cfg.mesh.pp
@@ -378,14 +385,16 @@ class _Cut(NamedTuple):
             return cls(1.0, 0.0)
         each, inner = len(sizes) // pp, min(sizes[1:-1], default=0)
         slower = rank_cost(sizes, head, rank_of) / ((layers + head) / pp)
-        # with one stage a rank, none holds more microbatches than the first
+        # with one stage per rank, the first rank holds the most microbatches
         first = sizes[0] if each == 1 and stages.schedule != "csv" else 0
         return cls(slower, max(min(sizes) * each, inner * (each - 1), first))
 
 
 def pipeline(name: str, pp: int, microbatches: int, chunks: int | None, path: str | None) -> tuple[float, float]:
-    """(idle time of a rank in forwards of a microbatch, most live microbatches of a rank), by the schedule's simulator.
-    Both grow with the pipeline, so that a long one is simulated as a short one, and no longer than until it is full."""
+    """Simulate a schedule. Return (idle time of a rank in forwards of a microbatch, most live microbatches of a rank).
+
+    Both grow with the pipeline. So a long pipeline is scaled up from a short one, which runs only until it is full.
+    """
     ranks, few = (pp, microbatches) if name == "csv" else _shortened(pp, microbatches)
     idle, live = _simulated(name, ranks, few, chunks or schedules.default_chunks(name) or 1, path)
     live = microbatches if live == few else live * pp / ranks
@@ -394,7 +403,7 @@ def pipeline(name: str, pp: int, microbatches: int, chunks: int | None, path: st
 
 @lru_cache(maxsize=4096)
 def _simulated(name: str, pp: int, microbatches: int, chunks: int, path: str | None) -> tuple[float, float]:
-    """As `pipeline`, of a pipeline that is not shortened."""
+    """Simulate a schedule without shortening it. Return the same pair as `pipeline`."""
     timeline = schedules.simulate(
         schedules.build(name, pp, microbatches, chunks, path),
         {kind: cost / chunks for kind, cost in schedules.COST.items()},

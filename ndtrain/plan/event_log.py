@@ -1,4 +1,4 @@
-"""Writes down what a program asks of a device, operator by operator, with its collectives and its waits for them."""
+"""Records the work of a program on a device, operator by operator: its kernels, collectives and waits."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ from ndtrain.plan.events import Collective, Event, Piece, Wait
 from ndtrain.plan.fused_kernel import FusedKernel, Recomputed
 from ndtrain.plan.operators import access_of, is_free, kernel_of, multiplies
 
-_OPS = {"shift": "send_recv"}  # the flight recorder's name -> the event's, where they differ
+_OPS = {"shift": "send_recv"}  # name in the flight recorder -> name in the event, if they differ
 
 
 class EventLog(Allocations):
-    """Follows the memory of a program, and writes down its events.
+    """Follows the memory of a program, and records its events.
 
     Args:
         eager_nodes: names of autograd nodes whose backward is never compiled.
@@ -28,10 +28,10 @@ class EventLog(Allocations):
         self.eager_nodes = eager_nodes
         self._events: list[Event] = []
         self._compiled = False
-        self._most = 0  # bytes alive at one time in the piece
+        self._most = 0  # the most bytes alive at one time in the piece
         self._kernel = FusedKernel()
         self._recomputed = Recomputed()
-        self._works: dict[int, int] = {}  # id of a collective's record -> its number as work
+        self._works: dict[int, int] = {}  # id of a collective's record -> its `work` number
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -59,11 +59,11 @@ class EventLog(Allocations):
 
     @contextmanager
     def piece(self, name: Hashable, compiled: bool) -> Iterator[list[Piece]]:
-        """Yields a list that holds the block's `Piece` at its end.
+        """Record what runs within this context as a `Piece`. Yield a list that receives the piece at the end.
 
         Args:
-            name: blocks of one name make the same calls.
-            compiled: whether a compiler makes one kernel of neighbouring operators that are bound by memory.
+            name: pieces of the same name make the same calls.
+            compiled: True if a compiler fuses neighbouring memory-bound operators into one kernel.
         """
         self._recomputed.begin(name)
         before = self._most = self.now
@@ -76,7 +76,7 @@ class EventLog(Allocations):
         made.append(Piece(tuple(self._events), self.now - before, self._most - before))
 
     def apart(self, function: Callable) -> Callable:
-        """The function, whose operators are not compiled."""
+        """Return the function in a form whose operators are not compiled."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             before, self._compiled = self._compiled, False
@@ -90,7 +90,7 @@ class EventLog(Allocations):
 
     @contextmanager
     def with_collectives(self) -> Iterator[None]:
-        """Inside, collectives and waits are events too."""
+        """Record collectives and waits as events too, within this context."""
         before, RECORDER.journal = RECORDER.journal, _Journal(self)
         try:
             yield
@@ -98,7 +98,7 @@ class EventLog(Allocations):
             RECORDER.journal = before
 
     def entered(self, entry: Entry) -> None:
-        """A launch or a wait of the flight recorder's journal."""
+        """Record a launch or a wait from the flight recorder's journal."""
         self._launch()
         record, at = entry.record, id(entry.record)
         if entry.group is None:
@@ -110,7 +110,7 @@ class EventLog(Allocations):
         self._events.append(Collective(axis, op, record.nbytes, work))
 
     def _launch(self) -> None:
-        """What was called since the last event becomes a kernel."""
+        """Record the operators called since the last event as a kernel."""
         if kernel := self._kernel.made(self._sizes):
             self._events.append(kernel)
         self._most = max(self._most, self.now, self._kernel.most(self._sizes))
@@ -132,8 +132,8 @@ class EventLog(Allocations):
 
 
 class _Journal(list):
-    """The flight recorder's journal, which an event log reads as it is written. It keeps the entries, so that no two
-    records have one id."""
+    """A journal of the flight recorder that passes each entry on to an event log. It keeps the entries alive, so that
+    no two records have the same id."""
 
     def __init__(self, log: EventLog):
         super().__init__()

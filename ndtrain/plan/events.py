@@ -1,5 +1,5 @@
-"""What one instruction of the executor asks of a device, as data: kernels, collectives, and waits for them, in launch
-order. `pieces` records them, `price` gives them seconds, `simulate` lays them on streams."""
+"""The work of one instruction of the executor, as data: kernels, collectives, and waits for them, in launch order.
+`pieces` records it, `price` computes its seconds, `simulate` runs it on streams."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,12 @@ class Kernel(NamedTuple):
 
     Attributes:
         kind: "matmul", "attention" or "memory" (elementwise operators, norms, copies, reductions: bound by memory).
-        flops: a multiply-add counts as 2; of causal attention only the visible pairs.
-        bytes: read from and written to memory. Where blocks are compiled, neighbouring elementwise operators are one
-            kernel, whose intermediate results count nothing.
-        dtype: of the operands: "fp64", "fp32", "bf16" or "fp8".
+        flops: a multiply-add counts as 2; causal attention counts only visible pairs.
+        bytes: read from and written to memory. In compiled blocks neighbouring elementwise operators are one kernel,
+            and its intermediate results do not count.
+        dtype: dtype of the operands: "fp64", "fp32", "bf16" or "fp8".
         shape: matmul: (batch, M, N, K); attention: (B, heads, T of queries, T of keys, head_dim); memory: ().
-        op: the operator's name; "" for several in one kernel.
+        op: the operator's name; "" if the kernel fuses several.
     """
 
     kind: str
@@ -26,13 +26,13 @@ class Kernel(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective or a message that is launched on the communicator of an axis.
+    """A collective or a message, launched on the communicator of an axis.
 
     Attributes:
-        axis: of the mesh, or several as in "fsdp+cp".
-        op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv" (both of a neighbour), "broadcast".
-        bytes: of the whole buffer (all_gather: the result; reduce_scatter: the input; send_recv: what is sent).
-        work: its number, by which a `Wait` names it.
+        axis: an axis of the mesh, or several as in "fsdp+cp".
+        op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv" (with neighbours), "broadcast".
+        bytes: size of the whole buffer (all_gather: the result; reduce_scatter: the input; send_recv: the message).
+        work: its number, which a `Wait` refers to.
     """
 
     axis: str
@@ -42,7 +42,7 @@ class Collective(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The compute stream goes on when the collective has ended."""
+    """The compute stream waits until the collective has ended."""
 
     work: int
 
@@ -51,12 +51,12 @@ Event = Kernel | Collective | Wait
 
 
 class Piece(NamedTuple):
-    """What an instruction does with a layer of one kind, without the units' gathers and reductions.
+    """The work of an instruction on a layer of one kind, without the units' gathers and reductions.
 
     Attributes:
         events: in launch order.
-        kept_bytes: of activations that are alive after the instruction and were not before it; negative: freed.
-        peak_bytes: the most that is alive during the instruction beyond what was before it.
+        kept_bytes: activations alive after the instruction minus activations alive before it; negative: freed.
+        peak_bytes: the most that is alive during the instruction, minus what was alive before it.
     """
 
     events: tuple[Event, ...]

@@ -1,4 +1,4 @@
-"""A run on a cluster whose parts fail: how often, what a save and a restart take, and the best it can make of it."""
+"""Failures of a run on a cluster: how often they occur, what saves and restarts cost, and the best plan for them."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ndtrain.plan.failures import Replicas, Saving, Shares, daly, mtbf_of_all, w
 from ndtrain.plan.hardware import Hardware
 
 HOUR, DAY = 3600.0, 86400.0
-MOST_GPUS = 131072  # the curves end there
+MOST_GPUS = 131072  # the curves end here
 
 
 def _at_least_0(key: str, text: str) -> float:
@@ -45,19 +45,21 @@ def _time(text: str, default: float | None = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """How often parts fail, and what saves and restarts take.
+    """How often parts fail, and how long saves and restarts take.
 
     Failures: Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv 2407.21783, table 5). 268
-    were of GPUs: faulty GPU 148, HBM3 72, SRAM 19, system processor 17, silent data corruption 6, thermal interface and
-    sensor 6. All others, software included, count as the host's here: 151 on 2,048 hosts. Hence
-    16,384 x 54 x 24 / 268 and 2,048 x 54 x 24 / 151 hours. Other fleets fail more often: docs/plan_goodput.md.
+    were GPU failures: faulty GPU 148, HBM3 72, SRAM 19, system processor 17, silent data corruption 6, thermal
+    interface and sensor 6. All others, software included, count as host failures here: 151 on 2,048 hosts. The mean
+    times between failures are therefore 16,384 x 54 x 24 / 268 and 2,048 x 54 x 24 / 151 hours. Other fleets fail more
+    often: docs/plan_goodput.md.
 
-    Restart: 10 minutes without loading. FT-HSDP (arXiv 2602.00277) gives 10 minutes for a whole recovery of 100,000
-    GPUs; MegaScale (arXiv 2402.15627, section 6.3) less than 10 minutes to detect and diagnose, and 15 until training
-    is where it was. How they divide is an assumption; it decides only how long surviving replicas stand still.
+    Restart: 10 minutes without loading. FT-HSDP (arXiv 2602.00277) reports 10 minutes for a whole recovery of 100,000
+    GPUs. MegaScale (arXiv 2402.15627, section 6.3) reports less than 10 minutes to detect and diagnose, and 15 minutes
+    to regain the lost progress. The split into detection and rescheduling is an assumption. It only affects how long
+    surviving replicas stall.
 
-    Storage: 2 TB/s is what Llama 3's file system sustained (arXiv 2407.21783, section 3.3.1). 1 GB/s a host is this
-    divided by its 2,048 hosts, so that a small cluster is not given all of it.
+    Storage: Llama 3's file system sustained 2 TB/s (arXiv 2407.21783, section 3.3.1). 1 GB/s per host is this rate
+    divided by its 2,048 hosts, so that a small cluster does not get all of it.
 
     Copies to host memory: about half of PCIe 4.0 x16 or a quarter of PCIe 5.0 x16 (32 and 64 GB/s), since the GPUs
     of a host copy at the same time.
@@ -79,13 +81,15 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What fails, saves and restarts, with this many GPUs. Times are in seconds.
+    """A cluster of this many GPUs, and its times of failures, saves and restarts in seconds.
 
     Attributes:
-        mtbf_s: between failures of any part.
-        write_s: of a checkpoint to storage. copy_s: of it to host memory. load_s: of it from storage.
-        heal_s: of a replica from a peer.
-        replicas: 1: none may be lost.
+        mtbf_s: mean time between failures of any part.
+        write_s: time to write a checkpoint to storage.
+        copy_s: time to copy a checkpoint to host memory.
+        load_s: time to load a checkpoint from storage.
+        heal_s: time to restore a replica's state from a peer.
+        replicas: number of replicas; 1: none may be lost.
     """
 
     gpus: int
@@ -100,11 +104,12 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to live with failures. Times are in seconds.
+    """A way to handle failures. Times are in seconds.
 
     Attributes:
         name: "synchronous", "asynchronous" or "replica-tolerant".
-        interval_s: training between two saves. young_s, daly_s: the best ones by these formulas.
+        interval_s: training time between two saves.
+        young_s, daly_s: the best interval by these formulas.
     """
 
     name: str
@@ -118,7 +123,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Curve:
-    """One way over GPU counts."""
+    """One kind of plan over GPU counts."""
 
     name: str
     gpus: tuple[int, ...]
@@ -127,10 +132,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """What `drawings.goodput_svg` draws.
+    """The curves that `drawings.goodput_svg` draws.
 
     Attributes:
-        gpus: of the run itself.
+        gpus: GPU count of the run itself.
     """
 
     title: str
@@ -139,10 +144,10 @@ class Curves:
 
 
 def cluster_of(cfg: Config, hardware: Hardware, assumed: Assumptions, gpus: int) -> Cluster:
-    """The cluster that the run would have with so many GPUs. Its replicas keep their size.
+    """Return the cluster that the run would have with `gpus` GPUs. Its replicas keep their size.
 
     Raises:
-        ConfigError: the ranks are no such number of equal replicas.
+        ConfigError: the ranks cannot be divided into equal replicas.
     """
     world, size = MeshSpec.of(cfg.mesh).world_size, checkpoint_bytes(cfg)
     replicas = assumed.replicas or max(1, cfg.mesh.dp)
@@ -167,7 +172,7 @@ def cluster_of(cfg: Config, hardware: Hardware, assumed: Assumptions, gpus: int)
 
 
 def plans_of(cluster: Cluster, assumed: Assumptions, step_s: float) -> list[Plan]:
-    """Synchronous and asynchronous saves, and lost replicas where there are two or more.
+    """Return plans with synchronous and asynchronous saves, and a replica-tolerant plan if there are several replicas.
 
     Args:
         step_s: seconds of a step.
@@ -177,8 +182,8 @@ def plans_of(cluster: Cluster, assumed: Assumptions, step_s: float) -> list[Plan
     plan = partial(_plan, cluster, assumed, step_s, restart)
     plans = [plan("synchronous", at_once), plan("asynchronous", behind)]
     if cluster.replicas > 1:
-        absence = assumed.detect_s + assumed.reschedule_s + cluster.heal_s + step_s / 2  # it joins between two steps
-        stall = assumed.detect_s + step_s / 2  # half a step is done again
+        absence = assumed.detect_s + assumed.reschedule_s + cluster.heal_s + step_s / 2  # rejoins between two steps
+        stall = assumed.detect_s + step_s / 2  # on average half a step is repeated
         plans.append(plan("replica-tolerant", behind, Replicas(cluster.replicas, absence, stall)))
     return plans
 
@@ -192,7 +197,7 @@ def _plan(
     saving: Saving,
     lost: Replicas | None = None,
 ) -> Plan:
-    """With the interval that is asked for or Daly's, but at least a step, and no shorter than a save takes."""
+    """Return a plan with the interval in `assumed` or else Daly's, but at least a step and a save's background part."""
     mtbf = mtbf_of_all(lost, cluster.mtbf_s) if lost else cluster.mtbf_s
     best = daly(saving.blocking, mtbf)
     asked = assumed.interval_s or min(best, assumed.longest_interval_h * HOUR)
@@ -205,8 +210,8 @@ def _plan(
 
 
 def curves_of(cfg: Config, hardware: Hardware, assumed: Assumptions, step_s: float) -> Curves:
-    """The goodput over GPU counts that are the run's, halved down to a mesh without dp and fsdp, but at least a host,
-    and doubled."""
+    """Return the goodput over GPU counts: the run's count, halved and doubled. Halving stops at a host, and at a mesh
+    without dp and fsdp; doubling stops at `MOST_GPUS`."""
     world = MeshSpec.of(cfg.mesh).world_size
     least = max(hardware.gpus_per_node, cfg.mesh.pp * cfg.mesh.cp * cfg.mesh.tp)
     halves = range(int(math.log2(max(1, world // least))) + 1)

@@ -1,4 +1,4 @@
-"""Fits the rates of the planner to a table of published measurements, and says how well they predict sources that they
+"""Fits the planner's rates to a table of published measurements, and reports how well they predict sources that they
 were not fitted to."""
 
 import json
@@ -23,9 +23,9 @@ from ndtrain.plan.published.cells import Row, count, number, text
 from ndtrain.plan.published.run import run_of
 from ndtrain.plan.table import held_gib, read_table
 
-# The rates that are fitted: to step times, and then to memory. What is believed beforehand is from data sheets and from
-# published benchmarks of single kernels and collectives. Those of `launch_s`, `step_s` and memory have no such source:
-# they are of the size that steps of the table show, and no row's value.
+# The rates to fit: first to step times, then to memory. Starting values are from data sheets and from published
+# benchmarks of single kernels and collectives. `launch_s`, `step_s` and the rates of memory have no such source. They
+# start at the order of magnitude that the table's steps show, and not at the value of any row.
 TIME = {
     "matmul": Parameter(0.75, 0.4, 1.0),
     "attention": Parameter(0.52, 0.2, 1.0),
@@ -44,7 +44,7 @@ Fitted = dict[str, Parameter]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of `plan fit`."""
+    """Options of `plan fit`."""
 
     source: str = option("the table of measurements, a CSV file; docs/plan_table.md names its columns", key="in")
     fit: bool = option("fit the rates; false: only say how far those of the planner are off", True)
@@ -56,9 +56,9 @@ class Measurement(NamedTuple):
     """A row that can be priced.
 
     Attributes:
-        source: of the row, without the number of an experiment.
+        source: the row's source, without the number of an experiment.
         step_time_s: measured.
-        plan: of its step.
+        plan: the plan of its step.
         memory: measured, in GiB; None: not measured.
     """
 
@@ -70,17 +70,17 @@ class Measurement(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """Of some rows: seconds of a step, and GiB."""
+    """Predictions for some rows: seconds of a step, and memory in GiB."""
 
     step_times: np.ndarray
     memories: np.ndarray
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Fits, prints the tables and writes the files.
+    """Fit the rates, print the tables and write the files.
 
     Raises:
-        ConfigError: a file cannot be read or written, or no row of it can be priced.
+        ConfigError: a file cannot be read or written, or no row of the table can be priced.
     """
     refuse_overrides(Options, overrides)
     rows = measurements(read_table("in", options.source)[1])
@@ -102,7 +102,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
 
 
 def measurements(rows: Iterable[Row]) -> list[Measurement]:
-    """The rows with a measured step time, or measured tokens, that can be priced."""
+    """Return the rows that can be priced and have a measured step time or measured tokens per second."""
     made = []
     for row in rows:
         try:
@@ -131,12 +131,12 @@ Predict = Callable[[Sequence[Measurement], Rates], np.ndarray]
 
 
 class Problem:
-    """Rates that are fitted to a sample of measurements. The residuals at the starting rates and their derivatives are
+    """A fit of rates to a sample of measurements. The residuals at the starting rates, and their derivatives, are
     computed once for all folds.
 
     Args:
-        names: the rates.
-        measured: of each row of the sample.
+        names: the rates to fit.
+        measured: the measured value of each row.
     """
 
     def __init__(self, rows: Sequence[Measurement], names: Fitted, measured: Sequence[float], predict: Predict):
@@ -145,10 +145,10 @@ class Problem:
         self.begin = at_start(partial(self._residuals, PUBLISHED, range(len(rows))), list(names.values()))
 
     def solve(self, rates: Rates, held_out: Collection[str] = ()) -> Rates:
-        """The rates with the least error, others as in `rates`. A source with four times the rows counts twice as much.
+        """Return `rates` with this problem's rates fitted. A source with four times the rows counts twice as much.
 
         Args:
-            held_out: sources that do not count.
+            held_out: sources to leave out of the fit.
         """
         rows = [i for i, m in enumerate(self.rows) if m.source not in held_out]
         if not rows:
@@ -167,7 +167,7 @@ class Problem:
 
 
 class Problems(NamedTuple):
-    """The rates of time, and then those of memory, which nothing else depends on."""
+    """The fits of the rates of time, and of the rates of memory, which do not affect times."""
 
     time: Problem
     memory: Problem | None
@@ -179,13 +179,13 @@ class Problems(NamedTuple):
         return cls(time, Problem(known, MEMORY, [m.memory or 0.0 for m in known], memories) if known else None)
 
     def solve(self, held_out: Collection[str] = ()) -> Rates:
-        """The rates with the least error of step times and of memory, without some sources."""
+        """Return the rates with the least error of step times and of memory, fitted without the held-out sources."""
         rates = self.time.solve(PUBLISHED, held_out)
         return self.memory.solve(rates, held_out) if self.memory else rates
 
 
 def sampled(rows: Sequence[Measurement], most: int = 40) -> list[Measurement]:
-    """Of each source at most so many rows, evenly spread over its step times."""
+    """Return at most `most` rows of each source, spread evenly over its step times."""
     kept: list[Measurement] = []
     for source in dict.fromkeys(m.source for m in rows):
         mine = sorted((m for m in rows if m.source == source), key=lambda m: m.step_time_s)
@@ -195,7 +195,7 @@ def sampled(rows: Sequence[Measurement], most: int = 40) -> list[Measurement]:
 
 
 def cross_validated(rows: Sequence[Measurement], problems: Problems) -> Predicted:
-    """Each row predicted by rates that were fitted without its source."""
+    """Predict each row with rates that were fitted without its source."""
     made = Predicted(np.zeros(len(rows)), np.zeros(len(rows)))
     for held_out in folds([m.source for m in rows]):
         rates = problems.solve(held_out)
@@ -206,12 +206,12 @@ def cross_validated(rows: Sequence[Measurement], problems: Problems) -> Predicte
 
 
 def step_times(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
-    """Predicted seconds of a step."""
+    """Predict the step time of each row, in seconds."""
     return np.array([_predicted(m, rates).step_time_s for m in rows])
 
 
 def memories(rows: Sequence[Measurement], rates: Rates) -> np.ndarray:
-    """Predicted GiB."""
+    """Predict the memory of each row, in GiB."""
     return np.array([held_gib(m.hardware, Predictor(m.hardware, rates).memory(m.plan)) for m in rows])
 
 
@@ -223,7 +223,7 @@ def _predicted(m: Measurement, rates: Rates) -> Prediction:
 
 
 def by_source(rows: Sequence[Measurement], predicted: Predicted) -> dict[str, Accuracy]:
-    """Source -> its errors; "all" for all rows."""
+    """Return source -> its errors, and "all" -> the errors of all rows."""
     groups = {s: [i for i, m in enumerate(rows) if m.source == s] for s in dict.fromkeys(m.source for m in rows)}
     return {
         name: accuracy(
@@ -236,7 +236,7 @@ def by_source(rows: Sequence[Measurement], predicted: Predicted) -> dict[str, Ac
 
 
 def as_text(title: str, sources: dict[str, Accuracy]) -> str:
-    """A table of errors."""
+    """Format the errors as a table."""
     share = lambda value: "" if value is None else f"{100 * value:.1f}"
     plain = lambda value: "" if value is None else f"{value:.2f}"
     lines = [title, f"{'source':44} rows median  quartiles     worst  <25 %   tau  memory"]
@@ -249,7 +249,7 @@ def as_text(title: str, sources: dict[str, Accuracy]) -> str:
 
 
 def drawn(rows: Sequence[Measurement], predicted: np.ndarray) -> str:
-    """The picture of predicted over measured step times, the largest sources behind the others."""
+    """Draw predicted over measured step times, with the largest sources behind the others."""
     sources = [m.source for m in rows]
     points = [
         Points(

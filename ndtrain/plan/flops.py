@@ -9,20 +9,20 @@ _PRODUCTS = {
     "mm": 0,
     "bmm": 0,
     "_scaled_mm": 0,
-    "_grouped_mm": 0,  # of rows by group, whose matrices are [groups, in, out]
+    "_grouped_mm": 0,  # rows by group; the matrices are [groups, in, out]
     "addmm": 1,
     "addmm_": 1,
     "baddbmm": 1,
     "baddbmm_": 1,
-}  # -> first factor
+}  # name -> position of the first factor
 _ATTENTION = "_scaled_dot_product_"
-_VARLEN_ATTENTION = "_flash_attention_"  # of segments of different lengths (`model/attention/varlen.py`)
-_FORWARD, _BACKWARD = 2, 5  # products of the size of the scores: in a backward the scores are computed again
+_VARLEN_ATTENTION = "_flash_attention_"  # segments of different lengths (`model/attention/varlen.py`)
+_FORWARD, _BACKWARD = 2, 5  # matmuls with the scores; the backward computes the scores again
 
 
 def flops_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> tuple[str, int]:
-    """("matmul" or "attention", FLOPs) of a call; ("", 0) where it multiplies no matrices. Of causal attention only the
-    visible pairs count."""
+    """Return ("matmul" or "attention", FLOPs) of a call, or ("", 0) if it multiplies no matrices. Causal attention
+    counts only visible pairs."""
     name = _name(func)
     if name in _PRODUCTS:
         a, b = args[_PRODUCTS[name]], args[_PRODUCTS[name] + 1]
@@ -39,7 +39,7 @@ def flops_of(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -
 
 
 def multiplies(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator multiplies matrices."""
+    """Return True if an operator multiplies matrices."""
     return _name(func) in _PRODUCTS or _name(func).startswith((_ATTENTION, _VARLEN_ATTENTION))
 
 
@@ -48,7 +48,7 @@ def _name(func: torch._ops.OpOverload) -> str:
 
 
 def _pairs(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
-    """Visible pairs of a query and a key. Query i sees the keys up to i."""
+    """Count the visible pairs of a query and a key. With causal attention, query i sees the keys up to i."""
     queries, keys = q.shape[-2], k.shape[-2]
     if not causal:
         return queries * keys
@@ -57,8 +57,10 @@ def _pairs(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
 
 
 def _varlen_pairs(given: dict[str, Any]) -> int:
-    """Visible pairs of one head in a call over segments, whose first tokens are on the host. Of m queries and n keys,
-    query i sees key j if i + n - m - left <= j <= i + n - m + right."""
+    """Count the visible pairs of one head in a call over segments. The indices of their first tokens are on the host.
+
+    In a segment of m queries and n keys, query i sees key j if `i + n - m - left <= j <= i + n - m + right`.
+    """
     left, right = (given.get(f"window_size_{side}") for side in ("left", "right"))
     right = 0 if given["is_causal"] else right
     total, bounds = 0, (np.diff(given[f"cum_seq_{side}"].numpy()) for side in "qk")

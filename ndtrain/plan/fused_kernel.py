@@ -1,5 +1,5 @@
-"""How a compiler changes a program's memory traffic: neighbouring operators become one kernel, and results that are
-cheap to make again are not kept for the backward."""
+"""The effect of a compiler on a program's memory traffic. It fuses neighbouring operators into one kernel, and
+recomputes cheap results in the backward instead of keeping them."""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -8,15 +8,15 @@ from typing import NamedTuple
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.operators import Access, Func, Part, copies
 
-Sizes = Mapping[int, int]  # storage that is alive -> its bytes
+Sizes = Mapping[int, int]  # live storage -> its bytes
 
 
 class FusedKernel:
-    """An operator, or neighbouring ones that are bound by memory, as one kernel. It reads what was there before it
-    once, and writes what outlives it.
+    """A kernel of one operator, or of neighbouring operators that are bound by memory. It reads its inputs once, and
+    writes only the results that outlive it.
 
     Attributes:
-        allocated: the storages that it has allocated and that are alive.
+        allocated: the live storages that the kernel has allocated.
     """
 
     def __init__(self) -> None:
@@ -25,10 +25,10 @@ class FusedKernel:
         self._first: Kernel | None = None
         self._read: dict[int, set[Part]] = {}
         self._written: dict[int, set[Part]] = {}
-        self._bytes = 0  # read from storages that are freed since
+        self._bytes = 0  # read from storages that have been freed
 
     def begin(self, now: int) -> None:
-        """An operator is called next; `now` bytes are alive."""
+        """Note that an operator is called next. `now` bytes are alive."""
         if self._before is None:
             self._before = now
             self.allocated.clear()
@@ -42,13 +42,13 @@ class FusedKernel:
             self._written.setdefault(part.storage, set()).add(part)
 
     def freed(self, storage: int) -> None:
-        """What was written to it is read by nobody. Its id may be another storage's from now on."""
+        """Count the reads of a freed storage, but not the writes, which nothing reads. Its id may be reused."""
         self._bytes += sum(p.bytes for p in self._read.pop(storage, ()))
         self._written.pop(storage, None)
         self.allocated.discard(storage)
 
     def made(self, sizes: Sizes) -> Kernel | None:
-        """The kernel; None without operators."""
+        """Return the kernel, or None if no operator was called."""
         if self._first is None:
             return None
         size = self._bytes
@@ -59,59 +59,59 @@ class FusedKernel:
         return self._first._replace(bytes=size)
 
     def most(self, sizes: Sizes) -> int:
-        """Bytes alive while it runs: its operands and its results, and nothing in between."""
+        """Return the bytes alive while the kernel runs: with its operands and results, without intermediate results."""
         return (self._before or 0) + sum(sizes[at] for at in self.allocated)
 
 
 class _Origin(NamedTuple):
-    """Names a storage among those of all pieces of one name: by the call that allocated it."""
+    """The call that allocated a storage. It identifies the storage in all pieces of the same name."""
 
     piece: Hashable
     func: Func | None
-    number: int  # of the calls of this operator in the piece
+    number: int  # counts the calls of this operator in the piece
 
 
 class Recomputed:
-    """Which results a compiled program makes again in its backward instead of keeping them. It is seen in one run of
-    pieces, and holds for the later runs of pieces of the same names.
+    """Finds the results that a compiled program recomputes in its backward instead of keeping them. It observes one run
+    of the pieces, and applies what it finds to later runs of pieces with the same names.
 
-    As PyTorch's partitioner of compiled graphs decides it: a result that one fusible operator made, of operands that
-    are kept anyway, and that the backward reads in fusible operators alone. (A matmul reads it from memory, so then it
-    is kept.)
+    It follows PyTorch's partitioner of compiled graphs. A result is recomputed if one fusible operator made it from
+    kept operands, and if only fusible operators read it in the backward. (A matmul reads its operands from memory, so
+    they are kept.)
     """
 
     def __init__(self) -> None:
         self._again: set[_Origin] = set()
         self._call = _Origin(None, None, 0)
         self._calls: Counter[Func] = Counter()
-        self._origins: dict[int, _Origin] = {}  # of the storages that this piece has allocated
-        # of one operator that wrote it; None: several did, or an operand is freed
+        self._origins: dict[int, _Origin] = {}  # storages that this piece has allocated -> their calls
+        # storage -> operands of the operator that wrote it; None: several wrote it, or an operand was freed
         self._operands: dict[int, set[int] | None] = {}
-        self._kept: dict[int, _Origin] = {}  # those that outlived their piece and that no matmul has read since
+        self._kept: dict[int, _Origin] = {}  # outlived their piece; no unfused operator has read them since
 
     def begin(self, piece: Hashable) -> None:
         self._call = _Origin(piece, None, 0)
         self._calls, self._origins, self._operands = Counter(), {}, {}
 
     def end(self, sizes: Sizes) -> None:
-        """The piece is over; `sizes` are alive."""
+        """End the piece. `sizes` are the live storages."""
         for at, operands in self._operands.items():
             if operands is not None and operands <= sizes.keys():
                 self._kept[at] = self._origins[at]
         self.begin(None)
 
     def calling(self, func: Func) -> None:
-        """An operator is called next."""
+        """Note that an operator is called next."""
         self._calls[func] += 1
         self._call = self._call._replace(func=func, number=self._calls[func])
 
     def allocated(self, storage: int) -> bool:
-        """Whether this storage, which the call allocates, holds what is made again, and so takes no memory."""
+        """Return True if the storage that the call allocates holds a recomputed result, which takes no memory."""
         self._origins[storage] = self._call
         return self._call in self._again
 
     def called(self, func: Func, access: Access, fuses: bool) -> None:
-        """The operator was called, as part of a fused kernel or not."""
+        """Note that the operator was called. `fuses`: as part of a fused kernel."""
         read, written = ({p.storage for p in parts} for parts in access)
         if not fuses or copies(func):
             for at in read:
@@ -125,5 +125,5 @@ class Recomputed:
         self._origins.pop(storage, None)
         self._operands.pop(storage, None)
         for at, operands in self._operands.items():
-            if operands and storage in operands:  # its id may be another storage's from now on
+            if operands and storage in operands:  # another storage may reuse its id
                 self._operands[at] = None

@@ -1,4 +1,4 @@
-"""The goodput of a run whose hosts fail: how often to save, how many days it takes, and what they cost."""
+"""The goodput of a run whose hosts fail: how often to save, how many days the run takes, and what it costs."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from ndtrain.plan.report import si, table
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions, Assumptions):
-    """Of `plan goodput`."""
+    """Options of `plan goodput`."""
 
     step_time_s: float | None = option("seconds of a step; unless given, predicted", None, read=above_0)
     price: float | None = option("of an hour of one GPU, in any currency", None, read=above_0)
@@ -26,7 +26,7 @@ class Options(RunOptions, Assumptions):
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
-    """Prints the plans, and writes the JSON and the drawing.
+    """Print the plans, and write the JSON and the drawing.
 
     Raises:
         ConfigError: there is no such run, its step cannot be predicted, or a file cannot be written.
@@ -51,10 +51,10 @@ def _predicted(cfg: Config, hardware: Hardware) -> float:
 
 @dataclass(frozen=True)
 class Bill:
-    """The whole run.
+    """The time and the cost of a whole run.
 
     Attributes:
-        checkpoint_every: steps between two saves, as the key of this name.
+        checkpoint_every: steps between two saves, a value for `checkpoint.every`.
         cost: None: no price was given.
     """
 
@@ -67,10 +67,10 @@ class Bill:
 
 @dataclass(frozen=True)
 class Result:
-    """What is printed.
+    """The result that is printed.
 
     Attributes:
-        configured: the goodput of each plan with the run's own `checkpoint.every`; empty where that is 0.
+        configured: the goodput of each plan with the run's own `checkpoint.every`; empty if it is 0.
     """
 
     cfg: Config
@@ -83,10 +83,10 @@ class Result:
 
 
 def result_of(cfg: Config, hardware: Hardware, options: Options, step_s: float) -> Result:
-    """The plans of a run whose steps take `step_s`.
+    """Return the plans of a run whose steps take `step_s` seconds.
 
     Raises:
-        ConfigError: its failures leave no time to train, or the number of its steps depends on its data.
+        ConfigError: failures leave no time to train, or the number of steps depends on the data.
     """
     if cfg.train.epochs is not None:
         raise ConfigError(f"train.epochs={cfg.train.epochs:g}: a plan does not read the data: give train.steps instead")
@@ -99,10 +99,10 @@ def result_of(cfg: Config, hardware: Hardware, options: Options, step_s: float) 
 
 
 def bill_of(cfg: Config, cluster: Cluster, plan: Plan, step_s: float, price: float | None) -> Bill:
-    """What the run takes with this plan.
+    """Return the time and the cost of the run with this plan.
 
     Raises:
-        ConfigError: it never ends.
+        ConfigError: the run never ends.
     """
     if not plan.shares.training:
         rate = f"a failure every {duration(cluster.mtbf_s)} and restarts of {duration(plan.restart_s)}"
@@ -116,7 +116,7 @@ def bill_of(cfg: Config, cluster: Cluster, plan: Plan, step_s: float, price: flo
 
 
 def as_json(result: Result) -> str:
-    """Everything, in seconds and shares of 1."""
+    """Format everything as JSON, in seconds and shares of 1."""
     body = {
         "options": asdict(result.options),
         "checkpoint_bytes": checkpoint_bytes(result.cfg),
@@ -128,7 +128,7 @@ def as_json(result: Result) -> str:
 
 
 def as_text(result: Result) -> str:
-    """A table for people."""
+    """Format the plans as a table for people."""
     cells = [_cells(plan, bill) for plan, bill in zip(result.plans, result.bills, strict=True)]
     rows = [["", *(p.name for p in result.plans)], *([name, *(c[name] for c in cells)] for name in cells[0])]
     if result.configured:
@@ -141,7 +141,7 @@ def as_text(result: Result) -> str:
 
 
 def _assumed(result: Result) -> list[str]:
-    """What the plans are made of: failures, a checkpoint, a restart, and the run."""
+    """Return lines with the plans' assumptions: failures, a checkpoint, a restart, and the run."""
     cfg, options, cluster = result.cfg, result.options, result.cluster
     tokens = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
     how = "predicted" if options.step_time_s is None else "given"
@@ -173,7 +173,7 @@ def _cells(plan: Plan, bill: Bill) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """With three digits, in the largest unit of which there are two: 12.3 min."""
+    """Format a time with three digits, in the largest unit of which it has at least two: 12.3 min."""
     units = (("years", 365 * DAY), ("days", DAY), ("h", HOUR), ("min", 60.0), ("s", 1.0))
     unit, size = next((u for u in units if seconds >= 2 * u[1]), units[-1])
     return f"{seconds / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Descriptions of hardware, shipped or of the user's own: `hardware=h100`, `hardware=my_cluster.yaml`."""
+"""Descriptions of hardware, shipped or written by the user: `hardware=h100`, `hardware=my_cluster.yaml`."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -16,20 +16,19 @@ _PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp8")
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cluster of equal hosts. None: not listed.
+    """A cluster of equal hosts. A figure that is not listed is None.
 
     Attributes:
-        name: of the description.
+        name: name of the description.
         device: "cpu" or "cuda".
-        memory_gb: of one device, in 10^9 bytes: all that a process can have of it, CUDA's context included.
+        memory_gb: memory of one device that a process can use, CUDA's context included, in 10^9 bytes.
         gpus_per_node: devices of one host.
         peak_tflops: precision -> dense matmul peak of one device.
         memory_gb_s: bandwidth of a device's memory.
-        link_gb_s: bandwidth of one device to those of its host, one direction.
+        link_gb_s: bandwidth of one device to the other devices of its host, one direction.
         network_gb_s: bandwidth of one device to other hosts, one direction.
-        rates: names of `price.Rates` -> what was measured on these machines in place of the planner's figure. A
-            description need not have them.
-        measured: times on such a host, in place of what follows from the figures above (`plan calibrate`).
+        rates: name in `price.Rates` -> value measured on these machines, which replaces the planner's. May be empty.
+        measured: times measured on such a host (`plan calibrate`), used in place of the figures above.
     """
 
     name: str
@@ -45,20 +44,20 @@ class Hardware:
 
 
 def known_hardware() -> list[str]:
-    """The shipped descriptions."""
+    """Return the names of the shipped descriptions."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
 def description_path(name: str) -> Path:
-    """Where the description with this name, or this YAML file, is."""
+    """Return the path of the shipped description with this name, or of this YAML file."""
     return Path(name).expanduser() if name.endswith((".yaml", ".yml")) else _FOLDER / f"{name}.yaml"
 
 
 def load_hardware(name: str) -> Hardware:
-    """The description with this name, or in this YAML file.
+    """Load the shipped description with this name, or the description in this YAML file.
 
     Raises:
-        ConfigError: there is none, or the file is no description. The line names the key that is wrong.
+        ConfigError: there is none, or the file is no valid description. The message names the wrong key.
     """
     path = description_path(name)
     if path.parent == _FOLDER and name not in known_hardware():
@@ -85,7 +84,7 @@ def _measured(name: str, read: Any) -> Measured:
 
 
 def _problem(read: Any) -> str:
-    """What is wrong with a description; "" where nothing is."""
+    """Return what is wrong with a description, or "" if it is valid."""
     keys = [f.name for f in fields(Hardware) if f.name != "name"]
     optional = [f.name for f in fields(Hardware) if f.default is not MISSING or f.default_factory is not MISSING]
     if not isinstance(read, dict):

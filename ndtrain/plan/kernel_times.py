@@ -21,12 +21,12 @@ from ndtrain.plan.events import Kernel
 from ndtrain.plan.operators import access_of, is_free, kernel_of
 
 WARM_UP = 1  # untimed steps of a case
-LEAST_S = 1e-7  # a clock may not see shorter kernels
+LEAST_S = 1e-7  # a clock may read 0 for shorter kernels
 
 
 class Clock:
-    """Seconds of this thread's work. On a CPU they are those that it had a core, so that other programs count only as
-    far as they slow memory down. On a GPU they pass between two events of the stream."""
+    """Measures this thread's work in seconds. On a CPU it counts the time on a core, so that other programs matter only
+    if they slow memory down. On a GPU it measures the time between two events of the stream."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -49,7 +49,7 @@ class KernelTimes(TorchDispatchMode):
     """Times each operator inside it.
 
     Attributes:
-        spans: kernel -> (start, end) of each time that it ran.
+        spans: kernel -> (start, end) of each of its runs.
     """
 
     def __init__(self, clock: Clock):
@@ -73,13 +73,13 @@ class KernelTimes(TorchDispatchMode):
 
 @dataclass
 class CaseTimes:
-    """Of a training step on one rank.
+    """The times of a training step on one rank.
 
     Attributes:
-        steps: how many were timed.
-        passes_kernels, update_kernels: of forward and backward, and of the update: kernel -> seconds of each time.
-        passes, updates: seconds of each forward and backward, and of each update, without the mode.
-        steps_s: seconds of each step without the mode by the clock on the wall, of the slowest rank.
+        steps: number of timed steps.
+        passes_kernels, update_kernels: kernel -> seconds of each run, in forward and backward, and in the update.
+        passes, updates: seconds of each forward and backward, and of each update, without `KernelTimes`.
+        steps_s: wall time of each step on the slowest rank, in seconds, without `KernelTimes`.
     """
 
     steps: int
@@ -91,13 +91,13 @@ class CaseTimes:
 
 
 def fastest(launches: Sequence[CaseTimes]) -> CaseTimes:
-    """The times of the launch with the fastest step. How fast processes are differs from launch to launch, by where
-    their threads and their memory lie, and other programs can make them slower, but not faster."""
+    """Return the times of the launch with the fastest step. The speed of a launch depends on where threads and memory
+    are placed, and other programs can only make it slower."""
     return min(launches, key=lambda times: min(times.steps_s))
 
 
 def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
-    """Times a configuration's step, operator by operator and plainly in turn."""
+    """Time a configuration's steps, alternately operator by operator and as a whole."""
     stages = build_stages(cfg, mesh)
     initialise(stages, cfg)
     step, batches, clock = TrainingStep(cfg, mesh, stages), batches_of(cfg, mesh, 0), Clock(mesh.device)
@@ -110,7 +110,7 @@ def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
         with of_updates:
             step.update(i, loss).wait()
         if dist.is_initialized():
-            dist.barrier()  # a step's time holds no wait for a rank that began it later
+            dist.barrier()  # otherwise the time of a step includes the wait for a rank that begins later
         began, start = time.perf_counter(), clock.now()
         loss = step.forward_backward(i + 1, batches)
         middle = clock.now()
@@ -124,6 +124,6 @@ def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
 
 
 def time_cases(rank: int, cfgs: Sequence[Config], steps: int, device: str) -> list[CaseTimes]:
-    """Times configurations one after another; runs in each rank's process."""
+    """Time several configurations one after another. This runs in the process of each rank."""
     own = rank_device(rank, device)
     return [time_case(cfg, Mesh(MeshSpec.of(cfg.mesh), rank, own), steps) for cfg in cfgs]

@@ -1,7 +1,7 @@
-"""What `plan calibrate` has measured on a machine: seconds of kernels and of collectives, and how to read them between
-the measured sizes.
+"""The measurements of `plan calibrate` on a machine: seconds of kernels and of collectives, and how to interpolate them
+between the measured sizes.
 
-Its plain form is the section `measured` of a description of hardware:
+The plain form is the section `measured` of a hardware description:
 
     cores: 2
     kernels:
@@ -12,9 +12,9 @@ Its plain form is the section `measured` of a description of hardware:
     collectives:
       all_gather: {"2 of 2": [[4096, 9.0e-5]]}
 
-A number under `kernels` says how many ranks computed meanwhile. The last number of a point is its seconds. Before it
-stand a matmul's batch, M, N and K, an attention's shape and FLOPs, and bytes elsewhere. "2 of 4" are the ranks of a
-group and of the mesh, whose groups were busy at once.
+A key under `kernels` is the number of ranks that computed at the same time. The last number of a point is its seconds.
+The numbers before it are a matmul's batch, M, N and K, an attention's shape and FLOPs, or bytes for everything else.
+"2 of 4" is a group of 2 ranks on a mesh of 4, whose groups all communicated at the same time.
 """
 
 import math
@@ -29,11 +29,11 @@ from typing import Any
 from ndtrain.config import ConfigError
 from ndtrain.plan.events import Kernel
 
-Point = Sequence[float]  # what a time depends on, and last the seconds
+Point = Sequence[float]  # the sizes that a time depends on, then the seconds
 Tables = dict[str, list[list[float]]]
-NEAREST = 4  # measured shapes that a shape between them is read from
-BEYOND = 4  # times the largest measured bytes, up to which an operator's time grows with them
-_KINDS = {"matmul": 5, "attention": 7, "memory": 2}  # kind -> numbers of a point
+NEAREST = 4  # number of measured shapes to interpolate from
+BEYOND = 4  # up to this multiple of its largest measured bytes, an operator's time is extrapolated
+_KINDS = {"matmul": 5, "attention": 7, "memory": 2}  # kind -> length of a point
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +41,9 @@ class Measured:
     """Times on a machine.
 
     Attributes:
-        cores: ranks that compute at full speed side by side: CPU cores, or GPUs.
-        kernels: number of ranks that computed meanwhile -> kind -> "operator dtype", of matmuls "dtype" -> points.
-        collectives: operation -> "ranks of the group of ranks of the mesh" -> points.
+        cores: number of ranks that can compute at full speed at the same time: CPU cores, or GPUs.
+        kernels: number of ranks computing at once -> kind -> "operator dtype" (matmuls: "dtype") -> points.
+        collectives: operation -> "RANKS OF A GROUP of RANKS OF THE MESH" -> points.
     """
 
     cores: int
@@ -52,10 +52,10 @@ class Measured:
 
     @classmethod
     def of(cls, read: Any) -> "Measured":
-        """From the plain form.
+        """Read measurements from the plain form.
 
         Raises:
-            ConfigError: it is none. The message names what is wrong.
+            ConfigError: it is not valid. The message names the problem.
         """
         if problem := _problem(read):
             raise ConfigError(f"measured{problem}: run `ndtrain plan calibrate` again")
@@ -67,10 +67,11 @@ class Measured:
     # ------------------------------------------------------------------------------------------------------- kernels
 
     def kernel(self, k: Kernel, ranks: int) -> float:
-        """Seconds of a kernel where so many ranks of this machine compute. More ranks than cores share them.
+        """Return the seconds of a kernel while `ranks` ranks of this machine compute. If these are more than the cores,
+        they share the cores.
 
         Raises:
-            ConfigError: nothing of its kind is measured in its precision.
+            ConfigError: no kernel of this kind is measured in this precision.
         """
         return max(1.0, ranks / self.cores) * self._alone(k, min(ranks, self.cores))
 
@@ -85,16 +86,18 @@ class Measured:
         )
 
     def _by_busy(self, busy: int) -> list[dict[str, Tables]]:
-        """The tables, those of the nearest number of ranks first."""
+        """Return all tables, sorted by the distance of their number of ranks from `busy`."""
         return [self.kernels[n] for n in sorted(self.kernels, key=lambda n: abs(n - busy))]
 
     # --------------------------------------------------------------------------------------------------- collectives
 
     def collective(self, op: str, nbytes: int, group: int, ranks: int) -> float:
-        """Seconds of a collective of `nbytes` (as in `events.Collective`) in each of the groups of a mesh at once.
+        """Return the seconds of a collective that all groups of a mesh run at once.
 
         Args:
-            group: ranks of a group. ranks: those of the mesh.
+            nbytes: size of the buffer, as in `events.Collective`.
+            group: number of ranks of a group.
+            ranks: number of ranks of the mesh.
 
         Raises:
             ConfigError: the operation is not measured.
@@ -108,7 +111,7 @@ class Measured:
 
 
 def _share(op: str, group: int) -> float:
-    """Of its bytes what passes a rank."""
+    """Return the share of a collective's bytes that passes through a rank."""
     return 1.0 if op == "send_recv" else (group - 1) / group
 
 
@@ -116,8 +119,8 @@ def _share(op: str, group: int) -> float:
 
 
 def along(points: Sequence[Point], size: float) -> float:
-    """Seconds at a size, from sorted points (size, seconds): a line between two neighbours in logarithms. Below the
-    first point they stay, and beyond the last one they grow with the size."""
+    """Interpolate the seconds at a size from sorted points (size, seconds), linearly in logarithms. Below the first
+    point the time is constant; beyond the last point it is proportional to the size."""
     sizes = [p[0] for p in points]
     if size <= sizes[0]:
         return points[0][1]
@@ -130,8 +133,8 @@ def along(points: Sequence[Point], size: float) -> float:
 
 
 def near_rate(points: Sequence[tuple[Sequence[float], float]], shape: Sequence[float]) -> float:
-    """A rate at a shape: the mean of the nearest shapes' rates in logarithms, weighted by the inverse square of their
-    distance, each dim by its logarithm (Shepard's method).
+    """Interpolate a rate at a shape by Shepard's method: the geometric mean of the nearest shapes' rates, weighted by
+    the inverse square of their distance. The distance is between the logarithms of the dims.
 
     Args:
         points: (shape, rate).
@@ -157,8 +160,8 @@ def _attention(tables: Tables, k: Kernel) -> float | None:
 
 
 def _memory(tables: Tables, k: Kernel) -> float | None:
-    """An operator that is not measured near so many bytes takes as long as the usual one that is: the time of a few
-    bytes, which is all overhead, says nothing of many."""
+    """Return the seconds of a memory-bound operator. If it has no measurement near `k.bytes`, use the median of the
+    operators that do. Do not extrapolate from small sizes: their time is launch overhead."""
     points = tables.get(f"{k.op} {k.dtype}")
     if points is None:
         alike = [key for key in tables if key.partition(" ")[0] == k.op]
@@ -178,7 +181,7 @@ _READERS = {"matmul": _matmul, "attention": _attention, "memory": _memory}
 
 
 def _problem(read: Any) -> str:
-    """What is wrong with the plain form; "" where nothing is."""
+    """Return what is wrong with the plain form, or "" if it is valid."""
     keys = ["cores", "kernels", "collectives"]
     if not isinstance(read, dict) or sorted(read) != sorted(keys):
         return f": must be a mapping with the keys {', '.join(keys)}"

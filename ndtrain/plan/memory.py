@@ -16,8 +16,8 @@ class RankMemory(NamedTuple):
     """Bytes of a rank's tensors.
 
     Attributes:
-        state: between steps.
-        step: the most that others take at one time in a step.
+        state: tensors that exist between steps.
+        step: peak of all other tensors during a step.
     """
 
     state: int
@@ -25,12 +25,12 @@ class RankMemory(NamedTuple):
 
 
 def peak_bytes(program: StepProgram, rank: RankPlan, pieces: Mapping[Variant, Piece], sizes: Sizes) -> int:
-    """The most that tensors of a rank take at one time."""
+    """Return the peak memory of a rank's tensors."""
     return sum(rank_memory(program, rank, pieces, sizes))
 
 
 def rank_memory(program: StepProgram, rank: RankPlan, pieces: Mapping[Variant, Piece], sizes: Sizes) -> RankMemory:
-    """What the tensors of a rank take."""
+    """Return the memory of a rank's tensors by walking through its program."""
     walk = _Memory(program.units, sizes)
     for turn in rank.program.turns:
         walk.now += sizes.message * len(turn.posts)
@@ -52,17 +52,17 @@ def rank_memory(program: StepProgram, rank: RankPlan, pieces: Mapping[Variant, P
 
 
 def held_bytes(u: UnitFacts, program: StepProgram, sizes: Sizes) -> int:
-    """Return the bytes of a unit that a rank holds on its device between steps. Some published runs hold gradients of
-    another width than ndtrain's."""
+    """Return the bytes of a unit that a rank holds on its device between steps. Some published runs hold gradients in
+    another precision than ndtrain."""
     held = state_bytes(program.plan, u.shards, u.numel)
     return held.on_device + held.gradient // program.plan.master.itemsize * (sizes.gradient - sizes.master)
 
 
 class _Memory:
-    """Follows what a step holds in addition to the state.
+    """Follows the memory that a step needs in addition to the state.
 
     Attributes:
-        now, peak: bytes.
+        now, peak: current and peak bytes.
     """
 
     def __init__(self, units: Mapping[str, UnitFacts], sizes: Sizes):
@@ -86,7 +86,7 @@ class _Memory:
             self.peak = max(self.peak, self.now)
 
     def collect(self, name: str) -> None:
-        """Frees the unsharded gradient, which its reduction has read."""
+        """Free the unsharded gradient after its reduction has read it."""
         u = self.units[name]
         if not u.residency.holds_full_grad:
             self.now -= u.numel * self.sizes.master

@@ -1,1 +1,1 @@
-"""Fits the rates of the planner to measurements, and says how far the predictions are off."""
+"""Fits the planner's rates to measurements, and reports the errors of its predictions."""

@@ -1,25 +1,26 @@
-"""How far predictions are off, source by source."""
+"""The errors of predictions, source by source."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-WITHIN = 0.25  # the error up to which a prediction counts as near
+WITHIN = 0.25  # a prediction with at most this error counts as near
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of some rows. Errors are predicted / measured - 1.
+    """The errors of some rows. An error is predicted / measured - 1.
 
     Attributes:
-        rows: their number.
-        median: of the errors' sizes.
-        quartiles: of the errors, signed.
-        worst: the error of the largest size.
-        within_25: share of rows whose error is at most `WITHIN`.
-        tau: Kendall's tau-b of the step times; None where there are fewer than two pairs to order.
-        memory_rows, memory_median: as rows and median, of memory; None where no row has it.
+        rows: number of rows.
+        median: median of the absolute errors.
+        quartiles: first and third quartile of the signed errors.
+        worst: the signed error with the largest absolute value.
+        within_25: share of rows with an absolute error of at most `WITHIN`.
+        tau: Kendall's tau-b of the step times; None for fewer than three rows, or if the times are constant.
+        memory_rows: number of rows with a measured memory.
+        memory_median: median of the absolute errors of memory; None without such rows.
     """
 
     rows: int
@@ -35,7 +36,7 @@ class Accuracy:
 def accuracy(
     measured: Sequence[float], predicted: Sequence[float], memory: Sequence[tuple[float, float]] = ()
 ) -> Accuracy:
-    """Of step times, and of pairs (measured, predicted) of memory."""
+    """Compute the errors of step times, and of pairs (measured, predicted) of memory."""
     errors = np.asarray(predicted) / np.asarray(measured) - 1
     memory_errors = [abs(predicted / measured - 1) for measured, predicted in memory]
     low, high = np.quantile(errors, [0.25, 0.75])
@@ -52,14 +53,14 @@ def accuracy(
 
 
 def kendall_tau(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Kendall's tau-b, which counts ties: 1 where both are in the same order. None where either is constant."""
+    """Return Kendall's tau-b, which counts ties: 1 if both are in the same order, None if either is constant."""
     x, y = (np.sign(np.subtract.outer(v, v))[np.triu_indices(len(v), 1)] for v in (np.asarray(a), np.asarray(b)))
     scale = np.sqrt(np.sum(x != 0) * np.sum(y != 0))
     return float(np.sum(x * y) / scale) if scale else None
 
 
 def folds(sources: Sequence[str], count: int = 5) -> list[set[str]]:
-    """The sources in `count` groups of about as many rows: the largest source first, each into the smallest group."""
+    """Split the sources into at most `count` groups of similar size: largest source first, into the smallest group."""
     rows = {source: sources.count(source) for source in dict.fromkeys(sources)}
     groups: list[set[str]] = [set() for _ in range(count)]
     for source in sorted(rows, key=lambda s: (-rows[s], s)):

@@ -6,16 +6,16 @@ from typing import NamedTuple
 import numpy as np
 
 Array = np.ndarray
-_STEP = 0.03  # of a logarithm, for the differences that make the Jacobian
-_TURN = 0.15  # residuals beyond it count linearly (Huber, 1964)
+_STEP = 0.03  # of a logarithm, for the finite differences of the Jacobian
+_TURN = 0.15  # larger residuals count linearly (Huber, 1964)
 
 
 class Parameter(NamedTuple):
-    """A positive parameter. Its fit moves it on a logarithmic scale.
+    """A positive parameter. The fit moves it on a logarithmic scale.
 
     Attributes:
-        start: what is believed beforehand.
-        least, most: it stays between them.
+        start: the value that is assumed before the fit.
+        least, most: bounds of the fitted value.
     """
 
     start: float
@@ -24,23 +24,23 @@ class Parameter(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """What residuals do near where the parameters start.
+    """A linear model of the residuals near the start of the parameters.
 
     Attributes:
-        residuals: there, [N].
-        jacobian: by logarithms of the parameters, [N, P].
+        residuals: residuals at the start, [N].
+        jacobian: derivatives by the logarithms of the parameters, [N, P].
     """
 
     residuals: Array
     jacobian: Array
 
     def of(self, rows: Sequence[int]) -> "Linear":
-        """That of some residuals."""
+        """Return the model of some of the residuals."""
         return Linear(self.residuals[rows], self.jacobian[rows])
 
 
 def at_start(residuals: Callable[[Array], Array], parameters: list[Parameter]) -> Linear:
-    """The residuals where the parameters start, and their slopes by differences, away from the upper bounds."""
+    """Return the residuals at the start of the parameters, and their derivatives by differences within the bounds."""
     x, r, columns = np.log([p.start for p in parameters]), residuals(np.array([p.start for p in parameters])), []
     for i, parameter in enumerate(parameters):
         h = -_STEP if x[i] + _STEP > np.log(parameter.most) else _STEP
@@ -59,16 +59,16 @@ def fit(
     rounds: int = 8,
     tolerance: float = 2e-4,
 ) -> Array:
-    """The parameters with the least weighted Huber loss of the residuals, by Levenberg's damped Gauss-Newton steps. The
-    Jacobian is made once, and then follows the steps (Broyden, 1965).
+    """Return the parameters with the least weighted Huber loss of the residuals, by Levenberg's damped Gauss-Newton
+    steps. The Jacobian is computed once, and then updated from the steps (Broyden, 1965).
 
     Args:
         residuals: parameters [P] -> residuals [N].
-        weights: [N] of the squared residuals.
-        begin: what `at_start` gives; None: it is called.
-        pull: holds parameters that the residuals say little about where they start: a parameter that is e times its
-            start costs as much as one residual of this size and of weight 1.
-        tolerance: the relative gain of a round below which it is the last one.
+        weights: weights of the squared residuals, [N].
+        begin: the result of `at_start`; None: it is computed here.
+        pull: keeps parameters near their start if the residuals hardly depend on them. A parameter that is e times its
+            start costs the same as one residual of this size with weight 1.
+        tolerance: the fit ends after a round with a smaller relative gain.
     """
     start = np.log([p.start for p in parameters])
     least, most = np.log([p.least for p in parameters]), np.log([p.most for p in parameters])

@@ -1,10 +1,10 @@
-"""How far the planner's predictions of published runs are off."""
+"""The errors of the planner's predictions of published runs."""
 
 from ndtrain.plan.fitting.accuracy import WITHIN, Accuracy
 from ndtrain.plan.hardware import Hardware
 
-# All rows of the five-fold cross-validation by source in docs/plan_table.md: no row was predicted by rates that its own
-# source was fitted to.
+# All rows of the five-fold cross-validation by source in docs/plan_table.md. The rates that predicted a row were fitted
+# without the row's source.
 ERRORS = Accuracy(
     rows=457,
     median=0.079,
@@ -18,12 +18,12 @@ ERRORS = Accuracy(
 
 
 def applies_to(hardware: Hardware) -> bool:
-    """Return True for GPUs whose rates come from their data sheets, as those of the published runs do."""
+    """Return True for GPUs whose rates come from their data sheets, as in the published runs."""
     return hardware.device == "cuda" and hardware.measured is None
 
 
 def band(predicted: float) -> tuple[float, float]:
-    """Return the range in which the measured step time lies as often as `ERRORS.within_25` says, in the same unit."""
+    """Return the range that contains the measured step time with probability `ERRORS.within_25`, in the same unit."""
     return predicted / (1 + WITHIN), predicted / (1 - WITHIN)
 
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from ndtrain.report.picture import WIDTH
 
-# Okabe and Ito's palette, which can be told apart with every kind of colour vision, and greys
+# Okabe and Ito's palette, which is distinguishable with every kind of colour vision, and greys
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#111111", "#8c6d00", "#7f7f7f", "#5b3a8c")
 LEFT, TOP = 60, 44  # pixels
-SIDE = WIDTH - LEFT - 20  # of the plot
+SIDE = WIDTH - LEFT - 20  # width and height of the plot
 STYLE = """text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#333}
 .t{font-size:14px;font-weight:600;fill:#111}.m{text-anchor:middle}.e{text-anchor:end}
 .g{stroke:#e2e5e9}.d{stroke:#333}.b{stroke:#999;stroke-dasharray:5 4}"""
@@ -25,11 +25,11 @@ class Points(NamedTuple):
 
 
 def scatter_svg(title: str, axis: str, sources: Sequence[Points], band: float = 0.25) -> str:
-    """An SVG with logarithmic axes of one scale: points on the diagonal are predicted as measured.
+    """Draw an SVG with two logarithmic axes of the same scale. Points on the diagonal are predicted exactly.
 
     Args:
         axis: the quantity and its unit.
-        band: relative error whose two lines are dashed.
+        band: relative error that the two dashed lines mark.
     """
     values = [v for s in sources for v in (*s.measured, *s.predicted)]
     low, high = floor(2 * log10(min(values))) / 2, ceil(2 * log10(max(values))) / 2
@@ -68,7 +68,7 @@ def _grid(low: float, high: float, place) -> Iterator[str]:
 
 
 def _lines(low: float, high: float, band: float) -> Iterator[str]:
-    """The diagonal, and the two lines of the band."""
+    """Yield the diagonal, and the two lines of the band."""
     yield f'<path class="d" d="M0 {SIDE}L{SIDE} 0" fill="none"/>'
     for factor in (1 + band, 1 - band):
         shift = log10(factor) / (high - low) * SIDE

@@ -1,4 +1,4 @@
-"""Reads the cells of a row of a table of measurements. What cannot be read is a ConfigError, which refuses the row."""
+"""Reads the cells of a row of a table of measurements. An unreadable cell raises ConfigError: the row is refused."""
 
 import math
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ _EMPTY = {"", "-", "?", "n/a", "na", "nan", "none", "null", "unknown"}
 
 
 def text(row: Row, column: str) -> str:
-    """The cell without surrounding blanks; "" where it says nothing."""
+    """Return the cell without surrounding blanks, or "" if it has no value."""
     cell = (row.get(column) or "").strip()
     return "" if cell.lower() in _EMPTY else cell
 
 
 def number(row: Row, column: str) -> float | None:
-    """A positive number, as 8, 1,024 or 3.5e3; None where the cell says nothing.
+    """Read a positive number, such as 8, 1,024 or 3.5e3. Return None if the cell has no value.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: the cell holds something else.
     """
     cell = text(row, column)
     if not cell:
@@ -35,10 +35,10 @@ def number(row: Row, column: str) -> float | None:
 
 
 def count(row: Row, column: str, default: int | None = None) -> int:
-    """A whole number from 1; `default` where the cell says nothing.
+    """Read a whole number from 1. Return `default` if the cell has no value.
 
     Raises:
-        ConfigError: it is none, or it is missing and there is no default.
+        ConfigError: the cell holds something else, or it has no value and there is no default.
     """
     value = number(row, column)
     if value is None:
@@ -51,9 +51,9 @@ def count(row: Row, column: str, default: int | None = None) -> int:
 
 
 def size_of(row: Row, column: str, default: int) -> int:
-    """A count of which 0 says that there is none of it, as 1 does.
+    """Read the size of a mesh axis or a similar count. 0 means the same as 1: it is not used.
 
     Raises:
-        ConfigError: it is no whole number.
+        ConfigError: the cell is not a whole number.
     """
     return 1 if text(row, column) in ("0", "0.0") else count(row, column, default)

@@ -9,17 +9,17 @@ from ndtrain.plan.predict import StepPlan
 from ndtrain.plan.price import FLASH2_ON_HOPPER
 from ndtrain.plan.published.cells import Row, text
 
-_FIRST = 2.0  # FlashAttention-2 is twice as fast as the first one (Dao, 2023, arXiv:2307.08691)
-# Publications between the first two, and trainers with kernels of that time
+_FIRST = 2.0  # FlashAttention-2 is twice as fast as FlashAttention (Dao, 2023, arXiv:2307.08691)
+# Publications from before FlashAttention-2, and trainers with kernels of that time
 _OF_FIRST = re.compile(r"arxiv:(220[6-9]|221[0-2]|230[1-6])\d*\.|llm-foundry|flash-?attention 1", re.IGNORECASE)
-# Software whose attention is cuDNN's or FlashAttention-3 on Hopper; that of PyTorch's users is FlashAttention-2
+# Software that uses cuDNN's attention or FlashAttention-3 on Hopper. PyTorch's own attention is FlashAttention-2.
 _NEWEST = re.compile(
     r"nemo|megatron[- ]?core|mcore|dgxc|transformer engine|cudnn|flash-?attention-?3|\bfa3\b|maxtext", re.IGNORECASE
 )
 
 
 def with_kernel_of(plan: StepPlan, row: Row, hardware: Hardware) -> StepPlan:
-    """The plan with the attention of the row's trainer, as so many times the FLOPs."""
+    """Return the plan with the attention of the row's trainer. A slower kernel is modelled by more FLOPs."""
     says = text(row, "source") + " " + text(row, "notes")
     slower = _FIRST if _OF_FIRST.search(says) else 1.0
     if "fp8" in hardware.peak_tflops and _NEWEST.search(says):

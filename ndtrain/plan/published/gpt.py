@@ -1,4 +1,4 @@
-"""The ungated decoder of the published GPT runs, for plans only: no recipe and no checkpoint has it.
+"""The ungated decoder of the published GPT runs, for plans only: no recipe or checkpoint uses it.
 
 Its MLP has two matrices and a GELU between them. Norms and rotary positions are Llama's, since LayerNorm and learned
 positions cost about the same.

@@ -1,4 +1,5 @@
-"""What other trainers keep in memory, or compute op by op, that ndtrain does not."""
+"""Memory of other trainers that ndtrain does not need: for gathered inputs, second gradients, more saved results and an
+uncompiled loss."""
 
 import re
 from dataclasses import replace
@@ -10,18 +11,18 @@ from ndtrain.plan.pieces import Pieces, Variant
 from ndtrain.plan.predict import StepPlan
 from ndtrain.plan.published.cells import Row, text
 
-# Trainers whose column-parallel matmuls keep their gathered input for the backward: nanotron, and those of PyTorch's
-# DTensor. Megatron's keep the rank's part, and gather again.
+# Trainers whose column-parallel matmuls keep their gathered input for the backward: nanotron, and trainers on PyTorch's
+# DTensor. Megatron keeps the rank's part, and gathers again.
 _GATHERED = re.compile(r"nanotron|torchtitan|dtensor|picotron", re.IGNORECASE)
-# An fp32 sum of gradients beside the bf16 gradient that autograd makes; Megatron's matmuls add to the sum.
+# Trainers with an fp32 sum of gradients in addition to autograd's bf16 gradient. Megatron's matmuls add to the sum.
 _TWO_GRADIENTS = re.compile(r"\bfp32 grad(ient)? acc|nanotron|deepspeed", re.IGNORECASE)
-OP_LEVEL = re.compile(r"every[- ](2nd|second)|\bop[- ]level", re.IGNORECASE)  # what selective recompute may keep
+OP_LEVEL = re.compile(r"every[- ](2nd|second)|\bop[- ]level", re.IGNORECASE)  # selective recompute of single matmuls
 NANOTRON = re.compile(r"nanotron", re.IGNORECASE)  # reports the memory of the first pipeline rank
 _BF16 = 2  # bytes
 
 
 def with_kept(plan: StepPlan, row: Row) -> StepPlan:
-    """The plan with what the trainer of the row keeps."""
+    """Return the plan with the memory that the row's trainer keeps."""
     says = text(row, "source") + " " + text(row, "notes")
     sizes, pieces = plan.sizes, dict(plan.pieces)
     if _TWO_GRADIENTS.search(says) and sizes.compute < sizes.gradient:
@@ -33,13 +34,13 @@ def with_kept(plan: StepPlan, row: Row) -> StepPlan:
 
 
 def with_plain_loss(plan: StepPlan, eager: Pieces) -> StepPlan:
-    """The plan with the loss of the same run when it is not compiled: trainers compile or fuse their blocks, and leave
-    the loss to PyTorch's cross-entropy, which holds the logits in fp32."""
+    """Return the plan with the uncompiled loss of the same run. Trainers compile or fuse their blocks, but leave the
+    loss to PyTorch's cross-entropy, which holds the logits in fp32."""
     return replace(plan, pieces={v: eager.recorded[v] if v.layer == "head" else p for v, p in plan.pieces.items()})
 
 
 def _gathered_bytes(plan: StepPlan) -> int:
-    """Of a block's two gathered inputs, without the rank's own part."""
+    """Return the bytes of a block's two gathered inputs, without the rank's own part."""
     tp = plan.cfg.mesh.tp
     if not plan.cfg.tp.sequence_parallel:
         return 0
@@ -48,8 +49,8 @@ def _gathered_bytes(plan: StepPlan) -> int:
 
 
 def _every_second_bytes(plan: StepPlan) -> int:
-    """What keeping the results of every second of a block's matmuls (q, v, gate, down) holds beyond those that ndtrain
-    keeps in its place (q, k, v, o)."""
+    """Return the additional bytes if a block keeps the results of every second matmul (q, v, gate, down) in place of
+    the results that ndtrain keeps (q, k, v, o)."""
     shapes = LocalShapes.of(plan.cfg)
     width = resolved(plan.cfg.model.head_dim)
     instead = shapes.tokens * (shapes.intermediate_size - shapes.kv_heads * width)
@@ -57,7 +58,7 @@ def _every_second_bytes(plan: StepPlan) -> int:
 
 
 def _keeping(variant: Variant, piece: Piece, graph: int, saved: int) -> Piece:
-    """The piece of a block that keeps more: for its backward, and (`saved`) from its forward to its recompute."""
+    """Return the piece of a block that keeps `graph` more bytes for its backward, and `saved` until its recompute."""
     match variant.kind:
         case "F" if variant.save is None:
             more = graph

@@ -1,4 +1,4 @@
-"""The hardware of a published run: its `gpu` column, and what its notes state about memory and network."""
+"""The hardware of a published run, from its `gpu` column and its notes about memory and network."""
 
 import re
 from dataclasses import replace
@@ -10,14 +10,14 @@ from ndtrain.plan.published.cells import Row, number, text
 
 
 class _Like(NamedTuple):
-    """A device that is a shipped one but for some figures, those of its data sheet."""
+    """A device that differs from a shipped description in some figures of its data sheet."""
 
-    name: str  # a pattern
+    name: str  # a regular expression
     base: str
     changes: dict[str, Any]
 
 
-# What comes first is looked for first. Bandwidths are of one device in one direction, peaks are dense.
+# The first match counts. Bandwidths are of one device in one direction, peaks are dense.
 GIB = 2**30
 _DEVICES = (
     _Like(r"GB200", "b200", {"bf16": 2500, "memory_gb": 186, "gpus_per_node": 72}),
@@ -37,7 +37,7 @@ _DEVICES = (
         r"V100",
         "a100",
         {"bf16": 125, "memory_gb": 32, "memory_gb_s": 900, "link_gb_s": 150, "network_gb_s": 6.25},
-    ),  # in 16 bits, whichever; DGX-1V: four adapters of 100Gb/s
+    ),  # fp16 counts as bf16; DGX-1V: four adapters of 100Gb/s
     _Like(r"MI300X", "h100", {"bf16": 1307, "memory_gb": 192, "memory_gb_s": 5300, "link_gb_s": 448}),
     _Like(
         r"MI250X?",
@@ -46,20 +46,20 @@ _DEVICES = (
     ),  # one of its two dies, as programs see it; Frontier: four adapters of 200Gb/s for eight dies
 )
 
-# `AllReduce 160 intra 450 GB/s` is the bus bandwidth that was measured over the run's hosts, which the devices of a
-# host share. Less than a quarter of what is listed is not believed to be of large messages: it counts as a quarter.
+# The first number in `AllReduce 160 intra 450 GB/s` is the bus bandwidth measured over the run's hosts. The devices of
+# a host share it. Below a quarter of the listed bandwidth, messages were probably small: it counts as a quarter.
 _MEASURED = re.compile(r"AllReduce ([\d.]+) intra [\d.]+ ?GB/s")
 
 
 def hardware_of(row: Row) -> Hardware:
-    """The hardware of a row.
+    """Return the hardware of a row.
 
-    Its `gpu` column names a device and may state its memory (96GB), the devices of a host (4 per node) and another
-    connection (PCIe). `peak_tflops` is the peak of the device in 16 bits, or in fp8 if it is nearer to that. The notes
+    The `gpu` column names a device and may state its memory (96GB), the devices per host (4 per node) and PCIe in place
+    of NVLink. `peak_tflops` is the peak of the device in 16 bits, or in fp8 if it is nearer to the fp8 peak. The notes
     may state the bandwidth of the memory (2.4TB/s) and of the network (`_network`).
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the device is unknown.
     """
     gpu, notes = text(row, "gpu"), text(row, "notes")
     device = next((d for d in _DEVICES if re.search(d.name, gpu, re.IGNORECASE)), None)
@@ -71,7 +71,7 @@ def hardware_of(row: Row) -> Hardware:
     if stated := re.search(r"(\d+) ?GB", gpu, re.IGNORECASE):
         changes["memory_gb"] = float(stated[1])
     if "memory_gb" in changes:
-        changes["memory_gb"] *= GIB / 1e9  # what is sold as 80 GB are 80 GiB
+        changes["memory_gb"] *= GIB / 1e9  # a device sold with 80 GB has 80 GiB
     if stated := re.search(r"(\d+) per node", gpu, re.IGNORECASE):
         changes["gpus_per_node"] = int(stated[1])
     if stated := re.search(r"([\d.]+) ?TB/s", notes):
@@ -86,8 +86,8 @@ def hardware_of(row: Row) -> Hardware:
 
 
 def _peaks(hardware: Hardware, bf16: float | None, stated: float | None) -> dict[str, float]:
-    """The peaks of a device whose peak in 16 bits is `bf16` (None: as described), of which the row states one. All
-    tensor peaks stand in the same proportion."""
+    """Return the peaks of a device, scaled to `bf16` (None: as described) or to the peak that the row states. All
+    tensor peaks scale by the same factor."""
     peaks = dict(hardware.peak_tflops)
     usual = bf16 or peaks["bf16"]
     fp8 = "fp8" in peaks and stated is not None and stated > 1.5 * usual
@@ -98,10 +98,10 @@ def _peaks(hardware: Hardware, bf16: float | None, stated: float | None) -> dict
 
 
 def _network(notes: str, gpus_per_node: int, listed: float) -> float:
-    """GB/s of one device to other hosts, as the notes state it, else as listed.
+    """Return GB/s of one device to other hosts as stated in the notes, or else as listed.
 
-    `400Gb/s RDMA per GPU` is of a device; a rate without "per GPU" is of a host, and one with `4x` before it of one of
-    four adapters."""
+    `400Gb/s RDMA per GPU` is the rate of a device. A rate without "per GPU" is the rate of a host. `4x` before a rate
+    means four adapters of this rate."""
     stated = re.search(r"(?:(\d+) ?x [\w -]*?)?([\d.]+) ?(?:Gb/s|Gbps|Gbit/s)([^;,.]*)", notes)
     if stated is None:
         return listed

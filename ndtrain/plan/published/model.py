@@ -1,5 +1,5 @@
-"""The shape of a published model. A table tells neither whether its MLP has a gate nor whether its head is tied to the
-embedding: both follow from the number of parameters."""
+"""The shape of a published model. The table does not state whether the MLP is gated or the embeddings are tied: both
+follow from the number of parameters."""
 
 import re
 from dataclasses import replace
@@ -9,9 +9,9 @@ from ndtrain.model.flops import parameter_count
 from ndtrain.plan.published.cells import Row, count, number, text
 from ndtrain.plan.published.gpt import GPT
 
-VOCAB = 50304  # where the table has none: that of GPT-2, padded to a multiple of 128
-_CLOSE = 0.01  # two counts of parameters that differ by less are alike: positions, biases and rounding
-_FAR = 0.3  # with more, the model is another one: it has experts, or an encoder
+VOCAB = 50304  # if the table has none: GPT-2's, padded to a multiple of 128
+_CLOSE = 0.01  # parameter counts that differ by less match, up to positions, biases and rounding
+_FAR = 0.3  # with a larger difference it is another model, with experts or an encoder
 _GATED = re.compile(r"llama|mistral|qwen|gemma|palm|olmo|deepseek|yi-|smollm|internlm|baichuan", re.IGNORECASE)
 _UNGATED = re.compile(r"gpt|mpt|opt|bloom|falcon|pythia|neox|megatron|turing|bert", re.IGNORECASE)
 
@@ -19,11 +19,11 @@ _EXPERTS = re.compile(r"mixtral|\bmoe\b|\b\d+x\d+(\.\d+)?b\b|\b\d+ experts\b", r
 
 
 def model_of(row: Row) -> ModelConfig:
-    """The model of a row: of the gated and ungated, tied and untied ones with its sizes the likeliest whose parameters
-    are as many as the row says.
+    """Return the model of a row. The row does not state whether the MLP is gated or the embeddings are tied. Choose the
+    likeliest combination whose parameter count matches the row's, or else the closest.
 
     Raises:
-        ConfigError: a size is missing, or no dense decoder of these sizes has so many parameters.
+        ConfigError: a size is missing, the model has experts, or no dense decoder of these sizes comes close.
     """
     if experts := _EXPERTS.search(text(row, "model")) or _EXPERTS.search(text(row, "notes")):
         raise ConfigError(f"model={text(row, 'model')}: {experts[0].strip()}: models with experts are not priced")
@@ -56,8 +56,8 @@ def model_of(row: Row) -> ModelConfig:
 
 
 def _candidates(sizes: ModelConfig, name: str) -> list[tuple[ModelConfig, int]]:
-    """(model, parameters), the likeliest first. GPTs tie their tables, and may have learned positions; the heads of
-    gated models are mostly their own."""
+    """Return (model, parameters), the likeliest first. GPTs tie their embeddings, and may have learned positions. Gated
+    models mostly have untied embeddings."""
     kinds = _kinds(sizes, name)
     positions = sizes.max_position_embeddings * sizes.hidden_size
     made = []
@@ -71,7 +71,7 @@ def _candidates(sizes: ModelConfig, name: str) -> list[tuple[ModelConfig, int]]:
 
 
 def _kinds(sizes: ModelConfig, name: str) -> list[str]:
-    """The families that a model may be of, the likeliest first; only one where its name says it."""
+    """Return the families that a model may belong to, the likeliest first; only one if its name decides."""
     if _GATED.search(name):
         return ["llama"]
     if _UNGATED.search(name):

@@ -1,7 +1,7 @@
 """A row of a table of measurements as a run of ndtrain: overrides of its configuration, and the hardware.
 
-The trainer of the row is priced as if ndtrain ran its settings. What ndtrain has not gets what is nearest in how it
-works, where there is such a thing; otherwise the row is refused.
+The row's trainer is priced as if ndtrain ran its settings. If ndtrain lacks a setting, the one that works most alike
+replaces it. If there is none, the row is refused.
 """
 
 import math
@@ -28,8 +28,8 @@ from ndtrain.plan.published.serial import with_serial_messages
 from ndtrain.plan.published.unfused import is_unfused, with_unfused_attention
 from ndtrain.plan.published.whole import with_whole_recompute
 
-# Schedules by how they work: the pattern is looked for in the name without its punctuation. zb2p is ZB-H2, whose bubble
-# is nearest to zb_v's. Breadth-first is gpipe with chunks.
+# Pattern in the trainer's name of a schedule, without punctuation -> the schedule that works most alike. zb2p is ZB-H2,
+# whose bubble is nearest to zb_v's. Breadth-first is gpipe with chunks.
 _SCHEDULES = (
     (r"dualpipe", "dualpipe_v"),
     (r"zbv|vzb|zb2p|zbh2|zerobubblev", "zb_v"),
@@ -43,7 +43,7 @@ _RECOMPUTE = (
     (r"selective|sac|attention|attn|partial|core", "selective"),
     (r"full|all|block|layer|uniform|true|yes|on|1", "full"),
 )
-_WHOLE = 2**30  # tokens: other trainers make all logits of a microbatch at once
+_WHOLE = 2**30  # tokens: other trainers compute all logits of a microbatch at once
 _EAGER = r"\beager\b|nanotron|llm-foundry"  # trainers whose blocks are neither compiled nor made of fused kernels
 _LIGHTER_ENDS = re.compile(r"\bfirst ?(/|and) ?last stages? (with |have )?(one|a) layer (fewer|less)", re.IGNORECASE)
 _PRECISION = ((r"fp8|float8|e4m3|mxfp8", "fp8"), (r"tf32|fp32|float32", "fp32"), (r"16|half|mixed|amp", "bf16"))
@@ -54,8 +54,8 @@ class Run:
     """A priced run.
 
     Attributes:
-        overrides: dotted key -> value, beside the model's.
-        row: where it was published.
+        overrides: dotted key -> value, in addition to the model's.
+        row: the row of the table that describes it.
     """
 
     model: ModelConfig
@@ -65,7 +65,7 @@ class Run:
     row: Row
 
     def plan(self) -> StepPlan:
-        """Its step.
+        """Return the plan of its step.
 
         Raises:
             ConfigError: ndtrain cannot run it.
@@ -78,7 +78,7 @@ class Run:
         return with_unfused_attention(plan) if is_unfused(self.row) else with_kernel_of(plan, self.row, self.hardware)
 
     def config(self, overrides: Mapping[str, Any] = MappingProxyType({})) -> Config:
-        """The resolved configuration, with some more overrides.
+        """Return the resolved configuration, with some more overrides.
 
         Raises:
             ConfigError: ndtrain cannot run it.
@@ -93,10 +93,10 @@ class Run:
 
 
 def run_of(row: Row) -> Run:
-    """The run of a row.
+    """Return the run of a row.
 
     Raises:
-        ConfigError: it cannot be expressed; the line says why.
+        ConfigError: ndtrain cannot express it; the message gives the reason.
     """
     model, hardware = model_of(row), hardware_of(row)
     mesh = _mesh(row)
@@ -121,17 +121,17 @@ def run_of(row: Row) -> Run:
 
 
 def _mesh(row: Row) -> dict[str, int]:
-    """Sizes of the axes. ndtrain cuts its state over fsdp, so data parallelism whose state is sharded is fsdp.
+    """Return the sizes of the axes. Data parallelism with sharded state becomes fsdp, since ndtrain shards over fsdp.
 
     Raises:
-        ConfigError: the sizes do not make the number of GPUs.
+        ConfigError: the product of the sizes is not the number of GPUs.
     """
     sizes = {axis: size_of(row, axis, 1) for axis in ("pp", "cp", "tp")}
     fsdp, gpus = size_of(row, "fsdp", 1), count(row, "gpus", 0)
     model_ranks = math.prod(sizes.values())
     dp = size_of(row, "dp", max(1, gpus // (model_ranks * fsdp)))
     if gpus and dp * fsdp * model_ranks != gpus:
-        if max(dp, fsdp) * model_ranks != gpus:  # both columns name one axis
+        if max(dp, fsdp) * model_ranks != gpus:  # else both columns describe the same axis
             raise ConfigError(
                 f"gpus={gpus} are not dp x fsdp x tp x pp x cp = "
                 f"{dp} x {fsdp} x {sizes['tp']} x {sizes['pp']} x {sizes['cp']}"
@@ -158,7 +158,7 @@ def _zero(row: Row, fsdp: int) -> int:
 
 
 def _schedule(row: Row, model: ModelConfig, pp: int) -> dict[str, Any]:
-    """The schedule, and its chunks where it has any number of them. A pipeline without a name is 1F1B."""
+    """Return the schedule, and its chunks if it allows any number of them. Without a name, the schedule is 1F1B."""
     chunks = size_of(row, "vpp", 1)
     stated = re.sub(r"[^a-z0-9]", "", text(row, "schedule").lower())
     name = "1f1b" if pp == 1 else _named(stated, _SCHEDULES, "schedule", "1f1b")
@@ -173,8 +173,7 @@ def _schedule(row: Row, model: ModelConfig, pp: int) -> dict[str, Any]:
 
 
 def _split(row: Row, model: ModelConfig, schedule: Mapping[str, Any], pp: int) -> dict[str, Any]:
-    """The layers of each stage where the notes or the trainer say so, and ndtrain's stages are as many as the
-    trainer's."""
+    """Return the override with the layers of each stage, if the notes or the trainer determine them."""
     says, layers = text(row, "source") + " " + text(row, "notes"), model.num_hidden_layers
     stages = Stages(schedule["schedule.name"], schedule["schedule.chunks"]).count(pp)
     split: Sequence[int] = ()
@@ -186,8 +185,8 @@ def _split(row: Row, model: ModelConfig, schedule: Mapping[str, Any], pp: int) -
 
 
 def _split_of_nanotron(model: ModelConfig, pp: int) -> list[int]:
-    """A stage takes layers until the layers so far cost its share of the model, with the head. ndtrain has at least one
-    on each stage between the ends."""
+    """Return the layers of each stage. A stage takes layers until all layers so far cost its share of the model with
+    head. Every stage but the last gets at least one layer."""
     layers, split = model.num_hidden_layers, []
     total = layers + head_flops(model) / block_flops(model, 1)
     for stage in range(pp - 1):
@@ -197,7 +196,7 @@ def _split_of_nanotron(model: ModelConfig, pp: int) -> list[int]:
 
 
 def _precision(row: Row, hardware: Hardware) -> dict[str, str]:
-    """fp16 costs what bf16 costs."""
+    """Return the compute precision. fp16 is priced as bf16, which costs the same."""
     compute = _named(text(row, "precision"), _PRECISION, "precision", "bf16")
     if compute == "fp8" and "fp8" not in hardware.peak_tflops:
         raise ConfigError(f"precision={text(row, 'precision')}: gpu={text(row, 'gpu')} has no fp8 matmuls")
@@ -205,8 +204,9 @@ def _precision(row: Row, hardware: Hardware) -> dict[str, str]:
 
 
 def _recompute(row: Row) -> dict[str, Any]:
-    """Selective is Megatron's (Korthikanti et al., 2022, arXiv:2205.05198), which repeats the attention core and
-    what is cheap, or torchtitan's, which repeats every second matmul: gate and up are half of a block's."""
+    """Return the recompute mode. Megatron's selective mode (Korthikanti et al., 2022, arXiv:2205.05198) repeats the
+    attention core and cheap ops. torchtitan's repeats every second matmul. It is priced as a mode that repeats gate and
+    up, since these are half of a block's matmuls."""
     name = _named(text(row, "recompute"), _RECOMPUTE, "recompute", "none")
     if name != "selective":
         return {"recompute.name": name}
@@ -216,10 +216,11 @@ def _recompute(row: Row) -> dict[str, Any]:
 
 
 def _of_notes(row: Row) -> dict[str, Any]:
-    """Settings that follow from the trainer's software, or that the notes state."""
+    """Return settings that follow from the trainer's software or from the notes."""
     says = lambda pattern: re.search(pattern, text(row, "source") + " " + text(row, "notes"), re.IGNORECASE) is not None
     overrides: dict[str, Any] = {"train.compile": "false" if says(_EAGER) else "true"}
-    if says(r"\bno sequence[- ]parallel") or (is_unfused(row) and not says(r"sequence[- ]parallel")):  # of one time
+    # sequence parallelism is no older than fused attention
+    if says(r"\bno sequence[- ]parallel") or (is_unfused(row) and not says(r"sequence[- ]parallel")):
         overrides["tp.sequence_parallel"] = False
     if says(r"\bulysses\b"):
         overrides["cp.kind"] = "ulysses"
@@ -227,7 +228,7 @@ def _of_notes(row: Row) -> dict[str, Any]:
 
 
 def _named(stated: str, patterns: tuple[tuple[str, str], ...], column: str, default: str) -> str:
-    """Our name for what a cell says; `default` where it says nothing.
+    """Return ndtrain's name for the text of a cell, or `default` if the cell has no value.
 
     Raises:
         ConfigError: no pattern fits.

@@ -1,12 +1,12 @@
-"""Messages of data parallelism that other trainers do not overlap with compute, as ndtrain does.
+"""Messages of data parallelism that ndtrain overlaps with compute, and other trainers do not.
 
 | trainer | gradients | weights of zero 1 and 2 |
 |---|---|---|
 | DeepSpeed's pipeline engine | summed after the last backward, by all-reduces of fp32 | gathered after the update |
 | Megatron before `--overlap-grad-reduce` (mid-2023) | summed after the last backward | gathered after the update |
-| nanotron | beside the last backward, as here | gathered after the update |
+| nanotron | during the last backward, as here | gathered after the update |
 
-As read in their sources: `PipelineEngine._exec_reduce_grads` and `BF16_Optimizer` of DeepSpeed, `reduce_model_grads`
+According to their sources: `PipelineEngine._exec_reduce_grads` and `BF16_Optimizer` of DeepSpeed, `reduce_model_grads`
 and `gather_model_params` of Megatron, `ZeroDistributedOptimizer._all_gather_params` of nanotron.
 """
 
@@ -26,7 +26,7 @@ _NANOTRON = re.compile(r"nanotron", re.IGNORECASE)
 
 
 def with_serial_messages(plan: StepPlan, row: Row) -> StepPlan:
-    """The plan with the messages of the row's trainer that stand alone in its step."""
+    """Return the plan with the messages that the row's trainer does not overlap with compute."""
     source, says = text(row, "source"), text(row, "source") + " " + text(row, "notes")
     engine = _PIPELINE_OF_DEEPSPEED.search(says) is not None and plan.cfg.mesh.pp > 1
     megatron = _MEGATRON.search(says) is not None and _BEFORE_OVERLAP.search(source) is not None
@@ -38,11 +38,11 @@ def with_serial_messages(plan: StepPlan, row: Row) -> StepPlan:
 
 
 def _serial(rank: RankPlan, reductions: int) -> RankPlan:
-    """Return the plan with all gathers before the first action, where the end of the previous step's update is.
+    """Return the plan with all gathers before the first action, right after the previous step's update.
 
     Args:
-        reductions: how often each final reduction is made after the last action, an all-reduce being twice a
-            reduce-scatter; 0: they stay where they are.
+        reductions: number of times that each final reduction runs after the last action. An all-reduce is two
+            reduce-scatters. 0: the reductions stay where they are.
     """
     program = rank.program
     gathers = [op for _, op in program if isinstance(op, Gather)]
@@ -60,7 +60,7 @@ def _serial(rank: RankPlan, reductions: int) -> RankPlan:
 
 
 def _without_final_reductions(actions: Sequence[Sequence[Op]]) -> tuple[list[list[Op]], list[Op]]:
-    """Split the ops of a step into all others, by action, and each unit's last reduction with its end and its sum."""
+    """Separate each unit's last reduction, its `Collect` and all `Sum`s. Return the other ops by action, then these."""
     kept: list[list[Op]] = []
     late: list[Op] = []
     reduced: set[str] = set()

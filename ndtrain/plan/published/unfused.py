@@ -1,6 +1,9 @@
-"""Attention as trainers computed it before FlashAttention (Dao et al., 2022, arXiv:2205.14135): the scores of all pairs
-of tokens are written to memory and read again, masked ones too, and their softmax, its dropout mask and the dropped
-softmax are kept for the backward, 5 bytes a score (Korthikanti et al., 2022, arXiv:2205.05198, section 4.1)."""
+"""Attention as trainers computed it before FlashAttention (Dao et al., 2022, arXiv:2205.14135).
+
+The scores of all pairs of tokens, masked ones too, are written to memory and read again. The softmax, its dropout mask
+and the dropped softmax are kept for the backward: 5 bytes per score (Korthikanti et al., 2022, arXiv:2205.05198,
+section 4.1).
+"""
 
 import math
 import re
@@ -13,23 +16,23 @@ from ndtrain.plan.pieces import Variant
 from ndtrain.plan.predict import StepPlan
 from ndtrain.plan.published.cells import Row, text
 
-KEPT = 5  # bytes a score
-_PRODUCTS = {False: 2, True: 4}  # whether it is a backward -> products with the scores, which it keeps
-# bytes a score of the fused kernels of scale, mask and softmax, and of dropout, that read and write it
+KEPT = 5  # bytes per score
+_PRODUCTS = {False: 2, True: 4}  # backward or not -> matmuls with the scores, which are kept
+# backward or not -> bytes per score that are read and written: by scale, mask and softmax in one kernel, by dropout
 _ELEMENTWISE = {False: 4 + 5, True: 6 + 5}
-# publications of before June 2022 by their number or year, and later ones whose stated memory holds the scores
+# publications before June 2022, by number or year, and later ones whose stated memory includes the scores
 _BEFORE = re.compile(
     r"arxiv:(0\d|1\d|20|21|220[1-5])\d*\.|\b(2019|2020|2021)\b|bigscience|zero bubble pp", re.IGNORECASE
 )
 
 
 def is_unfused(row: Row) -> bool:
-    """Whether the trainer of a row had no fused attention."""
+    """Return True if the trainer of a row had no fused attention."""
     return _BEFORE.search(text(row, "source")) is not None
 
 
 def with_unfused_attention(plan: StepPlan) -> StepPlan:
-    """The plan with each attention kernel as the kernels it replaces."""
+    """Return the plan with each fused attention kernel replaced by the unfused kernels."""
     return replace(plan, pieces={variant: _piece(variant, piece) for variant, piece in plan.pieces.items()})
 
 

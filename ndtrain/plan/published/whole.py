@@ -1,7 +1,7 @@
-"""Full recompute as other trainers have it: the whole forward of a block runs twice.
+"""Full recompute as in other trainers: the whole forward of a block runs twice.
 
-ndtrain never repeats what took messages: with tp it keeps the outputs of the attention's and the MLP's last matmul
-(`parallel/recompute.py`). `torch.utils.checkpoint` and Megatron's keep the block's input alone, so they repeat these
+ndtrain never repeats a result that took messages. With tp it keeps the outputs of the last matmul of attention and of
+the MLP (`parallel/recompute.py`). `torch.utils.checkpoint` and Megatron keep only the block's input. They repeat these
 two matmuls and their sums over tp, and with cp the exchanges of the attention too.
 """
 
@@ -15,21 +15,20 @@ from ndtrain.plan.predict import StepPlan
 from ndtrain.plan.published.cells import Row, text
 from ndtrain.plan.variants import Variant
 
-# PyTorch's checkpoint without reentrance stops where the last tensor is there that the backward needs, which spares
-# eager blocks the last matmul (`early_stop`, since torch 2.1). A compiled block runs as a whole. Megatron's checkpoint
-# is reentrant.
+# PyTorch's non-reentrant checkpoint stops once it has all tensors that the backward needs. This spares eager blocks the
+# last matmul (`early_stop`, since torch 2.1). A compiled block runs as a whole. Megatron's checkpoint is reentrant.
 _STOPS_EARLY = re.compile(r"torchtitan|llm-foundry|kempnerforge", re.IGNORECASE)
 _KEEPS_ATTENTION = re.compile(r"attention-aware|no flash fwd recompute", re.IGNORECASE)
 
 
 def with_whole_recompute(plan: StepPlan, row: Row) -> StepPlan:
-    """The plan with full recompute as the row's trainer has it."""
+    """Return the plan with full recompute as in the row's trainer."""
     says = text(row, "source") + " " + text(row, "notes")
     if plan.cfg.recompute.name != "full" or (plan.cfg.mesh.cp > 1 and _KEEPS_ATTENTION.search(says)):
         return plan
     early = _STOPS_EARLY.search(says) is not None and plan.cfg.train.compile_asked is False
     tokens, hidden = LocalShapes.of(plan.cfg).stream
-    kept = tokens * hidden * plan.sizes.compute if plan.cfg.mesh.tp > 1 else 0  # of the attention's last matmul
+    kept = tokens * hidden * plan.sizes.compute if plan.cfg.mesh.tp > 1 else 0  # attention's last matmul
     pieces = dict(plan.pieces)
     for variant, piece in plan.pieces.items():
         if variant.layer == "block" and variant.save is not None:
