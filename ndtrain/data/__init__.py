@@ -1,7 +1,7 @@
 """Text to tokens to batches: corpora, tokenizers, and the batch as a pure function of (seed, step).
 
-The names below are imported when they are first asked for. So `python -m ndtrain.data` and its workers do not import
-torch, which takes longer than tokenising a small corpus.
+The names below are imported on first access. `python -m ndtrain.data` and its workers therefore never import torch,
+which takes longer than tokenising a small corpus.
 """
 
 from importlib import import_module

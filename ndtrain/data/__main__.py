@@ -8,17 +8,17 @@ python -m ndtrain.data prepare out=<folder> data=text data.path=corpus/ data.tok
   data.path           file, folder or glob (text, jsonl), hub name or local dataset (hf)
   data.tokenizer      byte, bpe (default: trained on a sample of the corpus), a tokenizer.json or a Hugging Face
                       folder; to blend corpora, prepare the second with the folder of the first
-  data.vocab_size     of a bpe (default: {vocab_size})
+  data.vocab_size     vocabulary size of a bpe (default: {vocab_size})
   data.validation     fraction of documents held out (default: {validation})
   data.text_key       jsonl, hf: the field with the text (default: text)
   data.subset, data.split, data.eval_split
                       hf: configuration of the dataset, split to train on, split to validate on
-  data.cache          where a trained bpe is kept
-  workers             processes that tokenise (default: one for each core)
-  unit                bytes of text that one takes at a time (default: {unit}, less of a small corpus)
+  data.cache          folder that keeps a trained bpe
+  workers             processes that tokenise (default: one per core)
+  unit                bytes of text that a worker takes at a time (default: {unit}, less for a small corpus)
 
-After an interrupt or a kill, the same command goes on where it stopped. A changed corpus starts anew. A folder
-that another tokenizer made is refused.
+After an interrupt or a kill, the same command resumes where it stopped. It starts over if the corpus has changed. It
+refuses a folder that was made with another tokenizer.
 """
 
 import sys
@@ -36,7 +36,7 @@ from ndtrain.data.progress import ProgressDisplay, TextProgress
 from ndtrain.data.workers import WorkerDied, start_forkserver
 from ndtrain.distributed.cores import cpu_cores
 
-VOCAB_SIZE = 4096  # where data.vocab_size is not given: there is no model to take it from
+VOCAB_SIZE = 4096  # if data.vocab_size is not given, since there is no model to take it from
 _DATA = ("path", "tokenizer", "vocab_size", "validation", "text_key", "subset", "split", "eval_split", "cache")
 KEYS = ("out", "workers", "unit", "plugins", "data", *(f"data.{name}" for name in _DATA))
 _KINDS = ("python", "text", "jsonl", "hf")
@@ -44,7 +44,9 @@ _KINDS = ("python", "text", "jsonl", "hf")
 
 @dataclass(frozen=True)
 class Options:
-    """What the command is to do. `unit` is the bytes of text that a worker takes at a time; None: it depends."""
+    """The arguments of the command. `unit` is the bytes of text that a worker takes at a time (None: by the corpus
+    size).
+    """
 
     out: Path
     workers: int
@@ -53,10 +55,9 @@ class Options:
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs the command and returns its exit status.
+    """Run the command and return its exit status. Print the reason of a failure in one line.
 
-    The status is 2 where it cannot start as given, 1 after a failure on the way, and 130 after Ctrl-C. One line says
-    why.
+    The status is 2 if an argument or the corpus is unusable, 1 if the disk or a worker fails, and 130 after Ctrl-C.
     """
     if not args or {"-h", "--help"} & set(args):
         print((__doc__ or "").format(vocab_size=VOCAB_SIZE, validation=DataConfig.validation, unit=PART_BYTES).strip())
@@ -71,13 +72,13 @@ def main(args: Sequence[str]) -> int:
 
 
 def parse(args: Sequence[str]) -> Options:
-    """Reads `key=value` arguments. Those of `data` are overrides in Hydra's grammar.
+    """Read `key=value` arguments. The `data.*` keys are overrides in Hydra's grammar.
 
     Raises:
         ConfigError: an argument has no `=`, a key is unknown, a value is unusable, `out` is missing, or a plugin cannot
             be loaded.
     """
-    check_overrides([arg for arg in args if arg.startswith("plugins=")])  # loads them: their sources have keys
+    check_overrides([arg for arg in args if arg.startswith("plugins=")])  # loads the plugins, whose sources add keys
     keys = _keys(args)
     given, overrides = {}, [f"data.vocab_size={VOCAB_SIZE}"]
     for arg in args:
@@ -106,7 +107,7 @@ def parse(args: Sequence[str]) -> Options:
 
 
 def _keys(args: Sequence[str]) -> tuple[str, ...]:
-    """Returns the keys that the command knows: `KEYS`, and those of the plugin's source that `data=` names."""
+    """Return the keys that the command accepts: `KEYS`, and the own keys of a plugin's source if `data=` names one."""
     source = next((arg.partition("=")[2] for arg in args if arg.startswith("data=")), "")
     own = registry.own_keys("source", source) if source in registry.names("source") else []
     return (*KEYS, *(f"data.{name}" for name in own))
@@ -127,10 +128,10 @@ def _count(key: str, text: str) -> int:
 
 
 def run(options: Options) -> int:
-    """Prepares the corpus, shows the progress, and returns the exit status.
+    """Prepare the corpus, show the progress, and return the exit status.
 
     Raises:
-        ConfigError: it cannot start, or a document cannot be read.
+        ConfigError: the preparation cannot start, or a document cannot be read.
     """
     display = ProgressDisplay()
     again = f"{options.out} keeps what is done, the same command goes on from there"
@@ -156,7 +157,7 @@ def _reason(error: Exception) -> str:
 
 
 def summary(manifest: Manifest, progress: TextProgress | None) -> str:
-    """Says what a prepared folder holds and, where work was done, how fast it went."""
+    """Describe a prepared folder in one line. If work was done, include its speed."""
     tokens, documents = manifest.tokens, manifest.documents
     words = [f"{manifest.folder}: {tokens['train']:,} training tokens of {documents['train']:,} documents"]
     if tokens["validation"]:

@@ -20,7 +20,7 @@ from ndtrain.distributed.sequence_sharding import SequenceSharding
 from ndtrain.model.vocabulary import IGNORE, Targets
 
 Item = TypeVar("Item")
-WEIGHTS = "weights"  # the column that says how much each token counts
+WEIGHTS = "weights"  # the column with each token's weight in the loss
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,11 @@ class Batch:
 
     Attributes:
         tokens: [B, T].
-        labels: [B, T], the token that follows each in its document (`IGNORE`: not counted).
+        labels: [B, T], the next token of the same document (`IGNORE`: not counted in the loss).
         positions: [T] or [B, T], the position of each token in its document; None: 0 to T - 1 in every row.
-        documents: for each row the positions in the whole sequence, before it is sharded, where a document starts; the
-            first is 0. None: each row is one document.
-        columns: what the objective reads of the data besides the labels: name -> [B, T, ...], of the token that is
-            predicted.
+        documents: for each row the positions at which documents start in the whole, unsharded sequence; the first is
+            0. None: each row is one document.
+        columns: further inputs of the objective: name -> [B, T, ...], aligned with the labels.
     """
 
     tokens: Tensor
@@ -49,15 +48,15 @@ class Batch:
         return Targets(self.labels, self.columns)
 
     def pin(self) -> "Batch":
-        """Returns a copy in page-locked memory, from which copies to a GPU overlap with its work."""
+        """Return a copy in page-locked memory, from which copies to a GPU overlap with its work."""
         return self._map(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> "Batch":
-        """Returns a copy on `device`, without waiting for it."""
+        """Return a copy on `device`, without waiting for it."""
         return self._map(lambda x: x.to(device, non_blocking=True))
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keeps the allocator from reusing the memory before what is queued on `stream` now has run."""
+        """Keep the allocator from reusing the memory before the work that is now queued on `stream` has run."""
         for x in (self.tokens, self.labels, self.positions, *self.columns.values()):
             if x is not None:
                 x.record_stream(stream)
@@ -70,57 +69,57 @@ class Batch:
 
 
 class Tokens(Protocol):
-    """Gives the tokens of each step's sequences."""
+    """A source of the tokens of each step's sequences."""
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        """Returns int64 [len(rows), T + 1]: the tokens of those sequences of the step's global batch.
+        """Return the tokens of sequences `rows` of the step's global batch, int64 [len(rows), T + 1].
 
-        A streaming dataset must be asked for every step, in order.
+        A streaming dataset needs exactly one call for each step, in order.
         """
         ...
 
     def document_starts(
         self, step: int, rows: Sequence[int], tokens: np.ndarray, packing: Packing
     ) -> Sequence[np.ndarray]:
-        """Returns for each row int64 [n], ascending: where documents start among its T + 1 tokens, but for the first.
+        """Return for each row the positions at which documents start, int64 [n], ascending. Position 0 is left out.
 
         Args:
-            tokens: what `tokens` has returned for these rows.
+            tokens: the result of `tokens` for these rows.
         """
         return [packing.starts_in(row) for row in tokens]
 
     def columns(self, step: int, rows: Sequence[int]) -> Mapping[str, np.ndarray]:
-        """Returns what else is known of those tokens: name -> [len(rows), T + 1, ...].
+        """Return further data about the tokens of these rows: name -> [len(rows), T + 1, ...].
 
-        A token whose `weights` are 0 is not learned. Without weights all tokens are.
+        A token whose `weights` are 0 is not learned. Without weights all tokens are learned.
         """
         return {}
 
 
 class Source(Tokens, Protocol):
-    """The training data. Every rank has one, and all see the same sequences."""
+    """The training data. Every rank has a source, and all ranks see the same sequences."""
 
     def where(self, step: int, i: int) -> str:
-        """Says in words which sequence of which corpus sequence `i` of `step` is."""
+        """Return a text that names sequence `i` of `step` and its corpus, for messages."""
         ...
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """Returns what another process needs, beside the step's number, to resume at `step`, as JSON; None: nothing.
+        """Return the state, as JSON, from which another process resumes at `step`; None if the step's number is enough.
 
-        Rank 0's counts. It is known for steps near those asked for last.
+        Only the state of rank 0 is used. It is available for steps near the last ones requested.
         """
         ...
 
     def close(self) -> None:
-        """Releases what it holds. Nothing more will be asked for."""
+        """Release all resources. No other method is called afterwards."""
         ...
 
 
 def rows_of(replica: int, replicas: int, global_batch: int) -> range:
-    """Returns the contiguous rows of a global batch that one of `replicas` data replicas works on.
+    """Return the contiguous rows of a global batch that one of `replicas` data replicas processes.
 
     Raises:
-        ValueError: `replicas` do not divide the global batch.
+        ValueError: `replicas` does not divide the global batch.
     """
     share, rest = divmod(global_batch, replicas)
     if rest:
@@ -138,16 +137,15 @@ def microbatches(
     packing: Packing | None = None,
     columns: Iterable[str] = (),
 ) -> list[Batch]:
-    """Returns the rows of a step as microbatches of `micro_batch` sequences, in order.
+    """Return the rows of a step as microbatches of `micro_batch` sequences, in order.
 
     Args:
-        sharding, part: the microbatches hold part `part` of each whole sequence; None: the whole sequence.
-        packing: how the documents of a row are told apart, which do not attend to each other; None: each row is one
-            document, whatever its tokens.
-        columns: the names of the columns that the microbatches have.
+        sharding, part: the microbatches hold part `part` of each sequence; None: whole sequences.
+        packing: finds the documents of a row, which do not attend to each other; None: each row is one document.
+        columns: the names of the columns to include.
 
     Raises:
-        ValueError: the rows do not divide into microbatches, or the sharding is of sequences of another length.
+        ValueError: the rows do not divide into microbatches, or the sharding is for another sequence length.
     """
     if len(rows) % micro_batch:
         raise ValueError(f"{len(rows)} rows do not divide into microbatches of {micro_batch}")
@@ -162,10 +160,10 @@ def microbatches(
 
 
 def positions_of(documents: Sequence[int], length: int) -> np.ndarray:
-    """Returns int64 [length]: the position of each token of a sequence in its document.
+    """Return the position of each token of a sequence in its document, int64 [length].
 
     Args:
-        documents: where the documents start.
+        documents: the positions at which documents start.
     """
     starts = np.asarray(documents, np.int64)
     return np.arange(length) - np.repeat(starts, np.diff(starts, append=length))
@@ -174,13 +172,13 @@ def positions_of(documents: Sequence[int], length: int) -> np.ndarray:
 def _full_batch(
     tokens: np.ndarray, starts: Sequence[np.ndarray] | None, known: Mapping[str, np.ndarray], names: Iterable[str]
 ) -> Batch:
-    """Returns sequences [B, T + 1] as one batch.
+    """Return sequences [B, T + 1] as one batch.
 
     Args:
-        starts: for each row, where documents start behind its first token. The label of the token before is ignored: it
-            is the next document's. None: each row is one document.
-        known: as `Tokens.columns` returns them. The labels of tokens whose weight is 0 are ignored.
-        names: the columns that the batch has.
+        starts: for each row the positions after 0 at which documents start. The label just before a start belongs to
+            the next document, so it is ignored. None: each row is one document.
+        known: the result of `Tokens.columns`. The labels of tokens whose weight is 0 are ignored.
+        names: the columns to include.
     """
     tokens_BT, labels_BT = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
     columns = {name: torch.from_numpy(known[name][:, 1:]) for name in names}
@@ -198,7 +196,7 @@ def _full_batch(
 
 
 def _sequence_shard(batch: Batch, index_T: Tensor) -> Batch:
-    """Returns the tokens `index_T` of each whole sequence."""
+    """Return the batch with only the tokens `index_T` of each sequence."""
     select = lambda x: x.index_select(1, index_T)
     positions = index_T if batch.positions is None else select(batch.positions)
     targets = batch.targets.map(select)
@@ -223,9 +221,9 @@ def _rows(batch: Batch, rows: slice) -> Batch:
 class Prefetcher(Generic[Item]):
     """Calls `make(step)` for start <= step < stop in a background thread, at most `depth` items ahead.
 
-    With a GPU as `device`, items are lists of `Batch` and arrive on it. They are copied from page-locked memory on a
-    CUDA stream of the thread's own, so the copies overlap with the steps before. The thread is a daemon: it never keeps
-    the process alive.
+    If `device` is a GPU, items are lists of `Batch` and are moved to it. They are copied from page-locked memory on a
+    separate CUDA stream, so the copies overlap with earlier steps. The thread is a daemon: it never keeps the process
+    alive.
     """
 
     def __init__(
@@ -245,12 +243,12 @@ class Prefetcher(Generic[Item]):
         self._thread.start()
 
     def get(self, step: int) -> tuple[Item, float]:
-        """Returns the item of `step` and the seconds waited for it. Steps must be asked for in order.
+        """Return the item of `step` and the seconds waited for it. Steps have to be requested in order.
 
         Raises:
-            ValueError: it is not the next step, or it is `stop` or later.
+            ValueError: `step` is not the next step, or it is `stop` or later.
             RuntimeError: the prefetcher is closed.
-            Exception: what `make` raised.
+            Exception: `make` raised it.
         """
         if step != self._next or step >= self._stop:
             raise ValueError(f"step {step} was asked for, but {self._next} is next (and {self._stop} the end)")
@@ -269,7 +267,7 @@ class Prefetcher(Generic[Item]):
         return item, time.perf_counter() - began
 
     def close(self) -> None:
-        """Ends the thread. An item that it is making delays this by a second at most."""
+        """Stop the thread. Wait at most one second for an item in progress."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -301,7 +299,7 @@ class Prefetcher(Generic[Item]):
             self._changed.notify_all()
 
     def _wait_for_copies(self, item: Sequence[Batch], copied: torch.cuda.Event) -> None:
-        """Makes the caller's CUDA stream wait for the copies, and keeps their memory until it has read them."""
+        """Make the caller's CUDA stream wait for the copies, and keep their memory until this stream has read them."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(copied)
         for batch in item:

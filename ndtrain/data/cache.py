@@ -1,4 +1,4 @@
-"""Files of the data cache. One process builds an entry while the others wait, and a reader sees only whole entries."""
+"""Files of the data cache. One process builds an entry while the others wait. Readers see only complete entries."""
 
 import fcntl
 import json
@@ -20,15 +20,15 @@ _SAMPLES = 256
 
 
 def digest(*parts: Any) -> str:
-    """Returns a short hexadecimal digest of JSON-serialisable `parts`."""
+    """Return a short hexadecimal digest of JSON-serialisable `parts`."""
     return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def load_or_build(entry: Path, load: Callable[[], T | None], build: Callable[[], None]) -> T:
-    """Returns what `load` returns. Where that is None, `build` runs first, in one process at a time.
+    """Return the result of `load`. If it is None, run `build` first, in one process at a time.
 
-    The lock is the kernel's (flock on `<entry>.lock`), so a killed builder does not leave it behind. Loading an entry
-    that exists takes no lock, so the cache may be read-only.
+    The lock is the kernel's (flock on `<entry>.lock`), so a killed builder does not leave it behind. Loading an
+    existing entry takes no lock, so the cache may be read-only.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -53,10 +53,10 @@ def load_or_build(entry: Path, load: Callable[[], T | None], build: Callable[[],
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Yields a file to write. It is flushed to disk and renamed to `path` once the block ends without an exception.
+    """Yield a file to write. If the block ends without an exception, flush it to disk and rename it to `path`.
 
-    The caller holds the lock of the entry, so one temporary name is enough: the next builder overwrites what a killed
-    one left.
+    The caller holds the lock of the entry, so one temporary name is enough: the next builder overwrites the file of a
+    killed one.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -71,10 +71,10 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def sampled_digest(path: Path) -> str:
-    """Returns a digest of a file's size and of up to 256 blocks of 64 KiB, spread evenly over it.
+    """Return a digest of a file's size and of up to 256 blocks of 64 KiB, spread evenly over it.
 
-    A file of up to 16 MiB is read whole. In a larger file the digest notices truncation and lost pages, and its cost
-    does not grow with the corpus.
+    A file of up to 16 MiB is read whole. For a larger file the digest detects truncation and large missing regions, and
+    its cost does not grow with the corpus.
     """
     size = path.stat().st_size
     count = min(_SAMPLES, -(-size // _SAMPLE_BYTES))

@@ -1,4 +1,4 @@
-"""Corpora of files: which files belong to one, and how the documents of each file are read."""
+"""Corpora of files: find the files of a corpus, and read the documents in each file."""
 
 import fnmatch
 import glob
@@ -20,7 +20,7 @@ from ndtrain.data.cache import digest
 from ndtrain.data.documents import Corpus, Document, text_chunks
 from ndtrain.data.hf import open_dataset_corpus
 
-_VERSION = 1  # of the documents that this module makes of given files: a new one outdates every cache entry
+_VERSION = 1  # of the documents made from given files; a new version invalidates every cache entry
 _INSTALLED = {"site-packages", "dist-packages"}
 _COUNT_BYTES = 1 << 20  # read at a time to count lines
 
@@ -31,9 +31,9 @@ class FileCorpus(Corpus):
 
     Attributes:
         root, files: the files are '/'-separated paths below `root`, sorted.
-        read: `read(path, name)` yields the documents of one file. With `by_line` it also takes `start`, `end` (bytes)
-            and `number`: it then yields the lines that start in [start, end), the first of them line `number`.
-        by_line: whether every line is a document.
+        read: `read(path, name)` yields the documents of one file. If `by_line`, it also takes `start`, `end` (bytes)
+            and `number`. It then yields the lines that start in [start, end); the first one is line `number`.
+        by_line: True if every line is a document.
     """
 
     setting: str
@@ -44,9 +44,10 @@ class FileCorpus(Corpus):
     by_line: bool = False
 
     def key(self) -> str:
-        """Returns a digest of the settings and of every file's name, size and time of change.
+        """Return a digest of the settings and of every file's name, size and modification time.
 
-        The name of the `read` function is part of it: renaming one outdates the cache entries of its corpora.
+        It includes the name of the `read` function, so renaming this function invalidates the cache entries of its
+        corpora.
         """
         stats = [os.stat(self.root / name) for name in self.files]
         entries = [(name, s.st_size, s.st_mtime_ns) for name, s in zip(self.files, stats, strict=True)]
@@ -64,7 +65,7 @@ class FileCorpus(Corpus):
         return sum(os.path.getsize(self.root / name) for name in self.files)
 
     def partition(self, size: int) -> Iterator[tuple["FileCorpus", int]]:
-        """Groups small files. Splits a larger one between lines where every line is a document."""
+        """Group small files. Split larger files between lines if every line is a document."""
         group: list[str] = []
         group_bytes = 0
         for name in self.files:
@@ -81,9 +82,9 @@ class FileCorpus(Corpus):
             yield replace(self, files=tuple(group)), group_bytes
 
     def _partition_lines(self, name: str, length: int, size: int) -> Iterator[tuple["FileCorpus", int]]:
-        """Partitions one file where its lines start. Counts its lines first: their numbers name the documents."""
+        """Partition one file at line starts. Count its lines first, because line numbers name the documents."""
         starts = range(0, length, size)
-        before = [max(0, start - 1) for start in starts]  # the line that holds this byte belongs to the part before
+        before = [max(0, start - 1) for start in starts]  # the line with this byte belongs to the previous part
         with ThreadPoolExecutor() as pool:
             lines = pool.map(partial(_count_lines, self.root / name), before, [*before[1:], length])
         number = 1
@@ -98,7 +99,7 @@ class FileCorpus(Corpus):
 
 
 def _count_lines(path: Path, start: int, end: int) -> int:
-    """Counts the lines that end in bytes [start, end) of the file."""
+    """Count the lines that end in bytes [start, end) of the file."""
     count = 0
     with path.open("rb") as file:
         file.seek(start)
@@ -108,9 +109,10 @@ def _count_lines(path: Path, start: int, end: int) -> int:
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    """Opens the corpus that `data.name` (python, text, jsonl, or hf without streaming) and `data.path` name.
+    """Open the corpus given by `data.name` (python, text, jsonl, hf without streaming, or a plugin's source) and
+    `data.path`.
 
-    This reads no text yet. With hf, the library may download and prepare the dataset.
+    This reads no text yet. For hf, the library may download and prepare the dataset.
 
     Raises:
         ConfigError: the path does not exist, no file matches, or `datasets` cannot open it.
@@ -136,12 +138,12 @@ def open_corpus(data: DataConfig) -> Corpus:
 
 
 def matching_files(setting: str, pattern: str, key: str = "data.path") -> tuple[Path, tuple[str, ...]]:
-    """Returns (root, sorted '/'-separated names below it) of the files that a setting names.
+    """Return (root, sorted '/'-separated names below root) of the files that a setting names.
 
     Hidden files and folders are left out of folders and globs.
 
     Args:
-        setting: a file, a folder, whose files must match `pattern`, or a glob.
+        setting: a file, a glob, or a folder, in which files have to match `pattern`.
         key: the name of the setting, for errors.
 
     Raises:
@@ -171,7 +173,7 @@ def _files_below(root: Path, pattern: str, without: Container[str] = ()) -> list
     """Return the sorted '/'-separated names of the files below a folder that match a pattern.
 
     Args:
-        without: names of folders that are left out, as hidden files and folders are.
+        without: names of folders to leave out, in addition to hidden files and folders.
     """
     names = []
     for folder, folders, files in os.walk(root):
@@ -211,7 +213,7 @@ def _decoded_chunks(file: TextIO, path: Path) -> Iterator[str]:
 def _read_jsonl(
     text_key: str, path: Path, name: str, start: int = 0, end: int | None = None, number: int = 1
 ) -> Iterator[Document]:
-    """Yields the lines that start in bytes [start, end) of the file; the first of them is line `number`."""
+    """Yield a document for each line that starts in bytes [start, end) of the file. The first one is line `number`."""
     with path.open("rb") as file:
         for line_number, line in enumerate(_lines(file, start, end), start=number):
             if line.strip():
@@ -221,7 +223,7 @@ def _read_jsonl(
 
 
 def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[bytes]:
-    """Yields the lines that start in bytes [start, end)."""
+    """Yield the lines that start in bytes [start, end)."""
     offset = start
     if start:
         file.seek(start - 1)
@@ -234,10 +236,10 @@ def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[bytes]:
 
 
 def parse_record(line: bytes, location: str) -> dict[str, Any]:
-    """Returns the object that a line of JSONL holds.
+    """Return the JSON object in a line of JSONL.
 
     Raises:
-        ConfigError: it holds none. The message begins with `location`.
+        ConfigError: the line is not a JSON object. The message begins with `location`.
     """
     try:
         record = json.loads(line)
@@ -250,10 +252,10 @@ def parse_record(line: bytes, location: str) -> dict[str, Any]:
 
 
 def _jsonl_text(line: bytes, text_key: str, location: str) -> str:
-    """Returns the text of a line.
+    """Return the text of a line of JSONL.
 
     Raises:
-        ConfigError: the line holds no text. The message begins with `location`.
+        ConfigError: the line has no valid text in its field `text_key`. The message begins with `location`.
     """
     record = parse_record(line, location)
     if text_key not in record:

@@ -1,4 +1,4 @@
-"""What `open_data` returns: a corpus, a mixture or a streaming dataset that a run can train on."""
+"""The result of `open_data`: a corpus, a mixture or a streaming dataset that a run can train on."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -24,20 +24,20 @@ from ndtrain.distributed.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
-_HISTORY = 8  # steps before those prefetched that a streaming source remembers
+_HISTORY = 8  # past steps that a streaming source remembers, in addition to the prefetched ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data(ABC):
-    """What a run trains on.
+    """The data of a run.
 
     Attributes:
-        tokenizer: None for token files that name none.
-        vocab_size: every id lies below it.
-        fingerprint: changes with what is trained on and is the same on every machine. It is a digest of all ids; for a
-            streaming dataset, of the settings that name it.
-        eos_id: the token that ends a document, at which a packed run separates documents where no index names them;
-            None: not known.
+        tokenizer: None if token files do not name one.
+        vocab_size: every id is smaller.
+        fingerprint: changes with the training data and is the same on every machine. It is a digest of all ids; for a
+            streaming dataset, of its settings and its tokenizer.
+        eos_id: the token that ends a document; None: not known. A packed run separates documents at this token if there
+            is no index of documents.
         validation: a flat array of ids, or packed conversations, for each corpus that has a validation split.
     """
 
@@ -49,42 +49,44 @@ class Data(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Says in words what is trained on."""
+        """Return a short description of the data, for messages."""
 
     def warnings(self, cfg: Config) -> list[str]:
-        """Says in words what is remarkable about training on it as `cfg` says, a line each."""
+        """Return warnings about training on this data with `cfg`, one line each."""
         return []
 
     def validation_set(self, arrays: Any, cfg: Config) -> Any:
-        """Returns the sequences of `arrays`, which are like `validation`, with the interface of `ValidationSet`."""
+        """Return the sequences of `arrays`, an object with the interface of `ValidationSet`. `arrays` have the form of
+        `validation`.
+        """
         return ValidationSet(arrays, cfg.train.seq_len, cfg.train.global_batch)
 
     def everything(self) -> tuple[Any, ...] | None:
-        """Returns all that can be evaluated, as `validation`; None: the training split has no end."""
+        """Return all data that can be evaluated, in the form of `validation`; None if the training split has no end."""
         return None
 
     def epoch_sequences(self, cfg: Config) -> int | None:
-        """Returns how many sequences one pass over the training split has; None: there is no such number."""
+        """Return the number of sequences in one pass over the training split; None if there is no such number."""
         return None
 
     @property
     def columns(self) -> frozenset[str]:
-        """The names of what `Tokens.columns` gives."""
+        """The names of the columns that `Tokens.columns` returns."""
         return frozenset()
 
     @property
     def turn_ends(self) -> frozenset[int] | None:
-        """The special tokens with which the turns of an assistant end; None: there is no assistant."""
+        """The special tokens that end the assistant's turns; None: the data has no assistant."""
         return None
 
     @abstractmethod
     def sequences(self, cfg: Config, mesh: Mesh, step: int, saved: dict[str, Any] | None) -> Source:
-        """Returns the source of the sequences of each step, from `step` on.
+        """Return the source of the sequences of step `step` and later steps.
 
-        Every rank calls this, once the process group exists.
+        Every rank has to call this after the process group has been created.
 
         Args:
-            saved: `Source.state(step)` of the run that is resumed; None: there is none.
+            saved: `Source.state(step)` of the resumed run; None: there is no state.
         """
 
 
@@ -94,7 +96,7 @@ class TokenCorpus:
 
     Attributes:
         name: for messages.
-        train, validation: read-only and memory-mapped, unsigned integers.
+        train, validation: read-only arrays of unsigned integers, memory-mapped.
         fingerprint: a digest of all ids.
         eos_id: as in `Data`.
     """
@@ -108,14 +110,14 @@ class TokenCorpus:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedData(Data):
-    """Corpora all of whose tokens are at hand: one corpus or, with `mixture_order`, a mixture of several."""
+    """Data with random access to all tokens: one corpus or, with `mixture_order`, a mixture of several."""
 
     corpora: tuple[TokenCorpus, ...]
     mixture_order: MixtureOrder | None = None
 
     @cached_property
     def train(self) -> tuple[Tokens, ...]:
-        """The ids to train on, of each corpus."""
+        """The training tokens of each corpus."""
         return tuple(corpus.train for corpus in self.corpora)
 
     def everything(self) -> tuple[Any, ...]:
@@ -129,7 +131,7 @@ class IndexedData(Data):
         return f"{corpora}{sum(map(len, self.train)):,} training tokens"
 
     def warnings(self, cfg: Config) -> list[str]:
-        """Names the corpora that a single step reads more than once."""
+        """Warn about corpora that a single step reads more than once."""
         lines, t = [], cfg.train
         shares = self.mixture_order.shares if self.mixture_order else (1,)
         for corpus, share in zip(self.corpora, shares, strict=True):
@@ -155,7 +157,7 @@ class StreamingData(Data):
     """A streaming dataset.
 
     Attributes:
-        dataset: a `datasets.IterableDataset` on rank 0, None on the others.
+        dataset: a `datasets.IterableDataset` on rank 0, None on other ranks.
     """
 
     data: DataConfig
@@ -188,5 +190,5 @@ class StreamingData(Data):
         return TokenReader(self.dataset, self.data, self.tokenizer, cfg.run.seed, saved)
 
     def _identity(self, cfg: Config) -> str:
-        """Returns a digest of all that the order of the tokens depends on."""
+        """Return a digest of everything that determines the order of the tokens."""
         return digest(streaming_identity(self.data), self.data.shuffle and cfg.run.seed, self.tokenizer.digest())

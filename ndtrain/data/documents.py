@@ -1,4 +1,4 @@
-"""A corpus as named documents: which of them the validation split holds, and the chunks of text that are tokenised."""
+"""A corpus as named documents: their assignment to the validation split, and the chunks of text that are tokenised."""
 
 import io
 import os
@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 
 from ndtrain.config import ConfigError
 
-CHUNK_CHARACTERS = 1 << 20  # of a document that are held in memory and tokenised at a time
+CHUNK_CHARACTERS = 1 << 20  # of a document, held in memory and tokenised at a time
 SPLITS = ("train", "validation")
 
 
@@ -22,8 +22,8 @@ class Document:
     Attributes:
         name: unique in the corpus.
         chunks: the text in order, in strings of at most CHUNK_CHARACTERS characters.
-        held_out: whether the validation split holds it; None: its name decides.
-        extra_bytes: bytes of the corpus that belong to it beside its text, as the JSON of a line does.
+        held_out: True if the document is in the validation split; None: its name decides.
+        extra_bytes: bytes of the corpus that belong to the document besides its text, such as the JSON around it.
     """
 
     name: str
@@ -37,9 +37,9 @@ class TextChunk:
     """A chunk of a document's text, as the tokenizer sees it.
 
     Attributes:
-        held_out: whether the validation split holds its document.
-        last: whether it ends its document.
-        extra_bytes: those of the document on its last chunk, else 0.
+        held_out: True if its document is in the validation split.
+        last: True if it is the last chunk of its document.
+        extra_bytes: the document's extra bytes if this is its last chunk, else 0.
     """
 
     text: str
@@ -49,7 +49,7 @@ class TextChunk:
 
     @property
     def size(self) -> int:
-        """Bytes of the corpus that it stands for."""
+        """The number of bytes of the corpus that this chunk accounts for."""
         return len(self.text.encode(errors="surrogatepass")) + self.extra_bytes
 
 
@@ -66,29 +66,31 @@ class Corpus(ABC):
 
     @abstractmethod
     def key(self) -> str:
-        """Returns a digest that changes with the settings and the content. It is cheap: every start computes it."""
+        """Return a digest that changes with the settings and the content. Every start computes it, so it has to be
+        cheap.
+        """
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
-        """Yields every document in order."""
+        """Yield every document in order."""
 
     @abstractmethod
     def size(self) -> int:
-        """Returns about how many bytes of text there are."""
+        """Return the approximate number of bytes of text."""
 
     @abstractmethod
     def partition(self, size: int) -> Iterator[tuple["Corpus", int]]:
-        """Yields (part, its bytes): consecutive parts of the corpus, each of about `size` bytes.
+        """Yield consecutive parts of the corpus, each of about `size` bytes, as (part, its bytes).
 
-        The chunks of all parts, one after the other, are those of the whole corpus. A part can be pickled.
+        The chunks of all parts, in order, are exactly the chunks of the whole corpus. A part can be pickled.
         """
 
     @abstractmethod
     def describe(self) -> str:
-        """Says in words what is about to be read."""
+        """Return a short description of the corpus, for messages."""
 
     def chunks(self) -> Iterator[TextChunk]:
-        """Yields every document's chunks in order. An empty document has none."""
+        """Yield every document's chunks in order. An empty document has none."""
         for document in self.documents():
             held_out = document.held_out
             if held_out is None:
@@ -96,7 +98,8 @@ class Corpus(ABC):
             yield from document_chunks(document.chunks, held_out, document.extra_bytes)
 
     def sample(self, limit: int, on_read: Callable[[TextChunk], None] = lambda chunk: None) -> Iterator[str]:
-        """Yields about `limit` bytes of the training split (all of it, if smaller), drawn evenly and always the same.
+        """Yield about `limit` bytes of the training split, or all of it if it is smaller. The draw is even and
+        deterministic.
 
         Args:
             on_read: called with each chunk of the corpus, drawn or not.
@@ -110,12 +113,12 @@ class Corpus(ABC):
 
 @dataclass(frozen=True)
 class IterableCorpus(Corpus):
-    """A corpus that a function yields: what a plugin's data source returns.
+    """A corpus whose documents a function yields. A plugin's data source returns one.
 
     Attributes:
         texts: yields (name, text) of every document, each time in the same order; names are unique.
-        version: changes with the content; tokens of another version are not taken from the cache.
-        bytes: about how many there are, for progress and for the sample that a bpe is trained on.
+        version: changes with the content; a new version invalidates the tokens in the cache.
+        bytes: approximate size of the text, for progress and for the sample that a bpe is trained on.
     """
 
     setting: str
@@ -135,7 +138,7 @@ class IterableCorpus(Corpus):
         return self.bytes
 
     def partition(self, size: int) -> Iterator[tuple[Corpus, int]]:
-        """One part: a function cannot be asked for documents in the middle."""
+        """Yield the whole corpus as one part: a function cannot start in the middle of the documents."""
         yield self, self.bytes
 
     def describe(self) -> str:
@@ -143,17 +146,17 @@ class IterableCorpus(Corpus):
 
 
 def document_chunks(texts: Iterator[str], held_out: bool = False, extra_bytes: int = 0) -> Iterator[TextChunk]:
-    """Yields the chunks of one document, the last of them marked."""
+    """Yield the chunks of one document, with the last one marked."""
     for text, following in pairwise(chain(texts, (None,))):
         last = following is None
         yield TextChunk(text, held_out, last, extra_bytes if last else 0)
 
 
 def require_training_text(setting: str, train: int, validation: int) -> None:
-    """Checks how many tokens the two splits of a corpus hold.
+    """Check that a corpus has training tokens, given the number of tokens in each split.
 
     Raises:
-        ConfigError: the training split holds none. The message begins with `setting`.
+        ConfigError: the training split is empty. The message begins with `setting`.
     """
     if train == 0:
         cause = "every document is in the validation split" if validation else "no document has any text"
@@ -161,12 +164,12 @@ def require_training_text(setting: str, train: int, validation: int) -> None:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Returns True if the document `name` is in the validation split, which holds that fraction of the documents."""
+    """Return True if the document `name` is in the validation split, which holds `fraction` of the documents."""
     return _hash_fraction("split", name) < fraction
 
 
 def _hash_fraction(purpose: str, name: str | int) -> float:
-    """Returns a number in [0, 1) that depends on the arguments alone. So a new document moves no other one."""
+    """Return a number in [0, 1) that depends only on the arguments. A new document therefore moves no other."""
     hashed = blake2b(os.fsencode(f"{purpose}:{name}"), digest_size=8).digest()
     return int.from_bytes(hashed, "little") / 2**64
 
@@ -175,10 +178,10 @@ _WORD_AT_LINE_END = re.compile(r"[^\W_](?=\r?\n)")
 
 
 def text_chunks(read: Callable[[int], str]) -> Iterator[str]:
-    """Yields the text behind `read(characters)` in chunks of at most CHUNK_CHARACTERS characters.
+    """Yield the text that `read(characters)` returns, in chunks of at most CHUNK_CHARACTERS characters.
 
-    A long text is split between a word and a line end. Byte-level tokenizers split there anyway, so the tokens stay
-    the same.
+    A long text is split between a word and a line end if possible. Byte-level tokenizers split there anyway, so the
+    tokens stay the same.
     """
     buffer = ""
     while text := read(CHUNK_CHARACTERS - len(buffer)):

@@ -1,4 +1,4 @@
-"""Corpora of the library `datasets`: datasets of the Hugging Face hub, saved ones, parquet, JSON and arrow files."""
+"""Corpora read with the library `datasets`: from the Hugging Face hub, `save_to_disk`, or local data files."""
 
 import glob
 import io
@@ -13,11 +13,11 @@ from ndtrain.config import ConfigError, DataConfig, world_from_env
 from ndtrain.data.cache import digest
 from ndtrain.data.documents import Corpus, Document, text_chunks
 
-_VERSION = 1  # of the documents that this module makes of a given dataset: a new one outdates every cache entry
+_VERSION = 1  # of the documents made from a given dataset; a new version invalidates every cache entry
 _ROWS = 1000  # read at a time
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 _ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_SHARDS = 128  # that a saved dataset is streamed in, so that their order can be shuffled
+_SHARDS = 128  # into which a saved dataset is divided for streaming, so that their order can be shuffled
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class RowRange:
 
     Attributes:
         split: the split's name.
-        dataset: a `datasets.Dataset` of these rows, with the text column alone.
-        first: the number of the first row in the split.
+        dataset: a `datasets.Dataset` of these rows, with only the text column.
+        first: the number of the first row within the split.
         held_out: as in `Document`.
     """
 
@@ -39,7 +39,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class DatasetCorpus(Corpus):
-    """Rows of a dataset whose column `text_key` holds the text. A row without one (null) is no document."""
+    """Rows of a dataset whose column `text_key` holds the text. A row with a null text is not a document."""
 
     setting: str
     text_key: str
@@ -47,7 +47,7 @@ class DatasetCorpus(Corpus):
     validation: float
 
     def key(self) -> str:
-        """Returns a digest of the settings and of the fingerprints that `datasets` keeps."""
+        """Return a digest of the settings and of the fingerprints that `datasets` computes."""
         fingerprints = [(r.dataset._fingerprint, r.held_out) for r in self.ranges]
         return digest(_VERSION, self.text_key, self.validation, fingerprints)
 
@@ -81,11 +81,11 @@ class DatasetCorpus(Corpus):
 class StreamingSample(Corpus):
     """The first documents of a split of a streaming dataset.
 
-    A tokenizer is trained on them or, with `held_out`, the loss is validated on them.
+    They are the sample for training a tokenizer or, if `held_out`, the validation split.
 
     Attributes:
         split: the key of `data` that names the split.
-        limit: about how many characters the documents have together.
+        limit: the approximate total number of characters of the documents.
     """
 
     data: DataConfig
@@ -99,7 +99,7 @@ class StreamingSample(Corpus):
         return f"data.path={self.data.path}"
 
     def key(self) -> str:
-        """Returns a digest of the settings and, for local files, of their names, sizes and times of change."""
+        """Return a digest of the settings and, for local files, of their names, sizes and modification times."""
         identity = streaming_identity(self.data, self.split)
         return digest(_VERSION, identity, _file_stats(self.data.path), self.limit, self.held_out)
 
@@ -126,13 +126,13 @@ class StreamingSample(Corpus):
 
 
 def open_dataset_corpus(data: DataConfig) -> DatasetCorpus:
-    """Opens the corpus that `data=hf` names. The library downloads and prepares what is not there yet.
+    """Open the corpus of `data=hf`. The library downloads and prepares the dataset if needed.
 
-    It trains on the documents of `data.split`. It validates on those of `data.eval_split` or, without one, on the
-    fraction `data.validation` of the documents of `data.split`.
+    Training uses the documents of `data.split`. Validation uses `data.eval_split` or, if this is not set, the fraction
+    `data.validation` of the documents of `data.split`.
 
     Raises:
-        ConfigError: `datasets` is missing or cannot open it, or it has no such split or column.
+        ConfigError: `datasets` is missing or cannot open the dataset, or there is no such split or column.
     """
     splits = _open_splits(data, streaming=False)
     ranges = [RowRange(data.split, _text_column(data, _named_split(data, "split", splits)))]
@@ -145,34 +145,34 @@ def open_dataset_corpus(data: DataConfig) -> DatasetCorpus:
 
 
 def open_streaming_dataset(data: DataConfig, key: str = "split") -> Any:
-    """Opens a split as a `datasets.IterableDataset` with the text column alone.
+    """Open a split as a `datasets.IterableDataset` with only the text column.
 
     Args:
         key: the key of `data` that names the split.
 
     Raises:
-        ConfigError: `datasets` is missing or cannot open it, or it has no such split or column.
+        ConfigError: `datasets` is missing or cannot open the dataset, or there is no such split or column.
     """
     return _text_column(data, _named_split(data, key, _open_splits(data, streaming=True)))
 
 
 def iterate_rows(rows: Iterable[Any], setting: str) -> Iterator[Any]:
-    """Yields the rows of a dataset.
+    """Yield the rows of a dataset.
 
     Raises:
-        ConfigError: the library raised an error on the way. The message begins with `setting`.
+        ConfigError: the library raised an error. The message begins with `setting`.
     """
     try:
         yield from rows
-    except Exception as error:  # the library's own, the hub's, the file system's: no common class
+    except Exception as error:  # errors of the library, the hub and the file system have no common class
         raise ConfigError(f"{setting}: cannot be read ({one_line(error)})") from error
 
 
 def row_text(row: Mapping[str, Any], data: DataConfig, number: int) -> str:
-    """Returns the text of a row of a streaming dataset; "" where it is null.
+    """Return the text of a row of a streaming dataset; "" if it is null.
 
     Raises:
-        ConfigError: the row has no such column, or the column holds no text.
+        ConfigError: the row has no such column, or the column is not text.
     """
     if data.text_key not in row:
         raise ConfigError(_no_column(data, list(row)))
@@ -184,12 +184,12 @@ def row_text(row: Mapping[str, Any], data: DataConfig, number: int) -> str:
 
 
 def streaming_identity(data: DataConfig, key: str = "split") -> list[str | None]:
-    """Returns the settings that name a streaming dataset, whatever it holds."""
+    """Return the settings that identify a streaming dataset, without its content."""
     return [data.path, data.subset, getattr(data, key), data.text_key]
 
 
 def _open_splits(data: DataConfig, streaming: bool) -> Mapping[str, Any]:
-    """Returns split name -> `datasets.Dataset`, or `datasets.IterableDataset` with `streaming`."""
+    """Return split name -> `datasets.Dataset`, or `datasets.IterableDataset` if `streaming`."""
     library = _import_datasets()
     path = Path(data.path).expanduser()
     builder, files = _local_files(data.path, path)
@@ -199,7 +199,7 @@ def _open_splits(data: DataConfig, streaming: bool) -> Mapping[str, Any]:
         if files is not None:
             return library.load_dataset(builder, data_files=files, streaming=streaming)
         return library.load_dataset(str(path) if path.exists() else data.path, data.subset, streaming=streaming)
-    except Exception as error:  # the library's own, the hub's, the file system's: no common class
+    except Exception as error:  # errors of the library, the hub and the file system have no common class
         raise ConfigError(
             f"data.path={data.path}: datasets cannot open it ({one_line(error)}): give local files, or a hub name that "
             "this machine can reach (data.subset chooses among its configurations)"
@@ -217,10 +217,7 @@ def _import_datasets() -> Any:
 
 
 def _local_files(setting: str, path: Path) -> tuple[str | None, str | None]:
-    """Returns (the library's builder, the file or glob) that `data.path` names.
-
-    For a folder or a hub name it returns (None, None).
-    """
+    """Return (the library's builder, the file or glob) for `data.path`, or (None, None) for a folder or a hub name."""
     magic = glob.has_magic(setting)
     local = path.is_file() or magic or Path(setting).suffix in _BUILDERS or not _ON_HUB.fullmatch(setting)
     if path.is_dir() or not local:
@@ -240,7 +237,7 @@ def _local_files(setting: str, path: Path) -> tuple[str | None, str | None]:
 
 
 def _saved_splits(saved: Any, streaming: bool) -> Mapping[str, Any]:
-    """Returns the splits of what `save_to_disk` wrote: a DatasetDict, or one Dataset."""
+    """Return the splits of a dataset that `save_to_disk` wrote: a DatasetDict, or one Dataset."""
     splits = dict(saved) if isinstance(saved, dict) else {str(saved.split or "train"): saved}
     if not streaming:
         return splits
@@ -258,7 +255,7 @@ def _named_split(data: DataConfig, key: str, splits: Mapping[str, Any]) -> Any:
 
 def _text_column(data: DataConfig, split: Any) -> Any:
     columns = split.column_names
-    if columns is None:  # a streaming dataset may know them only once a row is read
+    if columns is None:  # a streaming dataset may not know its columns before a row is read
         return split
     if data.text_key not in columns:
         raise ConfigError(_no_column(data, columns))
@@ -280,13 +277,13 @@ def _check_text(text: Any, text_key: str, location: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the message of a library's error in one line of bounded length."""
+    """Return the type and message of a library's error in one line of bounded length."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' * (len(text) > 300)}"
 
 
 def _file_stats(setting: str) -> list[tuple[str, int, int]]:
-    """Returns (name, bytes, time of change in ns) of every local file that `data.path` names."""
+    """Return (name, bytes, modification time in ns) of every local file that `data.path` names."""
     path = Path(setting).expanduser()
     if glob.has_magic(setting):
         files = [Path(p) for p in glob.glob(str(path), recursive=True)]

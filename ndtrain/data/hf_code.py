@@ -6,9 +6,9 @@ CODE_KEYS = ("auto_map", "custom_pipelines")  # they name classes in *.py files,
 
 
 def without_code(content: bytes) -> bytes:
-    """Returns a JSON file of a Hugging Face folder without the fields that name Python code.
+    """Return a JSON file of a Hugging Face folder without the fields that name Python code.
 
-    A file that has no such field, or is no JSON object, is returned as it is.
+    A file without such fields, or one that is not a JSON object, is returned unchanged.
     """
     if not any(key.encode() in content for key in CODE_KEYS):
         return content

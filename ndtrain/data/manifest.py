@@ -1,8 +1,8 @@
-"""Prepared folders, which `python -m ndtrain.data prepare` makes: the manifest, and how a folder is opened or begun.
+"""Prepared folders, which `python -m ndtrain.data prepare` writes: the manifest, and how to open or start a folder.
 
 A prepared folder holds `train.bin` and `validation.bin` (flat little-endian token ids), the tokenizer's files and
-`manifest.json`. The manifest is written last and describes the others. Until then the folder holds `plan.json`, and
-`parts` with the files of the parts that are done.
+`manifest.json`. The manifest is written last and describes the other files. Until then the folder holds `plan.json`,
+and the files of the finished parts in `parts`.
 """
 
 import fcntl
@@ -27,11 +27,11 @@ MANIFEST, PLAN, PARTS, LOCK = "manifest.json", "plan.json", "parts", ".lock"
 
 @dataclass(frozen=True)
 class Plan:
-    """What decides every byte of the parts that a preparation makes. Parts of equal plans may be joined.
+    """The inputs that determine every byte of a preparation's parts. Parts of equal plans may be joined.
 
     Attributes:
         corpus, tokenizer: digests.
-        unit: the bytes of text of a part.
+        unit: the bytes of text in a part.
         format: the version of the parts' files.
     """
 
@@ -44,7 +44,7 @@ class Plan:
         return digest(asdict(self))
 
     def changes(self, old: "Plan") -> str:
-        """Says in words what differs from `old`; "" if nothing does."""
+        """Return in words the differences from the plan `old`; "" if there are none."""
         words = {"format": "the format of its parts", "corpus": "the corpus", "tokenizer": "the tokenizer"}
         words["unit"] = "the size of its units"
         return " and ".join(what for name, what in words.items() if getattr(self, name) != getattr(old, name))
@@ -52,20 +52,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes a prepared corpus.
+    """The description of a prepared corpus.
 
     Attributes:
-        folder: where it is; not written.
+        folder: the prepared folder; not written to the file.
         dtype: of the ids, uint16 or uint32, little-endian.
-        vocab_size: of the tokenizer; every id lies below it.
+        vocab_size: of the tokenizer; every id is smaller.
         eos_id: the token that ends each document.
         largest: the largest id that occurs.
-        tokenizer: digest of the tokenizer, whose files are beside the manifest.
-        tokens, documents: how many each split has.
+        tokenizer: digest of the tokenizer, whose files are in the same folder.
+        tokens, documents: their number in each split.
         files: for each split `blake2b` of the whole file and `spot`, a digest that is cheap to check.
-        fingerprint: digest of all ids; training on the corpus itself gives the same.
-        plan: the plan that made it.
-        source: the keys of `data` it was made with.
+        fingerprint: digest of all ids, equal to the fingerprint of the corpus if it is trained on directly.
+        plan: the plan that the folder was made with.
+        source: the keys of `data` that the folder was made with.
     """
 
     folder: Path
@@ -85,13 +85,13 @@ class Manifest:
         return split_path(self.folder, split)
 
     def write(self) -> None:
-        """Writes it as `manifest.json`."""
+        """Write the manifest to `manifest.json`."""
         record = {"format": FORMAT, **asdict(self)}
         del record["folder"]
         write_json(self.folder / MANIFEST, record)
 
     def damage(self) -> str:
-        """Says in words which of its files is not what was prepared, the first of them; "" if all are."""
+        """Return in words what is wrong with the first missing or damaged file; "" if all files are intact."""
         for split in SPLITS:
             path = self.path(split)
             if not path.is_file():
@@ -105,21 +105,21 @@ class Manifest:
 
 
 def split_path(folder: Path, split: str) -> Path:
-    """Returns the token file of a split in a prepared folder."""
+    """Return the token file of a split in a prepared folder."""
     return folder / f"{split}.bin"
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Writes `record` as the file `path`, with a digest of itself that `read_json` checks."""
+    """Write `record` to the file `path`, with a digest of the record that `read_json` checks."""
     with atomic_write(path) as file:
         file.write((json.dumps({**record, "digest": digest(record)}, indent=2) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns what `write_json` wrote; None if there is no such file.
+    """Return the record that `write_json` wrote; None if there is no such file.
 
     Raises:
-        ValueError: the file is damaged, or another program's.
+        ValueError: the file is damaged, or another program wrote it.
     """
     try:
         record = parse_object(path.read_bytes(), str(path))
@@ -131,9 +131,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def open_manifest(data: DataConfig) -> Manifest | None:
-    """Returns the manifest of the prepared folder that `data.path` names, and checks its files.
-
-    None: `data.path` names something else.
+    """Check the prepared folder `data.path` and return its manifest; None if `data.path` is not a prepared folder.
 
     Raises:
         ConfigError: the preparation is not finished, the manifest or a file is damaged, or a key of `data` contradicts
@@ -153,7 +151,7 @@ def open_manifest(data: DataConfig) -> Manifest | None:
 
 
 def _check_agreement(data: DataConfig, manifest: Manifest) -> None:
-    """Checks that no key that is set contradicts the manifest. (A `data.dtype` of uint16 may be the default.)"""
+    """Check that no key of `data` contradicts the manifest. The default of `data.dtype` never does: it may be unset."""
     if data.eos_id not in (None, manifest.eos_id):
         _refuse(f"data.eos_id={data.eos_id}", f"documents of {data.path} end with {manifest.eos_id}", "null")
     if data.dtype not in (DataConfig.dtype, manifest.dtype):
@@ -168,11 +166,10 @@ def _refuse(setting: str, fact: str, value: str) -> None:
 
 
 def read_manifest(folder: Path, setting: str) -> Manifest | None:
-    """Returns the manifest in `folder`; None if there is none. Does not check the files that it describes.
+    """Return the manifest in `folder`; None if there is none. Do not check the files that it describes.
 
     Raises:
-        ConfigError: the manifest is damaged, of another version or of another program. The message begins with
-            `setting`.
+        ConfigError: the manifest is damaged, or another version or program wrote it. The message begins with `setting`.
     """
     record = _read(folder / MANIFEST, setting)
     if record is None:
@@ -182,7 +179,7 @@ def read_manifest(folder: Path, setting: str) -> Manifest | None:
 
 
 def read_plan(folder: Path, setting: str) -> Plan | None:
-    """Returns the plan of a preparation that is not finished; None if there is none.
+    """Return the plan of an unfinished preparation; None if there is none.
 
     Raises:
         ConfigError: as `read_manifest`.
@@ -208,10 +205,10 @@ def _read(path: Path, setting: str) -> dict[str, Any] | None:
 
 @contextmanager
 def lock_folder(out: Path) -> Iterator[None]:
-    """Makes the folder `out` and locks it: within the block no other process prepares it.
+    """Make the folder `out` and lock it. Within the block no other process can prepare it.
 
     Raises:
-        ConfigError: it cannot be made, holds something else, or another process is preparing it.
+        ConfigError: the folder cannot be made, holds something else, or another process is preparing it.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -239,17 +236,16 @@ def _refuse_others(out: Path) -> None:
 
 
 def start_preparation(out: Path, plan: Plan, note: Callable[[str], None]) -> Manifest | None:
-    """Makes the folder ready for parts of `plan`, and removes what other plans have left.
+    """Make the folder ready for parts of `plan`, and remove the results of other plans.
 
     Args:
-        note: called with a line that says what becomes of what is there.
+        note: called with a line about what happens to the existing files.
 
     Returns:
-        The manifest where all is done already, else None.
+        The manifest if everything is done already, else None.
 
     Raises:
-        ConfigError: a manifest or plan there is damaged or another program's, or what is there was made with another
-            tokenizer.
+        ConfigError: the folder's manifest or plan is damaged or another program's, or the tokenizer has changed.
     """
     done, old = read_manifest(out, f"out={out}"), read_plan(out, f"out={out}")
     _refuse_another_tokenizer(out, plan, done, old)
@@ -262,9 +258,9 @@ def start_preparation(out: Path, plan: Plan, note: Callable[[str], None]) -> Man
         changes = plan.changes(earlier)
         note(f"out={out}: {changes} changed: starting anew" if changes else f"out={out}: going on where it stopped")
     if old != plan:
-        write_json(out / PLAN, asdict(plan))  # first: a folder without it and without a manifest is not ours
+        write_json(out / PLAN, asdict(plan))  # written first: a folder with neither a plan nor a manifest is refused
         shutil.rmtree(out / PARTS, ignore_errors=True)
-    (out / MANIFEST).unlink(missing_ok=True)  # before the files that it describes
+    (out / MANIFEST).unlink(missing_ok=True)  # removed before the files that it describes
     for split in SPLITS:
         split_path(out, split).unlink(missing_ok=True)
     (out / PARTS).mkdir(exist_ok=True)
@@ -272,7 +268,13 @@ def start_preparation(out: Path, plan: Plan, note: Callable[[str], None]) -> Man
 
 
 def _refuse_another_tokenizer(out: Path, plan: Plan, done: Manifest | None, old: Plan | None) -> None:
-    """Days of work are not removed for a mistyped `out`. The user removes them."""
+    """Refuse a folder that was made with another tokenizer.
+
+    A mistyped `out` must not delete days of work, so the user has to remove the folder.
+
+    Raises:
+        ConfigError: the folder was made with another tokenizer and holds tokens.
+    """
     earlier = old or (done.plan if done else None)
     if earlier is None or earlier.tokenizer == plan.tokenizer:
         return
@@ -290,6 +292,6 @@ def _refuse_another_tokenizer(out: Path, plan: Plan, done: Manifest | None, old:
 
 
 def remove_work_files(out: Path) -> None:
-    """Removes the files that only an unfinished preparation needs."""
+    """Remove the files that only an unfinished preparation needs."""
     shutil.rmtree(out / PARTS, ignore_errors=True)
     (out / PLAN).unlink(missing_ok=True)

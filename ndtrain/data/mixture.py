@@ -1,4 +1,4 @@
-"""The mixture of corpora that `data=blend` names. Each corpus has the settings it would have alone."""
+"""The mixture of corpora of `data=blend`. Each corpus has the settings that it would have alone."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from ndtrain.data.mixture_order import MixtureOrder
 from ndtrain.data.store import TOKENIZER_SAMPLE, sample_texts
 from ndtrain.data.tokenizer import Tokenizer, load_tokenizer
 
-# kind of corpus -> the keys it reads; where an entry does not give one, that of `data` counts
+# kind of corpus -> the keys it reads; a key that an entry does not set is taken from `data`
 _READS = {
     "python": ("validation",),
     "text": ("validation", "path"),
@@ -30,7 +30,13 @@ _READS = {
     "datatrove": ("validation", "path", "paths", "dtype", "eos_id", "validation_path"),
     "hf": ("validation", "path", "text_key", "subset", "split", "eval_split"),
 }
-_PLUGIN_READS = ("validation", "path", "text_key", "subset", "split")  # and the keys of the source's own config
+_PLUGIN_READS = (
+    "validation",
+    "path",
+    "text_key",
+    "subset",
+    "split",
+)  # in addition to the keys of the source's own config
 _SHARED = ("tokenizer", "vocab_size", "shuffle", "pack", "cache", "prefetch")
 
 
@@ -39,9 +45,9 @@ class MixtureEntry:
     """One corpus of a mixture.
 
     Attributes:
-        label: names its entry in messages, as `data.blend[0]`.
-        data: the settings it would have alone.
-        weight: its share of the sequences, before the weights are normalised.
+        label: names the entry in messages, for example `data.blend[0]`.
+        data: the settings that the corpus would have alone.
+        weight: its share of the sequences, not normalised.
     """
 
     label: str
@@ -50,18 +56,18 @@ class MixtureEntry:
 
 
 def mixture_entries(data: DataConfig) -> list[MixtureEntry]:
-    """Returns the corpora of `data.blend`.
+    """Return the corpora of `data.blend`.
 
     Raises:
-        ConfigError: an entry has a key that is unknown, missing, of the wrong type or without effect, or its weight is
-            not a positive number.
+        ConfigError: a key of an entry is unknown, missing, of the wrong type or without effect, or a weight is not a
+            positive number.
     """
     return [_entry(data, given, f"data.blend[{number}]") for number, given in enumerate(data.blend)]
 
 
 @contextmanager
 def label_errors(label: str) -> Iterator[None]:
-    """Puts `label` before the message of a ConfigError."""
+    """Put `label` before the message of a ConfigError raised in the block."""
     try:
         yield
     except ConfigError as error:
@@ -69,10 +75,10 @@ def label_errors(label: str) -> Iterator[None]:
 
 
 def order_entries(entries: Sequence[MixtureEntry]) -> MixtureOrder:
-    """Returns the order of the corpora's sequences.
+    """Return the order in which the sequences of the corpora follow each other.
 
     Raises:
-        ConfigError: a weight is too small beside the others.
+        ConfigError: a weight is too small compared with the others.
     """
     try:
         return MixtureOrder([entry.weight for entry in entries])
@@ -84,9 +90,9 @@ def order_entries(entries: Sequence[MixtureEntry]) -> MixtureOrder:
 
 
 def mixture_tokenizer(data: DataConfig, corpora: Sequence[Corpus], weights: Sequence[float], cache: Path) -> Tokenizer:
-    """Returns the tokenizer that `data.tokenizer` names for all `corpora` together.
+    """Return the tokenizer that `data.tokenizer` names, for all `corpora` together.
 
-    A bpe is trained on a sample of them, drawn in proportion to `weights`, and kept in `cache`.
+    A bpe is trained on a sample of the corpora, drawn in proportion to `weights`, and kept in `cache`.
 
     Raises:
         ConfigError: as `load_tokenizer`.
@@ -102,7 +108,7 @@ def _mixed_sample(corpora: Sequence[Corpus], weights: Sequence[float]) -> Iterat
 
 
 def _reads() -> dict[str, tuple[str, ...]]:
-    """Returns the keys that each kind of corpus reads: those that ndtrain ships and the sources of plugins."""
+    """Return the keys that each kind of corpus reads, for the built-in kinds and the sources of plugins."""
     plugins = {name: (*_PLUGIN_READS, *registry.own_keys("source", name)) for name in registry.names("source")}
     return _READS | plugins
 
@@ -122,7 +128,7 @@ def _entry(data: DataConfig, given: dict[str, Any], label: str) -> MixtureEntry:
     for key in own:
         if key not in reads[name]:
             raise ConfigError(f"{label}.{key}={own[key]}: data={name} does not read it: remove it")
-    if {"path", "paths"} & own.keys():  # an entry that names one says where all its files are
+    if {"path", "paths"} & own.keys():  # an entry that sets one names all its files
         own = {"path": None, "paths": None} | own
     alone = replace(base, **own)
     with label_errors(label):
@@ -131,10 +137,10 @@ def _entry(data: DataConfig, given: dict[str, Any], label: str) -> MixtureEntry:
 
 
 def _settings_alone(data: DataConfig, name: str, reads: Sequence[str]) -> DataConfig:
-    """Returns the settings of one corpus before its entry's own keys.
+    """Return the settings of one corpus before its entry's own keys are applied.
 
-    A key of `data` that the corpus does not read is unset. A plugin's source has its own defaults where `data` has the
-    default of all sources.
+    Keys such as `path` and `eos_id` are unset if the corpus does not read them. If `data` has the general default of a
+    key, a plugin's source uses its own default.
     """
     base = dict.fromkeys(("path", "paths", "subset", "eval_split", "eos_id", "validation_path"))
     kind = (name in registry.names("source") and registry.config_of("source", name)) or DataConfig
@@ -162,7 +168,7 @@ def _check_key(key: str, label: str, reads: dict[str, tuple[str, ...]], name: st
 
 
 def _typed(key: str, value: Any, label: str, base: DataConfig) -> Any:
-    """Returns `value` converted to the type that the config of the source gives the key."""
+    """Return `value` converted to the type of the key in the config of the source."""
     try:
         converted = OmegaConf.merge(OmegaConf.structured(type(base)), {key: value})[key]
         return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted

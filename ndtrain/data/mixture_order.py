@@ -1,4 +1,4 @@
-"""Which of several corpora each sequence of an endless run belongs to."""
+"""The order in which an endless run takes its sequences from several corpora."""
 
 import math
 from collections.abc import Sequence
@@ -13,39 +13,43 @@ MAX_PERIOD = 1 << 20  # finer weights are rounded to multiples of 1 / MAX_PERIOD
 class MixtureOrder:
     """Assigns each sequence 0, 1, 2, ... of an endless run to one of several corpora.
 
-    The corpus is a pure function of the sequence's number and of the weights. Of the first n sequences, a corpus of
-    weight w (of the sum of all weights) has n w, to less than one, for every n. This is the chairman assignment
-    problem. Among the corpora whose next sequence may come already, the one with the earliest deadline goes first
-    (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980).
+    The corpus is a pure function of the sequence's number and of the weights. Let w be the weight of a corpus divided
+    by the sum of all weights. For every n, the first n sequences contain n w sequences of this corpus, to less than
+    one. This is the chairman assignment problem. Among the corpora whose next sequence is already allowed, the one
+    with the earliest deadline goes first (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980).
 
     Attributes:
         period: the number of sequences after which the order repeats.
-        shares: how many sequences of a period each corpus has.
+        shares: the number of sequences of each corpus in a period.
     """
 
     def __init__(self, weights: Sequence[float]):
-        """Raises ValueError where a weight is less than 1 / MAX_PERIOD of the sum."""
+        """Assign the sequences of one period to the corpora.
+
+        Raises:
+            ValueError: a weight is less than about 1 / MAX_PERIOD of the sum.
+        """
         self.shares = integer_shares(weights)
         self.period = sum(self.shares)
         self._corpus = _assign(self.shares)
-        self._ordinal = np.empty(self.period, np.int64)  # of a sequence among those of its corpus in the period
+        self._ordinal = np.empty(self.period, np.int64)  # index among the corpus's sequences of the period
         for corpus, share in enumerate(self.shares):
             self._ordinal[self._corpus == corpus] = np.arange(share)
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (corpus, number among that corpus's own sequences), each int64 [n], of sequences of the run."""
+        """Return (corpus, number among this corpus's own sequences) for sequences of the run, each int64 [n]."""
         period, position = np.divmod(numbers, self.period)
         corpus = self._corpus[position]
         return corpus, period * np.asarray(self.shares)[corpus] + self._ordinal[position]
 
 
 def integer_shares(weights: Sequence[float]) -> list[int]:
-    """Returns the smallest whole numbers in the proportion of `weights`, as their decimal notation gives it.
+    """Return the smallest integers in the ratio of `weights`, which are read as decimal numbers.
 
-    Where their sum would exceed MAX_PERIOD, these are the nearest numbers with that sum (largest remainder).
+    If their sum would exceed MAX_PERIOD, approximate the ratio with integers of this sum (largest remainder).
 
     Raises:
-        ValueError: a weight rounds to nothing. `args[1]` is its index.
+        ValueError: a weight rounds to 0. `args[1]` is its index.
     """
     exact = [Fraction(str(w)) for w in weights]
     fractions = [w / sum(exact) for w in exact]
@@ -61,7 +65,7 @@ def integer_shares(weights: Sequence[float]) -> list[int]:
 
 
 def _assign(shares: Sequence[int]) -> np.ndarray:
-    """Returns int64 [period]: the corpus of each sequence of a period."""
+    """Return the corpus of each sequence of a period, int64 [period]."""
     period = sum(shares)
     assigned = np.empty(period, np.int64)
     counts = [0] * len(shares)

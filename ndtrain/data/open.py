@@ -1,4 +1,4 @@
-"""Opens what `cfg.data` names: a corpus tokenised into the data cache, a token file, or a streaming dataset."""
+"""Opens the data of a run: a corpus tokenised into the data cache, token files, chats, a mixture or a stream."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,14 +34,14 @@ _VALIDATION_LIMIT = 64 << 20  # characters of a streaming dataset's validation s
 
 
 def open_data(cfg: Config) -> Data:
-    """Opens `cfg.data`, and tokenises it into the data cache if it is not there yet. Needs no process group.
+    """Open `cfg.data`, and tokenise it into the data cache if it is not there yet. No process group is needed.
 
-    Processes that open the same corpus on one host at once share the work: one tokenises and shows its progress, the
-    others wait.
+    If several processes of one host open the same corpus at once, one tokenises it and shows its progress. The others
+    wait.
 
     Raises:
         ConfigError: the corpus is missing, empty or shorter than a sequence; a document cannot be read; the tokenizer
-            or the cache is unusable; ids lie beyond `model.vocab_size`; `data.eos_id` is missing, unusable or not read;
+            or the cache is unusable; an id exceeds `model.vocab_size`; `data.eos_id` is missing, unusable or not read;
             or an entry of `data.blend` is wrong.
     """
     cache = Path(cfg.data.cache).expanduser()
@@ -98,7 +98,7 @@ def _text_corpus(data: DataConfig) -> Corpus:
 
 
 def _vocabulary_fix(cfg: Config, least: int) -> str:
-    """Says what to do about a model with fewer tokens than `least`."""
+    """Return advice for a model whose vocabulary is smaller than `least`."""
     if cfg.init_from:
         return f"the model is that of init_from={cfg.init_from}: use its tokenizer, data.tokenizer={cfg.init_from}"
     return f"set model.vocab_size to at least {least}"
@@ -124,7 +124,7 @@ def _tokenised(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> TokenCorpus
 
 @dataclass(frozen=True)
 class _TokenFile:
-    """A token file or a prepared folder. `tokenizer` is None where no manifest names it."""
+    """A token file or a prepared folder. `tokenizer` is None if no manifest names it."""
 
     tokens: TokenCorpus
     tokenizer: Tokenizer | None
@@ -148,7 +148,7 @@ def _token_file(cfg: Config, data: DataConfig, cache: Path) -> _TokenFile:
 
 
 def _prepared(cfg: Config, data: DataConfig, manifest: Manifest, cache: Path) -> _TokenFile:
-    """Opens what `python -m ndtrain.data prepare` has written. The manifest describes it."""
+    """Open the folder that `python -m ndtrain.data prepare` wrote and `manifest` describes."""
     if manifest.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={cfg.model.vocab_size} is less than the {manifest.vocab_size} tokens that "
@@ -173,7 +173,7 @@ def _scanned(cfg: Config, path: str, dtype: str, cache: Path, key: str) -> tuple
 
 
 def _formatted(cfg: Config, data: DataConfig, cache: Path) -> _TokenFile:
-    """Opens files in the format of another program. The documents that their index names can be held out."""
+    """Open files in the format of another program. If their documents are known, a fraction of them can be held out."""
     settings, key = ([data.path], "data.path") if data.path else (list(data.paths), "data.paths")
     held_out = 0.0 if data.validation_path else data.validation
     opened = [open_token_files(data, settings, key, held_out, cache)]
@@ -192,10 +192,10 @@ def _formatted(cfg: Config, data: DataConfig, cache: Path) -> _TokenFile:
 
 
 def _largest(cfg: Config, files: TokenFiles) -> int:
-    """Returns the largest id.
+    """Return the largest id in the files.
 
     Raises:
-        ConfigError: it lies beyond the vocabulary.
+        ConfigError: an id exceeds the vocabulary.
     """
     for file, scan in zip(files.files, files.scans, strict=True):
         if scan.largest >= cfg.model.vocab_size:
@@ -207,7 +207,9 @@ def _largest(cfg: Config, files: TokenFiles) -> int:
 
 
 def _formatted_eos(cfg: Config, data: DataConfig, files: TokenFiles) -> int | None:
-    """Returns the token that ends a document: `data.eos_id`, else the one with which all documents end; None: none."""
+    """Return the token that ends a document: `data.eos_id`, else the token that ends all documents; None if there is
+    none.
+    """
     if data.eos_id is not None:
         _check_eos(cfg, data, files.train)
         return data.eos_id
@@ -218,10 +220,10 @@ def _formatted_eos(cfg: Config, data: DataConfig, files: TokenFiles) -> int | No
 
 
 def _require_index(opened: Sequence[TokenFiles]) -> None:
-    """Checks that the index of every file says where its documents end, since no token does.
+    """Check that every file has an index of its documents, since no token ends them.
 
     Raises:
-        ConfigError: a file of a packed run has none.
+        ConfigError: a file has no index.
     """
     for files in opened:
         if indexed_starts(files.train) is None:
@@ -232,7 +234,7 @@ def _require_index(opened: Sequence[TokenFiles]) -> None:
 
 
 def _check_eos(cfg: Config, data: DataConfig, tokens: Tokens) -> None:
-    """Checks `data.eos_id`: nothing else says where the documents of a token file end."""
+    """Check `data.eos_id`, the only mark between the documents of a token file."""
     eos, pack = data.eos_id, data.pack
     if eos is None and pack:
         raise ConfigError(
@@ -282,10 +284,10 @@ def _open_mixture(cfg: Config, cache: Path) -> IndexedData:
 def _shared_tokenizer(
     cfg: Config, entries: Sequence[MixtureEntry], files: dict[str, _TokenFile], texts: dict[str, Corpus], cache: Path
 ) -> Tokenizer | None:
-    """Returns the tokenizer of all corpora. None: there are token files alone, and none names its tokenizer.
+    """Return the tokenizer of all corpora; None if there are only token files and none of them names its tokenizer.
 
     Raises:
-        ConfigError: token files were made with another one.
+        ConfigError: token files were made with another tokenizer, or `data.tokenizer=bpe` would train a new one.
     """
     made = {label: file.tokenizer for label, file in files.items() if file.tokenizer}
     if not texts:
@@ -314,11 +316,12 @@ def _shared_tokenizer(
 
 
 def _shared_eos(cfg: Config, entries: Sequence[MixtureEntry], corpora: Sequence[TokenCorpus]) -> int | None:
-    """Returns the token that ends a document in all corpora; None where they differ. In a packed run those corpora
-    count whose documents no index names, if there are any.
+    """Return the token that ends a document in all corpora; None if the corpora differ.
+
+    If the run is packed, only corpora without an index of documents count, unless all have one.
 
     Raises:
-        ConfigError: they differ, and the run is packed.
+        ConfigError: the run is packed, and corpora without an index differ.
     """
     labelled = list(zip(corpora, [entry.label for entry in entries], strict=True))
     unindexed = [pair for pair in labelled if indexed_starts(pair[0].train) is None]
@@ -362,10 +365,10 @@ def _open_streaming(cfg: Config, cache: Path) -> StreamingData:
 
 
 def _checked_streaming_dataset(data: DataConfig) -> Any:
-    """Opens the streaming dataset and checks its first row.
+    """Open the streaming dataset and check its first row.
 
     Raises:
-        ConfigError: it cannot be read, is empty, or has no text column.
+        ConfigError: the dataset cannot be read, is empty, or has no text column.
     """
     dataset = open_streaming_dataset(data)
     row = next(iterate_rows(dataset, f"data.path={data.path}"), None)

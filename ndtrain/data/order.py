@@ -1,4 +1,4 @@
-"""Which tokens each sequence of each step is: a pure function of (seed, step) over one corpus or several.
+"""The tokens of each sequence of each step: a pure function of (seed, step) over one corpus or several.
 
 Shapes: T tokens of a sequence.
 """
@@ -20,46 +20,46 @@ class EndlessRun(ABC):
 
     @abstractmethod
     def read(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns int64 [n, T + 1]: the tokens of those sequences of the run."""
+        """Return the tokens of sequences `numbers` of the run, int64 [n, T + 1]."""
 
     @abstractmethod
     def starts(self, numbers: np.ndarray, tokens: np.ndarray, packing: Packing) -> list[np.ndarray]:
-        """Returns for each sequence where documents start among its `tokens`, but for the first."""
+        """Return for each sequence the positions in its `tokens` at which documents start, without position 0."""
 
     @abstractmethod
     def name(self, number: int) -> str:
-        """Says in words which sequence of which corpus a sequence of the run is."""
+        """Return a text that names a sequence of the run and its corpus, for messages."""
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        """Returns int64 [len(rows), T + 1]: the tokens of those sequences of the step's global batch.
+        """Return the tokens of sequences `rows` of the step's global batch, int64 [len(rows), T + 1].
 
         Raises:
-            IndexError: a row outside the global batch.
+            IndexError: a row is outside the global batch.
         """
         return self.read(global_numbers(step, rows, self._global_batch))
 
     def document_starts(self, step: int, rows: Sequence[int], tokens: np.ndarray, packing: Packing) -> list[np.ndarray]:
-        """Returns for each row where documents start among its `tokens`, but for the first."""
+        """Return for each row the positions in its `tokens` at which documents start, without position 0."""
         return self.starts(global_numbers(step, rows, self._global_batch), tokens, packing)
 
     def columns(self, step: int, rows: Sequence[int]) -> Mapping[str, np.ndarray]:
-        """Returns what else is known of the tokens of those sequences: name -> [len(rows), T + 1, ...]."""
+        """Return further data about the tokens of these rows: name -> [len(rows), T + 1, ...]."""
         return self.columns_of(global_numbers(step, rows, self._global_batch))
 
     def columns_of(self, numbers: np.ndarray) -> Mapping[str, np.ndarray]:
-        """Returns the columns of those sequences of the run: name -> [n, T + 1, ...]."""
+        """Return the columns of sequences `numbers` of the run: name -> [n, T + 1, ...]."""
         return {}
 
     def where(self, step: int, i: int) -> str:
-        """Says in words which sequence of which corpus sequence `i` of `step` is."""
+        """Return a text that names sequence `i` of `step` and its corpus, for messages."""
         return self.name(int(global_numbers(step, [i], self._global_batch)[0]))
 
     def state(self, step: int) -> None:
-        """Returns None: the number of the step is all that a resumed run needs."""
+        """Return None: a resumed run needs only the number of the step."""
         return None
 
     def close(self) -> None:
-        """Does nothing: the run holds nothing to release."""
+        """Do nothing: the run holds no resources."""
         return None
 
 
@@ -67,8 +67,8 @@ class Sequences(EndlessRun):
     """The sequences of one corpus.
 
     The corpus holds `count` sequences of `length` = `seq_len` + 1 tokens; neighbours share one token. Number k of the
-    endless run has epoch k // count and position k % count. Without `shuffle` it is the sequence of the corpus at that
-    position. With `shuffle`, a permutation that depends on (seed, epoch) alone maps the position to a sequence.
+    endless run has epoch k // count and position k % count. Without `shuffle` it is the sequence of the corpus at this
+    position. With `shuffle`, a permutation that depends only on (seed, epoch) maps the position to a sequence.
     """
 
     def __init__(
@@ -80,7 +80,11 @@ class Sequences(EndlessRun):
         shuffle: bool,
         name: str = "the corpus",
     ):
-        """`name` is for messages. Raises ValueError where there are fewer tokens than one sequence has."""
+        """Divide `tokens` into sequences. `name` is for messages.
+
+        Raises:
+            ValueError: there are fewer tokens than one sequence needs.
+        """
         super().__init__(global_batch)
         self.count = (len(tokens) - 1) // seq_len
         if self.count < 1:
@@ -93,7 +97,7 @@ class Sequences(EndlessRun):
         self._name = name
 
     def index(self, step: int, i: int) -> int:
-        """Returns which sequence of the corpus sequence `i` of `step` is."""
+        """Return the index in the corpus of sequence `i` of `step`."""
         return int(self._indices(global_numbers(step, [i], self._global_batch))[0])
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
@@ -111,12 +115,12 @@ class Sequences(EndlessRun):
         return f"sequence {int(self._indices(np.array([number]))[0])} of {self._name}"
 
     def _indices(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns int64 [n]: which sequences of the corpus those of the run are."""
+        """Return the indices in the corpus of sequences `numbers` of the run, int64 [n]."""
         return epoch_indices(numbers, self.count, self._seed, self._shuffle)
 
 
 class Mixture(EndlessRun):
-    """The sequences of several corpora. `order` says which corpus each sequence of the run belongs to."""
+    """The sequences of several corpora. `order` assigns each sequence of the run to a corpus."""
 
     def __init__(self, corpora: Sequence[Sequences], order: MixtureOrder, global_batch: int):
         super().__init__(global_batch)
@@ -140,19 +144,19 @@ class Mixture(EndlessRun):
 
 
 def epoch_indices(numbers: np.ndarray, count: int, seed: int, shuffle: bool) -> np.ndarray:
-    """Returns int64 [n]: the sequences of an epoch, of which there are `count`, that sequences of an endless run are.
+    """Return the index of each sequence of an endless run in its epoch of `count` sequences, int64 [n].
 
-    With `shuffle`, the order of each epoch depends on the seed and on the epoch alone.
+    With `shuffle`, the order of each epoch depends only on the seed and the epoch.
     """
     epoch, position = np.divmod(numbers, count)
     return _permute(position, epoch, count, seed) if shuffle else position
 
 
 def global_numbers(step: int, rows: Sequence[int], global_batch: int) -> np.ndarray:
-    """Returns int64 [len(rows)]: the numbers, counted over all steps, of those sequences of a step's global batch.
+    """Return the numbers, counted over all steps, of sequences `rows` of a step's global batch, int64 [len(rows)].
 
     Raises:
-        IndexError: a row outside the global batch.
+        IndexError: a row is outside the global batch.
     """
     rows = np.asarray(rows, np.int64)
     if rows.size and not (rows.min() >= 0 and rows.max() < global_batch):
@@ -167,12 +171,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def corpus_seed(seed: int, corpus: int) -> int:
-    """Returns the seed of one of several corpora that share `seed`. That of the first is `seed` itself."""
+    """Return the seed of one of several corpora that share `seed`. The first corpus has `seed` itself."""
     return seed + corpus * 0xD1B54A32D192ED03
 
 
 def permutation(count: int, seed: int, *keys: int) -> np.ndarray:
-    """Returns int64 [count]: a permutation of range(count) that depends on `seed` and on all of `keys`."""
+    """Return a permutation of range(count) that depends only on `seed` and all `keys`, int64 [count]."""
     key = np.zeros(1, np.uint64)
     for part in keys:
         key = _mix(key + _GOLDEN + np.uint64(part))
@@ -180,23 +184,25 @@ def permutation(count: int, seed: int, *keys: int) -> np.ndarray:
 
 
 def hash_fractions(key: int, count: int) -> np.ndarray:
-    """Returns float64 [count]: for each of range(count) a number in [0, 1) that depends on it and on `key` alone."""
+    """Return for each number of range(count) a fraction in [0, 1), float64 [count]. It depends only on the number and
+    `key`.
+    """
     mixed = _mix(_mix(np.arange(count, dtype=np.uint64) + _GOLDEN) ^ np.uint64(key % 2**64))
     return (mixed >> np.uint64(11)).astype(np.float64) / 2**53
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Applies a bijection of uint64 that scatters neighbours (the finaliser of SplitMix64)."""
+    """Apply a bijection of uint64 that scatters neighbours (the finaliser of SplitMix64)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _permute(position: np.ndarray, epoch: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Returns int64 [n]: where each position goes in its epoch's permutation of range(count).
+    """Return the image of each position in its epoch's permutation of range(count), int64 [n].
 
-    It needs no memory of size count: a Feistel network permutes the next power of four, and a value outside the range
-    is permuted again until it falls inside. That is a permutation of the range.
+    This needs no memory of size `count`. A Feistel network permutes the numbers below the next power of four. A value
+    outside range(count) is permuted again until it is inside, which gives a permutation of range(count).
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     seed_key = _mix(np.full(1, seed % 2**64, np.uint64) + _GOLDEN)
@@ -208,7 +214,7 @@ def _permute(position: np.ndarray, epoch: np.ndarray, count: int, seed: int) -> 
 
 
 def _feistel(x: np.ndarray, key: np.ndarray, half: np.uint64) -> np.ndarray:
-    """Permutes the numbers of 2 * `half` bits, with one permutation for each key."""
+    """Permute numbers of 2 * `half` bits, with one permutation for each key."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = x >> half, x & mask
     for _ in range(_ROUNDS):

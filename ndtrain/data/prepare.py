@@ -1,8 +1,8 @@
 """Text to token files, in parallel and restartable: `python -m ndtrain.data prepare`.
 
-The corpus is partitioned. Worker processes tokenise the parts, each into files of its own. Meanwhile this process
-appends the files of the parts, in order, to the token files of the whole corpus. The manifest comes after these, and
-only then are the files of the parts removed.
+The corpus is partitioned. Worker processes tokenise the parts, each part into its own files. Meanwhile this process
+appends these files, in order, to the token files of the whole corpus. It then writes the manifest, and only after that
+removes the files of the parts.
 """
 
 import logging
@@ -36,7 +36,7 @@ from ndtrain.data.workers import TokenisedPart, TokeniseJob, WorkerPool
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-PART_BYTES = 8 << 20  # of text that a worker takes at a time; less where that would make few parts
+PART_BYTES = 8 << 20  # of text that a worker takes at a time; less if that would make few parts
 _PARTS, _LEAST_PART_BYTES = 64, 1 << 18
 _COPY_BYTES = 1 << 20  # copied at a time
 _SOURCE_KEYS = ("name", "path", "tokenizer", "vocab_size", "text_key", "subset", "split", "eval_split", "validation")
@@ -50,19 +50,20 @@ def prepare(
     note: Callable[[str], None] = log.info,
     on_progress: Callable[[TextProgress], None] = lambda progress: None,
 ) -> Manifest:
-    """Makes `out` a prepared folder of the corpus that `data` names, or resumes what an earlier call has begun.
+    """Prepare the corpus that `data` names in the folder `out`, or resume an earlier call.
+
+    After an error or a kill, the same call resumes where this one stopped.
 
     Args:
-        workers: processes that tokenise.
+        workers: the number of processes that tokenise.
         part_bytes: bytes of text that a worker takes at a time; None: by the size of the corpus.
-        note: called with a line of text where there is something to say.
+        note: called with a line of text when there is something to report.
         on_progress: called at the start and after each part.
 
     Raises:
         ConfigError: the corpus, the tokenizer or the folder is unusable, or a document cannot be read.
         OSError: the disk is full or fails.
-        WorkerDied: a worker process was killed, for want of memory perhaps.
-            After these, as after a kill, the same call goes on where this one stopped.
+        WorkerDied: a worker process was killed, perhaps for lack of memory.
     """
     corpus = open_corpus(data)
     with lock_folder(out):
@@ -84,9 +85,9 @@ def prepare(
 
 
 def _interruptible(work: Callable[[], T]) -> T:
-    """Runs `work` in a thread and returns what it returns.
+    """Run `work` in a thread and return its result.
 
-    So a Ctrl-C need not wait for the library that trains a tokenizer in there.
+    Ctrl-C then need not wait for the library that trains a tokenizer in this thread.
     """
     future: Future[T] = Future()
 
@@ -107,7 +108,7 @@ def _count_of(number: int, what: str) -> str:
 def _report(
     parts: Iterable[TokenisedPart], sizes: Sequence[int], on_progress: Callable[[TextProgress], None]
 ) -> Iterator[TokenisedPart]:
-    """Yields the parts and reports the progress. `sizes` are the bytes of each part by its number."""
+    """Yield the parts and report the progress. `sizes` are the bytes of each part, by its number."""
     progress = TextProgress(sum(sizes))
     on_progress(progress)
     for part in parts:
@@ -122,10 +123,10 @@ def _report(
 
 
 def _check_corpus(corpus: Corpus, plan: Plan, splits: dict[str, SplitStats]) -> None:
-    """Checks that the corpus still is what was partitioned, and that it has something to train on.
+    """Check that the corpus has not changed since it was partitioned, and that it has training tokens.
 
     Raises:
-        ConfigError: it is not, or it has nothing.
+        ConfigError: the corpus has changed, or it has no training tokens.
     """
     if corpus.key() != plan.corpus:
         raise ConfigError(f"{corpus.setting}: the corpus changed while it was read: run the same command again")
@@ -135,7 +136,7 @@ def _check_corpus(corpus: Corpus, plan: Plan, splits: dict[str, SplitStats]) -> 
 def _write_manifest(
     out: Path, plan: Plan, tokenizer: Tokenizer, data: DataConfig, splits: dict[str, SplitStats]
 ) -> Manifest:
-    """Writes what belongs beside the token files, the manifest last."""
+    """Write the files of the tokenizer, then the manifest."""
     tokenizer.save(out)
     manifest = Manifest(
         folder=out,
@@ -156,7 +157,7 @@ def _write_manifest(
 
 
 def _own_keys(data: DataConfig) -> list[str]:
-    """Returns the keys that only the config of a plugin's source has."""
+    """Return the keys that only the config of a plugin's source has."""
     return [f.name for f in fields(data) if f.name not in DataConfig.__dataclass_fields__]
 
 
@@ -164,7 +165,7 @@ def _own_keys(data: DataConfig) -> list[str]:
 
 
 def _in_order(parts: Iterable[TokenisedPart]) -> Iterator[TokenisedPart]:
-    """Yields the parts by number, each as soon as those before it are there."""
+    """Yield the parts by number, each as soon as all earlier parts have arrived."""
     waiting: dict[int, TokenisedPart] = {}
     following = 0
     for part in parts:
@@ -177,9 +178,9 @@ def _in_order(parts: Iterable[TokenisedPart]) -> Iterator[TokenisedPart]:
 def _join(
     out: Path, parts: Iterable[TokenisedPart], check: Callable[[dict[str, SplitStats]], None]
 ) -> dict[str, SplitStats]:
-    """Appends the token files of all parts to those of the whole corpus, and returns what these hold.
+    """Append the token files of all parts to the files of the whole corpus, and return the statistics of these.
 
-    The files of the whole appear in `out` at the end, unless `check` raises.
+    The files of the whole corpus appear in `out` at the end, unless `check` raises.
     """
     with ExitStack() as stack:
         writers = {s: SplitWriter(stack.enter_context(atomic_write(split_path(out, s)))) for s in SPLITS}

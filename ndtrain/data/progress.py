@@ -1,4 +1,4 @@
-"""How far a long piece of work on a corpus is: a bar with the time left on a terminal, plain lines anywhere else."""
+"""The progress of long work on a corpus: a bar with the remaining time on a terminal, plain lines elsewhere."""
 
 import sys
 import threading
@@ -13,18 +13,18 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 LINE_S = 10.0  # between plain lines
 _REDRAW_S = 0.1  # between two drawings of the bar
-_PATIENCE_S = 2.0  # of work without known length before its first line
+_PATIENCE_S = 2.0  # before the first line of work of unknown length
 _MIN_BAR = 4  # characters; rich draws no shorter bar
 
 
 @dataclass
 class TextProgress:
-    """How much of a corpus is done.
+    """The amount of a corpus that is done.
 
     Attributes:
         total, done: bytes of text.
-        reused: of `done`, the bytes that an earlier run did.
-        tokens: how many this run made.
+        reused: the bytes of `done` that an earlier run did.
+        tokens: the number of tokens that this run made.
         started: `time.monotonic()` at the start of this run.
     """
 
@@ -44,7 +44,7 @@ class TextProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end at the rate so far; None while there is no rate."""
+        """Remaining seconds at the rate so far; None while the rate is unknown."""
         own = self.done - self.reused
         return self.seconds * max(0, self.total - self.done) / own if own else None
 
@@ -55,10 +55,10 @@ class TextProgress:
         return f"{100 * self.done / max(self.total, 1):.0f} %"
 
     def rates(self, most: int = 3) -> str:
-        """Says how many tokens were made, how fast, and how long the rest takes, as far as that is known.
+        """Return the number of tokens, their rate and the remaining time as text, as far as they are known.
 
         Args:
-            most: how many of the three; the time left is the last to be left out.
+            most: how many of the three to include; the remaining time is left out last.
         """
         words = [f"{self.tokens:,} tokens", f"{self.tokens_per_s:,.0f} tokens/s"] if self.tokens else []
         if self.seconds_left is not None:
@@ -66,7 +66,7 @@ class TextProgress:
         return "  ".join(words[len(words) - min(most, len(words)) :])
 
     def fitting(self, prefix: str, width: int) -> tuple[str, str]:
-        """Returns the texts before and behind a bar, as much as a line of `width` columns takes."""
+        """Return the texts before and after a bar that fit into a line of `width` columns."""
         full, short = f"{prefix}{self.amount()}", f"{prefix}{self.percent()}"
         layouts = [(full, self.rates(most)) for most in (3, 2, 1)] + [(short, self.rates(1)), (short, "")]
         fits = ((a, b) for a, b in layouts if len(a) + len(b) + 2 + _MIN_BAR <= width)
@@ -74,26 +74,26 @@ class TextProgress:
 
 
 class ProgressDisplay:
-    """Shows a `TextProgress`: as a bar on a terminal, as a plain line every `LINE_S` seconds anywhere else.
+    """Shows a `TextProgress`: as a bar on a terminal, as a plain line every `LINE_S` seconds elsewhere.
 
     Args:
-        console: where to; None: stdout.
+        console: the output; None: stdout.
         title: the words that begin the bar and each plain line.
     """
 
     def __init__(self, console: Console | None = None, title: str = ""):
-        self.progress: TextProgress | None = None  # shown last
+        self.progress: TextProgress | None = None  # the last one shown
         self._console = console or Console()
         self._title = title
         self._bar: Progress | None = None
         self._shown_at = float("-inf")  # when it was last drawn or printed
 
     def note(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, progress: TextProgress) -> None:
-        """Shows the progress unless it did so a moment ago."""
+        """Show the progress, unless it was shown a moment ago."""
         now = time.monotonic()
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self.progress = progress
@@ -109,11 +109,11 @@ class ProgressDisplay:
             self.note(f"{self._prefix()}{progress.amount()}  {progress.rates()}".rstrip())
 
     def location(self) -> str:
-        """Says where the work stands, for a message; "" before it has begun."""
+        """Return the position of the work, for a message; "" if the work has not begun."""
         return f" at {self.progress.amount()}" if self.progress else ""
 
     def close(self) -> None:
-        """Leaves the bar as it stands and gives the terminal back."""
+        """Leave the bar on the screen and release the terminal."""
         if self._bar:
             self._draw(self.progress)
             self._bar.stop()
@@ -133,7 +133,7 @@ class ProgressDisplay:
             self._bar = Progress(*columns, console=self._console, auto_refresh=False, expand=True)
             self._task = self._bar.add_task("", total=progress.total, amount=amount, rates=rates)
             self._bar.start()
-            self._console.show_cursor(True)  # rich hides it, and a killed process could not bring it back
+            self._console.show_cursor(True)  # rich hides it, and a killed process could not show it again
         self._bar.update(
             self._task,
             total=progress.total,
@@ -146,13 +146,13 @@ class ProgressDisplay:
 
 @contextmanager
 def progress_on_stderr(title: str, total: int) -> Iterator[Callable[[int, int], None]]:
-    """Yields `advance(size, tokens)`: it counts more bytes and tokens as done and shows the progress on stderr.
+    """Yield `advance(size, tokens)`, which adds to the bytes and tokens that are done and shows the progress on stderr.
 
-    A terminal that was closed does not end the work.
+    The work continues if its terminal is closed.
 
     Args:
         title: the words that begin the bar and each plain line.
-        total: about how many bytes of text there are.
+        total: approximate number of bytes of text.
     """
     progress = TextProgress(total)
     display = ProgressDisplay(Console(stderr=True), title)
@@ -175,9 +175,9 @@ def progress_on_stderr(title: str, total: int) -> Iterator[Callable[[int, int], 
 
 @contextmanager
 def elapsed_on_stderr(title: str) -> Iterator[Callable[[], None]]:
-    """Yields `begin()`: from then on, while the block runs, lines on stderr say how long the work has taken.
+    """Yield `begin()`. Once it is called, print the elapsed time to stderr at intervals until the block ends.
 
-    It is for work of a library that says nothing about its progress. Short work prints nothing.
+    This is for library calls that report no progress. Short work prints nothing.
 
     Args:
         title: the words that begin each line.

@@ -1,4 +1,4 @@
-"""Corpora as flat arrays of token ids: tokenised once into the data cache, or a token file of the user's.
+"""Corpora as flat arrays of token ids, tokenised once into the data cache or read from the user's token file.
 
 The arrays are memory-mapped.
 """
@@ -43,7 +43,7 @@ class TokenisedCorpus:
 
 
 def tokenise(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> TokenisedCorpus:
-    """Returns the corpus as token ids, each document followed by the end-of-text token.
+    """Return the corpus as token ids, with the end-of-text token after each document.
 
     The ids are kept in the folder `cache`. The process that makes them shows its progress on stderr.
 
@@ -55,7 +55,7 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> TokenisedCorp
 
 
 def corpus_tokenizer(data: DataConfig, corpus: Corpus, cache: Path) -> Tokenizer:
-    """Returns the tokenizer that `data.tokenizer` names. A bpe is trained on a sample of `corpus` and kept in `cache`.
+    """Return the tokenizer that `data.tokenizer` names. A bpe is trained on a sample of `corpus` and kept in `cache`.
 
     Raises:
         ConfigError: as `load_tokenizer`.
@@ -65,13 +65,13 @@ def corpus_tokenizer(data: DataConfig, corpus: Corpus, cache: Path) -> Tokenizer
 
 
 def sample_texts(corpus: Corpus, limit: int) -> Iterator[str]:
-    """Yields about `limit` bytes of the training split for a tokenizer, and shows its progress on stderr."""
+    """Yield about `limit` bytes of the training split for a tokenizer, and show the progress on stderr."""
     with progress_on_stderr("training the tokenizer", corpus.size()) as advance:
         yield from corpus.sample(limit, lambda chunk: advance(chunk.size, 0))
 
 
 def _load(entry: Path) -> TokenisedCorpus | None:
-    """Returns the entry; None where it is absent or damaged."""
+    """Return the entry; None if it is absent or damaged."""
     try:
         record = parse_object(entry.read_bytes(), str(entry))
         paths = _split_paths(entry)
@@ -97,7 +97,7 @@ def _build(corpus: Corpus, tokenizer: Tokenizer, entry: Path) -> None:
         "files": {split: sampled_digest(path) for split, path in paths.items()},
         "fingerprint": corpus_fingerprint(*(stats[split].digest for split in SPLITS)),
     }
-    _write_entry(entry, record)  # last: an entry is whole once this file exists
+    _write_entry(entry, record)  # written last: the entry is complete once this file exists
 
 
 def _write_entry(entry: Path, record: dict[str, Any]) -> None:
@@ -106,12 +106,12 @@ def _write_entry(entry: Path, record: dict[str, Any]) -> None:
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Returns the type that token ids are stored in: uint16 where they fit, else uint32."""
+    """Return the dtype in which token ids are stored: uint16 if they fit, else uint32."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def corpus_fingerprint(train: str, validation: str) -> str:
-    """Returns the fingerprint of a corpus from the digests of its two splits."""
+    """Return the fingerprint of a corpus from the digests of its two splits."""
     return digest(train, validation)
 
 
@@ -120,11 +120,11 @@ def corpus_fingerprint(train: str, validation: str) -> str:
 
 @dataclass(frozen=True)
 class SplitStats:
-    """What a token file of one split holds.
+    """Statistics of a split's token file.
 
     Attributes:
-        tokens, documents: how many.
-        largest: the largest id; -1 where there is none.
+        tokens, documents: their numbers.
+        largest: the largest id; -1 if there is none.
         digest: the blake2b of the file's bytes.
     """
 
@@ -142,12 +142,12 @@ class SplitWriter:
         self._tokens, self._documents, self._largest = 0, 0, -1
 
     def write(self, ids: bytes | np.ndarray) -> None:
-        """Appends token ids as they are stored."""
+        """Append token ids in their stored form."""
         self._file.write(ids)
         self._hashed.update(ids)
 
     def count(self, tokens: int, documents: int, largest: int) -> None:
-        """Counts what was appended: tokens, ended documents, and the largest id (-1: no token)."""
+        """Count what was appended: tokens, finished documents, and the largest id (-1: no token)."""
         self._tokens += tokens
         self._documents += documents
         self._largest = max(self._largest, largest)
@@ -162,13 +162,13 @@ def write_splits(
     paths: dict[str, Path],
     on_chunk: Callable[[TextChunk, np.ndarray], None] = lambda chunk, ids: None,
 ) -> dict[str, SplitStats]:
-    """Tokenises a corpus into one file for each split, and returns what each file holds.
+    """Tokenise a corpus into one file for each split, and return the statistics of each file.
 
-    The ids are little-endian `token_dtype`. Every document ends with the end-of-text token. The files appear when all
-    of them are whole.
+    The ids are little-endian `token_dtype`. Every document ends with the end-of-text token. The files appear once all
+    of them are complete.
 
     Args:
-        on_chunk: called with each chunk and its ids once they are written.
+        on_chunk: called with each chunk and its ids after they are written.
 
     Raises:
         ConfigError: a document cannot be read.
@@ -188,10 +188,10 @@ def write_splits(
 def encode_chunks(
     chunks: Iterable[TextChunk], tokenizer: Tokenizer, batch_characters: int | None = None
 ) -> Iterator[tuple[TextChunk, list[int]]]:
-    """Yields each chunk with its token ids. The last chunk of a document also has the end-of-text token.
+    """Yield each chunk with its token ids. The last chunk of a document also has the end-of-text token.
 
     Args:
-        batch_characters: about how many characters are tokenised at a time; None: 4 Mi.
+        batch_characters: approximate number of characters tokenised at a time; None: 4 Mi.
     """
     for batch in _batched(chunks, batch_characters or _BATCH_CHARACTERS):
         for chunk, ids in zip(batch, tokenizer.encode_batch([chunk.text for chunk in batch]), strict=True):
@@ -212,20 +212,22 @@ def _batched(chunks: Iterable[TextChunk], characters: int) -> Iterator[list[Text
 
 
 def map_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
-    """Returns a flat file of token ids as a read-only array. An empty file cannot be mapped: it is an empty array."""
+    """Return a flat file of token ids as a read-only array. An empty file, which cannot be mapped, gives an empty
+    array.
+    """
     return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
-# ------------------------------------------------------------------------------------------ token files of the user's
+# ---------------------------------------------------------------------------------------------- the user's token files
 
 
 @dataclass(frozen=True)
 class TokenFileScan:
-    """What one pass over a token file finds.
+    """The result of one pass over a token file.
 
     Attributes:
         largest: the largest id.
-        offset: where it first stands, in tokens.
+        offset: the position of its first occurrence, in tokens.
         fingerprint: a digest of the file.
     """
 
@@ -235,13 +237,14 @@ class TokenFileScan:
 
 
 def open_token_file(setting: str, dtype: str, cache: Path, key: str = "data.path") -> tuple[np.ndarray, TokenFileScan]:
-    """Returns the token ids of a flat little-endian file, memory-mapped, and their scan, which is kept in `cache`.
+    """Return the token ids of a flat little-endian file, memory-mapped, and their scan, which is kept in `cache`.
 
     Args:
         setting: the path, as the setting `key` gives it.
 
     Raises:
-        ConfigError: not exactly one file, an empty one, or a size that is no multiple of `dtype`'s.
+        ConfigError: `setting` names several files, the file is missing or empty, or its size is no multiple of
+            `dtype`'s.
     """
     root, names = matching_files(setting, "*.bin", key)
     if len(names) > 1:
@@ -260,10 +263,10 @@ def open_token_file(setting: str, dtype: str, cache: Path, key: str = "data.path
 
 
 def scan_tokens(file: Path, tokens: np.ndarray, cache: Path, form: str) -> TokenFileScan:
-    """Returns the scan of a file's tokens, which is kept in `cache`.
+    """Return the scan of a file's tokens, which is kept in `cache`.
 
     Args:
-        form: says how the bytes of the file become tokens. Scans of other forms are others.
+        form: names how the bytes of the file become tokens; each form has its own scan.
     """
     stat = file.stat()
     entry = cache / f"scan-{digest(str(file), stat.st_size, stat.st_mtime_ns, form)}.json"
@@ -271,13 +274,13 @@ def scan_tokens(file: Path, tokens: np.ndarray, cache: Path, form: str) -> Token
 
 
 def contains_token(tokens: Tokens, token: int) -> bool:
-    """Returns whether `token` stands somewhere in `tokens`. It reads no further than the first place."""
+    """Return True if `token` occurs in `tokens`. Read no further than the block of its first occurrence."""
     blocks = range(0, len(tokens), _SCAN_TOKENS)
     return any((tokens[start : start + _SCAN_TOKENS] == token).any() for start in blocks)
 
 
 def token_positions(tokens: np.ndarray, token: int) -> np.ndarray:
-    """Returns int64 [n]: where `token` stands in `tokens`."""
+    """Return the positions of `token` in `tokens`, int64 [n]."""
     blocks = range(0, len(tokens), _SCAN_TOKENS)
     places = [start + np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == token) for start in blocks]
     return np.concatenate([np.empty(0, np.int64), *places])

@@ -1,4 +1,4 @@
-"""A streaming dataset as the source of batches: one rank reads it, and all see the same tokens on any mesh.
+"""A streaming dataset as the source of batches: one rank reads it, and all ranks see the same tokens, on any mesh.
 
 Shapes: T tokens of a sequence.
 """
@@ -22,16 +22,15 @@ from ndtrain.data.token_reader import TokenReader
 class StreamingSource(Source):
     """Consecutive sequences of `seq_len` + 1 tokens of a streaming dataset; neighbours share one token.
 
-    Rank 0 reads the tokens of a step and broadcasts them. So every rank must ask for the same steps, in order. Where
-    reading fails, all of them raise.
+    Rank 0 reads the tokens of a step and broadcasts them. Every rank therefore has to request the same steps, in order.
+    If reading fails, all ranks raise.
 
     Args:
-        reader: on rank 0; None on the others.
-        group: a process group of all ranks for tensors in host memory, which nothing else uses; None: there is one
-            rank.
-        step: the first that will be asked for.
-        history: for how many past steps `where` and `state` can answer.
-        identity: what names the dataset in its states.
+        reader: on rank 0; None on other ranks.
+        group: a process group of all ranks for tensors in host memory, used for nothing else; None: there is one rank.
+        step: the first step that will be requested.
+        history: the number of past steps that `where` and `state` can answer for.
+        identity: identifies the dataset in its states.
         name: for messages.
     """
 
@@ -53,11 +52,11 @@ class StreamingSource(Source):
         self._remember(step)
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        """Returns int64 [len(rows), T + 1]: the tokens of those sequences of the step's global batch.
+        """Return the tokens of sequences `rows` of the step's global batch, int64 [len(rows), T + 1].
 
         Raises:
-            ValueError: it is not the next step.
-            IndexError: a row outside the global batch.
+            ValueError: `step` is not the next step.
+            IndexError: a row is outside the global batch.
             ConfigError: the dataset cannot be read.
         """
         if step != self._next:
@@ -76,10 +75,10 @@ class StreamingSource(Source):
         return f"{number} (from {documents[first][1]} on)"
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """Returns where the tokens of `step` begin, on rank 0. None: at the very beginning, or on another rank.
+        """Return the state at the first token of `step`, on rank 0. None: at the very beginning, or on another rank.
 
         Raises:
-            ValueError: the step is long past, or neither past nor next.
+            ValueError: the step is older than the history, or later than the next step.
         """
         if self._reader is None:
             return None
@@ -93,9 +92,9 @@ class StreamingSource(Source):
     def close(self) -> None: ...
 
     def _broadcast_step(self, step: int) -> np.ndarray:
-        """Returns int32 [global_batch * T + 1]: the tokens of a step, the same on every rank."""
+        """Return the tokens of a step, the same on every rank, int32 [global_batch * T + 1]."""
         count = self._global_batch * self._seq_len + 1
-        buffer = torch.zeros(1 + count, dtype=torch.int32)  # bytes of an error message (0: no error), then the tokens
+        buffer = torch.zeros(1 + count, dtype=torch.int32)  # length of an error message (0: no error), then the tokens
         message, cause = b"", None
         if self._reader is not None:
             try:
@@ -122,7 +121,7 @@ class StreamingSource(Source):
         return f"{self._name} cannot be read in {self._reader.location}: {one_line(error)}"
 
     def _remember(self, step: int) -> None:
-        """Stores the reader's state before `step`, and forgets what is older than the history."""
+        """Store the reader's state before `step`, and forget everything older than the history."""
         if self._reader is not None:
             self._states[step] = self._reader.state()
             for remembered in (self._states, self._documents):

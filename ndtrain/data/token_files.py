@@ -1,6 +1,6 @@
-"""Token files in the formats of other programs as a corpus: their documents, and the validation split among these.
+"""A corpus of token files in the formats of other programs: its documents, and its validation split.
 
-What takes a pass over all tokens or documents is done once and kept in the data cache.
+Results that need a pass over all tokens or documents are computed once and kept in the data cache.
 """
 
 import json
@@ -21,17 +21,18 @@ from ndtrain.data.order import hash_fractions
 from ndtrain.data.store import TokenFileScan, scan_tokens, token_positions
 from ndtrain.data.token_array import TokenArray
 
-_TABLES = ("runs", "starts")  # of a split, each in a file beside the entry
-_VERSION = 2  # of the table of a corpus in the data cache: a new one outdates every entry
+_TABLES = ("runs", "starts")  # of a split, each in a file next to the entry
+_VERSION = 2  # of the table of a corpus in the data cache; a new version invalidates every entry
 
 
 @dataclass(frozen=True)
 class DocumentSummary:
-    """What the documents of a corpus have in common.
+    """Properties that all documents of a corpus share.
 
     Attributes:
-        documents: how many hold a token; 0: nothing says where documents end.
-        eos_id: the token that ends each of them and stands nowhere else; None: there is none.
+        documents: the number of documents with at least one token; 0: not every file has an index of documents.
+        eos_id: the token that ends each document and occurs nowhere else; None: there is none. If `documents` is 0,
+            this is the end token by the convention of the format.
     """
 
     documents: int
@@ -44,10 +45,10 @@ class TokenFiles:
 
     Attributes:
         setting: the key and value that begin an error message.
-        files, scans: the files in order, and what a pass over each has shown.
+        files, scans: the files in order, and the result of one pass over each.
         summary: of their documents.
-        train, validation: the tokens of the two splits, with the documents that the indices name unless `data.eos_id`
-            says what ends one.
+        train, validation: the tokens of the two splits. They have the document starts of the indices unless
+            `data.eos_id` is set.
         fingerprint: a digest of all ids and of the split.
     """
 
@@ -61,11 +62,11 @@ class TokenFiles:
 
 
 def open_token_files(data: DataConfig, settings: Sequence[str], key: str, validation: float, cache: Path) -> TokenFiles:
-    """Opens the files of format `data.name` that `settings` name, in this order.
+    """Open the files of format `data.name` that `settings` name, in this order.
 
     Args:
         key: the name of the settings, for errors.
-        validation: the fraction of the documents that the validation split holds.
+        validation: the fraction of the documents in the validation split.
 
     Raises:
         ConfigError: a file is missing, damaged or of another format. The message names the file.
@@ -100,7 +101,7 @@ def _refuse_twice(setting: str, paths: Sequence[Path]) -> None:
 
 
 def _load(entry: Path) -> tuple[DocumentSummary, list[list[np.ndarray]]] | None:
-    """Returns the summary, and of each split the runs and where documents start; None where the entry is absent."""
+    """Return the summary, and for each split its runs and document starts; None if the entry is absent or damaged."""
     try:
         summary = DocumentSummary(**parse_object(entry.read_bytes(), str(entry)))
         tables = [[_table_path(entry, split, what) for what in _TABLES] for split in SPLITS]
@@ -121,12 +122,12 @@ def _build(files: Sequence[TokenFile], eos_id: int | None, validation: float, en
         for what, table in zip(_TABLES, (runs, _document_starts(runs, ends_of)), strict=True):
             with atomic_write(_table_path(entry, split, what)) as out:
                 np.save(out, table)
-    with atomic_write(entry) as out:  # last: an entry is whole once this file exists
+    with atomic_write(entry) as out:  # written last: the entry is complete once this file exists
         out.write(json.dumps(asdict(_summary(files, ends_of))).encode())
 
 
 def _document_ends(file: TokenFile, eos_id: int | None) -> np.ndarray | None:
-    """Returns int64 [documents] as the index has them, else behind each separating token; None: nothing says it."""
+    """Return the ends of documents, int64 [documents], from the index or else the separating token; None if unknown."""
     if file.document_ends is not None:
         return file.document_ends()
     eos_id = file.eos_id if eos_id is None else eos_id
@@ -139,9 +140,9 @@ def _document_ends(file: TokenFile, eos_id: int | None) -> np.ndarray | None:
 
 
 def _split_runs(number: int, file: TokenFile, ends: np.ndarray | None, validation: float) -> tuple[np.ndarray, ...]:
-    """Returns the runs of the training and of the validation split in file `number`, int64 [3, R] each.
+    """Return the runs of the training and of the validation split in file `number`, int64 [3, R] each.
 
-    Which documents are held out depends on the file's name and on the document's number in the file alone.
+    Whether a document is held out depends only on the file's name and on the document's number in the file.
     """
     whole = np.array([[number], [0], [len(file.tokens)]], np.int64)[:, : len(file.tokens)]
     if ends is None or validation == 0 or not len(ends):
@@ -156,8 +157,9 @@ def _split_runs(number: int, file: TokenFile, ends: np.ndarray | None, validatio
 
 
 def _document_starts(runs: np.ndarray, ends_of: Sequence[np.ndarray | None]) -> np.ndarray:
-    """Returns int64 [documents]: where the documents of a split start in the array of its runs. Documents without a
-    token are none."""
+    """Return where the documents of a split start in the array of its runs, int64 [documents]. Empty documents are left
+    out.
+    """
     offsets, parts = np.cumsum(runs[2]) - runs[2], [np.empty(0, np.int64)]
     for number, ends in enumerate(ends_of):
         of_file = np.flatnonzero(runs[0] == number)
@@ -172,12 +174,12 @@ def _document_starts(runs: np.ndarray, ends_of: Sequence[np.ndarray | None]) -> 
 
 
 def _name_key(path: Path) -> int:
-    """Returns a number that depends on the name of a file, not on its folder: machines may differ in that."""
+    """Return a number that depends on the name of a file but not on its folder, which may differ between machines."""
     return int.from_bytes(blake2b(path.name.encode(), digest_size=8).digest(), "little")
 
 
 def _summary(files: Sequence[TokenFile], ends_of: Sequence[np.ndarray | None]) -> DocumentSummary:
-    """Looks at the last token of every document."""
+    """Return the summary of all documents, based on their last tokens."""
     if any(file.document_ends is None for file in files):
         known = {file.eos_id for file in files}
         return DocumentSummary(0, known.pop() if len(known) == 1 else None)

@@ -1,8 +1,8 @@
 """Reads the documents of a streaming dataset as one endless run of tokens, and can resume at every token of it.
 
-The reader goes through the dataset shard by shard, and through a shard in blocks of rows. With shuffling, a permutation
-of the shards in each epoch and of the rows in each block depends on the seed alone. So a state says where a block
-begins and how much of it has been used. Nothing that was read has to be stored for another process to resume there.
+The reader goes through the dataset shard by shard, and through a shard in blocks of rows. With shuffling, it permutes
+the shards of each epoch and the rows of each block, as the seed determines. A state therefore records only where a
+block begins and how much of it has been used. Another process can resume there without any stored text.
 """
 
 import io
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 BLOCK_ROWS = 1000
 BLOCK_CHARACTERS = 1 << 24  # after which a block ends early
-_BLOCK_KEYS = ("epoch", "shard", "row")  # of a state: they say where its block begins
-_BATCH_CHARACTERS = 1 << 18  # tokenised at a time: few, for the first step waits for them
+_BLOCK_KEYS = ("epoch", "shard", "row")  # of a state: the position at which its block begins
+_BATCH_CHARACTERS = 1 << 18  # tokenised at a time: few, because the first step waits for them
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class RowBlock:
     """Consecutive rows of a shard.
 
     Attributes:
-        start: where they begin, as the keys of a state: epoch, shard (its position in the epoch's order), row (of the
-            shard), place (the state that `datasets` loads to go there at once; None: it cannot) and a digest of the
-            texts.
+        start: the position of the first row, with the keys of a state: epoch, shard (its position in the epoch's
+            order), row (in the shard), place (the state with which `datasets` jumps there; None: it cannot) and a
+            digest of the texts.
         texts: one for each row.
     """
 
@@ -53,8 +53,8 @@ class TokenSpan:
 
     Attributes:
         block: `RowBlock.start` of the document's block.
-        document: counts the documents of the block in the order they are read in.
-        start: which token of the document the first one is.
+        document: the number of the document in the block, in reading order.
+        start: the index in the document of the first of these tokens.
         ids: int32 [n].
         name: of the document, for messages.
     """
@@ -66,18 +66,16 @@ class TokenSpan:
     name: str
 
     def state(self) -> dict[str, Any]:
-        """Returns the state from which a reader resumes at the first of these tokens."""
+        """Return the state from which a reader resumes at the first of these tokens."""
         return {**self.block, "document": self.document, "token": self.start}
 
     def without(self, tokens: int) -> "TokenSpan":
-        """Returns all but its first tokens."""
+        """Return the span without its first `tokens` tokens."""
         return replace(self, start=self.start + tokens, ids=self.ids[tokens:])
 
 
 class TokenReader:
-    """The tokens of a streaming dataset's documents, one after the other and without end.
-
-    The end-of-text token ends each document.
+    """The endless run of tokens of a streaming dataset's documents. The end-of-text token ends each document.
 
     Args:
         dataset: a `datasets.IterableDataset`, or an object that has its `num_shards`, `shard`, `state_dict` and
@@ -85,7 +83,7 @@ class TokenReader:
         saved: the state from which to resume; None: from the beginning.
 
     Attributes:
-        location: says in words which shard it reads.
+        location: names the shard that is being read, for messages.
     """
 
     def __init__(
@@ -95,15 +93,15 @@ class TokenReader:
         self._saved = saved
         self.location = "its beginning"
         self._spans: deque[TokenSpan] = deque()  # tokenised but not yet returned
-        self._buffered = 0  # tokens in them
+        self._buffered = 0  # number of tokens in `_spans`
         self._source = self._tokenise(saved)
 
     def state(self) -> dict[str, Any] | None:
-        """Returns the state at which `read` goes on, as JSON. None: from the beginning."""
+        """Return the state at which `read` continues, as JSON; None: from the beginning."""
         return self._spans[0].state() if self._spans else self._saved
 
     def read(self, count: int) -> tuple[np.ndarray, list[tuple[int, str]]]:
-        """Reads the next `count` tokens and the one that follows them, with which the next call starts.
+        """Read the next `count` tokens and the token after them, with which the next call starts.
 
         Returns:
             The tokens, int32 [count + 1]. For each document among them, (index of its first token, name); the index of
@@ -111,7 +109,7 @@ class TokenReader:
 
         Raises:
             ConfigError: a row has no text column, or a whole epoch has no text.
-            Exception: whatever `datasets` raises.
+            Exception: `datasets` raised it.
         """
         while self._buffered <= count:
             span = next(self._source)
@@ -130,7 +128,7 @@ class TokenReader:
         self._spans[0] = self._spans[0].without(count)
 
     def _tokenise(self, saved: dict[str, Any] | None) -> Iterator[TokenSpan]:
-        """Yields all tokens from the one that `saved` names on."""
+        """Yield all tokens, beginning at the position `saved`."""
         for block, shard in self._blocks(saved):
             start = tuple(block.start[key] for key in _BLOCK_KEYS)
             order = permutation(len(block.texts), self._seed, *start) if self._data.shuffle else range(len(block.texts))
@@ -140,7 +138,7 @@ class TokenReader:
                 yield from self._tokenise_block(block, shard, order, 0)
 
     def _tokenise_block(self, block: RowBlock, shard: int, order: Sequence[int], first: int) -> Iterator[TokenSpan]:
-        """Yields the tokens of the block's texts in `order`, from document `first` on."""
+        """Yield the tokens of the block's texts in `order`, beginning with document `first`."""
         chunks = [
             (document, int(row), chunk)
             for document, row in enumerate(order)
@@ -156,11 +154,11 @@ class TokenReader:
             previous, start = document, start + len(ids)
 
     def _blocks(self, saved: dict[str, Any] | None) -> Iterator[tuple[RowBlock, int]]:
-        """Yields (block, index of its shard) of epoch after epoch, from the block that `saved` names on."""
+        """Yield (block, index of its shard) for epoch after epoch, beginning with the block of `saved`."""
         for epoch in itertools.count(saved["epoch"] if saved else 0):
             count = self._dataset.num_shards
             order = permutation(count, self._seed, epoch) if self._data.shuffle else np.arange(count)
-            any_text = saved is not None  # a resumed epoch has had documents
+            any_text = saved is not None  # a resumed epoch has already had documents
             for position in range(saved["shard"] if saved else 0, count):
                 self.location = f"shard {order[position]} of {count}, epoch {epoch}"
                 for block in self._shard_blocks(epoch, position, int(order[position]), saved):
@@ -187,10 +185,10 @@ class TokenReader:
         return _ShardReader(self._dataset.shard(self._dataset.num_shards, index), self._data, row, dataset_state)
 
     def _resume_shard(self, index: int, saved: dict[str, Any]) -> tuple["_ShardReader", RowBlock | None]:
-        """Returns the block that `saved` names, and the reader of its shard behind it.
+        """Return the reader of a shard, positioned after the block of `saved`, and this block.
 
-        `datasets` goes there at once where it can. Some versions of it go elsewhere, so the block's digest is checked;
-        where it differs, the rows are counted instead.
+        `datasets` jumps there if it can. Some of its versions jump elsewhere, so check the digest of the block. If it
+        differs, count the rows instead.
         """
         if saved["place"] is not None:
             try:
@@ -199,7 +197,7 @@ class TokenReader:
                     return shard, block
             except ConfigError:
                 raise
-            except Exception as error:  # another version's state
+            except Exception as error:  # a state of another version of `datasets`
                 log.info("data.path=%s: counts rows, for its state cannot be loaded: %r", self._data.path, error)
         shard, block = self._first_block(index, saved, None)
         if block is None or block.start["digest"] != saved["digest"]:
@@ -220,7 +218,7 @@ class TokenReader:
 
 
 def _skip_tokens(spans: Iterable[TokenSpan], tokens: int) -> Iterator[TokenSpan]:
-    """Yields all but the first `tokens` tokens."""
+    """Yield all tokens except the first `tokens`."""
     for span in spans:
         skipped = min(tokens, len(span.ids))
         tokens -= skipped
@@ -231,7 +229,7 @@ def _skip_tokens(spans: Iterable[TokenSpan], tokens: int) -> Iterator[TokenSpan]
 class _ShardReader:
     """Reads a shard from row `row` on.
 
-    `dataset_state` is what `datasets` loads to go there at once. Without one, the rows before are read and dropped.
+    `dataset_state` is the state with which `datasets` jumps there. Without it, the earlier rows are read and dropped.
     """
 
     def __init__(self, dataset: Any, data: DataConfig, row: int = 0, dataset_state: Any = None):
@@ -245,7 +243,7 @@ class _ShardReader:
             self._dataset_state = self._current_state()
 
     def next_block(self, epoch: int, position: int) -> RowBlock | None:
-        """Reads the next block; None at the end of the shard."""
+        """Read and return the next block. Return None at the end of the shard."""
         start = {"epoch": epoch, "shard": position, "row": self._row, "place": self._dataset_state}
         texts: list[str] = []
         characters = 0
@@ -262,7 +260,7 @@ class _ShardReader:
         return RowBlock(start | {"digest": digest(*texts)}, texts)
 
     def _current_state(self) -> Any:
-        """Returns the state of `datasets` after the row read last; None if it has none, or none that JSON can hold."""
+        """Return the state of `datasets` after the last row read; None if it has none that JSON can hold."""
         state = getattr(self._dataset, "state_dict", lambda: None)()
         try:
             return state if json.loads(json.dumps(state)) == state else None

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a BPE trained on the corpus, or a given one. `transformers` opens each of them once saved."""
+"""Tokenizers: bytes, a BPE trained on the corpus, or a given one. `transformers` can open each of them after `save`."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -19,13 +19,13 @@ from ndtrain.data.hf_code import without_code
 from ndtrain.data.progress import elapsed_on_stderr
 
 EOS = "<|endoftext|>"
-_LARGEST_ID = 2**32 - 1  # that the library takes
+_LARGEST_ID = 2**32 - 1  # that the library accepts
 _KNOWN_EOS = (EOS, "<|end_of_text|>", "</s>", "<eos>")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-# files of tokenizers that ndtrain does not read
+# tokenizer files that ndtrain does not read
 _OTHER_FILES = (
     "vocab.txt",
     "tekken.json",
@@ -45,28 +45,31 @@ class Tokenizer:
     """
 
     def __init__(self, files: dict[str, bytes], eos_id: int):
-        """`files` maps file names of a Hugging Face tokenizer folder to their contents. `tokenizer.json` is one."""
+        """Load a tokenizer from the files of a Hugging Face folder: name -> content. `tokenizer.json` has to be among
+        them.
+        """
         self.eos_id = eos_id
         self._files = files
         self._backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # a corpus that spells out "<|endoftext|>" does not end there
+        self._backend.encode_special_tokens = True  # "<|endoftext|>" spelled out in a corpus is plain text
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
 
     def __reduce__(self):  # settings such as encode_special_tokens do not survive the library's own pickling
         return Tokenizer, (self._files, self.eos_id)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text. Adds no special token."""
+        """Return the ids of each text, without adding special tokens."""
         return [e.ids for e in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_markup(self, texts: list[tuple[str, bool]]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Returns the ids of each text and, for each id, the (start, end) of its characters. A special token that a
-        text spells out is that token.
+        """Return the ids of each text and, for each id, the (start, end) of its characters.
+
+        A special token that is spelled out in a text becomes that token.
 
         Args:
-            texts: (text, whether special tokens are added as the tokenizer does it, such as one that begins a text).
+            texts: (text, True to add the tokenizer's own special tokens, such as one that begins a text).
         """
         made: list[Any] = [None] * len(texts)
         for special in (False, True):
@@ -84,18 +87,18 @@ class Tokenizer:
         return backend
 
     def special_ids(self) -> list[int]:
-        """Returns the ids of its special tokens."""
+        """Return the ids of all special tokens."""
         return [i for i, token in self._backend.get_added_tokens_decoder().items() if token.special]
 
     def token(self, token_id: int) -> str:
-        """Returns the text of one token."""
+        """Return the text of one token."""
         return self._backend.id_to_token(token_id)
 
     def chat_template(self, day: date) -> ChatTemplate | None:
-        """Returns its chat template; None if it has none.
+        """Return the tokenizer's chat template; None if it has none.
 
         Args:
-            day: what the template takes to be today.
+            day: the day that the template takes to be today.
 
         Raises:
             TemplateError: as `read_template`.
@@ -106,9 +109,9 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Writes the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs.
+        """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs.
 
-        Removes those of another tokenizer: `transformers` would mix them in.
+        Remove files of another tokenizer, because `transformers` would mix them in.
         """
         for name in set(_TOKENIZER_FILES) - set(self._files):
             (folder / name).unlink(missing_ok=True)
@@ -117,7 +120,7 @@ class Tokenizer:
             (folder / name).write_bytes(content)
 
     def same_ids(self, tokenizer_json: bytes) -> bool:
-        """Returns True if another tokenizer.json gives every token the same id."""
+        """Return True if another tokenizer.json gives every token the same id."""
         if tokenizer_json == self._files["tokenizer.json"]:
             return True
         try:
@@ -126,20 +129,20 @@ class Tokenizer:
             return False
 
     def digest(self) -> str:
-        """Returns a digest that is equal for tokenizers that turn a text into the same ids."""
+        """Return a digest of everything that determines the ids of a text and the end-of-text token."""
         return digest(self._files["tokenizer.json"].decode(), self.eos_id)
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Returns True if a file of a Hugging Face folder belongs to its tokenizer."""
+    """Return True if a file of a Hugging Face folder belongs to its tokenizer."""
     return any(fnmatch(name, pattern) for pattern in (*_TOKENIZER_FILES, *_OTHER_FILES))
 
 
 def load_tokenizer(data: DataConfig, texts: Callable[[], Iterable[str]], cache: Path) -> Tokenizer:
-    """Returns the tokenizer that `data.tokenizer` names.
+    """Return the tokenizer that `data.tokenizer` names.
 
     Args:
-        texts: returns the sample that a bpe is trained on.
+        texts: returns the sample for training a bpe.
         cache: the file that keeps a trained bpe. Its name must change with the sample and with `data.vocab_size`.
 
     Raises:
@@ -160,10 +163,10 @@ def load_tokenizer(data: DataConfig, texts: Callable[[], Iterable[str]], cache: 
 
 
 def saved_tokenizer(folder: Path, eos_id: int) -> Tokenizer:
-    """Returns the tokenizer that `Tokenizer.save` wrote into `folder`.
+    """Return the tokenizer that `Tokenizer.save` wrote into `folder`.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: the folder has no tokenizer, or a damaged one.
     """
     files = {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).is_file()}
     try:
@@ -176,7 +179,7 @@ def saved_tokenizer(folder: Path, eos_id: int) -> Tokenizer:
 
 
 def _byte_vocab() -> dict[str, int]:
-    """Returns token -> id. Byte b has id b; its token is the printable character that byte-level tokenizers use for it.
+    """Return token -> id. Byte b has id b; its token is the printable character that byte-level tokenizers use for it.
 
     EOS has the last id.
     """
@@ -187,7 +190,7 @@ def _byte_vocab() -> dict[str, int]:
 
 
 def _byte_level(vocab: dict[str, int] | None) -> tokenizers.Tokenizer:
-    """Returns a byte-level BPE without merges: final with a `vocab`, to be trained without one."""
+    """Return a byte-level BPE without merges. With a `vocab` it is complete; without one it still has to be trained."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=vocab and []))
     # Only merges need words. Without merges, splitting into words would only cost time.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=vocab is None)
@@ -197,7 +200,7 @@ def _byte_level(vocab: dict[str, int] | None) -> tokenizers.Tokenizer:
 
 
 def _train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE and writes it as the file `path`."""
+    """Train a byte-level BPE and write it to the file `path`."""
     backend = _byte_level(None)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -212,13 +215,13 @@ def _train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
 
 def _then(texts: Iterable[str], begin: Callable[[], None]) -> Iterator[str]:
-    """Yields the texts and calls `begin` behind the last one."""
+    """Yield the texts, then call `begin`."""
     yield from texts
     begin()
 
 
 def _load_trained(path: Path) -> Tokenizer | None:
-    """Returns the trained tokenizer in the cache; None where it is absent or damaged."""
+    """Return the trained tokenizer in the cache; None if it is absent or damaged."""
     try:
         return _own_tokenizer(tokenizers.Tokenizer.from_str(path.read_bytes().decode()))
     except Exception:  # the library raises bare Exception
@@ -271,9 +274,9 @@ def _given_tokenizer(setting: str) -> Tokenizer:
 
 
 def _eos_id(backend: tokenizers.Tokenizer, folder: Path) -> int | None:
-    """Returns the end-of-text token that the files beside a tokenizer.json name, else a token with a usual name.
+    """Return the end-of-text token that the files next to a tokenizer.json name, else a token with a usual name.
 
-    None where there is neither, or where the files name what is no token.
+    Return None if there is neither, or if the files name something that is not a token.
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _read_json(folder / name).get("eos_token")

@@ -17,8 +17,8 @@ class ValidationSet:
     An embedding cannot look `IGNORE` up, so `readable` replaces it among the input tokens.
 
     Attributes:
-        count: how many sequences there are.
-        passes: how many passes of `global_batch` sequences.
+        count: the number of sequences.
+        passes: the number of passes of `global_batch` sequences.
     """
 
     def __init__(self, arrays: Sequence[Tokens], seq_len: int, global_batch: int):
@@ -28,7 +28,7 @@ class ValidationSet:
         self.passes = -(-self.count // global_batch)
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
-        """Returns int64 [len(rows), T + 1]: the tokens of those rows of pass `step`, padded with `IGNORE`."""
+        """Return the tokens of rows `rows` of pass `step`, padded with `IGNORE`, int64 [len(rows), T + 1]."""
         out = np.full((len(rows), self._seq_len + 1), IGNORE, np.int64)
         for target, row in zip(out, rows, strict=True):
             number = step * self._global_batch + row
@@ -39,12 +39,12 @@ class ValidationSet:
         return out
 
     def document_starts(self, step: int, rows: Sequence[int], tokens: np.ndarray, packing: Packing) -> list[np.ndarray]:
-        """Returns for each row where documents start among its `tokens`, but for the first."""
+        """Return for each row the positions in its `tokens` at which documents start, without position 0."""
         numbers = [step * self._global_batch + row for row in rows]
         return [self._row_starts(n, row, packing) for n, row in zip(numbers, tokens, strict=True)]
 
     def columns(self, step: int, rows: Sequence[int]) -> Mapping[str, np.ndarray]:
-        """Returns nothing: every token is predicted, but for the padding."""
+        """Return no columns: every token except the padding is predicted."""
         return {}
 
     def _row_starts(self, number: int, row: np.ndarray, packing: Packing) -> np.ndarray:
@@ -52,5 +52,5 @@ class ValidationSet:
 
     @staticmethod
     def readable(batch: Batch) -> Batch:
-        """Returns the batch with input tokens of 0 in place of the padding."""
+        """Return the batch with the padding of its input tokens replaced by 0."""
         return replace(batch, tokens=batch.tokens.clamp(min=0))

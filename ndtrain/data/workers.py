@@ -1,7 +1,7 @@
 """Worker processes that tokenise a corpus part by part.
 
 A part of the corpus becomes a token file for each split, and a record with the digests of these files. The record is
-written last: a part whose record fits its files is never made again.
+written last. A part whose record matches its files is never made again.
 """
 
 import multiprocessing
@@ -28,10 +28,10 @@ from ndtrain.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TokeniseJob:
-    """What all parts of a preparation share.
+    """The inputs that all parts of a preparation share.
 
     Attributes:
-        folder: where the files of the parts are.
+        folder: holds the files of the parts.
         plan: the digest of the plan.
     """
 
@@ -40,22 +40,22 @@ class TokeniseJob:
     tokenizer: Tokenizer
 
     def files(self, number: int) -> dict[str, Path]:
-        """Returns split -> the token file of a part."""
+        """Return split -> the token file of a part."""
         return {split: self.folder / f"{number:06}.{split}.bin" for split in SPLITS}
 
     def record(self, number: int) -> Path:
-        """Returns the file that says what a part's token files hold."""
+        """Return the file with the statistics of a part's token files."""
         return self.folder / f"{number:06}.json"
 
 
 @dataclass(frozen=True)
 class TokenisedPart:
-    """A part whose files are whole.
+    """A part whose files are complete.
 
     Attributes:
         number: its position in the corpus.
-        files, splits: for each split the token file, and what it holds.
-        reused: whether an earlier run made it.
+        files, splits: for each split the token file and its statistics.
+        reused: True if an earlier run made the part.
     """
 
     number: int
@@ -65,7 +65,7 @@ class TokenisedPart:
 
 
 def tokenise_part(job: TokeniseJob, number: int, corpus: Corpus) -> TokenisedPart:
-    """Tokenises one part of the corpus, unless an earlier run has done so.
+    """Tokenise one part of the corpus, unless an earlier run has done so.
 
     Raises:
         ConfigError: a document cannot be read.
@@ -80,7 +80,7 @@ def tokenise_part(job: TokeniseJob, number: int, corpus: Corpus) -> TokenisedPar
 
 
 def _finished_splits(job: TokeniseJob, number: int) -> dict[str, SplitStats] | None:
-    """Returns what the files of a part hold; None where it is not whole or was made by another plan."""
+    """Return the statistics of a part's files; None if the part is incomplete or another plan made it."""
     try:
         record = read_json(job.record(number))
         if record is None or record["plan"] != job.plan:
@@ -99,13 +99,13 @@ def _finished_splits(job: TokeniseJob, number: int) -> dict[str, SplitStats] | N
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended by itself. The message is one line."""
+    """A worker process ended unexpectedly. The message is one line."""
 
 
 class WorkerPool:
     """Processes that tokenise parts, each one part at a time.
 
-    They end with the block, and with this process, however it ends.
+    They end when the block ends, and when this process ends for any reason.
     """
 
     def __init__(self, workers: int, job: TokeniseJob):
@@ -134,11 +134,11 @@ class WorkerPool:
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._job), daemon=True)
         process.start()
-        theirs.close()  # so that the end of the process is the end of the file
+        theirs.close()  # so that the pipe reaches its end of file when the process ends
         self._processes[ours] = process
 
     def results(self, parts: Iterable[Corpus]) -> Iterator[TokenisedPart]:
-        """Yields every part as soon as it is tokenised. Parts are numbered in their order.
+        """Yield every part as soon as it is tokenised. Parts are numbered in the order of `parts`.
 
         Raises:
             ConfigError: a part cannot be sent to a process, or as `tokenise_part`.
@@ -155,7 +155,7 @@ class WorkerPool:
                 yield part
 
     def _send_next(self, pipe: Connection, waiting: Iterator[tuple[int, Corpus]]) -> bool:
-        """Sends a worker the next part. Returns whether there was one."""
+        """Send a worker the next part. Return True if there was one."""
         item = next(waiting, None)
         if item is not None:
             with self._alive(pipe):
@@ -171,7 +171,7 @@ class WorkerPool:
 
     @contextmanager
     def _alive(self, pipe: Connection) -> Iterator[None]:
-        """Raises WorkerDied where a broken pipe says that the worker has ended."""
+        """Raise WorkerDied if a broken pipe shows that the worker has ended."""
         try:
             yield
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
@@ -183,10 +183,10 @@ class WorkerPool:
 
 
 def pickled(number: int, corpus: Corpus) -> bytes:
-    """Returns what a worker is sent: a part of the corpus and its number.
+    """Return the message that a worker receives: the number of a part and the part of the corpus, pickled.
 
     Raises:
-        ConfigError: a plugin's source has made a corpus that holds what cannot be pickled.
+        ConfigError: the corpus of a plugin's source cannot be pickled.
     """
     try:
         return bytes(ForkingPickler.dumps((number, corpus)))
@@ -198,10 +198,10 @@ def pickled(number: int, corpus: Corpus) -> bytes:
 
 
 def _serve(pipe: Connection, job: TokeniseJob) -> None:
-    """Runs in a worker: answers each (number, part) with a `TokenisedPart`, or with the error."""
+    """Run in a worker: answer each (number, part) with a `TokenisedPart` or with the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     end_with_parent()
-    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")  # the workers are the parallelism
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")  # parallelism is across the workers
     with suppress(EOFError):
         while True:
             number, corpus = pipe.recv()
@@ -213,10 +213,10 @@ def _serve(pipe: Connection, job: TokeniseJob) -> None:
 
 
 def _answer(error: Exception) -> Exception:
-    """Return what a worker answers for an error of its part.
+    """Return the answer of a worker to an error in its part.
 
     Raises:
-        Exception: an error that neither a document, nor the disk, nor a plugin has caused.
+        Exception: neither a document, nor the disk, nor a plugin caused the error.
     """
     if not isinstance(error, ConfigError) and (line := registry.plugin_failure(error)):
         return ConfigError(line)
@@ -226,7 +226,7 @@ def _answer(error: Exception) -> Exception:
 
 
 def end_with_parent() -> None:
-    """Called in a worker process: it ends as soon as the process that started it has ended, however that ended."""
+    """End this worker process as soon as its parent process has ended, for any reason."""
     threading.Thread(target=_wait_for_parent_and_end, daemon=True).start()
 
 
@@ -236,9 +236,9 @@ def _wait_for_parent_and_end() -> None:
 
 
 def start_forkserver() -> None:
-    """Starts the process that workers are forked from. It goes on importing what they need when this returns.
+    """Start the process that workers are forked from. It continues to import their modules after this returns.
 
-    A program calls this early if nothing else in it uses the server. Otherwise the first `WorkerPool` starts it.
+    Call this early if nothing else in the program uses the server. Otherwise the first `WorkerPool` starts it.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
     resource_tracker.ensure_running()  # started later, it would unblock the signals that are held below
@@ -248,9 +248,9 @@ def start_forkserver() -> None:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Delays a Ctrl-C within the block until its end.
+    """Delay a Ctrl-C within the block until its end.
 
-    Processes that begin there never get one: they inherit the signal mask.
+    Processes that start in the block never get one, because they inherit the signal mask.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

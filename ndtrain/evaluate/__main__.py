@@ -4,11 +4,11 @@ python -m ndtrain.evaluate CHECKPOINT [data=... data.path=... key=value ...]
 torchrun --nproc-per-node 2 -m ndtrain.evaluate CHECKPOINT mesh.tp=2
 
 CHECKPOINT is a folder step-*, a run folder (its newest checkpoint), or a Hugging Face folder. Model, data, sequence
-length and precision are those of the checkpoint. The overrides are those of a training: data.*, mesh.*, precision.*,
+length and precision come from the checkpoint. Overrides work as in training: data.*, mesh.*, precision.*,
 train.seq_len, schedule, cp.*, tp.*, hardware.*. Other data is read with the tokenizer of the checkpoint. A Hugging
-Face folder does not say which data it was trained on: give data=... and train.seq_len=... too.
+Face folder does not name its training data: give data=... and train.seq_len=... too.
 
-  split   validation: the documents that are held out | all: every document (default: validation)
+  split   validation: the held-out documents | all: every document (default: validation)
 """
 
 import math
@@ -27,7 +27,7 @@ SPLITS = ("validation", "all")
 
 
 def main(args: Sequence[str]) -> int:
-    """Prints the loss on rank 0. The exit status: 2 where it cannot start (one line says why)."""
+    """Print the loss on rank 0. If the evaluation cannot start, print the reason in one line and return 2."""
     if not args or wants_help(args):
         print((__doc__ or "").strip())
         return 0 if args else 2
@@ -40,7 +40,7 @@ def main(args: Sequence[str]) -> int:
         result = evaluate(Path(args[0]).expanduser(), words, one_of("split", splits[-1], SPLITS) == "all")
     except (ArgumentError, ConfigError) as error:
         if rank > 0:
-            time.sleep(1)  # rank 0 says it, unless torchrun ends it because this one has ended
+            time.sleep(1)  # if this rank ended first, torchrun would end rank 0 before it prints the error
         print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         return 2
     if rank == 0:
@@ -49,7 +49,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def describe(r: Result) -> str:
-    """The result in one line."""
+    """Return the result in one line."""
     perplexity = math.exp(r.loss) if r.loss < 700 else math.inf
     numbers = f"eval_loss {r.loss:.10f}  perplexity {perplexity:.6g}  {r.tokens:,} tokens in {r.seconds:.1f} s"
     return f"{numbers}  {r.checkpoint}"
@@ -57,7 +57,7 @@ def describe(r: Result) -> str:
 
 if __name__ == "__main__":
     status = status_of_command(main)
-    if world_from_env()[2] > 1:  # gloo's threads may abort in Python's teardown
+    if world_from_env()[2] > 1:  # gloo's threads may abort while Python shuts down
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -1,4 +1,4 @@
-"""The configuration of an evaluation: that of the checkpoint, with overrides of data, mesh and precision."""
+"""The configuration of an evaluation: the checkpoint's configuration, with overrides of data, mesh and precision."""
 
 import math
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ _ALLOWED = ("data", "mesh", "layout", "train", "precision", "schedule", "tp", "c
 
 
 def configuration(checkpoint: Path, overrides: Sequence[str], world: int) -> Config:
-    """The unresolved configuration that evaluates a checkpoint on `world` ranks.
+    """Return the unresolved configuration that evaluates a checkpoint on `world` ranks.
 
-    All that the loss depends on comes from the checkpoint, unless `overrides` give it. With other data, the tokenizer
-    is the checkpoint's. The mesh is `mesh.fsdp=-1`, unless `overrides` say otherwise.
+    All settings that the loss depends on come from the checkpoint, unless `overrides` set them. Other data is tokenised
+    with the checkpoint's tokenizer. The mesh is `mesh.fsdp=-1`, unless `overrides` set it.
 
     Args:
-        checkpoint: a folder step-*, or a Hugging Face folder, whose config.json says what the model is.
+        checkpoint: a folder step-*, or a Hugging Face folder, whose config.json describes the model.
         overrides: in Hydra's grammar.
 
     Raises:
-        ConfigError: an override is wrong or plays no part, or the folder is neither.
+        ConfigError: an override is wrong or has no effect, or the folder is neither.
     """
     given = [word.lstrip("+~").partition("=")[0] for word in overrides]
     _check_keys(given)
@@ -72,11 +72,12 @@ def _of_hf_folder(folder: Path, words: list[str], given: Sequence[str], world: i
 
 
 def _kept(checkpoint: Path, given: Sequence[str]) -> dict[str, Any]:
-    """What the loss depends on of the configuration in a checkpoint. A given group, `data=text`, takes the place of its
-    whole section.
+    """Return the settings of a checkpoint that the loss depends on.
+
+    A given group, such as `data=text`, replaces its whole section.
 
     Raises:
-        DamagedCheckpoint: a section is not there.
+        DamagedCheckpoint: a section is missing.
     """
     state = read_state(checkpoint)
     kept: dict[str, Any] = {"plugins": plugins_of(state)}
@@ -90,14 +91,16 @@ def _kept(checkpoint: Path, given: Sequence[str]) -> dict[str, Any]:
 
 
 def _use_tokenizer(cfg: Config, folder: Path, given: Sequence[str]) -> None:
-    """Other data is tokenised as the model's training data was. (A bpe would be trained anew on the other corpus.)"""
+    """Tokenise other data with the model's tokenizer. (A bpe would be trained anew on the other corpus.)"""
     other = any(g.partition(".")[0] == "data" for g in given)
     if other and "data.tokenizer" not in given and (folder / "tokenizer.json").is_file():
         cfg.data.tokenizer = str(folder)
 
 
 def _set_batch(cfg: Config, given: Sequence[str], world: int) -> None:
-    """The smallest global batch of microbatches as large as the training's: the loss does not depend on it."""
+    """Set the smallest global batch with the microbatch size of the training. The loss does not depend on the batch
+    size.
+    """
     if "train.global_batch" in given:
         cfg.train.micro_batch = cfg.train.micro_batch if "train.micro_batch" in given else None
         return

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint: loads its weights on a mesh and runs the evaluation of a training."""
+"""Evaluates a checkpoint: loads its weights on a mesh and runs the same evaluation as a training."""
 
 import logging
 import time
@@ -30,8 +30,8 @@ class Result:
     Attributes:
         checkpoint: the folder that was evaluated.
         loss: mean over the tokens of the validation split, in nats.
-        tokens: how many tokens were predicted.
-        seconds: of the evaluation, without start and loading.
+        tokens: the number of predicted tokens.
+        seconds: of the evaluation, without start-up and loading.
     """
 
     checkpoint: Path
@@ -41,15 +41,15 @@ class Result:
 
 
 def evaluate(path: Path, overrides: Sequence[str] = (), everything: bool = False) -> Result:
-    """The validation loss of a checkpoint. Under torchrun every rank calls it; all get the same result.
+    """Return the validation loss of a checkpoint. Under torchrun, every rank has to call this and gets the same result.
 
     Args:
         path: a checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder.
         overrides: of the checkpoint's configuration, in Hydra's grammar: data, mesh, precision.
-        everything: whether all documents are evaluated; otherwise those that are held out.
+        everything: True to evaluate all documents, False for the held-out ones.
 
     Raises:
-        ConfigError: it cannot start, or the checkpoint is damaged; one line says why.
+        ConfigError: the evaluation cannot start, or the checkpoint is damaged. The message is one line.
     """
     rank, local_rank, world = world_from_env()
     path = next(iter(list_checkpoints(path / "checkpoints") or list_checkpoints(path)), path)
@@ -78,10 +78,10 @@ def evaluate(path: Path, overrides: Sequence[str] = (), everything: bool = False
 
 
 def _arrays(cfg: Config, data: Data, everything: bool) -> tuple[Any, ...]:
-    """What to evaluate, as `Data.validation`, for each corpus and split.
+    """Return the data to evaluate, in the form of `Data.validation`.
 
     Raises:
-        ConfigError: there are none, or the data is a stream of which only the validation split is known.
+        ConfigError: no document is held out, or all documents of a stream are requested.
     """
     if everything:
         if (arrays := data.everything()) is None:

@@ -60,7 +60,7 @@ class Options:
 
 
 def main(args: Sequence[str]) -> int:
-    """Prints each text with its continuation. The exit status: 2 where it cannot start (one line says why)."""
+    """Print each text with its continuation. If it cannot start, print the reason in one line and return 2."""
     if not args or wants_help(args):
         print((__doc__ or "").format(options=help_lines(Options)).strip())
         return 0 if args else 2
@@ -78,8 +78,10 @@ def main(args: Sequence[str]) -> int:
 
 
 def _refuse_misspelt(texts: Sequence[str], keys: Sequence[str]) -> None:
-    """Raises:
-    ArgumentError: a text is all but one of the keys with a value.
+    """Refuse a text that looks like a misspelt key with a value.
+
+    Raises:
+        ArgumentError: a text is such a key.
     """
     for text in texts:
         key, equals, _ = text.partition("=")
@@ -88,10 +90,11 @@ def _refuse_misspelt(texts: Sequence[str], keys: Sequence[str]) -> None:
 
 
 def run(path: Path, texts: Sequence[str], o: Options) -> int:
-    """Continues the texts one after the other.
+    """Continue the texts one after the other.
 
     Raises:
-        ConfigError: there is no checkpoint, none with a tokenizer, or one that is damaged.
+        ConfigError: there is no checkpoint, it has no tokenizer, a file is damaged, or an empty text has no start
+            token.
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such folder")
@@ -122,8 +125,10 @@ def run(path: Path, texts: Sequence[str], o: Options) -> int:
 
 
 def continuation(tokenizer: tokenizers.Tokenizer, prompt: Sequence[int], made: Sequence[int]) -> str:
-    """The text of the new tokens. They are decoded behind the prompt, since a token may be a part of a character or
-    begin with a space."""
+    """Return the text of the new tokens.
+
+    Decode them together with the prompt, since a token may be a part of a character or begin with a space.
+    """
     before, whole = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *made])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(list(made))
 

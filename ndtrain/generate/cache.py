@@ -13,8 +13,9 @@ from ndtrain.model.attention.scores import AttentionMod, Scores
 
 
 class KeyValueCache:
-    """The keys and values of every layer. `core` replaces the attention core of a model (`Ops.core`), whose layers call
-    it in order.
+    """The cached keys and values of every layer.
+
+    `core` replaces the attention core of a model (`Ops.core`). The layers of the model call it in order.
 
     Args:
         length: the largest number of tokens.
@@ -26,16 +27,18 @@ class KeyValueCache:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the cache holds."""
+        """The number of tokens in the cache."""
         return self._tokens
 
     def advance(self, tokens: int) -> None:
-        """Ends a forward over `tokens` new tokens."""
+        """End a forward over `tokens` new tokens."""
         self._tokens, self._layer = self._tokens + tokens, 0
 
     def core(self, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx: Context) -> Tensor:
-        """Attention of the new tokens over all tokens so far. The first forward has the whole prompt, each later one
-        a single token."""
+        """Compute the attention of the new tokens over all tokens so far.
+
+        The first forward has the whole prompt, each later one a single token.
+        """
         layer, self._layer = self._layer, self._layer + 1
         end = self._tokens + k_BTKD.shape[1]
         if layer == len(self._layers):
@@ -49,7 +52,7 @@ class KeyValueCache:
 
 
 def last_token_attention(q_B1ND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scores: Scores) -> Tensor:
-    """Attention of the last of S tokens, in fp32 or wider -> [B, 1, N, D]."""
+    """Return the attention output of the last of S tokens, [B, 1, N, D], computed in fp32 or wider."""
     last = k_BSKD.shape[1] - 1
     if scores.window is not None:
         k_BSKD, v_BSKD = k_BSKD[:, -scores.window :], v_BSKD[:, -scores.window :]
@@ -65,13 +68,15 @@ def last_token_attention(q_B1ND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, scores:
         s_BKGS = s_BKGS - slopes_KG1 * distance_S
     if scores.mod is not None:
         s_BKGS = _modified(s_BKGS.flatten(1, 2)[:, :, None], scores.mod, last).view_as(s_BKGS)
-    blind = (s_BKGS == -torch.inf).all(-1, keepdim=True)  # the user's mask shows no key: the output is 0
+    blind = (s_BKGS == -torch.inf).all(-1, keepdim=True)  # the user's mask hides every key: the output is 0
     out_BKGD = s_BKGS.softmax(dim=-1).masked_fill(blind, 0) @ v_BSKD.to(wide).transpose(1, 2)
     return out_BKGD.reshape(B, 1, -1, D).to(q_B1ND.dtype)
 
 
 def _modified(s_BN1S: Tensor, mod: AttentionMod, last: int) -> Tensor:
-    """The scores of the query at position `last` over the S last keys, after the user's operations."""
+    """Return the scores of the query at position `last` over the last S keys, after the user's score and mask
+    functions.
+    """
     count = lambda first, end: torch.arange(first, end, device=s_BN1S.device)
     B, N, _, S = s_BN1S.shape
     places = Places.of(count(0, B), count(0, N), count(last, last + 1), count(last + 1 - S, last + 1))

@@ -28,14 +28,14 @@ Choose = Callable[[Tensor], Tensor]  # logits [B, V] -> tokens [B]
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Transformer:
-    """The model of a checkpoint or a Hugging Face folder, read tensor by tensor.
+    """Return the model of a checkpoint or a Hugging Face folder, read tensor by tensor.
 
     Args:
-        dtype: of its weights and its computation; None: that of the files.
+        dtype: of the weights and the computation; None: the dtype of the files.
 
     Raises:
-        ConfigError: config.json is of no known model, the weights do not fit it, or a file cannot be read; one line
-            says why.
+        ConfigError: config.json describes no known model, the weights do not fit it, or a file cannot be read. The
+            message is one line.
     """
     if (folder / "state.json").is_file():
         load_plugins(plugins_of(read_state(folder)))
@@ -56,10 +56,10 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
-    """The tokens that end a text, as generation_config.json or config.json says; empty: none.
+    """Return the tokens that end a text, from generation_config.json or else config.json; empty if neither names any.
 
     Raises:
-        ConfigError: the file cannot be read, or names what are no tokens.
+        ConfigError: a file cannot be read, or its eos_token_id is not a token id or a list of ids.
     """
     for path in (folder / "generation_config.json", folder / "config.json"):
         said = read_object(path).get("eos_token_id") if path.is_file() else None
@@ -79,9 +79,9 @@ def generate(
     ends: frozenset[int] = frozenset(),
     choose: Choose = next_tokens,
 ) -> list[int]:
-    """The tokens that follow the prompt. They end with a token of `ends`, or after `max_new_tokens`.
+    """Return the tokens that follow the prompt, up to a token of `ends` or `max_new_tokens`.
 
-    Keys and values are kept, so each token costs one forward of one token.
+    Keys and values are cached, so each new token costs the forward of one token.
 
     Args:
         prompt: one token or more.
@@ -102,7 +102,7 @@ def generate(
 
 
 def _logits(model: Transformer, tokens_BT: Tensor, cache: KeyValueCache) -> Tensor:
-    """The logits [B, V] behind the last of the new tokens, which are added to the cache."""
+    """Return the logits [B, V] after the last of the new tokens, and add these tokens to the cache."""
     B, T = tokens_BT.shape
     positions_T = torch.arange(cache.tokens, cache.tokens + T, device=tokens_BT.device)
     x, ctx = None, model.context(tokens_BT, tokens_BT, model.head.weight.dtype, positions=positions_T)

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules. Importing this package registers those that ndtrain ships."""
+"""Optimizers and learning-rate schedules. Importing this package registers the built-in ones."""
 
 from ndtrain.optim.adamw import AdamW
 from ndtrain.optim.lr_schedule import learning_rate

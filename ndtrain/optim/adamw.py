@@ -36,7 +36,7 @@ class AdamW(Optimizer):
 
 @dataclass
 class _Group:
-    """Tensors with the same factor of the learning rate and the same weight decay.
+    """Tensors with the same learning-rate factor and the same weight decay.
 
     Attributes:
         steps: for each tensor the number of updates that the kernel has made, in fp32 on the tensor's device.
@@ -59,8 +59,10 @@ class _Group:
 
 
 class _Fused:
-    """PyTorch's fused kernel, by the functional interface: the class `torch.optim.AdamW` imports the compiler, which
-    takes more than a second."""
+    """PyTorch's fused kernel, called through the functional interface.
+
+    The class `torch.optim.AdamW` would import the compiler, which takes more than a second.
+    """
 
     def __init__(self, cfg: OptimConfig, tensors: Sequence[OptimTensor]):
         self.cfg = cfg
@@ -73,7 +75,7 @@ class _Fused:
     def __call__(self, update: Update) -> None:
         beta1, beta2 = self.cfg.betas
         for group in self.groups:
-            torch._foreach_copy_(group.steps, [update.made] * len(group.steps))  # the kernel counts this one itself
+            torch._foreach_copy_(group.steps, [update.made] * len(group.steps))  # the kernel adds this update itself
             adamw(
                 group.weights, group.grads, group.exp_avgs, group.exp_avg_sqs, [], group.steps,
                 fused=True, grad_scale=_scale_for_kernel(update, group.grads), found_inf=update.found_inf,
@@ -83,7 +85,7 @@ class _Fused:
 
 
 class _Rounded:
-    """Moments in bf16."""
+    """AdamW with moments in bf16."""
 
     def __init__(self, cfg: OptimConfig, tensors: Sequence[OptimTensor]):
         groups: dict[tuple[float, float], list[Tensor]] = {}
@@ -110,8 +112,10 @@ class _Rounded:
 
 
 def _scale_for_kernel(update: Update, grads: Sequence[Tensor]) -> Tensor | None:
-    """Return the divisor that a kernel applies to the gradients, which saves a pass over them. Kernels take it in fp32
-    alone, so gradients of another precision are divided here."""
+    """Return the divisor that the kernel applies to the gradients, which saves a pass over them; None if there is none.
+
+    Kernels divide only fp32 gradients. Gradients of another precision are divided here.
+    """
     scale = update.grad_scale
     if scale is None or grads[0].dtype == torch.float32:
         return None if scale is None else scale.float()

@@ -8,8 +8,11 @@ from ndtrain.plugins import register_lr_schedule
 
 
 def learning_rate(cfg: OptimConfig, step: int, total_steps: int) -> float:
-    """The rate of the update that makes step `step` (from 1): linear warmup to `lr` over `warmup` steps, then by
-    `schedule` down to `min_lr` at `decay_steps` (null: `total_steps`). The rate stays at `lr` if `min_lr` is above."""
+    """Return the learning rate of the update that makes step `step` (from 1).
+
+    The rate rises linearly to `lr` over `warmup` steps, then follows `schedule` down to `min_lr` at `decay_steps`
+    (null: `total_steps`). It stays at `lr` if `min_lr` is above `lr`.
+    """
     if step <= cfg.warmup:
         return cfg.lr * step / cfg.warmup
     end = total_steps if cfg.decay_steps is None else cfg.decay_steps
@@ -21,8 +24,8 @@ def idle_steps(cfg: OptimConfig, total_steps: int, last_step: int) -> str | None
     """Return one line about updates of the plan that change nothing or never reach `optim.lr`; None if there are none.
 
     Args:
-        total_steps: of the plan, `train.steps`.
-        last_step: of this run, which may stop earlier.
+        total_steps: the steps of the plan, `train.steps`.
+        last_step: the last step of this run, which may stop earlier.
     """
     if cfg.warmup >= last_step and cfg.warmup > 1 and last_step == total_steps:
         return (
@@ -45,29 +48,29 @@ def idle_steps(cfg: OptimConfig, total_steps: int, last_step: int) -> str | None
 
 
 def progress(step: int, start: int, end: int) -> float:
-    """The fraction of the way from `start` to `end` that a step has reached, between 0 and 1."""
+    """Return the fraction of the way from `start` to `end` that a step has reached, between 0 and 1."""
     return min(1.0, max(0.0, (step - start) / max(1, end - start)))
 
 
 @register_lr_schedule("constant")
 def constant(step: int, cfg: OptimConfig, end: int) -> float:
-    """No decay."""
+    """Do not decay."""
     return 1.0
 
 
 @register_lr_schedule("linear")
 def linear(step: int, cfg: OptimConfig, end: int) -> float:
-    """A straight line from the end of warmup."""
+    """Decay on a straight line from the end of warmup."""
     return 1 - progress(step, cfg.warmup, end)
 
 
 @register_lr_schedule("cosine")
 def cosine(step: int, cfg: OptimConfig, end: int) -> float:
-    """Half a cosine from the end of warmup (Loshchilov and Hutter, 2017, arXiv:1608.03983)."""
+    """Decay along half a cosine from the end of warmup (Loshchilov and Hutter, 2017, arXiv:1608.03983)."""
     return (1 + math.cos(math.pi * progress(step, cfg.warmup, end))) / 2
 
 
 @register_lr_schedule("wsd")
 def wsd(step: int, cfg: OptimConfig, end: int) -> float:
-    """Constant, then linear over the last fraction `wsd_decay` (Hu et al., 2024, arXiv:2404.06395)."""
+    """Stay constant, then decay linearly over the last fraction `wsd_decay` (Hu et al., 2024, arXiv:2404.06395)."""
     return 1 - progress(step, max(cfg.warmup, end - round(cfg.wsd_decay * end)), end)

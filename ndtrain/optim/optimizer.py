@@ -1,7 +1,8 @@
 """The interface of an optimizer: the state that it declares, and one update of some tensors.
 
-`parallel/sharded_optimizer.py` decides which tensors those are. An optimizer that works element by element gets slices
-of the flat buffers. One that needs whole tensors (`whole_tensors`) gets each tensor on one rank, which keeps its state.
+`parallel/sharded_optimizer.py` chooses these tensors. An optimizer that works element by element gets slices of the
+flat buffers. An optimizer that needs whole tensors (`whole_tensors`) gets each tensor on one rank, which keeps its
+state.
 """
 
 from abc import ABC, abstractmethod
@@ -20,13 +21,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One kind of state tensor. Each parameter has one. Sharding, offload, checkpoints and memory formulas read this.
+    """One kind of optimizer state. Each parameter has one state tensor of this kind.
+
+    Sharding, offload, checkpoints and memory formulas read the spec.
 
     Attributes:
         name: its prefix in checkpoints: `exp_avg.<parameter>`.
-        dtype: its dtype; None: that of the master weights.
-        shape: parameter's shape -> its shape; None: the parameter's own, and sharded like it. Only an optimizer of
-            whole tensors may have another.
+        dtype: its dtype; None: the dtype of the master weights.
+        shape: maps the parameter's shape to the shape of the state; None: the parameter's own shape, sharded like it.
+            Only an optimizer of whole tensors may have another shape.
     """
 
     name: str
@@ -38,12 +41,12 @@ class StateSpec:
 
 
 class TensorSlice(NamedTuple):
-    """Elements of one tensor in a shard.
+    """Contiguous elements of one tensor in a shard.
 
     Attributes:
         at: their positions in the shard.
         tensor: the tensor's layout.
-        start: the first one's offset in the local row-major tensor.
+        start: the offset of the first element in the local row-major tensor.
     """
 
     at: slice
@@ -51,7 +54,7 @@ class TensorSlice(NamedTuple):
     start: int
 
     def chunks(self, most: int) -> Iterator["TensorSlice"]:
-        """The same elements, at most `most` at a time."""
+        """Yield the same elements, at most `most` at a time."""
         for a in range(self.at.start, self.at.stop, most):
             b = min(a + most, self.at.stop)
             yield self._replace(at=slice(a, b), start=self.start + a - self.at.start)
@@ -82,11 +85,10 @@ class Update(NamedTuple):
 
     Attributes:
         step: the number of the step, from 1.
-        made: the number of updates made before, without the skipped ones; a scalar on the state's device.
+        made: the number of earlier updates, without skipped ones; a scalar on the device of the state.
         lr: the learning rate of a tensor whose `lr_mult` is 1.
-        found_inf: 1 if the loss or a gradient is not finite, so that nothing may change, otherwise 0; such a scalar
-            too.
-        grad_scale: the divisor of the gradients (clipping), such a scalar too; None: 1.
+        found_inf: 1 if the loss or a gradient is not finite, and nothing may change; otherwise 0. A scalar like `made`.
+        grad_scale: the divisor of the gradients, for clipping; None: 1. A scalar like `made`.
     """
 
     step: int
@@ -97,10 +99,10 @@ class Update(NamedTuple):
 
 
 class Optimizer(ABC):
-    """One instance updates the same tensors in every step.
+    """The base class of optimizers. One instance updates the same tensors in every step.
 
     Attributes:
-        whole_tensors: whether it needs each tensor whole.
+        whole_tensors: True if the optimizer needs each tensor whole.
     """
 
     whole_tensors = False
@@ -111,11 +113,11 @@ class Optimizer(ABC):
     @classmethod
     @abstractmethod
     def state_spec(cls, cfg: OptimConfig) -> tuple[StateSpec, ...]:
-        """The state of each parameter. It begins as zeros."""
+        """Return the kinds of state of each parameter. The state begins as zeros."""
 
     @abstractmethod
     def step(self, tensors: Sequence[OptimTensor], update: Update) -> None:
-        """One update of all tensors, or none where `update.found_inf` is 1."""
+        """Update all tensors once, or change nothing if `update.found_inf` is 1."""
 
 
 class PerTensorOptimizer(Optimizer):
@@ -132,9 +134,9 @@ class PerTensorOptimizer(Optimizer):
 
     @abstractmethod
     def update(self, tensor: OptimTensor, lr: float, step: int) -> None:
-        """Changes `tensor.weight` and `tensor.state` in place; the gradient is clipped already.
+        """Change `tensor.weight` and `tensor.state` in place. The gradient is already clipped.
 
         Args:
-            lr: the tensor's learning rate, `lr_mult` included.
-            step: the number of updates made, this one included.
+            lr: the tensor's learning rate, including `lr_mult`.
+            step: the number of updates, including this one.
         """

@@ -1,5 +1,8 @@
-"""AdamW with moments in bf16, rounded stochastically: one function, compiled to one kernel for up to `_MOST_TENSORS`
-neighbouring tensors where there is a compiler, else run operation by operation on chunks."""
+"""AdamW with moments in bf16, rounded stochastically.
+
+The update is one function. With a compiler it becomes one kernel for up to `_MOST_TENSORS` neighbouring tensors.
+Without a compiler it runs operation by operation on chunks.
+"""
 
 import os
 import shutil
@@ -17,24 +20,25 @@ from ndtrain.model.device_kind import kind_of
 from ndtrain.optim.optimizer import TensorSlice
 from ndtrain.optim.rounding import Place, draw, element_index, halves, keys, round_to_bf16, select
 
-# of one kernel: each further tensor costs a few integer operations an element, and positions are int32
+# limits of one kernel: each additional tensor costs a few integer operations per element, and positions are int32
 _MOST_TENSORS, _MOST_ELEMENTS = 16, 1 << 30
-# elements at one time without a compiler: each thread's, the fewest that PyTorch gives one, fit its cache; or a GPU's
+# elements of a chunk without a compiler. On a CPU per thread: the smallest share that PyTorch gives a thread, which
+# fits its cache.
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
-# on a CPU, where compiling takes as long as the updates of some hundred million elements without it
+# the fewest elements for which a CPU compiles, which takes as long as updating some hundred million without it
 _WORTH_COMPILING = 1 << 24
 
 
 class Scalars(NamedTuple):
-    """What an update is the same for. Each is an fp32 scalar on the weights' device.
+    """Values that are the same for all elements of an update. Each is an fp32 scalar on the weights' device.
 
     Attributes:
         rest1, rest2: 1 - beta1, 1 - beta2.
-        eps: epsilon * sqrt(1 - beta2^t) after t updates: both corrections of the moments are factors of `rate`, in the
-            order of Kingma & Ba (2014, arXiv:1412.6980, section 2), which saves each element a division.
+        eps: epsilon * sqrt(1 - beta2^t) after t updates. Both bias corrections are factors of `rate`, in the order of
+            Kingma & Ba (2014, arXiv:1412.6980, section 2), which saves each element a division.
         decay: 1 - lr * weight decay.
         rate: lr * sqrt(1 - beta2^t) / (1 - beta1^t).
-        found_inf: not 0: the update changes nothing.
+        found_inf: if it is not 0, the update changes nothing.
         grad_scale: the divisor of the gradient; None: 1.
     """
 
@@ -60,15 +64,17 @@ def update(
     one_row: bool,
     first: int | None,
 ) -> None:
-    """Updates neighbouring tensors, or a chunk of one, in place. It computes in fp32 by operations that round once, so
-    that the bits of an element depend neither on the bounds of its shard nor on whether this is compiled.
+    """Update neighbouring tensors, or a chunk of one tensor, in place.
+
+    The update computes in fp32, with operations that round once. The bits of an element therefore depend neither on the
+    bounds of its shard nor on compilation.
 
     Args:
         weight, grad: fp32 [n]. exp_avg, exp_avg_sq: bf16 [n].
         places: int32 [k, 5], a `Place` of each tensor. tensor_keys: int32 [k, 2].
-        one_row: whether each tensor's elements lie within one row.
-        first: the position of the chunk's first element. None: 0, which no compiler takes for a variable: PyTorch 2.11
-            would add it as an int64, whose bits are not those of an int32.
+        one_row: True if the elements of each tensor are within one row.
+        first: the position of the chunk's first element. None: 0, as a constant when compiled. PyTorch 2.11 would add a
+            variable as an int64, whose bits differ from an int32's.
     """
     if s.grad_scale is not None:
         grad = grad / s.grad_scale
@@ -89,7 +95,10 @@ def update(
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Rounded once everywhere: MKL's fp32 square root, which PyTorch calls on a CPU, may be off in the last bit."""
+    """Return the square root, rounded once on every device.
+
+    MKL's fp32 square root, which PyTorch calls on a CPU, may be off in the last bit.
+    """
     if x.is_cuda or torch.compiler.is_compiling():
         return x.sqrt()
     return x.double().sqrt_().float()
@@ -97,13 +106,17 @@ def _sqrt(x: Tensor) -> Tensor:
 
 @cache
 def compiled_update() -> Callable[..., None]:
-    """`update`, compiled for any number of elements, and again for each number of tensors. Its bits are the same."""
+    """Return `update`, compiled for any number of elements, and again for each number of tensors. Its bits are the
+    same.
+    """
     return torch.compile(update, dynamic=True, options=exact_options())
 
 
 def exact_options() -> dict[str, bool]:
-    """The compiler's options with which a product and a sum each round, and a GPU's division rounds as IEEE 754 says.
-    Not every version of PyTorch has both."""
+    """Return the compiler options that round each product and each sum, and divide on a GPU as IEEE 754 requires.
+
+    Leave out options that this version of PyTorch does not have.
+    """
     from torch._inductor import config
 
     exact = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
@@ -112,7 +125,7 @@ def exact_options() -> dict[str, bool]:
 
 
 def compiles(device: torch.device, elements: int) -> bool:
-    """Whether the update of so many elements on a device is compiled: where there is a compiler, and it pays."""
+    """Return True if the update of `elements` elements is compiled: there is a compiler, and compiling pays off."""
     if device.type == "meta":
         return False
     if device.type == "cuda":
@@ -126,11 +139,12 @@ def compiles(device: torch.device, elements: int) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements that are updated at one time.
+    """Elements that are updated together.
 
     Attributes:
         at: their positions in the shard.
-        rows: their tensors in `RoundedAdamW._tensors`.
+        rows: the rows of their tensors in `RoundedAdamW._places`.
+        one_row: True if the elements of each tensor are within one row.
     """
 
     weight: Tensor
@@ -140,18 +154,19 @@ class _Part:
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """AdamW with moments in bf16. It computes the update in fp32 and rounds the moments stochastically. It has the
-    interface of PyTorch's fused AdamW under GradScaler, and makes the host wait for nothing.
+    """AdamW with moments in bf16. It computes the update in fp32 and rounds the moments stochastically.
+
+    It has the interface of PyTorch's fused AdamW under GradScaler, and never makes the host wait.
 
     Args:
-        groups: as of any PyTorch optimizer.
+        groups: as for any PyTorch optimizer.
         slices: the tensors that each weight's elements belong to. Padding belongs to none and does not change.
 
     Attributes:
-        param_groups: `number` in them is the step's number, which the random bits depend on.
+        param_groups: each has the step's number as `number`; the random bits depend on it.
         found_inf: if it is not 0, the step changes nothing.
         grad_scale: the divisor of the gradients, or None.
-        compiled: whether the update is compiled.
+        compiled: True if the update is compiled.
     """
 
     def __init__(
@@ -175,7 +190,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         self._constants = torch.tensor(constants, dtype=torch.float32).to(self._device).unbind()
 
     def _divide(self, weight: Tensor, slices: Sequence[TensorSlice]) -> list[Place]:
-        """Adds a weight's tensors and parts. Returns the tensors' places."""
+        """Add the tensors and parts of a weight, and return the places of the tensors."""
         places = []
         for together in _together(slices, _MOST_TENSORS if self.compiled else 1):
             origin, rows = together[0].at.start, len(self._names)
@@ -192,13 +207,13 @@ class RoundedAdamW(torch.optim.Optimizer):
         return places
 
     def _on_device(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """int32, by a copy that the host does not wait for."""
+        """Copy integers to the device as int32. The host does not wait for the copy."""
         pinned = self._device.type == "cuda"
         return torch.tensor(rows, dtype=torch.int32, pin_memory=pinned).to(self._device, non_blocking=True)
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every weight from its `grad`."""
+        """Update every weight once from its `grad`."""
         group = self.param_groups[0]
         made = self.state[group["params"][0]]["step"].double() + 1
         corrections = [1 - beta**made for beta in group["betas"]]
@@ -228,7 +243,7 @@ class RoundedAdamW(torch.optim.Optimizer):
 
 
 def _together(slices: Sequence[TensorSlice], most: int) -> Iterator[list[TensorSlice]]:
-    """Neighbouring slices, at most `most` of them and `_MOST_ELEMENTS` elements at a time."""
+    """Yield groups of neighbouring slices, each of at most `most` slices and `_MOST_ELEMENTS` elements."""
     part: list[TensorSlice] = []
     for piece in (chunk for whole in slices for chunk in whole.chunks(_MOST_ELEMENTS)):
         fits = part and part[-1].at.stop == piece.at.start and piece.at.stop - part[0].at.start <= _MOST_ELEMENTS

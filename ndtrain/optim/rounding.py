@@ -1,7 +1,7 @@
-"""Stochastic rounding to bf16 whose draws are a pure function of (tensor, element, step): any mesh rounds alike.
+"""Stochastic rounding to bf16. The random bits depend only on (tensor, element, step), so every mesh rounds alike.
 
-A bf16 number has 8 significant bits: an average that moves by less than 1/512 of itself a step, as a second moment with
-beta2 = 0.999 does, would stand still if it were rounded to the nearest (Gupta et al., 2015, arXiv:1502.02551).
+A bf16 number has 8 significant bits. Rounded to nearest, an average that moves by less than 1/512 of itself a step
+would never change (Gupta et al., 2015, arXiv:1502.02551). A second moment with beta2 = 0.999 moves this slowly.
 """
 
 import hashlib
@@ -13,16 +13,19 @@ from torch import Tensor
 
 from ndtrain.optim.optimizer import TensorSlice
 
-_LOW = 0xFFFF  # the bits of an fp32 number that bf16 has no room for
+_LOW = 0xFFFF  # the low bits of an fp32 number, which bf16 does not have
 
 
 class Place(NamedTuple):
-    """Where the elements of one slice stand in its whole tensor. Element p of an update, counted from the first element
-    of the first slice, is element `shift + p + (column + p) // length * jump` of the tensor, modulo 2^32.
+    """The map from the elements of one slice to the elements of its whole tensor.
+
+    Element p of an update is counted from the first element of the first slice. Modulo 2^32, its index in the tensor
+    is `shift + p + (column + p) // length * jump`.
 
     Attributes:
         begin: the slice's first p.
-        column, length, jump: of tensors whose local rows are `jump` elements apart; (0, 1, 0): one row holds the slice.
+        column, length, jump: for a tensor whose local rows of `length` elements have gaps of `jump` elements between
+            them; (0, 1, 0): the slice is within one row.
     """
 
     begin: int
@@ -33,9 +36,10 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, piece: TensorSlice, origin: int) -> "Place":
-        """
+        """Return the place of a slice.
+
         Args:
-            origin: where the update begins, in the shard.
+            origin: the position in the shard at which the update begins.
         """
         first, length, stride = piece.tensor.row_map
         begin, jump = piece.at.start - origin, stride - length
@@ -47,19 +51,19 @@ class Place(NamedTuple):
 
 
 def _wrapped(x: int) -> int:
-    """x modulo 2^32, as an int32."""
+    """Return x modulo 2^32, as an int32."""
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def keys(name: str, step: int) -> tuple[int, int]:
-    """Two int32 that name a tensor at a step."""
+    """Return two int32 that identify a tensor at a step."""
     digest = hashlib.blake2b(f"{name}\0{step}".encode(), digest_size=8).digest()
     first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
     return first, second
 
 
 def select(position: Tensor, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """For each position the values of the last row that begins at or before it.
+    """Return for each position the values of the last row that begins at or before it.
 
     Args:
         position: int32 [n], ascending.
@@ -73,11 +77,11 @@ def select(position: Tensor, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def element_index(position: Tensor, shift: Tensor, rows: Sequence[Tensor] = ()) -> Tensor:
-    """The elements' offsets in their whole tensors, modulo 2^32, int32 [n]; see `Place`.
+    """Return the offsets of elements in their whole tensors, modulo 2^32, int32 [n]; see `Place`.
 
     Args:
         position: int32 [n].
-        rows: (column, length, jump); empty: each slice lies within one row.
+        rows: (column, length, jump); empty: each slice is within one row.
     """
     index = position + shift
     if rows:
@@ -87,12 +91,13 @@ def element_index(position: Tensor, shift: Tensor, rows: Sequence[Tensor] = ()) 
 
 
 def draw(index: Tensor, first: Tensor | int, second: Tensor | int) -> Tensor:
-    """32 random bits for each element, int32: Wellons' hash `lowbias32` of its index. The key is mixed in before it and
-    half-way through.
+    """Return 32 random bits for each element, int32: Wellons' hash `lowbias32` of its index.
+
+    The key is mixed in before the hash and half-way through.
 
     Args:
         index: int32 [n]; products wrap.
-        first, second: the key, of all elements or of each.
+        first, second: the key, one for all elements or one for each.
     """
     x = index.bitwise_xor(first)
     x.bitwise_xor_(_shifted(x, 16)).mul_(0x21F0AAAD).bitwise_xor_(second)
@@ -101,12 +106,12 @@ def draw(index: Tensor, first: Tensor | int, second: Tensor | int) -> Tensor:
 
 
 def halves(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper and the lower 16 bits, each an int32 in [0, 2^16)."""
+    """Return the upper and the lower 16 bits, each an int32 in [0, 2^16)."""
     return _shifted(bits, 16), bits & _LOW
 
 
 def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 -> an fp32 number that bf16 has, up or down with probabilities that make the expected value x.
+    """Round fp32 up or down to a bf16 number, stored as fp32, with probabilities that make the expected value x.
 
     Args:
         bits: int32 in [0, 2^16), uniform.
@@ -115,5 +120,5 @@ def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Logical shift: x >> by with zeros shifted in."""
+    """Return the logical shift x >> by, with zeros shifted in."""
     return (x >> by).bitwise_and_((1 << (32 - by)) - 1)

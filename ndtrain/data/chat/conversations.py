@@ -1,6 +1,6 @@
-"""Conversations as flat arrays of token ids and of what is learned: made once from JSONL files, kept in the data cache.
+"""Conversations as flat arrays: the token ids, and the weight of each token in the loss.
 
-The arrays are memory-mapped.
+The arrays are made once from JSONL files, kept in the data cache and memory-mapped.
 """
 
 import json
@@ -28,10 +28,10 @@ from ndtrain.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_VERSION = 2  # of what this module makes of given files: a new one outdates every cache entry
-_ROW_BYTES = 64 << 20  # of the longest row that is read
+_VERSION = 2  # of the arrays made from given files; a new version invalidates every cache entry
+_ROW_BYTES = 64 << 20  # of the longest row that is accepted
 _BATCH_CHARACTERS = 1 << 22  # tokenised at a time
-_PLAIN = (0.0, 1.0)  # the weights of tokens where no row names another one
+_PLAIN = (0.0, 1.0)  # the weights of tokens if no row sets another one
 _MOST_WEIGHTS = 256
 _ARRAYS = ("ids", "learned", "ends", "firsts")  # of a split, each in its own file
 
@@ -43,7 +43,7 @@ class ChatFiles:
     Attributes:
         setting: the key and value that begin an error message.
         root, files: the files are '/'-separated paths below `root`, sorted.
-        validation: the fraction of rows that the validation split holds.
+        validation: the fraction of rows in the validation split.
     """
 
     setting: str
@@ -52,7 +52,7 @@ class ChatFiles:
     validation: float
 
     def key(self) -> str:
-        """Returns a digest of the settings and of every file's name, size and time of change."""
+        """Return a digest of the settings and of every file's name, size and modification time."""
         stats = [os.stat(self.root / name) for name in self.files]
         entries = [(name, s.st_size, s.st_mtime_ns) for name, s in zip(self.files, stats, strict=True)]
         return digest(_VERSION, str(self.root), self.validation, entries)
@@ -61,7 +61,7 @@ class ChatFiles:
         return sum(os.path.getsize(self.root / name) for name in self.files)
 
     def rows(self) -> Iterator[tuple[str, bytes]]:
-        """Yields (`file:line`, the line) of every row.
+        """Yield (`file:line`, the line) for every row.
 
         Raises:
             ConfigError: a file cannot be read, or a row is too long.
@@ -74,7 +74,7 @@ class ChatFiles:
                 raise ConfigError(f"{self.setting}: cannot read {self.root / name}: {error.strerror}") from error
 
     def location(self, row: str) -> str:
-        """Returns how a message names the row `file:line`."""
+        """Return the name of the row `file:line` in messages."""
         return f"data.path: {self.root / row}"
 
 
@@ -96,9 +96,9 @@ class Conversations:
         ids: unsigned [n].
         learned: uint8 [n]: the index of each token's weight in `weights`; 0 for a token that is not learned.
         weights: float32 [at most 256]: 0, 1, and other weights.
-        ends: int64 [conversations]: behind the last token of each.
-        firsts: int64 [conversations]: the first token of each that is learned and has a token before it.
-        rows: the number of rows that they were made of.
+        ends: int64 [conversations]: the offset after the last token of each conversation.
+        firsts: int64 [conversations]: the index within each conversation of its first learned token, other than 0.
+        rows: the number of rows that the conversations were made from.
     """
 
     ids: np.ndarray
@@ -110,23 +110,23 @@ class Conversations:
 
     @property
     def has_weights(self) -> bool:
-        """True if tokens have other weights than 0 and 1."""
+        """True if tokens have weights other than 0 and 1."""
         return len(self.weights) > len(_PLAIN)
 
     @property
     def starts(self) -> np.ndarray:
-        """int64 [conversations]: the first token of each."""
+        """int64 [conversations]: the offset of the first token of each conversation."""
         return np.concatenate([np.zeros(1, np.int64), self.ends[:-1]])[: len(self.ends)]
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [conversations], in tokens."""
+        """int64 [conversations]: the number of tokens of each conversation."""
         return self.ends - self.starts
 
 
 @dataclass(frozen=True)
 class ChatCorpus:
-    """The two splits and a digest of their content. `last` are the special tokens that conversations end with."""
+    """The two splits and a digest of their content. `last` holds each conversation's last learned special token."""
 
     train: Conversations
     validation: Conversations
@@ -135,9 +135,9 @@ class ChatCorpus:
 
 
 def tokenise_chat(files: ChatFiles, template: ChatTemplate | None, tokenizer: Tokenizer, cache: Path) -> ChatCorpus:
-    """Returns the conversations as token ids, which are kept in the folder `cache`.
+    """Return the tokenised conversations, which are kept in the folder `cache`.
 
-    The process that makes them shows its progress on stderr.
+    The process that tokenises them shows its progress on stderr.
 
     Raises:
         ConfigError: a row cannot be trained on, or the cache cannot be written.
@@ -148,7 +148,7 @@ def tokenise_chat(files: ChatFiles, template: ChatTemplate | None, tokenizer: To
 
 
 def _load(entry: Path) -> ChatCorpus | None:
-    """Returns the entry; None if it is absent or damaged."""
+    """Return the entry; None if it is absent or damaged."""
     try:
         record = json.loads(entry.read_bytes())
         if any(sampled_digest(entry.with_name(name)) != found for name, found in record["files"].items()):
@@ -236,13 +236,19 @@ def _build(files: ChatFiles, template: ChatTemplate | None, tokenizer: Tokenizer
         "fingerprint": digest("chat", *(writers[split].digest() for split in SPLITS), *weights[len(_PLAIN) :]),
         "last": sorted(last)[:1000],
     }
-    with atomic_write(entry) as file:  # last: an entry is whole once this file exists
+    with atomic_write(entry) as file:  # written last: the entry is complete once this file exists
         file.write(json.dumps(record).encode())
 
 
 @dataclass(frozen=True)
 class _RowSample:
-    """A sample of the row `name`, whose first sample it is if it `begins` it. `size` are bytes of the row."""
+    """A sample made from a row.
+
+    Attributes:
+        name: the row.
+        begins: True if this is the first sample of its row.
+        size: the bytes of the row if this is its first sample, else 0.
+    """
 
     name: str
     held_out: bool
@@ -288,14 +294,14 @@ def _batches(samples: Iterator[_RowSample]) -> Iterator[list[_RowSample]]:
 
 
 def _encode(batch: Sequence[_RowSample], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields for each sample its ids, int64 [n], and their weights [n], 0 for those that are not learned."""
+    """Yield the ids of each sample, int64 [n], and their weights [n]. A token that is not learned has weight 0."""
     encoded = tokenizer.encode_markup([(row.sample.text, row.sample.special) for row in batch])
     for row, (ids, offsets) in zip(batch, encoded, strict=True):
         yield np.asarray(ids, np.int64), np.asarray(token_weights(offsets, row.sample.spans))
 
 
 def _indices(weight: np.ndarray, known: list[float]) -> np.ndarray:
-    """Returns the index of each weight among those known, uint8 [n]. New ones are added to `known`."""
+    """Return the index in `known` of each weight, uint8 [n]. Append new weights to `known`."""
     values, inverse = np.unique(weight, return_inverse=True)
     known += [value for value in values.tolist() if value not in known]
     return np.array([known.index(value) for value in values.tolist()])[inverse].astype(np.uint8)

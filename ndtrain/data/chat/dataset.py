@@ -1,4 +1,4 @@
-"""Opens what `data=chat` names, as data that a run can train on."""
+"""Opens the conversations of `data=chat`, as data that a run can train on."""
 
 from dataclasses import dataclass
 from datetime import date
@@ -26,7 +26,7 @@ class ChatData(Data):
 
     Attributes:
         packed: the training split.
-        validation: the validation split, if it holds a conversation.
+        validation: the validation split; empty if it holds no conversation.
     """
 
     name: str
@@ -38,7 +38,9 @@ class ChatData(Data):
         return f"{self.corpus.train.rows:,} conversations in {self.packed.count:,} sequences"
 
     def warnings(self, cfg: Config) -> list[str]:
-        """Names what is cut off, left out or read more than once in a step, and how conversations became several."""
+        """Warn about truncated and dropped conversations, rows that became several, unused weights, and data that one
+        step repeats.
+        """
         held, packed, length = self.corpus.train, self.packed, cfg.train.seq_len
         lines = []
         if packed.cut or packed.left_out:
@@ -88,10 +90,10 @@ class ChatData(Data):
 
 
 def open_chat(cfg: Config, cache: Path) -> ChatData:
-    """Opens the conversations that `cfg.data` names, and tokenises them into the data cache if they are not there yet.
+    """Open the conversations of `cfg.data`, and tokenise them into the data cache if they are not there yet.
 
     Raises:
-        ConfigError: there is no such file, a row cannot be trained on, or the tokenizer is not the model's.
+        ConfigError: there is no such file, a row cannot be trained on, or the tokenizer differs from the model's.
     """
     data = cfg.data
     root, names = matching_files(str(data.path), "*.jsonl")
@@ -126,10 +128,10 @@ def open_chat(cfg: Config, cache: Path) -> ChatData:
 
 
 def _require_same_tokenizer(cfg: Config, tokenizer: Tokenizer) -> None:
-    """Checks that a model which is trained on, `init_from`, keeps its tokenizer.
+    """Check that the tokenizer gives the same ids as the tokenizer of the model in `init_from`.
 
     Raises:
-        ConfigError: `data.tokenizer` gives tokens other ids.
+        ConfigError: the ids differ.
     """
     theirs = Path(cfg.init_from or "") / "tokenizer.json"
     if cfg.init_from and theirs.is_file() and not tokenizer.same_ids(theirs.read_bytes()):

@@ -1,7 +1,7 @@
-"""Whole conversations packed into sequences of one length, as training and validation see them.
+"""Whole conversations packed into sequences of one length, for training and validation.
 
-A conversation is never divided between two sequences, and attends to none but itself. The rest of a sequence is padding
-that is not learned.
+A conversation is never split between two sequences, and attends only to itself. The rest of a sequence is padding that
+is not learned.
 
 Shapes: T tokens of a sequence.
 """
@@ -20,16 +20,16 @@ from ndtrain.data.chat.conversations import Conversations
 from ndtrain.data.order import EndlessRun, epoch_indices
 from ndtrain.data.token_array import Packing
 
-_PADDING = 0  # an id: nothing attends to it, and it is not learned
+_PADDING = 0  # the id of padding: no conversation attends to it, and it is not learned
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which conversations each sequence holds.
+    """The assignment of conversations to sequences.
 
     Attributes:
         order: int64 [packed]: the conversations of the first sequence, then the conversations of the second, and so on.
-        ends: int64 [sequences]: behind the last conversation of each, as an index into `order`.
+        ends: int64 [sequences]: the index in `order` after the last conversation of each sequence.
     """
 
     order: np.ndarray
@@ -37,15 +37,15 @@ class Plan:
 
 
 def pack(lengths: np.ndarray, capacity: int) -> Plan:
-    """Packs items into bins by best fit decreasing: the longest first, each into the fullest bin that has room.
+    """Pack items into bins by best fit decreasing: the longest first, each into the fullest bin that has room.
 
-    Bins stand in the order of their first items, and the items of a bin in their own.
+    Bins are ordered by their first items, and the items of each bin are sorted.
 
     Args:
         lengths: int [n], each in 1..capacity.
     """
     bins: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # bins by the room that they have left
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # bins by their free room
     rooms = 0  # bit r: there is a bin with room r
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
@@ -69,15 +69,17 @@ def pack(lengths: np.ndarray, capacity: int) -> Plan:
 class PackedConversations:
     """The sequences of one split.
 
-    A conversation of more than T tokens is cut off behind T. One of which nothing would then be learned is left out.
+    A conversation of more than T tokens is truncated to T tokens. If it then has no token to learn, it is left out.
 
     Attributes:
-        count: how many sequences there are.
-        cut, left_out: how many conversations are cut off, and how many are left out.
+        count: the number of sequences.
+        cut, left_out: the numbers of conversations that are truncated and that are left out.
     """
 
     def __init__(self, conversations: Conversations, seq_len: int, cache: Path, fingerprint: str):
-        """`fingerprint` is of the split. What it packs is kept in the folder `cache`."""
+        """Pack the conversations of a split, or load their plan from the folder `cache`. `fingerprint` identifies the
+        split.
+        """
         self._conversations, self._seq_len = conversations, seq_len
         lengths, kept = conversations.lengths, np.flatnonzero(conversations.firsts < seq_len)
         self.cut = int((lengths[kept] > seq_len).sum())
@@ -93,26 +95,28 @@ class PackedConversations:
         return self.count
 
     def tokens(self, index: int) -> np.ndarray:
-        """Returns int64 [T + 1]: a sequence and its padding."""
+        """Return the tokens of a sequence and its padding, int64 [T + 1]."""
         out = np.full(self._seq_len + 1, _PADDING, np.int64)
         for at, piece in self._pieces(index):
             out[at : at + piece.stop - piece.start] = self._conversations.ids[piece]
         return out
 
     def weights(self, index: int) -> np.ndarray:
-        """Returns float32 [T + 1]: the weights of these tokens. The first one of a conversation has weight 0: it is
-        not learned."""
+        """Return the weights of a sequence's tokens, float32 [T + 1].
+
+        The first token of a conversation has weight 0, because it is not learned.
+        """
         out, held = np.zeros(self._seq_len + 1, np.float32), self._conversations
         for at, piece in self._pieces(index):
             out[at + 1 : at + piece.stop - piece.start] = held.weights[held.learned[piece][1:]]
         return out
 
     def starts(self, index: int) -> np.ndarray:
-        """Returns int64 [n]: where conversations and the padding start, but for the first conversation."""
+        """Return where conversations and the padding start in a sequence, int64 [n], without the first conversation."""
         return np.array([at + piece.stop - piece.start for at, piece in self._pieces(index)], np.int64)
 
     def _pieces(self, index: int) -> list[tuple[int, slice]]:
-        """Returns for each conversation of a sequence where it stands there, and which tokens of the split it is."""
+        """Return for each conversation of a sequence its position there and its slice of the split's tokens."""
         first = int(self._ends[index - 1]) if index else 0
         held = self._order[first : int(self._ends[index])]
         lengths = self._lengths[held]
@@ -127,7 +131,7 @@ def _save(entry: Path, plan: Plan) -> None:
 
 
 def _load(entry: Path) -> Plan | None:
-    """Returns the plan in the cache; None if it is absent or damaged."""
+    """Return the plan in the cache; None if it is absent or damaged."""
     try:
         with np.load(entry) as arrays:
             return Plan(arrays["order"], arrays["ends"])
@@ -136,7 +140,7 @@ def _load(entry: Path) -> Plan | None:
 
 
 class PackedSequences(EndlessRun):
-    """The sequences of a run: one split, epoch after epoch, in an order that `shuffle` changes each time."""
+    """The sequences of a run: one split, epoch after epoch. With `shuffle`, each epoch has its own order."""
 
     def __init__(self, packed: PackedConversations, global_batch: int, seed: int, shuffle: bool, name: str):
         super().__init__(global_batch)
@@ -160,7 +164,7 @@ class PackedValidation:
     """The sequences of packed splits in order, with the interface of `ValidationSet`.
 
     Attributes:
-        passes: how many passes of `global_batch` sequences. The last one is padded with sequences of nothing.
+        passes: the number of passes of `global_batch` sequences. The last pass is filled up with empty sequences.
     """
 
     def __init__(self, splits: Sequence[PackedConversations], seq_len: int, global_batch: int):
@@ -187,5 +191,5 @@ class PackedValidation:
 
     @staticmethod
     def readable(batch: Batch) -> Batch:
-        """Returns the batch as it is: an embedding can look up its padding."""
+        """Return the batch unchanged: the id of its padding is valid for an embedding."""
         return batch

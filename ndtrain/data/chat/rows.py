@@ -1,4 +1,4 @@
-"""A row of a chat data set as text, and the characters of it that are learned: what the assistant says."""
+"""A row of a chat dataset as text, and the spans of characters that are learned: the assistant's messages."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from ndtrain.data.chat.template import ChatTemplate, Message, TemplateError
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
 _WEIGHT = "weight"  # of a row, or of a message of the assistant
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, of which templates read the first
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first one
 
 
 class RowError(ValueError):
@@ -19,7 +19,7 @@ class RowError(ValueError):
 
 
 class Span(NamedTuple):
-    """Characters of a text that are learned, and how much they count: above 0."""
+    """A range of characters that is learned, and its weight in the loss (above 0)."""
 
     start: int
     end: int
@@ -28,11 +28,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """A text, and what of it is learned.
+    """A text and its learned spans.
 
     Attributes:
-        spans: what is learned, in order.
-        special: True if the tokenizer adds its special tokens, as it does to a text without a template.
+        spans: in order.
+        special: True if the tokenizer adds its special tokens, as for a text without a template.
     """
 
     text: str
@@ -41,15 +41,17 @@ class Sample:
 
 
 def samples_of(row: Mapping[str, Any], template: ChatTemplate | None, eos: str) -> list[Sample]:
-    """Returns the samples of a row: one, or several if the template renders earlier turns otherwise than the last one.
+    """Return the samples of a row.
+
+    There is one sample, or several if the template renders earlier turns differently from the last turn.
 
     Args:
-        row: with `messages`, or with `prompt` and `completion`: two lists of messages, or two texts.
-        template: None: the tokenizer has none.
-        eos: ends a completion that is a text.
+        row: has `messages`, or `prompt` and `completion`: two lists of messages, or two texts.
+        template: None: the tokenizer has no template.
+        eos: the end-of-text token, which ends a completion that is a text.
 
     Raises:
-        RowError: the row has another form, or the template does not render it.
+        RowError: the row has another form, or the template cannot render it.
     """
     if "messages" in row and ("prompt" in row or "completion" in row):
         raise RowError("has both messages and prompt or completion: keep one of them")
@@ -100,7 +102,7 @@ class _Conversation:
         return self.template.marks(self.tools)
 
     def marked(self) -> list[Sample]:
-        """Returns the whole conversation. What the template marks is learned."""
+        """Return the whole conversation as one sample, in which the parts that the template marks are learned."""
         weights = [w for w, message in zip(self.weights, self.messages, strict=True) if message["role"] == ASSISTANT]
         if not any(weights):
             raise RowError(_NO_ANSWER)
@@ -118,11 +120,11 @@ class _Conversation:
         return [Sample(rendered.text, tuple(spans))]
 
     def turns(self, first: int) -> Iterator[Sample]:
-        """Yields samples in which each turn of the assistant, from message `first` on, is learned once.
+        """Yield samples that together learn each turn of the assistant from message `first` on once.
 
-        A turn is what the template adds behind the prompt that a model would see: the conversation so far, with the
-        generation prompt. A sample goes on as long as the template renders earlier turns as it did. Otherwise the next
-        turn begins a new sample, whose earlier turns are not learned again.
+        A turn is the text that the template adds after the prompt, which is the conversation so far with the generation
+        prompt. A sample grows as long as the template renders earlier turns as before. Otherwise the next turn begins a
+        new sample, in which earlier turns are not learned again.
         """
         text, spans = "", []
         for number in range(first, len(self.messages)):
@@ -140,12 +142,14 @@ class _Conversation:
         yield Sample(text, tuple(spans))
 
     def _turn(self, number: int) -> tuple[int, str]:
-        """Returns the conversation up to message `number`, and where in this text the message begins."""
+        """Return (start, text): the conversation up to and including message `number`, and where in it this message
+        begins.
+        """
         after = self._text(number + 1)
         before = self._text(number, add_generation_prompt=True)
         if after.startswith(before):
             return len(before), after
-        # the generation prompt may hold more than the header of the message
+        # the generation prompt may contain more than the header of the message
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
         if after.startswith(so_far := self._text(number)) and shared >= len(so_far):
             return shared, after
@@ -174,7 +178,7 @@ def _messages(value: Any, key: str) -> list[Message]:
 
 
 def _message(message: Any, name: str) -> Message:
-    """Returns a message without fields that are null, as `transformers` gives it to templates."""
+    """Return a message without null fields, in the form that `transformers` passes to templates."""
     if not isinstance(message, dict):
         raise RowError(f"{name} is no object but {_kind(message)}")
     role = message.get("role")
@@ -194,7 +198,7 @@ def _message(message: Any, name: str) -> Message:
 
 
 def _tools(value: Any) -> list[Any] | None:
-    """Returns the tools of a row, which may also be given as JSON text."""
+    """Return the tools of a row, which may also be JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -213,7 +217,7 @@ def _more(value: Any) -> Mapping[str, Any]:
 
 
 def _weight(value: Any, name: str) -> float:
-    """Returns a weight, 1 if there is none."""
+    """Return a weight; 1 if there is none."""
     if value is None:
         return 1.0
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -228,7 +232,7 @@ def _kind(value: Any) -> str:
 
 
 def token_weights(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[float]:
-    """Returns for each token the weight of the span that a character of it is in; 0: it is in none.
+    """Return the weight of each token: the weight of the span that it overlaps, or 0 if there is none.
 
     Args:
         offsets: (start, end) in characters of each token, in order.

@@ -1,7 +1,7 @@
 """The chat template of a tokenizer: jinja2 in a sandbox, with the functions that `transformers` gives to templates.
 
-A template comes with a downloaded model, so it is not trusted: the sandbox lets it read no attribute that leads to
-Python's internals and change no argument, and it sees nothing but plain JSON values.
+A template comes with a downloaded model, so it is not trusted. The sandbox lets it read no attribute that leads to
+Python's internals, and change no argument. It sees only plain JSON values.
 """
 
 import json
@@ -23,11 +23,11 @@ Message = dict[str, Any]
 _LARGEST = 64 << 20  # characters of a rendered conversation
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TEMPLATES = "additional_chat_templates/"  # a folder of further templates
-_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # tokens that a template finds as bos_token, ...
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # tokens that a template reads as bos_token, ...
 
 
 class TemplateError(ValueError):
-    """A template that cannot be compiled, or does not render a conversation. The message is one line."""
+    """A template that cannot be compiled, or that cannot render a conversation. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Rendered:
     """A conversation as text.
 
     Attributes:
-        spans: (start, end) in characters of what the template marks with `{% generation %}`, in order.
+        spans: (start, end) in characters of the parts that the template marks with `{% generation %}`, in order.
     """
 
     text: str
@@ -43,10 +43,10 @@ class Rendered:
 
 
 class ChatTemplate:
-    """The chat templates of a tokenizer: the usual one, and perhaps one for conversations with tools.
+    """The chat templates of a tokenizer: the default one, and optionally one for conversations with tools.
 
     Attributes:
-        identity: what the rendered text depends on besides the conversation, as JSON.
+        identity: everything besides the conversation that determines the rendered text, as JSON.
     """
 
     def __init__(self, texts: Mapping[str, str], special: Mapping[str, str], day: date):
@@ -54,16 +54,16 @@ class ChatTemplate:
         Args:
             texts: name ("default", "tool_use") -> the template.
             special: e.g. `bos_token` -> its text.
-            day: the day that `strftime_now` gives.
+            day: the day that `strftime_now` formats.
 
         Raises:
-            TemplateError: a template cannot be compiled, or there is no usual one.
+            TemplateError: a template cannot be compiled, or there is no default one.
         """
         if "default" not in texts:
             raise TemplateError(f"there are several chat templates ({', '.join(texts)}), and none is named default")
         self.identity = [dict(texts), dict(special), day.isoformat()]
         self._special = dict(special)
-        mark = secrets.token_hex(8)  # no conversation holds it
+        mark = secrets.token_hex(8)  # no conversation contains it
         self._begin, self._end = f"\ufdd0{mark}<", f"\ufdd0{mark}>"
         self._edges = re.compile(f"{self._begin}|{self._end}")
         environment = _environment(day, self._begin, self._end)
@@ -71,7 +71,7 @@ class ChatTemplate:
         self._marked = {name: bool(_MARKED.search(text)) for name, text in texts.items()}
 
     def marks(self, tools: Sequence[Any] | None) -> bool:
-        """Returns True if the template for a conversation with these tools marks what the assistant says."""
+        """Return True if the template for a conversation with these tools marks the messages of the assistant."""
         return self._marked[self._name(tools)]
 
     def render(
@@ -81,13 +81,13 @@ class ChatTemplate:
         more: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> Rendered:
-        """Renders a conversation.
+        """Render a conversation.
 
         Args:
-            more: further variables of the template.
+            more: further variables for the template.
 
         Raises:
-            TemplateError: the template refuses the conversation, fails, or makes too much of it.
+            TemplateError: the template refuses the conversation, fails, or renders too much text.
         """
         given = {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
         variables = self._special | {"documents": None} | dict(more or {}) | given
@@ -95,14 +95,14 @@ class ChatTemplate:
             return self._split("".join(_bounded(self._templates[self._name(tools)].generate(variables))))
         except TemplateError:
             raise
-        except Exception as error:  # any that an expression of the template raises
+        except Exception as error:  # any exception of an expression in the template
             raise TemplateError(_line(error)) from error
 
     def _name(self, tools: Sequence[Any] | None) -> str:
         return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
 
     def _split(self, text: str) -> Rendered:
-        """Takes the marks out of a rendered text."""
+        """Remove the marks from a rendered text and return the spans between them."""
         parts, spans, starts, length, at = [], [], [], 0, 0
         for edge in self._edges.finditer(text):
             parts.append(text[at : edge.start()])
@@ -115,10 +115,10 @@ class ChatTemplate:
 
 
 def read_template(files: Mapping[str, bytes], day: date) -> ChatTemplate | None:
-    """Returns the chat template in the files of a tokenizer's folder; None if it has none.
+    """Return the chat template in the files of a tokenizer's folder; None if it has none.
 
     Raises:
-        TemplateError: a file cannot be read as what it is, or a template cannot be compiled.
+        TemplateError: a file cannot be parsed, or a template cannot be compiled.
     """
     config = _json(files, "tokenizer_config.json")
     texts = _templates_of(config.get("chat_template") or _json(files, "chat_template.json").get("chat_template"))
@@ -141,7 +141,9 @@ def read_template(files: Mapping[str, bytes], day: date) -> ChatTemplate | None:
 
 
 def _templates_of(value: Any) -> dict[str, str]:
-    """Returns the templates of a tokenizer_config.json: a text, or a list of named ones."""
+    """Return name -> template from `chat_template` in tokenizer_config.json, which is a text or a list of named
+    templates.
+    """
     if value is None:
         return {}
     named = [{"name": "default", "template": value}] if isinstance(value, str) else value
@@ -172,7 +174,7 @@ def _text(content: bytes, name: str) -> str:
 
 
 def _line(error: Exception) -> str:
-    """Returns what an exception says, in one line."""
+    """Return the message of an exception in one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -180,7 +182,7 @@ def _line(error: Exception) -> str:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`: puts marks around what is rendered inside."""
+    """The tag `{% generation %}`, which puts marks around its rendered content."""
 
     tags = {"generation"}
 
@@ -195,9 +197,9 @@ class _Generation(Extension):
 
 
 class _SafeNamespace(Namespace):
-    """A `namespace` that holds no name with a leading underscore."""
+    """A `namespace` that rejects names with a leading underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja's, so that a template may name an entry "self"
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no named self, so a template may call an entry "self"
         self, given = args[0], dict(*args[1:], **kwargs)
         for name in given:
             _check_name(name)

@@ -1,7 +1,7 @@
 """The .ds files of datatrove: little-endian uint16 or uint32 ids and nothing else.
 
-Beside FILE.ds lie FILE.ds.index, the little-endian uint64 ends of the documents in tokens, and FILE.ds.metadata, whose
-first line is `<tokenizer>|<bytes of a token>` and whose second is the number of tokens. Both are optional.
+Two optional files may be next to FILE.ds. FILE.ds.index holds the ends of the documents, in tokens, as little-endian
+uint64. The first line of FILE.ds.metadata is `<tokenizer>|<bytes of a token>`, the second is the number of tokens.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ class DatatroveFormat(TokenFormat):
 
 
 def _dtype(path: Path, index: Path, metadata: Path, data: DataConfig) -> tuple[str, str]:
-    """Returns the type of the ids and what says so: the metadata, else the index, else `data.dtype`."""
+    """Return the dtype of the ids and its origin: the metadata, else the index, else `data.dtype`."""
     if metadata.is_file():
         return _TYPES[_read_metadata(metadata)[0]], metadata.name
     if index.is_file() and (last := _last_end(index)):
@@ -50,17 +50,17 @@ def _dtype(path: Path, index: Path, metadata: Path, data: DataConfig) -> tuple[s
 
 
 def _last_end(index: Path) -> int:
-    """Returns the last entry of an index; 0 where it has none."""
+    """Return the last entry of an index; 0 if the index is empty."""
     with index.open("rb") as file:
         file.seek(max(0, index.stat().st_size // 8 * 8 - 8))
         return int.from_bytes(file.read(8), "little")
 
 
 def _read_metadata(path: Path) -> tuple[int, int]:
-    """Returns (bytes of a token, number of tokens).
+    """Return (bytes of a token, number of tokens).
 
     Raises:
-        FormatError: the file does not say that.
+        FormatError: the file does not contain both.
     """
     try:
         lines = path.read_text().splitlines()
@@ -73,7 +73,7 @@ def _read_metadata(path: Path) -> tuple[int, int]:
 
 
 def _document_ends(path: Path, index: Path, tokens: int) -> np.ndarray:
-    """Returns int64 [documents]: behind which token each document ends.
+    """Return the offset after the last token of each document, int64 [documents].
 
     Raises:
         FormatError: the index contradicts the ids.

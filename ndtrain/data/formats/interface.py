@@ -1,4 +1,4 @@
-"""What a format of token files must provide: which files a setting names, and how one of them is opened."""
+"""The interface of a format of token files: find the files that a setting names, and open one of them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from ndtrain.data.corpora import matching_files
 
 
 class FormatError(ConfigError):
-    """A file is not what its format says. The message names the file and what is wrong with it."""
+    """A file that does not follow its format. The message names the file and the fault."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class TokenFile:
     Attributes:
         path: the file that holds the ids.
         tokens: the ids, [n], memory-mapped, unsigned integers.
-        parts: the files that decide what is read: the ids and, where there are any, the index and the metadata.
-        document_ends: returns int64 [documents], ascending: behind which token each document ends. The last one is n.
-            It raises FormatError where the index contradicts the ids. None: the format keeps no index.
-        eos_id: the token that separates documents by the format's own convention; None: it has none.
+        parts: all files that are read: the ids and, if present, the index and the metadata.
+        document_ends: returns the offset after the last token of each document, int64 [documents], ascending. The
+            last one is n. It raises FormatError if the index contradicts the ids. None: there is no index.
+        eos_id: the token that separates documents by the convention of the format; None: there is no convention.
     """
 
     path: Path
@@ -39,14 +39,14 @@ class TokenFormat(ABC):
     """A format of token files. `data=<name>` selects it.
 
     Attributes:
-        pattern: of the names of its token files.
+        pattern: the glob pattern of its token files.
     """
 
     name: str
     pattern: str
 
     def files(self, setting: str, key: str) -> list[Path]:
-        """Returns the token files that a setting names: a file, a folder or a glob.
+        """Return the token files that a setting names: a file, a folder or a glob.
 
         Args:
             key: the name of the setting, for errors.
@@ -57,7 +57,7 @@ class TokenFormat(ABC):
         root, names = matching_files(setting, self.pattern, key)
         paths = [root / name for name in names]
         if len(paths) == 1 and paths[0].name == Path(setting).name:
-            return paths  # a file that is named outright may have any name
+            return paths  # a file that is named explicitly may have any name
         own = [path for path in paths if path.match(self.pattern)]
         if not own:
             raise ConfigError(f"{key}={setting}: no file {self.pattern} among these: data={self.name} reads no other")
@@ -65,16 +65,16 @@ class TokenFormat(ABC):
 
     @abstractmethod
     def open(self, path: Path, data: DataConfig) -> TokenFile:
-        """Opens a token file. Reads headers and sizes only.
+        """Open a token file. Read only headers and sizes.
 
         Raises:
-            FormatError: the file is of another format, damaged or cut short.
-            OSError: it cannot be read.
+            FormatError: the file has another format, is damaged or is cut short.
+            OSError: the file cannot be read.
         """
 
 
 def map_ids(path: Path, dtype: np.dtype, offset: int = 0) -> np.ndarray:
-    """Returns the ids behind the first `offset` bytes of a file, memory-mapped.
+    """Return the ids after the first `offset` bytes of a file, memory-mapped.
 
     Raises:
         FormatError: the file ends within an id.

@@ -1,6 +1,6 @@
 """The shards of llm.c: a header of 256 little-endian int32 (magic, version, number of tokens), then the ids.
 
-Its tools write the end-of-text token before each document. So that token separates documents here, too.
+The tools of llm.c write the end-of-text token before each document, so this token separates documents here, too.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _HEADER_BYTES = 256 * 4
 
 @dataclass(frozen=True)
 class _Kind:
-    """What (magic, version) of a header says: the type of the ids and the token between documents."""
+    """A kind of shard, identified by (magic, version): the dtype of the ids and the token between documents."""
 
     dtype: str
     eos_id: int

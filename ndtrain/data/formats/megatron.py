@@ -1,9 +1,14 @@
-"""Megatron's indexed datasets: PREFIX.bin holds token ids, PREFIX.idx says where sequences and documents lie in it.
+"""Megatron's indexed datasets: PREFIX.bin holds token ids, PREFIX.idx the positions of its sequences and documents.
 
-All numbers are little-endian. The index is a header of 34 bytes (magic, u64 version, u8 code of the ids' type, u64
-sequences, u64 entries of the document table), then int32 lengths of the sequences, int64 byte offsets of the sequences
-in the .bin, and the document table: int64 numbers of the sequence that each document begins with, and at the end the
-number of sequences. Indices of multimodal data have an int8 for each sequence behind that, which is not read.
+All numbers are little-endian. The index consists of:
+
+- a header of 34 bytes: magic, u64 version, u8 code of the ids' type, u64 number of sequences, u64 number of entries in
+  the document table;
+- int32 lengths of the sequences;
+- int64 byte offsets of the sequences in the .bin;
+- the document table: the int64 number of each document's first sequence, and at the end the number of sequences.
+
+The index of multimodal data ends with an int8 for each sequence, which is not read.
 """
 
 import glob
@@ -20,7 +25,7 @@ from ndtrain.data.formats.interface import FormatError, TokenFile, TokenFormat, 
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")
-# code -> the type as which the ids are read. No id is negative, so a signed type is read as the unsigned one.
+# code -> the dtype in which the ids are read. No id is negative, so a signed type is read as unsigned.
 _TYPES = {1: "uint8", 2: "uint8", 3: "uint16", 4: "uint32", 5: "uint64", 8: "uint16"}
 _FLOATS = {6: "float64", 7: "float32"}
 _ENTRY_BYTES = 4 + 8  # of a sequence: its length and its offset
@@ -28,7 +33,7 @@ _ENTRY_BYTES = 4 + 8  # of a sequence: its length and its offset
 
 @dataclass(frozen=True)
 class _Header:
-    """The header of an index: the type of the ids and how long the tables are."""
+    """The header of an index: the dtype of the ids and the lengths of the tables."""
 
     dtype: np.dtype
     sequences: int
@@ -71,10 +76,10 @@ def _beside(prefix: Path, suffix: str) -> Path:
 
 
 def _read_header(index: Path) -> _Header:
-    """Reads the header and compares it with the index's size.
+    """Read the header of an index and compare it with the size of the file.
 
     Raises:
-        FormatError: it is no index, has another version or a type that holds no ids, or it is cut short.
+        FormatError: the file is no index, has another version or a type that holds no ids, or is cut short.
     """
     with index.open("rb") as file:
         start = file.read(_HEADER.size)
@@ -96,7 +101,7 @@ def _read_header(index: Path) -> _Header:
 
 
 def _document_ends(path: Path, index: Path, header: _Header, tokens: int) -> np.ndarray:
-    """Returns int64 [documents]: behind which token each document ends.
+    """Return the offset after the last token of each document, int64 [documents].
 
     Raises:
         FormatError: the tables contradict each other or the .bin.
