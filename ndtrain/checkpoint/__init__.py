@@ -1,10 +1,15 @@
-"""Checkpoints that do not know which mesh wrote them.
+"""Checkpoints that do not depend on the mesh that wrote them.
 
-A checkpoint is a folder `step-00000010`: the whole logical tensors under Hugging Face names (`model*.safetensors` in
-master precision, `optimizer*.safetensors` with `exp_avg.<name>`, `exp_avg_sq.<name>` and, where the run averages its
-weights, `ema.<name>`), `config.json` and the tokenizer, so that `transformers` opens it as it is, and `state.json` with
-the step and the checksums. Every element has one owner, which writes it straight into place. The folder is written
-under a temporary name, flushed, and published by one rename: a half-written one never has a checkpoint's name.
+A checkpoint is a folder `step-00000010` with unsharded tensors under Hugging Face names:
+
+- `model*.safetensors`: the weights in master precision.
+- `optimizer*.safetensors`: `exp_avg.<name>` and `exp_avg_sq.<name>`. If the run averages its weights, also
+  `ema.<name>`.
+- `config.json` and the tokenizer, so that `transformers` can load the folder as it is.
+- `state.json`: the step and the checksums.
+
+Every element has one owner, a rank that writes it straight to its position in the file. The folder is written under a
+temporary name, flushed, and published by one rename. A half-written folder therefore never has a checkpoint's name.
 """
 
 from ndtrain.checkpoint.directory import candidates, inspect, list_checkpoints, older_checkpoints, set_aside_later

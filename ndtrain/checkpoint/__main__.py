@@ -1,14 +1,14 @@
 """Works on checkpoints without a training: python -m ndtrain.checkpoint COMMAND ...
 
   list RUN...                    the checkpoints of run folders: step, size, time, whether complete, what is in them
-  verify CHECKPOINT...           reads every byte and compares it with its checksum; of a run folder all checkpoints;
-                                 exit status 1 where a file is bad
-  diff A B                       the tensors and the configuration that differ; exit status 1 where something does
+  verify CHECKPOINT...           read every byte and compare it with its checksum; of a run folder all checkpoints;
+                                 exit status 1 if a file is bad
+  diff A B                       the tensors and the configuration that differ; exit status 1 if anything differs
   average CKPT... out=FOLDER     the mean of their weights, as a Hugging Face folder
   cast CKPT dtype=bf16 out=FOLDER
                                  the weights in another precision, as a Hugging Face folder
 
-A CHECKPOINT is a folder step-*, or a run folder, which stands for its newest one. diff, average and cast also take
+A CHECKPOINT is a folder step-*, or a run folder, which means its newest checkpoint. diff, average and cast also take
 Hugging Face folders. Start from what they write with init_from=FOLDER. Keys of average and cast:
 
 {options}
@@ -58,7 +58,7 @@ class Options:
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs a command. The exit status: 2 for arguments that cannot be used (one line says why)."""
+    """Run a command and return the exit status. For unusable arguments, print the reason in one line and return 2."""
     if not args or wants_help(args):
         print((__doc__ or "").format(options=help_lines(Options)).strip())
         return 0 if args else 2
@@ -72,15 +72,15 @@ def main(args: Sequence[str]) -> int:
 
 
 def _is_option(word: str) -> bool:
-    """Whether a word is key=value; a folder of a sweep may have an = in its name too."""
+    """Return True if a word is key=value, and not a folder. The folder of a sweep may have an = in its name too."""
     return "=" in word and word.partition("=")[0].isidentifier() and not Path(word).exists()
 
 
 def one_checkpoint(path: Path) -> Path:
-    """The checkpoint or Hugging Face folder that a path names; of a run folder its newest checkpoint.
+    """Return the checkpoint or Hugging Face folder that a path names. For a run folder, return its newest checkpoint.
 
     Raises:
-        CheckpointError: it does not exist.
+        CheckpointError: the path does not exist.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder")
@@ -101,7 +101,7 @@ def _no_options(options: Sequence[str]) -> None:
 
 
 def list_command(paths: Sequence[Path], options: Sequence[str]) -> int:
-    """Prints a line for each checkpoint."""
+    """Print a line for each checkpoint."""
     _no_options(options)
     _need(paths, "list takes run folders", 1)
     for path in paths:
@@ -129,7 +129,7 @@ def _cells(x: Listed) -> list[str]:
 
 
 def size_text(size: int) -> str:
-    """Bytes as a number of three digits with its unit."""
+    """Format a number of bytes with three digits and a unit."""
     units = ("bytes", "KiB", "MiB", "GiB", "TiB")
     power = max(i for i in range(len(units)) if size >= 1024**i or i == 0)
     return f"{size / 1024**power:.3g} {units[power]}" if power else f"{size} bytes"
@@ -139,7 +139,7 @@ def size_text(size: int) -> str:
 
 
 def verify_command(paths: Sequence[Path], options: Sequence[str]) -> int:
-    """Verifies checkpoints; 1 where a file is bad."""
+    """Verify checkpoints. Return 1 if a file is bad."""
     _no_options(options)
     _need(paths, "verify takes checkpoints or run folders", 1)
     bad = 0
@@ -157,7 +157,7 @@ def verify_command(paths: Sequence[Path], options: Sequence[str]) -> int:
 
 
 def diff_command(paths: Sequence[Path], options: Sequence[str]) -> int:
-    """Prints what differs; 1 where something does."""
+    """Print the differences. Return 1 if there are any."""
     _no_options(options)
     _need(paths, "diff takes two checkpoints or Hugging Face folders", 2, 2)
     difference = diff(one_checkpoint(paths[0]), one_checkpoint(paths[1]))
@@ -167,7 +167,7 @@ def diff_command(paths: Sequence[Path], options: Sequence[str]) -> int:
 
 
 def lines_of(d: Difference) -> list[str]:
-    """A difference in words: the tensors that are furthest apart first."""
+    """Return the lines that describe a difference. The tensors that differ most come first."""
     lines = [f"config {key}: {a} | {b}" for key, (a, b) in d.config.items()]
     lines += _shortened([f"only in A: {name}" for name in d.only_a], "tensors only in A")
     lines += _shortened([f"only in B: {name}" for name in d.only_b], "tensors only in B")
@@ -191,14 +191,14 @@ def _shortened(lines: list[str], what: str) -> list[str]:
 
 
 def average_command(paths: Sequence[Path], options: Sequence[str]) -> int:
-    """Averages checkpoints."""
+    """Average checkpoints."""
     o = parse(Options, options)
     _need(paths, "average takes two checkpoints or more", 2)
     return _rewrite(paths, o, f"average of {len(paths)}")
 
 
 def cast_command(paths: Sequence[Path], options: Sequence[str]) -> int:
-    """Casts a checkpoint."""
+    """Cast a checkpoint."""
     o = parse(Options, options)
     _need(paths, "cast takes one checkpoint", 1, 1)
     if o.weights is not None:

@@ -14,11 +14,13 @@ _COLUMNS = 1024
 
 
 def checksum(data: Tensor, rows: Rows) -> Tensor:
-    """Checksum of some of a tensor's elements: two sums modulo 2^64, int64 [2].
+    """Compute the checksum of some of a tensor's elements: two sums modulo 2^64, int64 [2].
 
-    With w_i the tensor's bytes as little-endian 64-bit words (elements that are not given count as zeros): sum w_i and
-    sum w_i * (i + 1). Sums of parts add up to the sum of the whole, so owners add theirs without reading again. A
-    changed word shows in the first; swapped words show in the second, unless their difference times their
+    Let w_i be the tensor's bytes as little-endian 64-bit words, where missing elements count as zeros. The sums are
+    sum w_i and sum w_i * (i + 1). Sums of parts add up to the sum of the whole, so owners add their sums without
+    reading the file again.
+
+    The first sum reveals a changed word. The second one reveals swapped words, unless their difference times their
     distance is a multiple of 2^64.
 
     Args:
@@ -27,7 +29,7 @@ def checksum(data: Tensor, rows: Rows) -> Tensor:
     per = _WORD // data.element_size()
     if rows.number == 1:
         pairs = list(_of_piece(data, rows.start, per))
-    elif any(x % per for x in (rows.start, rows.length, rows.stride)):  # pieces begin or end in the middle of words
+    elif any(x % per for x in (rows.start, rows.length, rows.stride)):  # pieces begin or end in the middle of a word
         pieces = enumerate(data.view(rows.number, rows.length))
         pairs = [sums for i, p in pieces for sums in _of_piece(p, rows.start + i * rows.stride, per)]
     else:
@@ -38,7 +40,7 @@ def checksum(data: Tensor, rows: Rows) -> Tensor:
 
 
 def _of_piece(data: Tensor, start: int, per: int) -> Iterator[tuple[int, int]]:
-    """Both sums of consecutive elements, in parts. A word has `per` elements."""
+    """Yield both sums of consecutive elements, in parts. A word has `per` elements."""
     lead = start % per
     if lead or data.numel() % per:
         padded = data.new_zeros(-(-(lead + data.numel()) // per) * per)
@@ -53,9 +55,9 @@ def _of_piece(data: Tensor, start: int, per: int) -> Iterator[tuple[int, int]]:
 
 
 def _of_matrix(words: np.ndarray, first: int, stride: int) -> tuple[int, int]:
-    """Both sums of a matrix of words. The word in row r and column c is word first + r * stride + c of the tensor. The
-    second sum follows from the sums of the rows and of the columns: one multiplication for each of these, not for each
-    word.
+    """Return both sums of a matrix, where row r and column c hold word first + r * stride + c of the tensor.
+
+    The second sum is computed from the row sums and column sums: one multiplication per row and column, not per word.
     """
     by_row, by_column = words.sum(axis=1), words.sum(axis=0)
     of_row = np.arange(by_row.size, dtype=np.uint64) * np.uint64(stride)

@@ -1,8 +1,8 @@
-"""What a Hugging Face folder holds besides its weights: tokenizer files, generation_config.json, licences, and the
-fields of config.json that ndtrain does not interpret.
+"""The companions of the weights in a Hugging Face folder, which ndtrain copies without interpreting them.
 
-A run that starts from a folder copies them into its checkpoints, and so does a run that resumes a checkpoint. They are
-read once, at the start, into memory: the folder may be gone when a checkpoint is written.
+They are tokenizer files, generation_config.json, licences, and some fields of config.json. A run that starts from a
+folder copies them into its checkpoints. A run that resumes a checkpoint does too. They are read into memory once, at
+the start, because the folder may be gone when a checkpoint is written.
 """
 
 import json
@@ -20,10 +20,10 @@ from ndtrain.data.tokenizer import is_tokenizer_file
 from ndtrain.model.families.hf_config import read_hf_config
 from ndtrain.model.families.hf_fields import uninterpreted_fields
 
-_FILE_BYTES = 64 << 20  # of the largest file that is copied
-_TOTAL_BYTES = 256 << 20  # of all of them
+_FILE_BYTES = 64 << 20  # limit for a file that is copied
+_TOTAL_BYTES = 256 << 20  # limit for all copied files together
 _FILES = 256
-_FOLDERS = (TEMPLATES,)  # whose files are copied too
+_FOLDERS = (TEMPLATES,)  # folders whose files are copied too
 _NOT_COPIED = (
     ".*", "config.json", "state.json", "*.index.json",
     # weights and training state
@@ -31,7 +31,7 @@ _NOT_COPIED = (
     "*.msgpack", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.tflite", "*.nemo", "*.tar", "*.gz", "*.zip",
     # code
     "*.py", "*.pyc", "*.ipynb", "*.so", "*.sh",
-    # the card of the source's model, and its pictures
+    # the README of the source's model, and its pictures
     "readme*", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf",
 )  # fmt: skip
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class")
@@ -40,11 +40,11 @@ _GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Companions:
-    """Files and fields of a Hugging Face folder that go into checkpoints as they were.
+    """Files and fields of a Hugging Face folder that are copied into checkpoints unchanged.
 
     Attributes:
         files: name, relative to the folder -> content.
-        fields: of config.json, those that ndtrain does not interpret.
+        fields: the fields of config.json that ndtrain does not interpret.
         notes: messages for the user about files that are too large to be copied.
     """
 
@@ -53,7 +53,7 @@ class Companions:
     notes: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
-        """Writes the files into `folder`, and adds the fields to the config.json there."""
+        """Write the files into `folder`, and add the fields to the config.json there."""
         self.write_files(folder)
         path = folder / "config.json"
         written = json.loads(path.read_text())
@@ -65,11 +65,11 @@ class Companions:
             (folder / name).write_bytes(content)
 
     def names_end_token(self) -> bool:
-        """Returns True if they name the tokens that end a text."""
+        """Return True if they name the tokens that end a text."""
         return _GENERATION in self.files or self.fields.get("eos_token_id") is not None
 
     def end_tokens(self) -> set[int]:
-        """Returns the tokens that end a text; empty: they name none."""
+        """Return the tokens that end a text, or an empty set if they name none."""
         try:
             ids = json.loads(self.files.get(_GENERATION, b"{}"))["eos_token_id"]
         except (ValueError, RecursionError, KeyError, TypeError):
@@ -77,21 +77,21 @@ class Companions:
         return {i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
 
     def without_tokenizer(self) -> "Companions":
-        """Returns those that do not depend on the tokenizer."""
+        """Return the companions that do not depend on the tokenizer."""
         kept = {name: c for name, c in self.files.items() if not is_tokenizer_file(name) and name != _GENERATION}
         return replace(self, files=kept, fields={k: v for k, v in self.fields.items() if k not in _TOKEN_IDS})
 
 
 def read_companions(folder: Path, m: ModelConfig | None = None, written: Mapping[str, str] | None = None) -> Companions:
-    """Reads what `folder` holds besides its weights.
+    """Read the companions of the weights in `folder`.
 
     Args:
-        m: the model of the run. If it is of another type than the model of the folder (`moe.upcycle`), only the fields
-            about tokens and generation are returned. None: no field is returned.
+        m: the model of the run. If its type differs from the type of the folder's model (`moe.upcycle`), only the
+            fields about tokens and generation are returned. None: no field is returned.
         written: name -> SHA-256 of the files of a checkpoint, as its state.json lists them.
 
     Raises:
-        CheckpointError: a file cannot be read, or is not what was written.
+        CheckpointError: a file cannot be read, or its SHA-256 is wrong.
     """
     files: dict[str, bytes] = {}
     notes: list[str] = []
@@ -119,7 +119,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
 
 
 def _excess(size: int, files: dict[str, bytes]) -> str:
-    """Says why one more file of `size` bytes is too much; empty: it is not."""
+    """Return why one more file of `size` bytes is too much, or an empty string if it is not."""
     if size > _FILE_BYTES:
         return f"it is larger than {_FILE_BYTES >> 20} MiB"
     if size + sum(map(len, files.values())) > _TOTAL_BYTES:
@@ -128,6 +128,7 @@ def _excess(size: int, files: dict[str, bytes]) -> str:
 
 
 def _merged(fields: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
-    """Returns config.json with both. ndtrain's own fields count, but for one that it only has a default for."""
+    """Merge both into one config.json. ndtrain's own fields win, except `use_cache`, for which it has only a
+    default."""
     kept = {key: fields[key] for key in ("use_cache",) if key in fields}
     return fields | written | kept

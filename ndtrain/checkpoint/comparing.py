@@ -17,12 +17,12 @@ from ndtrain.config.json_file import read_object
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two tensors of one shape are apart.
+    """The distance between two tensors of the same shape.
 
     Attributes:
-        largest: the largest absolute difference of two elements; NaN where one of them is no number.
+        largest: the largest absolute difference of two elements. NaN if one of the elements is NaN.
         relative: the norm of the difference divided by the norm of the first tensor.
-        elements: how many elements differ. all: how many there are.
+        elements: number of elements that differ. all: number of all elements.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Distance:
 
 @dataclass
 class Difference:
-    """What differs between A and B.
+    """The differences between A and B.
 
     Attributes:
-        tensors: those with other values, in the order of A.
+        tensors: the tensors with different values, in the order of A.
         same: number of tensors that are equal.
-        shapes, dtypes: name -> (of A, of B). A tensor of another dtype is compared as well.
+        shapes, dtypes: name -> (in A, in B). Tensors of different dtypes are compared as well.
         only_a, only_b: names of tensors that only one of them holds.
         config: dotted key -> (in A, in B).
     """
@@ -57,11 +57,11 @@ class Difference:
 
 
 def diff(a: Path, b: Path) -> Difference:
-    """Compares two folders, block by block.
+    """Compare two folders, block by block.
 
     Raises:
-        DamagedFile: a file is none, or is missing.
-        DamagedCheckpoint: a state.json is not what was written.
+        DamagedFile: a file is missing, or is not a valid safetensors file.
+        DamagedCheckpoint: a state.json was changed after it was written.
     """
     result = Difference(config=_config_difference(_config_of(a), _config_of(b)))
     for readers in _readers(a, b):
@@ -70,7 +70,7 @@ def diff(a: Path, b: Path) -> Difference:
 
 
 def _readers(a: Path, b: Path) -> Iterator[tuple[Reader, Reader]]:
-    """Of the weights, then of the optimizer's state, unless only one of the folders has that."""
+    """Yield readers of the weights. If both folders have optimizer state, yield its readers next."""
     yield open_weights(weight_files(a)), open_weights(weight_files(b))
     optimizers = [sorted(path.glob("optimizer*.safetensors")) for path in (a, b)]
     if all(optimizers):
@@ -96,7 +96,7 @@ def _compare(result: Difference, a: Reader, b: Reader) -> None:
 
 
 def _distance(name: str, a: Reader, b: Reader) -> Distance:
-    """Reads both tensors in blocks of the wider dtype."""
+    """Compute the distance of two tensors, block by block. The wider dtype determines the size of a block."""
     largest, squares, norm, elements = 0.0, 0.0, 0.0, 0
     wide, narrow = (a, b) if a.dtype(name).itemsize >= b.dtype(name).itemsize else (b, a)
     for rows, block in blocks(wide, name):
@@ -117,7 +117,7 @@ def _distance(name: str, a: Reader, b: Reader) -> Distance:
 
 
 def _larger(a: float, b: float) -> float:
-    """The larger one; NaN if one is NaN."""
+    """Return the larger number, or NaN if one is NaN."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
@@ -125,7 +125,7 @@ def _larger(a: float, b: float) -> float:
 
 
 def _config_of(path: Path) -> dict[str, Any]:
-    """The configuration of the run that saved a checkpoint with its step and tokens, else config.json."""
+    """Return the configuration of the run that saved a checkpoint, with step and tokens, or else config.json."""
     if (path / "state.json").is_file():
         state = read_state(path)
         return _flat(state["config"]) | {key: state[key] for key in ("step", "tokens")}

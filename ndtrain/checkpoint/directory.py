@@ -20,7 +20,7 @@ _NAME = re.compile(r"step-[0-9]{8,}")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Published checkpoints in a `checkpoints/` folder, newest first."""
+    """Return the published checkpoints in a `checkpoints/` folder, newest first."""
     named = (p for p in folder.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir())
     return sorted(named, key=_step, reverse=True)
 
@@ -30,7 +30,7 @@ def _step(path: Path) -> int:
 
 
 def candidates(resume: str, run_dir: Path) -> list[Path]:
-    """The checkpoints that `resume` may refer to, best first; empty for a fresh start.
+    """Return the checkpoints that `resume` may refer to, best first. The list is empty for a fresh start.
 
     Raises:
         CheckpointError: `resume` is a path without a checkpoint.
@@ -50,11 +50,11 @@ def candidates(resume: str, run_dir: Path) -> list[Path]:
 
 
 def inspect(path: Path, m: ModelConfig) -> State:
-    """Reads and verifies a checkpoint, without the contents of its tensors.
+    """Read and verify a checkpoint, without the contents of its tensors.
 
     Raises:
-        CheckpointError: damaged or unreadable (the file is named), or of another architecture (every differing key is
-            named).
+        CheckpointError: it is damaged or unreadable (the message names the file), or has another architecture (the
+            message names every differing key).
     """
     body = read_state(path)
     for _, problem in file_problems(path, body):
@@ -64,10 +64,10 @@ def inspect(path: Path, m: ModelConfig) -> State:
 
 
 def file_problems(path: Path, body: dict) -> Iterator[tuple[str, str]]:
-    """(file, what is wrong with it) of the files that are not as state.json says. The contents of tensors are not read.
+    """Yield (file, its problem) for each file that does not match state.json. The contents of tensors are not read.
 
     Args:
-        body: of `read_state`.
+        body: the result of `read_state`.
     """
     for problem_of, expected in ((_problem_of_tensors, body["files"]), (_problem_of_content, body["sha256"])):
         for name, wanted in expected.items():
@@ -82,7 +82,7 @@ def file_problems(path: Path, body: dict) -> Iterator[tuple[str, str]]:
 
 
 def _problem_of_tensors(path: Path, name: str, expected: tuple[int, str]) -> str | None:
-    """What is wrong with the size or the header of a safetensors file; None: nothing."""
+    """Return what is wrong with the size or the header of a safetensors file, or None if nothing is."""
     size, header = expected
     if (actual := (path / name).stat().st_size) != size:
         return f"{name} has {actual} bytes instead of {size}"
@@ -96,11 +96,11 @@ def _problem_of_content(path: Path, name: str, expected: str) -> str | None:
 
 
 def read_state(path: Path) -> dict:
-    """The content of state.json. Its fields have the types that a run relies on.
+    """Return the content of state.json, after checking that its fields have the types that a run relies on.
 
     Raises:
-        DamagedCheckpoint: it cannot be read, is not what was written, has another format, or is of another step than
-            the folder's name says.
+        DamagedCheckpoint: it cannot be read, was changed after it was written, or has another format. Or the step in
+            the folder's name is another one.
     """
     try:
         body = read_object(path / "state.json")
@@ -120,10 +120,10 @@ def read_state(path: Path) -> dict:
 
 
 def plugins_of(body: dict[str, Any]) -> list[str]:
-    """The plugins of the run that wrote a state.json; none where the configuration lists no names.
+    """Return the plugins of the run that wrote a state.json. The list is empty if the configuration lists no names.
 
     Args:
-        body: of `read_state`.
+        body: the result of `read_state`.
     """
     plugins = body["config"].get("plugins")
     return [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []
@@ -138,7 +138,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _by_file(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether a value is an object whose keys name files in the folder, never files elsewhere."""
+    """Return a predicate: True for an object whose keys name files in the folder, False if any file is elsewhere."""
     is_file = lambda name: "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
     return lambda value: _is_object(value) and all(map(is_file, value)) and all(map(is_value, value.values()))
 
@@ -152,7 +152,7 @@ def _is_checksum(value: Any) -> bool:
 
 
 _WORD = re.compile(r"[0-9a-f]{16}")
-# what a run reads of a state.json -> whether a value can be used
+# fields of a state.json that a run reads -> a function that returns True if the value is usable
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
     "tokens": _is_count,
@@ -166,7 +166,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-# what may differ between a checkpoint and the model that resumes it
+# fields that may differ between a checkpoint and the model that resumes it
 _FREE = ("architectures", "initializer_range", "max_position_embeddings", "use_cache")
 
 
@@ -184,8 +184,9 @@ def _check_architecture(path: Path, m: ModelConfig) -> None:
 
 
 def _differences(there: dict[str, Any], m: ModelConfig) -> list[str]:
-    """The keys of `model` that differ between a checkpoint's config.json and the model here, each with both values.
-    Fields of config.json that follow from these keys are named only if nothing else differs."""
+    """Return the keys of `model` that differ between a checkpoint's config.json and the model here, with both values.
+
+    Fields of config.json that follow from these keys are listed only if nothing else differs."""
     count = family_of(m).moe.count if family_of(m).moe else ""
     different = {key: here for key, here in to_hf(m).items() if key not in _FREE and there.get(key) != here}
     keys = {key: "num_experts" if key == count else key for key in different}
@@ -194,8 +195,9 @@ def _differences(there: dict[str, Any], m: ModelConfig) -> list[str]:
 
 
 def set_aside_later(chosen: Path) -> None:
-    """Renames the checkpoints of later steps than the one resumed. They belong to an abandoned continuation, or are
-    damaged. They stay under a name that nothing resumes, so that a later `resume=auto` does not pick them."""
+    """Rename the checkpoints of steps after the resumed one, so that a later `resume=auto` does not pick them.
+
+    They belong to an abandoned continuation, or are damaged. No resume uses their new names."""
     for path in list_checkpoints(chosen.parent):
         if _NAME.fullmatch(chosen.name) and _step(path) > _step(chosen):
             aside = path.with_name(f"superseded-{path.name}")
@@ -204,16 +206,17 @@ def set_aside_later(chosen: Path) -> None:
 
 
 def older_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints in the folder of `path` that are of earlier steps, newest first."""
+    """Return the checkpoints in the folder of `path` that are of earlier steps, newest first."""
     return [p for p in list_checkpoints(path.parent) if _NAME.fullmatch(path.name) and _step(p) < _step(path)]
 
 
 def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
-    """Removes all but the newest `keep` checkpoints, and what a killed process left half written or half removed. A
-    checkpoint whose step is a multiple of `keep_every` stays."""
+    """Remove all but the newest `keep` checkpoints, except those whose step is a multiple of `keep_every`.
+
+    Also remove folders that a killed process left half written or half removed."""
     for path in list_checkpoints(folder)[keep:]:
         if not keep_every or _step(path) % keep_every:
-            with suppress(OSError):  # then the old one stays: the new one is already saved
+            with suppress(OSError):  # on failure the old checkpoint stays. The new one is already saved
                 remove(path)
     for pattern in (".removing-*", ".writing-*"):
         for path in folder.glob(pattern):
@@ -221,8 +224,8 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint. It is renamed first, so that a kill in between leaves nothing that looks like a
-    checkpoint."""
+    """Remove a checkpoint. It is renamed first, so that a kill in between leaves no incomplete folder under its
+    name."""
     renamed = path.with_name(f".removing-{path.name}")
     shutil.rmtree(renamed, ignore_errors=True)
     os.rename(path, renamed)

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: the elements of its tensors, the rank that holds each of them, and the errors."""
+"""The parts of a checkpoint: the elements of its tensors, the rank that holds each of them, and the errors."""
 
 import hashlib
 import json
@@ -26,24 +26,24 @@ from ndtrain.parallel.unit import StatePlan, Unit
 
 FORMAT = 2
 AVERAGE = ("ema.", "ema")
-BLOCK = 2 << 20  # bytes processed at one time: they stay in the cache from read to checksum to write
-_BUFFER = 4 * BLOCK  # bytes: a block of 2-byte elements whose file has 8-byte elements
-AHEAD = 16  # blocks that are requested from the disk before they are read
+BLOCK = 2 << 20  # bytes processed at a time: they stay in the cache from reading to checksum to writing
+_BUFFER = 4 * BLOCK  # bytes: holds a block of 2-byte elements whose file has 8-byte elements
+AHEAD = 16  # number of blocks that are requested from the disk before they are read
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be used or written; the message is one line that names it."""
+    """A checkpoint that cannot be used or written. The message is one line that names it."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint whose bytes are not those that were written."""
+    """A checkpoint whose bytes differ from the bytes that were written."""
 
 
 def damaged(path: Path, why: object) -> DamagedCheckpoint:
-    """The error of a damaged checkpoint.
+    """Return the error for a damaged checkpoint.
 
     Args:
-        why: what is wrong with which of its files.
+        why: which of its files is damaged, and how.
     """
     return DamagedCheckpoint(f"{path} is damaged: {why}".replace(f" {path}/", " "))
 
@@ -53,11 +53,11 @@ class State:
     """The state of a run besides its tensors.
 
     Attributes:
-        step: steps done so far.
-        tokens: tokens seen so far.
-        order: all that the data order depends on: corpus fingerprint, seed, seq_len, global_batch, shuffle.
-        skipped: steps so far whose update was skipped, because the loss or a gradient was not finite.
-        stream: the position in a streaming dataset, as JSON; None: the step is enough. That of rank 0 is written.
+        step: number of steps done.
+        tokens: number of tokens seen.
+        order: everything that the data order depends on: corpus fingerprint, seed, seq_len, global_batch, shuffle.
+        skipped: number of steps whose update was skipped, because the loss or a gradient was not finite.
+        stream: the position in a streaming dataset, as JSON. None: the step is enough. Rank 0 writes its own position.
     """
 
     step: int
@@ -68,13 +68,13 @@ class State:
 
 
 class Part(NamedTuple):
-    """One kind of tensor in a checkpoint: there is one for each parameter.
+    """One kind of tensor in a checkpoint. Every parameter has one tensor of each kind.
 
     Attributes:
-        prefix: of its names: `exp_avg.` in `exp_avg.<parameter>`.
-        buffer: of a unit, as `Unit.buffer` takes it.
-        dtype: in the files.
-        spec: of optimizer state that whole tensors keep, else None.
+        prefix: prefix of the tensors' names: `exp_avg.` in `exp_avg.<parameter>`.
+        buffer: the name of the unit's buffer that holds it, as `Unit.buffer` takes it.
+        dtype: its dtype in the files.
+        spec: the spec of optimizer state that is kept for unsharded tensors, else None.
     """
 
     prefix: str
@@ -87,10 +87,10 @@ Parts = dict[str, tuple[Part, ...]]  # file stem -> what the files hold
 
 
 def parts_of(plan: StatePlan, average: bool | None = None) -> Parts:
-    """What is saved, from what the optimizer declares.
+    """Return the kinds of tensors that are saved, as the optimizer declares them.
 
     Args:
-        average: whether the average of the weights (`optim.ema`) is included; None: as `plan` says.
+        average: whether to include the average of the weights (`optim.ema`). None: as `plan` has it.
     """
     whole = lambda s: None if plan.sharded_spec else s
     state = [Part(f"{s.name}.", s.name, s.dtype or plan.master, whole(s)) for s in plan.spec]
@@ -100,12 +100,12 @@ def parts_of(plan: StatePlan, average: bool | None = None) -> Parts:
 
 
 def model_part(plan: StatePlan) -> Part:
-    """The weights, in master precision."""
+    """Return the part for the weights, in master precision."""
     return Part("", "master", plan.master)
 
 
 def checkpoint_bytes(cfg: Config) -> int:
-    """Of one checkpoint: weights, the average of the weights if there is one, and the optimizer's state."""
+    """Return the bytes of one checkpoint: weights, their average if there is one, and the optimizer's state."""
     shapes = tensor_shapes(cfg.model).values()
     parts = [part for of_stem in parts_of(state_plan(cfg)).values() for part in of_stem]
     numel = lambda part: sum(math.prod(part.spec.shape_of(s) if part.spec else s) for s in shapes)
@@ -113,12 +113,13 @@ def checkpoint_bytes(cfg: Config) -> int:
     return sum(numel(part) * part.dtype.itemsize for part in parts) + biases
 
 
-BIAS = torch.float32  # of selection biases
+BIAS = torch.float32  # dtype of selection biases
 
 
 def biases_of(stages: Stages, stem: str) -> dict[str, Tensor]:
-    """The selection biases [X] that files of this stem hold, by their names. Every rank has all of them, rank 0 writes
-    them, and training changes them in place."""
+    """Return the selection biases [X] that files of this stem hold, by name. Training changes them in place.
+
+    Every rank has all of them. Rank 0 writes them."""
     of_stem = bias_names(stages.model).items()
     return {name: b for (name, its), b in zip(of_stem, stages.balance.bias_LX, strict=True) if its == stem}
 
@@ -130,7 +131,7 @@ class ShardSlice(NamedTuple):
     """Elements of a tensor that this rank holds, contiguous in memory.
 
     Attributes:
-        data: [rows.numel]; training changes it in place.
+        data: [rows.numel]. Training changes it in place.
         rows: their positions in the whole tensor.
     """
 
@@ -139,7 +140,7 @@ class ShardSlice(NamedTuple):
     rows: Rows
 
     def chunks(self, most: int) -> Iterator["ShardSlice"]:
-        """The same elements in the same order, at most `most` at a time."""
+        """Split the elements into slices of at most `most`, in the same order."""
         at = 0
         for rows in self.rows.chunks(most):
             yield ShardSlice(self.tensor, self.data[at : at + rows.numel], rows)
@@ -147,7 +148,7 @@ class ShardSlice(NamedTuple):
 
 
 def slices_of(stages: Stages, part: Part, owned_only: bool) -> Iterator[ShardSlice]:
-    """The elements of a part that this rank holds, or with `owned_only` those that it writes."""
+    """Yield the elements of a part that this rank holds, or with `owned_only` the elements that it writes."""
     if part.spec is None:
         for unit, tensor, at, rows in shard_rows(stages, owned_only):
             yield ShardSlice(tensor, unit.buffer(part.buffer)[at : at + rows.numel], rows)
@@ -160,10 +161,10 @@ def slices_of(stages: Stages, part: Part, owned_only: bool) -> Iterator[ShardSli
 
 
 def shard_rows(stages: Stages, owned_only: bool) -> Iterator[tuple[Unit, str, int, Rows]]:
-    """(unit, tensor, offset in the unit's shard, positions in the whole tensor) of the elements that this rank holds.
+    """Yield (unit, tensor, offset in the unit's shard, positions in the whole tensor) of the elements on this rank.
 
-    With `owned_only` only those that it writes. Ranks that hold the same shard divide its elements between them. Of tp
-    replicas the first one writes, and so does the first of the stages that hold a tensor.
+    With `owned_only`, yield only the elements that this rank writes. Ranks with the same shard divide its elements
+    among them. Of tp replicas the first one writes. Of stages that hold the same tensor, the first one writes.
     """
     for unit in stages.units.units.values():
         start, stop = unit.layout.own
@@ -178,7 +179,7 @@ def shard_rows(stages: Stages, owned_only: bool) -> Iterator[tuple[Unit, str, in
 
 
 def plans_of(stages: Stages, cfg: Config) -> dict[str, list[PlannedFile]]:
-    """The files of a checkpoint by their stem; the same on every mesh."""
+    """Return the files of a checkpoint, by stem. They are the same on every mesh."""
     shapes = {name: stages.layouts[name].shape for name in stages.layouts.names()}
     plans = {}
     for stem, parts in parts_of(stages.units.plan).items():
@@ -191,7 +192,7 @@ def plans_of(stages: Stages, cfg: Config) -> dict[str, list[PlannedFile]]:
 
 
 def names(plans: dict[str, list[PlannedFile]]) -> list[str]:
-    """Every tensor of every file, in the order of the checksums."""
+    """Return the names of all tensors of all files, in the order of the checksums."""
     return [name for files in plans.values() for f in files for name in f.offsets]
 
 
@@ -207,16 +208,16 @@ def read_into(
     left: Collection[str] = (),
     finite: bool = False,
 ) -> None:
-    """Reads this rank's elements of some parts, converted to the precision of the run.
+    """Read this rank's elements of some parts, and convert them to the precision of the run.
 
     Args:
-        sums: where to add each tensor's checksum, int64 [n, 2].
+        sums: each tensor's checksum is added to it, int64 [n, 2].
         rows: tensor -> its row in `sums`.
         left: tensors that are not read.
-        finite: whether infinite elements and NaN are refused.
+        finite: whether to refuse infinite elements and NaN.
 
     Raises:
-        DamagedFile: a file cannot be read; a tensor is missing, has another shape or no row, or is not finite.
+        DamagedFile: a file cannot be read, or a tensor is missing, has another shape or no row, or is not finite.
     """
     wanted = list(_wanted(stages, reader, parts, left))
     buffer = torch.empty(_BUFFER, dtype=torch.uint8)
@@ -233,8 +234,9 @@ def read_into(
 
 
 def _read_block(reader: Reader, name: str, there: Rows, target: Tensor, buffer: Tensor) -> Tensor:
-    """Reads elements into `target`: straight into its memory, or through the buffer if it is on a GPU or has another
-    dtype. Returns them as they are in the file, on the CPU."""
+    """Read elements into `target`, and return them as they are in the file, on the CPU.
+
+    They are read straight into the memory of `target`, or through `buffer` if it is on a GPU or has another dtype."""
     dtype = reader.dtype(name)
     if target.device.type == "cpu" and target.dtype == dtype:
         return reader.read(name, there, target)
@@ -250,7 +252,7 @@ def _row(rows: dict[str, int] | None, name: str) -> int:
 
 
 def _is_finite(data: Tensor) -> bool:
-    """Whether all elements are. Their sum, which is fast, tells unless it overflows."""
+    """Return True if all elements are finite. Their sum decides it quickly, unless the sum overflows."""
     wide = torch.float64 if data.dtype == torch.float64 else torch.float32
     return bool(data.sum(dtype=wide).isfinite()) or bool(data.isfinite().all())
 
@@ -258,8 +260,9 @@ def _is_finite(data: Tensor) -> bool:
 def read_biases(
     stages: Stages, reader: Reader, stem: str, sums: Tensor | None = None, rows: dict[str, int] | None = None
 ) -> None:
-    """Reads the selection biases that files of this stem hold. A checkpoint of before there were any has none, and they
-    are zeros. The arguments are those of `read_into`."""
+    """Read the selection biases that files of this stem hold. Old checkpoints have none: the biases are then zeros.
+
+    The arguments are as in `read_into`."""
     for name, bias_X in biases_of(stages, stem).items():
         if name not in reader:
             bias_X.zero_()
@@ -276,7 +279,7 @@ def read_biases(
 def _wanted(
     stages: Stages, reader: Reader, parts: Sequence[Part], left: Collection[str]
 ) -> Iterator[tuple[str, Tensor, Rows]]:
-    """(name in the files, target, elements to read), one block at a time."""
+    """Yield (name in the files, target, elements to read), one block at a time."""
     for part in parts:  # roughly the order of the files
         for held in slices_of(stages, part, owned_only=False):
             if held.tensor in left:
@@ -295,9 +298,9 @@ def _wanted(
 
 
 def together(mesh: Mesh, work: Callable[[], Any]) -> None:
-    """Runs a part of the work on every rank. If it fails on one, all ranks raise CheckpointError with its reason.
+    """Run work on every rank. If it fails on one rank, all ranks raise CheckpointError with that rank's reason.
 
-    The ranks communicate through `mesh.background`, so a thread may call it, but only one at a time."""
+    The ranks communicate through `mesh.background`. A thread may therefore call this, but only one at a time."""
     mine = None
     try:
         work()
@@ -309,11 +312,11 @@ def together(mesh: Mesh, work: Callable[[], Any]) -> None:
         raise CheckpointError(reason)
 
 
-_LONGEST = 2000  # bytes of a reason
+_LONGEST = 2000  # bytes of the longest reason
 
 
 def _first(mesh: Mesh, mine: str | None) -> str | None:
-    """The reason of the first rank that has one, the same on every rank."""
+    """Return the reason of the first rank that has one. All ranks get the same result."""
     if mesh.background is None:
         return mine
     ranks = mesh.spec.world_size

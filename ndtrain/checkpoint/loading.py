@@ -1,4 +1,4 @@
-"""Reads a checkpoint on any mesh. Every rank reads its elements and verifies them."""
+"""Reads a checkpoint on any mesh. Every rank reads its own elements and verifies them."""
 
 from pathlib import Path
 
@@ -23,14 +23,15 @@ from ndtrain.parallel.build import Stages
 
 
 def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
-    """Reads this rank's elements of weights, moments and average, and verifies every element read. Every rank calls
-    it. It takes some megabytes of host memory beyond what the elements fill.
+    """Read this rank's elements of weights, moments and average, and verify them. Call it on every rank.
+
+    It takes some megabytes of host memory, in addition to the elements themselves.
 
     Returns:
-        Messages for the user: an average that the checkpoint does not hold starts as the weights.
+        Messages for the user: if the checkpoint has no average, it starts from the weights.
 
     Raises:
-        DamagedCheckpoint: on every rank, naming the tensor whose content is not what was written, or the file that a
+        DamagedCheckpoint: on every rank. The message names the tensor whose content was changed, or the file that a
             rank cannot read.
     """
     written = _written_sums(path, mesh)
@@ -42,8 +43,8 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
     tensors = {
         p.prefix + n: (p, stages.layouts[n]) for n in stages.layouts.names() for ps in parts.values() for p in ps
     }
-    # each element was read, and summed, by each rank that holds its shard, by each tp replica, and by each stage that
-    # holds the tensor
+    # Each element was read, and added to the sums, several times: by each rank that holds its shard, by each tp
+    # replica, and by each stage that holds the tensor.
     tp_replicas = lambda part, layout: 1 if part.spec else layout.tp_replicas
     readers_of = {
         name: stages.layouts.groups(layout.name).replicas * tp_replicas(part, layout) * layout.pp_replicas
@@ -63,7 +64,7 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
 
 
 def _written_sums(path: Path, mesh: Mesh) -> dict[str, list[str]]:
-    """The checksums in state.json, which every rank reads."""
+    """Return the checksums in state.json. Every rank reads it."""
     sums: dict[str, list[str]] = {}
     try:
         together(mesh, lambda: sums.update(read_state(path)["checksums"]))
@@ -73,7 +74,7 @@ def _written_sums(path: Path, mesh: Mesh) -> dict[str, list[str]]:
 
 
 def _read(path: Path, stages: Stages, mesh: Mesh, parts, written: list[str]) -> torch.Tensor:
-    """Reads the stages' tensors. Returns the checksums of what all ranks read, int64 [len(written), 2]."""
+    """Read the stages' tensors. Return the checksums of all ranks' elements, summed: int64 [len(written), 2]."""
     sums = torch.zeros(len(written), 2, dtype=torch.int64)
     rows = {name: i for i, name in enumerate(written)}
 

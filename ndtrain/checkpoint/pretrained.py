@@ -1,6 +1,6 @@
-"""Weights from a Hugging Face folder, which a checkpoint is, too: one safetensors file, or several with an index.
+"""Reads weights from a Hugging Face folder: one safetensors file, or several with an index. A checkpoint is one too.
 
-The tensors have the names of the whole language model, or those of a saved base model, which lack the leading `model.`.
+The tensors are named as in the whole language model, or as in a saved base model, without the leading `model.`.
 """
 
 import math
@@ -31,17 +31,17 @@ _MODEL, _EMBED, _HEAD = "model.", "embed_tokens.weight", "lm_head.weight"
 _LEFTOVERS = re.compile(r".*\brotary_emb\.inv_freq")  # buffers that older versions of transformers saved
 
 
-_MOST_ELEMENTS = 2**59  # of a tensor whose bytes can still be counted
+_MOST_ELEMENTS = 2**59  # of a tensor: its bytes then fit into 64 bits
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def model_folder(init_from: str) -> Path:
-    """Returns the folder with the model that `init_from` names: that folder, or the newest checkpoint of a run folder.
+    """Return the model folder that `init_from` names: that folder itself, or the newest checkpoint of a run folder.
 
     Raises:
-        CheckpointError: there is no such folder, the run has no checkpoint yet, or its newest one is damaged or is of
-            another step than its name says. For a name that may be one on the Hugging Face hub, the message says how to
-            download it.
+        CheckpointError: there is no such folder, or the run has no checkpoint yet. Or its newest checkpoint is damaged,
+            or is of another step than its name. If the name may be a model on the Hugging Face hub, the message
+            explains how to download it.
     """
     folder = Path(init_from).expanduser()
     if (folder / "config.json").is_file():
@@ -64,8 +64,10 @@ def model_folder(init_from: str) -> Path:
 
 
 def read_model(folder: Path) -> ModelConfig:
-    """Returns the model of a folder's config.json. No code loops over its layers or experts before their numbers are
-    compared with the number of tensors in the folder's files.
+    """Return the model that a folder's config.json describes.
+
+    The numbers of layers and experts are first compared with the number of tensors in the folder's files. Only then may
+    code loop over them.
 
     Raises:
         CheckpointError: the folder has too few tensors for such a model, or no weights.
@@ -91,13 +93,13 @@ def _too_few(what: str, held: int) -> str:
 
 
 def _number_of_tensors(files: list[Path]) -> int:
-    """Counts the tensors of the index, or of the header if there is one file. Reads no other header."""
+    """Count the tensors in the index, or in the header if there is one file. Other headers are not read."""
     return len(Reader(files).names() if files[0].name == _ONE else _weight_map(files[0].parent))
 
 
 @contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Within this context errors name `init_from`.
+    """Make errors name `init_from` within the context.
 
     Raises:
         CheckpointError: instead of DamagedFile.
@@ -109,18 +111,18 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def check_folder(folder: Path, m: ModelConfig) -> list[str]:
-    """Checks the weights of a Hugging Face folder against the model of its config.json, by the files' headers alone.
-    Meant for one rank, before any process group.
+    """Check the weights of a Hugging Face folder against the model of its config.json, using only the files' headers.
+    Meant for one rank, before any process group exists.
 
     Args:
-        m: as `read_model` gives it.
+        m: the result of `read_model`.
 
     Returns:
         Messages for the user.
 
     Raises:
-        CheckpointError: one line that names the file or tensor: pickled weights, a file of the index that is missing, a
-            damaged header, a tensor that is missing, has no place in the model, or has another shape than there.
+        CheckpointError: the weights are pickled, a file of the index is missing, or a header is damaged. Or a tensor is
+            missing, has no place in the model, or has another shape. The message is one line that names it.
     """
     with naming(folder):
         files = weight_files(folder)
@@ -132,16 +134,16 @@ def check_folder(folder: Path, m: ModelConfig) -> list[str]:
 
 
 def load_weights(folder: Path, stages: Stages, mesh: Mesh, origins: Mapping[str, str | None] | None = None) -> None:
-    """Reads this rank's elements of the weights from a Hugging Face folder, converted to master precision. From a
-    checkpoint of ndtrain it also reads the selection biases of experts.
+    """Read this rank's elements of the weights from a Hugging Face folder, and convert them to master precision. The
+    experts' selection biases are read too, and are zeros if the folder has none.
 
     Args:
-        origins: a tensor of the model -> the folder's tensor that it is a copy of, where the names differ; None: the
-            tensor is left as it is.
+        origins: name of a model's tensor -> the folder's tensor to copy it from, if the names differ. None: the tensor
+            is left unchanged.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape or elements that are not finite, or a file is damaged
-            or cannot be read.
+        CheckpointError: a tensor is missing, has another shape, or has elements that are not finite. Or a file is
+            damaged or cannot be read.
     """
 
     def read() -> None:
@@ -160,10 +162,10 @@ def load_weights(folder: Path, stages: Stages, mesh: Mesh, origins: Mapping[str,
 
 
 def selection_biases(folder: Path, m: ModelConfig) -> Tensor:
-    """The selection biases of all layers with experts, fp32 [layers, experts]; zeros where the folder has none.
+    """Return the selection biases of all layers with experts, fp32 [layers, experts]: zeros if the folder has none.
 
     Raises:
-        DamagedFile: as `Reader`; a bias is not a finite number.
+        DamagedFile: as `Reader`, or a bias is not a finite number.
     """
     readers = {
         "model": open_weights(weight_files(folder)),
@@ -176,13 +178,13 @@ def selection_biases(folder: Path, m: ModelConfig) -> Tensor:
             if readers[stem].shape(name) != bias_X.shape:
                 raise DamagedFile(f"tensor {name} has shape {readers[stem].shape(name)}, not {tuple(bias_X.shape)}")
             bias_X.copy_(readers[stem].read(name, Rows(0, len(bias_X))))
-            if not bias_X.isfinite().all():  # a router would choose such an expert always, or never
+            if not bias_X.isfinite().all():  # a router would always choose this expert, or never
                 raise DamagedFile(f"tensor {name} has elements that are no finite numbers")
     return biases_LX
 
 
 def open_weights(files: list[Path]) -> Reader:
-    """Reads weight files under the names of the whole language model.
+    """Open weight files for reading, under the names of the whole language model.
 
     Raises:
         DamagedFile: as `Reader`.
@@ -197,10 +199,10 @@ def open_weights(files: list[Path]) -> Reader:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder, in `transformers`' order of preference.
+    """Return the safetensors files of a Hugging Face folder, in `transformers`' order of preference.
 
     Raises:
-        DamagedFile: there are none (the message says what there is instead), or the index does not parse or names a
+        DamagedFile: there are none (the message names what there is instead), or the index does not parse or names a
             missing file.
     """
     if (folder / _ONE).is_file():
@@ -219,7 +221,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> name of its file, as the index says."""
+    """Return the file name of each tensor, from the index."""
     try:
         weight_map = read_object(folder / _INDEX).get("weight_map")
     except JsonError as error:
@@ -248,11 +250,11 @@ def _without_weights(folder: Path) -> str:
 
 
 def _check_tensors(reader: Reader, m: ModelConfig) -> None:
-    """Checks that the files hold the model's tensors and nothing else.
+    """Check that the files hold the model's tensors and nothing else.
 
     Raises:
-        DamagedFile: naming the first tensor that is missing, has another shape, a dtype that no weight has, or no place
-            in the model.
+        DamagedFile: a tensor is missing, has another shape, has a dtype that no weight has, or has no place in the
+            model. The message names the first one.
     """
     wanted = tensor_shapes(m) | {n: (m.num_experts,) for n, stem in bias_names(m).items() if stem == "model"}
     for name, shape in wanted.items():
@@ -263,6 +265,6 @@ def _check_tensors(reader: Reader, m: ModelConfig) -> None:
             raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {shape} by config.json")
         reader.dtype(name)  # refuses a dtype that no weight has
     for name in reader.names():
-        # of a tied model transformers does not read the head either
+        # transformers does not read the head of a tied model either
         if name not in wanted and name != _HEAD and not _LEFTOVERS.fullmatch(name):
             raise DamagedFile(f"tensor {name} has no place in the model of config.json ({m.model_type})")

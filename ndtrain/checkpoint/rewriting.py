@@ -1,6 +1,6 @@
 """Writes a Hugging Face folder from checkpoints: the average of their weights, or their weights in another dtype.
 
-Blocks of some megabytes are read, computed and written one after the other. No tensor is ever whole in memory.
+Blocks of some megabytes are read, computed and written one after the other. A whole tensor is never in memory.
 """
 
 import json
@@ -37,10 +37,10 @@ from ndtrain.model.transformer import is_selection_bias
 
 @dataclass(frozen=True)
 class _Source:
-    """What is read of one folder.
+    """The tensors to read from one folder.
 
     Attributes:
-        tensors: the stem of the files to write -> the names of their tensors -> who reads them.
+        tensors: stem of the files to write -> names of their tensors -> the readers.
     """
 
     path: Path
@@ -54,24 +54,24 @@ def average(
     dtype: torch.dtype | None = None,
     ema: bool = False,
 ) -> int:
-    """Writes the Hugging Face folder `out` with the weighted average of the sources' weights, computed in fp64. The
-    other files (config.json, the tokenizer) are those of the first source.
+    """Write the Hugging Face folder `out` with the weighted average of the sources' weights, computed in fp64.
 
-    Selection biases of experts are averaged too, and stay in their own dtype. Those for which a family's model files
-    have no place stand in `optimizer.safetensors`, where `init_from` reads them.
+    The other files (config.json, the tokenizer) are copied from the first source. Selection biases of experts are
+    averaged too, and keep their own dtype. If the family's model files have no place for them, they go into
+    `optimizer.safetensors`, where `init_from` finds them.
 
     Args:
         sources: checkpoints or Hugging Face folders with the same tensors.
-        weights: one for each source; they are divided by their sum. None: equal ones.
-        dtype: of the weights written; None: that of the first source.
-        ema: whether the average of `optim.ema` is read instead of the weights. Biases have none.
+        weights: one for each source. They are divided by their sum. None: equal weights.
+        dtype: of the written weights. None: the dtype in the first source.
+        ema: whether to read the average of `optim.ema` instead of the weights. Selection biases have no such average.
 
     Returns:
         The bytes of all tensors.
 
     Raises:
-        CheckpointError: `out` exists, a source lacks a tensor or has another shape or cannot be read, a weight is of no
-            use, or the disk is full. Then there is no `out`.
+        CheckpointError: `out` exists, a source cannot be read, lacks a tensor or has another shape, the weights are
+            unusable, or the disk is full. Then `out` is not created.
     """
     shares = _shares(sources, weights)
     if out.exists():
@@ -123,7 +123,7 @@ def _open(path: Path, ema: bool) -> _Source:
 
 
 def _check_same(sources: Sequence[_Source]) -> None:
-    """Checks that all sources hold the same tensors in the same shapes."""
+    """Check that all sources hold the same tensors in the same shapes."""
     first, of_first = sources[0], _all_tensors(sources[0])
     for source in sources[1:]:
         tensors = _all_tensors(source)
@@ -161,7 +161,7 @@ def _write(sources: Sequence[_Source], shares: Sequence[float], folder: Path, dt
 
 
 def _dtype(reader: Reader, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """A bias grows by steps that a narrow dtype rounds away."""
+    """Return the dtype to write. A bias keeps its own, since a narrow dtype would round away the steps it grows by."""
     return reader.dtype(name) if dtype is None or is_selection_bias(name) else dtype
 
 
@@ -186,7 +186,7 @@ def _write_file(
 
 
 def _blocks_like(first: Reader, reader: Reader, name: str) -> Iterator[tuple[Rows, Tensor]]:
-    """The blocks of a tensor, divided as those of `first`, whose dtype may have another size."""
+    """Yield the blocks of a tensor, divided like the blocks of `first`, whose dtype may have another size."""
     if reader is first or reader.dtype(name).itemsize == first.dtype(name).itemsize:
         yield from blocks(reader, name)
         return
@@ -202,7 +202,7 @@ def _weighted(parts: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def _write_others(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Writes config.json with the dtype of the weights, and copies what else goes with them."""
+    """Write config.json with the dtype of the weights, and copy the files that accompany the weights."""
     read_companions(source).write_files(folder)
     if (source / "config.json").is_file():
         config = {k: v for k, v in read_object(source / "config.json").items() if k not in CODE_KEYS}

@@ -1,8 +1,8 @@
 """safetensors files that many ranks write in place and read in part.
 
-The safetensors library writes whole files from whole tensors. Here every rank knows the byte layout beforehand, from
-names, shapes and dtypes alone, and writes only its own elements. Format: 8 bytes little-endian header length, a JSON
-header of name -> {dtype, shape, data_offsets}, the tensors' bytes.
+The safetensors library writes whole files from whole tensors. Here every rank computes the byte layout in advance from
+names, shapes and dtypes, and writes only its own elements. Format: 8 bytes with the little-endian header length, a JSON
+header of name -> {dtype, shape, data_offsets}, then the tensors' bytes.
 """
 
 import json
@@ -21,22 +21,22 @@ from torch import Tensor
 
 from ndtrain.distributed.row_map import Rows
 
-# dtypes of weights; tensors of other dtypes may be in a file, but are not read
+# dtypes of weights. A file may have tensors of other dtypes, but they are not read
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {
     "C64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
     "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
-_LONGEST_HEADER = 100_000_000  # bytes; the library's own bound
+_LONGEST_HEADER = 100_000_000  # bytes: the library's own limit
 _MOST = 2**63 - 1  # the largest size
 _OPEN = 16  # files that one reader keeps open
-_GAP = 64 << 10  # bytes between two pieces up to which they are read together: reading on is faster than a second call
-_SPAN = 1 << 20  # bytes of pieces and gaps that are read together: they stay in the cache until the pieces are copied
+_GAP = 64 << 10  # bytes: a smaller gap between two pieces is read along with them, which is faster than a second call
+_SPAN = 1 << 20  # bytes of pieces and gaps read together: they stay in the cache until the pieces are copied
 
 
 class DamagedFile(ValueError):
-    """A file that is not what it should be; the message names it."""
+    """A file that is damaged or invalid. The message names it."""
 
 
 # ------------------------------------------------------------------------------------------------------------ layout
@@ -56,8 +56,10 @@ Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, 
 
 
 def plan_files(stem: str, tensors: Described, max_bytes: int) -> list[PlannedFile]:
-    """Splits tensors, the widest dtype first (so that all are aligned) and otherwise in order, over `stem.safetensors`
-    or `stem-00001-of-0000N.safetensors` of at most `max_bytes` each (a larger tensor gets a file of its own)."""
+    """Distribute tensors over `stem.safetensors`, or over files `stem-00001-of-0000N.safetensors`.
+
+    A file has at most `max_bytes`, but a larger tensor gets a file of its own. The widest dtype comes first, so that
+    all tensors are aligned. Otherwise the order is kept."""
     groups: list[list[str]] = [[]]
     room = max_bytes
     for name, (shape, dtype) in sorted(tensors.items(), key=lambda t: -t[1][1].itemsize):
@@ -86,7 +88,7 @@ def _plan(file: str, tensors: Described) -> PlannedFile:
 
 
 def index_json(files: list[PlannedFile]) -> dict:
-    """Hugging Face's `*.safetensors.index.json` of a split set."""
+    """Return Hugging Face's `*.safetensors.index.json` for a set of files."""
     return {
         "metadata": {"total_size": sum(f.size - len(f.header) for f in files)},
         "weight_map": {name: f.name for f in files for name in f.offsets},
@@ -97,7 +99,7 @@ def index_json(files: list[PlannedFile]) -> dict:
 
 
 def create(path: Path, plan: PlannedFile) -> None:
-    """The file with its header and its full size, tensors still unwritten. Raises OSError where the disk is full."""
+    """Create a file with its header and its full size, still without tensors. Raises OSError if the disk is full."""
     with open(path, "wb") as f:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(f.fileno(), 0, plan.size)
@@ -107,7 +109,7 @@ def create(path: Path, plan: PlannedFile) -> None:
 
 
 def write(fd: int, data: Tensor, offset: int, rows: Rows) -> None:
-    """Writes elements of the tensor that begins at byte `offset`. `data`: [rows.numel], contiguous, on the CPU."""
+    """Write elements of the tensor that starts at byte `offset`. `data`: [rows.numel], contiguous, on the CPU."""
     view, item = memoryview(bytes_of(data)), data.element_size()
     size, step, at = rows.length * item, rows.stride * item, offset + rows.start * item
     for i in range(rows.number):
@@ -121,7 +123,7 @@ def _write_all(fd: int, view: memoryview, offset: int) -> None:
 
 
 def bytes_of(data: Tensor) -> np.ndarray:
-    """A contiguous CPU tensor's memory as uint8, not copied."""
+    """Return the memory of a contiguous CPU tensor as uint8, without a copy."""
     return data.detach().view(torch.uint8).numpy()
 
 
@@ -129,7 +131,7 @@ def bytes_of(data: Tensor) -> np.ndarray:
 
 
 class _Stored(NamedTuple):
-    """A tensor in a file."""
+    """A tensor stored in a file."""
 
     path: Path
     dtype: str
@@ -141,15 +143,15 @@ class _Stored(NamedTuple):
 class Reader:
     """Reads elements of the tensors of a set of safetensors files.
 
-    The files are read with `pread`, never mapped: a page that the disk cannot deliver is an error of the call, and not
-    a signal that ends the process.
+    The files are read with `pread`, never mapped. If the disk cannot deliver a page, the call then raises an error.
+    With a mapped file, a signal would end the process.
 
     Args:
-        rename: maps the name of a tensor in its file to the name under which it is asked for.
+        rename: name of a tensor in its file -> name that it has in this reader.
 
     Raises:
-        DamagedFile: a file that cannot be read; a header that does not parse; one whose tensors overlap, leave gaps,
-            reach outside their file or have another size than their shape says; a tensor that two files hold.
+        DamagedFile: a file cannot be read, its header does not parse, or two files hold the same tensor. Or a header's
+            tensors overlap, leave gaps, reach outside their file or have another size than their shape.
     """
 
     def __init__(self, files: list[Path], rename: Callable[[str], str] = lambda name: name):
@@ -167,8 +169,7 @@ class Reader:
         return name in self._tensors
 
     def name_also(self, names: Mapping[str, str]) -> None:
-        """Gives tensors further names, under which they can be asked for too: further name -> name. Names of no tensor
-        are passed over."""
+        """Add further names for tensors: further name -> name. Names of tensors that do not exist are skipped."""
         self._tensors |= {also: self._tensors[name] for also, name in names.items() if name in self._tensors}
 
     def names(self) -> list[str]:
@@ -178,14 +179,14 @@ class Reader:
         return self._tensors[name].shape
 
     def file(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the file that holds a tensor."""
         return self._tensors[name].path
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor.
+        """Return the dtype of a tensor.
 
         Raises:
-            DamagedFile: a dtype that no weight has.
+            DamagedFile: it is a dtype that no weight has.
         """
         stored = self._tensors[name]
         if stored.dtype not in _DTYPES:
@@ -193,13 +194,14 @@ class Reader:
         return _DTYPES[stored.dtype]
 
     def read(self, name: str, rows: Rows, out: Tensor | None = None) -> Tensor:
-        """Returns elements of a tensor [rows.numel].
+        """Return elements of a tensor [rows.numel].
 
         Args:
-            out: where to put them: [rows.numel], contiguous, on the CPU, of the tensor's dtype. None: in new memory.
+            out: the result, [rows.numel], contiguous, on the CPU, with the tensor's dtype. None: new memory.
 
         Raises:
-            DamagedFile: the file cannot be read, or was cut since its header was read; a dtype that no weight has.
+            DamagedFile: the file cannot be read, was truncated after its header was read, or has a dtype that no weight
+                has.
         """
         stored, dtype = self._tensors[name], self.dtype(name)
         item = dtype.itemsize
@@ -218,7 +220,7 @@ class Reader:
         return out
 
     def _read_with_gaps(self, fd: int, path: Path, bytes_NL: np.ndarray, begin: int, step: int) -> None:
-        """Reads N pieces of L bytes, which begin `step` bytes apart, together with the gaps between them."""
+        """Read N pieces of L bytes, which start `step` bytes apart, together with the gaps between them."""
         if self._span is None:
             self._span = np.empty(_SPAN, np.uint8)
         for i in range(0, len(bytes_NL), _SPAN // step):
@@ -228,7 +230,7 @@ class Reader:
             np.copyto(pieces, as_strided(read, pieces.shape, (step, 1)))
 
     def expect(self, name: str, rows: Rows) -> None:
-        """Tells the kernel that these elements will be read soon."""
+        """Tell the kernel that these elements will be read soon."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         stored = self._tensors[name]
@@ -239,13 +241,13 @@ class Reader:
 
 
 class _OpenFiles:
-    """The files that were read last. A large model has more files than a process may have open."""
+    """The most recently used files. A large model has more files than a process may have open."""
 
     def __init__(self) -> None:
-        self._fds: dict[Path, int] = {}  # the one that was used last stands last
+        self._fds: dict[Path, int] = {}  # the most recently used one is last
 
     def open(self, path: Path) -> int:
-        """Returns the descriptor of a file. It is valid until other files are opened.
+        """Return the descriptor of a file. It is valid until other files are opened.
 
         Raises:
             DamagedFile: the file cannot be opened.
@@ -266,10 +268,10 @@ class _OpenFiles:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Within this context an error of the operating system is a file that cannot be read.
+    """Treat an error of the operating system within the context as a file that cannot be read.
 
     Raises:
-        DamagedFile: naming `path`.
+        DamagedFile: the message names `path`.
     """
     try:
         yield
@@ -278,7 +280,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _fill(fd: int, path: Path, view: memoryview, offset: int) -> None:
-    """Fills all of `view` with the bytes of a file from `offset` on."""
+    """Fill all of `view` with the bytes of a file, starting at `offset`."""
     with reading(path):
         while view:
             done = os.preadv(fd, [view], offset)
@@ -291,7 +293,7 @@ def _fill(fd: int, path: Path, view: memoryview, offset: int) -> None:
 
 
 def read_header(path: Path) -> bytes:
-    """Returns the file's header with its length field, as far as the file reaches.
+    """Return the file's header including its length field, as far as the file reaches.
 
     Raises:
         OSError: the file cannot be read.
@@ -302,10 +304,10 @@ def read_header(path: Path) -> bytes:
 
 
 def _tensors_of(path: Path) -> dict[str, _Stored]:
-    """The tensors of a file, in the order of their bytes.
+    """Return the tensors of a file, in the order of their bytes.
 
     Raises:
-        DamagedFile: they do not fill the file exactly from the header to the end.
+        DamagedFile: they do not fill the file exactly, from the end of the header to the end of the file.
     """
     with reading(path):
         file_size, header = path.stat().st_size, read_header(path)
@@ -329,7 +331,7 @@ def _tensors_of(path: Path) -> dict[str, _Stored]:
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    """Tensor -> its entry. As strict as the library: it must accept no header that the library refuses."""
+    """Return the entry of each tensor. It must not accept a header that the library refuses."""
     try:
         if text[:1] != b"{":
             raise ValueError("it is no JSON object")
@@ -362,7 +364,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """(dtype, shape, first byte, last byte + 1) of a header's entry, from the end of the header on."""
+    """Return (dtype, shape, first byte, last byte + 1) of a header's entry. Bytes count from the end of the header."""
     refuse = lambda why: DamagedFile(f"{path} is damaged: tensor {name} {why}")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("does not have dtype, shape and data_offsets")
@@ -381,7 +383,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _elements(shape: list[int]) -> int:
-    """The number of elements. Where it would overflow, as it does in the library, a number larger than any file's."""
+    """Return the number of elements. If it overflows in the library, return a number larger than any file's."""
     number = 1
     for size in shape:
         number *= size

@@ -28,11 +28,11 @@ class Saved:
     """The result of a save.
 
     Attributes:
-        path: the checkpoint, or None where there is none.
-        error: why the save failed, in one line that is the same on every rank; None: it did not fail.
-        seconds_blocked: how long training waited: in `Saver.save`, there also for the previous save, and at its next
-            update.
-        seconds: from the call until the checkpoint was published, or the save failed.
+        path: the checkpoint, or None if the save failed.
+        error: why the save failed, in one line that is the same on every rank. None: it did not fail.
+        seconds_blocked: how long training waited: in `Saver.save` (including for the previous save), and before its
+            next update.
+        seconds: from the call until the checkpoint was published, or until the save failed.
     """
 
     step: int
@@ -45,13 +45,13 @@ class Saved:
 class Saver:
     """Saves a run's state as `folder/step-<step>`. Every rank creates one and makes the same calls.
 
-    With `checkpoint.async_save` a thread copies the state into host memory, which is allocated once, and writes it from
-    there while training continues. The forward and backward of the next step only read what is copied. Training
-    therefore waits at its next update at the earliest, and only if the copy is not finished by then (as in CheckFreq:
+    With `checkpoint.async_save`, a thread copies the state into host memory, which is allocated once. The thread writes
+    it from there while training continues. The forward and backward of the next step only read the state. Training
+    therefore waits no earlier than at its next update, and only if the copy is not finished by then (as in CheckFreq:
     Mohan et al., 2021, FAST '21). At most one save is in progress.
 
     Args:
-        extras: writes further small files (the tokenizer) into the folder; called on one rank, possibly in a thread.
+        extras: writes further small files (the tokenizer) into the folder. Called on one rank, possibly in a thread.
     """
 
     def __init__(self, folder: Path, stages: Stages, mesh: Mesh, cfg: Config, extras: Extras = lambda folder: None):
@@ -59,15 +59,16 @@ class Saver:
         self._snapshot = _Snapshot(self._writer.live) if cfg.checkpoint.async_save else None
         self._pending: Future[Saved] | None = None
         self._device = mesh.device
-        self._blocked = 0.0  # seconds that training has waited for the save in progress
+        self._blocked = 0.0  # seconds that training has waited for the current save
         self._before_update = stages.units.before_update
         self._copying = False
 
     def save(self, state: State) -> list[Saved]:
-        """Saves the weights and the optimizer state as they are now.
+        """Save the weights and the optimizer state as they are now.
 
         Returns:
-            The saves that have ended: the previous one, if it was still in progress, and without `async_save` this one.
+            The saves that have ended: the previous save, if it was still in progress. Without `async_save` also this
+            save.
         """
         began = time.perf_counter()
         ended = self.wait()
@@ -88,7 +89,7 @@ class Saver:
         return ended
 
     def settle(self) -> None:
-        """Waits until the copy is made. The sharded optimizer calls it before each update. Any other code that changes
+        """Wait until the copy is made. The sharded optimizer calls it before each update. Any other code that changes
         weights or state must call it too."""
         if self._copying:
             began = time.perf_counter()
@@ -98,21 +99,21 @@ class Saver:
             self._copying = False
 
     def poll(self) -> list[Saved]:
-        """The background save that has ended since the last call, if one has. Does not wait."""
+        """Return the background save that has ended since the last call, if there is one. Does not wait."""
         return self.wait() if self._pending is not None and self._pending.done() else []
 
     def wait(self) -> list[Saved]:
-        """As `poll`, but waits for the save in progress.
+        """Wait for the save in progress, and return it if there is one.
 
         Raises:
-            Exception: an error of the thread other than a failed write: a peer was lost.
+            Exception: an error of the thread other than a failed write, such as a lost peer.
         """
         pending, self._pending = self._pending, None
         self.settle()
         return [] if pending is None else [pending.result()]
 
     def _write(self, state: State, values: Sequence[Tensor]) -> tuple[Path | None, str | None]:
-        """(path, error), one of which is None."""
+        """Write a checkpoint and return (path, error). One of them is None."""
         try:
             return self._writer.write(state, values), None
         except CheckpointError as error:
@@ -120,7 +121,7 @@ class Saver:
 
 
 def _in_background(work: Callable[[], Saved], device: torch.device) -> "Future[Saved]":
-    """Runs `work` in a daemon thread whose CUDA calls are for `device`."""
+    """Run `work` in a daemon thread whose CUDA calls are for `device`."""
     future: Future[Saved] = Future()
 
     def run() -> None:
@@ -138,7 +139,7 @@ class _Snapshot:
     """A copy of this rank's part of a checkpoint in host memory. The next copy overwrites it.
 
     Attributes:
-        made: set once training may change what was copied.
+        made: set as soon as training may change the state again.
     """
 
     def __init__(self, live: Sequence[Tensor]):
@@ -156,8 +157,9 @@ class _Snapshot:
             self._host += buffer.split([x.numel() for x in same])
 
     def begin(self) -> Callable[[], Sequence[Tensor]]:
-        """Returns a function that returns the copy. On CPU that function makes the copy. On CUDA the copy is queued
-        here, between the previous step and the next, and that function waits for it."""
+        """Return a function that returns the copy. On a CPU, that function makes the copy.
+
+        On CUDA, the copy is queued here, between the previous step and the next one. The function waits for it."""
         self.made.clear()
         if not self._cuda:
             return self._copied
@@ -179,11 +181,11 @@ class _Snapshot:
             if self._cuda:
                 span.copy_(live, non_blocking=True)
             else:
-                np.copyto(bytes_of(span), bytes_of(live))  # memcpy: for large spans twice as fast as PyTorch's copy
+                np.copyto(bytes_of(span), bytes_of(live))  # memcpy: twice as fast as PyTorch's copy for large spans
 
 
 def _joined(live: Sequence[Tensor]) -> list[Tensor]:
-    """The same elements in fewer tensors: neighbours in memory become one tensor."""
+    """Return the same elements in fewer tensors: tensors that are adjacent in memory become one."""
     spans: list[Tensor] = []
     for x in live:
         last = spans[-1] if spans else None

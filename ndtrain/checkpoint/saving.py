@@ -46,8 +46,9 @@ def save(
     state: State,
     extras: Extras = lambda folder: None,
 ) -> Path:
-    """Writes `folder/step-<state.step>` synchronously; every rank calls it. Older checkpoints beyond `checkpoint.keep`
-    are removed, except those of every `checkpoint.keep_every` steps.
+    """Write `folder/step-<state.step>` synchronously. Call it on every rank.
+
+    Older checkpoints beyond `checkpoint.keep` are then removed, except one every `checkpoint.keep_every` steps.
 
     Args:
         extras: as `Saver` takes it.
@@ -62,18 +63,18 @@ def save(
 
 @dataclass(frozen=True)
 class _Owned:
-    """Elements that this rank writes."""
+    """Elements that this rank writes, and their file."""
 
-    name: str  # of the tensor in its file
+    name: str  # the tensor's name in its file
     file: PlannedFile
     rows: Rows
 
 
 class Writer:
-    """Writes the checkpoints of a run. Computes once what is the same in all of them.
+    """Writes the checkpoints of a run. Computes once everything that is the same in all of them.
 
     Attributes:
-        live: the tensors that this rank writes; training changes them in place.
+        live: the tensors that this rank writes. Training changes them in place.
         size: bytes of a checkpoint's tensor files, over all ranks.
     """
 
@@ -86,7 +87,7 @@ class Writer:
         _ = mesh.background  # created here, where all ranks call it, and not in a thread
 
     def write(self, state: State, values: Sequence[Tensor]) -> Path:
-        """Publishes a checkpoint of `values`: the contents of `live` at the time of `state`.
+        """Write and publish a checkpoint of `values`: the contents of `live` at the time of `state`.
 
         Raises:
             CheckpointError: as `save`.
@@ -126,13 +127,13 @@ class Writer:
             _fsync(temporary / name)
         for folder in (temporary, *(p for p in temporary.iterdir() if p.is_dir())):
             _fsync(folder)
-        if final.exists():  # the same step, saved before a resume from an older one: removed only now
+        if final.exists():  # the same step, saved before a resume from an older step. Removed only now
             remove(final)
         os.rename(temporary, final)
         _fsync(final.parent)
 
     def _body(self, temporary: Path, small: list[str], sums: Tensor, state: State) -> dict:
-        """The content of state.json: the run's state, and the sizes and checksums of the other files."""
+        """Return the content of state.json: the run's state, and the sizes and checksums of the other files."""
         mesh = self.mesh
         return {
             "format": FORMAT,
@@ -158,7 +159,7 @@ def _files(plans: dict[str, list[PlannedFile]]) -> list[PlannedFile]:
 
 
 def _owned(stages: Stages, plans: dict[str, list[PlannedFile]], writes_biases: bool) -> Iterator[tuple[_Owned, Tensor]]:
-    """What this rank writes: the position in the files, and the elements (1-D), which training changes in place."""
+    """Yield the elements that this rank writes: their position in the files, and the 1-D tensor with their values."""
     for stem, parts in parts_of(stages.units.plan).items():
         where = {name: f for f in plans.get(stem, ()) for name in f.offsets}
         for part in parts:  # roughly the order of the file
@@ -183,7 +184,7 @@ def _write_owned(
     values: Sequence[Tensor],
     sums: Tensor,
 ) -> None:
-    """Writes this rank's elements and adds their checksums to `sums`, whose rows are the tensors in plan order."""
+    """Write this rank's elements and add their checksums to `sums`, whose rows are the tensors in plan order."""
     row = {name: i for i, name in enumerate(names(plans))}
     fds: dict[str, int] = {}
     try:
@@ -204,7 +205,7 @@ def _write_owned(
 
 
 def _write_and_begin_to_flush(fd: int, data: Tensor, offset: int, rows: Rows) -> None:
-    """As `write`. A large piece, of which no other rank writes a part, is flushed at once and not only at the end."""
+    """Write elements as `write` does. Start to flush a large piece at once, if no other rank writes a part of it."""
     write(fd, data, offset, rows)
     if rows.number == 1 and data.nbytes >= BLOCK // 2 and hasattr(os, "posix_fadvise"):
         # Linux starts to write the dirty pages and does not wait. (Pages on disk may then leave the page cache.)

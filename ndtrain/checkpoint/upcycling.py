@@ -1,5 +1,6 @@
-"""A mixture of experts that starts from a dense model by upcycling (Komatsuzaki et al., 2022, arXiv:2212.05055): every
-expert is a copy of its layer's dense MLP, all else is taken over, and the routers are drawn."""
+"""Starts a mixture of experts from a dense model by upcycling (Komatsuzaki et al., 2022, arXiv:2212.05055).
+
+Every expert is a copy of its layer's dense MLP. The routers are drawn at random. All other weights are copied."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
@@ -19,14 +20,15 @@ from ndtrain.model.transformer import layer, sparse_layers
 from ndtrain.parallel.build import Stages, initialise
 
 _MLP = ("gate_proj", "up_proj", "down_proj")  # of a dense layer, and of a shared expert
-# what a mixture and the dense model that it starts from need not have alike; `_mlp_sizes` are checked by themselves
+# fields that may differ between a mixture and the dense model it starts from. `_mlp_sizes` are checked separately
 _OWN = {*OURS, "model_type", "intermediate_size", "initializer_range", "max_position_embeddings", *OPTIONAL_FIELDS}
 _OWN -= {"clip_qkv"}
 
 
 def dense_origins(m: ModelConfig) -> dict[str, str | None]:
-    """Where a mixture's tensors come from, if not from the dense model's tensors of the same names: tensor -> the dense
-    tensor that it starts as a copy of; None: it is drawn."""
+    """Return the dense tensor that each tensor of a mixture starts as a copy of. None: it is drawn at random.
+
+    Tensors that have the same name in the dense model are not listed."""
     moe = resolved(family_of(m).moe)
     mlps = [(f"experts.{x}", moe.projections) for x in range(resolved(m.num_experts))]
     drawn = ["gate"]
@@ -44,7 +46,7 @@ def dense_origins(m: ModelConfig) -> dict[str, str | None]:
 
 
 def load_start(cfg: Config, stages: Stages, mesh: Mesh) -> None:
-    """Fills this rank's elements from the folder `init_from`, with `moe.upcycle` from that of a dense model.
+    """Fill this rank's elements from the folder `init_from`. With `moe.upcycle` that folder holds a dense model.
 
     Raises:
         CheckpointError: as `load_weights`.
@@ -59,14 +61,14 @@ def load_start(cfg: Config, stages: Stages, mesh: Mesh) -> None:
 
 
 def starting_model(cfg: Config, held: ModelConfig) -> ModelConfig:
-    """The model of a run that starts from a folder: the folder's, or with `moe.upcycle` the run's own.
+    """Return the model of a run that starts from a folder: the folder's, or with `moe.upcycle` the run's own.
 
     Args:
         cfg: not resolved yet.
         held: the model of the folder `cfg.init_from`.
 
     Raises:
-        ConfigError: the run's own model cannot start from that one.
+        ConfigError: the run's own model cannot start from the folder's model.
     """
     if not cfg.moe.upcycle:
         return held
@@ -91,7 +93,7 @@ def starting_model(cfg: Config, held: ModelConfig) -> ModelConfig:
 
 
 def _check_family(folder: str, held: ModelConfig, m: ModelConfig, common: list[str]) -> None:
-    """Checks that the families have the same tensors beside the experts, once what must be alike is."""
+    """Check that both families have the same tensors besides the experts. Fields that must be equal are already."""
     alike = {f.name for f in fields(m)} & {*common, "intermediate_size"}
     like = replace(m, **{key: getattr(held, key) for key in alike})
     there, origins = tensor_shapes(held), dense_origins(like)
@@ -109,7 +111,7 @@ def _check_family(folder: str, held: ModelConfig, m: ModelConfig, common: list[s
 
 
 def _mlp_sizes(m: ModelConfig) -> Iterator[tuple[str, int]]:
-    """(key, inner size) of each kind of MLP that starts as a copy of a dense one."""
+    """Yield (key, inner size) of each kind of MLP that starts as a copy of a dense one."""
     family = family_of(m)
     moe = resolved(family.moe)
     expert = "moe_intermediate_size" if "moe_intermediate_size" in family.fields else "intermediate_size"
@@ -125,12 +127,12 @@ def _refusal(why: str) -> CheckpointError:
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    """No dict and an empty one are the same RoPE."""
+    """Return True if two values are equal. No dict and an empty dict mean the same RoPE."""
     return (ours or None) == (theirs or None)
 
 
 def _value(value: Any) -> str:
-    """As an override has it."""
+    """Format a value as an override."""
     if isinstance(value, Mapping):
         return "'{" + ",".join(f"{k}: {_value(v)}" for k, v in value.items()) + "}'"
     return "null" if value is None else str(written(value))

@@ -1,4 +1,4 @@
-"""Looks at checkpoints on disk: what a folder holds, and whether every byte is what was written."""
+"""Inspects checkpoints on disk: their contents, and whether every byte is as it was written."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class Listed:
     """A checkpoint folder in a list.
 
     Attributes:
-        state: the content of state.json; None where it cannot be read.
+        state: the content of state.json. None if it cannot be read.
         status: complete, damaged with its reason, half written, half removed, or superseded.
         saved: when it was saved, by the clock of its file system.
         size: bytes of all files.
-        parts: kinds of tensors -> their dtype, e.g. `weights`: `fp32`, `exp_avg`: `bf16`.
+        parts: kinds of tensors -> their dtype, for example `weights`: `fp32`, `exp_avg`: `bf16`.
     """
 
     path: Path
@@ -39,11 +39,11 @@ class Listed:
 
 
 def checkpoints_of(path: Path, others: bool = False) -> list[Path]:
-    """The checkpoints that a path names, oldest first: itself, those of a run folder, or those of a `checkpoints/`
+    """Return the checkpoints that a path names, oldest first. It is a checkpoint, a run folder or a `checkpoints/`
     folder.
 
     Args:
-        others: whether half-written, half-removed and superseded ones are included.
+        others: whether to include half-written, half-removed and superseded checkpoints.
 
     Raises:
         CheckpointError: there are none.
@@ -63,7 +63,7 @@ def checkpoints_of(path: Path, others: bool = False) -> list[Path]:
 
 
 def describe(path: Path) -> Listed:
-    """What a checkpoint holds. It reads headers and small files only."""
+    """Describe a checkpoint, reading only headers and small files."""
     files = [p for p in path.iterdir() if p.is_file()]
     newest = max((p.stat().st_mtime for p in files), default=path.stat().st_mtime)
     status, state = "complete", None
@@ -79,7 +79,7 @@ def describe(path: Path) -> Listed:
 
 
 def parts_in(path: Path) -> dict[str, str]:
-    """The kinds of tensors in a checkpoint, with the dtype of their first tensor; nothing where a header is damaged."""
+    """Return the kinds of tensors in a checkpoint -> dtype of their first tensor. Empty if a header is damaged."""
     kinds: dict[str, str] = {}
     try:
         for stem in ("model", "optimizer"):
@@ -95,7 +95,7 @@ SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", t
 
 
 def short(dtype: torch.dtype) -> str:
-    """The dtype as the configuration spells it."""
+    """Return the name of a dtype in the configuration."""
     return SHORT[dtype]
 
 
@@ -103,10 +103,10 @@ def short(dtype: torch.dtype) -> str:
 
 
 def verify(path: Path) -> dict[str, str]:
-    """Reads a checkpoint and compares every byte with the checksums of its state.json, one block at a time.
+    """Read a checkpoint and compare every byte with the checksums of its state.json, one block at a time.
 
     Returns:
-        Every file that state.json names, and state.json: its name -> what is wrong with it; empty: nothing.
+        For state.json and every file that it names: name -> what is wrong with the file. An empty string: nothing.
     """
     try:
         body = read_state(path)
@@ -120,7 +120,7 @@ def verify(path: Path) -> dict[str, str]:
 
 
 def _problem_of_elements(file: Path, checksums: dict[str, list[str]]) -> str:
-    """What is wrong with the elements of a file's tensors; empty: nothing."""
+    """Return what is wrong with the elements of a file's tensors, or an empty string."""
     try:
         bad = bad_tensors(Reader([file]), checksums)
     except DamagedFile as error:
@@ -129,7 +129,7 @@ def _problem_of_elements(file: Path, checksums: dict[str, list[str]]) -> str:
 
 
 def bad_tensors(reader: Reader, checksums: dict[str, list[str]]) -> list[str]:
-    """The tensors whose elements have another checksum than `checksums` says."""
+    """Return the tensors whose checksum differs from the one in `checksums`."""
     bad = []
     for name in reader.names():
         total = torch.zeros(2, dtype=torch.int64)
@@ -141,7 +141,7 @@ def bad_tensors(reader: Reader, checksums: dict[str, list[str]]) -> list[str]:
 
 
 def blocks(reader: Reader, name: str) -> Iterator[tuple[Rows, Tensor]]:
-    """The elements of a tensor, block by block in order, each [rows.numel]. The next block overwrites them."""
+    """Yield the elements of a tensor, block by block in order, each [rows.numel]. The next block overwrites them."""
     size, dtype = torch.Size(reader.shape(name)).numel(), reader.dtype(name)
     if not size:
         return

@@ -1,8 +1,8 @@
 """One transformer block, and how it declares its parameters and ops.
 
 Each parameter is declared once, where its module is made, with named dims: `Weights(m, "heads", "embed")`. Each op is
-declared once, in the order the ops run (`Block.op_table`). All else that must know them reads the records that are
-collected from these declarations (`spec.py`): sharding, counts, initial values, recompute, the planner.
+declared once, in the order the ops run (`Block.op_table`). The rest of the code reads the records collected from these
+declarations (`spec.py`): sharding, parameter counts, initial values, recompute, the planner.
 
 Shape legend: B batch, T time, N tokens of the residual stream, E hidden_size, H query heads, K key/value heads,
 D head_dim, F intermediate_size.
@@ -35,80 +35,86 @@ from ndtrain.model.vocabulary import Targets
 
 
 def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """x @ w.T + b for each weight [out, in]: q/k/v and gate/up come together because they share x."""
+    """Return x @ w.T + b for each weight [out, in]. Weights that share x (q/k/v, gate/up) are passed in one call."""
     return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
 
 def wide_linear(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x @ w.T in fp32 or wider: a router's choice must not depend on the compute precision."""
+    """Return x @ w.T in fp32 or wider. A router's choice must not depend on the compute precision."""
     wide = torch.promote_types(x_NI.dtype, torch.float32)
     return F.linear(x_NI.to(wide), weight_OI.to(wide))
 
 
 def grouped_linear(x_MI: Tensor, expert_rows: ExpertRows, weights: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """For each of `weights`, which are one matrix [out, in] for each of X experts: x @ w.T of the expert that the row
-    belongs to.
+    """Multiply each row by the matrices of its expert: one output per entry of `weights`.
 
     Args:
         x_MI: rows sorted by expert.
-        expert_rows: which rows each expert has.
+        expert_rows: the number of rows of each expert.
+        weights: for each output, one matrix [out, in] per expert.
     """
     of_expert = x_MI.split(expert_rows.sizes)
     return tuple(torch.cat([F.linear(x, w) for x, w in zip(of_expert, ws, strict=True)]) for ws in weights)
 
 
 def embedding(tokens_BT: Tensor, weight_VE: Tensor) -> Tensor:
-    """The residual stream [N, E] of some tokens."""
+    """Return the residual stream [N, E] of the tokens [B, T]."""
     return F.embedding(tokens_BT.flatten(), weight_VE)
 
 
 def balance(logits_NX: Tensor, routing: Routing, counts_X: Tensor, bias_X: Tensor) -> Tensor:
-    """The weights of a routing. Training counts the loads of experts here, and may return weights whose backward adds
-    the gradients of balance losses to those of the logits.
+    """Return the weights of a routing, unchanged. In training, a replacement also counts the load of each expert.
+
+    The replacement may return weights whose backward also adds the gradients of balance losses to the logits' gradient.
 
     Args:
-        counts_X: how many of these tokens each expert got.
-        bias_X: the selection bias, which tells the layer.
+        counts_X: number of these tokens that go to each expert.
+        bias_X: the selection bias, which identifies the layer.
     """
     return routing.weights
 
 
 def gather_routed(x_NE: Tensor, routing: Routing, permutation: Permutation) -> tuple[Tensor, Tensor, Permutation]:
-    """The tokens whose rows the experts here compute, with the weights and the permutation of their choices."""
+    """Return the tokens that the experts of this device compute, with their weights and their permutation."""
     return x_NE, routing.weights, permutation
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The calls that parallelism replaces; the defaults are what they say on one device. `parallel/tp.py` replaces
-    `linear`, `norm_of_heads`, `for_all_heads`, `embedding` and `head_loss`, `parallel/cp.py` replaces `core`,
-    `parallel/grouped_linear.py` replaces `grouped_linear`, `parallel/ep.py` replaces `exchange`, `parallel/balance.py`
-    replaces `balance`, `parallel/expert_slices.py` replaces `gather_routed` and `reduce_routed`."""
+    """The calls that parallelism replaces. Each default is the computation on one device.
+
+    The replacements are in `parallel/`:
+
+    - `fused_grad_accumulation.py`: the ops with weights. Their weight gradients go straight into the flat buffers.
+    - `tp.py`: `linear`, `norm_of_heads`, `for_all_heads`, `embedding`, `core` and `head_loss`.
+    - `cp.py`: `core`. `ep.py`: `exchange`. `balance.py`: `balance`.
+    - `expert_slices.py`: `gather_routed` and `reduce_routed`.
+    """
 
     linear: Callable = linear
     wide_linear: Callable = wide_linear  # (x [N, I], weight [O, I]) -> [N, O] in fp32 or wider
-    grouped_linear: Callable = grouped_linear  # (x [M, I] by expert, ExpertRows, weights) -> [M, O] of each
+    grouped_linear: Callable = grouped_linear  # (x [M, I] by expert, ExpertRows, weights) -> a tuple of [M, O]
     exchange: Callable = Exchange  # (counts [X], rows M) -> an Exchange
     embedding: Callable = embedding  # (tokens [B, T], weight [V, E]) -> [N, E]
     norm_of_heads: Callable = rms_norm  # (x [N, H D], weight [H D], eps): over all heads of a token
-    for_all_heads: Callable = lambda x: x  # (x [N, I] of this rank's tokens) -> [N, I], which every head reads
+    for_all_heads: Callable = lambda x: x  # (x [N, I] of this rank's tokens) -> the tokens that its heads read [N, I]
     core: Callable = local_core  # (q [B, T, H, D], k and v [B, T, K, D], ctx) -> [B, T, H, D]
     head_loss: Callable = head_loss  # (x [N, E], weight [V, E], targets, scale, chunk) -> sums [S]
     balance: Callable = balance  # (logits [N, X], routing, counts [X], bias [X]) -> weights [N, K]
     gather_routed: Callable = gather_routed  # (x [N, E], routing, permutation) -> x, weights [N, K], permutation
-    reduce_routed: Callable = lambda y: y  # (outputs [N, E] of those tokens) -> outputs of the residual stream's
+    reduce_routed: Callable = lambda y: y  # (outputs [N, E] of the gathered tokens) -> outputs of this rank's tokens
 
 
 class Context(NamedTuple):
-    """What a microbatch carries beside its activations.
+    """The inputs of a microbatch besides its activations.
 
     Attributes:
         tokens: [B, T] ids.
-        targets: what the head predicts; labels [B, T], -100 where nothing is predicted.
-        rope: cos and sin for the tokens' positions; None where the model does not rotate.
-        loss_scale: gives what the sum of token losses is multiplied with, when the loss is reached.
-        scores: what attention scores go through beside the causal mask.
-        handle: how a compiled graph finds the scores (`attention/custom_op.py`).
+        targets: the labels [B, T] that the head predicts (-100: no prediction), and the objective's other columns.
+        rope: cos and sin for the tokens' positions. None if the model does not use RoPE.
+        loss_scale: returns the factor of the sum of token losses. Called only when the head computes the loss.
+        scores: the operations on attention scores, in addition to the causal mask.
+        handle: the key under which a compiled graph finds the scores (`attention/custom_op.py`).
     """
 
     tokens: Tensor
@@ -123,7 +129,7 @@ class Context(NamedTuple):
 
 
 def dim_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Named dim -> (units that may be sharded, elements per unit)."""
+    """Return, for each named dim, (units that may be sharded, elements per unit)."""
     return {
         "vocab": (m.vocab_size, 1),
         "embed": (m.hidden_size, 1),
@@ -137,17 +143,17 @@ def dim_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def dim_elements(m: ModelConfig) -> dict[str, int]:
-    """Named dim -> elements."""
+    """Return the number of elements of each named dim."""
     return {dim: units * width for dim, (units, width) in dim_sizes(m).items()}
 
 
 class Weights(nn.Module):
-    """Parameters `weight` and perhaps `bias`, declared by their dims, without a forward: the ops read them.
+    """Parameters `weight` and optionally `bias`, declared by their dims. The ops read them, so it has no forward.
 
     Args:
-        dims: of the weight. One with a single dim scales a norm.
-        bias: whether there is one, over the weight's first dim.
-        expert: the index of the expert that they are part of; None: of none.
+        dims: the named dims of the weight. A weight with a single dim is the scale of a norm.
+        bias: whether there is a bias, over the weight's first dim.
+        expert: the index of the expert that the parameters belong to. None: they belong to no expert.
 
     Attributes:
         dims: parameter name -> its named dims.
@@ -165,8 +171,9 @@ class Weights(nn.Module):
 
 
 def declared(module: nn.Module) -> Iterator[tuple[str, Dims, Init, int | None]]:
-    """(name, named dims, initial values, expert) of every parameter below a module, in order. The block's table of ops
-    says which matrices start smaller."""
+    """Yield (name, named dims, initial values, expert) for every parameter of a module, in order.
+
+    The table of ops (`Block.op_table`) decides which matrices start smaller (`Init.TO_STREAM`)."""
     for path, part in module.named_modules():
         if isinstance(part, Weights):
             of_weight = Init.NORMAL if len(part.dims["weight"]) > 1 else Init.ONES
@@ -181,7 +188,7 @@ class Block(nn.Module):
     """Pre-norm attention and SwiGLU MLP (Shazeer, 2020, arXiv:2002.05202), each added to the residual stream.
 
     Attributes:
-        held_experts: which experts of a mixture the block has; None: all.
+        held_experts: indices of the experts that this block holds. None: all of them.
     """
 
     def __init__(self, m: ModelConfig, family: Family, ops: Ops, held_experts: range | None = None):
@@ -197,12 +204,12 @@ class Block(nn.Module):
         self.mlp = self.make_mlp(m, family)
 
     def use(self, ops: Ops) -> None:
-        """Replaces the calls, after the parameters if these are replaced too."""
+        """Replace the ops. If the parameters are replaced too, call this afterwards."""
         self.ops = ops
 
     @classmethod
     def op_table(cls, m: ModelConfig, family: Family) -> tuple[OpSpec, ...]:
-        """The ops in the order they run."""
+        """Return the ops in the order they run."""
         return *cls.attention_ops(m, family), *cls.mlp_ops(m, family)
 
     @classmethod
@@ -256,7 +263,7 @@ class Block(nn.Module):
             q, k = (self.ops.norm_of_heads(y, n.weight, self.m.rms_norm_eps) for y, n in ((q, a.q_norm), (k, a.k_norm)))
         if (most := self.m.clip_qkv) is not None:
             q, k, v = (y.clamp(-most, most) for y in (q, k, v))
-        # -1: tp leaves each rank some of the heads, and how many follows from the weights
+        # -1: with tp a rank holds only some of the heads, and the weights' shapes determine how many
         q, k, v = (y.view(B, T, -1, self.m.head_dim) for y in (q, k, v))
         if a.q_norm is not None and not self.norms_all_heads:
             q, k = self.norm(q, a.q_norm), self.norm(k, a.k_norm)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def cat_if_contiguous(parts: Sequence[Tensor], dim: int) -> Tensor | None:
-    """The concatenation of `parts` along `dim` as a view. None if they are not adjacent in one storage."""
+    """Return the concatenation of `parts` along `dim` as a view, or None if they are not adjacent in one storage."""
     first, memory = parts[0], parts[0].untyped_storage()._cdata  # meta tensors have no address
     start, strides = first.storage_offset(), first.stride()
     size, at = 0, start
@@ -22,13 +22,13 @@ def cat_if_contiguous(parts: Sequence[Tensor], dim: int) -> Tensor | None:
 
 
 def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The concatenation of `parts` along `dim`: a view if they are adjacent in one storage, else a copy."""
+    """Concatenate `parts` along `dim`: a view if they are adjacent in one storage, otherwise a copy."""
     whole = cat_if_contiguous(parts, dim)
     return torch.cat(list(parts), dim) if whole is None else whole
 
 
 def cat_consecutive(parts: Sequence[Tensor], counts: Sequence[int], dim: int) -> list[Tensor]:
-    """One concatenation for each count: of the first `counts[0]` parts, of the next `counts[1]`, and so on."""
+    """Return one concatenation per count: of the first `counts[0]` parts, of the next `counts[1]` parts, and so on."""
     rest = iter(parts)
     taken = [[next(rest) for _ in range(count)] for count in counts]
     return [some[0] if len(some) == 1 else cat(some, dim) for some in taken]

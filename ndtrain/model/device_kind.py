@@ -1,7 +1,7 @@
-"""Which kind of device computes a tensor. Code asks it where an algorithm depends on the kind.
+"""The kind of device that computes a tensor, for algorithms that depend on it.
 
-A tensor on the meta device has a shape and no memory. It stands for one on the device of a machine that is not at hand
-(`ndtrain/plan/`), so that the same code runs as there.
+A tensor on the meta device has a shape but no memory. The planner (`ndtrain/plan/`) uses meta tensors to represent
+tensors on a device that this machine does not have. The code must then take the same path as on that device.
 """
 
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_stands_for = "cpu"  # the kind of device that meta tensors stand for
+_stands_for = "cpu"  # the kind of device that meta tensors represent
 
 
 @contextmanager
 def meta_stands_for(kind: str) -> Iterator[None]:
-    """Inside, tensors on the meta device stand for tensors on a device of this kind, "cpu" or "cuda"."""
+    """Treat meta tensors as tensors on a device of this kind, "cpu" or "cuda", within the context."""
     global _stands_for
     before, _stands_for = _stands_for, kind
     try:
@@ -25,15 +25,15 @@ def meta_stands_for(kind: str) -> Iterator[None]:
 
 
 def kind_of(device: torch.device) -> str:
-    """The type of a device, "cpu" or "cuda"; of the meta device the type that it stands for."""
+    """Return the type of a device, "cpu" or "cuda". For the meta device, return the type that it represents."""
     return _stands_for if device.type == "meta" else device.type
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether a GPU computes x."""
+    """Return True if a GPU computes x."""
     return x.is_cuda or (x.is_meta and _stands_for == "cuda")
 
 
 def host_of(device: torch.device) -> torch.device:
-    """Where host memory of a program on this device is: the CPU, or with the meta device the meta device."""
+    """Return the device of host memory for a program on `device`: the CPU, or meta if `device` is meta."""
     return device if device.type == "meta" else torch.device("cpu")

@@ -1,10 +1,11 @@
-"""FLOPs of a model, counted from the shapes that its modules declare: what MFU, stage balance and prediction share.
+"""FLOPs of a model, counted from the shapes that its modules declare. MFU, stage balance and the planner use them.
 
 Every function takes a resolved `ModelConfig` (`head_dim` set). Legend of the formulas: E hidden_size,
 F intermediate_size, L num_hidden_layers, H query heads, K key/value heads, Q head_dim, V vocab_size, T seq_len.
-A multiply-add is two FLOPs; norms, RoPE, softmax and the optimizer are not counted. Layers of one model may differ
-(some have experts), so what is said of a block is said of that of layer `index`. Of experts those count as FLOPs that a
-token goes to, and all of them as parameters.
+
+A multiply-add is two FLOPs. Norms, RoPE, softmax and the optimizer are not counted. Layers of one model may differ
+(some have experts), so functions about a block take the `index` of its layer. FLOPs count only the experts that a token
+goes to. Parameter counts include all experts.
 """
 
 import math
@@ -20,46 +21,47 @@ from ndtrain.model.transformer import block_ops, block_params, kinds
 
 
 def block_shapes(m: ModelConfig, index: int = 0) -> dict[str, tuple[int, ...]]:
-    """Every parameter of a block: name below the block -> shape."""
+    """Return the shape of every parameter of a block. Names are relative to the block."""
     sizes = dim_elements(m)
     return {p.name: tuple(sizes[d] for d in p.dims) for p in block_params(m, index)}
 
 
 def block_matmul_parameters(m: ModelConfig, index: int = 0) -> int:
-    """Weights of one block that a token is multiplied by: its matrices, of the experts those that it goes to."""
+    """Return the number of weights of one block that a token is multiplied by: only the token's own experts count."""
     return sum(op.multiply_adds for op in block_ops(m, index))
 
 
 def block_parameters(m: ModelConfig, index: int = 0) -> int:
-    """All parameters of one block: its matrices, norms and biases."""
+    """Return the number of parameters of one block: matrices, norms and biases."""
     return sum(math.prod(shape) for shape in block_shapes(m, index).values())
 
 
 def expert_parameters(m: ModelConfig) -> int:
-    """All parameters of the experts that tokens are routed to."""
+    """Return the number of parameters of all routed experts in the model."""
     sizes = dim_elements(m)
     of_experts = lambda i: (p.dims for p in block_params(m, i) if p.expert is not None)
     return over_layers(m, lambda i: sum(math.prod(sizes[d] for d in dims) for dims in of_experts(i)))
 
 
 def over_layers(m: ModelConfig, of_block: Callable[[int], int]) -> int:
-    """The sum of something over all layers, from its value for one layer of each kind."""
+    """Sum a quantity over all layers, evaluating it for one layer of each kind."""
     return sum(len(layers) * of_block(layers[0]) for layers in kinds(m).values())
 
 
 def embedding_parameters(m: ModelConfig) -> int:
-    """V E: the embedding table, and as many in the head where that is untied."""
+    """Return V E, the parameters of the embedding table. An untied head has the same number."""
     return m.vocab_size * m.hidden_size
 
 
 def parameter_count(m: ModelConfig) -> int:
-    """Parameters of the whole model; a tied head counts once, padding of the vocabulary not at all."""
+    """Return the model's number of parameters. A tied head counts once. Padding of the vocabulary does not count."""
     tables = 1 if m.tie_word_embeddings else 2
     return over_layers(m, lambda i: block_parameters(m, i)) + tables * embedding_parameters(m) + m.hidden_size
 
 
 def matmul_parameters(m: ModelConfig) -> int:
-    """N_matmul: weights a token is multiplied by. The head counts, tied or not; the embedding is a look-up."""
+    """Return N_matmul, the number of weights a token is multiplied by. The head counts, tied or not. The embedding is a
+    lookup and does not count."""
     return over_layers(m, lambda i: block_matmul_parameters(m, i)) + embedding_parameters(m)
 
 
@@ -67,26 +69,30 @@ def matmul_parameters(m: ModelConfig) -> int:
 
 
 def op_flops(m: ModelConfig, seq_len: int, index: int = 0) -> dict[str, int]:
-    """Forward FLOPs a token of each op of a block that computes, in the order they run: 2 a weight, and for the
-    attention core 4 H Q T (scores and values over all T keys, not halved), or 2 H (Q + V) T if a value has V elements.
+    """Return the forward FLOPs per token of each op of a block with FLOPs, in the order they run.
+
+    A weight costs 2 FLOPs. The attention core costs 4 H Q T (scores and values over all T keys, not halved), or
+    2 H (Q + V) T if a value has V elements.
     """
     return {op.name: flops for op in block_ops(m, index) if (flops := op.flops(seq_len))}
 
 
 def block_flops(m: ModelConfig, seq_len: int, index: int = 0) -> int:
-    """Forward FLOPs a token of one block: 2 N_block + 4 H Q T."""
+    """Return the forward FLOPs per token of one block: 2 N_block + 4 H Q T."""
     return sum(op_flops(m, seq_len, index).values())
 
 
 def recompute_flops(m: ModelConfig, seq_len: int, skipped_ops: frozenset[str], index: int = 0) -> int:
-    """Forward FLOPs a token of a block's recompute, which skips the ops `skipped_ops`."""
+    """Return the forward FLOPs per token of a block's recompute, which skips the ops `skipped_ops`."""
     return sum(flops for op, flops in op_flops(m, seq_len, index).items() if op not in skipped_ops)
 
 
 def elementwise_values(m: ModelConfig, index: int = 0) -> int:
-    """Values a token that a block's forward reads or writes outside its ops: two norms (2 E each), two additions to
-    the stream (3 E each), RoPE of queries and keys (2 each), SwiGLU (2 F and 3 F). A token that goes to k experts is
-    copied to each (2 k E), has SwiGLU in each, and its k outputs are sorted and summed (4 k E)."""
+    """Return the number of values per token that a block's forward reads or writes outside its ops.
+
+    These are two norms (2 E each), two additions to the stream (3 E each), RoPE of queries and keys (2 each), and
+    SwiGLU (2 F and 3 F). If a token goes to k experts, its k copies (2 k E) and the k SwiGLUs count. Sorting and
+    summing the k outputs adds 4 k E."""
     rotated = (m.num_attention_heads + m.num_key_value_heads) * m.head_dim
     common = 10 * m.hidden_size + 2 * rotated
     moe = family_of(m).moe
@@ -98,14 +104,14 @@ def elementwise_values(m: ModelConfig, index: int = 0) -> int:
 
 
 def head_flops(m: ModelConfig) -> int:
-    """Forward FLOPs a token of the output projection: 2 V E."""
+    """Return the forward FLOPs per token of the output projection: 2 V E."""
     return 2 * embedding_parameters(m)
 
 
 def flops_per_token(m: ModelConfig, seq_len: int) -> int:
-    """Model FLOPs a token of one training step, which MFU counts: 6 N_matmul + 12 L H Q T.
+    """Return the model FLOPs per token of one training step, which MFU counts: 6 N_matmul + 12 L H Q T.
 
-    A backward costs two forwards.
+    The backward costs twice the forward.
     """
     return 3 * (over_layers(m, lambda i: block_flops(m, seq_len, i)) + head_flops(m))
 
@@ -113,12 +119,14 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> int:
 def hardware_flops_per_token(
     m: ModelConfig, seq_len: int, skipped_ops: Sequence[frozenset[str] | None], look_ahead: bool = False
 ) -> float:
-    """FLOPs a token that are really executed, which HFU counts: the model's, those of the recompute, and those of a
-    look ahead. The head is in neither (its gradients are made while the logits are at hand).
+    """Return the FLOPs per token that a training step executes, which HFU counts.
+
+    They are the model's FLOPs plus the repeated forwards: recompute, and the forward that looks ahead. These repeat
+    only blocks and never the head, because its gradients are computed in the forward.
 
     Args:
-        skipped_ops: for each of some blocks the ops that its recompute skips, None where it is not recomputed
-            (`parallel/recompute.py` knows); the model's other blocks are taken to be like these on average.
+        skipped_ops: for some of the blocks, the ops that each block's recompute skips (see `parallel/recompute.py`).
+            None: the block is not recomputed. The average over these blocks is taken for the whole model.
         look_ahead: whether a forward of all blocks comes first (`moe.balance=hf`).
     """
     run_again = [ops for ops in skipped_ops if ops is not None]

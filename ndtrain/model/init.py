@@ -1,7 +1,7 @@
 """Initial weights as a pure function of (seed, parameter name, element), so that they do not depend on the sharding.
 
-Element `e` of a parameter is computed from the `e`-th 64-bit word of a Philox counter stream (Salmon et al., 2011) with
-seed and name as its key. So any range can be drawn independently.
+Element `e` of a parameter is computed from the `e`-th 64-bit word of a Philox counter stream (Salmon et al., 2011),
+whose key is derived from the seed and the name. Any range can therefore be drawn independently.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _BLOCK = 1 << 20  # number of elements drawn at once
 
 
 def standard_normal(seed: int, name: str, start: int, length: int) -> Tensor:
-    """Elements [start, start + length) of the parameter's N(0, 1) stream, fp64 [length]."""
+    """Return elements [start, start + length) of the parameter's N(0, 1) stream, fp64 [length]."""
     digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
     lead = start % _WORDS_PER_COUNT
     bits = np.random.Philox(key=np.frombuffer(digest[:16], dtype=np.uint64), counter=start // _WORDS_PER_COUNT)
@@ -44,11 +44,11 @@ def fill(
     start: int,
     draw: Draw = standard_normal,
 ) -> None:
-    """Writes elements [start, start + out.numel()) of the parameter's initial value to the 1-D tensor `out`.
+    """Write elements [start, start + out.numel()) of the parameter's initial value to the 1-D tensor `out`.
 
     Args:
-        param: the parameter. Its name chooses the stream, and `Param.init` what is made of it.
-        draw: gives N(0, 1) elements, as `standard_normal` does.
+        param: the parameter. Its name selects the random stream, and `Param.init` the distribution.
+        draw: returns N(0, 1) elements, as `standard_normal` does.
     """
     if param.init is Init.ONES:
         out.fill_(1)
@@ -68,10 +68,11 @@ def fill_all(
     threads: int,
     begin: Callable[[], None] | None = None,
 ) -> None:
-    """As `fill` of each (out, param, start), block by block in `threads` threads. The values do not depend on them.
+    """Call `fill` for each (out, param, start), block by block in `threads` threads. The number of threads does not
+    change the values.
 
     Args:
-        begin: what each thread calls first; None: nothing.
+        begin: each thread calls it first. None: nothing is called.
     """
     blocks = ((block, param, at) for out, param, start in pieces for block, at in _blocks(out, start))
     lock = Lock()
@@ -94,12 +95,13 @@ def fill_all(
 
 
 def _blocks(out: Tensor, start: int) -> Iterable[tuple[Tensor, int]]:
-    """(elements, the first one's offset), at most _BLOCK elements at a time."""
+    """Return pairs (elements, offset of the first one), with at most _BLOCK elements each."""
     return ((out[at : at + _BLOCK], start + at) for at in range(0, out.numel(), _BLOCK))
 
 
 def _std(m: ModelConfig, param: Param) -> float:
-    """The standard deviation. Projections that write to the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2,
-    Radford et al., 2019). `init_mult` has factors of its own."""
+    """Return the standard deviation of a parameter's initial values, including its factor from `init_mult`.
+
+    Projections into the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, Radford et al., 2019)."""
     std = m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if param.init is Init.TO_STREAM else 1)
     return family_of(m).init_std(m, param.name, std) * factor_of(m.init_mult, param.name)

@@ -1,8 +1,10 @@
-"""Blocks with latent attention (MLA: DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1): keys and values of all heads
-are made out of a latent of a token, and queries may be. A part of each head is rotated; its key is one for all heads.
+"""Blocks with latent attention (MLA: DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1).
 
-Shape legend: B batch, T time, N tokens, E hidden_size, H heads, D elements of a head's query and key, R those that are
-rotated, V elements of a head's value, L of the latent of keys and values.
+The keys and values of all heads are computed from one latent vector per token. Queries may have a latent of their own.
+RoPE rotates only part of each head, and all heads share the rotated part of the key.
+
+Shape legend: B batch, T time, N tokens, E hidden_size, H heads; D elements of a head's query and key, of which R are
+rotated; V elements of a head's value, L elements of the latent of keys and values.
 """
 
 from dataclasses import replace
@@ -20,7 +22,7 @@ from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import neighbours_apart, rotate, score_factor
 from ndtrain.model.spec import OpSpec
 
-_LATENT_EPS = 1e-6  # of the latents' norms, whatever `rms_norm_eps` says, as in transformers
+_LATENT_EPS = 1e-6  # eps of the latents' norms, as in transformers: it does not depend on `rms_norm_eps`
 
 
 class LatentBlock(Block):
@@ -62,13 +64,13 @@ class LatentBlock(Block):
         latent_NL, key_NR = kv_and_key.split_with_sizes(sizes, -1)
         kv = self.linear(self._latent_norm(latent_NL, a.kv_a_layernorm), a.kv_b_proj)[0]
         q_BTHD, k_BTHD, v_BTHV = self._heads(q, kv, self.ops.for_all_heads(key_NR), ctx)
-        # kernels have one size of head for queries, keys and values; zeros beside the values give zeros
+        # kernels need one head size for queries, keys and values. Zeros appended to the values add zeros to the output
         narrower = q_BTHD.shape[-1] - v_BTHV.shape[-1]
         out_BTHV = self.ops.core(q_BTHD, k_BTHD, F.pad(v_BTHV, (0, narrower)), ctx)[..., : m.v_head_dim]
         return self.linear(out_BTHV.flatten(0, 1).flatten(1), a.o_proj)[0]
 
     def _queries_and_latent(self, x_NE: Tensor) -> tuple[Tensor, Tensor]:
-        """(the queries of all heads, the latent of keys and values beside the rotated part of the key)."""
+        """Return (queries of all heads, latent of keys and values followed by the rotated part of the key)."""
         a = self.self_attn
         if self.m.q_lora_rank is None:
             return self.linear(x_NE, a.q_proj)[0], self.linear(x_NE, a.kv_a_proj_with_mqa)[0]
@@ -80,7 +82,7 @@ class LatentBlock(Block):
         return rms_norm(x, norm.weight, _LATENT_EPS)
 
     def _heads(self, q: Tensor, kv: Tensor, key_NR: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """(queries and keys [B, T, H, D], values [B, T, H, V]) of this rank's heads, rotated."""
+        """Return (queries and keys [B, T, H, D], values [B, T, H, V]) of this rank's heads, after RoPE."""
         m, (B, T) = self.m, ctx.tokens.shape
         plain, rotated, of_value = (resolved(n) for n in (m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim))
         q_plain, q_BTHR = q.view(B, T, -1, plain + rotated).split_with_sizes((plain, rotated), -1)

@@ -1,4 +1,4 @@
-"""Fused output projection and loss, over chunks of tokens. The loss itself is an `Objective`.
+"""Fused output projection and loss, computed in chunks of tokens. The formula of the loss is an `Objective`.
 
 Shape legend: N tokens, C tokens of a chunk, E hidden_size, V vocabulary, S sums: the loss and `Objective.sums`.
 """
@@ -24,19 +24,19 @@ def chunked_loss(
     vocabulary: Vocabulary = LOCAL,
     objective: Objective = CROSS_ENTROPY,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return scale * the objective's weighted sums over the tokens [S], and the gradient of the first one with respect
-    to x, or None.
+    """Return scale * the objective's weighted sums over the tokens [S], and the gradient of the first sum with respect
+    to x. The gradient is None if it is not wanted.
 
-    It runs chunk by chunk. Only the logits of one chunk exist at a time, and the gradients are computed in the forward,
-    while those logits exist.
+    Only the logits of one chunk of tokens exist at a time. The forward therefore also computes the gradients, while
+    these logits exist.
 
     Args:
         scale: a scalar.
         chunk: number of tokens whose logits exist at a time.
         want_gradients: whether to compute the gradients.
-        add_weight_gradient: called with (a, b) for every chunk; the gradient of the weight is the sum of a @ b.
+        add_weight_gradient: called with (a, b) for every chunk. The weight's gradient is the sum of a @ b.
         vocabulary: how tokens and logits are sharded.
-        objective: gives the tokens' weights, and the loss of a chunk's logits with its gradient.
+        objective: returns the tokens' weights, and the loss of a chunk's logits with its gradient.
     """
     sums = torch.zeros(1 + len(objective.sums), dtype=_wide(x_NE.dtype), device=x_NE.device)
     dx_NE = torch.empty_like(x_NE) if want_gradients else None
@@ -48,7 +48,7 @@ def chunked_loss(
         )
         sums += of_chunk
         if dlogits_CV is not None:
-            # a token's weight is applied to the narrow matrices, which saves a pass over the wide one
+            # apply the tokens' weights to the narrow matrices: this saves a pass over the wide logits gradient
             share_C1 = weight_C1.to(x_NE.dtype)
             vocabulary.add_input_gradient(dx_NE[rows], dlogits_CV, weight_VE, share_C1)
             add_weight_gradient(dlogits_CV.t(), x_CE * share_C1)
@@ -95,18 +95,20 @@ def head_loss(
     vocabulary: Vocabulary = LOCAL,
     objective: Objective = CROSS_ENTROPY,
 ) -> Tensor:
-    """Return scale * the objective's weighted sums over the tokens, of the logits `x @ weight.T` and the targets.
+    """Return scale * the objective's weighted sums over the tokens. The logits are `x @ weight.T`.
 
     Args:
-        x_NE: final hidden states, the rows of the batch concatenated.
+        x_NE: final hidden states, with the rows of the batch concatenated.
         weight_VE: output embedding.
-        targets: of [B, T] tokens.
-        scale: a scalar. For the training loss it is one over the sum of the weights of the *global* batch.
+        targets: the targets of [B, T] tokens.
+        scale: a scalar. For the training loss it is 1 / (sum of the token weights of the *global* batch).
         chunk: number of tokens whose logits exist at a time.
         vocabulary: how tokens and logits are sharded.
+        objective: the loss, and the weights of the tokens.
 
     Returns:
-        [S], fp32 or wider. Its first element alone has a gradient: of the loss and of what the objective adds to it.
+        [S], fp32 or wider. Only the first element, the loss, has a gradient. The gradient includes terms that the
+        objective adds to it, such as a z-loss.
     """
-    wanted = torch.is_grad_enabled()  # checked here, since it is always off inside a Function
+    wanted = torch.is_grad_enabled()  # checked here, because it is always False inside a Function's forward
     return _HeadLoss.apply(x_NE, weight_VE, targets.flatten(), scale, chunk, vocabulary, objective, wanted)

@@ -9,10 +9,10 @@ from ndtrain.model.device_kind import on_gpu
 
 
 def accumulate_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """total [m, n] += a [m, k] @ b [k, n]. If `fresh`, the product overwrites `total` instead.
+    """Compute total [m, n] += a [m, k] @ b [k, n]. If `fresh`, the product overwrites `total` instead.
 
-    If `total` is wider than `a`, a GPU accumulates in the precision of `total`. A CPU has no such matmul: it rounds the
-    product to the precision of `a` first.
+    If `total` is wider than `a`, a GPU accumulates in the precision of `total`. PyTorch has no such matmul on a CPU,
+    which first rounds the product to the precision of `a`.
     """
     beta = 0 if fresh else 1
     if total.dtype == a.dtype:
@@ -28,10 +28,10 @@ def accumulate_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False)
 def accumulate_by_expert(
     total_XOI: Tensor, a_MO: Tensor, b_MI: Tensor, sizes: Sequence[int], fresh: bool = False
 ) -> None:
-    """total[x] += a[rows].T @ b[rows] for the rows of each expert, as `accumulate_product` does.
+    """Compute total[x] += a[rows].T @ b[rows] for the rows of each expert x, as `accumulate_product` does.
 
     Args:
-        sizes: the number of rows of each expert; it may be 0.
+        sizes: the number of rows of each expert, which may be 0.
     """
     of_experts = zip(total_XOI.unbind(), a_MO.t().split(sizes, 1), b_MI.split(sizes), strict=True)
     for total_OI, a_OR, b_RI in of_experts:

@@ -1,6 +1,6 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
-Shape legend: E the normalised dim, the last.
+Shape legend: E the last dim, which is normalised.
 """
 
 from functools import cache
@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm with a backward of seven passes over x, where autograd's has twelve. It saves x and one number per row.
-    The cost of the smaller operations is the call, so there are few of them."""
+    """RMSNorm whose backward makes seven passes over x, compared with autograd's twelve. It saves x and one number per
+    row. Small tensors are bound by the overhead of each call, so it makes few calls."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -37,7 +37,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """x in fp32 or wider."""
+    """Return x in fp32 or wider."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 
@@ -51,12 +51,12 @@ def _scalar_of(value: float, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
-    """A scalar on the device, created once."""
+    """Return a cached scalar tensor on the device of `like`."""
     return _scalar_of(value, like.dtype, like.device)
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, with x's shape and dtype, computed in fp32 or wider."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, in x's dtype. It is computed in fp32 or wider."""
     if torch.compiler.is_compiling():  # the compiler fuses the plain form
         return F.rms_norm(x, weight_E.shape, weight_E, eps)
     return _RMSNorm.apply(x, weight_E, eps)

@@ -1,7 +1,7 @@
-"""What training minimizes: how much each token counts, and the loss and gradient of a chunk of logits.
+"""The training objective: the weight of each token, and the loss and gradient of a chunk of logits.
 
-The head (`model/loss.py`) multiplies, shards and accumulates; it knows no formula of a loss. An objective is one class,
-registered under a name that `objective=name` selects, and knows no mesh.
+The head (`model/loss.py`) multiplies, shards and accumulates, and knows no formula of a loss. An objective is one
+class, registered under the name that `objective=name` selects. It knows nothing of the mesh.
 
 Shape legend: C tokens of a chunk, V columns of the vocabulary on this device, S sums: the loss and `Objective.sums`.
 """
@@ -15,11 +15,11 @@ from ndtrain.config import ObjectiveConfig
 from ndtrain.config.registry import get, register
 from ndtrain.model.vocabulary import IGNORE, Targets, Vocabulary
 
-WEIGHTS = "weights"  # the column that says how much each token counts
+WEIGHTS = "weights"  # name of the data column with the weight of each token
 
 
 class Column(NamedTuple):
-    """A column of the data that an objective reads: [B, T, *shape] of a microbatch."""
+    """A column of the data that an objective reads. A microbatch of it is [B, T, *shape]."""
 
     name: str
     dtype: torch.dtype
@@ -27,14 +27,14 @@ class Column(NamedTuple):
 
 
 class Objective:
-    """A loss that is a sum over tokens. The loss of a step is sum(weight * loss) / sum(weight), over the tokens of the
-    global batch, whatever the mesh and the microbatches are.
+    """A loss that is a sum over tokens. The loss of a step is sum(weight * loss) / sum(weight) over the tokens of the
+    global batch. It does not depend on the mesh or on the microbatches.
 
-    A subclass gives `read` and `losses`. It holds its configuration and nothing else.
+    A subclass implements `read` and `losses`. Its only state is its configuration.
 
     Attributes:
         columns: the columns of the data that it reads, besides the labels.
-        sums: names of further weighted means over the tokens, which are logged beside the loss.
+        sums: names of further weighted means over the tokens, which are logged along with the loss.
     """
 
     columns: tuple[Column, ...] = ()
@@ -48,34 +48,34 @@ class Objective:
         return targets.labels != IGNORE
 
     def read(self, targets_C: Targets, vocabulary: Vocabulary) -> tuple[Tensor, ...]:
-        """Return the tensors that `losses` needs of the targets, with token ids as local columns
+        """Return the tensors that `losses` needs from the targets. Token ids are converted to local columns
         (`vocabulary.local`)."""
         raise NotImplementedError
 
     def losses(
         self, logits_CV: Tensor, lse_C: Tensor, weight_C1: Tensor, wanted: bool, *read: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the weighted sums over the tokens [S], and the gradient of each token's loss, without its weight
-        [C, V].
+        """Return the weighted sums over the tokens [S], and the gradient of each token's loss [C, V]. The gradient does
+        not include the token's weight.
 
-        The columns of the vocabulary may be sharded over devices. Each adds up what its own columns contribute.
+        The columns of the vocabulary may be sharded over devices. Each device sums the terms of its own columns.
         `train.compile` compiles this function, so it must not communicate.
 
         Args:
-            lse_C: the log-sum-exp of all columns, fp32 or wider.
+            lse_C: the log-sum-exp over all columns, fp32 or wider.
             weight_C1: the tokens' weights, divided by the sum of all weights, in the precision of `lse_C`.
-            wanted: whether the gradient is wanted; otherwise it is None.
-            read: what `read` has returned.
+            wanted: whether to compute the gradient. If False, it is None.
+            read: the tensors that `read` returned.
         """
         raise NotImplementedError
 
     def of_chunk(
         self, logits_CV: Tensor, targets_C: Targets, weight_C1: Tensor, vocabulary: Vocabulary, wanted: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what `losses` returns, from the logits alone. A subclass may replace it by a faster form, which is
-        used where the loss is not compiled."""
+        """Compute the results of `losses` from the logits alone. A subclass may override it with a faster form, which
+        is used if the loss is not compiled."""
         lse = vocabulary.log_sum_exp(self.row_lse(logits_CV, weight_C1.dtype))
-        read = self.read(targets_C, vocabulary)  # while the sums are on their way
+        read = self.read(targets_C, vocabulary)  # runs while the ranks combine their log-sum-exps
         return self.losses(logits_CV, lse(), weight_C1, wanted, *read)
 
     def row_lse(self, logits_CV: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,8 +94,8 @@ def _row_lse(logits_CV: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class CrossEntropy(Objective):
-    """The cross-entropy of each label. `objective.z_loss` adds a gradient towards logits whose log-sum-exp is 0
-    (Chowdhery et al., 2022, arXiv:2204.02311, section 5); the loss that is reported does not include it."""
+    """The cross-entropy of each label. `objective.z_loss` adds a gradient that pulls the log-sum-exp of the logits to 0
+    (Chowdhery et al., 2022, arXiv:2204.02311, section 5). The reported loss does not include it."""
 
     def __init__(self, cfg: ObjectiveConfig):
         super().__init__(cfg)
@@ -103,7 +103,7 @@ class CrossEntropy(Objective):
         self.sums = ("head_z_loss",) if cfg.z_loss else ()
 
     def read(self, targets_C: Targets, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-        """Return each label's local column, and True where this device has it: [C, 1]."""
+        """Return each label's local column, and True if this device holds it: both [C, 1]."""
         column_C1, here_C1 = vocabulary.local(targets_C.labels[:, None])
         return column_C1, torch.ones_like(column_C1, dtype=torch.bool) if here_C1 is None else here_C1
 
@@ -133,7 +133,7 @@ class CrossEntropy(Objective):
         total = -(logp_CV.gather(1, column_C1) * weight_C1 * hit_C1).sum()
         if not wanted:
             return total.view(1), None
-        dlogits_CV = logp_CV.exp_()  # in place: two passes less over the widest tensor of the model
+        dlogits_CV = logp_CV.exp_()  # in place: it saves two passes over the widest tensor of the model
         dlogits_CV.scatter_add_(1, column_C1, -hit_C1)
         return total.view(1), dlogits_CV.to(logits_CV.dtype)
 
@@ -159,7 +159,7 @@ def make_objective(cfg: ObjectiveConfig, compiled: bool = False) -> Objective:
     """Return the objective that `objective.name` selects.
 
     Args:
-        compiled: whether its pieces are compiled. Two objectives with equal settings share what is compiled.
+        compiled: whether to compile its two pieces. Objectives with equal settings share the compiled functions.
     """
     made = get("objective", cfg.name)(cfg)
     if not compiled:
@@ -168,9 +168,10 @@ def make_objective(cfg: ObjectiveConfig, compiled: bool = False) -> Objective:
 
 
 class CompiledObjective(Objective):
-    """An objective in two compiled pieces, between which the ranks of a sharded vocabulary exchange sums. Each reads
-    the logits in their own precision, so no copy of them in fp32 exists: with gradients it is two passes that read and
-    one that writes, instead of four and four over twice as wide ones."""
+    """An objective in two compiled pieces. Between them, the ranks of a sharded vocabulary exchange sums.
+
+    Each piece reads the logits in their own precision, so no fp32 copy of them exists. With gradients, two passes read
+    the logits and one writes. Without compilation there are four of each, over tensors twice as wide."""
 
     def __init__(self, objective: Objective):
         super().__init__(objective.cfg)

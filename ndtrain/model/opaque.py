@@ -1,4 +1,4 @@
-"""Custom ops: functions that compiled code calls, and that the compiler does not look into."""
+"""Custom ops: functions that compiled code calls without the compiler looking into them."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ FUNCTIONS: dict[OpOverload, Callable] = {}  # op -> the function that it calls
 
 
 def opaque(function: Callable) -> torch.library.CustomOpDef:
-    """The function as the custom op `ndtrain::<its name>`. It changes none of its arguments."""
+    """Return the function as the custom op `ndtrain::<its name>`. The function must not change its arguments."""
     op = torch.library.custom_op(f"ndtrain::{function.__name__}", function, mutates_args=())
     FUNCTIONS[getattr(torch.ops.ndtrain, function.__name__).default] = function
     return op

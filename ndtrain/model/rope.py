@@ -15,7 +15,8 @@ from ndtrain.model.contiguous import cat_if_contiguous
 
 
 def inverse_frequencies(m: ModelConfig, device: torch.device | None = None) -> Tensor:
-    """The angle per position of each pair, fp64 [P]. Of a head all elements are rotated, or `qk_rope_head_dim`."""
+    """Return the angle per position of each rotated pair, fp64 [P]. If `qk_rope_head_dim` is set, only that part of a
+    head is rotated."""
     rotated = m.qk_rope_head_dim or resolved(m.head_dim)
     exponent_P = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
     inverse_P = m.rope_theta**-exponent_P
@@ -30,14 +31,14 @@ def inverse_frequencies(m: ModelConfig, device: torch.device | None = None) -> T
 
 
 def _scaling(m: ModelConfig) -> tuple[dict, str]:
-    """(`rope_scaling`, its kind)."""
+    """Return (`rope_scaling`, its kind)."""
     scaling = m.rope_scaling or {}
     return scaling, scaling.get("rope_type", scaling.get("type", "default"))
 
 
 def _llama3(inverse_P: Tensor, scaling: dict) -> Tensor:
-    """Long wavelengths are multiplied by `factor`, short ones are kept, those between are interpolated (Llama 3.1 model
-    card)."""
+    """Divide the frequencies of long wavelengths by `factor`, keep short wavelengths, and interpolate between the two
+    (Llama 3.1 model card)."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     rotations_P = scaling["original_max_position_embeddings"] * inverse_P / (2 * math.pi)
     kept_P = ((rotations_P - low) / (high - low)).clamp(0, 1)
@@ -45,11 +46,12 @@ def _llama3(inverse_P: Tensor, scaling: dict) -> Tensor:
 
 
 def _yarn(inverse_P: Tensor, theta: float, scaling: dict) -> Tensor:
-    """Pairs that turn more than `beta_fast` times within the original length are kept, those that turn less than
-    `beta_slow` times are divided by `factor`, those between are interpolated by their index (Peng et al., 2023,
-    arXiv:2309.00071, section 3.2)."""
+    """Scale the frequencies as YaRN does (Peng et al., 2023, arXiv:2309.00071, section 3.2).
+
+    Pairs that turn more than `beta_fast` times within the original length are kept. Pairs that turn less than
+    `beta_slow` times are divided by `factor`. Pairs in between are interpolated by their index."""
     pairs = len(inverse_P)
-    # the index of the pair that turns so many times
+    # the index of the pair that turns `turns` times
     index = lambda turns: pairs * math.log(scaling[ORIGINAL] / (turns * 2 * math.pi)) / math.log(theta)
     first = max(math.floor(index(scaling.get("beta_fast", 32))), 0)
     last = min(math.ceil(index(scaling.get("beta_slow", 1))), 2 * pairs - 1)
@@ -59,12 +61,12 @@ def _yarn(inverse_P: Tensor, theta: float, scaling: dict) -> Tensor:
 
 
 def _yarn_mscale(factor: float, mscale: float = 1) -> float:
-    """What YaRN multiplies queries and keys by, for contexts `factor` times as long (its section 3.3)."""
+    """Return YaRN's factor for queries and keys if the context grows by `factor` (its section 3.3)."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def table_factor(m: ModelConfig) -> float:
-    """The factor of cos and sin: 1 but for YaRN, whose `attention_factor` it is."""
+    """Return the factor of cos and sin. It is 1 except for YaRN (`attention_factor`)."""
     scaling, kind = _scaling(m)
     if kind != "yarn" or scaling.get("attention_factor") is not None:
         return scaling.get("attention_factor", 1.0)
@@ -75,8 +77,9 @@ def table_factor(m: ModelConfig) -> float:
 
 
 def score_factor(m: ModelConfig) -> float:
-    """The factor of the scores of a latent attention, whose heads are rotated in part: with `mscale_all_dim` YaRN
-    multiplies the rest of queries and keys too."""
+    """Return the factor of the scores of latent attention, where RoPE rotates only part of a head.
+
+    With `mscale_all_dim`, YaRN also scales the elements of queries and keys that are not rotated."""
     scaling, kind = _scaling(m)
     of_all = scaling.get("mscale_all_dim")
     return _yarn_mscale(scaling["factor"], of_all) ** 2 if kind == "yarn" and of_all else 1.0
@@ -85,16 +88,18 @@ def score_factor(m: ModelConfig) -> float:
 def rope_table(
     positions_T: Tensor, inverse_P: Tensor, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(cos of every angle [..., T, 1, D], once for each element of a pair; sin [..., T, 1, P]) times `factor`, in
-    `dtype`. They broadcast over heads."""
+    """Return (cos [..., T, 1, D], sin [..., T, 1, P]) of every angle times `factor`, in `dtype`. Each cos appears
+    twice, once for each element of its pair. Both tensors broadcast over heads."""
     angles_T1P = (positions_T[..., None].double() * inverse_P)[..., None, :]
     cos = (angles_T1P.cos() * factor).to(dtype)
     return torch.cat((cos, cos), -1), (angles_T1P.sin() * factor).to(dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation of q and k. It saves neither of them; its backward is the inverse rotation. If q and k are adjacent
-    in one storage, because one matmul computed both, the results are too. The gradients always are."""
+    """The rotation of q and k. It saves neither of them, because its backward is the inverse rotation.
+
+    If q and k are adjacent in one storage (one matmul computed both), the results are adjacent too. The gradients
+    always are."""
 
     @staticmethod
     def forward(ctx, q_BTND: Tensor, k_BTKD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,14 +119,14 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x_BTND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotated x, a new tensor."""
+    """Return the rotated x as a new tensor."""
     out = x_BTND.new_empty(x_BTND.shape)
     _rotate_into(x_BTND, cos, sin, 1, out)
     return out
 
 
 def _rotate_into(x_BTND: Tensor, cos: Tensor, sin: Tensor, direction: int, out: Tensor) -> None:
-    """Writes the rotation of x to `out`; with direction -1 the inverse rotation."""
+    """Write the rotation of x to `out`, or the inverse rotation if `direction` is -1."""
     if x_BTND.dtype != cos.dtype:
         wide = torch.empty(x_BTND.shape, dtype=cos.dtype, device=x_BTND.device)
         _rotate_into(x_BTND.to(cos.dtype), cos, sin, direction, wide)
@@ -135,7 +140,7 @@ def _rotate_into(x_BTND: Tensor, cos: Tensor, sin: Tensor, direction: int, out: 
 
 
 def rotate(q_BTND: Tensor, k_BTKD: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rotates the pairs (i, i + P) of the last dim in the precision of the table. The results have the dtypes of q and
+    """Rotate the pairs (i, i + P) of the last dim, in the precision of the table. The results have the dtypes of q and
     k."""
     if torch.compiler.is_compiling():  # the compiler fuses the plain form
         return _plain(q_BTND, *table), _plain(k_BTKD, *table)
@@ -148,5 +153,5 @@ def _plain(x_BTND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def neighbours_apart(x_BTND: Tensor) -> Tensor:
-    """x with the pairs (2 i, 2 i + 1) of the last dim at (i, i + P), where `rotate` expects them."""
+    """Move the pairs (2 i, 2 i + 1) of the last dim to (i, i + P), where `rotate` expects them."""
     return x_BTND.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -1,4 +1,4 @@
-"""Picks the next token from logits.
+"""Sampling of the next token from logits.
 
 Shape legend: B texts, V vocabulary.
 """
@@ -10,12 +10,12 @@ from torch import Tensor
 def next_tokens(
     logits_BV: Tensor, temperature: float = 0.0, top_k: int | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
-    """The next token of each text, int64 [B].
+    """Return the next token of each text, int64 [B].
 
     Args:
-        temperature: what logits are divided by before the softmax; 0: the most likely token (greedy).
-        top_k: only the so many most likely tokens are drawn from; None: all.
-        generator: of random numbers, on the device of the logits; None: PyTorch's own.
+        temperature: the logits are divided by it before the softmax. 0: the most likely token (greedy).
+        top_k: sample only from the `top_k` most likely tokens. None: from all tokens.
+        generator: the random number generator, on the device of the logits. None: PyTorch's default generator.
     """
     if temperature == 0:
         return logits_BV.argmax(dim=-1)

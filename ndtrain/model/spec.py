@@ -1,6 +1,8 @@
-"""The records in which a model declares its parameters and its ops. A block writes them once, in `Block.op_table` and
-where it makes its weights. Counts, initial values, sharding, recompute, fp8 and the planner read them, and take no name
-apart."""
+"""The records in which a model declares its parameters and its ops.
+
+A block declares them once: ops in `Block.op_table`, parameters where it makes its weights. Counts, initial values,
+sharding, recompute, fp8 and the planner read the records, so nothing has to parse parameter names.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,14 +11,14 @@ from typing import NamedTuple
 
 Dims = tuple[str, ...]
 
-# the ops that are more than a matmul: the code that computes one asks for its saved result by this name
+# ops that are not just a matmul: the code that computes one looks up its saved result by this name
 CORE = "core"  # attention between the projections
-DISPATCH, COMBINE = "dispatch", "combine"  # the rows of tokens to their experts, and back
-OUTPUT = "down_proj"  # the last op of the blocks here
+DISPATCH, COMBINE = "dispatch", "combine"  # sends the rows of tokens to their experts, returns the outputs
+OUTPUT = "down_proj"  # the last op of every block in this package
 
 
 class Init(Enum):
-    """How a parameter starts."""
+    """The initial values of a parameter."""
 
     ONES = "ones"
     ZEROS = "zeros"
@@ -28,12 +30,12 @@ class Param(NamedTuple):
     """A parameter.
 
     Attributes:
-        name: as in Hugging Face's files.
+        name: its name in Hugging Face's files.
         dims: its named dims.
         unit: the unit (embedding, one block, a block's experts, final norm, head) whose buffer holds it.
-        layer: the index of its block; None: it is in no block.
-        expert: the index of its expert; None: it is in no expert.
-        op: the name of the op that multiplies by it; None: it is a vector, the embedding or the head.
+        layer: the index of its block. None: it is in no block.
+        expert: the index of its expert. None: it is in no expert.
+        op: the name of the op that multiplies by it. None: it is a vector, the embedding or the head.
         init: its initial values.
     """
 
@@ -47,7 +49,7 @@ class Param(NamedTuple):
 
 
 class Joins(Enum):
-    """What the result of an op is put together from. If parts of it are in several places, the result has to travel."""
+    """The parts that the result of an op combines. If they are on several ranks, the ranks have to communicate."""
 
     SLICES = "partial sums over heads or over the inner dim of an MLP"
     POSITIONS = "keys and values of a whole sequence"
@@ -56,24 +58,24 @@ class Joins(Enum):
 
 @dataclass(frozen=True)
 class OpSpec:
-    """An op of a block. What a block computes between its ops is elementwise.
+    """An op of a block. Everything that a block computes between its ops is elementwise.
 
     Attributes:
-        name: as `recompute.keep` has it.
-        projections: the matrices that it multiplies by, as paths below the block, in groups. The rows of a group are
-            neighbours in memory if they have the same size, and one matmul serves them.
-        outputs: the named dims of which its result has a value each, for a token or, if `routed`, for a row. It follows
-            from the projections if there are any.
-        multiply_adds: for a token. It follows from the projections.
-        multiply_adds_a_key: for a token and each key that attention compares it with.
-        joins: what its result is put together from; None: it needs nothing but this token's input.
+        name: its name in `recompute.keep`.
+        projections: the matrices that it multiplies by, as paths relative to the block, in groups. If the matrices of a
+            group have the same size, they are adjacent in memory, and one matmul computes them.
+        outputs: the named dims of its result per token, or per row if `routed`. They follow from the projections, if
+            there are any.
+        multiply_adds: multiply-adds per token. They follow from the projections.
+        multiply_adds_a_key: multiply-adds per token and per key that attention compares the token with.
+        joins: the parts that its result combines. None: it needs only this token's input.
         to_stream: whether the output of its projections is added to the residual stream.
-        routed: whether it computes rows: each token once for each of its experts. Its projections are a group for each
-            matmul, of all experts in order.
+        routed: whether it computes rows. Each token has one row for each of its experts. A group of projections is then
+            one matmul over all experts, in order.
         wide: whether it computes in fp32 or wider, whatever the compute precision is.
-        last: whether it is a block's last op. The next layer saves its result as an input anyway.
-        read_by: the only op that reads its result; None: others do. If that op's result is saved, this one's is not
-            needed.
+        last: whether it is a block's last op. The next layer saves its result anyway, as an input.
+        read_by: the only op that reads its result. None: several do. If the result of that op is saved, the result of
+            this op is not needed.
     """
 
     name: str
@@ -90,14 +92,14 @@ class OpSpec:
 
     @property
     def savable(self) -> bool:
-        """Whether a recompute has a use for its saved result."""
+        """True if it is useful to save its result for a recompute."""
         return not self.last and self.read_by is None
 
     @property
     def weights(self) -> Iterator[str]:
-        """The names of its weights below the block."""
+        """The names of its weights, relative to the block."""
         return (f"{projection}.weight" for neighbours in self.projections for projection in neighbours)
 
     def flops(self, seq_len: int) -> int:
-        """Return the forward FLOPs a token, in a sequence of `seq_len` keys."""
+        """Return the forward FLOPs per token, in a sequence of `seq_len` keys."""
         return 2 * (self.multiply_adds + seq_len * self.multiply_adds_a_key)

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_silu_backward = torch.ops.aten.silu_backward.grad_input  # the lookup is slow
+_silu_backward = torch.ops.aten.silu_backward.grad_input  # looked up once, because the lookup is slow
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU as one autograd node instead of two. Its backward puts both gradients next to each other in one storage,
-    since one matmul may have computed gate and up."""
+    """SwiGLU as one autograd node instead of two. Its backward stores both gradients adjacent in one storage, since one
+    matmul may have computed gate and up."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, both [..., F]."""
+    """Return silu(gate) * up, both [..., F]."""
     if torch.compiler.is_compiling():  # the compiler fuses the plain form
         return F.silu(gate) * up
     return _SwiGLU.apply(gate, up)

@@ -1,9 +1,10 @@
 """A Llama-family decoder under Hugging Face's parameter names: plain PyTorch on one device.
 
-Every weight matmul goes through `Ops.linear`, the embedding, the attention core and head + loss through one call each.
-Parallelism replaces those calls and never this file.
+Every weight matmul goes through `Ops.linear`. The embedding, the attention core, and the head with its loss are one
+call each. Parallelism replaces these calls and leaves this file unchanged.
 
-The residual stream is [N, E]: a microbatch's tokens, row behind row; under sequence parallelism a shard of them.
+The residual stream is [N, E]: the tokens of a microbatch, its rows concatenated. Under sequence parallelism it is a
+shard of these tokens.
 
 Shape legend: B batch, T time, N tokens of the residual stream, E hidden_size, V vocabulary.
 """
@@ -31,32 +32,32 @@ from ndtrain.model.spec import Dims, Init, OpSpec, Param
 from ndtrain.model.vocabulary import Targets
 
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
-BLOCKS = ("block", "sparse")  # the kinds of segments that are blocks: without experts, and with
-_BIAS = "selection_bias."  # before the name of a layer
+BLOCKS = ("block", "sparse")  # the kinds of segments that are blocks: without experts, with experts
+_BIAS = "selection_bias."  # prefix of a selection bias's name, before the name of its layer
 
 # ------------------------------------------------------------------------------------------------- kinds of blocks
 
 
 def is_sparse(m: ModelConfig, index: int) -> bool:
-    """Whether layer `index` has experts."""
+    """Return True if layer `index` has experts."""
     moe = family_of(m).moe
     return moe is not None and moe.is_sparse(m, index)
 
 
 def sparse_layers(m: ModelConfig) -> list[int]:
-    """The layers that have experts."""
+    """Return the indices of the layers that have experts."""
     return [i for i in range(m.num_hidden_layers) if is_sparse(m, i)]
 
 
 def block_class(m: ModelConfig, index: int) -> type[Block]:
-    """The kind of layer `index`."""
+    """Return the class of the block of layer `index`."""
     if family_of(m).latent_attention:
         return LatentMoEBlock if is_sparse(m, index) else LatentBlock
     return MoEBlock if is_sparse(m, index) else family_of(m).block or Block
 
 
 def kinds(m: ModelConfig) -> dict[type[Block], list[int]]:
-    """Each kind of block -> the layers that are of it, in the order of the first ones."""
+    """Return the layers of each kind of block. The kinds are in the order of their first layers."""
     of_kind: dict[type[Block], list[int]] = {}
     for i in range(m.num_hidden_layers):
         of_kind.setdefault(block_class(m, i), []).append(i)
@@ -64,7 +65,7 @@ def kinds(m: ModelConfig) -> dict[type[Block], list[int]]:
 
 
 def make_block(m: ModelConfig, ops: Ops, index: int, experts: range | None = None) -> Block:
-    """The block of layer `index`, with some of its experts; None: all."""
+    """Return the block of layer `index`, holding only `experts`. None: all experts."""
     return block_class(m, index)(m, family_of(m), ops, experts)
 
 
@@ -72,17 +73,17 @@ def make_block(m: ModelConfig, ops: Ops, index: int, experts: range | None = Non
 
 
 def op_table(m: ModelConfig, index: int = 0) -> tuple[OpSpec, ...]:
-    """The ops of the block of layer `index` as its class declares them, in the order they run."""
+    """Return the ops of layer `index` in the order they run, as its block class declares them."""
     return block_class(m, index).op_table(m, family_of(m))
 
 
 def all_ops(m: ModelConfig) -> list[OpSpec]:
-    """The ops of each kind of block, as its class declares them."""
+    """Return the ops of every kind of block, as its class declares them."""
     return [op for layers in kinds(m).values() for op in op_table(m, layers[0])]
 
 
 def block_ops(m: ModelConfig, index: int = 0) -> list[OpSpec]:
-    """The ops of the block of layer `index` in the order they run, with `outputs` and `multiply_adds` of its weights.
+    """Return the ops of layer `index` in the order they run. `outputs` and `multiply_adds` follow from their weights.
 
     Raises:
         ValueError: an op names a projection that the block does not have.
@@ -96,15 +97,16 @@ def _with_sizes(op: OpSpec, m: ModelConfig, dims: dict[str, Dims], sizes: dict[s
         raise ValueError(f"op {op.name}: the block has no {absent}: correct its projections")
     matrices = [dims[name] for name in op.weights]
     weights = sum(math.prod(sizes[d] for d in matrix) for matrix in matrices)
-    if op.routed:  # a token goes to some of the experts, which are all alike; a row goes to one
+    if op.routed:  # all experts have the same shapes. A token goes to some of the experts, a row to one of them
         experts = resolved(m.num_experts)
         weights, matrices = weights * resolved(m.num_experts_per_tok) // experts, matrices[: len(matrices) // experts]
     return replace(op, multiply_adds=weights, outputs=tuple(matrix[0] for matrix in matrices))
 
 
 def block_params(m: ModelConfig, index: int = 0) -> list[Param]:
-    """The parameters of the block of layer `index`, collected from its modules in their order. What a grouped product
-    serves comes one behind the other, after all else. Names and units are paths below the block."""
+    """Return the parameters of layer `index`, collected from its block. Names and units are relative to the block.
+
+    They are in the order of the modules, but the experts' matrices come last, grouped by the matmul that reads them."""
     ops, experts = op_table(m, index), moe.experts if (moe := family_of(m).moe) else ""
     op_of = {name: op for op in ops for name in op.weights}
     params = {}
@@ -119,7 +121,7 @@ def block_params(m: ModelConfig, index: int = 0) -> list[Param]:
 
 
 def params(m: ModelConfig) -> dict[str, Param]:
-    """Every parameter of the model by its name, in order."""
+    """Return every parameter of the model by name, in order."""
     of_kind = {kind: block_params(m, layers[0]) for kind, layers in kinds(m).items()}
     table = [Param(f"{EMBED}.weight", ("vocab", "embed"), EMBED)]
     for i in range(m.num_hidden_layers):
@@ -133,19 +135,20 @@ def params(m: ModelConfig) -> dict[str, Param]:
 
 
 def tensor_dims(m: ModelConfig) -> dict[str, Dims]:
-    """Every parameter of the model, in order: Hugging Face name -> named dims."""
+    """Return the named dims of every parameter, in order. Keys are Hugging Face names."""
     return {name: p.dims for name, p in params(m).items()}
 
 
 def tensor_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model, in order: Hugging Face name -> shape."""
+    """Return the shape of every parameter, in order. Keys are Hugging Face names."""
     sizes = dim_elements(m)
     return {name: tuple(sizes[d] for d in dims) for name, dims in tensor_dims(m).items()}
 
 
 def bias_names(m: ModelConfig) -> dict[str, str]:
-    """The selection bias of each layer with experts: its name in a checkpoint -> the stem of the files that hold it.
-    Where a family's model files have no place for it, it stands beside the optimizer's state."""
+    """Return the selection biases of the model: name in a checkpoint -> stem of the files that hold it.
+
+    Each layer with experts has one. If the family's model files have no place for it, the optimizer's files hold it."""
     moe, layers = family_of(m).moe, sparse_layers(m)
     if moe is None or moe.bias is None:
         return {_BIAS + layer(i): "optimizer" for i in layers}
@@ -153,13 +156,13 @@ def bias_names(m: ModelConfig) -> dict[str, str]:
 
 
 def is_selection_bias(name: str) -> bool:
-    """Whether a tensor of a checkpoint is one, by the names of all families."""
+    """Return True if `name` is the name of a selection bias in the checkpoints of any family."""
     mixtures = [moe for moe in (get("family", f).moe for f in names("family")) if moe is not None and moe.bias]
     return name.startswith(_BIAS) or any(name.endswith(f".{moe.bias}") for moe in mixtures)
 
 
 def fused_names(m: ModelConfig) -> list[tuple[str, ...]]:
-    """The names of weights that one matmul may serve, where their rows lie one behind the other."""
+    """Return groups of names: the weights of a group can share one matmul if their rows are contiguous in memory."""
     of_kind = [(layers, op.projections) for layers in kinds(m).values() for op in op_table(m, layers[0])]
     return [
         tuple(f"{layer(i)}.{projection}.weight" for projection in neighbours)
@@ -175,7 +178,7 @@ def layer(i: int) -> str:
 
 
 def layer_units(m: ModelConfig, i: int) -> tuple[str, ...]:
-    """The units of a layer. Experts are one of their own, since other ranks may shard them."""
+    """Return the units of a layer. Its experts are a separate unit, because different ranks may shard them."""
     if not is_sparse(m, i):
         return (layer(i),)
     return layer(i), f"{layer(i)}.{resolved(family_of(m).moe).experts}"
@@ -186,13 +189,13 @@ def layer_units(m: ModelConfig, i: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """One step of a stage's forward: `run(x, ctx) -> x` (x is None into the embedding, the loss and the
-    objective's other sums out of the head).
+    """One step of a stage's forward: `run(x, ctx) -> x`. The embedding gets x = None. The head returns the loss,
+    followed by the objective's other sums.
 
     Attributes:
         units: the units whose parameters it reads.
         kind: "embed", "block", "sparse" (a block with experts), "norm" or "head".
-        weight_in_backward: whether its backward reads them again.
+        weight_in_backward: whether its backward reads the parameters again.
     """
 
     units: tuple[str, ...]
@@ -206,11 +209,16 @@ class Segment:
 
 
 class Transformer(nn.Module):
-    """One stage: the blocks `layers` with the `experts` of each (None: all), with the embedding if `first`, with final
-    norm and head if `last`.
+    """One stage of the model: the blocks of `layers`, the embedding if `first`, the final norm and the head if `last`.
+    The default is the whole model.
 
-    Parameter names are those of the whole model, whatever the stage holds. A last stage with tied embeddings holds a
-    copy under the embedding's name.
+    Parameters have the names of the whole model, whichever layers the stage holds. A last stage with tied embeddings
+    holds a copy of the embedding, under the embedding's name.
+
+    Args:
+        layers: indices of the blocks. None: all layers.
+        loss_chunk: number of tokens whose logits exist at a time.
+        experts: indices of the experts that each block holds. None: all experts.
     """
 
     def __init__(
@@ -225,7 +233,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.m, self.ops, self.loss_chunk = m, Ops(), loss_chunk
         self.first, self.last = first, last
-        self.kernel: str | None = None  # of attention on a GPU, as `Scores.kernel`
+        self.kernel: str | None = None  # the attention kernel on a GPU, as in `Scores.kernel`
         self.mod = attention_mod(m)
         self._ropes: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         tied = m.tie_word_embeddings
@@ -240,13 +248,13 @@ class Transformer(nn.Module):
                 self.lm_head = Weights(m, "vocab", "embed")
 
     def use(self, ops: Ops) -> None:
-        """Replaces the calls."""
+        """Replace the ops in the stage and in all its blocks."""
         self.ops = ops
         for block in self.model.layers.values():
             block.use(ops)
 
     def use_biases(self, bias_LX: Tensor) -> None:
-        """Gives the stage's blocks with experts their selection biases, as views of those of the whole model."""
+        """Set the selection bias of each block with experts to a view of its row of `bias_LX`, the whole model's."""
         for bias_X, i in zip(bias_LX, sparse_layers(self.m), strict=True):
             if str(i) in self.model.layers:
                 self.model.layers[str(i)].selection_bias = bias_X
@@ -256,7 +264,7 @@ class Transformer(nn.Module):
         return self.model.embed_tokens if self.m.tie_word_embeddings else self.lm_head
 
     def segments(self) -> list[Segment]:
-        """The stage's forward as a list, in order."""
+        """Return the stage's forward as a list of segments, in order."""
         segments = []
         if self.first:
             segments.append(Segment((EMBED,), self._embed, "embed", weight_in_backward=False))
@@ -286,14 +294,14 @@ class Transformer(nn.Module):
         documents: tuple[tuple[int, ...], ...] | None = None,
         columns: Mapping[str, Tensor] | None = None,
     ) -> Context:
-        """A microbatch's context.
+        """Return the context of a microbatch.
 
         Args:
             dtype: the compute precision (rotary tables are fp32 or wider).
-            loss_scale: gives the factor of the loss; None: it is the plain sum.
-            positions: [T] or [B, T], each token's place in its document; None: 0 to T - 1.
-            documents: per row, where documents start in the whole sequence; None: each row is one.
-            columns: what the objective reads besides the labels, [B, T, ...].
+            loss_scale: returns the factor of the loss. None: the factor is 1.
+            positions: [T] or [B, T], each token's position in its document. None: 0 to T - 1.
+            documents: for each row, where documents start in the whole sequence. None: each row is one document.
+            columns: further data that the objective reads, each [B, T, ...].
         """
         m, device = self.m, tokens_BT.device
         wide = torch.promote_types(dtype, torch.float32)
@@ -307,7 +315,7 @@ class Transformer(nn.Module):
         return Context(tokens_BT, Targets(labels_BT, columns or {}), rope, loss_scale or one, scores, handle(scores))
 
     def _rope(self, positions: Tensor | None, length: int, device: torch.device, dtype: torch.dtype):
-        """The rotary table of some positions; that of all in order is made once."""
+        """Return the rotary table for the given positions. The table for 0 to `length` - 1 is cached."""
         if positions is not None:
             return rope_table(positions, inverse_frequencies(self.m, device), dtype, table_factor(self.m))
         key = length, device, dtype
@@ -316,14 +324,14 @@ class Transformer(nn.Module):
         return self._ropes[key]
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """The sum of the losses over valid tokens, for one process that holds the whole model."""
+        """Return the summed loss over the tokens with a label. For a single process that holds the whole model."""
         x, ctx = None, self.context(tokens_BT, labels_BT, self.head.weight.dtype)
         for segment in self.segments():
             x = segment.run(x, ctx)
         return x[0]
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        """[B, T, V], for looking at a model; training never makes them."""
+        """Return the logits [B, T, V], to inspect a model. Training never materialises all of them."""
         x, ctx = None, self.context(tokens_BT, tokens_BT, self.head.weight.dtype)
         for segment in self.segments()[:-1]:
             x = segment.run(x, ctx)

@@ -1,6 +1,6 @@
-"""Builds the program of a rank: which gathers, reductions, sums and messages it really launches, and where it waits.
+"""Builds the program of a rank: the gathers, reductions, sums and messages that it launches, and where it waits.
 
-Everything that depends on the ZeRO stage, the residency of a unit or the number of microbatches is decided here. The
+All decisions that depend on the ZeRO stage, the residency of a unit or the number of microbatches are made here. The
 executor runs the result and decides nothing.
 """
 
@@ -23,13 +23,14 @@ _AFTER_MICROBATCH = Instruction._fields.index("microbatch") + 1  # the fields th
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """What a rank holds of a unit.
+    """The size and placement of a unit on a rank.
 
     Attributes:
-        numel: elements of its flat buffer, after the cut over tp.
+        numel: number of elements of its flat buffer, after sharding over tp.
         groups: the ranks that shard and replicate it.
+        residency: when its weights and gradient are unsharded on the rank.
         grad_width: bytes of an element of its gradient.
-        tp_replicated: elements whose gradients are summed over the ranks of tp.
+        tp_replicated: number of elements whose gradients are summed over the ranks of tp.
         tied: True if another stage holds it too.
     """
 
@@ -62,7 +63,7 @@ class UnitFacts:
 
     @property
     def axes(self) -> str:
-        """The axes that the buffer is sharded over, "fsdp+cp"."""
+        """The axes that the buffer is sharded over, such as "fsdp+cp"."""
         return "+".join(self.groups.shard_axes)
 
     @property
@@ -72,24 +73,24 @@ class UnitFacts:
 
     @property
     def shard(self) -> int:
-        """Elements of a shard."""
+        """The number of elements of a shard."""
         return self.numel // self.shards
 
     @property
     def gathers(self) -> bool:
-        """True if its weights have to be put in place before they are read."""
+        """True if its weights have to be gathered, or copied from the master weights, before they are read."""
         return self.shards > 1 or not self.residency.shares_master
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a rank computes and holds.
+    """The layers that a rank computes and the units that it holds.
 
     Attributes:
-        layers: of its stages, in order.
+        layers: the layers of its stages, in order.
         units: its units, in model order.
         recompute_groups: the blocks that are recomputed.
-        in_place: True if a reduce-scatter takes no memory of its own while it is in progress.
+        in_place: True if a reduce-scatter needs no memory of its own while it is in progress.
     """
 
     layers: Sequence[Layer]
@@ -108,7 +109,7 @@ class Holdings:
         return not self.reshards and all(u.shards == u.replicas == 1 for u in self.units.values())
 
     def joined(self) -> "Holdings":
-        """Return the same with fewer and longer layers, if nothing happens between them."""
+        """Return the same holdings with consecutive layers joined, if nothing happens between layers."""
         if not self.resident:
             return self
         layers, groups = join(self.layers, self.recompute_groups)
@@ -121,8 +122,8 @@ def build_program(
     """Return the program of a pipeline rank for its row of the schedule.
 
     Args:
-        rank: along pp.
-        unsharded: the units whose weights are unsharded already.
+        rank: the pipeline rank.
+        unsharded: the units whose weights are already unsharded when the program starts.
     """
     row, layers = schedule.table[rank], holdings.layers
     ahead = units_ahead(holdings.resident, holdings.reshards)
@@ -150,7 +151,7 @@ def _is_local(schedule: Schedule, rank: int, stage: int | None) -> bool:
 
 
 class _Bucket(NamedTuple):
-    """Neighbouring shards of one gradient buffer, [start, stop), that are summed in one message."""
+    """Adjacent gradient shards, elements [start, stop) of one gradient buffer, that one all-reduce sums."""
 
     buffer: UnitGroups
     start: int
@@ -158,18 +159,18 @@ class _Bucket(NamedTuple):
     units: tuple[str, ...]
 
 
-_STATE = ("unsharded", "gathering", "opened", "reducing", "reduced", "buckets", "summing")  # what a pass changes
+_STATE = ("unsharded", "gathering", "opened", "reducing", "reduced", "buckets", "summing")  # attributes a pass changes
 
 
 class _Builder:
-    """Follows a rank through its row.
+    """Builds the ops of a rank, action by action, and tracks the state of its units.
 
     Attributes:
         unsharded, gathering: units whose weights are unsharded, or being gathered.
         opened: units whose unsharded gradient exists.
-        reducing: units whose reduce-scatter is in progress, each with whether it is the step's first and last one.
+        reducing: units whose reduction is in progress: (name, True if the step's first, True if the step's last).
         reduced: units that were reduced in this step.
-        buckets: replica axes -> shards that are complete and not being summed yet.
+        buckets: for each set of replica axes, the bucket of complete shards whose sum is not launched yet.
         summing: replica axes with sums that were launched.
     """
 
@@ -194,18 +195,18 @@ class _Builder:
     # ------------------------------------------------------------------------------------------------ parts of a step
 
     def begin(self, row: Sequence[Action]) -> Iterator[Op]:
-        """Yield what comes before the first action."""
+        """Yield the ops before the first action: open the gradients that stay unsharded for the whole step."""
         if _trains(row):
             for name, unit in self.units.items():
                 if unit.residency.holds_full_grad:
                     yield from self._open(name)
 
     def turn(self, instructions: Sequence[Instruction], takes: Op | None, hands: Op | None) -> tuple[Op, ...]:
-        """Return the ops of an action. Most actions differ in their microbatch alone, so those that begin in the same
-        state are worked out once.
+        """Return the ops of an action. Most actions differ only in their microbatch, so the ops are cached per state.
 
         Args:
-            takes, hands: how the action gets its input from another stage, and gives its result to one.
+            takes: the op that gets the action's input from another stage. None: it needs none.
+            hands: the op that passes the action's result to another stage. None: no stage needs it.
         """
         facts = tuple((ins.run, *ins[_AFTER_MICROBATCH:]) for ins in instructions)
         key = facts, takes, hands, self._state
@@ -218,7 +219,7 @@ class _Builder:
         return made
 
     def end(self, row: Sequence[Action]) -> Iterator[Op]:
-        """Yield what comes after the last action: the messages that are still leaving, and the gradient sums."""
+        """Yield the ops after the last action: wait until all messages are sent, and sum the gradients."""
         yield ops.FinishSends()
         if not _trains(row):
             return
@@ -236,7 +237,7 @@ class _Builder:
     # ---------------------------------------------------------------------------------------------- parts of an action
 
     def _gathers(self, ins: Instruction) -> Iterator[Op]:
-        """Yield the gathers that a pass starts, of its own weights and of later ones."""
+        """Yield the gathers that a pass launches: of the weights it reads, and of the weights it prefetches."""
         for name in (*ins.weights, *ins.prefetch):
             if self.units[name].gathers and name not in self.unsharded and name not in self.gathering:
                 self.gathering |= {name}
@@ -250,7 +251,7 @@ class _Builder:
                 self.unsharded |= {name}
                 yield ops.Await(name)
         run, layer = ins.run, self.layers[ins.run.layer]
-        if run.kind != "F" or (layer.loss and run.keep_graph):  # the loss makes gradients in its forward
+        if run.kind != "F" or (layer.loss and run.keep_graph):  # the loss computes gradients in its forward
             for name in layer.units:
                 yield from self._open(name)
         yield run
@@ -270,11 +271,13 @@ class _Builder:
             yield ops.Open(name)
 
     def _reduce(self, name: str, final: bool) -> Iterator[Op]:
-        """Yield the end of a unit's unsharded gradient. At most one reduction of a unit, and at most one that holds
-        memory or that replicas sum next, is in progress."""
+        """Yield the ops that close a unit's unsharded gradient and launch its reduction.
+
+        A unit has at most one reduction in progress. Of all units, at most one reduction in progress takes memory of
+        its own or is followed by a sum over replicas."""
         unit = self.units[name]
         held = unit.residency.holds_full_grad
-        if any(name == other for other, _, _ in self.reducing):  # a stage of one unit, two backwards in a row
+        if any(name == other for other, _, _ in self.reducing):  # a stage of one unit runs two backwards in a row
             yield from self._collect()
         yield ops.Close(name)
         if unit.shards > 1:
@@ -287,7 +290,7 @@ class _Builder:
         self.reduced |= {name}
 
     def _collect(self) -> Iterator[Op]:
-        """Yield the ends of all reductions in progress."""
+        """Yield the ops that finish all reductions in progress. Complete shards are then added to their buckets."""
         for name, first, final in self.reducing:
             unit = self.units[name]
             if unit.shards > 1:
@@ -297,7 +300,9 @@ class _Builder:
         self.reducing = ()
 
     def _add_to_bucket(self, name: str, unit: UnitFacts) -> Iterator[Op]:
-        """Merge a shard with the one before it, which it ends at because gradients complete in backward order."""
+        """Extend the bucket by a shard, or start a new bucket if the shard does not end where the bucket starts.
+
+        Gradients complete in backward order, so buckets grow towards the start of the buffer."""
         axes, (start, stop) = unit.replica_axes, self._spans[name]
         bucket = dict(self.buckets).get(axes)
         if bucket and bucket.buffer == unit.groups and bucket.start == stop:
@@ -317,8 +322,10 @@ class _Builder:
 
 
 def _gradient_spans(units: Mapping[str, UnitFacts]) -> dict[str, tuple[int, int]]:
-    """Return where each unit's gradient shard lies in the buffer that the units of its groups share, as `unit.allocate`
-    places them. The shards of one rank differ from those of another by the same distance, so rank 0's stand for all."""
+    """Return the (start, stop) of each unit's gradient shard in its buffer, as `unit.allocate` places them.
+
+    Units with the same groups share a buffer. The spans are for the rank with shard 0, because the same shards are
+    adjacent on every rank."""
     spans: dict[str, tuple[int, int]] = {}
     at: dict[UnitGroups, int] = {}
     for name, u in units.items():

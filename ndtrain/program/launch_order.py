@@ -1,15 +1,18 @@
-"""Runs every rank's launches under NCCL's rules, without processes: it finds deadlocks and says what waits for what.
+"""Simulates the launches of all ranks under NCCL's rules, without processes. It finds deadlocks and names their causes.
 
-The rules. The operations of a communicator run on one stream of each rank, one at a time, in the order of their
-launches. An operation begins when the one before it on its stream has ended, and not before the rank's compute stream
-has done what was queued at the launch. A message is a rendezvous: a send ends only when the matching receive has begun
-on the other rank, and the other way round. A batch of messages (a ring's shift, an all_to_all) begins as one operation
-and ends with its last message. A collective ends when all its members have begun it. A wait holds up the compute
-stream, and so all operations that are launched after it. A wait of the host holds up the launches themselves, which
-comes to the same. So one clock for each thread of a rank serves for its host and for its compute stream.
+The rules:
 
-Streams that share one of CUDA's hardware queues add no further waits: what heads such a queue only waits for what was
-queued before it on the same rank, which the later entries wait for too.
+- Each rank has one stream per communicator. It runs the communicator's operations one at a time, in launch order.
+- An operation begins when the previous operation on its stream has ended, and the compute stream has finished the work
+  queued before the launch.
+- A message is a rendezvous. A send ends only when the matching receive has begun on the other rank, and vice versa.
+- A batch of messages (a ring's shift, an all-to-all) begins as one operation and ends with its last message.
+- A collective ends when all its members have begun it.
+- A wait blocks the compute stream, and therefore all operations that are launched after it. A wait of the host blocks
+  the launches themselves, which has the same effect. One clock per thread therefore models both.
+
+Several streams may share one of CUDA's hardware queues. This adds no waits: the head of a queue waits only for work
+that the same rank queued before it. Later entries of the queue wait for that work anyway.
 """
 
 from collections import defaultdict, deque
@@ -34,14 +37,14 @@ class Op:
     """An operation that one rank launches.
 
     Attributes:
-        name: which operation, the same on all ranks of a collective.
-        comm: the communicator, the same string on all its ranks.
-        sends, receives: the ranks at the other end of its messages.
-        members: the ranks of a collective; empty: it is no collective.
-        nbytes: of a message, or of a collective's whole buffer.
-        seconds: how long it takes once all that it needs has begun.
-        at: what its rank was doing, for messages to a person.
-        began, ended: times; None until then.
+        name: the name of the operation, the same on all ranks of a collective.
+        comm: the name of the communicator, the same on all its ranks.
+        sends, receives: the ranks that its messages go to, and come from.
+        members: the ranks of a collective. Empty: it is not a collective.
+        nbytes: bytes of a message, or of a collective's whole buffer.
+        seconds: how long it takes, once everything that it needs has begun.
+        at: what its rank was doing, for messages to the user.
+        began, ended: times. None until then.
     """
 
     __slots__ = (
@@ -62,7 +65,7 @@ class Op:
     ):
         self.name, self.comm, self.nbytes, self.seconds, self.at = name, comm, nbytes, seconds, at
         self.sends, self.receives, self.members = sends, receives, members
-        self.left = len(sends) + len(receives) + bool(members)  # what it still needs
+        self.left = len(sends) + len(receives) + bool(members)  # messages and collectives that are not matched yet
         self.rank, self.launched, self.until = -1, 0.0, 0.0
         self.began: float | None = None
         self.ended: float | None = None
@@ -82,22 +85,22 @@ class Compute(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Another thread of the rank begins."""
+    """A step that starts another thread of the rank."""
 
     thread: int
 
 
-Step = Op | Wait | Compute | Start  # an Op is launched
+Step = Op | Wait | Compute | Start  # a step that is an Op launches it
 Program = Sequence[Step]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the ranks' programs.
+    """The result of a simulation.
 
     Attributes:
-        makespan: when the last rank ended.
-        stuck: a line for each rank that waits for ever; empty: there is no deadlock.
+        makespan: the time at which the last thread ended or got stuck.
+        stuck: a line for each thread that waits forever. Empty: there is no deadlock.
     """
 
     makespan: float
@@ -116,10 +119,10 @@ class _Thread:
 
 
 class _Stream(deque):
-    """The operations of one communicator on one rank that have not ended, in the order of their launches.
+    """The operations of one communicator on one rank that have not ended, in launch order.
 
     Attributes:
-        free: when the last operation ended.
+        free: the time at which the last operation ended.
     """
 
     __slots__ = ("free",)
@@ -138,8 +141,8 @@ class _Ranks:
         started = {(r, step.thread) for (r, _), t in self.threads.items() for step in t.program if type(step) is Start}
         self.ready = [thread for key, thread in self.threads.items() if key not in started]
         self.streams: dict[tuple[int, str], _Stream] = defaultdict(_Stream)  # by rank and communicator
-        # what has begun and needs others: by communicator and source and target, or members. A rank has begun one
-        # operation of a communicator at most.
+        # operations that have begun but wait for a peer: by (communicator, source, target) or (communicator, members).
+        # A rank has begun at most one operation of a communicator.
         self.sending: dict[tuple[str, int, int], Op] = {}
         self.receiving: dict[tuple[str, int, int], Op] = {}
         self.gathering: dict[tuple[str, Members], dict[int, Op]] = defaultdict(dict)
@@ -149,7 +152,7 @@ class _Ranks:
             self._advance(self.ready.pop())
 
     def _advance(self, thread: _Thread) -> None:
-        """Runs a thread up to the next wait for something that has not ended."""
+        """Run a thread until it waits for an operation that has not ended."""
         program = thread.program
         while thread.at < len(program):
             step = program[thread.at]
@@ -177,7 +180,7 @@ class _Ranks:
             self._begin(op)
 
     def _begin(self, op: Op) -> None:
-        """The operation is the first of its stream. Ends all that this completes."""
+        """Begin an operation that has become the first of its stream. End every operation that this completes."""
         op.began = op.until = max(op.launched, op.stream.free)
         ended = [] if op.left else [op]
         for peer in op.sends:
@@ -227,13 +230,13 @@ class _Ranks:
         if stream:
             self._begin(stream[0])
         if thread := op.waiter:
-            thread.waits = op.waiter = None  # no cycle of objects
+            thread.waits = op.waiter = None  # avoids a reference cycle
             self.ready.append(thread)
 
     # ------------------------------------------------------------------------------------------------------- reporting
 
     def stuck(self) -> list[str]:
-        """A line for each thread that waits, and for each stream that never empties though its rank has ended."""
+        """Return a line for each waiting thread, and for each operation that never ends although its rank has."""
         waiting = [t for t in self.threads.values() if t.waits]
         lines = [f"rank {t.rank} waits for {self._why(t.waits)}" for t in waiting]
         blocked = {t.rank for t in waiting}
@@ -252,16 +255,19 @@ class _Ranks:
         return ", ".join(self._busy(rank, op.comm) for rank in missing)
 
     def _busy(self, rank: int, comm: str) -> str:
-        """What a rank does that has not begun its part of an operation on the communicator."""
+        """Describe what a rank is doing that has not begun its part of an operation on the communicator."""
         stream = self.streams[rank, comm]
         return f"rank {rank} (in {stream[0]})" if stream else f"rank {rank} (which has not launched its part)"
 
 
 def simulate(programs: Mapping[int, Program | Mapping[int, Program]]) -> Outcome:
-    """Runs the programs of all ranks: rank -> its steps, or thread -> steps.
+    """Simulate the programs of all ranks.
+
+    Args:
+        programs: rank -> its steps, or rank -> thread -> steps.
 
     Raises:
-        LaunchOrderError: the members of a collective launch different ones.
+        LaunchOrderError: the members of a collective launch different ones, or the sizes of a message's ends differ.
     """
     ranks = _Ranks(programs)
     ranks.run()
@@ -269,10 +275,10 @@ def simulate(programs: Mapping[int, Program | Mapping[int, Program]]) -> Outcome
 
 
 def check(programs: Mapping[int, Program | Mapping[int, Program]]) -> Outcome:
-    """As `simulate`.
+    """Simulate the programs of all ranks, and raise if they deadlock.
 
     Raises:
-        LaunchOrderError: a deadlock; the message names what waits for what.
+        LaunchOrderError: as `simulate`, or a deadlock. The message names what each rank waits for.
     """
     outcome = simulate(programs)
     if outcome.stuck:
@@ -284,7 +290,7 @@ def check(programs: Mapping[int, Program | Mapping[int, Program]]) -> Outcome:
 
 
 def a_pair_each(source: int, target: int) -> str:
-    """Name the communicator of the messages from one pp rank to another, as `Mesh.links` makes them."""
+    """Return the name of the communicator from one pp rank to another. Each pair has its own, as in `Mesh.links`."""
     return f"pp {source} to {target}"
 
 
@@ -294,15 +300,15 @@ _COSTS = {kind: Compute(seconds) for kind, seconds in COST.items()}
 def launches(
     program: RankProgram, rank: int, rank_of: Sequence[int], comm: NameComm = a_pair_each, seconds: float = 0.0
 ) -> Iterator[Step]:
-    """Yield what a pipeline rank launches and waits for. Each action computes for as long as `COST` says.
+    """Yield the launches, waits and computations of a pipeline rank. An action computes for its time in `COST`.
 
-    The collectives over the other axes have this rank as their only member: the ranks along these axes run the same
+    The collectives over the other axes have this rank as their only member. The ranks along these axes run the same
     program, so they launch the same collectives in the same order.
 
     Args:
         rank_of: stage -> pp rank.
-        comm: names the communicator of each pair.
-        seconds: of a message.
+        comm: (source, target) -> the name of the pair's communicator.
+        seconds: the duration of a message.
     """
     own = _Own(rank)
     coming: dict[Message, Op] = {}
@@ -332,7 +338,7 @@ def launches(
 
 
 class _Own:
-    """The operations of a rank that are no messages between stages, and its messages that are leaving."""
+    """The operations of a rank other than the messages between stages, and the sends that may not have ended yet."""
 
     def __init__(self, rank: int):
         self.rank, self.leaving = rank, list[Op]()

@@ -1,7 +1,7 @@
 """The ops of a rank's program.
 
-An op does not name its microbatch. Actions that differ in their microbatch alone share their ops, and the microbatch
-is the action's.
+An op does not name its microbatch, because its action does. Actions that differ only in their microbatch share their
+ops.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,13 @@ class Run:
     """A forward or a backward of a layer.
 
     Attributes:
-        kind: F forward | B backward | I backward that defers the gradients of matrices | W those that I deferred.
+        kind: F forward | B backward | I backward that defers the gradients of matrices | W the deferred gradients.
         layer: the index of the layer on this rank.
         keep_graph: (F) True if autograd keeps a graph, because the backward follows without a recompute.
-        drop_input: (F) True if its input is freed.
+        drop_input: (F) True if its input is freed afterwards.
         feed: (F) True if its output becomes the input of the next layer or stage.
-        save: (F) the ops whose results a recompute needs, or None if the block is not recomputed. The forward saves
-            them, and the recompute replays them.
-        shape_only: (F) the ops of which the recompute needs only the shape.
+        save: (F) the ops whose results the forward saves and the recompute reuses. None: the block is not recomputed.
+        shape_only: (F) the ops of whose results the recompute needs only the shape.
         recompute: (F) True if this is the recompute.
     """
 
@@ -60,14 +59,14 @@ class Hand:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Launch the all-gather of a unit's weights. For a unit that is not sharded: copy its master weights."""
+    """Launch the all-gather of a unit's weights. If the unit is not sharded, copy its master weights instead."""
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait for the gather of a unit, whose weights are unsharded from now on."""
+    """Wait for the all-gather of a unit. Its weights are unsharded from now on."""
 
     unit: str
 
@@ -81,14 +80,14 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Begin a unit's unsharded gradient, which is allocated unless the rank holds it all the time."""
+    """Begin a unit's unsharded gradient. It is allocated here, unless the rank keeps it for the whole step."""
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Complete a unit's unsharded gradient: what no backward has reached becomes zero."""
+    """Complete a unit's unsharded gradient: set to zero the parts that no backward has written."""
 
     unit: str
 
@@ -105,7 +104,7 @@ class Collect:
     """Wait for the reduce-scatter of a unit's gradient, and add the result to the rank's shard.
 
     Attributes:
-        first: True if it is the step's first for this unit, which replaces the shard's gradient.
+        first: True if it is the unit's first reduction of the step. The result then replaces the shard's gradient.
     """
 
     unit: str
@@ -114,10 +113,10 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Launch the all-reduce over replicas of neighbouring shards of gradients.
+    """Launch the all-reduce of adjacent gradient shards over their replicas.
 
     Attributes:
-        axes: along which the replicas are, "dp" or "dp+fsdp".
+        axes: the mesh axes along which the replicas are, "dp" or "dp+fsdp".
     """
 
     axes: str
@@ -126,19 +125,19 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class AwaitSums:
-    """Wait for all launched sums over the replicas along these axes."""
+    """Wait for all launched all-reduces over the replicas along these axes."""
 
     axes: str
 
 
 @dataclass(frozen=True, slots=True)
 class SumTPReplicas:
-    """Sum the gradients of tensors that several ranks of tp hold."""
+    """Sum the gradients of tensors that several tp ranks hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class SumTied:
-    """Sum the gradient of a unit that another stage holds too."""
+    """Sum the gradient of a unit over the stages that hold it."""
 
     unit: str
 
@@ -155,12 +154,12 @@ Op = (
 
 
 class Turn(NamedTuple):
-    """An action of a rank's row.
+    """An action of a rank's row, with its messages and ops.
 
     Attributes:
-        posts: the messages whose receive is posted before it, each with the pp rank that sends it.
-        needs: the message that the action takes from another stage, or None.
-        gives: the message that holds its result for another stage, or None.
+        posts: the messages whose receive is posted before the action, each with the pp rank that sends it.
+        needs: the message with the action's input from another stage, or None.
+        gives: the message with the action's result for another stage, or None.
     """
 
     action: Action
@@ -172,11 +171,12 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What a rank does in a step, from clean gradients to their sums over the mesh; or in forwards alone.
+    """The ops of a rank for one step, from clean gradients to gradients summed over the mesh. In an evaluation there
+    are only forwards.
 
     Attributes:
         begin, end: ops before the first action and after the last one.
-        unsharded: the units whose weights are unsharded at its end.
+        unsharded: the units whose weights are unsharded when the program ends.
     """
 
     begin: tuple[Op, ...]

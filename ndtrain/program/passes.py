@@ -1,8 +1,12 @@
-"""The passes of layers that a rank's row of the schedule stands for.
+"""Expands a rank's row of the schedule into passes over its layers.
 
-An action of the table becomes instructions, one per layer and pass. The list is the same in every step, so it also says
-beforehand what each instruction needs besides its own compute: the units whose weights it reads, the units to prefetch
-while it runs, the units to reshard after it, and the units whose gradients are then complete.
+Each action of the table becomes a list of instructions, one per layer and pass. The list is the same in every step, so
+each instruction can state in advance what it needs besides its own compute:
+
+- the units whose weights it reads,
+- the units to prefetch while it runs,
+- whether to reshard its units afterwards,
+- the units whose gradients it completes.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +29,12 @@ class Instruction(NamedTuple):
 
     Attributes:
         run: the pass.
-        action: the index of the action in the row that it is part of.
-        weights: the units that it reads, which are unsharded before it runs.
+        action: the index of its action in the row.
+        weights: the units that it reads. They are unsharded before it runs.
         prefetch: the units whose all-gather starts while it runs.
-        reshard: True if its units are resharded after it, because other units are read next.
-        reduce: (B, I, W) the units whose gradient of this microbatch is complete, each with whether it was the step's
-            last.
+        reshard: True if its units are resharded afterwards, because other units are read next.
+        reduce: (B, I, W) the units whose gradient of this microbatch is complete. Each comes with True if the gradient
+            of the whole step is complete too.
     """
 
     run: Run
@@ -43,7 +47,7 @@ class Instruction(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What one instruction runs: a segment of a stage, or several segments with one autograd graph.
+    """The code that one instruction runs: a segment of a stage, or several segments with one autograd graph.
 
     Attributes:
         run: as `Segment.run`.
@@ -65,7 +69,7 @@ class Layer(NamedTuple):
 
 
 def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
-    """All segments of a rank, stage after stage."""
+    """Return all segments of a rank as layers, stage after stage."""
     layers = []
     for stage, mine in sorted(segments.items()):
         for i, s in enumerate(mine):
@@ -79,8 +83,8 @@ def line_up(segments: dict[int, list[Segment]], last_stage: int) -> list[Layer]:
 def join(
     layers: Sequence[Layer], recompute_groups: Sequence[RecomputeGroup]
 ) -> tuple[list[Layer], list[RecomputeGroup]]:
-    """Joins the consecutive layers of a stage into one, which makes fewer autograd graphs. It is for ranks that do
-    nothing between layers. The loss and the layers that are recomputed stay separate.
+    """Join consecutive layers of a stage into one, so that there are fewer autograd graphs. This is for ranks that do
+    nothing between layers. The loss and the recomputed layers stay separate.
 
     Returns:
         The joined layers, and the recompute groups with the new layer indices.
@@ -116,22 +120,22 @@ def _joined(layers: list[Layer]) -> Layer:
 
 
 def units_ahead(fully_resident: bool, reshards: bool) -> int:
-    """Return the number of units that a rank prefetches: 0 if nothing is gathered, 1 if each unit is resharded after
-    its use, which holds memory, else 2."""
+    """Return the number of units that a rank prefetches: 0 if nothing is gathered, otherwise 2. If units are resharded
+    after each use, it is only 1, because prefetched weights take memory."""
     return 0 if fully_resident else 1 if reshards else 2
 
 
 def expand(
     row: Sequence[Action], layers: Sequence[Layer], recompute_groups: Sequence[RecomputeGroup], ahead: int
 ) -> list[list[Instruction]]:
-    """The instructions of each action of a rank's row.
+    """Return the instructions of each action of a rank's row.
 
-    The loss runs forward inside the backward action. Its value is not needed earlier, and its gradients are then used
-    at once. A row that has only forwards (an evaluation) saves nothing for a backward and ends with the loss.
+    The loss runs its forward inside the backward action. Its value is not needed earlier, and its gradients are then
+    used at once. A row with only forwards (an evaluation) saves nothing for a backward and ends with the loss.
 
     Args:
         recompute_groups: the blocks that are recomputed.
-        ahead: how many units to prefetch.
+        ahead: the number of units to prefetch.
     """
     of_stage = {s: [i for i, _ in members] for s, members in groupby(enumerate(layers), key=lambda item: item[1].stage)}
     program: list[Instruction] = []
@@ -194,9 +198,9 @@ def _weights(
 
 
 def _with_gathers(instructions: list[Instruction], ahead: int) -> list[Instruction]:
-    """Fills in `prefetch`, the next `ahead` units that are read after each instruction, and `reshard`."""
+    """Fill in `prefetch` and `reshard`. An instruction prefetches the next `ahead` units that are read after it."""
     out: list[Instruction] = []
-    upcoming: list[Units] = []  # the units read after this instruction, nearest first, without repeats in a row
+    upcoming: list[Units] = []  # the units read after this instruction, nearest first, without consecutive repeats
     for ins in reversed(instructions):
         reshard = bool(ins.weights) and (not upcoming or upcoming[0] != ins.weights)
         others = [units for units in upcoming if units != ins.weights][:ahead]
@@ -207,7 +211,7 @@ def _with_gathers(instructions: list[Instruction], ahead: int) -> list[Instructi
 
 
 def _with_reductions(instructions: list[Instruction], layers: Sequence[Layer]) -> list[Instruction]:
-    """Fills in `reduce`: which instruction completes each unit's gradient of a microbatch, and which that of the
+    """Fill in `reduce`: the units whose gradient each instruction completes, for its microbatch or for the whole
     step."""
     in_microbatch: set[tuple[int, str]] = set()
     in_step: set[str] = set()

@@ -1,4 +1,4 @@
-"""The attention core: tiles, their kernels, and the custom op for compiled graphs."""
+"""The attention core: tiles, the kernels that compute them, and the custom op for compiled graphs."""
 
 from ndtrain.model.attention.scores import AttentionMod
 

@@ -1,7 +1,7 @@
 """The attention core: the computation between the q/k/v projections and the output projection.
 
 Plain causal attention over a whole sequence uses PyTorch's `scaled_dot_product_attention`. All other cases are computed
-tile by tile (`tiles.py`): packed documents, windows, score biases, and sequences of which this device has only a shard.
+tile by tile (`tiles.py`): packed documents, windows, score biases, and sequences that are sharded over devices.
 Partial results over different keys are merged by their log-sum-exp (Milakov and Gimelshein, 2018, arXiv:1805.02867).
 The backward of a tile needs only the merged output and log-sum-exp (Dao et al., 2022, arXiv:2205.14135).
 
@@ -30,33 +30,35 @@ from ndtrain.model.attention.kernels import (
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.attention.tiles import SequenceSlice
 
-# (function that computes (output, log-sum-exp)) -> their values: it calls the function, or returns saved values
+# A function that gets (output, log-sum-exp) from a function that computes them: it calls that, or returns saved values.
 Recall = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
 
 
 def local_core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
-    """Softmax attention over the whole sequence on this device -> [B, T, N, D]. `ctx.scores` gives windows, biases and
-    documents. Query head n uses the key/value head `n * K // N` (Ainslie et al., 2023, arXiv:2305.13245)."""
+    """Compute softmax attention over the whole sequence on this device -> [B, T, N, D].
+
+    `ctx.scores` specifies windows, biases and documents. Query head n uses the key/value head `n * K // N`
+    (Ainslie et al., 2023, arXiv:2305.13245)."""
     if torch.compiler.is_compiling() and not _by_sdpa(ctx.scores, q_BTND):
         return as_custom_op(TILED, q_BTND, k_BTKD, v_BTKD, ctx.scores, ctx.handle)
     return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores)
 
 
 def attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None = None) -> Tensor:
-    """`local_core` with explicit scores. The results of the kernels are passed through `recall`, if given."""
+    """Compute `local_core` with explicit scores. If `recall` is given, the kernels run through it."""
     if recall is None and _by_sdpa(scores, q_BTND):
         return _plain(*(x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD)), scores.kernel).transpose(1, 2)
     return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, recall)
 
 
 def _by_sdpa(scores: Scores, q: Tensor) -> bool:
-    """Whether PyTorch's `scaled_dot_product_attention` computes it. For meta tensors it would choose no kernel."""
+    """Return True if PyTorch's `scaled_dot_product_attention` is used. It cannot choose a kernel for meta tensors."""
     chooses = not q.is_meta and (scores.kernel is None or GPU_KERNELS[scores.kernel].backend is not None)
     return scores.plain and chooses
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, kernel: str | None) -> Tensor:
-    """PyTorch's causal attention [B, N, T, D], with the given kernel or (None) PyTorch's choice."""
+    """Compute PyTorch's causal attention [B, N, T, D] with the given kernel. None: PyTorch chooses it."""
     sdpa = lambda k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     if kernel is None:
         return sdpa(k, v)
@@ -69,7 +71,7 @@ class TiledAttention(AttentionOp):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         pieces = _pieces_of(q, scores)
-        if len(pieces) == 1:  # then the piece has all queries and keys
+        if len(pieces) == 1:  # the piece covers all queries and keys
             out, lse = forward_piece(q, k, v, pieces[0], scores)
             return out.to(q.dtype), lse
         merged = Merged(q)
@@ -89,7 +91,7 @@ TILED = TiledAttention()
 
 
 def _pieces_of(q: Tensor, scores: Scores) -> Pieces:
-    """The pieces of the whole sequence of q [B, N, T, D]."""
+    """Return the pieces of the whole sequence of q [B, N, T, D]."""
     length = q.shape[2]
     pieces = (SequenceSlice(0, length, 0, 1),)
     return pieces_for(scores, pieces, pieces, length, q)
@@ -117,26 +119,26 @@ class _Tiled(torch.autograd.Function):
 
 
 class Merged:
-    """Attention of the queries q [B, N, T, D] over all keys passed to `attend` so far."""
+    """Attention of the queries q [B, N, T, D] over all keys that were passed to `attend` so far."""
 
     def __init__(self, q: Tensor):
         self._q = q
         self._out: Tensor | None = None  # [B, N, T, D] in fp32 or wider
-        self._lse: Tensor | None = None  # [B, N, T] likewise
+        self._lse: Tensor | None = None  # [B, N, T] in fp32 or wider
 
     def attend(self, k: Tensor, v: Tensor, pieces: Pieces, scores: Scores) -> None:
-        """Adds the attention over the keys k and values v [B, K, S, D] that the pieces make visible."""
+        """Add the attention over the keys k and values v [B, K, S, D], as far as the pieces make them visible."""
         fresh = self._out is None
         for t in pieces:
             out, lse = forward_piece(_at(self._q, t.rows, t.q), _at(k, t.rows, t.k), _at(v, t.rows, t.k), t, scores)
             self._merge(t, out, lse, fresh and t.first)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(output [B, N, T, D] in the queries' precision, log-sum-exp [B, N, T])."""
+        """Return (output [B, N, T, D] in the queries' precision, log-sum-exp [B, N, T])."""
         return self._out.to(self._q.dtype), self._lse
 
     def _merge(self, t: Piece, out: Tensor, lse: Tensor, first: bool) -> None:
-        """Merges the results of a piece. `first`: they are the first for its queries."""
+        """Merge the results of a piece. `first`: its queries have no results yet."""
         out = out.to(widened(out.dtype))
         if self._out is None:
             if out.shape == self._q.shape:
@@ -149,7 +151,7 @@ class Merged:
             total_out.copy_(out)
             total_lse.copy_(lse)
         else:
-            weight = torch.sigmoid(lse - total_lse).masked_fill_(lse == -torch.inf, 0)  # -inf: no key is visible
+            weight = torch.sigmoid(lse - total_lse).masked_fill_(lse == -torch.inf, 0)  # -inf: the query sees no key
             total_out.lerp_(out, weight[..., None])
             torch.logaddexp(total_lse, lse, out=total_lse)
 
@@ -163,11 +165,11 @@ def add_gradients(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Adds the gradients of the pieces to dq [B, N, T, D], dk and dv [B, K, S, D].
+    """Add the gradients of the pieces to dq [B, N, T, D], dk and dv [B, K, S, D].
 
     Args:
         grad: gradient of the output, [B, N, T, D].
-        saved: q, k, v, output, log-sum-exp. The last two are over all keys of each query, not only those of the pieces.
+        saved: q, k, v, output, log-sum-exp. The last two are over all keys of each query, not just those in the pieces.
     """
     q, k, v, out, lse = saved
     grad = in_rows(grad)
@@ -180,16 +182,16 @@ def add_gradients(
 
 
 def in_rows(grad: Tensor) -> Tensor:
-    """The gradient with contiguous rows, as kernels require. (The gradient of a sum is one expanded number.)"""
+    """Return the gradient with contiguous rows, as kernels require. (The gradient of a sum is an expanded scalar.)"""
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
 def total_like(x: Tensor) -> Tensor:
-    """Zeros for sums in fp32 or wider: a view [B, N, T, D] of a tensor that is contiguous as [B, T, N, D]."""
+    """Return zeros for sums in fp32 or wider: a view [B, N, T, D] of a tensor that is contiguous as [B, T, N, D]."""
     B, N, T, D = x.shape
     return x.new_zeros(B, T, N, D, dtype=widened(x.dtype)).transpose(1, 2)
 
 
 def _at(x: Tensor, rows: slice, tokens: slice) -> Tensor:
-    """A view of the given rows and tokens of x [B, N, T, D]."""
+    """Return a view of the given rows and tokens of x [B, N, T, D]."""
     return x[rows, :, tokens]

@@ -1,8 +1,8 @@
 """Attention as a custom op in compiled graphs: packed documents, windows, and attention over keys of other devices.
 
-A custom op is opaque to the compiler. So it neither breaks the graph nor causes a recompilation when a batch has other
-documents. Scores that differ between batches are passed as a **handle**: an integer in a CPU tensor, under which the op
-looks up the `Scores` when it runs. (As Python values they would be constants of the graph.)
+The compiler does not look into a custom op. A batch with other documents therefore neither breaks the graph nor causes
+a recompilation. Scores that differ between batches are passed as a **handle**, an integer in a CPU tensor. The op looks
+up the `Scores` of the handle when it runs. (A Python value would be a constant of the graph.)
 
 Shape legend: B batch, T time, N query heads, K key/value heads, D head_dim.
 """
@@ -23,13 +23,13 @@ class Attention(Protocol):
     """Softmax attention as a pair of functions without autograd."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """q [B, N, T, D], k and v [B, K, T, D] -> (output [B, N, T, D], log-sum-exp [B, N, T])."""
+        """Return (output [B, N, T, D], log-sum-exp [B, N, T]) for q [B, N, T, D], k and v [B, K, T, D]."""
         ...
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v, with their shapes, in separate memory, in their precision or wider."""
+        """Return the gradients of q, k and v. They do not share memory, and are in the precision of q or wider."""
         ...
 
 
@@ -38,22 +38,23 @@ _registry: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def _register(x: Any) -> int:
-    """Registers x for as long as it is referenced elsewhere. Returns its number."""
+    """Register x for as long as it is referenced elsewhere. Return its number."""
     number = next(_numbers)
     _registry[number] = x
     return number
 
 
 def handle(scores: Scores) -> Tensor:
-    """The handle of the scores, an int64 scalar on the CPU. It is valid while the scores are referenced elsewhere."""
+    """Return the scores' handle, an int64 scalar on the CPU. It is valid while the scores are referenced elsewhere."""
     return torch.tensor(_register(scores))
 
 
 def as_custom_op(
     attention: "AttentionOp", q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, handle: Tensor
 ) -> Tensor:
-    """The output [B, T, N, D] of an attention, in a graph that is being compiled. When the graph runs, the scores are
-    those of `handle`; only the first head is taken from `scores`."""
+    """Return the output [B, T, N, D] of an attention, in a graph that is being compiled.
+
+    When the graph runs, it uses the scores of `handle`. Only `first_head` comes from `scores`."""
     return attend(q_BTND, k_BTKD, v_BTKD, handle, attention.number, scores.first_head)[0]
 
 
@@ -69,12 +70,12 @@ class AttentionOp:
 
 
 def _scores(handle: Tensor, first_head: int) -> Scores:
-    """The scores of a handle, with this first head."""
+    """Return the scores of a handle, with `first_head` set."""
     return replace(_registry[handle.item()], first_head=first_head)
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """Views [B, N, T, D] of tensors [B, T, N, D]."""
+    """Return views [B, N, T, D] of tensors [B, T, N, D]."""
     return [x.transpose(1, 2) for x in tensors]
 
 
@@ -82,7 +83,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 def attend(
     q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, handle: Tensor, number: int, first_head: int
 ) -> tuple[Tensor, Tensor]:
-    """(output [B, T, N, D], log-sum-exp [B, N, T]), both contiguous and in their own memory."""
+    """Return (output [B, T, N, D], log-sum-exp [B, N, T]), both contiguous and in memory of their own."""
     out, lse = _registry[number].forward(*_heads_first(q_BTND, k_BTKD, v_BTKD), _scores(handle, first_head))
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 

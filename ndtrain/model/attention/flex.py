@@ -1,12 +1,13 @@
-"""FlexAttention on a GPU: softcap, ALiBi and a user's mod, in one kernel that is generated for them.
+"""FlexAttention on a GPU: softcap, ALiBi and a user's mod, in one kernel that PyTorch generates for them.
 
-A call computes all scores of the queries of one shard of a sequence and the keys of another. The mods see positions in
-the whole sequence, so a shard changes no result. Blocks of scores that nothing in them can see are skipped: those above
-the diagonal, beyond the window and between documents. (What a user's mask hides within the others is computed.)
+One call computes all scores between the queries of one shard of a sequence and the keys of another. The mods get
+positions in the whole sequence, so sharding does not change the result. Blocks of scores without a visible pair are
+skipped: above the diagonal, beyond the window, and between documents. (A user's mask skips no blocks.)
 
-PyTorch's public interface has no backward that takes the output and log-sum-exp over other keys too. Therefore the
-backward runs the forward again, and differentiates the merge of its result: with w = exp(lse_here - lse), the gradient
-of the output here is w grad, and that of the log-sum-exp here is w grad . (out_here - out).
+PyTorch's public interface has no backward that accepts an output and log-sum-exp over more keys than the call's. The
+backward therefore runs the forward again and differentiates the merge of its result. Let
+w = exp(lse_here - lse), where lse and out are over all keys. The gradient of out_here is w grad. The gradient of
+lse_here is w grad . (out_here - out).
 
 Shape legend: B batch, T time, S time of the keys, N query heads, K key/value heads, D head_dim, I and J blocks of
 queries and keys.
@@ -29,12 +30,12 @@ from ndtrain.model.attention.tiles import Documents, Slices
 from ndtrain.model.attention.uploads import upload_array
 
 aten = torch.ops.aten
-BLOCK_SIZE = 128  # queries and keys of a block of scores that is skipped or computed as one
+BLOCK_SIZE = 128  # queries and keys of a block of scores. A block is skipped or computed as a whole
 compile_kernel = partial(torch.compile, dynamic=False, fullgraph=True)
 
 
 class Operations(NamedTuple):
-    """What a generated kernel has as constants. Each attribute is as in `Scores`."""
+    """The constants of a generated kernel. The attributes are as in `Scores`."""
 
     window: int | None
     softcap: float | None
@@ -43,12 +44,12 @@ class Operations(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a generated kernel gets as tensors, so that another batch needs no other kernel.
+    """The tensors that a generated kernel reads. They may change from batch to batch without a recompilation.
 
     Attributes:
         query, key: positions in the sequence, [T] and [S].
-        query_document, key_document: the document of each token, [B, T] and [B, S]; None: each row is one.
-        slopes: those of the local heads, [N]; None: no ALiBi.
+        query_document, key_document: the document of each token, [B, T] and [B, S]. None: each row is one document.
+        slopes: the slopes of the local heads, [N]. None: no ALiBi.
         blocks: the arguments of `BlockMask` that are tensors.
     """
 
@@ -66,7 +67,7 @@ class FlexCall:
 
     Attributes:
         inputs: None on the meta device.
-        rows, q, k: the part of the shard that it takes and returns, as in `Tile`: all of it.
+        rows, q, k: the part of the shard that it reads and returns, as in `Tile`. It is the whole shard.
         first: as in `Tile`.
     """
 
@@ -75,14 +76,14 @@ class FlexCall:
     first = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """As `forward_piece`."""
+        """Compute `forward_piece` for this call."""
         with torch.no_grad():
             return self._kernel(scores)(q, k, v, self._inputs(q, scores))
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `backward_piece`."""
+        """Compute `backward_piece` for this call."""
         with recording_autograd():
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             out_here, lse_here = self._kernel(scores)(*leaves, self._inputs(q, scores))
@@ -103,8 +104,8 @@ class FlexCall:
 
 
 class MetaFlexCall(FlexCall):
-    """A call on the meta device, where PyTorch has no FlexAttention: the operators of flash attention, whose results
-    have the same shapes, and which compute as much of causal scores."""
+    """A call on the meta device, where PyTorch has no FlexAttention. It uses the operators of causal flash attention
+    instead: their results have the same shapes, and they compute the same number of causal scores."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:2]
@@ -130,7 +131,7 @@ def _compiled(operations: Operations) -> Callable:
 def attention(
     operations: Operations, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, with_lse: bool = True
 ) -> tuple[Tensor, Tensor] | Tensor:
-    """(output [B, N, T, D], log-sum-exp [B, N, T]), or the output alone: what is compiled."""
+    """Return (output [B, N, T, D], log-sum-exp [B, N, T]), or the output alone. This function is compiled."""
     score, mask = _functions(operations, inputs)
     blocks = BlockMask(
         seq_lengths=(q.shape[2], k.shape[2]), BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE), mask_mod=mask, **inputs.blocks
@@ -141,7 +142,7 @@ def attention(
 
 
 def _functions(operations: Operations, inputs: Inputs) -> tuple[Callable, Callable]:
-    """`score_mod` and `mask_mod` of PyTorch's `flex_attention`, whose indices count from the start of the shards."""
+    """Return `score_mod` and `mask_mod` for PyTorch's `flex_attention`. Their indices count from the shards' starts."""
     window, softcap, mod, first_head = operations
     positions, key_positions, query_document, key_document, slopes, _ = inputs
 
@@ -169,7 +170,7 @@ def _functions(operations: Operations, inputs: Inputs) -> tuple[Callable, Callab
 
 
 def flex_call(scores: Scores, queries: Slices, keys: Slices, length: int, like: Tensor) -> FlexCall:
-    """The call for queries and keys in these slices of a sequence of `length` tokens, on the device of `like`."""
+    """Return the call for these slices of queries and keys of a sequence of `length` tokens, on `like`'s device."""
     if like.is_meta:
         return MetaFlexCall(None)
     masked = scores.mod is not None and scores.mod.mask is not None
@@ -198,7 +199,7 @@ _BLOCK_TENSORS = tuple(
 
 
 class _Span(NamedTuple):
-    """The least and the largest of each block of tokens: positions [I], documents [rows, I]."""
+    """The smallest and largest values in each block of tokens: positions [I], documents [rows, I]."""
 
     first: np.ndarray
     last: np.ndarray
@@ -207,18 +208,20 @@ class _Span(NamedTuple):
 
     @classmethod
     def of(cls, position: np.ndarray, document: np.ndarray) -> "_Span":
-        """Of tokens in the order of the sequence."""
+        """Return the span of tokens that are in the order of the sequence."""
         begin = np.arange(0, len(position), BLOCK_SIZE)
         end = np.append(begin[1:], len(position)) - 1
         return cls(position[begin], position[end], document[:, begin], document[:, end])
 
 
 def _blocks(q: _Span, k: _Span, window: int | None, masked: bool) -> tuple[np.ndarray, ...]:
-    """For each row and block of queries: the number of blocks of keys that are computed with a mask [rows, 1, I] and
-    which they are [rows, 1, I, J], and the same of those that need no mask.
+    """Return the blocks of keys that each block of queries needs, in each row.
+
+    There are two kinds of blocks: those that need a mask, and those in which every pair is visible. For each kind the
+    result has the number of key blocks [rows, 1, I] and their indices [rows, 1, I, J].
 
     Args:
-        masked: whether a user's mask makes each block need one.
+        masked: whether a user's mask applies, so that every block needs a mask.
     """
     apart = lambda x, y: x[..., :, None] - y[..., None, :]
     seen = (apart(q.last, k.first) >= 0) & (apart(q.first_document, k.last_document) <= 0)

@@ -1,9 +1,9 @@
 """The kernels that compute a piece of attention, forward and backward.
 
-A piece is a tile, or a call of a kernel that computes many tiles at once (`varlen.py`, `flex.py`). Every kernel returns
-the log-sum-exp of the scores beside the output. Its backward takes the output and log-sum-exp over *all* keys. A GPU
-has several kernels (`GPU_KERNELS`). A run uses one of them, and `math` (`math_kernel.py`) for tiles that the other does
-not support. No kernel makes the host wait for the device.
+A piece is a tile, or one call of a kernel that computes many tiles at once (`varlen.py`, `flex.py`). Every kernel
+returns the output and the log-sum-exp of the scores. Its backward takes the output and log-sum-exp over *all* keys. A
+GPU has several kernels (`GPU_KERNELS`). A run uses one of them, and `math` (`math_kernel.py`) for tiles that its kernel
+does not support. No kernel makes the host wait for the device.
 
 Shape legend: B batch, T time, S time of the keys, N query heads, K key/value heads, D head_dim.
 """
@@ -31,12 +31,12 @@ Pieces = tuple[Piece, ...]
 
 
 def pieces_for(scores: Scores, queries: Slices, keys: Slices, length: int, like: Tensor) -> Pieces:
-    """The pieces for these scores, for queries as `like` [B, N, T, D]: its rows, device, precision and head size."""
+    """Return the pieces for these scores. `like` [B, N, T, D] has the rows, device, precision and head size."""
     return _piece_lists(scores, queries, keys, length, like, 1)[0]
 
 
 def half_pieces(scores: Scores, queries: Slices, keys: Slices, length: int, like: Tensor) -> tuple[Pieces, Pieces]:
-    """`pieces_for` in two lists, with about equal work where the kernel can be called for parts."""
+    """Return the pieces in two lists. They have about equal work if the kernel can be called for parts."""
     return _piece_lists(scores, queries, keys, length, like, 2)
 
 
@@ -55,7 +55,7 @@ def _piece_lists(scores: Scores, queries: Slices, keys: Slices, length: int, lik
 
 
 def forward_piece(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, N, T, D] over k, v [B, K, S, D]: (output [B, N, T, D], log-sum-exp [B, N, T])."""
+    """Return (output [B, N, T, D], log-sum-exp [B, N, T]) of q [B, N, T, D] over k, v [B, K, S, D]."""
     if isinstance(piece, Tile):
         return _kernel_for(q, piece, scores).forward(q, k, v, piece, scores)
     return piece.forward(q, k, v, scores)
@@ -64,7 +64,7 @@ def forward_piece(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scores: Scores)
 def backward_piece(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, piece: Piece, scores: Scores
 ) -> Gradients:
-    """(dq, dk, dv) of the piece. `out` and `lse` are over all keys."""
+    """Return (dq, dk, dv) of the piece. `out` and `lse` are over all keys."""
     if isinstance(piece, Tile):
         return _kernel_for(q, piece, scores).backward(grad, q, k, v, out, lse, piece, scores)
     return piece.backward(grad, q, k, v, out, lse, scores)
@@ -74,13 +74,13 @@ class Kernel(NamedTuple):
     """A kernel for tiles.
 
     Attributes:
-        forward, backward: as `forward_tile` and `backward_tile`.
+        forward, backward: as `forward_piece` and `backward_piece`, for tiles.
         dtypes: the precisions that it supports.
         masks: whether it supports tiles with a mask, and biases.
         shares_heads: whether it supports more query heads than key/value heads.
         varlen: whether one call computes documents and windows (`varlen.py`).
-        whole: whether one call computes all scores of two shards (`flex.py`), and not tiles.
-        backend: its name in `torch.nn.functional.scaled_dot_product_attention`; None: it has none.
+        whole: whether one call computes all scores between two shards (`flex.py`), instead of tiles.
+        backend: its name in `torch.nn.functional.scaled_dot_product_attention`. None: it has none.
     """
 
     forward: Callable
@@ -93,11 +93,11 @@ class Kernel(NamedTuple):
     backend: SDPBackend | None = None
 
     def runs(self, q: Tensor) -> bool:
-        """Whether it supports the precision and head size of the queries."""
+        """Return True if it supports the precision and head size of the queries."""
         return q.dtype in self.dtypes and (not on_gpu(q) or q.shape[-1] % 8 == 0)
 
     def takes(self, q: Tensor, t: Tile, scores: Scores) -> bool:
-        """Whether it supports this tile with these scores."""
+        """Return True if it supports this tile with these scores."""
         bare = t.kind is not Kind.BAND and scores.slopes is None
         return self.runs(q) and scores.softcap is None and scores.mod is None and (self.masks or bare)
 
@@ -108,7 +108,7 @@ def _kernel_for(q: Tensor, t: Tile, scores: Scores) -> Kernel:
 
 
 def _configured(q: Tensor, scores: Scores) -> Kernel:
-    """The kernel of this run on the device of q."""
+    """Return the kernel of this run on the device of q."""
     return GPU_KERNELS[scores.kernel or "flash"] if on_gpu(q) else _CPU
 
 
@@ -182,13 +182,13 @@ def _efficient_backward(
 
 
 def for_each_query_head(q: Tensor, *kv: Tensor) -> tuple[Tensor, ...]:
-    """Keys or values [B, K, S, D] -> [B, N, S, D], for kernels without shared heads."""
+    """Repeat keys or values [B, K, S, D] to [B, N, S, D], for kernels without shared heads."""
     each = q.shape[1] // kv[0].shape[1]
     return kv if each == 1 else tuple(x.repeat_interleave(each, 1) for x in kv)
 
 
 def _over_query_heads(k: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
-    """The backward of `for_each_query_head`: gradients [B, N, S, D] -> [B, K, S, D], summed in fp32 or wider."""
+    """Sum gradients [B, N, S, D] to [B, K, S, D] in fp32 or wider: the backward of `for_each_query_head`."""
     if gradients[0].shape[1] == k.shape[1]:
         return gradients
     return tuple(x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=widened(x.dtype)) for x in gradients)
@@ -199,7 +199,7 @@ def _over_query_heads(k: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
 _HALF = (torch.bfloat16, torch.float16)
 _ANY = (*_HALF, torch.float32, torch.float64)
 _CPU = Kernel(_cpu_forward, _cpu_backward, _ANY, masks=True)
-# It supports every tile, but materialises its scores. Without dtypes, `tiles_for` makes the tiles small.
+# It supports every tile, but materialises its scores. It has no dtypes, so `_piece_lists` makes its tiles small.
 _MATH = Kernel(math_forward, math_backward, (), masks=True, backend=SDPBackend.MATH)
 GPU_KERNELS = {
     "flash": Kernel(

@@ -1,6 +1,6 @@
-"""The kernel of attention tiles that is written here, in PyTorch's plain operations.
+"""An attention kernel for tiles, written in plain PyTorch operations.
 
-It supports every operation on scores, so it is the reference of the others. It materialises the scores of a tile.
+It supports every operation on scores, and is the reference for the other kernels. It materialises the scores of a tile.
 
 Shape legend: B batch, T time, S time of the keys, N query heads, K key/value heads, D head_dim.
 """
@@ -18,7 +18,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 
 
 def math_forward(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
-    """(output [B, N, T, D], log-sum-exp [B, N, T]). A query that sees no key has output 0 and log-sum-exp -inf."""
+    """Return (output [B, N, T, D], log-sum-exp [B, N, T]). A query that sees no key has output 0, log-sum-exp -inf."""
     s, _, _ = _changed_scores(q, k, t, scores)
     lse = s.logsumexp(-1)
     return (_by_kv_head(_probabilities(s, lse), k) @ v.to(s.dtype)).view_as(q), lse
@@ -27,7 +27,7 @@ def math_forward(q: Tensor, k: Tensor, v: Tensor, t: Tile, scores: Scores) -> tu
 def math_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, t: Tile, scores: Scores
 ) -> Gradients:
-    """(dq, dk, dv) of the tile. `out` and `lse` are over all keys."""
+    """Return (dq, dk, dv) of the tile. `out` and `lse` are over all keys."""
     s, tanh, before_mod = _changed_scores(q, k, t, scores)
     p = _probabilities(s, lse)
     wide, scale = p.dtype, q.shape[-1] ** -0.5
@@ -44,7 +44,7 @@ def math_backward(
 
 
 def _changed_scores(q: Tensor, k: Tensor, t: Tile, scores: Scores) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(scores [B, N, T, S] in fp32 or wider, the tanh of the softcap or None, the scores before the mod or None)."""
+    """Return (scores [B, N, T, S] in fp32 or wider, the softcap's tanh or None, the scores before the mod or None)."""
     wide = widened(q.dtype)
     s = _by_kv_head(q.to(wide), k) @ k.to(wide).mT
     s = s.view(*q.shape[:-1], -1).mul_(q.shape[-1] ** -0.5)
@@ -66,18 +66,18 @@ def _changed_scores(q: Tensor, k: Tensor, t: Tile, scores: Scores) -> tuple[Tens
 
 
 def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
-    """exp(s - lse) in the memory of s; 0 where a query sees no key."""
+    """Return exp(s - lse), written to the memory of s. It is 0 where a query sees no key."""
     return s.sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
 
 
 def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
-    """[B, N, T, *] -> [B, K, N/K * T, *]: the queries of a key/value head as rows of one matrix."""
+    """Reshape [B, N, T, *] to [B, K, N/K * T, *]: the queries of a key/value head become the rows of one matrix."""
     B, N, T, _ = x.shape
     return x.reshape(B, k.shape[1], N // k.shape[1] * T, x.shape[-1])
 
 
 def _places(q: Tensor, t: Tile, scores: Scores) -> Places:
-    """Where the scores of the queries q in a tile lie."""
+    """Return the batch row, head, query and key of each score of the queries q in a tile."""
     count = lambda first, n, step=1: first + step * torch.arange(n, device=q.device)
     (B, N), (m, n) = q.shape[:2], t.shape
     query, key = count(t.start, m, t.stride), count(t.start - t.distance, n, t.stride)
@@ -88,7 +88,7 @@ def _places(q: Tensor, t: Tile, scores: Scores) -> Places:
 
 
 def mask_of(q: Tensor, t: Tile, scores: Scores) -> tuple[Tensor | None, bool]:
-    """(additive mask or None, whether PyTorch's kernel masks causally)."""
+    """Return (additive mask or None, True if PyTorch's kernel should mask causally)."""
     if t.kind is not Kind.BAND and scores.slopes is None:
         return None, t.kind is Kind.CAUSAL
     bias = q.new_zeros(1, *t.shape, dtype=widened(q.dtype)) if scores.slopes is None else _alibi(q, t, scores)
@@ -98,29 +98,29 @@ def mask_of(q: Tensor, t: Tile, scores: Scores) -> tuple[Tensor | None, bool]:
 
 
 def _alibi(q: Tensor, t: Tile, scores: Scores) -> Tensor:
-    """The ALiBi term of the scores, [N, T, S]."""
+    """Return the ALiBi term of the scores, [N, T, S]."""
     slopes = on_device(scores.local_slopes(q.shape[1]), widened(q.dtype), q.device)
     return -slopes[:, None, None] * (t.distance + t.stride * _back(q, t))
 
 
 def _hidden(q: Tensor, t: Tile) -> Tensor:
-    """The pairs outside the band of a tile, [T, S]."""
+    """Return True for each pair outside the band of a tile, [T, S]."""
     back_TS = _back(q, t)
     return (back_TS < -t.high) | (back_TS > -t.low)
 
 
 def _back(q: Tensor, t: Tile) -> Tensor:
-    """Place of the query minus that of the key, counted from the start of the tile, [T, S]."""
+    """Return the index of the query minus the index of the key, both counted within the tile, [T, S]."""
     m, n = t.shape
     return torch.arange(m, device=q.device)[:, None] - torch.arange(n, device=q.device)
 
 
-@lru_cache(maxsize=64)  # each copy from host memory makes the host wait for the device
+@lru_cache(maxsize=64)  # a copy from host memory makes the host wait for the device
 def on_device(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The slopes as a tensor."""
+    """Return the slopes as a tensor on the device."""
     return torch.tensor(slopes, dtype=dtype, device=device)
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """The precision of sums: fp32 or wider."""
+    """Return the precision for sums: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The user's operations on attention scores (`model.attention`): finding them, and applying them to a block of scores.
+"""A user's operations on attention scores (`model.attention`): looks them up, and applies them to a block of scores.
 
 Shape legend: B batch, N query heads, T queries, S keys.
 """
@@ -18,10 +18,12 @@ _made: dict[tuple[Callable, str], AttentionMod] = {}
 
 
 def attention_mod(m: ModelConfig) -> AttentionMod | None:
-    """The mod that `model.attention` names; None: no name. Equal configurations share one, and so its compiled kernels.
+    """Return the mod that `model.attention` names, or None if it names none. Equal configurations share one mod, and
+    therefore its compiled kernels.
 
     Raises:
-        ConfigError: no plugin registers the name, or what it registers is no function that returns an `AttentionMod`.
+        ConfigError: no plugin registers the name, or its function does not return an `AttentionMod` with a score or
+            mask.
     """
     if m.attention is None:
         return None
@@ -39,7 +41,7 @@ def attention_mod(m: ModelConfig) -> AttentionMod | None:
 
 
 class Places(NamedTuple):
-    """Where the elements of a block of scores lie, as integers that broadcast to [B, N, T, S].
+    """The coordinates of a block of scores, as integers that broadcast to [B, N, T, S].
 
     Attributes:
         batch: rows of the microbatch. head: query heads of the model. query, key: positions in the sequence.
@@ -52,17 +54,17 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> "Places":
-        """From those along each dim of a block: [B], [N], [T], [S]."""
+        """Build the coordinates from one vector per dim of the block: [B], [N], [T], [S]."""
         return cls(batch[:, None, None, None], head[:, None, None], query[:, None], key)
 
 
 def apply_score(score: ScoreMod, s_BNTS: Tensor, places: Places) -> Tensor:
-    """The changed scores, in their own memory."""
+    """Return the changed scores as a contiguous tensor."""
     return score(s_BNTS, *places).to(s_BNTS.dtype).expand_as(s_BNTS).contiguous()
 
 
 def score_gradient(score: ScoreMod, s_BNTS: Tensor, places: Places, grad_BNTS: Tensor) -> Tensor:
-    """The gradient of the scores before `score`, from that of those after it."""
+    """Return the gradient of the scores before `score`, given the gradient of the scores after it."""
     with recording_autograd():
         before = s_BNTS.detach().requires_grad_()
         after = score(before, *places)
@@ -74,7 +76,7 @@ def score_gradient(score: ScoreMod, s_BNTS: Tensor, places: Places, grad_BNTS: T
 
 @contextmanager
 def recording_autograd() -> Iterator[None]:
-    """Autograd records within it, even in the implementation of a custom op, where PyTorch excludes autograd."""
+    """Make autograd record within the context, even inside a custom op, where PyTorch excludes autograd."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD_KEYS:
         excluded = excluded.remove(key)

@@ -19,13 +19,14 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class AttentionMod:
     """A user's operations on scores, in the form of FlexAttention (Dong et al., 2024, arXiv:2412.05496).
 
-    Both are elementwise functions of tensors that broadcast against each other: single elements in a kernel, blocks of
-    the score matrix elsewhere. `head` counts the query heads of the whole model. `query` and `key` are positions in the
-    whole sequence. `batch` is the row of the microbatch.
+    Both are elementwise functions of tensors that broadcast against each other. In a generated kernel these are single
+    elements, elsewhere blocks of the score matrix. `head` counts the query heads of the whole model. `query` and `key`
+    are positions in the whole sequence. `batch` is the row of the microbatch.
 
     Attributes:
-        score: (score, batch, head, query, key) -> the changed score; None: no change.
-        mask: (batch, head, query, key) -> whether the query may see the key, beside the causal mask; None: it may.
+        score: (score, batch, head, query, key) -> the changed score. None: no change.
+        mask: (batch, head, query, key) -> True if the query may see the key, in addition to the causal mask. None: no
+            further mask.
     """
 
     score: ScoreMod | None = None
@@ -37,16 +38,16 @@ class Scores:
     """The operations on the scores q_i . k_j / sqrt(D): the softcap, the ALiBi bias, the user's mod, then the masks.
 
     Attributes:
-        window: number of tokens that a query attends to, including itself (Beltagy et al., 2020, arXiv:2004.05150);
-            None: all previous ones.
-        softcap: c in c * tanh(score / c) (Gemma 2, arXiv:2408.00118); None: no softcap.
-        slopes: slope of each query head of the model; slope * (i - j) is subtracted (ALiBi: Press et al., 2022,
-            arXiv:2108.12409); None: no bias.
-        mod: the user's operations; None: none.
-        documents: for each row of the batch, the starts of its documents in the whole sequence, 0 first. A token
-            attends only to its own document. None: each row is one document.
-        first_head: place of the first local query head in the model.
-        kernel: the key in `GPU_KERNELS` of the kernel on a GPU; None: PyTorch's order of preference.
+        window: number of tokens that a query attends to, including itself (Beltagy et al., 2020, arXiv:2004.05150).
+            None: all previous tokens.
+        softcap: c in c * tanh(score / c) (Gemma 2, arXiv:2408.00118). None: no softcap.
+        slopes: slope of each query head of the model. slope * (i - j) is subtracted (ALiBi: Press et al., 2022,
+            arXiv:2108.12409). None: no bias.
+        mod: the user's operations. None: there are none.
+        documents: for each row of the batch, the starts of its documents in the whole sequence, beginning with 0. A
+            token attends only to its own document. None: each row is one document.
+        first_head: index of the first local query head in the model.
+        kernel: the key in `GPU_KERNELS` of the kernel on a GPU. None: PyTorch's order of preference.
     """
 
     window: int | None = None
@@ -59,23 +60,24 @@ class Scores:
 
     @property
     def plain(self) -> bool:
-        """Whether it is plain causal attention."""
+        """True for plain causal attention."""
         return self.window is None and self.documents is None and not self.changed
 
     @property
     def changed(self) -> bool:
-        """Whether scores change beyond a causal mask, windows and documents."""
+        """True if the scores are changed by more than the causal mask, windows and documents."""
         return self.softcap is not None or self.slopes is not None or self.mod is not None
 
     def local_slopes(self, heads: int) -> tuple[float, ...] | None:
-        """The slopes of the `heads` local query heads."""
+        """Return the slopes of the `heads` local query heads."""
         return self.slopes and self.slopes[self.first_head : self.first_head + heads]
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """The ALiBi slope of each head (Press et al., 2022, arXiv:2108.12409). If the number n of heads is a power of two,
-    they are 2^(-8/n), 2^(-16/n), ... Otherwise they are those of the next lower power of two, followed by every other
-    one of the next higher power."""
+    """Return the ALiBi slope of each head (Press et al., 2022, arXiv:2108.12409).
+
+    If the number n of heads is a power of two, the slopes are 2^(-8/n), 2^(-16/n), ... Otherwise they are the slopes
+    for the next lower power of two, followed by every second slope for the next higher power."""
     n = 2 ** math.floor(math.log2(heads))
     geometric = lambda n: [2 ** (-8 * i / n) for i in range(1, n + 1)]
     return tuple(geometric(n) + geometric(2 * n)[::2][: heads - n])

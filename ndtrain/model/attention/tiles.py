@@ -1,9 +1,9 @@
-"""Tiles: the rectangles of the score matrix that have visible pairs of a query and a key. Only these are computed.
+"""Tiles: the rectangles of the score matrix that contain visible pairs of a query and a key. Only these are computed.
 
-A query sees a key of its own document if the key is not after it and, with a window, less than `window` tokens before
-it. Queries and keys are given as slices of the sequence. So the same function serves a whole sequence on one device and
-any two shards of it. For two slices with the same stride, query i sees the band of keys j with `low <= j - i <= high`,
-both counted from the start of the rectangle.
+A query sees a key of its own document unless the key comes after it. With a window, the key must also be less than
+`window` tokens before the query. Queries and keys are given as slices of the sequence. The same function therefore
+serves a whole sequence on one device and any two shards of it. For two slices with the same stride, query i sees the
+band of keys j with `low <= j - i <= high`. Both i and j count from the start of the rectangle.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class SequenceSlice(NamedTuple):
-    """A strided range of a sequence: local tokens start..start+count are the global tokens first, first + stride ..."""
+    """A strided range of a sequence. Local token start + i is the global token first + i * stride, for i < count."""
 
     start: int
     count: int
@@ -28,7 +28,7 @@ Documents = tuple[tuple[int, ...], ...] | None
 Slices = tuple[SequenceSlice, ...]
 Rectangle = tuple[int, int, int, int]  # first query, end, first key, end
 
-BLOCK = (512, 1024)  # largest queries x keys of a tile whose mask or scores are materialised
+BLOCK = (512, 1024)  # largest (queries, keys) of a tile whose mask or scores are materialised
 
 
 class Kind(Enum):
@@ -43,9 +43,9 @@ class Tile(NamedTuple):
     Attributes:
         rows: rows of the batch.
         q, k: local tokens of the queries and the keys.
-        low, high: query i sees key j iff low <= j - i <= high, both counted from 0 in the tile.
-        distance: position of the first query minus that of the first key in the sequence.
-        stride: stride of both.
+        low, high: query i sees key j if and only if low <= j - i <= high. Both count from 0 in the tile.
+        distance: position of the first query in the sequence minus position of the first key.
+        stride: stride of the queries and the keys.
         start: position of the first query. Like `distance` and `stride` it is valid only for tiles made with `block`.
         first: whether no earlier tile of the list has any of its queries.
     """
@@ -75,13 +75,14 @@ def tiles(
     window: int | None = None,
     block: tuple[int, int] | None = None,
 ) -> tuple[Tile, ...]:
-    """The tiles that together contain each visible pair of a query and a key exactly once.
+    """Return tiles that together contain each visible pair of a query and a key exactly once.
 
     Args:
         queries, keys: slices of a sequence of `length` tokens, all with the same stride.
-        documents: for each row of the batch, the starts of its documents, 0 first; None: each row is one document.
-        window: number of keys that a query sees, including its own; None: no limit.
-        block: largest number of queries and of keys in a tile; None: no limit.
+        documents: for each row of the batch, the starts of its documents, beginning with 0. None: each row is one
+            document.
+        window: number of keys that a query sees, including its own. None: no limit.
+        block: largest number of queries and of keys in a tile. None: no limit.
     """
     all_tiles: list[Tile] = []
     for pairs in _pairs(queries, keys, length, documents, merge=window is None and block is None):
@@ -94,7 +95,7 @@ def tiles(
 def bands(
     queries: Slices, keys: Slices, length: int, documents: Documents = None, window: int | None = None
 ) -> tuple[Tile, ...]:
-    """As `tiles`, with one tile for each document of two slices: a window and a diagonal split none."""
+    """Return `tiles` with a single tile for each document and pair of slices. Windows and diagonals do not split it."""
     all_bands: list[Tile] = []
     for pairs in _pairs(queries, keys, length, documents, merge=window is None):
         of_document = [t for rows, q, k in pairs for t in _band_of_pair(rows, q, k, window)]
@@ -103,12 +104,12 @@ def bands(
 
 
 def work(tiles: Sequence[Tile]) -> int:
-    """Number of visible pairs in the tiles. A tile for all rows of the batch counts once."""
+    """Return the number of visible pairs in the tiles. A tile for all rows of the batch counts once."""
     return sum(_visible(t) for t in tiles)
 
 
 def halves(tiles: Sequence[Tile]) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
-    """The tiles in two lists with about equal work. A single causal tile is split."""
+    """Divide the tiles into two lists with about equal work. A single causal tile is split."""
     if len(tiles) == 1 and tiles[0].kind is Kind.CAUSAL and tiles[0].shape[0] > 1:
         return _split(tiles[0])
     total, done = work(tiles), 0
@@ -120,14 +121,14 @@ def halves(tiles: Sequence[Tile]) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
 
 
 def _visible(t: Tile) -> int:
-    """Number of visible pairs in a tile."""
+    """Return the number of visible pairs in a tile."""
     queries, keys = t.shape
     i = np.arange(queries)
     return int((np.minimum(keys - 1, i + t.high) - np.maximum(0, i + t.low) + 1).sum())
 
 
 def _split(t: Tile) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
-    """Splits a causal tile into the rectangle below its diagonal and the two causal tiles on the diagonal."""
+    """Split a causal tile into the rectangle below its diagonal and the two causal tiles on the diagonal."""
     n, middle = t.shape[0], t.shape[0] // 2
     part = lambda i0, i1, j0, j1: _tile(
         t.rows,
@@ -143,21 +144,21 @@ def _split(t: Tile) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
 def _pairs(
     queries: Slices, keys: Slices, length: int, documents: Documents, merge: bool
 ) -> Iterator[list[tuple[slice, SequenceSlice, SequenceSlice]]]:
-    """Yields for each document the pairs of a slice of its queries and one of its keys, with their rows.
+    """Yield, for each document, the pairs of a slice of its queries and a slice of its keys, with their rows.
 
     Args:
-        merge: whether the slices of one shard may be made one, whose positions are not valid.
+        merge: whether the slices of one shard may be merged into one slice, whose positions are not valid.
     """
     own = merge and queries == keys
     for rows, first, end in _intervals(documents, length):
         seen, held = _within(queries, first, end), _within(keys, first, end)
-        if own:  # local order is the order in the sequence, so the local tokens are causal among themselves
+        if own:  # local order is the order in the sequence, so causal masking of the local tokens is correct
             seen = held = _concatenated(seen)
         yield [(rows, q, k) for q in seen for k in held]
 
 
 def _intervals(documents: Documents, length: int) -> Iterator[tuple[slice, int, int]]:
-    """(rows of the batch, first token, end) of each document."""
+    """Yield (rows of the batch, first token, end) of each document."""
     if documents is None:
         yield slice(None), 0, length
         return
@@ -167,7 +168,7 @@ def _intervals(documents: Documents, length: int) -> Iterator[tuple[slice, int, 
 
 
 def _within(pieces: Slices, first: int, end: int) -> list[SequenceSlice]:
-    """The part of each slice in the interval [first, end) of the sequence. Empty parts are left out."""
+    """Return the part of each slice in the interval [first, end) of the sequence, without empty parts."""
     parts = []
     for p in pieces:
         start = max(0, _ceil_div(first - p.first, p.stride))
@@ -178,14 +179,14 @@ def _within(pieces: Slices, first: int, end: int) -> list[SequenceSlice]:
 
 
 def _concatenated(pieces: list[SequenceSlice]) -> list[SequenceSlice]:
-    """The slices as one of the same local tokens. Its positions in the sequence are not valid."""
+    """Return the slices as one slice of the same local tokens. Its positions in the sequence are not valid."""
     return [pieces[0]._replace(count=sum(p.count for p in pieces))] if pieces else []
 
 
 def _tiles_of_pair(
     rows: slice, q: SequenceSlice, k: SequenceSlice, window: int | None, block: tuple[int, int] | None
 ) -> list[Tile]:
-    """The tiles of the queries of one slice and the keys of another."""
+    """Return the tiles between the queries of one slice and the keys of another."""
     low, high = _bounds(q, k, window)
     if low > high:  # no key is in the window, which can happen with a stride
         return []
@@ -197,7 +198,7 @@ def _tiles_of_pair(
 
 
 def _band_of_pair(rows: slice, q: SequenceSlice, k: SequenceSlice, window: int | None) -> list[Tile]:
-    """The tile of all visible pairs, where there are any: without queries and keys at its ends that see nothing."""
+    """Return one tile with all visible pairs, cropped to the queries and keys that see any. Empty if there are none."""
     low, high = _bounds(q, k, window)
     top, bottom = max(0, -high), min(q.count, k.count - low)
     left, right = max(0, top + low), min(k.count, bottom + high)
@@ -209,7 +210,7 @@ def _band_of_pair(rows: slice, q: SequenceSlice, k: SequenceSlice, window: int |
 
 
 def _bounds(q: SequenceSlice, k: SequenceSlice, window: int | None) -> tuple[int, int]:
-    """(low, high) of the band that the queries of one slice see of the keys of another."""
+    """Return (low, high) of the band that the queries of one slice see in the keys of another."""
     distance = q.first - k.first
     low = 1 - q.count  # the smallest j - i
     if window is not None:
@@ -218,7 +219,7 @@ def _bounds(q: SequenceSlice, k: SequenceSlice, window: int | None) -> tuple[int
 
 
 def _tile(rows: slice, q: SequenceSlice, k: SequenceSlice, low: int, high: int, rectangle: Rectangle) -> Tile:
-    """The tile of a rectangle, which counts tokens from the start of the slices."""
+    """Return the tile of a rectangle, whose indices count from the start of the slices."""
     i0, i1, j0, j1 = rectangle
     low, high = low + i0 - j0, high + i0 - j0
     unbounded = low <= i0 - i1 + 1
@@ -232,9 +233,9 @@ def _tile(rows: slice, q: SequenceSlice, k: SequenceSlice, low: int, high: int, 
 
 
 def _causal_rectangles(m: int, n: int, high: int) -> Iterator[Rectangle]:
-    """Yields rectangles for m queries and n keys with the visible pairs j - i <= high: a square causal one, and full
-    ones beside and below it."""
-    top, left = max(0, -high), max(0, high)  # number of queries that see no key; of keys that all queries see
+    """Yield rectangles for m queries and n keys whose visible pairs are j - i <= high. One rectangle is square and
+    causal. The others, to the left of it and below it, are full."""
+    top, left = max(0, -high), max(0, high)  # queries that see no key, and keys that all queries see
     if high >= n - 1:
         yield 0, m, 0, n
     elif top < m:
@@ -247,8 +248,10 @@ def _causal_rectangles(m: int, n: int, high: int) -> Iterator[Rectangle]:
 
 
 def _band_rectangles(m: int, n: int, low: int, high: int, block: tuple[int, int]) -> Iterator[Rectangle]:
-    """Yields the band low <= j - i <= high in blocks. The keys of a row of blocks are split where they begin and end to
-    be visible to all its queries. The last of these keys belongs to the diagonal block, so that it is square."""
+    """Yield the band low <= j - i <= high in blocks.
+
+    A row of blocks is split at the first and the last key that all its queries see. The last one of these keys belongs
+    to the diagonal block, which is then square."""
     for i0 in range(max(0, -high), m, block[0]):
         i1 = min(m, i0 + block[0])
         start, end = max(0, i0 + low), min(n, i1 + high)
@@ -263,7 +266,7 @@ def _band_rectangles(m: int, n: int, low: int, high: int, block: tuple[int, int]
 
 
 def _merged(tiles: list[Tile]) -> list[Tile]:
-    """Merges full tiles that are adjacent."""
+    """Merge adjacent full tiles."""
     for a, b in combinations([t for t in tiles if t.kind is Kind.FULL], 2):
         if a.q == b.q and a.k.stop == b.k.start:
             whole = a._replace(k=slice(a.k.start, b.k.stop))
@@ -277,7 +280,7 @@ def _merged(tiles: list[Tile]) -> list[Tile]:
 
 
 def _with_first(tiles: list[Tile], queries: Slices) -> tuple[Tile, ...]:
-    """The tiles with `first` set."""
+    """Return the tiles with `first` set."""
     rows = 1 + max((t.rows.start or 0 for t in tiles), default=0)
     seen, marked = np.zeros((rows, sum(p.count for p in queries)), bool), []
     for t in tiles:

@@ -1,9 +1,9 @@
-"""Calls of the flash kernel over segments of different lengths: packed documents, and sliding windows, on a GPU.
+"""Calls of the flash kernel over segments of different lengths, on a GPU: packed documents and sliding windows.
 
-The kernel takes the tokens of all rows one behind the other, and offsets (`cu_seqlens`) that cut queries and keys into
-as many segments. The queries of a segment see only its keys. A window (left, right) is one for all segments: of m
-queries and n keys, query i sees key j if i + n - m - left <= j <= i + n - m + right, where -1 means no bound. So the
-mask is aligned at the last query and the last key, unlike that of a tile.
+The kernel takes the tokens of all rows concatenated. Offsets (`cu_seqlens`) cut queries and keys into the same number
+of segments, and the queries of a segment see only its keys. All segments share one window (left, right), where -1 means
+no bound. In a segment of m queries and n keys, query i sees key j if `i + n - m - left <= j <= i + n - m + right`. The
+mask is therefore aligned at the last query and the last key. A tile's mask is aligned at the first ones.
 
 Shape legend: B batch, T time, S time of the keys, N query heads, K key/value heads, D head_dim, L tokens of a call.
 """
@@ -25,12 +25,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Segments:
-    """What the queries or the keys of a call are.
+    """The segments of the queries, or of the keys, of a call.
 
     Attributes:
-        cu: first token of each segment, and the end of the last one, int32 [segments + 1].
-        most: the most tokens of a segment.
-        index: which tokens of all B * T the call takes, int64 [L]; None: all in order.
+        cu: first token of each segment, followed by the end of the last segment, int32 [segments + 1].
+        most: number of tokens of the longest segment.
+        index: the tokens that the call takes, as indices into all B * T, int64 [L]. None: all tokens, in order.
     """
 
     cu: Tensor
@@ -38,13 +38,13 @@ class Segments:
     index: Tensor | None
 
     def taken(self, x: Tensor) -> Tensor:
-        """[B, H, T, *] -> its tokens, [L, H, *]."""
+        """Select the tokens of the call: [B, H, T, *] -> [L, H, *]."""
         tokens = x.transpose(1, 2).flatten(0, 1)
         return tokens if self.index is None else tokens.index_select(0, self.index)
 
     def put_back(self, x_LHD: Tensor, like: Tensor, empty: float = 0.0) -> Tensor:
-        """The inverse: tokens [L, H, *] -> [B, H, T, *], with B and T of `like` [B, H, T, D]. A token of no segment
-        gets `empty`."""
+        """Invert `taken`: [L, H, *] -> [B, H, T, *], with B and T of `like` [B, H, T, D]. Tokens that are in no segment
+        get the value `empty`."""
         B, H, T, _ = like.shape
         if self.index is not None:
             full = x_LHD.new_full((B * T, *x_LHD.shape[1:]), empty)
@@ -54,12 +54,12 @@ class Segments:
 
 @dataclass(frozen=True)
 class VarlenCall:
-    """One call of the kernel, over keys of one shard of a sequence.
+    """One call of the kernel, over the keys of one shard of a sequence.
 
     Attributes:
         queries, keys: their segments.
         left, right: the window.
-        rows, q, k: the part of the shard that it takes and returns, as in `Tile`: all of it.
+        rows, q, k: the part of the shard that it reads and returns, as in `Tile`. It is the whole shard.
         first: as in `Tile`.
     """
 
@@ -71,7 +71,7 @@ class VarlenCall:
     rows = q = k = slice(None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """As `forward_piece`. Queries of no segment have output 0 and log-sum-exp -inf."""
+        """Compute `forward_piece` for this call. Queries in no segment have output 0 and log-sum-exp -inf."""
         taken = self.queries.taken(q), self.keys.taken(k), self.keys.taken(v)
         out, lse_NL, *_ = aten._flash_attention_forward(*taken, *self._lengths(), False, **self._window())
         return self.queries.put_back(out, q), self.queries.put_back(lse_NL.mT, q, -torch.inf)
@@ -79,7 +79,7 @@ class VarlenCall:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `backward_piece`."""
+        """Compute `backward_piece` for this call."""
         none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of dropout, which is off
         of_q, of_k = self.queries.taken, self.keys.taken
         dq, dk, dv = aten._flash_attention_backward(
@@ -89,7 +89,7 @@ class VarlenCall:
         return self.queries.put_back(dq, q), self.keys.put_back(dk, k), self.keys.put_back(dv, v)
 
     def _lengths(self) -> tuple[Tensor, Tensor, int, int, float, bool]:
-        """The arguments about segments, the dropout, and whether the mask is causal."""
+        """Return the arguments for the segments, the dropout, and whether the mask is causal."""
         causal = (self.left, self.right) == (-1, 0)
         return self.queries.cu, self.keys.cu, self.queries.most, self.keys.most, 0.0, causal
 
@@ -108,8 +108,8 @@ def varlen_calls(
     device: torch.device,
     parts: int = 1,
 ) -> tuple[tuple[VarlenCall, ...], ...]:
-    """The calls that together compute what `tiles` computes, for `rows` rows, in one list or in two of about equal
-    work (`parts`)."""
+    """Return calls that together compute the same scores as `tiles`, for `rows` rows. They are in one list, or with
+    `parts=2` in two lists of about equal work."""
     all_bands = bands(queries, keys, length, documents, window)
     tokens = tuple(sum(p.count for p in pieces) for pieces in (queries, keys))
     lists = (all_bands,) if parts == 1 else halves(all_bands)
@@ -120,10 +120,10 @@ def varlen_calls(
 
 
 class _Deal:
-    """The bands of one call: no query and no key twice, and one window suits all.
+    """The bands of one call. No query and no key occurs twice, and one window suits all bands.
 
     Args:
-        tokens: queries and keys of a row of the shard.
+        tokens: number of queries, and of keys, in a row of the shard.
     """
 
     def __init__(self, window: tuple[int, int], rows: int, tokens: tuple[int, int]):
@@ -131,7 +131,7 @@ class _Deal:
         self._queries, self._keys = (np.zeros((rows, n), bool) for n in tokens)
 
     def take(self, t: Tile) -> bool:
-        """Takes a band of one row, if it suits the call."""
+        """Add a band of one row if it suits the call. Return True if it does."""
         queries, keys = self._queries[t.rows, t.q], self._keys[t.rows, t.k]
         if not _suits(t, self.window) or queries.any() or keys.any():
             return False
@@ -147,10 +147,10 @@ class _Deal:
 
 
 def _deal(all_bands: Sequence[Tile], rows: int, tokens: tuple[int, int]) -> list[_Deal]:
-    """The bands of each row in as few calls as suit them."""
+    """Distribute the bands of each row over few calls, each with bands that suit it."""
     single = [t._replace(rows=slice(r, r + 1)) for t in all_bands for r in range(rows)[t.rows]]
     deals: list[_Deal] = []
-    # those without a bound last: they may suit a call with one
+    # bands without a bound come last, because they may suit a call that has one
     for t in sorted(single, key=lambda t: _window_of(t).count(-1)):
         if not any(deal.take(t) for deal in deals):
             deals.append(_Deal(_window_of(t), rows, tokens))
@@ -159,16 +159,16 @@ def _deal(all_bands: Sequence[Tile], rows: int, tokens: tuple[int, int]) -> list
 
 
 def _window_of(t: Tile) -> tuple[int, int]:
-    """The window with which the kernel computes the band; -1 where nothing lies beyond a bound."""
+    """Return the window with which the kernel computes the band. A bound is -1 if nothing is beyond it."""
     queries, keys = t.shape
     left, right = keys - queries - t.low, t.high - (keys - queries)
     return -1 if left >= keys - 1 else left, -1 if right >= queries - 1 else right
 
 
 def _suits(t: Tile, window: tuple[int, int]) -> bool:
-    """Whether the kernel computes the band with this window."""
+    """Return True if the kernel computes the band with this window."""
     queries, keys = t.shape
-    beyond = (keys - 1, queries - 1)  # bounds from these on hide nothing
+    beyond = (keys - 1, queries - 1)  # bounds of this size or more hide nothing
     return all(
         given == needed or (needed == -1 and given >= most)
         for given, needed, most in zip(window, _window_of(t), beyond, strict=True)
@@ -176,11 +176,11 @@ def _suits(t: Tile, window: tuple[int, int]) -> bool:
 
 
 def _segments(pieces: Sequence[tuple[int, slice]], tokens: int, rows: int, device: torch.device) -> Segments:
-    """The segments of (row, local tokens) in a shard of `rows` rows of `tokens`."""
+    """Return the segments for pairs (row, local tokens), in a shard of `rows` rows with `tokens` tokens each."""
     lengths = [piece.stop - piece.start for _, piece in pieces]
     index = np.concatenate([np.arange(row * tokens + p.start, row * tokens + p.stop) for row, p in pieces])
     whole = np.array_equal(index, np.arange(rows * tokens))
     cu = np.cumsum([0, *lengths], dtype=np.int32)
-    # the cost of a call depends on these numbers, and the meta device has none
+    # the planner needs the values of `cu`, because a call's cost depends on them. Meta tensors have no values
     at = torch.device("cpu") if device.type == "meta" else device
     return Segments(upload_array(cu, at), max(lengths), None if whole else upload_array(index, device))

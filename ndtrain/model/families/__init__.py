@@ -9,9 +9,9 @@ __all__ = ["Family", "deepseek", "family_of", "glm", "llama", "mistral", "mixtra
 
 
 def family_of(m: ModelConfig) -> Family:
-    """The family of a model.
+    """Return the family of a model.
 
     Raises:
-        ConfigError: `model_type` names none.
+        ConfigError: no family has the name `model_type`.
     """
     return get("family", m.model_type)

@@ -1,5 +1,6 @@
-"""DeepSeek-V3 (arXiv:2412.19437), and Moonlight (arXiv:2502.16982), which is of its type: latent attention, experts in
-groups with a sigmoid router, shared experts, and some dense layers first."""
+"""DeepSeek-V3 (arXiv:2412.19437), and Moonlight (arXiv:2502.16982), which has the same model_type.
+
+They have latent attention, experts in groups with a sigmoid router, shared experts, and some dense layers first."""
 
 from ndtrain.model.families.family import COMMON_DEFAULTS, Family, never
 from ndtrain.model.families.latent import LATENT_FIELDS

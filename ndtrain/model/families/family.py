@@ -1,4 +1,4 @@
-"""What one model family declares: which biases and norms its block has, and how Hugging Face's config.json names it."""
+"""The declaration of a model family: the biases and norms of its block, and its names in Hugging Face's config.json."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -14,32 +14,31 @@ never: Flag = lambda m: False
 always: Flag = lambda m: True
 attention_bias: Flag = lambda m: m.attention_bias
 
-# what the configuration classes of transformers assume where config.json says nothing
+# values that the configuration classes of transformers assume for fields that config.json leaves out
 COMMON_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "max_position_embeddings": 2048}
 
 
 @dataclass(frozen=True)
 class Family:
-    """A Llama-like decoder. A family with other modules gives `block`, a subclass of `ndtrain.model.block.Block`.
+    """A Llama-like decoder. A family with other modules sets `block` to a subclass of `ndtrain.model.block.Block`.
 
     Attributes:
-        model_type: as in config.json.
-        class_prefix: of its class names in transformers: Llama in LlamaForCausalLM.
+        model_type: its name in config.json.
+        class_prefix: prefix of its class names in transformers: Llama in LlamaForCausalLM.
         qkv_bias, o_bias, mlp_bias: whether these projections have biases.
-        qk_norm: whether each head's query and key are normalised before the rotation.
-        qk_norm_of_all_heads: whether all heads' queries, and all heads' keys, are normalised together instead.
-        sliding_window: "never" | "given": wherever config.json has one | "used": only with `use_sliding_window`.
-        rope_theta: what its configuration class assumes where config.json has none.
-        partial_rotary_factor: the same of the part of a head that RoPE turns; here it turns whole heads.
-        defaults: what it assumes where config.json says nothing of other fields.
-        absent: fields of ours that its configuration class does not have; they must be false or null.
-        fields: the names of its own fields in config.json, which its config dataclass declares or which stand in
-            `OPTIONAL_FIELDS`.
-        block: the class of its blocks without experts; None: `Block`. Without `latent_attention`, whose blocks are its
-            own.
-        latent_attention: whether its attention makes keys and values out of a latent (`model/latent_block.py`).
-        moe: its mixtures of experts; None: it has none.
-        init_std: (model, parameter name, the usual standard deviation) -> that of its initial weights.
+        qk_norm: whether each head's query and key are normalised before RoPE.
+        qk_norm_of_all_heads: whether, instead, the queries of all heads are normalised together, and the keys likewise.
+        sliding_window: "never" | "given": if config.json has a window | "used": only with `use_sliding_window`.
+        rope_theta: the value that transformers assumes if config.json has none.
+        partial_rotary_factor: the part of a head that RoPE rotates if config.json has no such field. ndtrain supports
+            only whole heads.
+        defaults: the values that transformers assumes for other fields that config.json leaves out.
+        absent: fields of `ModelConfig` that its class in transformers does not have. They must be false or null.
+        fields: its own fields in config.json. Its config dataclass declares them, or `OPTIONAL_FIELDS` lists them.
+        block: the class of its blocks without experts. None: `Block`. With `latent_attention` it must be None.
+        latent_attention: whether its attention computes keys and values from a latent (`model/latent_block.py`).
+        moe: its mixtures of experts. None: it has none.
+        init_std: (model, parameter name, default standard deviation) -> standard deviation of the initial weights.
     """
 
     model_type: str
@@ -66,7 +65,7 @@ class Family:
 
     @property
     def causal_lm(self) -> str:
-        """The class of transformers that opens its checkpoints."""
+        """The class of transformers that loads its checkpoints."""
         return f"{self.class_prefix}ForCausalLM"
 
     @property
@@ -75,8 +74,8 @@ class Family:
         return (*self.fields, *(("num_experts",) if self.moe else ()))
 
     def fill_in(self, m: ModelConfig) -> None:
-        """Sets the sizes that are null and follow from others. `head_dim` stays null where the heads do not divide
-        `hidden_size`."""
+        """Set the sizes that are null and follow from other sizes. If the heads do not divide `hidden_size`, `head_dim`
+        stays null."""
         if m.head_dim is None and self.latent_attention:
             m.head_dim = latent.head_dim(m)
         if m.head_dim is None and m.hidden_size % m.num_attention_heads == 0:
@@ -85,8 +84,9 @@ class Family:
             m.moe_intermediate_size = m.intermediate_size
 
     def refusal(self, m: ModelConfig) -> str | None:
-        """Why a model of this family cannot be as `m` says, in one line; None: it can. transformers has no place for
-        what is refused, so that a checkpoint would lose it."""
+        """Return in one line why ndtrain refuses model `m` of this family, or None if it does not.
+
+        The refused settings have no field in transformers, so a checkpoint would lose them."""
         for key in self.absent:
             if getattr(m, key):
                 return f"model.{key}=true: model.model_type={self.model_type} has none: set it to false"

@@ -1,6 +1,7 @@
-"""GLM-4.5 (arXiv:2508.06471): grouped-query attention, and the experts of DeepSeek-V3: a sigmoid router with selection
-biases and groups, shared experts, and some dense layers first. RoPE turns whole heads; GLM-4.5's own models, where it
-turns half of each, are refused."""
+"""GLM-4.5 (arXiv:2508.06471): grouped-query attention, and the experts of DeepSeek-V3.
+
+The experts have a sigmoid router with selection biases and groups. There are shared experts, and some dense layers
+first. RoPE rotates whole heads. GLM-4.5's published models rotate half of each head, and are therefore refused."""
 
 from ndtrain.model.families.deepseek import EXPERT_FIELDS, EXPERTS
 from ndtrain.model.families.family import COMMON_DEFAULTS, Family, attention_bias, never

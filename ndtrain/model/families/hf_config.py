@@ -1,4 +1,4 @@
-"""Between `ModelConfig` and Hugging Face's config.json; `hf_fields.py` says what its fields mean."""
+"""Converts between `ModelConfig` and Hugging Face's config.json. `hf_fields.py` describes the fields of config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ _SLIDES, _FULL = "sliding_attention", "full_attention"
 
 
 def to_hf(m: ModelConfig) -> dict[str, Any]:
-    """config.json of a resolved model: RoPE both as `rope_parameters` (transformers 5) and in the older keys."""
+    """Return the config.json of a resolved model. RoPE is in `rope_parameters` (transformers 5) and in older keys."""
     scaling = dict(m.rope_scaling) if m.rope_scaling else None
     extras = {key: getattr(m, key) for key in EXTRAS if getattr(m, key)}
     family = family_of(m)
@@ -49,7 +49,7 @@ def to_hf(m: ModelConfig) -> dict[str, Any]:
 
 
 def _window_fields(m: ModelConfig, family: Family) -> dict[str, Any]:
-    """The window of every layer."""
+    """Return the fields that set the window of every layer."""
     if m.sliding_window is None or family.sliding_window == "given":
         return {"sliding_window": m.sliding_window}
     return {
@@ -61,11 +61,11 @@ def _window_fields(m: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
-    """The model of a config.json, with `head_dim` set. Where it is silent, `transformers`' default holds.
+    """Return the model of a config.json, with `head_dim` set. Fields that it leaves out have `transformers`' defaults.
 
     Raises:
-        ConfigError: an architecture or a setting that ndtrain does not have, a field that is missing or of no use; it
-            is named.
+        ConfigError: an architecture or a setting is not supported, or a field is missing or unusable. The message names
+            it.
     """
     family, own = read_family(config)
     given = {**family.defaults, **with_expert_count(config, family)}
@@ -79,7 +79,7 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
     known = {key: given[key] for key in fields if given.get(key) is not None}
     heads = known["num_attention_heads"]
     known.setdefault("num_key_value_heads", heads)
-    if family.latent_attention:  # its configuration class gives the rotated elements under this name
+    if family.latent_attention:  # transformers stores the number of rotated elements under this name
         known.pop("head_dim", None)
     theta, scaling = _rope(given, family)
     window = _window(given, family)
@@ -100,7 +100,7 @@ def from_hf(config: dict[str, Any], name: str = "hf") -> ModelConfig:
 
 
 def _rope(config: dict[str, Any], family: Family) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from either spelling; where a config.json has both they must agree."""
+    """Return (theta, scaling) from either spelling. If a config.json has both, they must agree."""
     spelled = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
     scalings = [_scaling(config, key, rope) for key, rope in spelled.items()]
     thetas = [r["rope_theta"] for r in (*spelled.values(), config) if r.get("rope_theta") is not None]
@@ -123,7 +123,7 @@ def _scaling(config: dict[str, Any], key: str, rope: dict[str, Any]) -> dict[str
     if said.get("partial_rotary_factor") == 1:
         del said["partial_rotary_factor"]
     needed, optional = ROPE_KINDS[kind]
-    if ORIGINAL in needed:  # the two places where it may also stand
+    if ORIGINAL in needed:  # it may be in either of two places
         beside = config.get(ORIGINAL)
         if beside is not None and said.setdefault(ORIGINAL, beside) != beside:
             raise refusal(config, ORIGINAL, f"{key} says {said[ORIGINAL]}: take one of them out")
@@ -141,8 +141,10 @@ def _scaling(config: dict[str, Any], key: str, rope: dict[str, Any]) -> dict[str
 
 
 def _window(config: dict[str, Any], family: Family) -> int | None:
-    """The window of all layers. Mistral has one wherever it is given; Qwen's models only with `use_sliding_window`,
-    from layer `max_window_layers` on or where `layer_types` says so; Llama none."""
+    """Return the window of all layers. Mistral has one whenever it is given, Llama never.
+
+    Qwen's models need `use_sliding_window`. The window applies from layer `max_window_layers` on, or to the layers that
+    `layer_types` selects."""
     used = family.sliding_window == "used"
     window, layers = config.get("sliding_window"), config["num_hidden_layers"]
     if not config.get("use_sliding_window", True):
@@ -156,7 +158,7 @@ def _window(config: dict[str, Any], family: Family) -> int | None:
     first = config["max_window_layers"] if used else 0
     if types := config.get("layer_types"):
         key, alike = "layer_types", len(types) == layers and all(t == types[0] for t in types)
-    else:  # no list of all layers: config.json may name any number of them
+    else:  # do not build a list of all layers: config.json may name any number of them
         key, alike = "max_window_layers", window is None or first <= 0 or first >= layers
         types = [_SLIDES if window is not None and first <= 0 else _FULL]
     if types[0] not in (_SLIDES, _FULL) or not alike:
@@ -168,7 +170,7 @@ def _window(config: dict[str, Any], family: Family) -> int | None:
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder.
+    """Return the config.json of a Hugging Face folder.
 
     Raises:
         ConfigError: there is none, or it cannot be read or does not parse.

@@ -1,8 +1,8 @@
 """The fields of Hugging Face's config.json: which are read, which change nothing, and which are refused.
 
-A model that `transformers` would compute otherwise than ndtrain is refused by name. So every field that names
-computation is either read, or must have a value under which it changes nothing (`_NEUTRAL`). Fields about files, tokens
-and generation are passed over (`_PASSED`); `unknown_fields` tells those that stand in no table.
+If `transformers` would compute a model differently from ndtrain, the model is refused by name. Every field that affects
+the computation is therefore read, or must have a value under which it changes nothing (`_NEUTRAL`). Fields about files,
+tokens and generation are skipped (`_PASSED`). `unknown_fields` finds fields that are in no table.
 """
 
 from dataclasses import fields
@@ -13,18 +13,18 @@ from ndtrain.config.registry import get, names, own_keys
 from ndtrain.model.families.family import Family
 from ndtrain.model.families.moe import COUNT_SPELLINGS, OPTIONAL_FIELDS
 
-OWN = "ndtrain_"  # before the model_type of what transformers has no class for, lest it load it as something else
-EXTRAS = ("attn_logit_softcapping", "alibi", "attention")  # what makes a model such a one
-OURS = ("name", "init_mult")  # what no config.json has
-# what both sides name alike; RoPE is written in both of transformers' spellings
+OWN = "ndtrain_"  # prefix of model_type for models that transformers must not load, because it has no class for them
+EXTRAS = ("attn_logit_softcapping", "alibi", "attention")  # fields of models that transformers has no class for
+OURS = ("name", "init_mult")  # fields that no config.json has
+# fields with the same name on both sides. RoPE is written in both of transformers' spellings
 _DIFFERENT = (*OURS, "model_type", "rope_theta", "rope_scaling", "sliding_window", *EXTRAS, *OPTIONAL_FIELDS)
 SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _DIFFERENT)
 
 
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-# Fields that name a computation which no model here has -> the values that change nothing, beside null, false, zero and
-# empty. What adds weights needs no entry: the tensors in the folder's files tell.
+# Fields for computations that no model here has -> the values that change nothing, besides null, false, zero and empty.
+# Fields that add weights need no entry, because the files' tensors reveal them.
 _NEUTRAL: dict[str, tuple] = {
     "hidden_act": ("silu", "swish"),  # two names of one function
     "attention_dropout": (), "hidden_dropout": (), "residual_dropout": (), "embedding_dropout": (), "attn_pdrop": (),
@@ -39,8 +39,8 @@ _NEUTRAL: dict[str, tuple] = {
     "is_encoder_decoder": (), "add_cross_attention": (),
     "quantization_config": (), "quantization": (), "compression_config": (),
 }  # fmt: skip
-_FALSE_SAYS_SOMETHING = ("qkv_bias",)  # of these false is a computation too
-# Fields that change nothing in what is trained.
+_FALSE_SAYS_SOMETHING = ("qkv_bias",)  # fields for which false changes the computation too
+# fields that do not affect training
 _PASSED = {
     "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "transformers_version", "use_cache",
     "pretraining_tp", "auto_map", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
@@ -49,7 +49,7 @@ _PASSED = {
     "is_llama_config", "ep_size", "aux_loss_alpha", "seq_aux", "qk_head_dim", "num_nextn_predict_layers",
     "num_mtp_layers", "temperature", "top_k", "top_p", "do_sample", "max_length", "repetition_penalty",
 }  # fmt: skip
-_NOT_CARRIED = ("dtype", "torch_dtype", "auto_map", "custom_pipelines")  # of a checkpoint, or names of code
+_NOT_CARRIED = ("dtype", "torch_dtype", "auto_map", "custom_pipelines")  # specific to a checkpoint, or names of code
 _READ = {
     "model_type", "architectures", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", *SAME, *EXTRAS,
@@ -73,16 +73,16 @@ _MAY_BE_ZERO = (
 
 
 def refusal(config: dict[str, Any], key: str, why: str) -> ConfigError:
-    """The error that names a field, its value and what is wrong with it."""
+    """Return an error that names a field, its value and what is wrong with it."""
     value = str(config[key])
     return ConfigError(f"init_from: {key}={value if len(value) <= 60 else value[:57] + '...'} in config.json: {why}")
 
 
 def read_family(config: dict[str, Any]) -> tuple[Family, bool]:
-    """(the family of a config.json, whether its model_type had our prefix).
+    """Return (the family of a config.json, True if its model_type has ndtrain's prefix).
 
     Raises:
-        ConfigError: a model_type, or a class of it, that ndtrain does not have.
+        ConfigError: ndtrain does not support the model_type, or its class in `architectures`.
     """
     said = str(config.get("model_type"))
     kind = said.removeprefix(OWN)
@@ -99,13 +99,13 @@ def read_family(config: dict[str, Any]) -> tuple[Family, bool]:
 
 
 def check_fields(config: dict[str, Any], family: Family, own: bool) -> None:
-    """That every field which is read holds what can be read, and every other that names computation changes nothing.
+    """Check that fields that are read have usable values, and that other fields do not change the computation.
 
     Args:
         config: with the family's defaults filled in.
 
     Raises:
-        ConfigError: naming the field.
+        ConfigError: a field fails the check. The message names it.
     """
     absent = (*family.absent, *(() if own else EXTRAS))
     neutral = {key: fine for key, fine in _NEUTRAL.items() if key not in family.own_fields}
@@ -126,10 +126,10 @@ def check_fields(config: dict[str, Any], family: Family, own: bool) -> None:
 
 
 def with_expert_count(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """A config.json whose number of experts, if it has any, is spelled `num_experts`.
+    """Return a config.json whose number of experts, if it has one, is spelled `num_experts`.
 
     Raises:
-        ConfigError: two spellings say different numbers.
+        ConfigError: two spellings have different numbers.
     """
     said = {key: config[key] for key in COUNT_SPELLINGS if config.get(key) is not None}
     if family.moe is None or not said:
@@ -160,7 +160,7 @@ def is_number(value: Any) -> bool:
 
 
 def unknown_fields(config: dict[str, Any]) -> list[str]:
-    """The fields of a config.json that say something and that ndtrain neither reads nor knows to be harmless."""
+    """Return the fields of a config.json that have a value but that ndtrain neither reads nor knows to be harmless."""
     kind = str(config.get("model_type")).removeprefix(OWN)
     own = get("family", kind).fields if kind in names("family") else ()
     known = _READ | _PASSED | _NEUTRAL.keys() | {*own, *mod_fields(config.get("attention"))}
@@ -168,12 +168,14 @@ def unknown_fields(config: dict[str, Any]) -> list[str]:
 
 
 def uninterpreted_fields(config: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """The fields of a config.json that do not say what the model is: fields about tokens, generation and files, fields
-    that change nothing, and fields that ndtrain does not know. Names of code are left out.
+    """Return the fields of a config.json that do not define the model, without names of code.
+
+    These are fields about tokens, generation and files, fields that change nothing, and fields that ndtrain does not
+    know.
 
     Args:
-        model_type: of the model that is written. If it is not config.json's, only fields about tokens, generation and
-            files are returned: the others may change the computation of that model.
+        model_type: the type of the model that is written. If config.json has another type, only fields about tokens,
+            generation and files are returned. The others might change the computation of the written model.
     """
     kind = str(config.get("model_type")).removeprefix(OWN)
     own = get("family", kind).own_fields if kind in names("family") else ()
@@ -183,7 +185,7 @@ def uninterpreted_fields(config: dict[str, Any], model_type: str) -> dict[str, A
 
 
 def mod_fields(attention: str | None) -> list[str]:
-    """The fields that a loaded plugin's attention mod adds to config.json."""
+    """Return the fields that a loaded plugin's attention mod adds to config.json."""
     return own_keys("attention_mod", attention) if attention in names("attention_mod") else []
 
 

@@ -1,10 +1,10 @@
-"""What a model with latent attention (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1) declares: the sizes of its
-latents and heads, and which of its models are refused."""
+"""Models with latent attention (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1): the sizes of their latents and
+heads, and the checks of their configuration."""
 
 from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
 
-# the fields of ModelConfig that only models with latent attention have
+# fields of ModelConfig that only models with latent attention have
 LATENT_FIELDS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave",
 )  # fmt: skip
@@ -12,12 +12,12 @@ _NEEDED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def head_dim(m: ModelConfig) -> int:
-    """Elements of a head's query and key, rotated or not."""
+    """Return the number of elements of a head's query and key, rotated or not."""
     return resolved(m.qk_nope_head_dim) + resolved(m.qk_rope_head_dim)
 
 
 def dim_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The sizes of its own named dims."""
+    """Return the sizes of the named dims that only latent attention has."""
     heads, latent = m.num_attention_heads, resolved(m.kv_lora_rank)
     return {
         "key_value_heads": (heads, resolved(m.qk_nope_head_dim) + resolved(m.v_head_dim)),
@@ -29,7 +29,7 @@ def dim_sizes(m: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def refusal(m: ModelConfig) -> str | None:
-    """Why there is no such model, in one line; None: there is."""
+    """Return in one line why ndtrain refuses the model, or None if it does not."""
     for key in _NEEDED:
         if getattr(m, key) is None:
             return f"model.{key} is missing: model.model_type={m.model_type} needs it"

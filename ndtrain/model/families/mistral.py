@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023, arXiv:2310.06825): a sliding window wherever config.json has one, and no biases."""
+"""Mistral (Jiang et al., 2023, arXiv:2310.06825): a sliding window if config.json has one, and no biases."""
 
 from ndtrain.model.families.family import COMMON_DEFAULTS, Family, never
 from ndtrain.plugins import register_family

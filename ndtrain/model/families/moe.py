@@ -1,4 +1,4 @@
-"""What a family of mixtures of experts declares, and which of its models are refused."""
+"""The declaration of a family's mixtures of experts, and the checks of their configuration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from ndtrain.config.schema import resolved
 from ndtrain.model.families.latent import LATENT_FIELDS
 from ndtrain.model.moe.router import Routing, sigmoid_top_k, softmax_top_k
 
-# how config.json spells the number of experts, which is `num_experts` here
+# names in config.json of the number of experts, which is `num_experts` here
 COUNT_SPELLINGS = ("num_experts", "num_local_experts", "n_routed_experts")
-# what every family of mixtures has in config.json beside that number
+# fields that every family of mixtures has in config.json, in addition to that number
 FIELDS = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 # for families in which some layers may be dense
 PLACEMENT_FIELDS = ("decoder_sparse_step", "mlp_only_layers")
-# the fields of ModelConfig that only the families have which name them
+# fields of ModelConfig that only some families have. A family lists its own in `Family.fields`
 OPTIONAL_FIELDS = (
     "num_experts", *FIELDS, *PLACEMENT_FIELDS, "moe_intermediate_size", "norm_topk_prob",
     "shared_expert_intermediate_size", "clip_qkv", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
@@ -25,28 +25,28 @@ OPTIONAL_FIELDS = (
 
 
 def renormalised(m: ModelConfig, logits_NX: Tensor, bias_X: Tensor | None) -> Routing:
-    """Softmax, top-k, weights that add up to 1."""
+    """Choose experts by softmax and top-k, with weights that add up to 1."""
     return softmax_top_k(logits_NX, resolved(m.num_experts_per_tok), True, bias_X)
 
 
 def renormalised_if_asked(m: ModelConfig, logits_NX: Tensor, bias_X: Tensor | None) -> Routing:
-    """Softmax, top-k, and what `norm_topk_prob` says."""
+    """Choose experts by softmax and top-k. `norm_topk_prob` decides if the weights add up to 1."""
     return softmax_top_k(logits_NX, resolved(m.num_experts_per_tok), m.norm_topk_prob, bias_X)
 
 
 def softmax(logits_NX: Tensor) -> Tensor:
-    """The probabilities of the experts."""
+    """Return the probabilities of the experts."""
     return logits_NX.softmax(-1)
 
 
 def sigmoid_scored(m: ModelConfig, logits_NX: Tensor, bias_X: Tensor | None) -> Routing:
-    """Sigmoid, top-k of the best groups, and what `norm_topk_prob` and `routed_scaling_factor` say."""
+    """Choose experts by sigmoid and top-k of the best groups, with `norm_topk_prob` and `routed_scaling_factor`."""
     k, factor = resolved(m.num_experts_per_tok), m.routed_scaling_factor
     return sigmoid_top_k(logits_NX, k, m.n_group, m.topk_group, m.norm_topk_prob, factor, bias_X)
 
 
 def shares_of_sigmoids(logits_NX: Tensor) -> Tensor:
-    """The sigmoids of a token, divided by their sum."""
+    """Return the sigmoids of each token's logits, divided by their sum."""
     scores_NX = logits_NX.sigmoid()
     return scores_NX / scores_NX.sum(-1, keepdim=True)
 
@@ -56,8 +56,8 @@ class SharedExpert:
     """The expert that every token goes to.
 
     Attributes:
-        module: its name in the mixture.
-        field: the field of the configuration that gives its size.
+        module: the name of its module in the mixture.
+        field: the field of the configuration that determines its size.
         size: (model, value of that field) -> its inner size.
         gated: whether its output is multiplied by the sigmoid of a gate.
     """
@@ -68,7 +68,7 @@ class SharedExpert:
     gated: bool = False
 
     def inner(self, m: ModelConfig) -> int:
-        """Its inner size."""
+        """Return its inner size."""
         return self.size(m, getattr(m, self.field) or 0)
 
 
@@ -77,13 +77,13 @@ class MoE:
     """How a family's mixtures of experts are named and routed.
 
     Attributes:
-        count: how its config.json spells the number of experts.
+        count: the name of the number of experts in config.json.
         route: (model, logits [N, X], selection bias [X] or None) -> the chosen experts and their weights.
         module: the name of the mixture in a block.
         projections: the names of an expert's gate, up and down projection.
-        shared: the expert that every token goes to; None: there is none.
-        affinities: logits [N, X] -> what the balance loss of a sequence takes for probabilities; they add up to 1.
-        bias: the name of a layer's selection bias in its model files; None: they have no place for it.
+        shared: the expert that every token goes to. None: there is none.
+        affinities: logits [N, X] -> the probabilities in the balance loss of a sequence. They add up to 1.
+        bias: the name of a layer's selection bias in the family's model files. None: they have no place for it.
     """
 
     count: str
@@ -96,16 +96,16 @@ class MoE:
 
     @property
     def experts(self) -> str:
-        """The path of the experts below a block."""
+        """The path of the experts, relative to a block."""
         return f"{self.module}.experts"
 
     def is_sparse(self, m: ModelConfig, layer: int) -> bool:
-        """Whether a layer has experts; the others have a dense MLP."""
+        """Return True if a layer has experts. Other layers have a dense MLP."""
         placed = layer not in m.mlp_only_layers and (layer + 1) % m.decoder_sparse_step == 0
         return placed and layer >= m.first_k_dense_replace
 
     def dim_sizes(self, m: ModelConfig) -> dict[str, tuple[int, int]]:
-        """The sizes of its own named dims."""
+        """Return the sizes of the named dims that only mixtures have."""
         return {
             "experts": (resolved(m.num_experts), 1),
             "expert_mlp": (m.moe_intermediate_size or m.intermediate_size, 1),
@@ -114,7 +114,7 @@ class MoE:
         }
 
     def refusal(self, m: ModelConfig) -> str | None:
-        """Why there is no such model, in one line; None: there is."""
+        """Return in one line why ndtrain refuses the model, or None if it does not."""
         needed = ("num_experts", "num_experts_per_tok", *((self.shared.field,) if self.shared else ()))
         for key in needed:
             if getattr(m, key) is None:
@@ -135,7 +135,7 @@ class MoE:
 
 
 def _refused_choice(m: ModelConfig, experts: int, k: int) -> str | None:
-    """Why a token cannot choose its experts so; None: it can."""
+    """Return why tokens cannot choose their experts with this configuration, or None if they can."""
     each, rest = divmod(experts, m.n_group)
     if rest or (m.n_group > 1 and each < 2):
         return (

@@ -1,5 +1,5 @@
-"""OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): one norm over all heads of the queries and one over those of the
-keys, and q, k and v that may be clipped."""
+"""OLMoE (Muennighoff et al., 2024, arXiv:2409.02060). One norm covers the queries of all heads, a second
+one the keys of all heads. q, k and v may be clipped."""
 
 from ndtrain.model.families.family import COMMON_DEFAULTS, Family, never
 from ndtrain.model.families.moe import FIELDS, MoE, renormalised_if_asked

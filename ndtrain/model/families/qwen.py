@@ -1,4 +1,4 @@
-"""Qwen2 (arXiv:2407.10671): biases on q, k and v. Qwen3 (arXiv:2505.09388): norms of each head's query and key."""
+"""Qwen2 (arXiv:2407.10671): biases on q, k and v. Qwen3 (arXiv:2505.09388): a norm of each head's query and key."""
 
 from ndtrain.model.families.family import COMMON_DEFAULTS, Family, always, never
 from ndtrain.plugins import register_family

@@ -1,5 +1,7 @@
-"""Qwen2-MoE (arXiv:2407.10671): biases on q, k and v, and a shared expert. Qwen3-MoE (arXiv:2505.09388): norms of each
-head's query and key, and no shared expert. Some layers of either may be dense."""
+"""Qwen2-MoE (arXiv:2407.10671) and Qwen3-MoE (arXiv:2505.09388). Some layers of either may be dense.
+
+Qwen2-MoE has biases on q, k and v, and a shared expert. Qwen3-MoE has a norm of each head's query and key, and no
+shared expert."""
 
 from ndtrain.model.families.family import COMMON_DEFAULTS, Family, always, never
 from ndtrain.model.families.moe import FIELDS, PLACEMENT_FIELDS, MoE, SharedExpert, renormalised_if_asked

@@ -1,1 +1,1 @@
-"""Mixtures of experts on one device: how tokens are routed, permuted, multiplied and combined."""
+"""Mixtures of experts on one device: tokens are routed, permuted, multiplied and combined."""

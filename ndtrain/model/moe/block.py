@@ -1,12 +1,11 @@
 """A block whose MLP is a mixture of experts (Shazeer et al., 2017, arXiv:1701.06538; Jiang et al., 2024,
 arXiv:2401.04088).
 
-Every expert's matrices are parameters of their own, under the names that Hugging Face's files have. In a unit's buffer
-gate and up of all experts lie one behind the other, and then down of all experts, as the table of ops groups them: one
-grouped product serves each.
+Each matrix of each expert is a separate parameter, named as in Hugging Face's files. A unit's buffer stores gate and up
+of all experts first, then down of all experts, as the table of ops groups them. One grouped matmul computes each group.
 
-Shape legend: N tokens, M rows (each token once for each of its experts, sorted by expert), R rows of the experts that
-are here, E hidden_size, F an expert's intermediate size, X experts, K experts of a token.
+Shape legend: N tokens, X experts, K experts of a token, M rows (each token once per expert it goes to, sorted by
+expert); R rows of this device's experts, E hidden_size, F an expert's intermediate size.
 """
 
 import torch
@@ -31,7 +30,7 @@ class MoEBlock(Block):
     def add_mlp(self, m: ModelConfig, family: Family) -> None:
         self.moe = resolved(family.moe)
         self.add_module(self.moe.module, self.make_mlp(m, family))
-        # added to the router's scores when experts are chosen; no parameter: the loads move it, and no gradient does
+        # added to the router's scores when experts are chosen. Not a parameter: the loads change it, not a gradient
         self.register_buffer("selection_bias", torch.zeros(resolved(m.num_experts)), persistent=False)
         self._list_experts()
 
@@ -40,8 +39,7 @@ class MoEBlock(Block):
         self._list_experts()
 
     def _list_experts(self) -> None:
-        """Lists the weights of each projection. With many experts a list takes longer than a grouped product, so no
-        forward makes one."""
+        """List the weights of each projection in advance: with many experts this takes longer than a grouped matmul."""
         experts = self.mixture.experts.values()
         self._weights = [[getattr(e, p).weight for e in experts] for p in self.moe.projections]
 
@@ -114,13 +112,13 @@ class MoEBlock(Block):
         return y_NE if shared_NE is None else y_NE + shared_NE
 
     def experts(self, x_RE: Tensor, part: Part) -> Tensor:
-        """The outputs of some experts for their rows, which are sorted by expert."""
+        """Return the outputs of the experts of a part, for rows that are sorted by expert."""
         gates, ups, downs = (weights[part.experts] for weights in self._weights)
         gate_RF, up_RF = self.ops.grouped_linear(x_RE, part.expert_rows, [gates, ups])
         return self.ops.grouped_linear(swiglu(gate_RF, up_RF), part.expert_rows, [downs])[0]
 
     def shared_expert(self, x_NE: Tensor) -> Tensor:
-        """The output of the expert that every token goes to, times the sigmoid of its gate if it has one."""
+        """Return the output of the expert that every token goes to, times the sigmoid of its gate if it has one."""
         how = resolved(self.moe.shared)
         shared = getattr(self.mixture, how.module)
         gate_NF, up_NF = self.linear(x_NE, shared.gate_proj, shared.up_proj)

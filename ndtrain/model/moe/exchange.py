@@ -1,4 +1,4 @@
-"""Rows of tokens on their way to the experts and back."""
+"""Sends the rows of tokens to their experts, and the experts' outputs back to the tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class ExpertRows(NamedTuple):
-    """Which rows each expert has, where rows are sorted by expert.
+    """The rows of each expert, if rows are sorted by expert.
 
     Attributes:
         sizes: the number of rows of each expert, on the host.
-        ends: [X], int32: one past the last row of each expert, on the device.
+        ends: [X], int32, on the device: one past the last row of each expert.
     """
 
     sizes: list[int]
@@ -20,47 +20,48 @@ class ExpertRows(NamedTuple):
 
     @classmethod
     def of(cls, counts_X: Tensor, rows: int) -> "ExpertRows":
-        """From the number of rows of each expert, which the host waits for. A tensor without memory has no counts: all
-        experts then have equally many rows."""
+        """Copy the number of rows of each expert to the host, which waits for them. A meta tensor has no values:
+        all experts then get an equal share of `rows`."""
         number = len(counts_X)
         even = [rows * (i + 1) // number - rows * i // number for i in range(number)] if counts_X.is_meta else None
         return cls.of_sizes(even or counts_X.tolist(), counts_X)
 
     @classmethod
     def of_sizes(cls, sizes: list[int], counts_X: Tensor) -> "ExpertRows":
-        """From the same numbers on the host and on the device."""
+        """Build it from the same numbers on the host and on the device."""
         return cls(sizes, counts_X.cumsum(0, dtype=torch.int32))
 
 
 class Part:
-    """Some of the experts that are here, whose rows come and go together.
+    """Some of the experts on this device. Their rows are sent and received together.
 
     Args:
-        experts: which of them, in order.
-        expert_rows: of the rows that `receive` returns.
+        experts: their range among the experts on this device.
+        expert_rows: the rows of each expert, in the result of `receive`.
     """
 
     def __init__(self, experts: slice, expert_rows: ExpertRows):
         self.experts, self.expert_rows = experts, expert_rows
 
     def receive(self, sent: Tensor) -> Tensor:
-        """The rows of these experts, sorted by expert."""
+        """Return the rows of these experts, sorted by expert."""
         return sent
 
     def send_back(self, y_RE: Tensor) -> Tensor:
-        """Starts to send their outputs to the tokens. Returns one of what `to_tokens` takes."""
+        """Start to send their outputs back to the tokens. Return an entry of the argument of `to_tokens`."""
         return y_RE
 
 
 class Exchange:
-    """Where the rows of one microbatch go. All experts are here, and rows stay where they are.
+    """Moves the rows of one microbatch to the experts and back. In this class all experts are on this device, so rows
+    do not move.
 
     Args:
         counts_X: the number of rows of each expert.
-        rows: the number of all rows.
+        rows: the total number of rows.
 
     Attributes:
-        parts: of the experts that are here, in order.
+        parts: the parts of the experts on this device, in order.
     """
 
     parts: Sequence[Part]
@@ -69,9 +70,9 @@ class Exchange:
         self.parts = [Part(slice(None), ExpertRows.of(counts_X, rows))]
 
     def send(self, x_ME: Tensor) -> Sequence[Tensor]:
-        """Starts to send the rows of the tokens that are here to the experts. Returns what each part receives."""
+        """Start to send the rows of this device's tokens to the experts. Return each part's argument of `receive`."""
         return [x_ME]
 
     def to_tokens(self, returned: Sequence[Tensor]) -> Tensor:
-        """The outputs of all parts, back as they were sent: [M, E]. They are waited for."""
+        """Wait for the outputs of all parts, and return them in the order of the rows that were sent: [M, E]."""
         return returned[0]

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with which weights.
+"""Routers: choose the experts of each token, and their weights.
 
 Shape legend: N tokens, X experts, K experts of a token, G groups of Y experts.
 """
@@ -13,7 +13,7 @@ class Routing(NamedTuple):
     """
     Attributes:
         weights: [N, K], fp32 or wider: the factors of the experts' outputs.
-        experts: [N, K], int64: the chosen experts.
+        experts: [N, K], int64: the indices of the chosen experts.
     """
 
     weights: Tensor
@@ -21,12 +21,12 @@ class Routing(NamedTuple):
 
 
 def softmax_top_k(logits_NX: Tensor, k: int, renormalise: bool, bias_X: Tensor | None = None) -> Routing:
-    """The k most probable experts (Shazeer et al., 2017, arXiv:1701.06538).
+    """Choose the k most probable experts (Shazeer et al., 2017, arXiv:1701.06538).
 
     Args:
         logits_NX: fp32 or wider.
-        renormalise: whether a token's weights are divided by their sum.
-        bias_X: added to the probabilities for the choice, and not in the weights; None: zeros.
+        renormalise: whether to divide a token's weights by their sum.
+        bias_X: added to the probabilities for the choice, but not to the weights. None: zeros.
     """
     scores_NX = logits_NX.softmax(-1)
     chosen_by_NX = scores_NX if bias_X is None else scores_NX.detach() + bias_X
@@ -46,16 +46,17 @@ def sigmoid_top_k(
     factor: float,
     bias_X: Tensor | None = None,
 ) -> Routing:
-    """The k best experts of the best groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). A score is the logit's
-    sigmoid. A group's is the sum of its two best, with their biases.
+    """Choose the k best experts of the best groups (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+
+    An expert's score is the sigmoid of its logit. A group's score is the sum of its two best scores, including biases.
 
     Args:
         logits_NX: fp32 or wider.
-        n_group: groups of consecutive experts.
-        topk_group: groups that a token's experts may be of.
-        renormalise: whether a token's weights are divided by their sum.
-        factor: what the weights are multiplied by.
-        bias_X: added to the scores for the choice, and not in the weights; None: zeros.
+        n_group: number of groups of consecutive experts.
+        topk_group: number of groups from which a token's experts are chosen.
+        renormalise: whether to divide a token's weights by their sum.
+        factor: the weights are multiplied by it.
+        bias_X: added to the scores for the choice, but not to the weights. None: zeros.
     """
     scores_NX = logits_NX.sigmoid()
     chosen_by_NX = scores_NX.detach() if bias_X is None else scores_NX.detach() + bias_X
@@ -69,7 +70,7 @@ def sigmoid_top_k(
 
 
 def _in_the_best(scores_NX: Tensor, n_group: int, topk_group: int) -> Tensor:
-    """The scores, with -inf for the experts of all but the best groups."""
+    """Return the scores, with -inf for experts that are in none of the best groups."""
     scores_NGY = scores_NX.unflatten(1, (n_group, -1))
     best_NG = scores_NGY.topk(2, dim=-1).values.sum(-1).topk(topk_group, dim=-1).indices
     other_NG = torch.ones(scores_NGY.shape[:2], dtype=torch.bool, device=scores_NX.device).scatter_(1, best_NG, False)
