@@ -17,7 +17,7 @@ _MODULES = {"Trainer": "ndtrain.engine.trainer", "compose": "ndtrain.config"}
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first asked for: `python -m ndtrain.data` needs no torch."""
+    """Import an attribute on first access, because `python -m ndtrain.data` does not need torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m ndtrain.train`: one run from the command line.
+"""`python -m ndtrain.train`: train one run from the command line.
 
 torchrun --nproc-per-node 2 -m ndtrain.train recipe=llama_small mesh.fsdp=2
 python -m ndtrain.train --cfg job recipe=llama_small        # shows the resolved config
@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 
-from ndtrain.runtime import launcher  # first: it notes the parent, which may end while torch is imported
+from ndtrain.runtime import launcher  # first: it records the parent process, which may end while torch is imported
 
 # isort: split
 import torch.distributed as dist
@@ -25,14 +25,15 @@ from ndtrain.runtime.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
 
-PART_S = 20.0  # seconds allowed for destroy_process_group: 30 s after a signal torchrun kills who is left
+# Seconds allowed for destroy_process_group. torchrun kills the remaining ranks 30 s after a signal.
+PART_S = 20.0
 
 
 def train(cfg: Config) -> int:
-    """Trains as configured; the process's exit status.
+    """Run the training that `cfg` describes, and return the exit status of the process.
 
     Raises:
-        ConfigError: the run cannot start; one line says why.
+        ConfigError: the run cannot start; the message is one line with the reason.
     """
     try:
         return _run(cfg)
@@ -42,17 +43,18 @@ def train(cfg: Config) -> int:
 
 
 def _run(cfg: Config) -> int:
-    with ExitStack() as closing:  # no process group is destroyed on an error: gloo would wait for what peers never send
+    # The process group is not destroyed after an error: gloo would wait for messages that failed peers never send.
+    with ExitStack() as closing:
         starting = closing.enter_context(launcher.ends_with(launcher.torchrun_of_rank(), _alone_at_start()))
         setup = prepare(cfg)
-        # not before: a rank that waits for one that failed must die of the launcher's SIGTERM
+        # Install the handler only now: a rank still waiting for a failed peer has to die from the launcher's SIGTERM.
         stop = StopRequest(setup.run_dir / stop_signals.STOP_FILE if setup.rank == 0 else None)
         closing.callback(setup.claim.release)
         closing.callback(stop.restore)
         try:
             trainer = Trainer(setup.cfg, setup=setup, stop=stop)
             closing.callback(trainer.close)
-            starting.set()  # from here on the run itself looks for its launcher, after each step
+            starting.set()  # from now on the run itself checks after each step that its launcher is alive
             code = trainer.train()
             trainer.close()
             if dist.is_initialized():
@@ -77,8 +79,10 @@ def _alone_at_start() -> str:
 
 
 def _leave_process_group() -> None:
-    """Destroys the process group. Should that hang (one rank in hundreds did not come out of it), every thread's stack
-    goes to stderr and the process ends. A thread of C sees to it: Python's lock may be what is held."""
+    """Destroy the process group. If that hangs, print the stack of every thread to stderr and exit.
+
+    About one rank in several hundred hung here. faulthandler's C thread works even if the hanging thread holds the GIL.
+    """
     faulthandler.dump_traceback_later(PART_S, exit=True, file=sys.__stderr__)
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()

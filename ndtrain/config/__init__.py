@@ -1,7 +1,7 @@
-"""The typed schema of a run, how it is composed, and every check that needs no tensor.
+"""The typed schema of a run, its composition, and every check that needs no tensor.
 
-Each check raises a `ConfigError` with one line that names the key and the fix; `train.py` prints it and
-exits with status 2 before any process group forms.
+Each check raises a `ConfigError` with one line that names the key and the fix. `train.py` prints it and exits with
+status 2 before any process group is created.
 """
 
 import os
@@ -69,6 +69,6 @@ __all__ = [
 
 
 def world_from_env() -> tuple[int, int, int]:
-    """(rank, local rank, world size) as torchrun sets them; (0, 0, 1) without a launcher."""
+    """Return (rank, local rank, world size) as set by torchrun; (0, 0, 1) without a launcher."""
     env = os.environ
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))

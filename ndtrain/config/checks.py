@@ -1,4 +1,4 @@
-"""The checks of a configuration that need no tensor and no process group."""
+"""Checks of a configuration that need no tensors and no process group."""
 
 import math
 import re
@@ -21,11 +21,13 @@ from ndtrain.config.schema import EXPERT_OPS, SAVABLE_OPS, Config, ConfigError, 
 
 
 def resolve(cfg: Config, world_size: int) -> Config:
-    """Fills in what depends on the world size (`-1` mesh sizes, the default zero stage, head_dim), checks every rule,
-    and freezes the configuration. Changes and returns `cfg`; a frozen one is returned as it is.
+    """Fill in the values that depend on other keys or on the world size, check every rule, and freeze `cfg`.
+
+    Examples of such values are mesh sizes of -1, the default ZeRO stage and head_dim. The function changes and returns
+    `cfg`. It returns a frozen configuration unchanged.
 
     Raises:
-        ConfigError: with the first rule that does not hold.
+        ConfigError: a rule does not hold; the message describes the first such rule.
     """
     if cfg.frozen:
         return cfg
@@ -55,14 +57,15 @@ def resolve(cfg: Config, world_size: int) -> Config:
 
 
 def resolve_epochs(cfg: Config, sequences: int | None) -> Config:
-    """Returns a resolved configuration with the `train.steps` that its `train.epochs` come to, checked and frozen.
-    Without `train.epochs`, it is returned as it is.
+    """Return a copy of a resolved configuration with `train.steps` computed from `train.epochs`, checked and frozen.
+
+    Return `cfg` itself if `train.epochs` is not set.
 
     Args:
-        sequences: of one pass over the training split; None: it has no end.
+        sequences: number of sequences in one pass over the training split. None: the split has no end.
 
     Raises:
-        ConfigError: there is no such number, or another key does not fit the steps.
+        ConfigError: the number of steps is unknown, or another key does not fit it.
     """
     t = cfg.train
     if t.epochs is None:
@@ -76,17 +79,17 @@ def resolve_epochs(cfg: Config, sequences: int | None) -> Config:
 
 
 def check_model(cfg: Config) -> None:
-    """Checks every field alone, and the model as a whole, whose sizes that follow from others are then set.
+    """Check every field by itself, then the model as a whole. Fill in the model's sizes that follow from other sizes.
 
     Raises:
-        ConfigError: with the first rule that does not hold.
+        ConfigError: a rule does not hold; the message describes the first such rule.
     """
     _check_fields(cfg)
     _check_model(cfg.model)
 
 
 def _check_fields(cfg: Config) -> None:
-    """The choices and bounds that the schema declares beside its fields, section by section."""
+    """Check the choices and bounds that the schema declares for its fields, section by section."""
     for section in fields(cfg):
         value = getattr(cfg, section.name)
         for f in fields(value) if is_dataclass(value) else ():
@@ -114,9 +117,9 @@ def _check_field(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
 
 
 def _check_loggers(cfg: Config) -> None:
-    """What each logger's own `check` refuses."""
+    """Call the `check` function of each logger that has one."""
     for name in cfg.logger.names:
-        if name in registry.names("logger"):  # jsonl is no part: it is always written
+        if name in registry.names("logger"):  # jsonl is always written and is not registered
             getattr(registry.get("logger", name), "check", lambda cfg: None)(cfg)
 
 
@@ -163,7 +166,7 @@ def _check_model(m: ModelConfig) -> None:
         f"model.hidden_size={m.hidden_size} must be a multiple of model.num_attention_heads={m.num_attention_heads}, "
         "or set model.head_dim",
     )
-    in_part = m.qk_rope_head_dim is not None  # whose family has checked it
+    in_part = m.qk_rope_head_dim is not None  # only this part of a head is rotated; the family has checked its size
     require(in_part or m.head_dim % 2 == 0, f"model.head_dim={m.head_dim} must be even (RoPE rotates pairs)")
     if m.rope_scaling:
         kind = m.rope_scaling.get("rope_type", m.rope_scaling.get("type"))
@@ -205,7 +208,7 @@ _UNITS = {"b": 1} | {f"{p}{b}": base**n for n, p in enumerate("kmgt", 1) for b, 
 
 
 def _resolve_recompute(cfg: Config) -> None:
-    """Checks its keys; the budget becomes a number of bytes."""
+    """Check the keys of `recompute`, and convert `recompute.budget` to a number of bytes."""
     r = cfg.recompute
     every = r.every if isinstance(r.every, int) else None
     require(r.every == "auto" or (every or 0) >= 1, f"recompute.every={r.every}: must be at least 1, or auto")
@@ -221,10 +224,10 @@ def _resolve_recompute(cfg: Config) -> None:
 
 
 def parse_bytes(key: str, value: int | str) -> int:
-    """2GiB, 500MB, 1.5 GiB or a plain number as bytes.
+    """Return the number of bytes that a text such as 2GiB, 500MB, 1.5 GiB or a plain number describes.
 
     Raises:
-        ConfigError: it is none of these, or less than one byte; the line names `key`.
+        ConfigError: the value is none of these, or less than one byte; the message names `key`.
     """
     match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
     unit = _UNITS.get(match[2].lower() or "b") if match and match[1].count(".") <= 1 and match[1] != "." else None
@@ -261,7 +264,7 @@ def _check_train(cfg: Config) -> None:
 
 
 def _resolve_steps(cfg: Config) -> None:
-    """Fits and checks the keys that depend on `train.steps`."""
+    """Adjust and check the keys that depend on `train.steps`."""
     fit_warmup(cfg)
     t, optim = cfg.train, cfg.optim
     origin = "" if t.epochs is None else f" (train.epochs={t.epochs:g})"
@@ -296,12 +299,15 @@ def _check_precision(cfg: Config) -> None:
         _check_fp8(cfg)
 
 
-FP8_MULTIPLE = 16  # of every size of a matmul in fp8
+FP8_MULTIPLE = 16  # every dimension of an fp8 matmul must be a multiple of this number
 
 
 def _check_fp8(cfg: Config) -> None:
-    """What every model multiplies in fp8. A rank's matrices are known later (`fp8.check_shapes`): not every model with
-    experts has a dense MLP, nor every one with a latent such heads."""
+    """Check the matmul sizes that the configuration alone determines.
+
+    `fp8.check_shapes` later checks the actual matrices of a rank: a model with experts may have no dense MLP, and
+    latent attention has heads of other sizes.
+    """
     m, shapes = cfg.model, LocalShapes.of(cfg)
     sizes = {
         "model.hidden_size": m.hidden_size,

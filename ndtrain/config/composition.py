@@ -1,4 +1,4 @@
-"""How a `Config` comes from `conf/`, `recipes/`, plugins and the command line."""
+"""Composition of a `Config` from `conf/`, `recipes/`, plugins and the command line."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +22,10 @@ from ndtrain.config.typed import overridden, schema_with, typed
 
 
 def compose(*overrides: str) -> Config:
-    """The configuration of a run: `compose("recipe=llama_small", "mesh.fsdp=2")`. `Trainer` resolves it.
+    """Compose the configuration of a run: `compose("recipe=llama_small", "mesh.fsdp=2")`. `Trainer` resolves it.
 
     Raises:
-        ConfigError: as `load_config`, and for a list of overrides in place of several.
+        ConfigError: as in `load_config`, or an override is not a string (for example a list of overrides).
     """
     if others := [type(o).__name__ for o in overrides if not isinstance(o, str)]:
         raise ConfigError(f"compose takes overrides as strings, not a {others[0]}: compose(*overrides)")
@@ -33,20 +33,22 @@ def compose(*overrides: str) -> Config:
 
 
 def load_config(overrides: list[str], search: list[str] | None = None, base: SavedRun | None = None) -> Config:
-    """Composes `conf/config.yaml` with `overrides` (Hydra's command-line grammar) into a typed `Config`.
+    """Compose `conf/config.yaml` and `overrides` (in Hydra's command-line grammar) into a typed `Config`.
 
-    `search` lists further config folders, which may hold recipes of the user's own under `recipe/`. `base` is a saved
-    configuration in place of a recipe. Overrides that resume a run and name no recipe have that of the run.
+    Args:
+        search: additional config folders, which may contain the user's own recipes under `recipe/`.
+        base: a saved configuration, used instead of a recipe. None: if the overrides resume a run and name no recipe,
+            the configuration of that run.
 
     Raises:
-        ConfigError: an unknown key or option (the near miss is named), a value of the wrong type, a plugin that cannot
-            be loaded, or a saved configuration that cannot be used.
+        ConfigError: an unknown key or option, a value of the wrong type, a plugin that cannot be loaded, or a saved
+            configuration that cannot be used. For an unknown name the message suggests the closest match.
     """
     return compose_checked(check_overrides(overrides, search, base=base), search)
 
 
 def compose_checked(overrides: list[str], search: Sequence[str] | None = None) -> Config:
-    """As `load_config`, of overrides that `check_overrides` has returned.
+    """Compose a `Config` as `load_config` does, from overrides that `check_overrides` has returned.
 
     Raises:
         ConfigError: a value of the wrong type, or a file that cannot be composed.
@@ -67,14 +69,14 @@ def compose_checked(overrides: list[str], search: Sequence[str] | None = None) -
 
 
 def search_path(folders: Sequence[str] | None) -> list[str]:
-    """The override that makes Hydra look into these folders too; none without folders."""
+    """Return the override that adds these folders to Hydra's search path, as a list; empty if there are no folders."""
     paths = ",".join(f"'file://{Path(folder).resolve()}'" for folder in folders or [])
     return [f"hydra.searchpath=[{paths}]"] if paths else []
 
 
 @contextmanager
 def _hydra_values(cfg: DictConfig) -> Iterator[None]:
-    """Within it `${hydra:...}` has its values."""
+    """Make `${hydra:...}` resolve to the values of `cfg` within this context."""
     shared = HydraConfig.instance()
     before = shared.cfg
     shared.set_config(cfg)
@@ -92,11 +94,11 @@ def to_yaml(cfg: Config) -> str:
 
 
 def register_schema() -> None:
-    """Makes the schema, and the options that plugins add to groups, known to Hydra."""
+    """Register the schema, and the options that plugins add to groups, with Hydra."""
     _register(tuple((part.kind, part.name, part.config) for part in plugin_parts(*KINDS)))
 
 
-@lru_cache(maxsize=1)  # called again for other plugins alone
+@lru_cache(maxsize=1)  # runs again only if the plugins have changed
 def _register(parts: tuple[tuple[str, str, type | None], ...]) -> None:
     store = ConfigStore.instance()
     schema = schema_with(plugin_parts("callback", "attention_mod"))
@@ -105,12 +107,12 @@ def _register(parts: tuple[tuple[str, str, type | None], ...]) -> None:
         if kind in GROUPED:
             node = OmegaConf.structured(config or KINDS[kind].base)
             store.store(group=KINDS[kind].section, name=name, node=_named(node, name))
-        elif kind == "family" and config:  # with the keys of attention mods, which the schema's own model has
+        elif kind == "family" and config:  # joined with the keys of attention mods, which the schema's `model` has
             node = OmegaConf.structured(joined([config, OmegaConf.get_type(schema.model)]))
             store.store(group="model", name=name, node=_named(node, name, key="model_type"))
 
 
 def _named(node: DictConfig, name: str, key: str = "name") -> DictConfig:
-    """What a group's option stands for: the fields of a part's config with their defaults, and its name."""
+    """Return the node of a group's option: the fields of a part's config with their defaults, and the part's name."""
     node[key] = name
     return node

@@ -1,4 +1,4 @@
-"""Says what is wrong with a configuration that cannot be composed: one line with the file, the key and the fix."""
+"""Messages for a configuration that cannot be composed: one line with the file, the key and the fix."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,8 @@ from ndtrain.arguments import near
 from ndtrain.config.keys import Key, config_folders, group_options, known_keys, near_key
 from ndtrain.config.schema import ConfigError
 
-# what composing a wrong configuration raises; the last two are Hydra's for a defaults list that is none, or a circle
+# Errors raised while a wrong configuration is composed. Hydra raises the last two for an invalid or circular defaults
+# list.
 _COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
 _OF_NULL = ("'NoneType' object has no attribute 'get'", "Unexpected type for root: NoneType")
 _NULL = "the key is null, in a file or an earlier override, and takes no entries: leave the null out"
@@ -23,10 +24,10 @@ _NUMBERS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true o
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a file of the user's.
+    """Return the mapping in a YAML file of the user.
 
     Raises:
-        ConfigError: it is not YAML, or no mapping.
+        ConfigError: the file cannot be read, is not YAML, or holds something other than a mapping.
     """
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -45,24 +46,26 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def wrong_configuration(error: Exception, overrides: Sequence[str]) -> bool:
-    """Whether composing raised it because of what the user wrote."""
+    """Return True if an error raised during composition is due to the user's files or overrides."""
     return isinstance(error, _COMPOSING) or bool(_entries_of_null(error, overrides))
 
 
 def _entries_of_null(error: BaseException, overrides: Sequence[str]) -> str:
-    """The override that adds entries to a free-form key that is null; "" for another error. OmegaConf has no error of
-    its own for that: its code fails."""
+    """Return the override that adds entries to a free-form key whose value is null; "" if the error has another cause.
+
+    OmegaConf does not check for this case, so its code fails with an AttributeError or AssertionError.
+    """
     if not isinstance(error, AttributeError | AssertionError) or not str(error).startswith(_OF_NULL):
         return ""
     return next((o.lstrip("+") for o in overrides if o.startswith("++") and not o.endswith("=null")), "")
 
 
 def one_line(error: BaseException, search: Sequence[str] | None = None, overrides: Sequence[str] = ()) -> str:
-    """The line for an error of Hydra or OmegaConf.
+    """Return the one-line message for an error of Hydra or OmegaConf.
 
     Args:
-        search: the folders of `--config-dir`, in which the file at fault is looked for.
-        overrides: those of the command, which name files of these folders.
+        search: the folders of `--config-dir`, which may contain the wrong file.
+        overrides: the overrides on the command line, which may name files in these folders.
     """
     if isinstance(error, yaml.YAMLError):
         return _not_yaml(error)
@@ -83,7 +86,7 @@ def one_line(error: BaseException, search: Sequence[str] | None = None, override
 
 
 def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping[str, Key]) -> str:
-    """A key or value that the schema refuses, in a file or, without `path`, on the command line."""
+    """Return the message for a key or value that the schema refuses, in the file `path` or, if None, in an override."""
     key = error.full_key or ""
     if path and path.parent.name == "recipe" and key == "recipe":
         return f"{path}: its first line must be `{PACKAGE}`, without which its keys stand below `recipe`"
@@ -122,8 +125,10 @@ def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping
 
 
 def _wrong_defaults(text: str, error: BaseException, paths: Sequence[Path], folders: Sequence[Path]) -> str:
-    """A defaults list that is none, names its own file, or names a group as if it stood in the file's folder. Empty:
-    another error."""
+    """Return the message for a wrong defaults list; "" for another error.
+
+    The list may be invalid, lead to its own file, or name a group without the leading slash.
+    """
     groups = group_options(folders)
     if isinstance(error, RecursionError):
         return f"{' or '.join(map(str, paths))}: its defaults list leads back to itself: name another recipe there"
@@ -145,7 +150,11 @@ def _wrong_defaults(text: str, error: BaseException, paths: Sequence[Path], fold
 
 
 def _wrong_choice(text: str, paths: Sequence[Path], folders: Sequence[Path]) -> str:
-    """A group or option, in the defaults list of one of the files `paths`, that there is not."""
+    """Return the message for a group or option that does not exist or is chosen twice, by default Hydra's own text.
+
+    Args:
+        paths: the files whose defaults lists may name it.
+    """
     groups = group_options(folders)
     if match := re.match(r"Could not (?:find|load) '(.*)/([^/]*)'", text):
         group, option = match[1].strip("/"), match[2]
@@ -179,20 +188,20 @@ def _not_yaml(error: yaml.YAMLError, path: Path | None = None) -> str:
 
 
 def _file_of(config: str, folders: Sequence[Path]) -> Path | None:
-    """The file of a config by Hydra's name, `recipe/mine`; the user's where there are several."""
+    """Return the file of a config by its name in Hydra, `recipe/mine`. If there are several, prefer the user's file."""
     paths = [folder / f"{config.removesuffix('.yaml')}.yaml" for folder in reversed(folders)]
     return next((path for path in paths if path.is_file()), None)
 
 
 def _file_with(key: str | None, paths: Sequence[Path], overrides: Sequence[str]) -> Path | None:
-    """The file that sets a key, unless an override sets it too."""
+    """Return the file that sets a key; None if no file does, or if an override sets the key too."""
     if not key or any(o.lstrip("+").startswith(f"{key}=") for o in overrides):
         return None
     return next((path for path in paths if _line_of(path, key)), None)
 
 
 def _mention(word: str, paths: Sequence[Path], unless: str = "\n") -> str:
-    """`file:line: ` of the first line with the word, and without the word `unless`, in these files; or nothing."""
+    """Return `file:line: ` of the first line that contains `word` but not `unless`; "" if there is no such line."""
     for path in paths:
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
             text = line.partition("#")[0]
@@ -202,7 +211,7 @@ def _mention(word: str, paths: Sequence[Path], unless: str = "\n") -> str:
 
 
 def _line_of(path: Path, key: str) -> str:
-    """`:line` of a dotted key in a file; of a file of a group its keys may stand without the group's name."""
+    """Return `:line` of a dotted key in a file; "" if it is not there. Files of a group may omit the group's name."""
     names = key.split(".")
     for wanted in (names, names[1:]):
         node, line = yaml.compose(path.read_text(errors="replace")), None
@@ -219,7 +228,7 @@ def _line_of(path: Path, key: str) -> str:
 
 
 def _value_for_a_section(path: Path, keys: Mapping[str, Key]) -> str:
-    """The first key of a file that is a section and has a plain value there; empty: there is none."""
+    """Return the first key of a file that names a section but has a plain value; "" if there is no such key."""
     for key, value in read_yaml(path).items():
         if key in keys and keys[key].section and not isinstance(value, dict):
             return key
@@ -227,5 +236,5 @@ def _value_for_a_section(path: Path, keys: Mapping[str, Key]) -> str:
 
 
 def _below(section: str, keys: Mapping[str, Key]) -> str:
-    """A key of the section, for an example."""
+    """Return a key of the section, for an example in a message."""
     return next((key for key in keys if key.startswith(f"{section}.")), f"{section}.KEY")

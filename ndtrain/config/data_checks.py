@@ -1,4 +1,4 @@
-"""The keys of `data`, checked without reading any file."""
+"""Checks of the keys of `data` that read no files."""
 
 from collections.abc import Sequence
 from datetime import date
@@ -7,10 +7,10 @@ from ndtrain.config.schema import TOKEN_SOURCES, DataConfig, require
 
 
 def check_data(data: DataConfig) -> None:
-    """Checks the keys of `data`, or of one corpus of a blend, without reading any file.
+    """Check the keys of `data`, or of one corpus of a blend, without reading any file.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: a key has an invalid value; the message names the key.
     """
     name = data.name
     if name in TOKEN_SOURCES and name != "bin":
@@ -65,7 +65,7 @@ def _check_chat(data: DataConfig) -> None:
 
 
 def _check_token_files(data: DataConfig) -> None:
-    """Checks the keys of files in the format of another program."""
+    """Check the keys for token files in the format of another program."""
     name = data.name
     require(
         bool(data.path or data.paths),

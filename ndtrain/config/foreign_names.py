@@ -1,10 +1,13 @@
-"""The words of other trainers, and what they are called here: torchtitan, Megatron-LM, nanotron, Hugging Face's
-TrainingArguments, and everyday ones. They make suggestions for keys and values that do not exist."""
+"""Names of keys and values in other trainers, with their names in ndtrain, to suggest fixes for unknown ones.
+
+The other trainers are torchtitan, Megatron-LM, nanotron and Hugging Face's TrainingArguments. Everyday words are
+included too.
+"""
 
 from collections.abc import Collection, Iterable
 
-# a key of ours, or overrides with a remark behind a semicolon -> the names that mean it. A name without a dot is known
-# below any section too: `optim.learning_rate`, `parallelism.tensor_parallel_degree`
+# ndtrain's key, or overrides with a remark after a semicolon -> its names elsewhere. A name without a dot is also
+# recognised in any section: `optim.learning_rate`, `parallelism.tensor_parallel_degree`.
 _MEANINGS: dict[str, str] = {
     "mesh.tp": "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
     "mesh.pp": "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
@@ -111,7 +114,7 @@ _MEANINGS: dict[str, str] = {
 }  # fmt: skip
 FOREIGN = {name: meaning for meaning, names in _MEANINGS.items() for name in names.split()}
 
-_VALUES: dict[str, str] = {  # a value of ours -> what others call it
+_VALUES: dict[str, str] = {  # ndtrain's value -> its names elsewhere
     "bf16": "fp16 float16 half bfloat16 bf16_mixed",
     "fp32": "float32 float single tf32",
     "fp64": "float64 double",
@@ -151,9 +154,12 @@ _INSTEAD = {  # values that belong to another key
 
 
 def meaning_of(key: str, known: Collection[str]) -> str:
-    """A hint on a key that does not exist: `did you mean 'optim.lr'? `, or `use ...; `. Empty if the name is unknown.
+    """Return a hint for a key that does not exist: `did you mean 'optim.lr'? `, or `use ...; `. "" if there is none.
 
-    Another trainer's whole name counts first, then a key of ours that ends alike, then the end of the other's name.
+    Try three ways in this order:
+    - The whole name is a name in other trainers.
+    - Exactly one known key ends in the same part.
+    - The last part of the name is a name in other trainers.
     """
     name = _plain(key)
     end = name.rpartition(".")[2]
@@ -166,7 +172,7 @@ def meaning_of(key: str, known: Collection[str]) -> str:
 
 
 def meaning_of_value(key: str, value: str, known: Iterable[str]) -> str:
-    """A hint on a value that a key does not have, `did you mean 'bf16'? `. Empty if the word is unknown."""
+    """Return a hint for an invalid value of a key, `did you mean 'bf16'? `; "" if the word is unknown."""
     word = _plain(value)
     word = _OURS.get(word, word)
     instead = _INSTEAD.get((key, word))

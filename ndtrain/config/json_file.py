@@ -1,4 +1,4 @@
-"""JSON files that ndtrain did not just write: read as data, bounded in size and depth, refused in one line."""
+"""Reading of JSON files that may be damaged or foreign: size and depth are bounded, and errors are one line."""
 
 import json
 from collections.abc import Iterable
@@ -8,16 +8,15 @@ from typing import Any
 from ndtrain.config.schema import ConfigError
 
 _LONGEST = 256 << 20  # bytes; the state.json of a model with 100,000 tensors has about 50 MB
-_DEEPEST = 64  # lists and objects in one another
+_DEEPEST = 64  # levels of nested lists and objects
 
 
 class JsonError(ConfigError):
-    """A JSON file that cannot be used; the message is one line that names it."""
+    """The error of a JSON file that cannot be used. The message is one line that names the file."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the object that a JSON file holds. Its strings can be encoded, and it is nested so little that code may
-    recurse over it.
+    """Return the object in a JSON file. Its strings can be encoded, and its depth is small enough for recursion.
 
     Raises:
         JsonError: the file cannot be read, is too large, is nested too deeply, or holds no JSON object.
@@ -33,13 +32,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: bytes, source: str) -> dict[str, Any]:
-    """Returns the object that a JSON text holds, as `read_object` does.
+    """Return the object in a JSON text, as `read_object` does for a file.
 
     Args:
-        source: where the text is from, for the error.
+        source: name of the text's origin, for error messages.
 
     Raises:
-        JsonError: as `read_object`.
+        JsonError: as in `read_object`.
     """
     try:
         content = json.loads(text)
@@ -53,11 +52,11 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
 
 
 def _check(content: Any) -> None:
-    """Checks the depth and the strings, level by level.
+    """Check the depth and the strings, level by level.
 
     Raises:
-        RecursionError: more than `_DEEPEST` levels.
-        ValueError: a string with half of a surrogate pair, which cannot be printed.
+        RecursionError: there are more than `_DEEPEST` levels.
+        ValueError: a string contains half of a surrogate pair, which cannot be printed.
     """
     level = [content]
     for _ in range(_DEEPEST):

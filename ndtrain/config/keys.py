@@ -1,4 +1,4 @@
-"""The names that a configuration may use: keys of the schema, groups and their options, and where their files are."""
+"""The names that a configuration may use: keys of the schema, groups, options, and the folders of their files."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -11,7 +11,7 @@ from ndtrain.config.schema import Config, ConfigError
 
 
 def conf_dir() -> Path:
-    """The folder of Hydra groups: inside an installed wheel, else at the repository root."""
+    """Return the folder of Hydra groups: inside an installed wheel, else at the repository root."""
     here = Path(__file__).resolve().parent.parent
     for candidate in (here / "conf", here.parent / "conf"):
         if (candidate / "config.yaml").is_file():
@@ -20,12 +20,12 @@ def conf_dir() -> Path:
 
 
 def config_folders(search: Sequence[str] | None = None) -> list[Path]:
-    """The shipped folder of groups, and those that `--config-dir` names."""
+    """Return the shipped folder of groups, followed by the folders given with `--config-dir`."""
     return [conf_dir(), *map(Path, search or [])]
 
 
 def group_options(folders: Iterable[Path]) -> dict[str, set[str]]:
-    """group -> the options that its files and the loaded plugins offer."""
+    """Return group -> its options, from files in the folders and from loaded plugins."""
     groups: dict[str, set[str]] = {}
     for folder in folders:
         for path in folder.glob("*/*.yaml"):
@@ -37,12 +37,12 @@ def group_options(folders: Iterable[Path]) -> dict[str, set[str]]:
 
 @dataclass(frozen=True)
 class Key:
-    """What is known of a key.
+    """The type and the valid values of a key.
 
     Attributes:
-        kind: its type as it is written, `int | None`; empty for a section, which has keys below it.
-        choices: its values, where only some are valid.
-        part: the kind of registered parts whose names are values too; they are imported only when they are asked for.
+        kind: the type as it is written, `int | None`; empty for a section, which contains other keys.
+        choices: the valid values. Empty: any value of the type.
+        part: a kind of registered parts whose names are valid values too. Its modules are imported only when needed.
     """
 
     kind: str = ""
@@ -55,27 +55,27 @@ class Key:
 
     @property
     def free_form(self) -> bool:
-        """Whether it may have any keys below it."""
+        """True if the key is a dict in which users may choose the keys."""
         return "dict[" in self.kind
 
     @property
     def listed(self) -> bool:
-        """Whether it is a list, and nothing else."""
+        """True if the value has to be a list (or null)."""
         return self.kind.removesuffix(" | None").startswith("list[")
 
     @property
     def whole(self) -> bool:
-        """Whether it is a whole number, and nothing else."""
+        """True if the value has to be an integer (or null)."""
         return self.kind.removesuffix(" | None") == "int"
 
     @property
     def optional(self) -> bool:
-        """Whether null is a value."""
+        """True if the value may be null."""
         return "None" in self.kind or "Optional" in self.kind
 
 
 def known_keys() -> dict[str, Key]:
-    """Every dotted key of the schema, and those of every plugin's config."""
+    """Return all dotted keys of the schema and of the loaded plugins' configs."""
     keys = _keys_of(Config) | {"callbacks": Key()}
     for part in plugin_parts(*KINDS):
         section = KINDS[part.kind].section
@@ -101,8 +101,10 @@ def _keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
 
 
 def near_key(key: str, known: Mapping[str, Key], groups: Iterable[str] = ()) -> str:
-    """A hint on a key that does not exist, or nothing: by its meaning, else by its spelling. Keys of the same section
-    come first."""
+    """Return a hint for a key that does not exist; "" if no known key is similar.
+
+    Compare meanings first (names in other trainers), then spellings. Keys of the same section are preferred.
+    """
     if hint := meaning_of(key, [*known, *groups]):
         return hint
     section = key.rpartition(".")[0]

@@ -1,5 +1,7 @@
-"""Lengths that two keys must agree on: of a sequence and the model's positions, of the warmup and the run, and of the
-run in steps and in epochs."""
+"""Checks of lengths that depend on each other.
+
+The sequence must fit the model's positions, the warmup must fit the run, and the run is given in steps or in epochs.
+"""
 
 import math
 
@@ -7,7 +9,7 @@ from ndtrain.config.schema import Config, ConfigError, require
 
 
 def choose_length(cfg: Config) -> None:
-    """Decides between `train.steps` and `train.epochs`. The one that the user has given replaces a recipe's other one.
+    """Choose between `train.steps` and `train.epochs`. A key given by the user overrides the recipe's other key.
 
     Raises:
         ConfigError: the user has given both, or the data has no epochs.
@@ -28,17 +30,17 @@ def choose_length(cfg: Config) -> None:
 
 
 def steps_of(epochs: float, sequences: int, global_batch: int) -> int:
-    """Returns the steps in which every sequence is read `epochs` times. The last one goes on into the next epoch."""
+    """Return the number of steps that read every sequence `epochs` times. The last step may reach into a next epoch."""
     return max(1, math.ceil(epochs * sequences / global_batch * (1 - 1e-12)))
 
 
 def check_positions(cfg: Config) -> None:
-    """Checks that a sequence has no more tokens than the model has positions.
+    """Check that a sequence has no more tokens than the model has positions.
 
-    A checkpoint's config.json names the positions, and other programs allow no more.
+    The number of positions is written to a checkpoint's config.json, and other programs accept no longer sequences.
 
     Raises:
-        ConfigError: it has.
+        ConfigError: the sequence is longer.
     """
     length, positions = cfg.train.seq_len, cfg.model.max_position_embeddings
     if length <= positions:
@@ -60,7 +62,7 @@ def check_positions(cfg: Config) -> None:
 
 
 def fit_warmup(cfg: Config) -> None:
-    """Shortens a recipe's warmup where the user has given a shorter run and no warmup. A note says so."""
+    """Shorten a recipe's warmup, with a note, if the user has given a shorter run but no warmup."""
     optim, given = cfg.optim, cfg.given
     length = cfg.train.steps if optim.decay_steps is None else optim.decay_steps
     shortened = "train.steps" in given or "optim.decay_steps" in given or cfg.train.epochs is not None

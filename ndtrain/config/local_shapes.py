@@ -1,4 +1,4 @@
-"""The sizes of what one rank computes of a microbatch, from the configuration alone."""
+"""The sizes of a rank's tensors for one microbatch, derived from the configuration alone."""
 
 from dataclasses import dataclass
 
@@ -6,23 +6,23 @@ from ndtrain.config.schema import Config, resolved
 
 
 def shards_stream(cfg: Config) -> bool:
-    """Whether tp ranks hold different tokens of the residual stream."""
+    """Return True if the tp ranks hold different tokens of the residual stream."""
     return cfg.mesh.tp > 1 and cfg.tp.sequence_parallel
 
 
 @dataclass(frozen=True)
 class LocalShapes:
-    """Sizes on one rank, for one microbatch. All ranks have the same, but for an uneven vocabulary.
+    """Sizes on one rank, for one microbatch. All ranks have the same sizes, except with an uneven vocabulary.
 
     Attributes:
-        tokens: of its part of the sequences.
+        tokens: number of tokens in the rank's part of the sequences.
         stream: (tokens, hidden_size) of the residual stream; sequence parallelism divides the tokens among tp ranks.
-        heads, kv_heads: of its matmuls. K/V heads that several ranks need are held by each of them.
-        intermediate_size: of its matmuls.
-        routed_tokens: whose rows its experts compute.
-        expert_parts: ranks that each have a slice of an expert.
-        core_length: positions of one call of the attention core, which Ulysses gathers.
-        core_heads, core_kv_heads: heads of that call, which Ulysses divides.
+        heads, kv_heads: number of heads in the rank's matmuls. If several ranks need a K/V head, each of them holds it.
+        intermediate_size: width of the rank's MLP.
+        routed_tokens: number of tokens that the rank routes to experts.
+        expert_parts: number of ranks that share one expert, each with a slice of it.
+        core_length: number of positions in one call of the attention core, after Ulysses has gathered them.
+        core_heads, core_kv_heads: number of heads in one call of the attention core, after Ulysses has divided them.
     """
 
     tokens: int
@@ -38,7 +38,7 @@ class LocalShapes:
 
     @classmethod
     def of(cls, cfg: Config) -> "LocalShapes":
-        """Of a configuration whose mesh and micro_batch are resolved. `cp.ulysses=null` counts as 1."""
+        """Compute the sizes for a configuration with resolved mesh and micro_batch. `cp.ulysses=null` counts as 1."""
         m, t, mesh = cfg.model, cfg.train, cfg.mesh
         parts = lambda dim: mesh.tp if cfg.layout.rules.get(dim) == "tp" else 1
         ulysses = cfg.cp.ulysses or 1

@@ -1,4 +1,4 @@
-"""The mesh of a run: its sizes for the ranks started, and what each axis must divide."""
+"""The mesh of a run: its sizes for the number of ranks, and the sizes that each axis must divide."""
 
 import math
 
@@ -36,7 +36,7 @@ def resolve_mesh(cfg: Config, world_size: int) -> None:
 
 
 def check_ep(cfg: Config) -> None:
-    """Experts are shared by ranks that the data axes have already."""
+    """Check `mesh.ep` and its keys in `moe`. The ep ranks are a subset of the ranks on the data axes."""
     mesh, moe, experts = cfg.mesh, cfg.moe, cfg.model.num_experts
     require(
         moe.overlap or moe.parts == MoEConfig().parts,
@@ -66,8 +66,11 @@ def check_ep(cfg: Config) -> None:
 
 
 def resolve_micro_batch(cfg: Config) -> None:
-    """null becomes a rank's whole share of the global batch, because fewer passes take less time. A pipeline needs
-    several microbatches to be full: two for each of its ranks, or more where that does not divide the share."""
+    """Set `train.micro_batch` if it is null.
+
+    Without pipeline it becomes a rank's whole share of the global batch, because fewer passes take less time. A
+    pipeline needs several microbatches to be full: at least two per pipeline rank, in a number that divides the share.
+    """
     t, mesh = cfg.train, cfg.mesh
     if t.micro_batch is None:
         share = max(1, t.global_batch // (mesh.dp * mesh.fsdp))
@@ -75,13 +78,13 @@ def resolve_micro_batch(cfg: Config) -> None:
         t.micro_batch = share // next(n for n in range(least, share + 1) if share % n == 0)
 
 
-_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab", "shared_mlp", "expert_mlp")  # the dims that tp's ops can shard
+_TP_DIMS = ("heads", "kv_heads", "mlp", "vocab", "shared_mlp", "expert_mlp")  # the dims that tp can shard
 
 
 def check_rules(rules: dict[str, str | None]) -> None:
     for dim, axis in rules.items():
         key = f"layout.rules.{dim}"
-        if dim not in _TP_DIMS:  # not `require`, which would search for what is alike each time
+        if dim not in _TP_DIMS:  # not `require`, which would search for similar names even if the dim is valid
             raise ConfigError(f"{key}: no such dim to cut; {near(dim, list(_TP_DIMS))}known: {', '.join(_TP_DIMS)}")
         require(axis is None or axis in AXES, f"{key}={axis}: no such axis; known: {', '.join(AXES)}, null")
         require(axis in (None, "tp"), f"{key}={axis}: only tp shards dims: set it to tp or null")
@@ -113,7 +116,8 @@ def check_tp(cfg: Config) -> None:
             not cfg.tp.sequence_parallel,
             "layout.rules.heads=null: attention on every rank needs the whole stream: set tp.sequence_parallel=false",
         )
-    if rules.get("mlp") and m.num_experts is None:  # experts are whole; of dense layers among them the layouts tell
+    # With experts, building the layouts checks the dense layers; this rule does not shard the experts.
+    if rules.get("mlp") and m.num_experts is None:
         require(
             m.intermediate_size % tp == 0, f"mesh.tp={tp} must divide model.intermediate_size={m.intermediate_size}"
         )

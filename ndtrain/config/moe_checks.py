@@ -1,17 +1,17 @@
-"""How the experts of a run are balanced."""
+"""Checks and defaults of the load balancing of experts."""
 
 from ndtrain.config import registry
 from ndtrain.config.schema import Config, MoEConfig, require, written
 
-SEQUENCE_COEF = 0.001  # of balance=sequence, where none is given
+SEQUENCE_COEF = 0.001  # default of moe.aux_coef with balance=sequence
 
 
 def resolve_balance(cfg: Config) -> None:
-    """Fills in `moe.balance` and `moe.aux_coef` of a model with experts.
+    """Fill in `moe.balance` and `moe.aux_coef` for a model with experts.
 
     Raises:
-        ConfigError: a dense model with keys of experts, a loss that the family does not have, or a coefficient of one
-            that there is not.
+        ConfigError: a dense model has keys of `moe`, or the family does not have the chosen loss. Also if
+            `moe.aux_coef` is set for a balance without that loss, or `moe.upcycle` without `init_from`.
     """
     moe = cfg.moe
     family = registry.get("family", cfg.model.model_type)

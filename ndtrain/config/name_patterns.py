@@ -1,4 +1,4 @@
-"""Factors that parameters get by shell patterns of their names, which are those of a checkpoint."""
+"""Factors for parameters, chosen by shell patterns of their names in a checkpoint."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,15 +11,16 @@ Factors = Mapping[str, float] | None  # shell pattern of names -> factor
 
 
 def factor_of(factors: Factors, name: str) -> float:
-    """That of the last pattern that the name matches, so that an override goes before what a recipe says; else 1."""
+    """Return the factor of the last pattern that matches the name, so an override beats a recipe; 1 if none matches."""
     matching = [factor for pattern, factor in (factors or {}).items() if fnmatchcase(name, pattern)]
     return matching[-1] if matching else 1.0
 
 
 def check_factors(key: str, factors: Factors) -> None:
-    """
+    """Check that every factor of a key is finite and not negative.
+
     Raises:
-        ConfigError: a factor of the key is negative, infinite or no number.
+        ConfigError: a factor is negative, infinite or not a number.
     """
     for pattern, factor in (factors or {}).items():
         fits = math.isfinite(factor) and factor >= 0
@@ -27,11 +28,12 @@ def check_factors(key: str, factors: Factors) -> None:
 
 
 def check_patterns(key: str, factors: Factors, names: Iterable[str]) -> None:
-    """A pattern has to match the name of a parameter. One with a factor of 1 need not: it takes back what a recipe says
-    of another model.
+    """Check that every pattern of a key matches the name of a parameter, to detect misspelt patterns.
+
+    Patterns with a factor of 1 are not checked: they may undo a recipe's pattern that was written for another model.
 
     Raises:
-        ConfigError: a pattern of the key does not, as a misspelt one would not.
+        ConfigError: a pattern matches no name.
     """
     names = list(names)
     for pattern, factor in (factors or {}).items():

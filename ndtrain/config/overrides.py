@@ -1,4 +1,7 @@
-"""Checks overrides before Hydra sees them: its own messages lack the near miss, and it accepts any key behind a `+`."""
+"""Checks of overrides before Hydra parses them.
+
+Hydra's own messages do not suggest the closest match, and it accepts any key after a `+`.
+"""
 
 import itertools
 import re
@@ -25,20 +28,20 @@ from ndtrain.config.typed import store_loggers
 def check_overrides(
     overrides: list[str], search: list[str] | None = None, hydra: bool = False, base: SavedRun | None = None
 ) -> list[str]:
-    """Loads the plugins that the overrides or the recipe name. Checks the names of keys and group options.
+    """Load the plugins that the overrides or the recipe name, and check the names of keys and group options.
 
-    Overrides that resume a run and name no recipe take the run's own configuration in place of one.
+    If the overrides resume a run and name no recipe, the saved configuration of that run replaces the recipe.
 
     Args:
-        hydra: Hydra runs the job (`--multirun`, `--cfg`): sweeps and `hydra.*` mean something.
-        base: the saved configuration that the overrides change. None: that of the run that they resume, if any.
+        hydra: True if Hydra runs the job (`--multirun`, `--cfg`). Sweeps and the keys `hydra.*` are then allowed.
+        base: the saved configuration that the overrides change. None: the configuration of the resumed run, if any.
 
     Returns:
-        The overrides for Hydra: a key of a free-form dict (rope_scaling, layout.rules) is marked as an addition.
+        The overrides for Hydra. Keys of free-form dicts (rope_scaling, layout.rules) are marked as additions.
 
     Raises:
-        ConfigError: naming the first unknown key or option and its near miss, a plugin that cannot be loaded, an
-            override that means nothing here, or a run to resume whose configuration cannot be used.
+        ConfigError: an unknown key or option (the message suggests the closest match), or a plugin that cannot be
+            loaded. Also an override without effect here, or a run to resume whose configuration cannot be used.
     """
     folders = config_folders(search)
     parsed = [_parse(override, group_options(folders)) for override in overrides]
@@ -53,8 +56,10 @@ def check_overrides(
 
 
 def sweep_jobs(overrides: list[str]) -> list[list[str]]:
-    """The overrides of each job of a sweep, in the order in which Hydra's own sweeper runs them. Empty: another
-    sweeper chooses the values, or only Hydra can list them."""
+    """Return the overrides of each job of a sweep, in the order in which Hydra's own sweeper runs the jobs.
+
+    Return an empty list if another sweeper chooses the values, or if only Hydra can list them.
+    """
     choices = []
     for o in OverridesParser.create().parse_overrides(overrides):
         if o.key_or_group == "hydra/sweeper" or (o.is_sweep_override() and not _can_be_listed(o)):
@@ -65,7 +70,7 @@ def sweep_jobs(overrides: list[str]) -> list[list[str]]:
 
 
 def _can_be_listed(override: Override) -> bool:
-    """Whether it names its values: interval() does not, and glob() needs Hydra's folders."""
+    """Return True if the override lists its values: interval() does not, and glob() needs Hydra's folders."""
     return override.is_discrete_sweep() and "glob(" not in (override.input_line or "")
 
 
@@ -86,7 +91,11 @@ def _parse(override: str, groups: Mapping[str, set[str]]) -> Override:
 
 
 def _plugins_named(given: Mapping[str, Any], recipe: Mapping[str, Any], where: str) -> list[str]:
-    """The modules of the key `plugins`: the override's, else the recipe's."""
+    """Return the modules in the key `plugins` of the overrides or, if they do not set it, of the recipe.
+
+    Args:
+        where: prefix of messages about the recipe.
+    """
     where = "" if "plugins" in given else where
     modules = given.get("plugins", recipe.get("plugins")) or []
     if not isinstance(modules, list):
@@ -95,20 +104,25 @@ def _plugins_named(given: Mapping[str, Any], recipe: Mapping[str, Any], where: s
 
 
 def _values(parsed: Sequence[Override]) -> dict[str, Any]:
-    """Key -> value of what is no sweep."""
+    """Return key -> value of the overrides that are not sweeps."""
     return {o.key_or_group: o.value() for o in parsed if not o.is_sweep_override()}
 
 
 def _recipe(given: Mapping[str, Any], folders: Sequence[Path]) -> tuple[dict[str, Any], str]:
-    """What the chosen recipe's own file says, and that file for a message; nothing without a recipe."""
+    """Return the content of the chosen recipe's file, and `file: ` for messages; both empty without a recipe."""
     name = given.get("recipe")
     paths = [path for folder in folders if (path := folder / "recipe" / f"{name}.yaml").is_file()]
     return (read_yaml(paths[0]), f"{paths[0]}: ") if paths else ({}, "")
 
 
 def _check_init_from(given: Mapping[str, Override], recipe: Mapping[str, Any]) -> None:
-    """A model, or a field of it, beside `init_from` would have no effect: the folder says what the model is. With
-    `moe.upcycle` the run does."""
+    """Check that the user sets no key of `model` together with `init_from`, because it would have no effect.
+
+    The model is described by the config.json in the folder, or by the run's own keys with `moe.upcycle`.
+
+    Raises:
+        ConfigError: a key of `model` is set together with `init_from`, without `moe.upcycle`.
+    """
     upcycle = given["moe.upcycle"].value() if "moe.upcycle" in given else (recipe.get("moe") or {}).get("upcycle")
     if upcycle:
         return
@@ -123,7 +137,7 @@ def _check_init_from(given: Mapping[str, Override], recipe: Mapping[str, Any]) -
 def _check(
     override: Override, keys: Mapping[str, Key], groups: Mapping[str, set[str]], folders: Sequence[Path], hydra: bool
 ) -> str:
-    """The override for Hydra."""
+    """Check an override, and return it as Hydra has to get it."""
     key = override.key_or_group
     if key.replace("/", ".").partition(".")[0] == "hydra":
         return _check_hydra_key(override, hydra)
@@ -155,7 +169,10 @@ def _sweep_in_one_run(override: Override, keys: Mapping[str, Key]) -> str:
 
 
 def _check_deletion(override: Override, keys: Mapping[str, Key], groups: Mapping[str, set[str]]) -> str:
-    """Only keys of free-form dicts can be deleted: every other one has a default, to which it would return."""
+    """Check a deletion `~key`, and return it.
+
+    Only keys of free-form dicts can be deleted. Any other key has a default, which would apply again.
+    """
     key, line = override.key_or_group, override.input_line or ""
     if key in groups:
         raise ConfigError(f"{line}: a group cannot be left out; choose another: {key}={'/'.join(sorted(groups[key]))}")
@@ -190,7 +207,7 @@ def _check_group(override: Override, known: set[str], folders: Sequence[Path]) -
 
 
 def _misplaced(group: str, value: str, known: set[str], folders: Sequence[Path]) -> str:
-    """A hint for a file that is named by its path, or that does not stand in the folder of its group."""
+    """Return a hint if the value is the path of a file, or if the file is not in the folder of its group; else ""."""
     name = Path(value).stem if value.endswith((".yaml", ".yml")) or "/" in value else value
     if name in known and name != value:
         return f"write {group}={name}, without folder and ending; "
@@ -205,7 +222,7 @@ def _misplaced(group: str, value: str, known: set[str], folders: Sequence[Path])
 
 
 def _parents(key: str) -> list[str]:
-    """The key itself and the sections that it stands in, the innermost first."""
+    """Return the key itself and the sections that contain it, innermost first."""
     return [key.rsplit(".", n)[0] for n in range(key.count(".") + 1)]
 
 
@@ -232,8 +249,10 @@ def _check_key(override: Override, keys: Mapping[str, Key], groups: Mapping[str,
 
 
 def _with_whole_numbers(override: Override) -> str:
-    """The override of an integer key with its whole numbers written as such: `train.steps=1e3` is 1000. What is no
-    whole number is left for the schema to refuse."""
+    """Return the override of an integer key with numbers such as 1e3 written as integers: `train.steps=1000`.
+
+    Any other value is unchanged, and the schema refuses it later.
+    """
     values = [*override.sweep_string_iterator()] if _can_be_listed(override) else [override.get_value_string()]
     whole = [_whole_number(text) for text in values]
     if whole == values or override.is_delete():
@@ -242,7 +261,7 @@ def _with_whole_numbers(override: Override) -> str:
 
 
 def _whole_number(text: str) -> str:
-    """A number such as 1e3 or 4.0 as an integer, 1000; any other text as it is."""
+    """Return a whole number such as 1e3 or 4.0 written as an integer, 1000 or 4. Return any other text unchanged."""
     if not re.fullmatch(r"[+-]?[0-9_]*\.?[0-9]*(e[+-]?[0-9]{1,3})?", text, re.IGNORECASE):
         return text
     try:

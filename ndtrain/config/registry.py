@@ -1,4 +1,4 @@
-"""The parts that a run can be built from, by kind and name. What ndtrain ships is registered as a user's plugin is.
+"""The parts that a run can be built from, by kind and name. ndtrain's own parts are registered like a user's plugins.
 
 | kind          | what is registered                          | what selects it         | base of its config |
 |---------------|---------------------------------------------|-------------------------|--------------------|
@@ -22,16 +22,16 @@ from typing import Any
 
 from ndtrain.config.schema import ConfigError, DataConfig, LoggerConfig, ModelConfig, ObjectiveConfig, OptimConfig
 
-ENTRY_POINTS = "ndtrain.plugins"  # the group of entry points that an installed package announces its plugins in
+ENTRY_POINTS = "ndtrain.plugins"  # the group of entry points in which an installed package lists its plugins
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is particular to one kind of part.
+    """The properties of one kind of part.
 
     Attributes:
-        section: the section of the configuration that a part's own fields stand in.
-        base: the class that a part's config must be a subclass of; None: any dataclass.
+        section: the section of the configuration that contains a part's own fields.
+        base: the class that a part's config must extend; None: any dataclass is accepted.
         shipped: the module that registers ndtrain's own parts of this kind.
     """
 
@@ -52,18 +52,19 @@ KINDS = {
 }
 
 
-# The kinds of which a section's `name` selects one part, as an option of the group that has the section's name.
+# The kinds whose parts are options of a config group. The group is named like the section; the section's key `name`
+# selects the part.
 GROUPED = ("objective", "optimizer", "source", "logger")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One registered part.
+    """A registered part.
 
     Attributes:
         value: the class, function or object.
-        config: the dataclass of its section of the configuration; None: the section has no fields of its own.
-        module: where it was registered.
+        config: the dataclass with the part's own fields; None: the part has no fields of its own.
+        module: the module that registered the part.
     """
 
     kind: str
@@ -75,14 +76,14 @@ class Part:
 
 _parts: dict[tuple[str, str], Part] = {}
 _loaded: set[str] = set()
-_loading: list[str] = []  # the plugin that is being imported
+_loading: list[str] = []  # the plugins that are being imported, the innermost last
 
 
 def register(kind: str, name: str, value: Any, config: type | None = None) -> None:
-    """Makes a part known.
+    """Register a part.
 
     Raises:
-        ConfigError: another part of the kind has the name, or `config` is not what the kind needs.
+        ConfigError: another part of this kind has the name, or `config` does not extend the base class of the kind.
     """
     base = KINDS[kind].base
     if config is not None and not (is_dataclass(config) and issubclass(config, base or object)):
@@ -96,16 +97,16 @@ def register(kind: str, name: str, value: Any, config: type | None = None) -> No
 
 
 def names(kind: str) -> list[str]:
-    """Every registered name of a kind, the shipped ones first."""
+    """Return the names of all registered parts of a kind, in the order of registration."""
     _load_shipped(kind)
     return [part.name for part in _parts.values() if part.kind == kind]
 
 
 def get(kind: str, name: str) -> Any:
-    """The part of this name.
+    """Return the part with this kind and name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such part.
     """
     _load_shipped(kind)
     if (kind, name) not in _parts:
@@ -114,27 +115,27 @@ def get(kind: str, name: str) -> Any:
 
 
 def config_of(kind: str, name: str) -> type | None:
-    """The dataclass of a part's own configuration; None where it has none."""
+    """Return the dataclass of a part's own configuration; None if it has no fields of its own."""
     get(kind, name)
     return _parts[kind, name].config
 
 
 def own_keys(kind: str, name: str) -> list[str]:
-    """The fields that a part's config adds to those of the kind's base."""
+    """Return the names of the fields that a part's config adds to the base class of its kind."""
     config, base = config_of(kind, name), KINDS[kind].base
     shared = {f.name for f in fields(base)} if base else set()
     return [f.name for f in fields(config) if f.name not in shared] if config else []
 
 
 def joined(classes: Sequence[type]) -> type:
-    """A dataclass with the fields of all these."""
+    """Return a dataclass with the fields of all these dataclasses."""
     several = tuple(dict.fromkeys(classes))
     bases = tuple(c for c in several if not any(c is not other and issubclass(other, c) for other in several))
     return bases[0] if len(bases) == 1 else make_dataclass("And".join(c.__name__ for c in bases), [], bases=bases)
 
 
 def plugin_parts(*kinds: str) -> list[Part]:
-    """The parts that plugins have registered."""
+    """Return the parts of these kinds that plugins have registered."""
     return [part for part in _parts.values() if part.kind in kinds and not part.module.startswith("ndtrain.")]
 
 
@@ -149,11 +150,12 @@ def _load_shipped(kind: str) -> None:
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Imports the plugins of installed packages (entry points in the group `ndtrain.plugins`) and these modules. A
-    module that is loaded already is not imported again.
+    """Import the plugins of installed packages (entry points in the group `ndtrain.plugins`) and these modules.
+
+    A module that is already loaded is not imported again.
 
     Raises:
-        ConfigError: a module that cannot be imported, fails while it is imported, or registers nothing.
+        ConfigError: a module cannot be imported, fails during import, or registers nothing.
     """
     for name, module in _entry_points():
         _load(module, f"entry point {name}")
@@ -163,14 +165,14 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 @cache
 def _entry_points() -> list[tuple[str, str]]:
-    """(name, module) of those of installed packages. It looks at every package once a process, as that takes 20 ms."""
+    """Return (name, module) of each entry point of installed packages. Cached, because the search takes 20 ms."""
     return [(point.name, point.value.partition(":")[0]) for point in entry_points(group=ENTRY_POINTS)]
 
 
 def _load(module: str, origin: str) -> None:
     if module in _loaded:
         return
-    for kind in KINDS:  # before: what a plugin imports of ndtrain is not the plugin's
+    for kind in KINDS:  # first, so that parts of ndtrain that the plugin imports are not attributed to the plugin
         _load_shipped(kind)
     before = dict(_parts)
     _loading.append(module)
@@ -202,10 +204,10 @@ def _import(module: str, origin: str) -> None:
 
 
 def plugin_failure(error: BaseException) -> str | None:
-    """Return one line that names the plugin in whose code an error was raised; None if no plugin's code was running.
+    """Return one line that names the plugin whose code raised an error; None if no plugin's code was running.
 
-    The plugin's innermost frame counts, also if that frame called other code. All modules of a plugin's package are
-    its code.
+    The error may come from code that the plugin called: the plugin's innermost frame is reported. All modules in a
+    plugin's package count as its code.
     """
     modules = {part.module.partition(".")[0]: part.module for part in plugin_parts(*KINDS)}
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -224,7 +226,7 @@ def _where(error: BaseException, depth: int = -1) -> str:
 
 
 def decorator(kind: str, name: str, config: type | None = None) -> Callable[[Any], Any]:
-    """A decorator that registers what it is put on."""
+    """Return a decorator that registers the decorated class or function."""
 
     def apply(value: Any) -> Any:
         register(kind, name, value, config)

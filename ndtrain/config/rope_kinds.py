@@ -1,12 +1,13 @@
-"""The kinds of RoPE that `model.rope_scaling` may name, and the numbers of each."""
+"""The kinds of RoPE that `model.rope_scaling` may name, with their parameters."""
 
 from typing import NamedTuple
 
 
 class RopeKind(NamedTuple):
-    """
+    """The parameters of one kind of RoPE.
+
     Attributes:
-        needed, optional: names of its numbers, as in Hugging Face's config.json.
+        needed, optional: names of the required and optional numbers, as in Hugging Face's config.json.
     """
 
     needed: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
-"""The configuration of an earlier run, which takes the place of a recipe: `resume=auto run.dir=FOLDER` needs none.
+"""The configuration of an earlier run, used instead of a recipe: `resume=auto run.dir=FOLDER` needs no recipe.
 
-The run folder's config.yaml holds the resolved configuration of its last start. It is parsed as data: its size and its
-depth are bounded, and a `${...}` in it is refused.
+The config.yaml of a run folder holds the resolved configuration of the run's last start. It is parsed as data: its size
+and depth are bounded, and a `${...}` in it is refused.
 """
 
 import copy
@@ -24,21 +24,21 @@ from ndtrain.config.schema import AXES, Config, ConfigError, RunConfig
 from ndtrain.config.typed import store_loggers, to_config
 
 NAME = "config.yaml"  # in a run folder
-_RECIPE = "saved_run"  # the recipe as which Hydra composes a saved configuration
-_LONGEST = 1 << 20  # bytes of a config.yaml, which has about 4,000
-_DEEPEST = 20  # mappings and lists in one another
-# keys whose default `resolve` works out from the mesh and the schedule
+_RECIPE = "saved_run"  # name of the recipe under which Hydra gets a saved configuration
+_LONGEST = 1 << 20  # maximum size of a config.yaml in bytes; a usual one has about 4,000
+_DEEPEST = 20  # maximum levels of nested mappings and lists
+# keys whose default `resolve` computes from the mesh and the schedule
 _WORKED_OUT = ("mesh.zero", "train.micro_batch", "schedule.chunks", "cp.ulysses", "cp.balance")
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The configuration that a run has saved.
+    """The saved configuration of a run.
 
     Attributes:
         values: section -> key -> value.
-        source: the file that it is from, for messages.
-        follows: whether what was worked out for the mesh of that run is worked out again for the new one.
+        source: path of the file, for messages.
+        follows: True if values that were computed for the mesh of that run are computed again for the new mesh.
     """
 
     values: dict[str, Any]
@@ -50,12 +50,14 @@ class SavedRun:
 
 
 def run_to_resume(given: Mapping[str, Any], swept: Collection[str]) -> SavedRun | None:
-    """Returns the configuration of the run that the overrides resume; None if they name a recipe, resume nothing, or
-    name model and data themselves for a folder that holds no run yet.
+    """Return the configuration of the run that the overrides resume.
+
+    Return None if the overrides name a recipe or resume nothing. Return None also if the folder holds no run yet and
+    the overrides choose the model or the data.
 
     Args:
         given: key -> value of the overrides.
-        swept: keys of which a sweep chooses the values.
+        swept: keys whose values are chosen by a sweep.
 
     Raises:
         ConfigError: there is no such run, or its config.yaml cannot be used.
@@ -77,7 +79,11 @@ def run_to_resume(given: Mapping[str, Any], swept: Collection[str]) -> SavedRun 
 
 
 def _run_dir(given: Mapping[str, Any]) -> Path:
-    """The folder that `run.dir` names, whose value may refer to other keys that are given."""
+    """Return the folder that `run.dir` names. Its value may refer to other given keys.
+
+    Raises:
+        ConfigError: the value refers to a key that is not given.
+    """
     tree = OmegaConf.create({})
     try:
         for key, value in {"run.name": RunConfig.name, "run.dir": RunConfig.dir, **given}.items():
@@ -92,7 +98,10 @@ def _run_dir(given: Mapping[str, Any]) -> Path:
 
 
 def _run_folder(path: Path) -> Path | None:
-    """The run folder that a path means: the folder itself, that of its checkpoints, or that of one checkpoint."""
+    """Return the run folder that contains a path; None if there is none.
+
+    The path may be the run folder, its folder of checkpoints, or one checkpoint.
+    """
     options = [path]
     if path.name == "checkpoints":
         options.append(path.parent)
@@ -116,11 +125,11 @@ def _no_run(resume: Any, folder: Path | None) -> ConfigError:
 
 
 def read_saved(path: Path) -> SavedRun:
-    """Reads the config.yaml of a run folder.
+    """Read the config.yaml of a run folder.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, is larger or nested deeper than any configuration, refers to itself,
-            or has no sections.
+        ConfigError: the file cannot be read, is not YAML, is too large or nested too deeply, contains aliases, or has
+            no section `run` or `model`.
     """
     _check_shape(path)
     values = read_yaml(path)
@@ -134,8 +143,13 @@ _REPAIR = "restore it, or name the run's recipe, recipe=NAME"
 
 
 def _check_shape(path: Path) -> None:
-    """Checks size and depth before anything is built of the file. Aliases are refused: a few lines of them stand for
-    billions of values."""
+    """Check size and depth before building objects from the file.
+
+    Aliases are refused, because a few lines with aliases can expand to billions of values.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, is too large or nested too deeply, or contains aliases.
+    """
     try:
         with open(path, "rb") as file:
             text = file.read(_LONGEST + 1)
@@ -156,7 +170,7 @@ def _check_shape(path: Path) -> None:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every value that is no mapping, and of every empty mapping."""
+    """Yield (dotted key, value) of every value that is not a mapping, and of every empty mapping."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -168,11 +182,12 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def overrides_for(saved: SavedRun, given: Mapping[str, Any], keys: Mapping[str, Key]) -> list[str]:
-    """Makes the saved configuration known to Hydra as a recipe. Returns the overrides that choose it and the options of
-    plugins that it needs. Its plugins must be loaded.
+    """Register the saved configuration with Hydra as a recipe.
 
-    As with a recipe, the given overrides change it. A group that is given, `optim=NAME`, takes the place of what the
-    saved one has chosen; `model=NAME` takes that of the whole model.
+    Return the overrides that choose this recipe and the plugins' options that it needs. Its plugins must be loaded.
+
+    As with a recipe, the given overrides change it. A given group option such as `optim=NAME` replaces the saved option
+    of this group; `model=NAME` replaces the whole section `model`.
 
     Raises:
         ConfigError: the file has a key that does not exist, or a value of the wrong type.
@@ -194,10 +209,10 @@ def overrides_for(saved: SavedRun, given: Mapping[str, Any], keys: Mapping[str, 
 
 
 def _check_keys(values: Mapping[str, Any], keys: Mapping[str, Key], source: str) -> None:
-    """Checks that every key exists, and that no value refers to another one or to the environment.
+    """Check that every key exists, and that no value refers to another key or to the environment.
 
     Raises:
-        ConfigError: naming all keys that do not exist, or the first value that is a reference.
+        ConfigError: some keys do not exist (all are named), a value is a reference, or a section has a plain value.
     """
     unknown = []
     for key, value in _leaves(values):
@@ -217,7 +232,7 @@ def _check_keys(values: Mapping[str, Any], keys: Mapping[str, Key], source: str)
 
 
 def _work_out_again(values: dict[str, Any], cfg: Config) -> None:
-    """Removes the values that `resolve` has worked out from others. With another mesh they are others."""
+    """Remove the values that `resolve` has computed from other keys, because another mesh may need other values."""
     trial, ranks = cfg.unfrozen(), math.prod(getattr(cfg.mesh, axis) for axis in AXES)
     default = Config()
     for key in _WORKED_OUT:
@@ -236,7 +251,10 @@ def _work_out_again(values: dict[str, Any], cfg: Config) -> None:
 
 
 def _plugin_options(values: Mapping[str, Any]) -> dict[str, str]:
-    """Group -> the option of a plugin that it needs, whose own keys the group's section then has."""
+    """Return group -> plugin option for every plugin part in use that has its own keys.
+
+    Choosing the option adds these keys to the section.
+    """
     found, loggers = {}, values.get("logger", {}).get("name")
     for part in plugin_parts(*GROUPED, "family"):
         section = KINDS[part.kind].section or ""
@@ -249,7 +267,10 @@ def _plugin_options(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _make_room(values: dict[str, Any], section: str) -> None:
-    """Removes what a given option of a group decides: which part is used, and the keys of the saved one alone."""
+    """Remove the saved values that a given option of the group `section` replaces.
+
+    These are the part's name and its own keys, or all of `model`.
+    """
     if section == "model":
         del values[section]
         return

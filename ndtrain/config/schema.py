@@ -12,45 +12,45 @@ from ndtrain.schedule import NAMES as SCHEDULES
 
 
 class ConfigError(ValueError):
-    """A run that cannot start as configured. The message is one line: the key, what is wrong, the fix."""
+    """The error of a run that cannot start as configured. Its message is one line: the key, what is wrong, the fix."""
 
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 DATA_AXES = ("dp", "fsdp", "cp")  # axes with different tokens
-# The ops whose results a recompute can save: of every block, in the order they run, and of blocks with experts too. A
-# test compares them with the blocks' tables, which nothing here can import.
+# The ops whose results can be saved for recompute, in execution order: ops of every block, then ops that only blocks
+# with experts have. A test compares them with the tables of the blocks, because config must not import the model.
 SAVABLE_OPS = ("qkv_proj", "core", "o_proj", "gate_up_proj")
 EXPERT_OPS = ("router", "dispatch", "experts", "combine", "shared_expert", "shared_expert_down")
 
 
 def choice(default: str | None, *choices: str, part: str | None = None, several: bool = False) -> Any:
-    """A field with one of some values.
+    """Declare a field that accepts only some values.
 
     Args:
-        part: the kind of registered parts whose names are choices too (`registry.KINDS`).
-        several: the value may also be a list of choices. The type of the field is Any then.
+        part: a kind of registered parts (`registry.KINDS`); the names of these parts are choices too.
+        several: True if the value may also be a list of choices. The type of the field is then Any.
     """
     return field(default=default, metadata={"choices": choices, "part": part, "several": several})
 
 
 def at_least(least: float, default: float | None, infinite: bool = False) -> Any:
-    """A number that is not below `least`, and finite unless `infinite`; None passes."""
+    """Declare a number that is at least `least`, and finite unless `infinite`. None is accepted."""
     return field(default=default, metadata={"least": least, "infinite": infinite})
 
 
 def positive(default: float | None, optional: bool = False) -> Any:
-    """A finite number above 0, or None where it is optional."""
+    """Declare a finite number above 0. None is accepted if `optional`."""
     return field(default=default, metadata={"positive": True, "optional": optional})
 
 
 def require(ok: bool, message: str) -> None:
-    """Raises ConfigError with the message unless `ok`."""
+    """Raise ConfigError with the message unless `ok`."""
     if not ok:
         raise ConfigError(message)
 
 
 def written(value: Any) -> Any:
-    """The value as it is written in YAML and on the command line."""
+    """Return the value as it is written in YAML and on the command line."""
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
 
 
@@ -58,14 +58,14 @@ Value = TypeVar("Value")
 
 
 def resolved(value: Value | None) -> Value:
-    """The value of a key whose default `resolve` works out."""
+    """Return the value of a key whose default is filled in by `resolve`."""
     assert value is not None, "the configuration is not resolved"
     return value
 
 
 @dataclass
 class Section:
-    """A part of the configuration. Its fields cannot be set once it is frozen."""
+    """A section of the configuration. Its fields cannot be set once it is frozen."""
 
     if not TYPE_CHECKING:  # with this method, a type checker would accept any name for a field
 
@@ -77,7 +77,7 @@ class Section:
             object.__setattr__(self, name, value)
 
     def freeze(self) -> None:
-        """From now on setting a field raises ConfigError, here and in every section below."""
+        """Freeze this section and all its subsections: setting a field then raises ConfigError."""
         for section in self.sections():
             section.freeze()
         object.__setattr__(self, "_frozen", True)
@@ -87,7 +87,7 @@ class Section:
         return bool(self.__dict__.get("_frozen"))
 
     def unfrozen(self) -> Self:
-        """A deep copy whose fields can be set."""
+        """Return a deep copy whose fields can be set."""
         made = copy.deepcopy(self)
         made._thaw()
         return made
@@ -106,29 +106,29 @@ class Section:
 
 @dataclass
 class RunConfig(Section):
-    name: str = "run"  # shown by loggers, and the default folder's name
+    name: str = "run"  # name of the run in loggers and in the default of run.dir
     dir: str = "runs/${run.name}"  # the run folder: configuration, metrics, checkpoints and logs
-    seed: int = at_least(0, 0)  # of the initial weights and the order of the data
+    seed: int = at_least(0, 0)  # random seed for the initial weights and the order of the data
 
 
 @dataclass
 class MeshConfig(Section):
-    """Sizes of the mesh axes; one may be -1, which means the remaining ranks."""
+    """Sizes of the mesh axes. One size may be -1, which means all remaining ranks."""
 
-    name: str = "default"  # a label, without effect
+    name: str = "default"  # label of the mesh, without effect
     pp: int = 1  # pipeline parallel ranks: each has some of the layers
-    dp: int = 1  # data parallel ranks: each has other sequences and all of the state
+    dp: int = 1  # data parallel ranks: each has its own sequences and a full copy of the training state
     fsdp: int = 1  # data parallel ranks that shard parameters, gradients and optimizer state
     cp: int = 1  # context parallel ranks: each has a part of every sequence
     tp: int = 1  # tensor parallel ranks: each has a part of every matrix
-    ep: int = at_least(1, 1)  # ranks that share a layer's experts: folds over those of dp x fsdp x cp
-    order: list[str] = field(default_factory=lambda: list(AXES))  # outer to inner
-    zero: int | None = None  # 1 | 2 | 3; null: 3, or 1 where pp > 1
+    ep: int = at_least(1, 1)  # expert parallel ranks: each has some experts of a layer; divides dp x fsdp x cp
+    order: list[str] = field(default_factory=lambda: list(AXES))  # order of the mesh axes, from outer to inner
+    zero: int | None = None  # ZeRO stage of fsdp: 1 | 2 | 3; null: 3, or 1 if pp > 1
 
 
 @dataclass
 class LayoutConfig(Section):
-    # of each dim: tp shards it, or null: every rank has it whole
+    # mesh axis that shards each tensor dimension: tp, or null to replicate the dimension
     rules: dict[str, str | None] = field(
         default_factory=lambda: (
             dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "shared_mlp"), "tp") | {"expert_mlp": None}
@@ -138,102 +138,118 @@ class LayoutConfig(Section):
 
 @dataclass
 class ModelConfig(Section):
-    """Fields carry the names of Hugging Face's config.json."""
+    """The architecture. Keys have the names of the fields in Hugging Face's config.json."""
 
-    name: str = "llama"  # a label for the console
-    model_type: str = choice("llama", part="family")  # the family of the architecture
-    vocab_size: int = at_least(1, 4096)  # rows of the embedding; the tokenizer's ids must be below it
+    name: str = "llama"  # label of the model, without effect
+    model_type: str = choice("llama", part="family")  # model family, as in config.json
+    vocab_size: int = at_least(1, 4096)  # rows of the embedding; all token ids must be below this number
     hidden_size: int = at_least(1, 256)  # width of the residual stream
     intermediate_size: int = at_least(1, 1024)  # width of the MLP
-    num_hidden_layers: int = at_least(1, 8)  # transformer blocks
-    num_attention_heads: int = at_least(1, 8)  # query heads
-    num_key_value_heads: int = at_least(1, 4)  # key and value heads; fewer than query heads: grouped-query attention
-    head_dim: int | None = None  # null: hidden_size / num_attention_heads
-    max_position_embeddings: int = 2048  # the longest sequence that the model is meant for
+    num_hidden_layers: int = at_least(1, 8)  # number of transformer blocks
+    num_attention_heads: int = at_least(1, 8)  # number of query heads
+    # number of key and value heads; fewer than query heads: grouped-query attention
+    num_key_value_heads: int = at_least(1, 4)
+    head_dim: int | None = None  # width of an attention head; null: hidden_size / num_attention_heads
+    max_position_embeddings: int = 2048  # longest sequence that the model supports
     rms_norm_eps: float = positive(1e-5)  # epsilon of RMSNorm
     rope_theta: float = positive(10000.0)  # base of the rotary embedding's wavelengths
     rope_scaling: dict[str, Any] | None = field(
         default_factory=dict
-    )  # empty or null: none; e.g. {rope_type: llama3, factor: 32, ...}
+    )  # scaling of the rotary embedding, e.g. {rope_type: llama3, factor: 32, ...}; empty or null: no scaling
     attention_bias: bool = False  # biases in the attention projections
     mlp_bias: bool = False  # biases in the MLP
-    tie_word_embeddings: bool = False  # the output head shares the embedding's weights
-    sliding_window: int | None = None  # tokens a token attends to, itself included
-    attn_logit_softcapping: float | None = positive(None, optional=True)  # scores become c tanh(score / c)
-    alibi: bool = False  # linear biases by distance instead of rotary positions
-    attention: str | None = choice(None, part="attention_mod")  # a plugin's function of the scores or the mask
+    tie_word_embeddings: bool = False  # shared weights of the embedding and the output head
+    # number of tokens that a token attends to, including itself; null: all earlier tokens
+    sliding_window: int | None = None
+    # limit c of the attention scores, which become c * tanh(score / c); null: no limit
+    attn_logit_softcapping: float | None = positive(None, optional=True)
+    alibi: bool = False  # linear biases by distance (ALiBi) instead of the rotary embedding
+    # name of a plugin's function that changes the attention scores or the mask; null: no function
+    attention: str | None = choice(None, part="attention_mod")
     initializer_range: float = at_least(0, 0.02)  # standard deviation of the initial weights
-    # shell pattern of parameter names -> the factor of the standard deviation of their initial weights; null: none
+    # shell pattern of parameter names -> factor of the standard deviation of their initial weights; null: no factors
     init_mult: dict[str, float] | None = field(default_factory=dict)
-    # mixtures of experts; null: the model is dense
-    num_experts: int | None = at_least(1, None)
-    num_experts_per_tok: int | None = at_least(1, None)  # experts that a token goes to
-    moe_intermediate_size: int | None = at_least(1, None)  # of an expert; null: intermediate_size
-    norm_topk_prob: bool = False  # a token's weights add up to 1
-    decoder_sparse_step: int = at_least(1, 1)  # every so many layers one has experts, the others a dense MLP
-    mlp_only_layers: list[int] = field(default_factory=list)  # layers that have a dense MLP in any case
-    shared_expert_intermediate_size: int | None = at_least(1, None)  # of the expert that every token goes to
-    output_router_logits: bool = False  # whether the model is trained with Hugging Face's balance loss (moe.balance=hf)
-    router_aux_loss_coef: float = at_least(0, 0.001)  # the factor of that loss
-    clip_qkv: float | None = positive(None, optional=True)  # queries, keys and values are clipped to this size
-    n_shared_experts: int | None = at_least(1, None)  # experts that every token goes to, as one MLP
-    first_k_dense_replace: int = at_least(0, 0)  # so many first layers have a dense MLP
-    n_group: int = at_least(1, 1)  # groups of experts, of which a token chooses from the best
-    topk_group: int = at_least(1, 1)  # groups that a token chooses from
-    routed_scaling_factor: float = positive(1.0)  # of the weights of a token's experts
-    # latent attention; null: the model has none
-    q_lora_rank: int | None = at_least(1, None)  # of the queries' latent; null: queries have none
-    kv_lora_rank: int | None = at_least(1, None)  # of the latent of keys and values
-    qk_nope_head_dim: int | None = at_least(1, None)  # of a head, the part that is not rotated
-    qk_rope_head_dim: int | None = at_least(1, None)  # of a head, the part that is; its key is one for all heads
-    v_head_dim: int | None = at_least(1, None)  # of a head's values
-    rope_interleave: bool = True  # rotates neighbours, and not halves
+    num_experts: int | None = at_least(1, None)  # number of experts in a layer; null: the model is dense
+    num_experts_per_tok: int | None = at_least(1, None)  # number of experts that a token is routed to
+    moe_intermediate_size: int | None = at_least(1, None)  # width of an expert; null: intermediate_size
+    norm_topk_prob: bool = False  # normalisation of a token's expert weights, which then add up to 1
+    # interval of layers with experts: with n, every n-th layer has experts, and the others have a dense MLP
+    decoder_sparse_step: int = at_least(1, 1)
+    mlp_only_layers: list[int] = field(default_factory=list)  # indices of layers that always have a dense MLP
+    # width of the shared expert, which every token is routed to; null: no shared expert
+    shared_expert_intermediate_size: int | None = at_least(1, None)
+    # load-balancing loss of Hugging Face: true makes hf the default of moe.balance
+    output_router_logits: bool = False
+    # coefficient of the load-balancing loss of Hugging Face (moe.balance=hf)
+    router_aux_loss_coef: float = at_least(0, 0.001)
+    # largest absolute value of queries, keys and values, which are clipped to it; null: no clipping
+    clip_qkv: float | None = positive(None, optional=True)
+    # number of shared experts, which every token is routed to and which form one MLP; null: no shared experts
+    n_shared_experts: int | None = at_least(1, None)
+    first_k_dense_replace: int = at_least(0, 0)  # number of first layers with a dense MLP instead of experts
+    n_group: int = at_least(1, 1)  # number of groups that the experts of a layer are divided into
+    topk_group: int = at_least(1, 1)  # number of best groups, from which the experts of a token are chosen
+    routed_scaling_factor: float = positive(1.0)  # factor of the weights of a token's routed experts
+    q_lora_rank: int | None = at_least(1, None)  # latent attention: rank of the query latent; null: no query latent
+    # latent attention: rank of the latent of keys and values; null: no latent attention
+    kv_lora_rank: int | None = at_least(1, None)
+    # latent attention: width of the part of a query or key head without rotary embedding
+    qk_nope_head_dim: int | None = at_least(1, None)
+    # latent attention: width of the rotary part of a query or key head; all heads share this part of the key
+    qk_rope_head_dim: int | None = at_least(1, None)
+    v_head_dim: int | None = at_least(1, None)  # latent attention: width of a value head
+    # latent attention: rotation of neighbouring elements (true) or of the two halves of a head (false)
+    rope_interleave: bool = True
 
 
 @dataclass
 class MoEConfig(Section):
-    """Mixtures of experts: how their loads are balanced, and how they start. A dense model has none of it."""
+    """Mixtures of experts: load balancing, communication and initial weights. A dense model uses none of these keys."""
 
-    # null: bias, or of a Hugging Face folder what its config.json asks for: hf with output_router_logits, else none
+    # method of load balancing; null: hf with model.output_router_logits, else none with init_from (without upcycle),
+    # else bias
     balance: str | None = choice(None, "bias", "hf", "sequence", "none")
-    bias_rate: float = at_least(0, 0.001)  # with balance=bias: by how much a step changes the bias of an expert
-    aux_coef: float | None = at_least(0, None)  # of the loss of sequences; null: 0.001 with balance=sequence, else 0
-    z_loss: float = at_least(0, 0.0)  # the factor of the router's z-loss
-    overlap: bool = False  # with mesh.ep: rows travel in parts, and one part is multiplied while others travel
-    parts: int = at_least(2, 2)  # with overlap: how many
-    # with mesh.ep: the size of buffers over the mean number of rows; null: as large as the rows need
+    bias_rate: float = at_least(0, 0.001)  # with balance=bias: change of an expert's routing bias per step
+    # coefficient of the load-balancing loss per sequence; null: 0.001 with balance=sequence, else 0
+    aux_coef: float | None = at_least(0, None)
+    z_loss: float = at_least(0, 0.0)  # coefficient of the router z-loss
+    overlap: bool = False  # with mesh.ep: overlap of the exchange of rows with the matmuls of the experts
+    parts: int = at_least(2, 2)  # with overlap: number of parts in which a rank's experts exchange their rows
+    # with mesh.ep: capacity factor, the buffer size divided by the mean number of rows; null: buffers sized to the rows
     capacity: float | None = at_least(1, None, infinite=True)
-    # the experts start as copies of the MLPs of a dense model, which init_from names; model.* is then the run's own
+    # initialisation of the experts from the MLPs of the dense model in init_from; model.* then describes the new model
     upcycle: bool = False
 
 
 @dataclass
 class TrainConfig(Section):
-    steps: int = at_least(1, 1000)  # the plan's length, which LR schedules refer to
-    # instead of steps: passes over the training split, from which the data then gives the steps
+    steps: int = at_least(1, 1000)  # planned length of the run, which learning-rate schedules refer to
+    # number of passes over the training split, instead of train.steps; null: train.steps is the length of the run
     epochs: float | None = positive(None, optional=True)
-    stop_at: int | None = None  # stop early after this step
-    seq_len: int = at_least(1, 256)  # tokens of a sequence
+    stop_at: int | None = None  # last step of this run, to stop before the planned end; null: no early stop
+    seq_len: int = at_least(1, 256)  # tokens per sequence
     global_batch: int = at_least(1, 16)  # sequences per step over the whole mesh
-    # sequences per forward per rank; null: its whole share, with pp a part of it
+    # sequences per forward on each rank; null: the rank's whole share of the batch, or a fraction of it if pp > 1
     micro_batch: int | None = at_least(1, None)
-    loss_chunk: int = at_least(1, 1024)  # tokens whose logits exist at one time
-    # the blocks and the loss; auto: on a GPU with Triton, and in a long run on a CPU with a C++ compiler
+    loss_chunk: int = at_least(1, 1024)  # tokens per chunk of the loss, which holds the logits of one chunk at a time
+    # torch.compile of the blocks and the loss; auto: on with Triton on a GPU, or with a C++ compiler in a long CPU run
     compile: bool | str = choice("auto", "auto", "true", "false")
-    log_every: int = at_least(1, 1)  # steps between the lines on the console
-    eval_every: int = at_least(0, 0)  # steps between losses over the whole validation split; 0: never
-    sample_every: int = at_least(0, 0)  # steps between texts that the model writes; 0: never
-    sample_prompts: list[str] = field(default_factory=lambda: [""])  # what they start with; empty: a new document
-    sample_tokens: int = at_least(1, 32)  # of each text
-    sample_temperature: float = at_least(0, 0.0)  # 0: always the most likely token
-    # so many steps in a row with a non-finite loss or gradient, which change nothing, end the run
+    log_every: int = at_least(1, 1)  # steps between lines on the console
+    eval_every: int = at_least(0, 0)  # steps between evaluations on the whole validation split; 0: no evaluation
+    sample_every: int = at_least(0, 0)  # steps between text samples generated by the model; 0: no samples
+    # prompts of the text samples; an empty prompt begins a new document
+    sample_prompts: list[str] = field(default_factory=lambda: [""])
+    sample_tokens: int = at_least(1, 32)  # tokens generated per text sample
+    sample_temperature: float = at_least(0, 0.0)  # temperature of the text samples; 0: always the most likely token
+    # consecutive skipped steps (non-finite loss or gradient) after which the run fails
     max_skipped: int = at_least(1, 10)
-    trace: bool = False  # one step's timeline, measured and predicted, into the run folder
-    profile: str | None = None  # a step, 10, or steps, 10-12: PyTorch's profile of them into the run folder
+    trace: bool = False  # timeline of one step, measured and predicted, written to the run folder
+    # step (10) or range of steps (10-12) that PyTorch's profiler records into the run folder; null: no profile
+    profile: str | None = None
 
     @property
     def compile_asked(self) -> bool | None:
-        """What `compile` says; None: auto. Whether the run compiles is `compile_choice.choose_compile`'s to say."""
+        """The value of `compile`, or None for auto. `compile_choice.choose_compile` decides in that case."""
         return {"true": True, "false": False}.get(written(self.compile))
 
     @property
@@ -241,7 +257,7 @@ class TrainConfig(Section):
         """The steps that `profile` names.
 
         Raises:
-            ConfigError: it names none.
+            ConfigError: `profile` is neither a step nor a range of steps.
         """
         if self.profile is None:
             return range(0)
@@ -254,146 +270,162 @@ class TrainConfig(Section):
 
 @dataclass
 class PrecisionConfig(Section):
-    params: str = choice("fp32", "fp32", "fp64")  # master weights, moments and gradients
-    # matmuls and activations: fp64 | fp32 | bf16 | fp8 (the blocks' weight matmuls in fp8, all else as bf16; rounding
-    # makes its gradients differ from mesh to mesh by some percent, less than from those of bf16)
+    params: str = choice("fp32", "fp32", "fp64")  # dtype of master weights, moments and gradients
+    # dtype of matmuls and activations: fp64 | fp32 | bf16 | fp8 (only the blocks' weight matmuls in fp8, the rest in
+    # bf16; due to rounding, fp8 gradients differ by some percent between meshes, and by more from bf16 gradients)
     compute: str = choice("fp32", "fp64", "fp32", "bf16", "fp8")
 
 
 @dataclass
 class ScheduleConfig(Section):
-    name: str = choice("1f1b", *SCHEDULES)  # the order of forward and backward passes of a pipeline
-    chunks: int | None = None  # stages a rank; null: 1, or 2 with interleaved, zb_v and dualpipe_v
-    split: list[int] | None = None  # layers of each stage, perhaps 0 of the first and last; null: balanced by cost
-    path: str | None = None  # csv: the table, a row for each pp rank
+    name: str = choice("1f1b", *SCHEDULES)  # pipeline schedule: the order of forward and backward passes
+    chunks: int | None = None  # stages per pipeline rank; null: 1, or 2 with interleaved, zb_v and dualpipe_v
+    # number of layers per stage; the first and the last stage may have 0 layers; null: balanced by cost
+    split: list[int] | None = None
+    path: str | None = None  # with schedule=csv: file with the schedule table, one row per pp rank
 
 
 @dataclass
 class RecomputeConfig(Section):
-    # which activations are computed again in the backward pass instead of kept
+    # choice of the activations that the backward pass computes again instead of keeping them
     name: str = choice("none", "none", "full", "selective", "every", "budget")
-    every: int | str = 1  # with recompute=every: keep one boundary in this many blocks; auto: the root of their number
-    # with recompute=selective: the ops whose results a block keeps (qkv_proj, core, o_proj, gate_up_proj; with experts
-    # router, dispatch, experts, combine, shared_expert, shared_expert_down too)
+    # with recompute=every: number of blocks per recomputed group; auto: the square root of the number of blocks
+    every: int | str = 1
+    # with recompute=selective: ops whose results are kept: qkv_proj, core, o_proj, gate_up_proj; in blocks with experts
+    # also router, dispatch, experts, combine, shared_expert, shared_expert_down
     keep: list[str] = field(default_factory=lambda: list(SAVABLE_OPS[1:]))
-    budget: int | str | None = None  # with recompute=budget: bytes of activations a rank may hold, e.g. 2GiB or 500MB
+    # with recompute=budget: bytes of activations that a rank may hold, e.g. 2GiB or 500MB
+    budget: int | str | None = None
 
 
 @dataclass
 class TPConfig(Section):
-    sequence_parallel: bool = True  # shard the residual stream along its tokens
-    overlap: bool = False  # send in as many parts as there are ranks, while the matmuls run
+    sequence_parallel: bool = True  # sharding of the residual stream along its tokens
+    overlap: bool = False  # overlap of communication with matmuls, by sending each message in one part per rank
 
 
 @dataclass
 class CPConfig(Section):
-    # ring: keys and values go around; ulysses: ranks exchange sequence for heads
+    # method: ring (keys and values are passed around) or ulysses (an all-to-all exchanges tokens for heads)
     kind: str = choice("ring", "ring", "ulysses")
-    ulysses: int | None = None  # ranks that exchange sequence for heads; null: 1 with ring, mesh.cp with ulysses
-    # auto: striped for packed documents, else zigzag
+    ulysses: int | None = None  # ranks that exchange tokens for heads; null: 1 with ring, mesh.cp with ulysses
+    # assignment of tokens to ranks; auto: striped for packed documents, else zigzag
     balance: str = choice("auto", "auto", "zigzag", "striped", "none")
 
 
 @dataclass
 class ObjectiveConfig(Section):
-    # the loss: cross_entropy | weighted: multiplied by the weight that the data gives each token
+    # the loss: cross_entropy, or weighted (cross entropy times the weight of each token in the data)
     name: str = choice("cross_entropy", part="objective")
-    z_loss: float = at_least(0, 0.0)  # factor of the squared log-sum-exp of the logits, which keeps logits small
+    z_loss: float = at_least(0, 0.0)  # coefficient of the squared log-sum-exp of the logits, which keeps logits small
 
 
 @dataclass
 class OptimConfig(Section):
-    name: str = choice("adamw", part="optimizer")  # the optimizer
+    name: str = choice("adamw", part="optimizer")  # name of the optimizer
     lr: float = positive(3e-4)  # peak learning rate
     min_lr: float = at_least(0, 0.0)  # learning rate at the end of the schedule
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of the first and the second moment
-    eps: float = positive(1e-8)  # added to the root of the second moment
-    weight_decay: float = at_least(0, 0.1)  # decoupled, of matrices only
-    # shell pattern of parameter names -> the factor of their learning rate; of several that match the last one holds
-    lr_mult: dict[str, float] | None = field(default_factory=dict)  # null: none
-    wd_mult: dict[str, float] | None = field(default_factory=dict)  # the same for the weight decay
-    # the gradient norm that gradients are scaled down to; null: no clipping
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay rates of the first and the second moment
+    eps: float = positive(1e-8)  # epsilon added to the square root of the second moment
+    weight_decay: float = at_least(0, 0.1)  # decoupled weight decay, applied to matrices only
+    # shell pattern of parameter names -> factor of their learning rate; if several patterns match, the last one wins;
+    # null: no factors
+    lr_mult: dict[str, float] | None = field(default_factory=dict)
+    # shell pattern of parameter names -> factor of their weight decay; if several patterns match, the last one wins;
+    # null: no factors
+    wd_mult: dict[str, float] | None = field(default_factory=dict)
+    # maximum gradient norm; gradients with a larger norm are scaled down to it; null: no clipping
     clip: float | None = positive(1.0, optional=True)
-    schedule: str = choice("cosine", part="lr_schedule")  # of the learning rate
-    warmup: int = at_least(0, 0)  # steps
-    decay_steps: int | None = None  # null: train.steps
-    wsd_decay: float = 0.2  # with schedule=wsd: the last fraction of decay_steps that decays
-    ema: float | None = None  # decay of an average of the weights, which checkpoints then hold too
-    state_dtype: str | None = None  # the moments: null: as precision.params | fp32 | bf16 (rounded stochastically)
-    offload: bool = False  # master weights and moments in host memory, where the update then runs
+    schedule: str = choice("cosine", part="lr_schedule")  # schedule of the learning rate
+    warmup: int = at_least(0, 0)  # steps of linear warmup
+    decay_steps: int | None = None  # last step of the learning-rate schedule; null: train.steps
+    wsd_decay: float = 0.2  # with schedule=wsd: fraction of decay_steps, at the end, in which the learning rate decays
+    ema: float | None = None  # decay of the average of the weights that is saved in checkpoints; null: no average
+    # dtype of the moments: fp32 | bf16 (rounded stochastically); null: as precision.params
+    state_dtype: str | None = None
+    offload: bool = False  # master weights and moments in host memory; the update then runs on the CPU
 
 
-# sources that hold tokens already
+# sources whose files hold token ids
 TOKEN_SOURCES = ("bin", "megatron", "llmc", "datatrove")
 
 
 @dataclass
 class DataConfig(Section):
-    # the kind of corpus
+    # kind of corpus
     name: str = choice("python", "python", "text", "jsonl", "chat", "hf", *TOKEN_SOURCES, "blend", part="source")
-    # file, folder or glob (text, jsonl, chat, llmc, datatrove), prefix (megatron), a file (bin), hub name or local (hf)
+    # file, folder or glob (text, jsonl, chat, llmc, datatrove), prefix, folder or glob (megatron), file (bin), or hub
+    # name, folder or file (hf)
     path: str | None = None
-    paths: list[str] | None = None  # megatron, llmc, datatrove: several of these, read one after the other
-    tokenizer: str = "bpe"  # byte | bpe | a tokenizer.json or Hugging Face folder
-    vocab_size: int = II("model.vocab_size")  # what a trained bpe aims for
-    text_key: str = "text"  # jsonl, hf: the field that holds the text
-    subset: str | None = None  # hf: which configuration of the dataset
-    split: str = "train"  # hf: the split to train on
-    eval_split: str | None = None  # hf: the split to validate on; null: `validation` of the documents of `split`
-    streaming: bool = False  # hf: read while training, without tokenising it first
-    # blend: corpora with weights, each {weight: ..., name: ..., path: ...} and any other key of data
+    # megatron, llmc, datatrove: list of paths, read one after the other, instead of data.path
+    paths: list[str] | None = None
+    tokenizer: str = "bpe"  # byte | bpe | path of a tokenizer.json or of a Hugging Face folder
+    vocab_size: int = II("model.vocab_size")  # intended vocabulary size of a bpe tokenizer that is trained on the data
+    text_key: str = "text"  # jsonl, hf: name of the field that holds the text
+    subset: str | None = None  # hf: name of the dataset's subset (its configuration); null: the default subset
+    split: str = "train"  # hf: split to train on
+    # hf: split to validate on; null: a fraction of `split` (data.validation); with streaming, no validation
+    eval_split: str | None = None
+    streaming: bool = False  # hf: reading and tokenising during training, instead of before it
+    # blend: list of corpora, each {weight: ..., name: ..., path: ...} with any other keys of data
     blend: list[dict[str, Any]] = field(default_factory=list)
-    dtype: str = choice("uint16", "uint16", "uint32")  # of a token: bin, and datatrove where no file beside it says so
-    shuffle: bool = True  # whether sequences come in an order drawn from run.seed
-    pack: bool = False  # documents that share a sequence do not attend to each other
-    eos_id: int | None = None  # token files: the token that ends a document, which pack needs
-    validation_path: str | None = None  # token files: the one to validate on; null: `validation`, none with bin
-    validation: float = 0.02  # fraction of files (or documents) held out
-    # folder for tokenised corpora and trained tokenizers, shared by runs
+    # bin: dtype of the token ids; datatrove: dtype if neither metadata nor an index describes it
+    dtype: str = choice("uint16", "uint16", "uint32")
+    shuffle: bool = True  # random order of the sequences, drawn from run.seed
+    pack: bool = False  # documents in one sequence as separate texts, which do not attend to each other
+    # token files: id of the token that ends a document; needed to pack documents that no index separates
+    eos_id: int | None = None
+    # token files: path of the validation data; null: a fraction of the documents (data.validation); with bin, only the
+    # validation split of prepared data
+    validation_path: str | None = None
+    validation: float = 0.02  # fraction of the files or documents that is held out for validation
+    # folder for tokenised corpora and trained tokenizers, shared by all runs
     cache: str = "${oc.env:NDTRAIN_CACHE,'~/.cache/ndtrain'}/data"
-    date: str = "2026-01-01"  # chat: the day that a chat template which asks for today gets, so that data stays equal
-    prefetch: int = at_least(1, 2)  # batches kept ready
+    # chat: date that chat templates use as the current date, fixed to make the data reproducible
+    date: str = "2026-01-01"
+    prefetch: int = at_least(1, 2)  # number of batches loaded in advance
 
 
 @dataclass
 class CheckpointConfig(Section):
-    name: str = "default"  # a label, without effect
-    every: int = at_least(0, 0)  # steps; 0: only at the end and on stop
-    keep: int = at_least(1, 2)  # the newest
-    keep_every: int = at_least(0, 0)  # and for good those of every so many steps; 0: none
-    async_save: bool = False  # write in the background from a copy in host memory
-    max_file_bytes: int = at_least(1, 4 * 2**30)  # of a safetensors file; more weights make several files
+    name: str = "default"  # label of the checkpoint options, without effect
+    every: int = at_least(0, 0)  # steps between checkpoints; 0: only at the end and when the run is stopped
+    keep: int = at_least(1, 2)  # number of newest checkpoints to keep
+    keep_every: int = at_least(0, 0)  # steps between checkpoints that are kept permanently; 0: no such checkpoints
+    async_save: bool = False  # writing in the background, from a copy in host memory
+    max_file_bytes: int = at_least(1, 4 * 2**30)  # maximum size of a safetensors file; larger models have several files
 
 
 @dataclass
 class LoggerConfig(Section):
-    name: Any = choice("wandb", "jsonl", part="logger", several=True)  # metrics.jsonl is written with any
-    project: str = "ndtrain"  # wandb: the project that shows the run
-    entity: str | None = None  # wandb: the user or team that owns the run; null: the user's default
-    group: str | None = None  # wandb: runs of one group are shown together
-    tags: list[str] = field(default_factory=list)  # wandb
+    name: Any = choice("wandb", "jsonl", part="logger", several=True)  # logger or loggers; metrics.jsonl always exists
+    project: str = "ndtrain"  # wandb: project of the run
+    entity: str | None = None  # wandb: user or team that owns the run; null: the user's default
+    group: str | None = None  # wandb: group of runs that are shown together; null: no group
+    tags: list[str] = field(default_factory=list)  # wandb: tags of the run
 
     @property
     def names(self) -> list[str]:
-        """The loggers, each once."""
+        """The names of the loggers, without duplicates."""
         return list(dict.fromkeys([self.name] if isinstance(self.name, str) else self.name))
 
 
 @dataclass
 class HardwareConfig(Section):
-    name: str = "auto"  # a label of the option
-    device: str = choice("auto", "auto", "cpu", "cuda")  # auto: a GPU if there is one
-    peak_tflops: float | None = None  # per device; null: from the table of devices, measured for CPU
-    # threads of a rank on the CPU; null: OMP_NUM_THREADS, else 1 for a small model, else PyTorch's number
+    name: str = "auto"  # label of the hardware, without effect
+    device: str = choice("auto", "auto", "cpu", "cuda")  # device type; auto: cuda if there is a GPU, else cpu
+    # peak TFLOP/s per device, for MFU; null: from the table of known GPUs, measured on a CPU
+    peak_tflops: float | None = None
+    # threads per rank on a CPU; null: OMP_NUM_THREADS, else 1 for a small model, else PyTorch's default
     threads: int | None = at_least(1, None)
-    # the kernel on a GPU; auto: the fastest on the run's shape
+    # attention kernel on a GPU; auto: the fastest kernel for the shapes of the run
     attention: str = choice("auto", "auto", "flash", "cudnn", "efficient", "flex", "math")
-    timeout_s: float = at_least(1, 600.0)  # deadline of a collective
+    timeout_s: float = at_least(1, 600.0)  # seconds until a collective times out
 
 
 @dataclass
 class Config(Section):
-    """One complete run."""
+    """The configuration of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -412,27 +444,28 @@ class Config(Section):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    # none | auto: the newest checkpoint of run.dir | a checkpoint, or a run folder for its newest. With no recipe, the
-    # run folder's config.yaml takes its place
+    # checkpoint to resume from: none | auto (newest checkpoint of run.dir) | path of a checkpoint or of a run folder
+    # (its newest checkpoint). Without a recipe, the config.yaml of the run folder replaces it
     resume: str = "none"
-    init_from: str | None = None  # a Hugging Face folder, a checkpoint, or a run folder (its newest checkpoint)
+    # source of the initial weights: Hugging Face folder, checkpoint or run folder (its newest checkpoint); null: random
+    init_from: str | None = None
     plugins: list[str] = field(default_factory=list)  # modules that add parts to ndtrain (`ndtrain.plugins`)
     callbacks: dict[str, Any] = field(default_factory=dict)  # name of a plugin's callback -> its own keys
 
-    # No fields: no file and no command line has them.
+    # The attributes below are no fields, so neither files nor the command line can set them.
     given: ClassVar[frozenset[str]] = frozenset()  # the keys that the user has overridden
-    notes: ClassVar[list[str]]  # what the user is to know once it is resolved
-    interpolated: ClassVar[dict[str, str]] = {}  # dotted key -> its text, where that holds ${...}
+    notes: ClassVar[list[str]]  # messages for the user, collected while the configuration is resolved
+    interpolated: ClassVar[dict[str, str]] = {}  # dotted key -> its text, for every value that contains ${...}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "notes", [])
 
     def with_given(self, keys: Iterable[str]) -> "Config":
-        """This configuration, which now knows which keys the user has overridden."""
+        """Record the keys that the user has overridden. Return this configuration."""
         object.__setattr__(self, "given", frozenset(keys))
         return self
 
     @property
     def microbatches(self) -> int:
-        """Of a step on each rank, once the mesh is resolved."""
+        """The number of microbatches per step on each rank. The mesh must be resolved."""
         return self.train.global_batch // (self.mesh.dp * self.mesh.fsdp * resolved(self.train.micro_batch))

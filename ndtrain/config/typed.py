@@ -1,4 +1,4 @@
-"""A composed tree of keys as a typed `Config`."""
+"""Conversion of a composed tree of keys to a typed `Config`."""
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -15,10 +15,10 @@ from ndtrain.config.schema import Config, ConfigError, LoggerConfig
 
 
 def to_config(cfg: DictConfig, given: Iterable[str] | None = None) -> Config:
-    """A composed DictConfig as a plain typed `Config`; merging it again refuses keys that `+key=` smuggled in.
+    """Convert a composed DictConfig to a typed `Config`. It is merged into the schema, which refuses keys from `+key=`.
 
     Args:
-        given: the keys that the user has overridden; None: those of the job that Hydra runs, if it does.
+        given: the keys that the user has overridden. None: the overridden keys of the job that Hydra runs, if any.
 
     Raises:
         ConfigError: a key, value or interpolation is wrong.
@@ -32,7 +32,7 @@ def to_config(cfg: DictConfig, given: Iterable[str] | None = None) -> Config:
 
 
 def typed(cfg: DictConfig, given: Iterable[str]) -> Config:
-    """As `to_config`, with the errors of OmegaConf."""
+    """Convert as `to_config` does, but raise the errors of OmegaConf."""
     container = OmegaConf.to_container(cfg, resolve=False)
     container.pop("hydra", None)
     parts = _chosen_parts(container)
@@ -43,12 +43,12 @@ def typed(cfg: DictConfig, given: Iterable[str]) -> Config:
 
 
 def overridden(overrides: Iterable[str]) -> frozenset[str]:
-    """The keys of overrides in Hydra's grammar."""
+    """Return the keys of overrides in Hydra's grammar."""
     return frozenset(o.partition("=")[0].lstrip("+~") for o in overrides)
 
 
 def _interpolations(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of every value whose text holds an interpolation."""
+    """Yield (dotted key, text) of every value whose text contains an interpolation."""
     for name, value in node.items():
         if isinstance(value, dict):
             yield from _interpolations(value, f"{prefix}{name}.")
@@ -57,7 +57,7 @@ def _interpolations(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def schema_with(parts: Iterable[Part]) -> DictConfig:
-    """Return the schema with the configs of these parts in their sections. It is shared, so nobody may change it."""
+    """Return the schema with the configs of these parts in their sections. It is cached: callers must not change it."""
     return _schema(tuple((part.kind, part.name, part.config) for part in parts if part.config))
 
 
@@ -75,7 +75,7 @@ def _schema(parts: tuple[tuple[str, str, type], ...]) -> DictConfig:
 
 
 def _chosen_parts(container: dict[str, Any]) -> list[Part]:
-    """The plugins' parts that a composed configuration selects."""
+    """Return the parts of plugins that a composed configuration selects."""
 
     def selects(part: Part, key: str) -> bool:
         value = container.get(KINDS[part.kind].section, {}).get(key)
@@ -88,8 +88,10 @@ def _chosen_parts(container: dict[str, Any]) -> list[Part]:
 
 
 def _drop_unused_defaults(container: dict[str, Any], chosen: Iterable[Part]) -> None:
-    """Takes the keys of attention mods that no key selects out of `model`, where they have their defaults: a mod is no
-    option of a group, so the schema has the keys of all loaded mods while a configuration is composed."""
+    """Remove the keys of unselected attention mods from `model`, if they have their default values.
+
+    A mod is not an option of a group, so the schema contains the keys of all loaded mods during composition.
+    """
     used = {key for part in chosen if part.kind != "callback" for key in own_keys(part.kind, part.name)}
     for part in plugin_parts("attention_mod"):
         defaults = OmegaConf.to_container(OmegaConf.structured(part.config)) if part.config else {}
@@ -99,8 +101,10 @@ def _drop_unused_defaults(container: dict[str, Any], chosen: Iterable[Part]) -> 
 
 
 def store_loggers(names: list[str]) -> str:
-    """Makes an option of the group `logger` that stands for several loggers. Returns its name. Hydra alone would take
-    the last one's name, and refuse two loggers with keys of their own."""
+    """Register an option of the group `logger` that selects several loggers, and return its name.
+
+    Hydra alone would use only the name of the last logger, and would refuse two loggers with their own keys.
+    """
     parts = [part for part in plugin_parts("logger") if part.name in names and part.config]
     node = OmegaConf.structured(joined([part.config for part in parts if part.config] or [LoggerConfig]))
     node.name = names

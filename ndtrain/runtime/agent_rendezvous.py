@@ -1,11 +1,11 @@
-"""How the torchruns of a job meet, as `ndtrain torchrun` has it done.
+"""The rendezvous of the torchrun processes of a job, as used by `ndtrain torchrun`.
 
-PyTorch's own way (`c10d`) serves a store on all interfaces, and unpickles the state that it finds there: whoever
-reaches the port runs code as the user of the run. Here
+PyTorch's own backend (`c10d`) serves a store on all interfaces, and unpickles the state that it finds there. Anyone who
+reaches the port can run code as the user of the run. The backends here avoid that:
 
-- one host needs no rendezvous: nothing but the ranks' store listens, on loopback (`OneHost`);
-- on several hosts the store listens on one address. A state is unpickled only if this job has signed it, or, without a
-  token, if it consists of nothing but what a state consists of (`SignedBackend`).
+- One host needs no rendezvous: only the ranks' store listens, on loopback (`OneHost`).
+- On several hosts the store listens on one address. A state is unpickled only if this job has signed it. Without a
+  token, it is unpickled only if it contains no classes other than the parts of a rendezvous state (`SignedBackend`).
 """
 
 import hmac
@@ -33,14 +33,14 @@ from ndtrain.runtime.listeners import LOOPBACK, address_to_serve, is_own, serve_
 from ndtrain.runtime.signed_store import TOKEN, signature
 
 ONE_HOST, SEVERAL_HOSTS = "ndtrain-one-host", "ndtrain-several-hosts"  # names of rendezvous backends
-READ_TIMEOUT_S = 60  # of a store's operation, by default, as with c10d
-_DIGITS = 64  # of a signature
+READ_TIMEOUT_S = 60  # default timeout of a store operation, the same as for c10d
+_DIGITS = 64  # number of digits in a signature
 
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Makes torchrun, in this process, know both backends. A second call does nothing."""
+    """Register both backends with torchrun in this process. A second call does nothing."""
     rendezvous_handler_registry.register(ONE_HOST, OneHost)
     rendezvous_handler_registry.register(SEVERAL_HOSTS, _several_hosts)
 
@@ -49,7 +49,7 @@ def register() -> None:
 
 
 class OneHost(RendezvousHandler):
-    """The rendezvous of one torchrun with itself. Each start of its ranks has a new store, on loopback."""
+    """The rendezvous of a single torchrun. Each start of its ranks gets a new store, on loopback."""
 
     def __init__(self, params: RendezvousParameters):
         self._run_id = params.run_id
@@ -87,16 +87,16 @@ class OneHost(RendezvousHandler):
 
 
 def _several_hosts(params: RendezvousParameters) -> RendezvousHandler:
-    """PyTorch's rendezvous of several torchruns, over `SignedBackend`."""
+    """Create PyTorch's rendezvous of several torchrun processes, with a `SignedBackend`."""
     store = _open_store(params)
     return create_handler(store, SignedBackend(store, params.run_id, os.environ.get(TOKEN, "")), params)
 
 
 def _open_store(params: RendezvousParameters) -> dist.TCPStore:
-    """The store of the rendezvous. The host that the endpoint names serves it, or the one with `is_host=true`.
+    """Open the store of the rendezvous. The host that the endpoint names serves it, or the host with `is_host=true`.
 
     Raises:
-        RendezvousConnectionError: it does not answer, or its port is taken.
+        RendezvousConnectionError: the store does not answer, or its port is taken.
     """
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=DEFAULT_PORT)
     timeout_s = params.get_as_int("read_timeout", READ_TIMEOUT_S) or READ_TIMEOUT_S
@@ -107,25 +107,26 @@ def _open_store(params: RendezvousParameters) -> dist.TCPStore:
                 return serve_store(address_to_serve(host), port, timeout_s)
             except OSError:
                 if told:
-                    raise  # else another torchrun of this host may serve it already
+                    raise  # otherwise, another torchrun on this host may already serve the store
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     except (OSError, ValueError, RuntimeError) as error:
         raise RendezvousConnectionError(f"the rendezvous store at {host}:{port}: {error}") from error
 
 
 class SignedBackend(C10dRendezvousBackend):
-    """The state of the rendezvous in a store, signed. A forged state is ignored and logged: the last genuine one that
-    this process has seen takes its place.
+    """A rendezvous backend that signs its state in the store.
+
+    A forged state is ignored and logged. The last genuine state that this process has seen is used instead.
 
     Args:
-        token: of the job; empty: it has none.
+        token: the token of the job; empty: the job has no token.
     """
 
     def __init__(self, store: dist.Store, run_id: str, token: str):
         super().__init__(store, run_id)
         self._run_id, self._token = run_id, token
-        self._genuine: bytes | None = None  # the last state
-        self._forged: Any = None  # PyTorch's token of a forged state, where there has been no genuine one
+        self._genuine: bytes | None = None  # the last genuine state
+        self._forged: Any = None  # PyTorch's token of a forged state, if no genuine state has been seen yet
 
     @property
     def name(self) -> str:
@@ -146,7 +147,7 @@ class SignedBackend(C10dRendezvousBackend):
         return signature(self._token, self._run_id, state).encode() + state if self._token else state
 
     def _checked(self, sealed: bytes, token: Any) -> tuple[bytes, Any] | None:
-        """(the state, or the last genuine one where it is forged; PyTorch's token of it)"""
+        """Return (state, PyTorch's token). If the state is forged, use the last genuine one; None if there is none."""
         state = self._open(sealed)
         if state is not None:
             self._genuine, self._forged = state, None
@@ -162,7 +163,7 @@ class SignedBackend(C10dRendezvousBackend):
         return None
 
     def _open(self, sealed: bytes) -> bytes | None:
-        """None: it is forged."""
+        """Return the state without its signature; None if it is forged."""
         if not self._token:
             return sealed if is_plain_state(sealed) else None
         given, state = sealed[:_DIGITS], sealed[_DIGITS:]
@@ -177,7 +178,7 @@ _OF_A_STATE = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Makes objects of the classes of a rendezvous state, and of no other: no function can be called."""
+    """An unpickler that accepts only the classes of a rendezvous state, so it cannot call arbitrary functions."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _OF_A_STATE:
@@ -186,10 +187,12 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def is_plain_state(pickled: bytes) -> bool:
-    """Whether it is a rendezvous state that consists of nothing else than one does, so that unpickling it runs no code
-    of a stranger."""
+    """Return True if the bytes are a rendezvous state that contains only the classes of such a state.
+
+    Unpickling it then cannot run a stranger's code.
+    """
     try:
         state = _PlainUnpickler(io.BytesIO(pickled)).load()
-    except Exception:  # whatever bytes from the network make it raise
+    except Exception:  # arbitrary bytes from the network may raise any exception
         return False
     return type(state).__name__ == "_RendezvousState"

@@ -1,4 +1,4 @@
-"""The command line of a run: overrides, Hydra's own flags, and configuration errors in one line."""
+"""The command line of a run: overrides, Hydra's own flags, and one-line messages for configuration errors."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ log = logging.getLogger("ndtrain")
 
 Train = Callable[[Config], int]
 
-# Hydra's flags -> the values that may follow; () means any value, None that no value follows
+# Hydra's flags -> the values that may follow. (): any value. None: the flag takes no value.
 _FLAGS: dict[str, tuple[str, ...] | None] = {
     "--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all"), "--package": (), "-p": (),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
@@ -32,14 +32,14 @@ _ACTIONS = ("--cfg", "-c", "--info", "-i", "--multirun", "-m", "--run", "-r")  #
 
 
 def main(train: Train, args: list[str] | None = None, usage: Callable[[Sequence[str]], str] | None = None) -> int:
-    """Runs `train` with the configuration that `args` describe. Returns the exit status.
+    """Run `train` with the configuration that `args` describe, and return the exit status.
 
-    With one of Hydra's own flags (`--cfg job`, `--multirun`) Hydra runs it; otherwise the configuration is composed
-    here. A configuration error is printed as one line and gives status 2.
+    With one of Hydra's own flags (`--cfg job`, `--multirun`), Hydra runs `train`. Otherwise the configuration is
+    composed here. A configuration error is printed as one line, and the status is 2.
 
     Args:
-        args: None: those of the process.
-        usage: makes the text of `--help`, given the folders of `--config-dir`.
+        args: command-line arguments. None: the arguments of this process.
+        usage: returns the text of `--help`, given the folders of `--config-dir`.
     """
     args = sys.argv[1:] if args is None else args
     try:
@@ -68,10 +68,10 @@ def main(train: Train, args: list[str] | None = None, usage: Callable[[Sequence[
 
 
 def plain_config(args: list[str]) -> Config:
-    """The configuration of a run with these arguments.
+    """Return the configuration that these arguments describe.
 
     Raises:
-        ConfigError: an argument is wrong, or it is one of Hydra's own flags.
+        ConfigError: an argument is wrong, or is one of Hydra's own flags.
     """
     overrides, search, flags = _split(args)
     if flags or not {"--help", "-h", "--version"}.isdisjoint(args):
@@ -81,7 +81,7 @@ def plain_config(args: list[str]) -> Config:
 
 
 def _report_error(error: ConfigError) -> None:
-    """Logs the error and prints it in one line."""
+    """Log the error and print it in one line."""
     log.error(str(error))
     print_error(str(error))
 
@@ -90,11 +90,11 @@ def _report_error(error: ConfigError) -> None:
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """(overrides, folders named by --config-dir, Hydra's flags with their values).
+    """Split arguments into (overrides, folders given by --config-dir, Hydra's flags with their values).
 
     Raises:
-        ConfigError: a flag is unknown, lacks its value or has a wrong one, does not go with another, or a folder does
-            not exist.
+        ConfigError: a flag is unknown, lacks its value, has a wrong value or conflicts with another flag, or a folder
+            does not exist.
     """
     overrides, search, flags = [], [], []
     rest = iter(args)
@@ -117,7 +117,7 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def _unknown_flag(name: str, value: str, search: list[str]) -> str:
-    """The line on a flag that does not exist. It may be an override with dashes, or another trainer's flag."""
+    """Return the message for an unknown flag, which may be an override with dashes or a flag of another trainer."""
     key, keys, groups = name.lstrip("-"), known_keys(), group_options(config_folders(search))
     if key in keys or key in groups:
         given = value if value and "=" not in value and not value.startswith("-") else "VALUE"
@@ -160,9 +160,11 @@ def _value(flag: str, rest: Iterator[str], example: str) -> str:
 
 
 def run_and_exit(train: Train, usage: Callable[[Sequence[str]], str]) -> NoReturn:
-    """Runs `main` and exits with its status. An exception is also told to torchrun. With several ranks it skips
-    Python's teardown: gloo's threads abort in it in about every second run, and after an error it waits for peers that
-    never answer."""
+    """Run `main` and exit with its status. Report an exception to torchrun too.
+
+    With several ranks, skip Python's teardown: gloo's threads abort during teardown in about every second run. After an
+    error they would wait for peers that never answer.
+    """
     alone = world_from_env()[2] == 1
     code: Any = 1
     try:

@@ -15,22 +15,22 @@ COMMANDS = {  # command -> its module
     "report": "ndtrain.report",
     "torchrun": "ndtrain.runtime.torchrun",
 }
-CONFIGURED = ("train", "preflight", "plan", "torchrun")  # those that take a run's overrides
+CONFIGURED = ("train", "preflight", "plan", "torchrun")  # the commands that accept a run's overrides
 
 
 class Plan(NamedTuple):
-    """What `ndtrain plan` makes.
+    """A subcommand of `ndtrain plan`.
 
     Attributes:
-        text: for `--help`.
-        examples: arguments after its name.
+        text: its description in `--help`.
+        examples: example arguments, as written after its name.
     """
 
     text: str
     examples: tuple[str, ...]
 
 
-PLANS = {  # plan -> what it is; its module is ndtrain.plan.<plan>
+PLANS = {  # name -> description; the module is ndtrain.plan.<name>
     "dry": Plan(
         "runs one training step of a rank on tensors without memory: bytes of state, peak memory and what is alive "
         "then, FLOPs, every collective by axis with its bytes, files and bytes of a checkpoint",

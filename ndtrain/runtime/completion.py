@@ -1,8 +1,8 @@
-"""Completes the command line with Tab: `eval "$(ndtrain train -sc install=bash)"`.
+"""Tab completion of the command line: `eval "$(ndtrain train -sc install=bash)"`.
 
-The flag is Hydra's, `--shell-completion` or `-sc`, with `install=`, `uninstall=` or `query=` and one of the shells
-bash, zsh and fish. What completes is known from the schema and the folders of groups, so that nothing is composed and
-torch is not imported.
+The flag is Hydra's `--shell-completion` or `-sc`, with `install=`, `uninstall=` or `query=` and one of the shells bash,
+zsh and fish. Completions come from the schema and the folders of groups. To be fast, this module composes no
+configuration and does not import torch.
 """
 
 import os
@@ -21,7 +21,7 @@ from ndtrain.runtime.commands import COMMANDS, CONFIGURED, PLANS
 
 _FLAGS = ("--config-dir", "--cfg", "--multirun", "--info", "--help", "--version", "--resolve", "--package")
 
-# the word breaks of bash contain `=`, so a word of its own is cut from the line
+# bash splits words at `=`, so the function extracts the current word from the line itself
 _BASH = r"""_ndtrain_complete() {
     local line=${COMP_LINE:0:COMP_POINT}
     local word=${line##*[[:space:]]}
@@ -34,7 +34,7 @@ _BASH = r"""_ndtrain_complete() {
     case "${COMPREPLY[*]}" in *= | *. | */) compopt -o nospace 2>/dev/null ;; esac
 }
 complete -F _ndtrain_complete ndtrain"""
-# compdef exists once the user's start file has run compinit
+# compdef exists only after the user's startup file has run compinit
 _ZSH = r"""(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -u }
 _ndtrain_complete() {
     local -a whole open
@@ -47,7 +47,7 @@ _ndtrain_complete() {
     compadd -S '' -a open
 }
 compdef _ndtrain_complete ndtrain"""
-# fish itself adds no space after a word that ends in = . or /
+# fish adds no space after a word that ends in = . or /
 _FISH = r"""function _ndtrain_complete
     set -lx COMP_LINE (commandline -cp)
     ndtrain train -sc query=fish 2>/dev/null
@@ -64,12 +64,12 @@ _ACTIONS = tuple(f"{action}={shell}" for action in ("install", "uninstall", "que
 
 
 def wanted(args: Sequence[str]) -> bool:
-    """Whether these arguments ask for shell completion."""
+    """Return True if these arguments request shell completion."""
     return not {"-sc", "--shell-completion"}.isdisjoint(args)
 
 
 def main(args: Sequence[str]) -> int:
-    """As `run`, with the error in one line and status 2."""
+    """Call `run`. Print an error as one line and return status 2."""
     try:
         return run(args)
     except ConfigError as error:
@@ -78,10 +78,10 @@ def main(args: Sequence[str]) -> int:
 
 
 def run(args: Sequence[str]) -> int:
-    """Prints the shell's code, or what completes COMP_LINE, one candidate a line. Returns the exit status.
+    """Print the shell's code, or the candidates that complete COMP_LINE, one per line. Return the exit status.
 
     Raises:
-        ConfigError: another action or shell.
+        ConfigError: the action or the shell is unknown.
     """
     asked = next((arg for arg in args if "=" in arg), "")
     action, _, shell = asked.partition("=")
@@ -99,7 +99,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """What the last word of a command line may become. It ends in `=`, `.` or `/` where more must follow."""
+    """Return the candidates for the last word of a command line. They end in `=`, `.` or `/` if more must follow."""
     words = line.split(" ")
     before, word = _words(" ".join(words[:-1])), words[-1]
     if before[-1:] in (["--config-dir"], ["-cd"]):
@@ -125,7 +125,7 @@ def _words(text: str) -> list[str]:
 
 
 def _searched(words: Sequence[str]) -> list[str]:
-    """The folders that the line names with --config-dir."""
+    """Return the folders given by --config-dir in the line."""
     pairs = [word.partition("=") for word in words]
     after = [b for a, b in pairwise(words) if a in ("--config-dir", "-cd")]
     return [*after, *(value for name, _, value in pairs if name in ("--config-dir", "-cd") and value)]
@@ -139,7 +139,7 @@ def _overrides(word: str, search: list[str]) -> list[str]:
     if not equals:
         heads = {_next_part(name, key, keys, groups) for name in (*groups, *keys) if name.startswith(key)}
         return sorted(prefix + head for head in heads)
-    *earlier, last = value.split(",")  # of a sweep
+    *earlier, last = value.split(",")  # a sweep has several values
     done = f"{prefix}{key}=" + "".join(f"{v}," for v in earlier)
     values = sorted(groups[key]) if key in groups else _values(keys[key]) if key in keys else []
     if not values and key in keys and "str" in keys[key].kind:
@@ -148,7 +148,10 @@ def _overrides(word: str, search: list[str]) -> list[str]:
 
 
 def _next_part(name: str, typed: str, keys: dict[str, Key], groups: dict[str, set[str]]) -> str:
-    """The key up to its next dot, `optim.`, or the whole key with `=`. A group that is a section too stays open."""
+    """Return the key up to its next dot, `optim.`, or the whole key followed by `=`.
+
+    A section that is not a group ends in a dot, because it takes no value.
+    """
     rest = name[len(typed) :]
     if "." in rest:
         return typed + rest[: rest.index(".") + 1]
@@ -156,7 +159,7 @@ def _next_part(name: str, typed: str, keys: dict[str, Key], groups: dict[str, se
 
 
 def _values(key: Key) -> list[str]:
-    """The valid values, where they can be listed."""
+    """Return the valid values of a key; empty if they cannot be listed."""
     return ["true", "false"] if key.kind == "bool" else [*key.choices, *(names(key.part) if key.part else ())]
 
 

@@ -8,8 +8,8 @@ usage: ndtrain COMMAND [arguments of the command]
   evaluate   validation loss:            ndtrain evaluate runs/llama_small
   generate   continues a text:           ndtrain generate runs/llama_small 'def main('
   schedule   shows pipeline schedules:   ndtrain schedule schedule=zb_v pp=4 microbatches=12
-  plan       what a mesh needs:          ndtrain plan dry recipe=llama3_8b hardware=h100 nodes=4
-  bench      measures:                   ndtrain bench peers axis=one
+  plan       predicts memory and speed:  ndtrain plan dry recipe=llama3_8b hardware=h100 nodes=4
+  bench      runs benchmarks:            ndtrain bench peers axis=one
   preflight  checks hosts and links:     ndtrain preflight recipe=llama_small
   report     draws the curves of runs:   ndtrain report runs/first runs/second
   torchrun   starts several ranks:       ndtrain torchrun --nproc-per-node 2 -m ndtrain.train recipe=llama_small ...
@@ -28,7 +28,7 @@ from ndtrain.runtime.commands import COMMANDS, CONFIGURED
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs a command in this process; the exit status is the command's, or 2 for a command that there is not."""
+    """Run a command in this process. Return the command's exit status, or 2 if there is no such command."""
     args = list(sys.argv[1:] if args is None else args)
     if not args or args[0] in ("-h", "--help"):
         print((__doc__ or "").partition("\n\n")[2].strip(), file=sys.stdout if args else sys.stderr)
@@ -42,11 +42,11 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"error: {command}: no such command; {known}", file=sys.stderr)
         return 2
     if command in CONFIGURED and completion.wanted(rest):
-        return completion.main(rest)  # without their modules, which import torch: it answers to a key
+        return completion.main(rest)  # completion has to be fast, so do not import the command's module and torch
     sys.argv = [f"ndtrain {command}", *rest]
     try:
         runpy.run_module(COMMANDS[command], run_name="__main__", alter_sys=False)
-    except KeyboardInterrupt:  # while it imports, or in a command that has nothing to save
+    except KeyboardInterrupt:  # raised during imports, or in a command that has nothing to save
         print("interrupted", file=sys.stderr)
         return 130
     return 0

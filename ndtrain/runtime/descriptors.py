@@ -1,4 +1,4 @@
-"""File descriptors: the limit of a process, and how many a rank needs for its connections to the other ranks."""
+"""File descriptors: the limit of a process, and the number that a rank needs for connections to the other ranks."""
 
 import os
 import resource
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from ndtrain.config import ConfigError
 
-MOST = 1 << 20  # a higher limit is of no use, and some libraries visit every number below it
-_OWN = 40  # of a rank without peers: its files, and the sockets that any rank has
-_PER_PEER = {"gloo": 2.0, "nccl": 1.0}  # the group of all ranks (NCCL has no sockets here) and the background group
-_PER_CLIENT = 2.4  # of the rank that holds the store
-_PER_NEIGHBOUR = {"gloo": 2.0, "nccl": 0.0}  # the groups of single axes, and of some axes together
+MOST = 1 << 20  # a higher limit is useless, and some libraries loop over every number below it
+_OWN = 40  # descriptors of a rank without peers: its files, and the sockets that every rank has
+_PER_PEER = {"gloo": 2.0, "nccl": 1.0}  # for the group of all ranks (no sockets with NCCL) and the background group
+_PER_CLIENT = 2.4  # descriptors per rank, in the process that serves the store
+_PER_NEIGHBOUR = {"gloo": 2.0, "nccl": 0.0}  # for the groups of single axes, and of several axes together
 
 
 def raise_limit() -> int:
-    """Raises the soft limit of open descriptors to the hard one, or to `MOST` if that is less. Returns the limit."""
+    """Raise the soft limit of open descriptors to the hard limit, but at most to `MOST`. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft == resource.RLIM_INFINITY or soft >= highest:
@@ -24,7 +24,7 @@ def raise_limit() -> int:
 
 
 def needed(backend: str, rank: int, world: int, axes: Sequence[int] = ()) -> int:
-    """Return roughly how many descriptors a rank needs, measured on runs of 4 to 128 ranks.
+    """Return an estimate of the number of descriptors that a rank needs, fitted to runs of 4 to 128 ranks.
 
     Args:
         backend: "gloo" or "nccl".
@@ -37,7 +37,7 @@ def needed(backend: str, rank: int, world: int, axes: Sequence[int] = ()) -> int
 
 
 def require(backend: str, rank: int, world: int, axes: Sequence[int] = ()) -> None:
-    """Raises the limit, and refuses a run whose connections would exceed it.
+    """Raise the limit of open descriptors, and check that it suffices for the connections of this rank.
 
     Raises:
         ConfigError: the hard limit is too low.

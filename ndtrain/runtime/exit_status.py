@@ -1,9 +1,10 @@
-"""`<run.dir>/exit.json`: whether a run is running, or how it ended. torchrun does not pass on the exit status of a
-rank, so launch scripts derive their own exit status from this file.
+"""The file `<run.dir>/exit.json`, which records that a run is running, or how it ended.
 
-The file is true on a full disk too. `begin` allocates it, so a run that cannot write it does not start. `write`
-replaces it, and where the disk has no room for a second file it overwrites the bytes that are allocated. A checksum at
-the end detects a file that was written only in part.
+torchrun does not pass on the exit status of a rank, so launch scripts derive their own exit status from this file.
+
+The file stays correct even on a full disk. `begin` allocates it, so a run that cannot write it does not start. `write`
+replaces it. If the disk has no room for a second file, `write` overwrites the allocated bytes. A checksum at the end
+detects a file that was only partly written.
 """
 
 import errno
@@ -21,22 +22,22 @@ from ndtrain.runtime.run_owner import LAUNCH
 
 # why a run ended -> exit status of a launch script
 CODES = {
-    "running": 75,  # it is running; without a live process: all its processes were killed, and a restart may help
+    "running": 75,  # the run is running; if no process is alive, all were killed, and a restart may help
     "finished": 0,  # train.steps or train.stop_at was reached, and the last step is saved
-    "stopped": 85,  # a signal or the stop file requested it; everything is saved, a restart continues
-    "failed": 1,  # an error of the run itself, which a restart would repeat
+    "stopped": 85,  # a signal or the stop file requested a stop; everything is saved, a restart continues
+    "failed": 1,  # an error in the run itself, which a restart would repeat
     "config": 2,  # the configuration is wrong
     "hang": 75,  # a collective exceeded its deadline
-    "died": 75,  # an outside cause: a peer or the launcher was lost; a restart may help
+    "died": 75,  # an external cause: a peer or the launcher was lost; a restart may help
 }
 NAME = "exit.json"
 JOB = "TORCHELASTIC_RUN_ID"  # set by torchrun, the same for all attempts of a job
-SIZE = 4096  # bytes of the smallest file: one page, which most file systems overwrite without allocating another
-LONGEST = 1 << 20  # bytes of the largest file that is read
+SIZE = 4096  # minimum size in bytes: one page, which most file systems overwrite without allocating another page
+LONGEST = 1 << 20  # maximum size in bytes of a file that is read
 _CHECK = "check"  # the last key: CRC-32 of the other fields
-_CUT = "[...] "  # begins the text of an error that was too long for the allocated bytes
-_ESCAPED = 12  # bytes of the longest character in JSON
-_AGAIN_S = 0.1  # a file that is being overwritten is read again after this time
+_CUT = "[...] "  # prefix of an error text whose beginning was cut off to fit the allocated bytes
+_ESCAPED = 12  # maximum number of bytes per character in JSON
+_AGAIN_S = 0.1  # seconds until a damaged file is read again, because it may just be overwritten
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ class Exit:
         signal: the source of the stop request: a signal's name, "stop file", or "the end of torchrun".
         step: the last completed step.
         checkpoint: the newest complete checkpoint in the run folder.
-        requeue: whether the same command would continue the run.
+        requeue: True if the same command would continue the run.
         code: the exit status of a launch script.
-        rank: the rank that the error came from.
+        rank: the rank that raised the error.
         error: the text of the error.
         job: the id of the torchrun job.
-        launch: the launch script's start; None: it was started by hand.
+        launch: id of the launch script's start; None: the run was started by hand.
     """
 
     why: str
@@ -69,11 +70,13 @@ class Exit:
 
 
 def write(run_dir: Path, why: str, **facts) -> None:
-    """Replaces exit.json in one rename, or overwrites it where that is not possible. An OSError is ignored, since the
-    run is about to end anyway. A run whose folder belongs to another run by now writes nothing.
+    """Replace exit.json by a rename or, if that is not possible, overwrite it.
+
+    OSErrors are ignored, because the run is about to end anyway. Write nothing if the folder now belongs to another
+    run.
 
     Args:
-        facts: further fields of `Exit`. `checkpoint` defaults to the newest one in the run folder.
+        facts: further fields of `Exit`. `checkpoint` defaults to the newest checkpoint in the run folder.
     """
     if folder_lock.is_lost(run_dir):
         return
@@ -82,7 +85,7 @@ def write(run_dir: Path, why: str, **facts) -> None:
 
 
 def begin(run_dir: Path) -> None:
-    """Writes "running" at the start of a run. It stays if every process is killed before it can write another status.
+    """Write "running" at the start of a run. It remains if all processes are killed before they write another status.
 
     Raises:
         OSError: the file cannot be written, so the run could not report how it ends.
@@ -92,7 +95,7 @@ def begin(run_dir: Path) -> None:
 
 
 def write_first(run_dir: Path, why: str, **facts) -> None:
-    """Calls `write`, unless a rank has already written its error: the first error is the cause of the later ones."""
+    """Call `write`, unless a rank has already written its error. The first error is the cause of the later ones."""
     before = read(run_dir)
     if before is None or before.why == "running":
         write(run_dir, why, **facts)
@@ -111,7 +114,7 @@ def read(run_dir: Path) -> Exit | None:
 
 
 def _status(run_dir: Path, why: str, facts: dict[str, Any]) -> Exit:
-    from ndtrain.checkpoint import list_checkpoints  # with torch, which the launch scripts do without
+    from ndtrain.checkpoint import list_checkpoints  # not at the top: it imports torch, which launch scripts avoid
 
     code, job, launch = CODES[why], os.environ.get(JOB), os.environ.get(LAUNCH)
     if facts.get("checkpoint") is None:
@@ -121,7 +124,7 @@ def _status(run_dir: Path, why: str, facts: dict[str, Any]) -> Exit:
 
 
 def _store(file: Path, status: Exit) -> None:
-    """Replaces the file, or overwrites its allocated bytes if the disk has no room for a second file."""
+    """Replace the file, or overwrite its allocated bytes if the disk has no room for a second file."""
     part = file.with_name(f"{NAME}.{os.getpid()}")
     try:
         _write_through(part, _encode(status), os.O_CREAT | os.O_TRUNC)
@@ -136,7 +139,7 @@ def _store(file: Path, status: Exit) -> None:
 
 
 def _write_through(file: Path, content: bytes, flags: int = 0) -> None:
-    """Writes the bytes in one call, and waits until the disk has them: an error of a delayed write is met here."""
+    """Write the bytes in one call, and wait until they are on disk, so that delayed write errors are raised here."""
     descriptor = os.open(file, os.O_WRONLY | flags, 0o644)
     try:
         if os.pwrite(descriptor, content, 0) < len(content):
@@ -150,7 +153,7 @@ def _encode(status: Exit, size: int | None = None) -> bytes:
     """Return the file's content: JSON, padded with spaces to at least `SIZE` bytes.
 
     Args:
-        size: bytes that the content must have. The beginning of a long error is cut off.
+        size: required number of bytes. The beginning of a long error is cut off.
     """
     fields = asdict(status)
     content = _with_check(fields)
@@ -190,14 +193,19 @@ def _parse(file: Path) -> Exit | None:
 
 
 def of_process(why: str) -> int:
-    """The exit status of a process of the run. Under torchrun a rank that was stopped ends with 0: torchrun would take
-    any other status for a failure, and start the ranks again."""
+    """Return the exit status of a process of the run.
+
+    Under torchrun a stopped rank ends with 0. torchrun would treat any other status as a failure, and restart the
+    ranks.
+    """
     return 0 if why == "stopped" and JOB in os.environ else CODES[why]
 
 
 def is_restart(run_dir: Path) -> bool:
-    """Whether torchrun restarts a run that an earlier attempt of the same job left unfinished. That includes attempts
-    that were stopped: to let a host join, torchrun signals the ranks of the other hosts as a user would."""
+    """Return True if torchrun restarts a run that an earlier attempt of the same job left unfinished.
+
+    This includes stopped attempts: to let a host join, torchrun sends the other hosts' ranks the same signal as a user.
+    """
     before, job = read(run_dir), os.environ.get(JOB, "none")
     if before is None or before.why == "finished":
         return False

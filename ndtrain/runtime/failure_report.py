@@ -1,4 +1,4 @@
-"""Reports the failure of a rank on the console, to torchrun and in exit.json."""
+"""Reports of a rank's failure: on the console, to torchrun and in exit.json."""
 
 import logging
 import sys
@@ -18,16 +18,16 @@ from ndtrain.runtime.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
 
-REFUSAL_S = 1.0  # delay of a rank above 0 that refuses a run: mostly rank 0 does too
+REFUSAL_S = 1.0  # delay of a rank above 0 that refuses a run, because rank 0 usually refuses it too
 PATIENCE_S = 5.0  # delay of a rank that lost a peer: the peer reports first, and the launcher may end all ranks
 
 
 def report_failure(error: BaseException, stop: StopRequest, run_dir: Path) -> None:
-    """Logs and prints the traceback, of a plugin's error one line, and writes exit.json.
+    """Log and print the traceback (one line for a plugin's error), and write exit.json.
 
-    A rank that only lost a peer waits `PATIENCE_S` first, so that the rank at fault reports first. In general the
-    launcher ends it meanwhile. If it has been signalled already, one line replaces the traceback. Call this in the
-    handler of `error`.
+    A rank that only lost a peer first waits `PATIENCE_S`, so that the failed rank reports first. Usually the launcher
+    ends the waiting rank in this time. If the launcher has already signalled the rank, print one line and return. Call
+    this function in the handler of `error`.
     """
     rank = world_from_env()[0]
     log.error("rank %d failed", rank, exc_info=error)
@@ -58,8 +58,11 @@ def exit_with_plugin_error(error: Exception) -> None:
 
 
 def status_of_command(main: Callable[[Sequence[str]], int]) -> int:
-    """Runs a command that keeps no log, as `arguments.status_of` does. For an error in a plugin, prints the traceback
-    and then the line that names the plugin, and returns the status of a failed run."""
+    """Run a command without a log file, as `arguments.status_of` does, and return its status.
+
+    For an error in a plugin, print the traceback and the line that names the plugin, and return the status of a failed
+    run.
+    """
     try:
         return status_of(main)
     except Exception as error:
@@ -73,11 +76,11 @@ def status_of_command(main: Callable[[Sequence[str]], int]) -> int:
 
 @contextmanager
 def record_failure(run_dir: Path) -> Iterator[None]:
-    """Writes an error that leaves the block to the log and to exit.json, and lets it propagate."""
+    """Write an error raised in the block to the log and to exit.json, and let it propagate."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if not isinstance(error, ConfigError):  # which the command line logs in one line
+        if not isinstance(error, ConfigError):  # the command line logs a ConfigError in one line
             log.error("rank %d failed", world_from_env()[0], exc_info=error)
         if isinstance(error, Exception):
             _write_exit_status(error, run_dir)
@@ -88,7 +91,7 @@ def _write_exit_status(error: BaseException, run_dir: Path) -> None:
     why = "config" if isinstance(error, ConfigError) else "died" if _lost_a_peer(error) else "failed"
     if why == "config" and world_from_env()[0] > 0:
         time.sleep(REFUSAL_S)
-        if exit_status.read(run_dir) is None:  # rank 0 has refused the run too, and leaves no folder
+        if exit_status.read(run_dir) is None:  # rank 0 has refused the run too, and has removed its folder
             return
     line = str(error) if why == "config" else _plugin_line(error)
     text = line or "".join(traceback.format_exception(error))
@@ -96,7 +99,7 @@ def _write_exit_status(error: BaseException, run_dir: Path) -> None:
 
 
 def _plugin_line(error: BaseException) -> str | None:
-    """Return the line for an error in a plugin's code; None for any other one."""
+    """Return the line for an error in a plugin's code; None for any other error."""
     if isinstance(error, ConfigError) or _lost_a_peer(error):
         return None
     line = registry.plugin_failure(error)
@@ -104,6 +107,8 @@ def _plugin_line(error: BaseException) -> str | None:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """Whether an error only means that another rank does not answer. Gloo's errors are recognised by their source
-    file."""
+    """Return True if the error only means that another rank does not answer.
+
+    Errors of gloo are recognised by their source file.
+    """
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))

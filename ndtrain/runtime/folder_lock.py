@@ -1,17 +1,17 @@
-"""The lock of a run folder: at most one run writes into a folder at a time, also on storage that many hosts share.
+"""The lock of a run folder: at most one run at a time writes into a folder, also on storage shared by many hosts.
 
-`<run.dir>/owner/` holds one numbered file for each run that has owned the folder; the highest number is the owner. A
-file is created by a hard link, which is atomic and fails if the file exists. So of several runs that want the next
-number exactly one gets it, and the numbers only grow.
+`<run.dir>/owner/` has a numbered file for each run that has owned the folder. The run with the highest number is the
+owner. A file is created by a hard link, which is atomic and fails if the file exists. If several runs want the next
+number, exactly one gets it, and the numbers only grow.
 
-The owner's heartbeat is the modification time of its file. It is used as a counter: the owner sets it every `BEAT_S`
-to a value of its own, and an observer only sees whether it changes. No clock is compared with another one.
+The owner's heartbeat is the modification time of its file, used as a counter. The owner sets it to a new value every
+`BEAT_S`, and observers only check if it changes. Clocks of different hosts are never compared.
 
-A run takes a folder over
+A run takes over a folder
 - at once, if its owner has released it;
 - at once, if its owner was an earlier start of the same Slurm job or of the same launch script;
 - at once, if its owner ran on this machine and its process is gone;
-- else after the heartbeat has not changed for `DEAD_S`.
+- else if the heartbeat has not changed for `DEAD_S`.
 
 The owner reads its file before it writes (`Claim.check`). If another run has taken over, it stops.
 """
@@ -33,26 +33,26 @@ from ndtrain.runtime.run_owner import Owner
 
 FOLDER = "owner"  # in the run folder
 BEAT_S = 5.0  # interval of the heartbeat
-DEAD_S = 60.0  # a run of another host is dead once its heartbeat has not changed for so long
+DEAD_S = 60.0  # a run on another host counts as dead if its heartbeat has not changed for this time
 POLL_S = 0.5  # interval at which an observer reads the heartbeat
-STALL_S = 5.0  # after a longer gap between two readings the observer begins again: its own file system was slow
-_FIRST_BEAT_S = 1_000_000_000  # modification time of beat 0; the release sets 0
+STALL_S = 5.0  # after a longer gap between two readings the observer starts again, because its own file system was slow
+_FIRST_BEAT_S = 1_000_000_000  # modification time of beat 0; a release sets it to 0
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems without hard links
 
 
 class FolderLost(RuntimeError):
-    """Another run has taken the run folder over, so this one must not write there any more."""
+    """Another run has taken over the run folder, so this run must not write to it any more."""
 
 
 # -------------------------------------------------------------------------------------------------------------- claims
 
 
 class Claim:
-    """A run's claim to its folder, as all its ranks know it.
+    """A run's claim to its folder. Every rank of the run has an instance.
 
     Args:
         file: the owner file of the run.
-        owner: its content.
+        owner: the content of this file.
     """
 
     def __init__(self, file: Path, owner: Owner):
@@ -60,10 +60,10 @@ class Claim:
         _claims[_key(file.parent.parent)] = self
 
     def check(self) -> None:
-        """Call it before writing into the folder.
+        """Check that this run still owns the folder. Call this before writing to the folder.
 
         Raises:
-            FolderLost: another run has taken the folder over.
+            FolderLost: another run has taken over the folder.
         """
         if self.is_lost():
             other = _read(_newest(self.file.parent)[1])
@@ -74,7 +74,7 @@ class Claim:
             )
 
     def is_lost(self) -> bool:
-        """Whether another run has taken the folder over. False where the file system does not answer."""
+        """Return True if another run has taken over the folder. Return False if the file system does not answer."""
         try:
             numbers = _numbers(self.file.parent)
             if max(numbers, default=0) > _number(self.file):
@@ -88,8 +88,10 @@ class Claim:
             return False
 
     def _is_replaced(self) -> bool:
-        """For a missing owner file: whether another run is the owner. Where there is none, someone has removed the
-        file, and this run restores it."""
+        """Return True if another run is the owner, after this run's owner file was found missing.
+
+        If there is no other owner, someone has removed the file, and this run restores it.
+        """
         try:
             if set(_numbers(self.file.parent)) - {_number(self.file)}:
                 return True
@@ -100,12 +102,12 @@ class Claim:
             return False
 
     def release(self) -> None:
-        """Forgets the claim."""
+        """Forget the claim in this process."""
         if _claims.get(_key(self.file.parent.parent)) is self:
             del _claims[_key(self.file.parent.parent)]
 
     def as_message(self) -> list:
-        """What another rank needs for `Claim.from_message`."""
+        """Return the claim as a list for another rank's `Claim.from_message`."""
         return [str(self.file), asdict(self.owner)]
 
     @classmethod
@@ -114,7 +116,7 @@ class Claim:
 
 
 class FolderLock(Claim):
-    """The claim of rank 0, whose heartbeat a thread keeps up until `release`."""
+    """The claim of rank 0. A thread updates its heartbeat until `release`."""
 
     def __init__(self, file: Path, owner: Owner):
         super().__init__(file, owner)
@@ -126,16 +128,16 @@ class FolderLock(Claim):
         beats = 0
         while not self._ended.wait(BEAT_S):
             beats += 1
-            with suppress(OSError):  # a file system that is slow or full: the next beat may succeed
+            with suppress(OSError):  # the file system may be slow or full: the next beat may succeed
                 _set_beat(self.file, beats)
 
     def release(self) -> None:
-        """Gives the folder free. A second call does nothing, nor does that of a forked process."""
+        """Release the folder. A second call, or a call in a forked process, does nothing."""
         super().release()
         if self._ended.is_set() or os.getpid() != self._pid:
             return
         self._ended.set()
-        self._thread.join(BEAT_S)  # longer only where the file system hangs
+        self._thread.join(BEAT_S)  # it takes longer only if the file system hangs
         with suppress(OSError):
             if _read(self.file) == self.owner:
                 os.utime(self.file, ns=(0, 0))
@@ -149,14 +151,16 @@ def _key(run_dir: Path) -> str:
 
 
 def is_lost(run_dir: Path) -> bool:
-    """Whether this process had claimed the folder, and another run has taken it over."""
+    """Return True if this process has claimed the folder and another run has taken it over."""
     claim = _claims.get(_key(run_dir))
     return claim is not None and claim.is_lost()
 
 
 def owner_is_gone(run_dir: Path) -> bool | None:
-    """Return True if the process of the folder's owner has ended or released the folder, False if it is alive, and None
-    if that cannot be known on this machine."""
+    """Return True if the process of the folder's owner has ended or has released the folder, False if it is alive.
+
+    Return None if this machine cannot determine it.
+    """
     file = _newest(run_dir / FOLDER)[1]
     owner, beat = _read(file), _beat_of(file)
     return True if beat == 0 else owner.is_gone(Owner.this_process()) if owner else None
@@ -168,11 +172,12 @@ def acquire(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> FolderLock:
-    """Makes this process the owner of an existing run folder. Waits at most `DEAD_S`, and only for an owner on another
-    machine.
+    """Make this process the owner of an existing run folder.
+
+    Wait up to `DEAD_S` if this machine cannot determine whether the current owner is alive (usually on another host).
 
     Args:
-        me: None: this process.
+        me: the new owner. None: this process.
 
     Raises:
         ConfigError: a live run owns the folder.
@@ -190,7 +195,7 @@ def acquire(
             if _newest(folder)[1] == mine:
                 break
             mine.unlink(missing_ok=True)
-    for path in folder.iterdir():  # before this run writes: an owner that lives after all finds its file missing
+    for path in folder.iterdir():  # before this run writes, so that a former owner that is still alive notices its loss
         if path != mine and not path.name.startswith("."):
             with suppress(OSError):
                 path.unlink()
@@ -198,10 +203,10 @@ def acquire(
 
 
 def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
-    """Whether the next owner may follow the one of `file`. False: look again, another run was faster.
+    """Return True if the folder may be taken over from the owner of `file`, False if another run was faster.
 
     Raises:
-        ConfigError: it is alive.
+        ConfigError: the owner is alive.
     """
     owner, beat = _read(file), _beat_of(file)
     if beat == 0:
@@ -256,13 +261,13 @@ def _number(file: Path) -> int:
 
 
 def _newest(folder: Path) -> tuple[int, Path]:
-    """The owner file with the highest number, and that number; 0: there is none."""
+    """Return the highest number of an owner file, and this file; 0 if there is no owner file."""
     number = max(_numbers(folder), default=0)
     return number, folder / f"{number:06d}.json"
 
 
 def _read(file: Path) -> Owner | None:
-    """None where the file is missing or not complete."""
+    """Return the owner described by a file; None if the file is missing or incomplete."""
     try:
         return Owner(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
@@ -270,8 +275,10 @@ def _read(file: Path) -> Owner | None:
 
 
 def _beat_of(file: Path) -> int | None:
-    """The heartbeat; 0: released; None: there is no such file. The file is opened, since NFS may answer `stat` from a
-    cache that is a minute old."""
+    """Return the heartbeat; 0 if the folder was released, None if there is no such file.
+
+    The file is opened, because NFS may answer `stat` from a cache that is a minute old.
+    """
     try:
         with open(file, "rb") as opened:
             return os.fstat(opened.fileno()).st_mtime_ns
@@ -280,12 +287,12 @@ def _beat_of(file: Path) -> int | None:
 
 
 def _set_beat(file: Path, number: int) -> None:
-    seconds = _FIRST_BEAT_S + 2 * number  # FAT counts in two seconds
+    seconds = _FIRST_BEAT_S + 2 * number  # FAT stores times with a resolution of two seconds
     os.utime(file, (seconds, seconds))
 
 
 def _create(file: Path, owner: Owner) -> bool:
-    """Creates an owner file with its content in one step. False: it exists already, and not for this owner."""
+    """Create an owner file with its content in one step. Return False if the file already exists for another owner."""
     text = json.dumps(asdict(owner), indent=1) + "\n"
     part = file.with_name(f".{owner.token}")
     try:
@@ -294,7 +301,7 @@ def _create(file: Path, owner: Owner) -> bool:
         os.link(part, file)
         return True
     except FileExistsError:
-        return _read(file) == owner  # NFS may say so of a link that it has just made
+        return _read(file) == owner  # NFS may report this error for the link that it has just created
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise

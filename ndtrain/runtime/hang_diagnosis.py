@@ -1,4 +1,4 @@
-"""The diagnosis of a hang from the reports of all ranks: which rank the others wait for, where, and over which axis."""
+"""The diagnosis of a hang from the reports of all ranks: the rank that the others wait for, the place, and the axis."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 from ndtrain.distributed.flight_recorder import Recorder
 from ndtrain.distributed.mesh import MeshSpec
 
-SHOWN = 8  # number of ranks that a list in the diagnosis names
+SHOWN = 8  # maximum number of ranks named in a list of the diagnosis
 
 # ------------------------------------------------------------------------------------------------------------- reports
 
@@ -20,15 +20,15 @@ class Report:
     """The state of a rank.
 
     Attributes:
-        step, action: its current step, and its action with the index of the op in its program.
-        waits: the `CollectiveRecord` it has been waiting for longest, as a dict; None: it does not wait.
+        step, action: the current step, and the current action with the index of the op in the rank's program.
+        waits: the `CollectiveRecord` of the longest current wait, as a dict; None: the rank does not wait.
         seconds: the duration of that wait.
         counts: channel -> number of operations launched on it.
         members: channel -> global ranks.
-        last: its last records as dicts, oldest first, with all that its GPU has not completed.
-        stack: the call stack of its main thread, innermost frame last.
-        pending: the first incomplete operation of each channel that blocks its GPU, as dicts, oldest first.
-        completed: channel -> number of operations that its GPU has completed.
+        last: the last records as dicts, oldest first, including all operations that the GPU has not completed.
+        stack: the call stack of the main thread, innermost frame last.
+        pending: the first incomplete operation of each channel that blocks the GPU, as dicts, oldest first.
+        completed: channel -> number of operations that the GPU has completed.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Report:
 
     @classmethod
     def of(cls, recorder: Recorder, rank: int, thread: int) -> "Report":
-        """The current state. `thread` is the id of the thread that trains."""
+        """Create the report of the current state. `thread` is the id of the training thread."""
         record, seconds = recorder.longest_wait()
         last, device = list(recorder.last), recorder.device
         older = [r for r in device.incomplete() if r.launched < last[0].launched] if device and last else []
@@ -65,10 +65,10 @@ class Report:
 
     @classmethod
     def from_json(cls, value: Any, rank: int) -> "Report":
-        """The report of a rank, as another process has published it with `asdict`.
+        """Create the report of a rank from the dict (`asdict`) that its process has published.
 
         Raises:
-            ValueError: it is no report of this rank.
+            ValueError: the value is not a report of this rank.
         """
         if _is_report(value) and value["rank"] == rank:
             return cls(**value)
@@ -76,23 +76,23 @@ class Report:
 
     @property
     def reached(self) -> int:
-        """The step that the rank has not completed: on a GPU the host may be in a later one."""
+        """The first step that the rank has not completed. With a GPU the host may already be in a later step."""
         return min([self.step, *(op["step"] for op in self.pending)])
 
     @property
     def operations(self) -> list[dict[str, Any]]:
-        """The operations that it waits for: of the host one, of a GPU one for each channel."""
+        """The operations that the rank waits for: the `pending` ones of its GPU or, if none, the host's operation."""
         return self.pending or [w for w in [self.waits] if w is not None and w["channel"]]
 
 
 _TIME = (int, float)
-_RECORD = {  # what the diagnosis reads of a record
+_RECORD = {  # the fields of a record that the diagnosis reads, with their types
     "op": str, "channel": str, "number": int, "nbytes": int, "step": int, "action": str, "launched": _TIME,
 }  # fmt: skip
 
 
 def _is_report(value: Any) -> bool:
-    """Whether it is a `Report` as a dict."""
+    """Return True if the value is a `Report` as a dict."""
     match value:
         case {
             "rank": int(), "step": int(), "action": str(), "waits": None | dict() as waits, "seconds": int() | float(),
@@ -111,7 +111,7 @@ def _is_report(value: Any) -> bool:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether it is a `CollectiveRecord` as a dict."""
+    """Return True if the value is a `CollectiveRecord` as a dict."""
     return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in _RECORD.items())
 
 
@@ -128,12 +128,12 @@ def _stack(thread: int) -> list[str]:
 
 
 def diagnose(reports: dict[int, Report], spec: MeshSpec) -> str:
-    """The diagnosis as lines of text, the most important first.
+    """Return the diagnosis as lines of text, most important first.
 
-    A rank is at fault if it launched another operation than the others under the same number on the same channel.
-    Otherwise a rank is at fault if others wait for it and it does not wait itself. If all ranks wait for one another,
-    no rank is named as the cause. An operation that all its ranks have launched, and that none of their GPUs completes,
-    is named instead.
+    A rank caused the hang if it launched a different operation than the others under the same number on the same
+    channel. Otherwise a rank caused it if others wait for it while it does not wait itself. If all ranks wait for one
+    another, no rank is named as the cause. The diagnosis then names operations that all their ranks have launched but
+    some GPUs do not complete.
 
     Args:
         reports: rank -> its report; ranks that did not answer are missing.
@@ -159,7 +159,7 @@ def diagnose(reports: dict[int, Report], spec: MeshSpec) -> str:
 
 
 def _waited_for(report: Report, reports: dict[int, Report]) -> tuple[dict, list[int]] | None:
-    """(an operation that the rank waits for, the ranks that hold it up); None: no rank does."""
+    """Return (operation that the rank waits for, ranks that delay it); None if no rank delays any of them."""
     for holding_up in (_late, _behind):
         for op in report.operations:
             if ranks := holding_up(report, op, reports):
@@ -168,19 +168,19 @@ def _waited_for(report: Report, reports: dict[int, Report]) -> tuple[dict, list[
 
 
 def _late(report: Report, op: dict, reports: dict[int, Report]) -> list[int]:
-    """The ranks that have not launched the operation. A rank without a report counts as one that has not."""
+    """Return the ranks that have not launched the operation, including ranks without a report."""
     count = lambda r: reports[r].counts.get(op["channel"], 0) if r in reports else 0
     return [r for r in report.members.get(op["channel"], ()) if r != report.rank and count(r) < op["number"]]
 
 
 def _behind(report: Report, op: dict, reports: dict[int, Report]) -> list[int]:
-    """The ranks that have launched the operation, but whose GPU is still at one that the host waited for before."""
+    """Return the ranks that have launched the operation, but whose GPU cannot have begun it yet."""
     others = (r for r in report.members.get(op["channel"], ()) if r != report.rank and r in reports)
     return [r for r in others if _holds(reports[r], op)]
 
 
 def _holds(report: Report, op: dict) -> bool:
-    """Whether the rank's GPU cannot have begun the operation, which the rank has launched."""
+    """Return True if the rank has launched the operation, but its GPU is still blocked by an earlier one."""
     if report.completed.get(op["channel"], 0) >= op["number"]:
         return False
     launched = [r["launched"] for r in report.last if _place(r) == _place(op)]
@@ -192,7 +192,7 @@ def _place(op: dict) -> tuple[str, int]:
 
 
 def _stuck(waiting: list[Report], reports: dict[int, Report], spec: MeshSpec) -> list[str]:
-    """A line for each operation that all its ranks have launched and that no rank holds up."""
+    """Return a line for each operation that all its ranks have launched and that no rank delays."""
     stuck = {_place(op): (op, report.members.get(op["channel"], ())) for report in waiting for op in report.pending[:1]}
     lines = []
     for (channel, number), (op, members) in stuck.items():
@@ -204,7 +204,10 @@ def _stuck(waiting: list[Report], reports: dict[int, Report], spec: MeshSpec) ->
 
 
 def _disagreement(reports: dict[int, Report], spec: MeshSpec) -> list[str]:
-    """One line on the earliest operation whose ranks recorded different names or sizes; no line where all agree."""
+    """Return one line about the earliest operation whose ranks recorded different kinds, sizes, steps or actions.
+
+    Return an empty list if all ranks agree.
+    """
     by_number: dict[tuple[str, int], dict[int, dict]] = {}
     for report in reports.values():
         for record in report.last:
@@ -228,17 +231,17 @@ def _rarest_first(kind: tuple[str, list[int]]) -> tuple[int, list[int]]:
 
 
 def _kind(record: dict) -> str:
-    """A description of an operation that is the same on all its ranks."""
+    """Return a description of an operation that must be the same on all its ranks."""
     op = "message" if record["op"] in ("send", "receive") else record["op"]
     at = "" if op == "message" else f" in {record['action']}"  # sender and receiver are in different actions
     return f"{op} of {record['nbytes']:,} bytes, step {record['step']}{at}"
 
 
 def _where(report: Report, op: dict | None) -> str:
-    """The step, the action and the wait of a rank as text.
+    """Return the step, the action and the wait of a rank as text.
 
     Args:
-        op: what it waits for; None: it does not wait.
+        op: the operation that the rank waits for; None: it does not wait.
     """
     at = f"step {report.step}, {report.action}"
     if op is None:
@@ -250,13 +253,13 @@ def _where(report: Report, op: dict | None) -> str:
 
 
 def _innermost(stack: list[str]) -> str:
-    """The innermost frame, and the innermost one in ndtrain."""
+    """Return the innermost frame and the innermost frame in ndtrain."""
     in_ndtrain = [line for line in stack if f"{os.sep}ndtrain{os.sep}" in line]
     return " < ".join(dict.fromkeys([*stack[-1:], *in_ndtrain[-1:]])) or "an unknown place"
 
 
 def _ranks(ranks: list[int], spec: MeshSpec, coords: bool = True) -> str:
-    """A list of ranks as text; with `coords`, a single rank with its coordinates."""
+    """Return a list of ranks as text. With `coords`, add the mesh coordinates if there is only one rank."""
     if len(ranks) == 1:
         at = spec.where(ranks[0])
         return f"rank {ranks[0]} ({at})" if coords and at else f"rank {ranks[0]}"

@@ -1,12 +1,14 @@
-"""The hang watchdog: it ends a run that hangs and reports the cause.
+"""The hang watchdog, which ends a hanging run and reports the cause.
 
-A thread on every rank checks how long its rank has been waiting. On a GPU the host does not wait: there the thread
-checks how long the device has completed nothing of what is waited for (`DeviceProgress`). Once a wait exceeds the
-deadline, that rank alerts the others through the store. Each rank publishes its state (`Report`). One rank reads the
-reports and prints a diagnosis: which ranks the others wait for, in which step, action and collective, over which axis.
-All these messages are signed (`SignedStore`): a stranger who reaches the store cannot end the run with one.
-Then all ranks exit, and a launcher can restart the run. The diagnosis names ranks that do not answer. A rank that
-cannot reach the store prints a diagnosis from its own report.
+A thread on every rank checks how long its rank has been waiting. With a GPU the host does not wait. In this case the
+thread checks for how long the GPU has completed no pending operation (`DeviceProgress`).
+
+If a wait exceeds the deadline, that rank alerts the others through the store. Each rank publishes its state (`Report`).
+One rank reads the reports and prints a diagnosis. It names the ranks that the others wait for, with the step, the
+action, the collective and the axis. It also names ranks that do not answer. Then all ranks exit, and a launcher can
+restart the run. A rank that cannot reach the store prints a diagnosis from its own report.
+
+All these messages are signed (`SignedStore`), so a stranger who reaches the store cannot end the run.
 """
 
 import json
@@ -27,9 +29,9 @@ from ndtrain.runtime import exit_status
 from ndtrain.runtime.hang_diagnosis import Report, diagnose
 from ndtrain.runtime.signed_store import SignedStore
 
-PAUSE_S = 1.0  # longest interval between two checks
+PAUSE_S = 1.0  # maximum interval between two checks
 GATHER_S = 3.0  # time to wait for the reports of the other ranks
-CALLED = "hang/called"  # the message of a rank that has exceeded the deadline: its number
+CALLED = "hang/called"  # key of the alert; its value is the rank that has exceeded the deadline
 LAST_S = 6.0  # a hanging rank exits after this time, even if the store does not answer
 
 
@@ -38,9 +40,9 @@ class HangWatchdog:
 
     Args:
         connect: opens a new connection to the messages of all ranks.
-        run_dir: gets `logs/hang-rank-*.json` and exit.json.
-        deadline_s: the longest wait allowed, in seconds.
-        on_device: follow the operations on this process's GPU.
+        run_dir: the folder for `logs/hang-rank-*.json` and exit.json.
+        deadline_s: maximum duration of a wait, in seconds.
+        on_device: True to track the operations on this process's GPU.
     """
 
     def __init__(
@@ -56,19 +58,21 @@ class HangWatchdog:
         self.spec, self.rank, self.run_dir, self.deadline_s = spec, rank, run_dir, deadline_s
         self._connect, self._main = connect, threading.get_ident()
         self._closed, self._called = threading.Event(), threading.Event()
-        self._caller: int | None = None  # the rank that has called, unless it is this one
+        self._caller: int | None = None  # the other rank that has sent the alert; None: no alert, or from this rank
         self._pause = min(PAUSE_S, deadline_s / 10)
         for work in (self._check, self._listen):
             threading.Thread(target=work, name="hang watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._closed.set()
         RECORDER.device = None
 
     def _check(self) -> None:
-        """Waits until this rank exceeds the deadline or another rank has called. It never uses the store, which may not
-        answer."""
+        """Wait until this rank exceeds the deadline or another rank sends an alert.
+
+        This thread never uses the store, which may not answer.
+        """
         while not self._closed.wait(self._pause):
             if (device := RECORDER.device) is not None:
                 device.poll()
@@ -77,7 +81,7 @@ class HangWatchdog:
                 return
 
     def _listen(self) -> None:
-        """Waits until another rank calls. A lost connection is ignored: the store ends with rank 0."""
+        """Wait for an alert from another rank. A lost connection is ignored, because the store ends with rank 0."""
         with suppress(Exception):
             messages = self._connect()
             while not self._closed.wait(self._pause):
@@ -88,11 +92,11 @@ class HangWatchdog:
                     return
 
     def _end(self) -> None:
-        """Ends this rank, after its report is published or `LAST_S` have passed."""
+        """End this rank after its report is published, or after `LAST_S` at the latest."""
         report = Report.of(RECORDER, self.rank, self._main)
         self._write(report)
         threading.Thread(target=self._publish, args=(report,), daemon=True).start()
-        time.sleep(LAST_S)  # that thread ends the process, unless the store does not answer
+        time.sleep(LAST_S)  # the publishing thread ends the process earlier, unless the store does not answer
         self._diagnose(
             report, {self.rank: report}, " (the store of the run does not answer: this host may be the one cut off)"
         )
@@ -100,8 +104,11 @@ class HangWatchdog:
         os._exit(1)
 
     def _publish(self, report: Report) -> None:
-        """Puts the report in the store, alerts the other ranks, and ends this rank. The first rank here gathers all
-        reports and prints the diagnosis; the others wait for it."""
+        """Put the report into the store, alert the other ranks, and end this rank.
+
+        The first rank that claims the role of reporter gathers all reports and prints the diagnosis. The other ranks
+        wait for it.
+        """
         with suppress(Exception):
             messages = self._connect()
             messages.put(_report_of(self.rank), asdict(report))
@@ -115,7 +122,7 @@ class HangWatchdog:
             os._exit(1)
 
     def _gather(self, messages: SignedStore) -> dict[int, Report]:
-        """The reports of all ranks that answer within `GATHER_S`."""
+        """Return the reports of all ranks that answer within `GATHER_S`."""
         keys = {_report_of(r): r for r in range(self.spec.world_size)}
         reports = {}
         for key, value in messages.wait_all(keys, GATHER_S).items():
@@ -124,10 +131,10 @@ class HangWatchdog:
         return reports
 
     def _diagnose(self, own: Report, reports: dict[int, Report], remark: str = "") -> None:
-        """Prints the diagnosis and writes it to exit.json."""
+        """Print the diagnosis and write it to exit.json."""
         try:
             diagnosis = diagnose(reports, self.spec)
-        except Exception as error:  # the run must end all the same
+        except Exception as error:  # the run must end in any case
             diagnosis = f"no diagnosis: {error!r}"
         text = f"hang: {self._cause()}{remark}\n  {diagnosis}"
         last = f"the last actions of each rank: {self._folder}/hang-rank-*.json"
@@ -135,7 +142,7 @@ class HangWatchdog:
         exit_status.write_first(self.run_dir, "hang", rank=self.rank, error=text, step=own.reached - 1)
 
     def _cause(self) -> str:
-        """Why the run ends: a deadline of this rank, or of the one that has called."""
+        """Return the reason why the run ends: the deadline of this rank, or of the rank that sent the alert."""
         moved = f"nothing has moved for {self.deadline_s:g} s (hardware.timeout_s)"
         return moved if self._caller is None else f"rank {self._caller} called: there {moved}"
 
@@ -144,7 +151,7 @@ class HangWatchdog:
         return self.run_dir / "logs"
 
     def _write(self, report: Report) -> None:
-        """Writes the report to the run folder. An OSError is ignored."""
+        """Write the report to the run folder. An OSError is ignored."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(asdict(report), indent=1)
@@ -156,8 +163,11 @@ def _report_of(rank: int) -> str:
 
 
 def _end_stuck_launcher() -> None:
-    """Kills torchrun if it still runs two seconds after this rank has exited. On a host without network torchrun blocks
-    in a call to its store and ignores signals until TCP times out after a quarter of an hour."""
+    """Kill torchrun if it still runs two seconds after this rank has exited.
+
+    On a host without network, torchrun blocks in a call to its store. It then ignores signals until TCP times out after
+    15 minutes.
+    """
     if exit_status.JOB not in os.environ:
         return
     script = 'sleep 2; kill -0 "$1" 2>/dev/null && kill -KILL "$2"'

@@ -1,4 +1,4 @@
-"""Answers two questions of the scripts in `launch/`: where the run folder is, and how the run ended.
+"""Commands for the scripts in `launch/`: print the path of the run folder, and report how the run ended.
 
 python -m ndtrain.runtime.launch_query folder recipe=llama_small run.name=first      # prints run.dir
 python -m ndtrain.runtime.launch_query ended runs/first 1                            # the status of a launch script
@@ -15,13 +15,13 @@ from ndtrain.runtime import exit_status, folder_lock
 from ndtrain.runtime.cli import plain_config
 from ndtrain.runtime.run_owner import LAUNCH
 
-POLL_S = 0.2  # interval at which the process of rank 0 is looked for
-_KILLED = (exit_status.CODES["died"], 128 + signal.SIGKILL)  # a launcher whose rank, or which itself, was killed
+POLL_S = 0.2  # interval of the checks for the process of rank 0
+_KILLED = (exit_status.CODES["died"], 128 + signal.SIGKILL)  # statuses if a rank or the launcher itself was killed
 _USAGE = "usage: python -m ndtrain.runtime.launch_query folder [OVERRIDES ...] | ended RUN_DIR STATUS"
 
 
 def folder(overrides: list[str]) -> Path:
-    """The run folder for these overrides, absolute. It needs neither torch nor a process group.
+    """Return the absolute path of the run folder for these overrides. Needs neither torch nor a process group.
 
     Raises:
         ConfigError: an override is wrong.
@@ -30,10 +30,11 @@ def folder(overrides: list[str]) -> Path:
 
 
 def ended(run_dir: Path, status: int) -> int:
-    """The exit status of a launch script (`exit_status.CODES`) whose launcher ended with `status`. The error of the
-    rank that failed, if any, is printed as the last lines on the console. An exit.json of another start says nothing:
-    the run has not come to own its folder, since it was refused or killed. Ranks that have outlived their launcher are
-    waited for."""
+    """Return the exit status of a launch script (`exit_status.CODES`) whose launcher ended with `status`.
+
+    Print the error of the failed rank, if any, as the last lines on the console. An exit.json from another start is
+    ignored: the run was refused or killed before it owned its folder. Wait for ranks that outlive their launcher.
+    """
     ending = exit_status.read(run_dir)
     if ending is None or ending.launch != os.environ.get(LAUNCH, ending.launch):
         if status in _KILLED:
@@ -51,8 +52,10 @@ def ended(run_dir: Path, status: int) -> int:
 
 
 def _after_running(run_dir: Path) -> exit_status.Exit | None:
-    """Return exit.json once the process of rank 0 has ended. On another machine that cannot be known: then there is no
-    wait."""
+    """Wait until the process of rank 0 has ended, and return the content of exit.json.
+
+    Do not wait if rank 0 runs on another machine, because its process cannot be checked from here.
+    """
     told = False
     while _lives(run_dir):
         if not told:
@@ -70,7 +73,7 @@ def _lives(run_dir: Path) -> bool:
 
 
 def main(args: list[str]) -> int:
-    """Runs one command. Returns the exit status: 2 for bad arguments."""
+    """Run one command and return the exit status, which is 2 for invalid arguments."""
     match args:
         case ["folder", *overrides]:
             try:

@@ -1,8 +1,9 @@
-"""The launcher of a process: torchrun for a rank, the launch script for torchrun. A process whose launcher was killed
-ends too, since nobody would restart it, end it or read its exit status.
+"""The launcher of a process: torchrun for a rank, the launch script for torchrun.
 
-A process has a launcher only if the launcher is named in the environment: torchrun names its job, and a launch script
-puts its process id into `NDTRAIN_LAUNCH`. Other parents may end as they like: a shell under nohup, a notebook.
+A process ends if its launcher was killed, because nobody would restart it, end it or read its exit status.
+
+A process has a launcher only if the environment names one: torchrun sets the id of its job, and a launch script puts
+its process id into `NDTRAIN_LAUNCH`. Other parents, such as a shell under nohup or a notebook, may end without effect.
 """
 
 import os
@@ -13,14 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-POLL_S = 1.0  # interval at which a thread looks for the launcher
-DIED = 75  # exit status of a process that has lost its launcher, as `exit_status.CODES["died"]`
-_TORCHRUN = "NDTRAIN_TORCHRUN"  # PID-NAMESPACE of `ndtrain torchrun`
-_PARENT = os.getppid()  # of this process at its start: later it may be the process that adopts orphans
+POLL_S = 1.0  # interval at which a thread checks that the launcher is alive
+DIED = 75  # exit status of a process that has lost its launcher, the same as `exit_status.CODES["died"]`
+_TORCHRUN = "NDTRAIN_TORCHRUN"  # environment variable with PID-NAMESPACE of `ndtrain torchrun`
+_PARENT = os.getppid()  # the parent at the start of this process; later, os.getppid() may return the adopter of orphans
 
 
 class Launcher:
-    """A process that this one ends with: its parent, or an ancestor above it.
+    """A parent or other ancestor of this process. If it ends, this process ends too.
 
     Args:
         pid: process id of the launcher; None: this process has no launcher.
@@ -36,7 +37,7 @@ class Launcher:
             poll = select.poll()
             poll.register(self._handle, select.POLLIN)
             return bool(poll.poll(0))
-        return self.pid is not None and os.getppid() != self.pid  # the kernel gives an orphan another parent at once
+        return self.pid is not None and os.getppid() != self.pid  # the kernel gives an orphan a new parent immediately
 
 
 def _handle_of(pid: int) -> int | None:
@@ -48,25 +49,28 @@ def _handle_of(pid: int) -> int | None:
 
 
 def torchrun_of_rank() -> Launcher:
-    """Return torchrun, whose child each rank is, or no launcher if torchrun has not started this process. A wrapper
-    between the two that does not `exec` the rank counts as the launcher."""
+    """Return torchrun, the parent of each rank, or no launcher if torchrun has not started this process.
+
+    If a wrapper between torchrun and the rank does not `exec` the rank, the wrapper counts as the launcher.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return Launcher(None)
     return Launcher(_ended_before(os.environ.get(_TORCHRUN, "")) or _PARENT)
 
 
 def name_torchrun() -> None:
-    """Puts this process into the environment of the ranks that it will start."""
+    """Put the id of this process into the environment of the ranks that it will start."""
     os.environ[_TORCHRUN] = f"{os.getpid()}-{_namespace()}"
 
 
 def script_of_torchrun(launch: str | None) -> Launcher:
-    """Return the launch script, or no launcher if this process does not descend from it. The program of a container may
-    stand between them.
+    """Return the launch script, or no launcher if this process does not descend from it.
+
+    There may be other processes between them, such as the program of a container.
 
     Args:
-        launch: the value of `NDTRAIN_LAUNCH`, HOST-PID-SECONDS. A script of another host is no launcher, nor is one
-            whose process id means another process here, in a container with ids of its own.
+        launch: the value of `NDTRAIN_LAUNCH`, HOST-PID-SECONDS. A script on another host is no launcher. Neither is a
+            script outside a container with its own process ids, where the id means another process.
     """
     host, _, pid = (launch or "").rpartition("-")[0].rpartition("-")
     descends = host == os.uname().nodename and pid.isdecimal() and int(pid) in _ancestors()
@@ -74,7 +78,7 @@ def script_of_torchrun(launch: str | None) -> Launcher:
 
 
 def _ancestors() -> list[int]:
-    """Return the process ids of the parent, of its parent, and so on; the parent alone where there is no /proc."""
+    """Return the process ids of the parent, its parent, and so on. Without /proc, return only the parent."""
     found = [_PARENT]
     while found[-1] > 1:
         try:
@@ -87,11 +91,12 @@ def _ancestors() -> list[int]:
 
 @contextmanager
 def ends_with(launcher: Launcher, line: str) -> Iterator[threading.Event]:
-    """Ends this process within `POLL_S` once its launcher is gone, until the block ends or the event that it yields is
-    set. For a process that has nothing to save.
+    """End this process within `POLL_S` if its launcher ends while the block runs. For processes with nothing to save.
+
+    Yield an event; setting it stops the check before the block ends.
 
     Args:
-        line: printed then, unless it is empty.
+        line: text to print before this process ends; empty: print nothing.
     """
     left = threading.Event()
 
@@ -111,10 +116,10 @@ def ends_with(launcher: Launcher, line: str) -> Iterator[threading.Event]:
 
 
 def _ended_before(named: str) -> int | None:
-    """Return the process id of a torchrun that had ended before this process noted its parent, else None.
+    """Return the process id of torchrun if it had ended before this process recorded its parent, else None.
 
     Args:
-        named: PID-NAMESPACE. The ids of another container mean other processes.
+        named: PID-NAMESPACE. Return None for another namespace, in which the same id means another process.
     """
     pid, _, namespace = named.partition("-")
     if not pid.isdigit() or namespace != _namespace() or not namespace:
@@ -129,7 +134,7 @@ def _ended_before(named: str) -> int | None:
 
 
 def _namespace() -> str:
-    """Return the id of the namespace of this process's id, or nothing if the system has none."""
+    """Return the id of the namespace of process ids; "" if the system has no such namespaces."""
     with suppress(OSError):
         return str(os.stat("/proc/self/ns/pid").st_ino)
     return ""

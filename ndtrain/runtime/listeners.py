@@ -1,7 +1,7 @@
-"""Where the sockets of a job listen: on loopback where all its ranks are on one host, else on an interface.
+"""The addresses on which a job's sockets listen: loopback if all ranks are on one host, else a network interface.
 
-gloo and NCCL take the interface from `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME`. A TCPStore listens on all
-interfaces, unless it is handed a socket that listens already.
+gloo and NCCL read the interface from `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME`. A TCPStore listens on all
+interfaces unless it gets a socket that is already listening.
 """
 
 import fcntl
@@ -18,19 +18,21 @@ import torch.distributed as dist
 from ndtrain.config import ConfigError
 
 LOOPBACK = "127.0.0.1"
-INTERFACE = "NDTRAIN_INTERFACE"  # the network interface of a job on several hosts; the launch scripts' INTERFACE
-_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
+# Variable with the network interface of a job on several hosts. The launch scripts set it from INTERFACE.
+INTERFACE = "NDTRAIN_INTERFACE"
+_SIOCGIFADDR = 0x8915  # Linux ioctl that returns the IPv4 address of an interface
 _BACKLOG = 4096
 
 
 def on_one_host() -> bool:
-    """Whether the launcher has started all ranks on this host."""
+    """Return True if the launcher has started all ranks on this host."""
     return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "1")
 
 
 def choose_interface(one_host: bool) -> None:
-    """Makes gloo and NCCL listen on loopback on one host, else on the chosen interface, unless the user's variables say
-    where.
+    """Make gloo and NCCL listen on loopback if there is only one host, else on the chosen interface.
+
+    Variables set by the user have priority.
 
     Raises:
         ConfigError: the chosen interface has no address.
@@ -40,7 +42,7 @@ def choose_interface(one_host: bool) -> None:
         if not one_host:
             interface_address(name)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a bare name for the beginning of one
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL treats a name without `=` as a prefix
 
 
 def _loopback_interface() -> str | None:
@@ -49,7 +51,7 @@ def _loopback_interface() -> str | None:
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface.
+    """Return the IPv4 address of a network interface.
 
     Raises:
         ConfigError: there is no such interface, or it has no IPv4 address.
@@ -62,11 +64,12 @@ def interface_address(name: str) -> str:
 
 
 def address_to_serve(host: str) -> str:
-    """The address of this host to listen on, so that who connects to `host` is answered: the one that `host` stands
-    for, else that of the chosen interface; "": all addresses.
+    """Return the address of this host to listen on, to accept connections to `host`.
 
-    A name that stands for loopback here (as the host's own name does on Debian) may stand for another address on the
-    other hosts, so it says nothing.
+    It is the address that `host` resolves to, else the address of the chosen interface, else "" for all addresses.
+
+    A name that resolves to loopback here (as the host's own name does on Debian) may resolve to another address on
+    other hosts. Such a loopback address is therefore ignored.
     """
     own = (address for address in _addresses(host) if _is_own(address))
     meant = host == "localhost" or is_loopback(host)
@@ -77,30 +80,32 @@ def address_to_serve(host: str) -> str:
 
 
 def public_addresses() -> list[str]:
-    """Those addresses that this rank's gloo sockets, or the ranks' store, listen on and that are public: anyone on the
-    internet can reach them, unless a firewall is in between."""
+    """Return the public addresses on which this rank's gloo sockets or the ranks' store listen.
+
+    Anyone on the internet can reach them, unless a firewall prevents it.
+    """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     places = [socket.gethostname()] * (not name) + [os.environ.get("MASTER_ADDR", "")] * (not on_one_host())
     heard = [address for place in places if place for address in _addresses(place) if _is_own(address)]
-    with suppress(ConfigError):  # several names, which gloo takes too
+    with suppress(ConfigError):  # the variable may hold several names, which gloo accepts
         heard += [interface_address(name)] if name else []
     return sorted({address for address in heard if ipaddress.ip_address(address).is_global})
 
 
 def is_own(host: str) -> bool:
-    """Whether the name or address is one of this host."""
+    """Return True if the name or address belongs to this host."""
     return any(map(_is_own, _addresses(host)))
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it is an address of loopback; a name is not."""
+    """Return True if the text is a loopback address. Return False for a name."""
     with suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return False
 
 
 def _addresses(host: str) -> list[str]:
-    """What the name stands for; IPv4 first, since a loopback of IPv6 may be missing."""
+    """Return the addresses that a name resolves to, IPv4 first, because IPv6 may have no loopback here."""
     with suppress(OSError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return [str(place[0]) for _, _, _, _, place in sorted(found, key=lambda f: f[0] != socket.AF_INET)]
@@ -108,7 +113,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _is_own(address: str) -> bool:
-    """Whether this host can listen on the address."""
+    """Return True if this host can listen on the address."""
     with suppress(OSError):
         _listen(address, 0).close()
         return True
@@ -121,12 +126,12 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def serve_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A store that this process serves on one address.
+    """Create a store that this process serves on one address.
 
     Args:
-        address: "": all addresses.
-        port: 0: any free one.
-        timeout_s: of its operations, in seconds.
+        address: "" for all addresses.
+        port: 0 for any free port.
+        timeout_s: timeout of the store's operations, in seconds.
 
     Raises:
         OSError: the port is taken.

@@ -1,4 +1,4 @@
-"""A start that is refused leaves the run folder as it found it, and none where there was none."""
+"""Cleanup after a refused start, which leaves the run folder unchanged, or leaves no folder if there was none."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,9 +10,10 @@ from ndtrain.runtime import exit_status, folder_lock
 
 @contextmanager
 def left_as_found(run_dir: Path) -> Iterator[None]:
-    """On rank 0, around all that may refuse a run: a ConfigError that leaves the block removes what the block has added
-    to the folder. The claim to the folder must be released by then. Folders are removed only if they are empty, and
-    nothing is if another run owns the folder by now.
+    """Undo the changes to the run folder if the block raises a ConfigError. Use this on rank 0 around all checks.
+
+    The claim to the folder must be released before the error leaves the block. Only empty folders are removed. No file
+    is removed if another run now owns the folder.
     """
     new = [folder for folder in (run_dir, *run_dir.absolute().parents) if not folder.exists()]
     owned = (run_dir / folder_lock.FOLDER).exists()
@@ -40,7 +41,7 @@ def _content(file: Path) -> bytes | None:
 
 
 def _remove_claim(owners: Path, keep: bool) -> None:
-    """Removes the released claims of a folder that had no owner before.
+    """Remove the released claims, unless `keep`, which is set if the folder had owners before.
 
     Raises:
         OSError: another run owns the folder.

@@ -1,4 +1,4 @@
-"""Rendezvous: the ranks of one attempt of a job form a process group, also after torchrun restarts them."""
+"""Rendezvous: the ranks of one attempt of a job form a process group, even after torchrun restarts them."""
 
 import os
 import time
@@ -15,18 +15,18 @@ from ndtrain.runtime.listeners import LOOPBACK, address_to_serve, choose_interfa
 from ndtrain.runtime.signed_store import SignedStore, pauses
 
 GRACE_S = 30.0  # added to the process group's own timeout, so that the hang watchdog reports first
-SHOWN = 8  # number of missing ranks that an error names
+SHOWN = 8  # maximum number of missing ranks named in an error
 _SCOPE = "ndtrain"
 _servers: dict[int, dist.Store] = {}  # port -> the store that this process serves there
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of one attempt have met.
+    """The store and the key prefix of one attempt of a job.
 
     Attributes:
-        store: of the whole job.
-        prefix: of the keys of this attempt.
+        store: the store of the whole job.
+        prefix: prefix of all keys of this attempt.
     """
 
     store: dist.Store
@@ -34,7 +34,7 @@ class Meeting:
 
     @property
     def shared(self) -> dist.Store:
-        """The store of this attempt, for PyTorch."""
+        """The store of this attempt, for use by PyTorch."""
         return dist.PrefixStore(self.prefix, self.store)
 
     @property
@@ -44,11 +44,11 @@ class Meeting:
 
 
 def meet(rank: int, world: int, timeout_s: float) -> Meeting:
-    """Waits for all ranks of this attempt.
+    """Wait for all ranks of this attempt.
 
     Raises:
-        ConfigError: the launcher has not said where the ranks meet.
-        dist.DistError: not all of them came within `timeout_s` seconds; on rank 0 it names the missing ones.
+        ConfigError: the launcher has not set the address of the store.
+        dist.DistError: some ranks did not join within `timeout_s` seconds; on rank 0 the message names them.
     """
     store = open_store(rank, timeout_s)
     attempt = shake_hands(SignedStore(store, _SCOPE), rank, world, timeout_s)
@@ -56,12 +56,16 @@ def meet(rank: int, world: int, timeout_s: float) -> Meeting:
 
 
 def open_store(rank: int, timeout_s: float) -> dist.Store:
-    """A connection to the job's store. Rank 0 serves it, unless torchrun does. What gloo and NCCL open later listens
-    where `choose_interface` says.
+    """Connect to the job's store. Rank 0 serves the store, unless torchrun does.
+
+    This also chooses the interface on which the sockets of gloo and NCCL will listen (`choose_interface`).
+
+    Args:
+        timeout_s: timeout in seconds of the connection and of the store's operations.
 
     Raises:
-        ConfigError: the launcher has not said where it is.
-        dist.DistError: it does not answer within `timeout_s` seconds, which is also the timeout of its operations.
+        ConfigError: the launcher has not set the address of the store.
+        dist.DistError: the store does not answer within `timeout_s`.
     """
     choose_interface(on_one_host())
     host, port = _place()
@@ -72,7 +76,7 @@ def open_store(rank: int, timeout_s: float) -> dist.Store:
 
 
 def backend_of(device_type: str) -> str:
-    """The backend of collectives on "cpu" or "cuda"."""
+    """Return the backend of collectives on "cpu" or "cuda"."""
     return "nccl" if device_type == "cuda" else "gloo"
 
 
@@ -84,22 +88,24 @@ def join(
     device: torch.device | None = None,
     meeting: Meeting | None = None,
 ) -> Callable[[], SignedStore]:
-    """Creates the process group of all ranks. Returns a function that opens another connection to their store, for a
-    thread that must not block behind the first connection.
+    """Create the process group of all ranks.
+
+    Return a function that opens another connection to their store. It is for a thread that must not block behind the
+    first connection.
 
     Args:
         timeout_s: seconds that the ranks have to join, and the deadline of a collective.
         device: the rank's GPU; None: no GPU.
-        meeting: of these ranks; None: they meet here.
+        meeting: the result of `meet`; None: call `meet` here.
 
     Raises:
-        dist.DistError: not all ranks joined within `timeout_s`.
+        dist.DistError: some ranks did not join within `timeout_s`.
     """
     meeting = meeting or meet(rank, world, timeout_s)
     options = {}
     if device is not None and device.type == "cuda":
         options["device_id"] = device
-        # PyTorch's NCCL thread hangs where CUDA does. By default the process is then aborted after eight minutes.
+        # PyTorch's NCCL thread hangs if CUDA hangs. By default the process is then aborted after eight minutes.
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout_s + GRACE_S)))
     dist.init_process_group(
         backend,
@@ -113,15 +119,15 @@ def join(
 
 
 def shake_hands(messages: SignedStore, rank: int, world: int, timeout_s: float) -> str:
-    """The id of this attempt, the same on all its ranks and on no rank of another attempt.
+    """Return the id of this attempt, which is the same on all its ranks and unique to this attempt.
 
-    torchrun keeps one store for all its attempts. The store still holds the addresses of dead ranks, and no attempt
-    number that is the same on every node. So the ranks make a handshake: each rank publishes a random nonce, and rank 0
-    replies to each nonce with the attempt's id. A stale rank cannot join, since nobody reads the reply to its nonce.
-    While rank 0 waits, it makes a few store operations a second, however many ranks there are.
+    torchrun keeps one store for all attempts. It still holds the addresses of dead ranks, but no attempt number that is
+    equal on every node. Therefore the ranks use a handshake. Each rank publishes a random nonce, and rank 0 replies to
+    each nonce with the attempt's id. A stale rank cannot join, because nobody reads the reply to its nonce. While
+    waiting, rank 0 performs only a few store operations per second, for any number of ranks.
 
     Raises:
-        dist.DistError: not all ranks joined within `timeout_s`.
+        dist.DistError: some ranks did not join within `timeout_s`.
     """
     if rank > 0:
         return _greet(messages, rank, timeout_s)
@@ -131,7 +137,7 @@ def shake_hands(messages: SignedStore, rank: int, world: int, timeout_s: float) 
     replied: set[str] = set()
     while True:
         new = {str(nonce) for nonce in messages.read_all(handshakes).values()} - replied
-        if new:  # of earlier attempts too: nobody reads the reply to these
+        if new:  # including nonces of earlier attempts, to which nobody reads the replies
             messages.put_all({f"reply/{nonce}": attempt for nonce in new})
             replied, waits = replied | new, pauses()
         if not joined or (replied and len(messages.read_all(joined)) == len(joined)):
@@ -142,7 +148,7 @@ def shake_hands(messages: SignedStore, rank: int, world: int, timeout_s: float) 
 
 
 def _greet(messages: SignedStore, rank: int, timeout_s: float) -> str:
-    """The handshake of another rank than 0."""
+    """Perform the handshake of a rank other than 0, and return the attempt's id."""
     nonce = uuid.uuid4().hex
     messages.put(_handshake(rank), nonce)
     try:
@@ -160,7 +166,7 @@ def _handshake(rank: int) -> str:
 
 
 def _missing(messages: SignedStore, joined: Sequence[str], world: int, timeout_s: float) -> str:
-    """One line on who has not come. An operation for each rank, once."""
+    """Return one line that names the missing ranks. This needs a store operation per rank, but runs only once."""
     absent = [r for r in range(1, world) if not messages.has(_handshake(r))]
     absent = absent or [r for r, key in enumerate(joined, 1) if not messages.has(key)]
     named = ", ".join(map(str, absent[:SHOWN])) + (f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else "")
@@ -169,12 +175,12 @@ def _missing(messages: SignedStore, joined: Sequence[str], world: int, timeout_s
 
 
 def _launcher_serves() -> bool:
-    """Whether torchrun serves the ranks' store."""
+    """Return True if torchrun serves the ranks' store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _place() -> tuple[str, int]:
-    """(host, port) of the store that the environment names."""
+    """Return (host, port) of the store, from the environment."""
     try:
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
@@ -185,7 +191,7 @@ def _place() -> tuple[str, int]:
 
 
 def _connect(timeout_s: float) -> dist.Store:
-    """A new connection to the job's store."""
+    """Open a new connection to the job's store."""
     host, port = _place()
     if on_one_host() and not _launcher_serves():
         host = LOOPBACK

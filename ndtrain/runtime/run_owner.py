@@ -1,4 +1,4 @@
-"""Who owns a run folder: a process, with what tells it from every other one and whether it still runs."""
+"""The owner of a run folder: a process, identified uniquely, with a check if it is still alive."""
 
 import os
 import uuid
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-LAUNCH = "NDTRAIN_LAUNCH"  # set by launch scripts and `ndtrain torchrun`: HOST-PID-SECONDS, another for every start
+LAUNCH = "NDTRAIN_LAUNCH"  # set by launch scripts and `ndtrain torchrun`: HOST-PID-SECONDS, unique for every start
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,12 @@ class Owner:
     """The content of an owner file.
 
     Attributes:
-        machine: identifies the kernel since its boot and the process namespace. Process ids can be compared where it
-            is equal.
-        started: the start time of process `pid` in clock ticks since boot; None: unknown.
-        job, restart: the Slurm job with its cluster, and how often it has been queued again.
-        launch: the launch script's start.
-        since: when the folder was taken, UTC, on the owner's clock.
-        token: differs for every claim.
+        machine: id of the kernel's boot and of the process namespace. Process ids are comparable if it is equal.
+        started: start time of process `pid` in clock ticks since boot; None: unknown.
+        job, restart: the Slurm job with its cluster, and the number of times that Slurm has requeued it.
+        launch: id of the launch script's start.
+        since: time of the claim in UTC, on the owner's clock.
+        token: unique for every claim.
     """
 
     host: str
@@ -49,7 +48,7 @@ class Owner:
         )
 
     def is_earlier_start_of(self, other: "Owner") -> bool:
-        """Whether Slurm or a launch script has started this run again as `other`, after it had ended the first one."""
+        """Return True if Slurm or a launch script has ended this run and started it again as `other`."""
         queued_again = self.job is not None and self.job == other.job and self.restart < other.restart
         return queued_again or (self.launch is not None and self.launch == other.launch and self._differs(other))
 
@@ -57,17 +56,17 @@ class Owner:
         return (self.machine, self.pid, self.started) != (other.machine, other.pid, other.started)
 
     def is_gone(self, here: "Owner") -> bool | None:
-        """Whether the owner's process has ended; None: it cannot be known on this machine."""
+        """Return True if the owner's process has ended, False if it is alive, None if this machine cannot tell."""
         if self.machine != here.machine or not self.machine:
             return None
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return True
-        except PermissionError:  # it exists, under another user
+        except PermissionError:  # the process exists but belongs to another user
             pass
         started = _process_start(self.pid)
-        if started is None:  # a zombie, or /proc does not show it
+        if started is None:  # the process is a zombie, or /proc does not show it
             return True if _is_zombie(self.pid) else None
         return None if self.started is None else started != self.started
 
@@ -77,7 +76,7 @@ class Owner:
 
 
 def _machine() -> str:
-    """Empty where it is not known."""
+    """Return the id of this machine's boot and process namespace; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -86,7 +85,7 @@ def _machine() -> str:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, the state first; empty: there is no such file."""
+    """Return the fields of /proc/PID/stat after the name, beginning with the state; empty if there is no such file."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

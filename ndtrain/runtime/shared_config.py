@@ -1,7 +1,8 @@
-"""One configuration for all ranks: that of rank 0.
+"""Sharing of rank 0's configuration with all ranks.
 
-A resolver may give every rank another value, as `${now:...}` and `${oc.env:...}` do. So rank 0 publishes what it has
-resolved, and the other ranks take it over. A difference that no resolver explains is a difference of the overrides.
+Resolvers such as `${now:...}` and `${oc.env:...}` may return different values on different ranks. Therefore rank 0
+publishes its resolved configuration, and the other ranks adopt it. If no resolver explains a difference, the ranks have
+different overrides, which is an error.
 """
 
 import json
@@ -14,13 +15,13 @@ import torch.distributed as dist
 from ndtrain.config import Config, ConfigError
 from ndtrain.runtime.signed_store import SignedStore
 
-_KEY = "configuration"  # in the store
-_SAME = "same"  # the answer of a rank whose overrides are those of rank 0
+_KEY = "configuration"  # key in the store
+_SAME = "same"  # the answer of a rank with the same overrides as rank 0
 
 
 @dataclass(frozen=True)
 class Written:
-    """A configuration before it is resolved for the ranks.
+    """A configuration as composed, before `resolve`.
 
     Attributes:
         values: dotted key -> value.
@@ -36,14 +37,14 @@ class Written:
 
 
 def publish(messages: SignedStore, world: int, cfg: Config, written: Written, claimed: list, timeout_s: float) -> None:
-    """On rank 0: hands the resolved `cfg` to the other ranks, and waits for their answers.
+    """Publish the resolved `cfg` to the other ranks, and wait for their answers. Call this on rank 0.
 
     Args:
         written: `cfg` before it was resolved.
-        claimed: the claim to the run folder, `Claim.as_message`.
+        claimed: the claim to the run folder, as returned by `Claim.as_message`.
 
     Raises:
-        ConfigError: the overrides of a rank differ.
+        ConfigError: a rank has different overrides.
         dist.DistError: a rank has not answered within `timeout_s` seconds.
     """
     messages.put(_KEY, {"written": written.__dict__, "resolved": _plain(cfg), "claimed": claimed})
@@ -57,11 +58,13 @@ def publish(messages: SignedStore, world: int, cfg: Config, written: Written, cl
 
 
 def adopt(messages: SignedStore, rank: int, cfg: Config, written: Written, timeout_s: float) -> tuple[Config, list]:
-    """On the other ranks: rank 0's configuration, frozen, and its claim to the run folder, for `Claim.from_message`.
+    """Wait for rank 0's configuration and adopt it. Call this on the other ranks.
+
+    Return the frozen configuration, and rank 0's claim to the run folder for `Claim.from_message`.
 
     Raises:
-        ConfigError: the overrides differ, or what came is no configuration.
-        dist.DistError: rank 0 has published none within `timeout_s` seconds.
+        ConfigError: the overrides differ, or the message is not a configuration.
+        dist.DistError: rank 0 has not published its configuration within `timeout_s` seconds.
     """
     theirs, resolved, claimed = _checked(messages.wait(_KEY, timeout_s))
     difference = _difference(written, theirs, rank)
@@ -81,10 +84,10 @@ def _answer(rank: int) -> str:
 
 
 def _checked(message: Any) -> tuple[Written, dict[str, Any], list]:
-    """(rank 0's configuration before it was resolved, resolved values by key, claim) of a message.
+    """Unpack a message into (rank 0's configuration before it was resolved, resolved values by key, claim).
 
     Raises:
-        ConfigError: a part is missing or of another kind.
+        ConfigError: a part is missing or has the wrong type.
     """
     match message:
         case {
@@ -97,7 +100,7 @@ def _checked(message: Any) -> tuple[Written, dict[str, Any], list]:
 
 
 def _difference(mine: Written, theirs: Written, rank: int) -> str | None:
-    """One line on the first key whose values differ although no resolver explains it."""
+    """Return one line about the first key whose values differ without a resolver as explanation, else None."""
     for key in sorted(mine.values.keys() | theirs.values.keys()):
         here, there = mine.values.get(key), theirs.values.get(key)
         if here != there and (not _texts(mine, key) or _texts(mine, key) != _texts(theirs, key)):
@@ -106,18 +109,18 @@ def _difference(mine: Written, theirs: Written, rank: int) -> str | None:
 
 
 def _texts(written: Written, key: str) -> dict[str, str]:
-    """The interpolations that a key's value may come from: its own, and those of a section above or an entry below."""
+    """Return the interpolations that may determine a key's value: of the key, of its sections and of its entries."""
     near = lambda other: f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.")
     return {other: text for other, text in written.interpolated.items() if near(other)}
 
 
 def _plain(cfg: Config) -> dict[str, Any]:
-    """Dotted key -> value, as JSON holds it."""
+    """Return dotted key -> value, with values as they are after conversion to JSON and back."""
     return json.loads(json.dumps(dict(_leaves(cfg)), default=str))
 
 
 def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values below a section; a dict counts as a section where it holds one."""
+    """Yield (dotted key, value) of every value in a section. A dict that contains a section counts as a section too."""
     items = (
         section.items() if isinstance(section, dict) else ((f.name, getattr(section, f.name)) for f in fields(section))
     )

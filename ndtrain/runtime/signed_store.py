@@ -1,11 +1,11 @@
-"""Messages between the processes of a job, signed, in a store that anyone on the network may write to.
+"""Signed messages between the processes of a job, in a store that anyone on the network may write to.
 
-PyTorch's TCPStore asks nobody who they are. So every message carries an HMAC-SHA256 of its key and its content, made
-with the job's token. The token does not cross the network with them: launchers hand it over in the environment, as
-`TOKEN`. A message that is not signed with it counts as absent, and is logged. Without a token, as under plain torchrun,
-every message counts.
+PyTorch's TCPStore does not authenticate its clients. Therefore every message carries an HMAC-SHA256 of its key and its
+content, computed with the job's token. The token is not sent to the store: launchers pass it in the environment, as
+`TOKEN`. A message without a valid signature counts as absent, and is logged. Without a token, as under plain torchrun,
+every message is accepted.
 
-A message is JSON. Its size is bounded, and it is parsed after its signature is checked. Its reader checks its fields.
+A message is JSON of bounded size, and is parsed only after its signature was checked. Its reader checks its fields.
 """
 
 import hashlib
@@ -21,25 +21,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-TOKEN = "NDTRAIN_TOKEN"  # any text that the processes of one job share, and nobody else knows
-MOST_BYTES = 8 << 20  # of a message; a TCPStore takes no larger ones
-PAUSES_S = (0.005, 0.2)  # between two looks into the store: the first, growing to the last
+TOKEN = "NDTRAIN_TOKEN"  # variable with a secret text that only the processes of one job know
+MOST_BYTES = 8 << 20  # maximum size of a message, which is also the limit of a TCPStore
+PAUSES_S = (0.005, 0.2)  # first and longest pause between two reads of the store
 _NO_SIGNATURE = "unsigned"
 
 log = logging.getLogger("ndtrain")
 
 
 def signature(token: str, name: str, content: bytes) -> str:
-    """The HMAC-SHA256 of a message as hexadecimal digits.
+    """Return the HMAC-SHA256 of a message as hexadecimal digits.
 
     Args:
-        name: the whole key, so that a message cannot be copied to another key.
+        name: the whole key. It is part of the signed text, so nobody can copy the message to another key.
     """
     return hmac.new(token.encode(), name.encode() + b"\0" + content, hashlib.sha256).hexdigest()
 
 
 def pauses() -> Iterator[float]:
-    """Seconds to wait between two looks into the store, growing by half each time."""
+    """Yield the seconds to wait between two reads of the store, growing by half each time up to a maximum."""
     pause, most = PAUSES_S
     while True:
         yield pause
@@ -47,12 +47,12 @@ def pauses() -> Iterator[float]:
 
 
 class SignedStore:
-    """The messages of a job, or of a part of it.
+    """The messages of a job, or of a part of the job.
 
     Args:
-        store: holds them.
-        scope: the beginning of their keys.
-        token: None: that of the environment, if it has one.
+        store: the store that holds the messages.
+        scope: prefix of their keys.
+        token: the token of the job. None: the token in the environment, if any.
     """
 
     def __init__(self, store: dist.Store, scope: str, token: str | None = None):
@@ -61,29 +61,29 @@ class SignedStore:
         self._refused: set[str] = set()
 
     def within(self, scope: str) -> "SignedStore":
-        """The messages of a part of this scope."""
+        """Return the messages in a sub-scope of this scope."""
         return SignedStore(self._store, f"{self._scope}/{scope}", self._token or "")
 
     def put(self, key: str, value: Any) -> None:
-        """Publishes a message, which JSON can express and which is not None."""
+        """Publish a message. `value` must be convertible to JSON and must not be None."""
         self._store.set(self._name(key), self._sealed(key, value))
 
     def put_all(self, values: Mapping[str, Any]) -> None:
-        """Publishes several messages in one operation."""
+        """Publish several messages in one operation."""
         if values:
             names = [self._name(key) for key in values]
             self._store.multi_set(names, [self._sealed(key, value) for key, value in values.items()])
 
     def has(self, *keys: str) -> bool:
-        """Whether all keys are there, with a valid signature or without."""
+        """Return True if all keys exist. Signatures are not checked."""
         return self._store.check([self._name(key) for key in keys])
 
     def read(self, key: str) -> Any:
-        """The message. None: there is none that this job has signed."""
+        """Return the message; None if there is no message signed by this job."""
         return self._opened(key, self._store.get(self._name(key))) if self.has(key) else None
 
     def read_all(self, keys: Iterable[str]) -> dict[str, Any]:
-        """The messages that this job has signed, by key. Nothing until all keys are there. Two operations at most."""
+        """Return the messages signed by this job, by key; {} unless all keys exist. Takes at most two operations."""
         keys = list(keys)
         if not keys or not self.has(*keys):
             return {}
@@ -92,10 +92,10 @@ class SignedStore:
         return {key: value for key, value in opened.items() if value is not None}
 
     def wait(self, key: str, timeout_s: float) -> Any:
-        """The message, as soon as there is one that this job has signed.
+        """Wait for a message signed by this job, and return it.
 
         Raises:
-            DistStoreError: there is none within `timeout_s` seconds.
+            DistStoreError: there is no such message within `timeout_s` seconds.
         """
         name, end = self._name(key), time.monotonic() + timeout_s
         for pause in pauses():
@@ -109,7 +109,7 @@ class SignedStore:
         raise dist.DistStoreError(f"no message {name} that this job has signed came within {timeout_s:g} s")
 
     def wait_all(self, keys: Iterable[str], timeout_s: float) -> dict[str, Any]:
-        """The messages, as soon as all are there; those that came where some did not within `timeout_s` seconds."""
+        """Wait up to `timeout_s` seconds for all messages. Return the messages that have arrived, by key."""
         missing, end, found = list(keys), time.monotonic() + timeout_s, dict[str, Any]()
         for pause in pauses():
             found |= self.read_all(missing)
@@ -122,9 +122,9 @@ class SignedStore:
             time.sleep(pause)
 
     def claim(self, key: str, value: Any) -> Any:
-        """The message of the first process that has claimed the key: `value`, unless another one was faster."""
+        """Claim a key, and return the value of the first process that claimed it: `value` if no other was faster."""
         expected, mine = "", self._sealed(key, value)
-        for _ in range(3):  # the second replaces a forged message, unless that is replaced again
+        for _ in range(3):  # the second attempt replaces a forged message, unless someone replaces it again
             held = self._store.compare_set(self._name(key), expected, mine)
             first = self._opened(key, held)
             if first is not None:
@@ -136,13 +136,13 @@ class SignedStore:
         return f"{self._scope}/{key}"
 
     def _sealed(self, key: str, value: Any) -> str:
-        """`SIGNATURE JSON`, in ASCII."""
+        """Return the message as `SIGNATURE JSON`, in ASCII."""
         content = json.dumps(value)
         signed = signature(self._token, self._name(key), content.encode()) if self._token else _NO_SIGNATURE
         return f"{signed} {content}"
 
     def _opened(self, key: str, raw: bytes) -> Any:
-        """The content. None: this job has not signed it, or it is no JSON."""
+        """Return the content of a message; None if it is too long, is not signed by this job, or is not JSON."""
         signed, _, content = raw.partition(b" ")
         if len(raw) > MOST_BYTES:
             return self._refuse(key, "is too long")
@@ -154,7 +154,7 @@ class SignedStore:
             return self._refuse(key, "is not JSON")
 
     def _refuse(self, key: str, why: str) -> None:
-        """Says so, once for each key."""
+        """Warn that a message is ignored, once for each key."""
         name = self._name(key)
         if name in self._refused:
             return

@@ -9,20 +9,22 @@ from ndtrain.runtime.launcher import Launcher, torchrun_of_rank
 from ndtrain.runtime.run_owner import LAUNCH
 
 REPEAT_S = 2.0  # one Ctrl-C reaches a rank twice within this time: from the terminal and from torchrun
-POLL_S = 1.0  # interval between checks for the stop file: on shared storage a check takes milliseconds
-STOP_FILE = "stop"  # in the run folder; `touch` it to stop the run. A launch script writes its name into it
-LAUNCHER_GONE = "the end of torchrun"  # as the source of a stop request
+POLL_S = 1.0  # interval between checks for the stop file, because a check takes milliseconds on shared storage
+STOP_FILE = "stop"  # in the run folder; `touch` it to stop the run. A launch script writes the id of its start into it
+LAUNCHER_GONE = "the end of torchrun"  # name of this source of a stop request
 _BY_FILE, _BY_LAUNCHER = -1, -2
 
 
 class StopRequest:
-    """Handles SIGINT, SIGTERM and SIGUSR1 until `restore`. Each of them, the stop file, or the end of torchrun requests
-    a stop after the current step. A second signal, later than `REPEAT_S`, ends the process at once.
+    """A handler of SIGINT, SIGTERM and SIGUSR1 until `restore` is called.
+
+    Each of these signals, the stop file, or the end of torchrun requests a stop after the current step. A second
+    signal, more than `REPEAT_S` later, ends the process at once.
 
     Args:
         file: the stop file; None: this process does not check it.
-        signals: whether signals are handled.
-        launcher: the process without which this one is to stop; None: torchrun, if it has started this process.
+        signals: True to handle signals.
+        launcher: this process stops if the launcher ends. None: torchrun, if it has started this process.
 
     Attributes:
         signal: the name of the signal that this process received; None: none yet.
@@ -43,7 +45,7 @@ class StopRequest:
             self._number = number
 
     def asked(self) -> int:
-        """A number for the source of the stop request, which `name` turns into text. 0: no request."""
+        """Return a number for the source of the stop request, or 0 if there is none. `name` converts it to text."""
         if not self._number and self._file and time.monotonic() - self._looked >= POLL_S:
             self._looked = time.monotonic()
             self._number = _BY_FILE if _asks_this_run(self._file) else 0
@@ -52,18 +54,18 @@ class StopRequest:
         return self._number
 
     def answer(self) -> None:
-        """Removes the stop file, once the request has been met."""
+        """Remove the stop file. Call this after the run has stopped as requested."""
         if self._file:
             self._file.unlink(missing_ok=True)
 
     def restore(self) -> None:
-        """Restores the previous signal handlers."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
 def _asks_this_run(file: Path) -> bool:
-    """Whether the stop file is there, and not from the launch script of another run."""
+    """Return True if the stop file exists and is not from the launch script of another run."""
     try:
         return file.read_text().strip() in ("", os.environ.get(LAUNCH))
     except (OSError, UnicodeDecodeError):
@@ -71,12 +73,13 @@ def _asks_this_run(file: Path) -> bool:
 
 
 def remove_stale(file: Path, now: float) -> bool:
-    """Removes a stop file that an earlier run has left. Of the requests that are there before the run looks, it keeps
-    those to its own launch script, and any that are younger than that script's start. Returns whether there was one.
+    """Remove a stop file left by an earlier run. Return True if there was one.
+
+    A file younger than the start of this run's launch script is kept, unless it names another launch script.
 
     Args:
-        now: the modification time that a file written now has. It may come from the clock of a file server, so ages are
-            compared and not times.
+        now: the modification time of a file written now. It may come from a file server with another clock, so the
+            function compares ages instead of times.
 
     Raises:
         OSError: the file cannot be removed.

@@ -1,5 +1,4 @@
-"""Jobs that Hydra runs: `--multirun`, `--cfg` and its other flags. Their errors are one line, as those of a single
-run."""
+"""Jobs that Hydra runs: `--multirun`, `--cfg` and its other flags. Errors are one line, as for a single run."""
 
 import os
 import sys
@@ -16,7 +15,7 @@ from ndtrain.config.typed import to_config
 from ndtrain.runtime.exit_status import CODES
 from ndtrain.runtime.sweep_jobs import as_job
 
-_FULL = "HYDRA_FULL_ERROR"  # where it is 1, Hydra raises its errors, which it would print in many lines
+_FULL = "HYDRA_FULL_ERROR"  # if 1, Hydra raises its errors instead of printing them in many lines
 
 
 def run_with_hydra(
@@ -26,17 +25,19 @@ def run_with_hydra(
     search: Sequence[str],
     report: Callable[[ConfigError], None],
 ) -> int:
-    """Hands the command to Hydra, and runs `train` for each of its jobs.
+    """Pass the command to Hydra, and run `train` for each of its jobs.
 
     Args:
-        flags: Hydra's own. overrides: as `check_overrides` returns them. search: the folders of `--config-dir`.
+        flags: Hydra's own flags.
+        overrides: the overrides as returned by `check_overrides`.
+        search: the folders of `--config-dir`.
         report: prints the error of a job.
 
     Returns:
         The largest exit status of the jobs.
 
     Raises:
-        ConfigError: the configuration of any job is wrong; none has started then.
+        ConfigError: the configuration of a job is wrong. In this case no job has started.
     """
     import hydra
 
@@ -47,11 +48,11 @@ def run_with_hydra(
     failed: list[BaseException] = []
 
     def task(cfg: Any) -> None:
-        if CODES["stopped"] in codes:  # a stop is meant for the whole sweep
+        if CODES["stopped"] in codes:  # a stop request applies to the whole sweep
             return
         try:
             codes.append(train(as_job(to_config(cfg), overrides)))
-        except ConfigError as error:  # caught here, since Hydra would print a traceback
+        except ConfigError as error:  # caught here, because Hydra would print a traceback
             report(error)
             codes.append(2)
         except BaseException as error:
@@ -71,7 +72,7 @@ def run_with_hydra(
 
 @contextmanager
 def _errors_raised() -> Iterator[None]:
-    """Within it Hydra raises its errors."""
+    """Make Hydra raise its errors within this context, instead of printing them."""
     before = os.environ.get(_FULL)
     os.environ[_FULL] = "1"
     try:
@@ -82,16 +83,16 @@ def _errors_raised() -> Iterator[None]:
 
 
 def check_jobs(overrides: list[str], search: Sequence[str]) -> None:
-    """Composes and checks every job of a sweep, so that a wrong value in the last one ends it before the first.
+    """Compose and check every job of a sweep, so that a wrong value in any job ends the sweep before the first job.
 
     Raises:
-        ConfigError: naming the job.
+        ConfigError: a job is wrong; the message names it.
     """
     jobs = sweep_jobs(overrides)
     for number, job in enumerate(jobs):
         try:
             cfg = compose_checked([*job, f"hydra.job.num={number}", f"hydra.job.id={number}"], search)
-            if not cfg.init_from:  # else the model is known later
+            if not cfg.init_from:  # with init_from, the model is known only later
                 resolve(cfg, world_from_env()[2])
         except ConfigError as error:
             own = " ".join(o for o in job if o not in overrides)

@@ -1,4 +1,4 @@
-"""The jobs of a sweep (`--multirun`): each has a folder and a name of its own, and wandb shows them together."""
+"""The jobs of a sweep (`--multirun`). Each job has its own folder and name, and wandb shows the jobs together."""
 
 import re
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from hydra.types import RunMode
 
 from ndtrain.config import Config
 
-_LONGEST = 80  # characters of a folder's name; with longer ones it is the number of the job
-_TAG = 64  # characters that wandb allows in a tag
+_LONGEST = 80  # maximum number of characters in a folder's name; instead of a longer name, use the job's number
+_TAG = 64  # maximum number of characters that wandb allows in a tag
 
 
 def as_job(cfg: Config, given: Sequence[str]) -> Config:
-    """Changes and returns the configuration of the job that Hydra runs at the moment; not where it is no sweep's.
+    """Change the configuration of the job that Hydra is running, and return it. Without a sweep it is unchanged.
 
-    What the sweep changes, as in `optim.lr=1e-3`, is appended to `run.dir` as a folder and to `run.name`, unless these
-    differ between the jobs already. The loggers' group is the sweep's `run.name`, and the changes are further tags. A
-    `hydra.sweep.dir` or `hydra.sweep.subdir` on the command line says where the folders are.
+    The job's swept values, such as `optim.lr=1e-3`, are appended to `run.dir` as a folder, and to `run.name`. A key
+    that already differs between the jobs is not changed. The loggers' group defaults to the sweep's `run.name`, and the
+    swept values become additional tags. `hydra.sweep.dir` or `hydra.sweep.subdir` on the command line sets the folders.
 
     Args:
         given: the overrides of the command line.
@@ -44,7 +44,7 @@ def as_job(cfg: Config, given: Sequence[str]) -> Config:
 
 
 def _given_sweep_folder(hydra, label: str) -> str | None:
-    """The folder of this job below the user's `hydra.sweep.dir`; None: none is given."""
+    """Return the folder of this job in the user's `hydra.sweep.dir`; None if the user has given no such folder."""
     given = {text.partition("=")[0] for text in hydra.overrides.hydra}
     if "hydra.sweep.subdir" in given:
         return str(hydra.runtime.output_dir)
@@ -52,8 +52,10 @@ def _given_sweep_folder(hydra, label: str) -> str | None:
 
 
 def _differs(key: str, cfg: Config, keys: set[str]) -> bool:
-    """Whether a value differs between the jobs: it is swept, or its text refers to what is swept, to the job or to the
-    time."""
+    """Return True if a value differs between the jobs.
+
+    It does if the key is swept, or if its text refers to a swept key, to the job or to the time.
+    """
     if key in keys:
         return True
     text = cfg.interpolated.get(key, "")

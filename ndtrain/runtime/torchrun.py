@@ -1,20 +1,20 @@
-"""`ndtrain torchrun ...`: torchrun, with the run's own exit status, the error of the rank that failed in one line, and
-nothing that listens beyond this machine where it is the only one.
+"""`ndtrain torchrun ...`: torchrun with the run's exit status and one-line errors, on loopback only on a single host.
 
 usage: ndtrain torchrun [torchrun's options] -m ndtrain.train [KEY=VALUE ...]
 
   ndtrain torchrun --nproc-per-node 2 -m ndtrain.train recipe=llama_small mesh.fsdp=2
   ndtrain torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29400 --nproc-per-node 8 -m ndtrain.train ...
 
-It starts, restarts and ends the ranks as torchrun does, whose options it takes. It differs in this:
+It starts, restarts and ends the ranks like torchrun, and accepts the same options. The differences are:
 
-- Its exit status is that of the run (docs/launch.md): 0, 1, 2, 75 or 85; of another program that of the rank that
-  failed first.
-- After a failure it prints the host's first failed rank and its error in one line, after Ctrl-C no traceback.
-- On one host everything listens on loopback, whatever --rdzv-endpoint and --master-port say. On several hosts what
-  comes over the network is not unpickled unless it is known to run no code. NDTRAIN_TOKEN, the same secret text on all
-  hosts, makes the ranks ignore what others write into their store; NDTRAIN_INTERFACE says where to listen.
-- It sets OMP_NUM_THREADS, unless it is set, to this host's cores divided by its ranks.
+- Its exit status is the exit status of the run (docs/launch.md): 0, 1, 2, 75 or 85. For other programs it is the status
+  of the rank that failed first.
+- After a failure it prints one line with the host's first failed rank and its error. After Ctrl-C it prints no
+  traceback.
+- On one host all sockets listen on loopback, and --rdzv-endpoint and --master-port have no effect. On several hosts,
+  data from the network is unpickled only if it cannot run code. NDTRAIN_TOKEN, the same secret text on all hosts, makes
+  the ranks ignore messages from strangers in their store. NDTRAIN_INTERFACE selects the network interface.
+- It sets OMP_NUM_THREADS to the number of this host's cores divided by its ranks, unless the variable is already set.
 
 `torchrun --help` lists torchrun's options.
 """
@@ -31,7 +31,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from ndtrain.runtime import launcher  # first: it notes the parent, which may end while torch is imported
+from ndtrain.runtime import launcher  # first: it records the parent process, which may end while torch is imported
 
 # isort: split
 from torch.distributed import run
@@ -48,16 +48,18 @@ from ndtrain.runtime.listeners import INTERFACE, choose_interface, interface_add
 from ndtrain.runtime.run_owner import LAUNCH
 from ndtrain.runtime.signed_store import TOKEN
 
-_NO_ENDPOINT = "localhost:0"  # an empty one makes torchrun say that --master-addr is not used
-_LOGGERS = (  # what they say of a failure is in the last line too
+_NO_ENDPOINT = "localhost:0"  # with an empty endpoint, torchrun prints that --master-addr is not used
+_LOGGERS = (  # silenced, because the last line already reports the failure
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.agent.server.api",
 )
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs torchrun in this process. Returns the run's exit status; under a launch script, which looks up the status
-    itself, torchrun's: 1 if a rank has failed, 128 + the signal after one."""
+    """Run torchrun in this process, and return the run's exit status.
+
+    Under a launch script, return the result of `_run` instead, because the script looks up the run's status itself.
+    """
     if not args or wants_help(args[:1]):
         print((__doc__ or "").partition("\n\n")[2].strip(), file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
@@ -78,11 +80,12 @@ def main(args: Sequence[str]) -> int:
 
 
 def choose_rendezvous(options: Namespace) -> None:
-    """Replaces PyTorch's rendezvous by ours (`agent_rendezvous`), and sets what the ranks need to know of it in the
-    environment: the launch's name, a token, interfaces. Other kinds of rendezvous stay.
+    """Replace PyTorch's rendezvous by ndtrain's (`agent_rendezvous`), and set the environment that the ranks need.
+
+    The variables are the launch id, the token and the network interfaces. Other rendezvous backends are not replaced.
 
     Args:
-        options: torchrun's, which are changed.
+        options: torchrun's options, which are changed in place.
 
     Raises:
         ConfigError: the chosen interface has no address.
@@ -92,7 +95,7 @@ def choose_rendezvous(options: Namespace) -> None:
     one_host = run.parse_min_max_nnodes(options.nnodes)[1] == 1
     if not one_host and options.rdzv_backend == "c10d":
         options.rdzv_backend = agent_rendezvous.SEVERAL_HOSTS
-        # else torchrun serves the ranks' store, on all interfaces
+        # otherwise torchrun would serve the ranks' store on all interfaces
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         choose_interface(one_host=False)
         if not os.environ.get(TOKEN):
@@ -111,9 +114,12 @@ def choose_rendezvous(options: Namespace) -> None:
 
 
 def _run(options: Namespace) -> int:
-    """Runs torchrun. Returns 0, the status of the first rank that failed, or 128 + a signal that ended it."""
+    """Run torchrun. Return 0, the status of the first failed rank, or 128 + the signal that ended torchrun.
+
+    If a signal has killed the first failed rank, return the status of "died".
+    """
     launcher.name_torchrun()
-    raise_limit()  # of torchrun itself, which has connections to all ranks, and of the ranks
+    raise_limit()  # for torchrun itself, which has connections to all ranks, and for the ranks
     script = launcher.script_of_torchrun(os.environ.get(LAUNCH))
     try:
         with launcher.ends_with(script, "the launch script was killed: torchrun ends, and its ranks save and end"):
@@ -130,11 +136,11 @@ def _run(options: Namespace) -> int:
 
 
 def status_of_run(status: int, job: str) -> int:
-    """The exit status of the run that this launcher has started, from its exit.json.
+    """Return the exit status of the run that this launcher has started, from its exit.json.
 
     Args:
-        status: what the ranks have ended with. It stands where no rank came to own a run folder, where the run could
-            not write how it ended, and after a signal that ended the run before it was saved.
+        status: the result of `_run`. It is returned if no rank owned a run folder, or if exit.json does not describe
+            the end of the run. It is also returned if a signal ended the run before it was saved.
         job: torchrun's id of the run.
     """
     folder = told_run_folder()
@@ -147,14 +153,14 @@ def status_of_run(status: int, job: str) -> int:
 
 
 def set_threads(ranks: int) -> None:
-    """Sets OMP_NUM_THREADS for the ranks of this host, unless it is set."""
+    """Set OMP_NUM_THREADS for the ranks of this host, unless it is already set."""
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(max(1, cpu_cores() // ranks))
-        os.environ[THREADS_ARE_A_DEFAULT] = "1"  # a rank with a small model may take fewer
+        os.environ[THREADS_ARE_A_DEFAULT] = "1"  # tells the ranks that they may use fewer threads for a small model
 
 
 def last_line(rank: int, failure: ProcessFailure) -> str:
-    """Which rank failed first on this host, and why; nothing where the rank itself has printed that line last."""
+    """Return a line with the first failed rank of this host and the reason; "" if the rank has printed it already."""
     message = failure.message
     if isinstance(message, dict):
         if failure.local_rank == 0 and message.get("extraInfo", {}).get(PRINTED):

@@ -1,4 +1,4 @@
-"""The texts of `--help` of the commands that take a run's overrides."""
+"""The `--help` texts of the commands that accept a run's overrides."""
 
 import sys
 import textwrap
@@ -8,7 +8,7 @@ from ndtrain.config.keys import Key, config_folders, group_options, known_keys
 from ndtrain.runtime.commands import PLANS
 
 _WIDTH = 118
-_GROUPS = {  # group -> what it chooses
+_GROUPS = {  # group -> description for `--help`
     "recipe": "a complete run; other overrides change it",
     "model": "architecture and sizes",
     "data": "where the tokens come from",
@@ -106,7 +106,7 @@ The overrides of a run: `python -m ndtrain.train --help`. reference: docs/plan.m
 
 
 def train(search: Sequence[str] = ()) -> str:
-    """The help of `ndtrain train`, with the groups and options of this installation and of the folders `search`."""
+    """Return the help of `ndtrain train`, with the groups and options of this installation and the folders `search`."""
     options = group_options(config_folders(list(search)))
     groups = [_row(group, f"{', '.join(sorted(options[group]))}: {text}") for group, text in _GROUPS.items()]
     keys = known_keys()
@@ -119,19 +119,19 @@ def train(search: Sequence[str] = ()) -> str:
 
 
 def preflight(search: Sequence[str] = ()) -> str:
-    """The help of `ndtrain preflight`."""
+    """Return the help of `ndtrain preflight`."""
     return _PREFLIGHT.format(command=command("preflight"))
 
 
 def plans() -> str:
-    """The help of `ndtrain plan`."""
+    """Return the help of `ndtrain plan`."""
     examples = [_plan_call(name, plan.examples[0]) for name, plan in PLANS.items()]
     rows = [_row(name, plan.text) for name, plan in PLANS.items()]
     return _PLAN.format(command=command("plan"), plans="\n".join(rows), examples="\n".join(examples))
 
 
 def plan(name: str, options: str) -> str:
-    """The help of one plan, with the lines of its options."""
+    """Return the help of one plan, with the lines of its options."""
     text, examples = PLANS[name]
     return _ONE_PLAN.format(
         command=command("plan"), plan=name, text=textwrap.fill(text[0].upper() + text[1:] + ".", _WIDTH),
@@ -144,7 +144,7 @@ def _plan_call(name: str, args: str) -> str:
 
 
 def command(name: str) -> str:
-    """How the user has called the command: `ndtrain train`, or `python -m ndtrain.train`."""
+    """Return the command as the user has called it: `ndtrain train`, or `python -m ndtrain.train`."""
     return f"ndtrain {name}" if sys.argv[0] == f"ndtrain {name}" else f"python -m ndtrain.{name}"
 
 
