@@ -1,4 +1,4 @@
-"""What the flight recorder writes down of one operation."""
+"""The flight recorder's record of one operation."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,16 @@ class CollectiveRecord:
 
     Attributes:
         op: the name of the operation.
-        channel: the process group or pair of ranks it went over; operations of one channel have the same numbers on
-            all its members. Empty for a wait without communication.
+        channel: the process group, or the pair of ranks, that it runs over. All members of a channel number its
+            operations alike. Empty for a wait without communication.
         number: counted from 1 on this channel.
         nbytes: bytes of the whole buffer.
         step, action: the rank's step and action at the launch.
-        launched, waited, ended: the time of the launch, of the start of the wait and of its end, in seconds of this
-            machine's monotonic clock; 0 until then. On a GPU `ended` is when the host continued, not when the
-            operation completed.
-        on_device: whether the operation runs on a GPU that the recorder follows.
+        launched, waited, ended: when it was launched, and when the wait for it began and ended; seconds of this
+            machine's monotonic clock, 0 until then. On a GPU `ended` is when the host continued, not when the operation
+            completed.
+        on_device: True if a GPU runs the operation and the recorder follows it. For other waits: True if the wait ends
+            when the GPU has completed its queue.
     """
 
     op: str
@@ -33,6 +34,6 @@ class CollectiveRecord:
 
     @property
     def axis(self) -> str:
-        """The mesh axis that it went along, or several as in "fsdp+cp": the first word of its channel, whatever the
-        lane or pair."""
+        """The mesh axis of the channel, or several axes as in "fsdp+cp". It is the first word of the channel; the name
+        of a lane or the ranks follow it."""
         return self.channel.partition(" ")[0]

@@ -1,16 +1,16 @@
 """Asynchronous collectives on flat buffers and activations.
 
 NCCL groups use NCCL's collectives. On gloo, all-gather and reduce-scatter send each peer its part directly
-(isend/irecv). On two ranks of one host that is 1.2 to 2.7 times as fast as gloo's own from 4 MiB on, and as fast for
-less (`bench collectives`). It needs no copy, and it sums in a fixed order. gloo's all_reduce is faster from 4 MB on,
-and its result has the same bits on every rank and in every run.
+(isend/irecv). Between two ranks of one host this is 1.2 to 2.7 times as fast as gloo's own from 4 MiB on. Below, it is
+equally fast (`bench collectives`). It needs no copy, and it sums in a fixed order. All-reduce uses gloo's own: it is
+faster from 4 MB on, and its result has the same bits on every rank and in every run.
 
 A group of `None` is a group of one rank: nothing is sent.
 
 On CUDA every operation is launched asynchronously. `Pending.wait()` makes the caller's stream wait, never the host;
-`done()` asks an event. NCCL runs the operations of one process group on one stream of that group, one at a time, in the
-order of their launches. That stream first waits for the work that the caller's stream has queued at the launch, and a
-send lasts until it is received. Operations of different groups overlap with compute and with one another:
+`done()` queries an event. NCCL runs the operations of one process group on one stream of that group, one at a time, in
+launch order. That stream first waits for the work that the caller's stream has queued at the launch. A send occupies
+its stream until it is received. Operations of different groups overlap with compute and with one another:
 
 | operations                           | group, on NCCL              | waited for                                |
 |--------------------------------------|-----------------------------|-------------------------------------------|
@@ -21,13 +21,13 @@ send lasts until it is received. Operations of different groups overlap with com
 | cp: keys and values, their gradients | cp                          | one block of attention later              |
 | ep: rows of experts, their gradients | ep; a second one of its own | at once; one part later (`moe.overlap`)   |
 | pp: activations, their gradients     | one per (source, target)    | by the receiving action; sends at the end |
-| pp: sum of tied embeddings           | that of (first, last) stage | at once                                   |
+| pp: sum of tied embeddings           | the (first, last) pair's    | at once                                   |
 
-gloo's operations do not wait for each other, so there pp has one group, and fsdp too. Which operation is launched when
-is a list, and `ndtrain/program/launch_order.py` runs such lists under these rules.
+On gloo the operations of a group do not wait for each other. There, pp needs only one group, and fsdp too. The launch
+order of every rank is a list, and `ndtrain/program/launch_order.py` simulates such lists under these rules.
 
-The memory of a tensor in flight is not reused before its wait: PyTorch's `Work` holds the tensors until then, and a
-wait orders the later work of the caller's stream after the operation. Code that frees a storage by hand (zero=3) does
+The memory of a tensor in flight is not reused before its wait. PyTorch's `Work` holds the tensors until then, and a
+wait orders the later work of the caller's stream after the operation. Code that frees a storage by hand (zero=3) frees
 it after the wait, on the stream that waited.
 """
 
@@ -48,9 +48,9 @@ class Pending:
     """An operation in flight.
 
     Args:
-        works: PyTorch's handles; none where nothing is sent.
+        works: PyTorch's handles; empty if nothing is sent.
         then: called once, by the first `wait()`.
-        record: the flight recorder's record of it; None where nothing is sent.
+        record: the flight recorder's record of the operation; None if nothing is sent.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Pending:
             RECORDER.follow(record, self._works)
 
     def wait(self) -> None:
-        """Waits for the operation (on CUDA the current stream waits), then calls `then`. A second call does nothing."""
+        """Wait for the operation (on CUDA the current stream waits), then call `then`. A second call does nothing."""
         if self._works:
             assert self._record is not None, "every operation is recorded"
             RECORDER.enter(self._record)
@@ -78,29 +78,29 @@ class Pending:
         then()
 
     def done(self) -> bool:
-        """Whether `wait()` would return at once."""
+        """Return True if `wait()` would return at once."""
         return all(work.is_completed() for work in self._works)
 
 
 def size(group: Group) -> int:
-    """Number of ranks in the group."""
+    """Return the number of ranks in the group."""
     return 1 if group is None else group.size()
 
 
 def send(x: Tensor, group: dist.ProcessGroup, to: int) -> Pending:
-    """Sends x (contiguous) to rank `to` of the group. Messages between two ranks of a group arrive in order."""
+    """Send x (contiguous) to rank `to` of the group. Messages between two ranks of a group arrive in order."""
     record = RECORDER.launch("send", group, x.nbytes, to=to)
     return Pending([dist.isend(x, group=group, group_dst=to)], record=record)
 
 
 def receive(x: Tensor, group: dist.ProcessGroup, source: int) -> Pending:
-    """Receives the next message from rank `source` of the group into x (contiguous)."""
+    """Receive the next message from rank `source` of the group into x (contiguous)."""
     record = RECORDER.launch("receive", group, x.nbytes, source=source)
     return Pending([dist.irecv(x, group=group, group_src=source)], record=record)
 
 
 def all_gather(out: Tensor, part: Tensor, group: Group) -> Pending:
-    """Gathers the `part` [p] of each of n ranks into out [n * p], in rank order. `part` may be a view of this rank's
+    """Gather the `part` [p] of each of n ranks into out [n * p], in rank order. `part` may be a view of this rank's
     part of `out`."""
     n, r = size(group), group.rank() if group else 0
     own = out.view(n, -1)[r]
@@ -115,13 +115,13 @@ def all_gather(out: Tensor, part: Tensor, group: Group) -> Pending:
 
 
 def reduces_in_place(full: Tensor) -> bool:
-    """Whether a `reduce_scatter` of it takes no memory of its own while it is in progress."""
+    """Return True if `reduce_scatter` of this tensor takes no memory of its own while it is in progress."""
     return _native(full)
 
 
 def reduce_scatter(full: Tensor, group: Group) -> Pending:
-    """Sums `full` [p] over the ranks, in place. Each rank gets the sum of its own part, which `even_split` gives. The
-    other parts of `full` are undefined afterwards."""
+    """Sum `full` [p] over the ranks, in place. Each rank gets the sum of its own part, whose bounds are given by
+    `even_split`. The other parts of `full` are undefined afterwards."""
     if group is None:
         return Pending(())
     n, r = size(group), group.rank()
@@ -135,7 +135,7 @@ def reduce_scatter(full: Tensor, group: Group) -> Pending:
 
 
 def _sum_into(own: Tensor, received: list[Tensor]) -> None:
-    """own = received[0] + received[1] + ..., in rank order on every rank."""
+    """Set own = received[0] + received[1] + ..., added in rank order on every rank."""
     if own is received[0]:
         for x in received[1:]:
             own.add_(x)
@@ -147,7 +147,7 @@ def _sum_into(own: Tensor, received: list[Tensor]) -> None:
 
 
 def reduce_shares(full: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Starts a reduce-scatter of `full` [n * s, ...] over the ranks. Returns a function that waits for it and returns
+    """Start a reduce-scatter of `full` [n * s, ...] over the ranks. Return a function that waits for it and returns
     this rank's part of the sum, a new tensor [s, ...]."""
     n, r = group.size(), group.rank()
     record = RECORDER.launch("reduce_scatter", group, full.nbytes)
@@ -162,7 +162,7 @@ def reduce_shares(full: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
 
 
 def _after(pending: Pending, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A function that waits, and returns what `make` then returns."""
+    """Return a function that waits for `pending` and then returns the result of `make`."""
 
     def finish() -> Tensor:
         pending.wait()
@@ -172,7 +172,8 @@ def _after(pending: Pending, make: Callable[[], Tensor]) -> Callable[[], Tensor]
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """parts[0] + parts[1] + ... (two or more), a new tensor of the parts' dtype. The sum is taken in fp32 or wider."""
+    """Return parts[0] + parts[1] + ... (two or more) as a new tensor of the parts' dtype. The sum is computed in fp32
+    or wider."""
     dtype = parts[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
     total = parts[0].to(wide) + parts[1]
@@ -182,7 +183,7 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def all_reduce(full: Tensor, group: Group) -> Pending:
-    """Sums `full` over the ranks, in place. The result has the same bits on every rank."""
+    """Sum `full` over the ranks, in place. The result has the same bits on every rank."""
     if group is None:
         return Pending(())
     record = RECORDER.launch("all_reduce", group, full.nbytes)
@@ -190,15 +191,15 @@ def all_reduce(full: Tensor, group: Group) -> Pending:
 
 
 def all_gather_row(row: Tensor, group: Group) -> tuple[Tensor, Pending]:
-    """Gathers a small vector `row` [k] of each of n ranks. Returns (a new tensor [n, k], the operation in flight)."""
+    """Gather a small vector `row` [k] from each of n ranks. Return (a new tensor [n, k], the operation in flight)."""
     out = row.new_empty(size(group), row.numel())
     return out, all_gather(out.view(-1), row, group)
 
 
 def shift(send: Tensor, receive: Tensor, group: dist.ProcessGroup, to: int, source: int) -> Pending:
-    """Sends `send` to rank `to` of the group and receives `receive` from rank `source`; both contiguous."""
+    """Send `send` to rank `to` of the group and receive `receive` from rank `source`. Both tensors are contiguous."""
     record = RECORDER.launch("shift", group, send.nbytes, to, source)
-    if _native(send):  # one batch, or the sends of a ring of ranks would deadlock on NCCL
+    if _native(send):  # one batch: single sends around a ring would deadlock on NCCL
         ops = [
             dist.P2POp(dist.isend, send, group=group, group_peer=to),
             dist.P2POp(dist.irecv, receive, group=group, group_peer=source),
@@ -210,7 +211,7 @@ def shift(send: Tensor, receive: Tensor, group: dist.ProcessGroup, to: int, sour
 def all_to_all(
     sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.ProcessGroup, members: range
 ) -> Pending:
-    """Sends `sends[i]` to rank `members[i]` of the group and receives `receives[i]` from it. This rank is one of the
+    """Send `sends[i]` to rank `members[i]` of the group and receive `receives[i]` from it. This rank is one of the
     members; its own tensor is copied. All tensors are contiguous."""
     record = RECORDER.launch("all_to_all", group, sum(x.nbytes for x in sends), among=members)
     n, me = len(members), members.index(group.rank())
@@ -227,11 +228,12 @@ def all_to_all(
 def all_to_all_rows(
     sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.ProcessGroup, nbytes: int
 ) -> Pending:
-    """Sends `sends[i]` to rank i of the group, and receives `receives[i]` from it. All are contiguous, and any may be
-    empty, on both its ends.
+    """Send `sends[i]` to rank i of the group and receive `receives[i]` from it. All tensors are contiguous. A message
+    may be empty if it is empty on both ranks.
 
     Args:
-        nbytes: the size that is recorded, the same on all ranks, though each sends and receives other numbers of rows.
+        nbytes: the size that is recorded. It is the same on all ranks, although each sends and receives a different
+            number of rows.
     """
     record = RECORDER.launch("all_to_all", group, nbytes)
     me = group.rank()
@@ -242,24 +244,25 @@ def all_to_all_rows(
 
 
 def by_distance(group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """(rank to send to, rank to receive from) for every peer, next neighbours first, so that the ranks' first sends go
-    to different ranks."""
+    """Return (rank to send to, rank to receive from) for every peer, next neighbours first. The first sends of all
+    ranks then go to different ranks."""
     n, r = group.size(), group.rank()
     return [((r + step) % n, (r - step) % n) for step in range(1, n)]
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors begin at the same place of one storage (on the meta device no storage has an address)."""
+    """Return True if two tensors begin at the same place of one storage. (On the meta device no storage has an
+    address.)"""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
 def _native(x: Tensor) -> bool:
-    """Whether the backend's own collectives are used (NCCL's)."""
+    """Return True if the backend's own collectives are used (NCCL's)."""
     return on_gpu(x)
 
 
 def _pair(send: Tensor, receive: Tensor, group: dist.ProcessGroup, to: int, source: int) -> list[dist.Work | None]:
-    """Posts one send and one receive. A tensor without elements is skipped."""
+    """Post one send and one receive. Skip a tensor without elements."""
     works: list[dist.Work | None] = []
     if receive.numel():
         works.append(dist.irecv(receive, group=group, group_src=source))
@@ -269,5 +272,5 @@ def _pair(send: Tensor, receive: Tensor, group: dist.ProcessGroup, to: int, sour
 
 
 def _exchange(sends: Sequence[Tensor], receives: Sequence[Tensor], group: dist.ProcessGroup) -> list[dist.Work | None]:
-    """For every other rank i of the group, posts a send of `sends[i]` to it and a receive of `receives[i]` from it."""
+    """Post a send of `sends[i]` to every other rank i of the group, and a receive of `receives[i]` from it."""
     return [w for to, source in by_distance(group) for w in _pair(sends[to], receives[source], group, to, source)]

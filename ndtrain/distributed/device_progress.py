@@ -1,11 +1,12 @@
-"""The operations that a GPU has been asked for and has not completed.
+"""The operations that are queued on a GPU and have not completed.
 
-NCCL's `Work.wait()` makes a stream wait, not the host. A host whose GPU hangs goes on, step after step, until CUDA's
-queue of launches is full. So the host's waits do not show a hang, and the operations themselves must be asked.
+NCCL's `Work.wait()` makes a stream wait, not the host. If a GPU hangs, its host goes on, step after step, until CUDA's
+queue of launches is full. The host's waits therefore do not show a hang, and the operations themselves have to be
+checked.
 
-PyTorch's own thread asks the end event of every NCCL operation each 100 ms, and then sets the operation's result
-(`Work.get_future_result`). To read that result is to read memory. `Work.is_completed` and `Event.query` are no
-substitute: they call CUDA, which may block in a hang, and they hold Python's global lock meanwhile, so no other thread
+PyTorch's own thread checks the end event of every NCCL operation each 100 ms, and then sets the operation's result
+(`Work.get_future_result`). Reading that result only reads memory. `Work.is_completed` and `Event.query` are no
+substitute. They call CUDA, which may block in a hang, and they hold Python's global lock meanwhile, so no other thread
 could report the hang. In a thread of its own such a call would also create a context on GPU 0.
 """
 
@@ -24,14 +25,15 @@ _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 class _Launched(NamedTuple):
     record: CollectiveRecord
-    results: Sequence  # futures, done when the device has completed
+    results: Sequence  # futures, done when the device has completed the operation
 
     def done(self) -> bool:
         return all(result.done() for result in self.results)
 
 
 class DeviceProgress:
-    """What is pending on the device, in launch order for each channel. One thread polls it, others add to it.
+    """The pending operations of the device, in launch order for each channel. One thread polls them, others add to
+    them.
 
     Attributes:
         moved: when an operation was last seen to be complete, in seconds of the monotonic clock.
@@ -45,56 +47,57 @@ class DeviceProgress:
         self._asynchronous: dict[str, bool] = {}
 
     def runs(self, group: dist.ProcessGroup) -> bool:
-        """Whether the operations of the group run on the device, so that a wait does not block the host."""
+        """Return True if the operations of the group run on the device. A wait for them then does not block the
+        host."""
         name = group.group_name
         if name not in self._asynchronous:
             self._asynchronous[name] = dist.get_backend(group) == "nccl" and not _waits_block()
         return self._asynchronous[name]
 
     def add(self, record: CollectiveRecord, works: Iterable[Any]) -> None:
-        """Follows an operation until it is complete.
+        """Follow an operation until it is complete.
 
         Args:
-            works: PyTorch's handles of it. Their memory is not kept.
+            works: PyTorch's handles of the operation. Only their results are kept, not their buffers.
         """
         launched = _Launched(record, [work.get_future_result() for work in works])
         self._pending.setdefault(record.channel, deque()).append(launched)
 
     def poll(self) -> None:
-        """Forgets what is complete. NCCL completes the operations of a channel in launch order."""
+        """Forget the operations that are complete. NCCL completes the operations of a channel in launch order."""
         for channel, queue in list(self._pending.items()):
             while queue and queue[0].done():
                 self.completed[channel] = queue.popleft().record.number
                 self.moved = time.monotonic()
 
     def incomplete(self) -> list[CollectiveRecord]:
-        """All that is pending, the oldest launch first."""
+        """Return all pending operations, the oldest launch first."""
         queues = [tuple(queue) for queue in list(self._pending.values())]
         return sorted((op.record for queue in queues for op in queue), key=lambda record: record.launched)
 
     def blocking(self) -> list[tuple[CollectiveRecord, float]]:
-        """(the first incomplete operation of a channel, since when it is waited for) for each channel of which
-        something is waited for, the oldest launch first. The device has passed no such wait. A message that is posted
-        early blocks nothing."""
+        """Return (first incomplete operation, start of the oldest wait) for each channel with a wait that the device
+        has not passed. The oldest launch comes first. A message that is posted early blocks nothing until a wait needs
+        it."""
         blocking = []
         for queue in list(self._pending.values()):
-            ops = tuple(queue)  # in one call, since other threads add to it
+            ops = tuple(queue)  # one call, because other threads add to the queue
             waited = [op.record.waited for op in ops if op.record.waited]
             if waited:
                 blocking.append((ops[0].record, min(waited)))
         return sorted(blocking, key=lambda first: first[0].launched)
 
     def waits(self, host: Sequence[CollectiveRecord]) -> list[tuple[CollectiveRecord, float]]:
-        """(what the device has not completed, since when), the oldest launch first. Time counts from the last
-        completion: a device that completes something does not hang, however long the host waits for it.
+        """Return (operation that the device has not completed, since when), the oldest launch first. Time counts from
+        the last completion: a device that completes something does not hang, however long the host waits for it.
 
         Args:
-            host: the host's own waits for the device, which are the answer where no operation blocks it.
+            host: the host's own waits for the device. They are returned if no operation blocks the device.
         """
         waits = self.blocking() or [(record, record.waited) for record in host]
         return [(record, max(since, self.moved)) for record, since in waits]
 
 
 def _waits_block() -> bool:
-    """Whether NCCL is told to block the host in a wait. No thread of PyTorch then sets results."""
+    """Return True if NCCL is configured to block the host in a wait. PyTorch's thread then sets no results."""
     return any(os.environ.get(name, "").lower() in ("1", "y", "yes", "t", "true") for name in _BLOCKING_WAIT)

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 from ndtrain.distributed.collective_record import CollectiveRecord
 from ndtrain.distributed.device_progress import DeviceProgress
 
-KEPT = 512  # collectives
+KEPT = 512  # records
 
 
 class Entry(NamedTuple):
-    """A launch or the begin of a wait, in the journal of a process.
+    """A launch or the beginning of a wait, in the journal of a process.
 
     Attributes:
         thread: the id of the thread that launched or waits.
-        group, ranks: (a launch) the process group's name, and its global ranks in order; else None and empty.
-        to, source: (a message) ranks of the group, as `launch` takes them.
-        among: (a collective) the ranks of the group that take part; None: all.
+        group, ranks: (a launch) the process group's name, and its global ranks in order. None and empty for a wait.
+        to, source: (a message) ranks of the group, as in `Recorder.launch`.
+        among: (a collective) the ranks of the group that take part; None: all ranks.
     """
 
     record: CollectiveRecord
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 
 class Recorder:
-    """Records collectives and waits. A process has one, `RECORDER`.
+    """A recorder of collectives and waits. A process has one, `RECORDER`.
 
     Args:
         kept: number of records to keep.
@@ -46,11 +46,11 @@ class Recorder:
         step: the current step, from 1; 0 before the first.
         action, op: the current action of the step, and the index of the current op in the rank's program, or None.
         members: channel -> the global ranks on it.
-        mark: None, or a function that returns a context manager to hold during a wait, so that a profiler shows it.
+        mark: None, or a function that returns a context manager. Each wait runs inside it, so that a profiler shows it.
         last: the last records, oldest first.
         counts: channel -> number of operations launched on it.
-        journal: None, or the list that every launch and every wait is appended to, in order.
-        device: what is pending on this process's GPU; None: operations on a GPU are not followed.
+        journal: None, or the list to which every launch and every wait is appended, in order.
+        device: the pending operations on this process's GPU; None: operations on a GPU are not followed.
     """
 
     def __init__(self, kept: int = KEPT):
@@ -71,13 +71,13 @@ class Recorder:
     # ------------------------------------------------------------------------------------------------------ recording
 
     def name_group(self, group: Any, axis: str, ranks: Sequence[int]) -> None:
-        """Names the process group `group` after its mesh axis, perhaps with a lane after it, and its global ranks."""
+        """Name the channel of a process group after its mesh axis and its global ranks. A lane may follow the axis."""
         channel = f"{axis} {list(ranks)}"
         self._channels[group.group_name] = channel
         self.members[channel] = tuple(ranks)
 
     def begin(self, step: int) -> None:
-        """Marks the begin of a step. The calling thread is the one whose waits `busy` subtracts."""
+        """Mark the beginning of a step. `busy` subtracts only the waits of the calling thread."""
         self.step, self.action, self.op = step, "begin", None
         self._began, self._waited, self._main = time.monotonic(), 0.0, threading.get_ident()
 
@@ -87,7 +87,7 @@ class Recorder:
         return self.action if self.op is None else f"{self.action}, op {self.op}"
 
     def busy(self) -> float:
-        """Seconds since the begin of the step, without the waits for other ranks and for data."""
+        """Return the seconds since the beginning of the step, without the waits for other ranks and for data."""
         return time.monotonic() - self._began - self._waited
 
     def launch(
@@ -99,12 +99,13 @@ class Recorder:
         source: int | None = None,
         among: Sequence[int] | None = None,
     ) -> CollectiveRecord:
-        """Records the launch of an operation.
+        """Record the launch of an operation.
 
         Args:
-            to, source: ranks of the group. With neither, a collective over `group`. With one of them, a message to or
-                from that rank. With both equal, an exchange with that rank.
-            among: the ranks of the group that take part in the collective; None: all.
+            to, source: ranks of the group. With neither, it is a collective over `group`. With one of them, it is a
+                message to or from that rank. With both equal, it is an exchange with that rank. With both different, it
+                is a step around a ring.
+            among: the ranks of the group that take part in the collective; None: all ranks.
         """
         whole = channel = self._channels.get(group.group_name, group.group_name)
         if (to is None) != (source is None) or (to is not None and to == source):
@@ -119,12 +120,12 @@ class Recorder:
         return record
 
     def follow(self, record: CollectiveRecord, works: Iterable[Any]) -> None:
-        """Follows the launched operation on the device, if it runs there."""
+        """Follow the launched operation on the device, if it runs there."""
         if record.on_device and self.device is not None:
             self.device.add(record, works)
 
     def _pair_channel(self, channel: str, group: Any, to: int | None, source: int | None) -> str:
-        """The channel between two ranks, of messages in one direction or of exchanges."""
+        """Return the channel between two ranks, for messages in one direction or for exchanges."""
         me = group.rank()
         sends_to, receives_from = me if to is None else to, me if source is None else source
         one, other = sorted((me, sends_to)) if to == source else (receives_from, sends_to)
@@ -135,7 +136,7 @@ class Recorder:
         return name
 
     def enter(self, record: CollectiveRecord) -> None:
-        """Marks the begin of this thread's wait for `record`."""
+        """Mark the beginning of this thread's wait for `record`."""
         record.waited = time.monotonic()
         self._waits[id(record)] = record
         if self.journal is not None:
@@ -145,7 +146,7 @@ class Recorder:
             mark.__enter__()
 
     def leave(self, record: CollectiveRecord) -> None:
-        """Marks the end of the wait for `record`."""
+        """Mark the end of the wait for `record`."""
         if mark := self._marks.pop(id(record), None):
             mark.__exit__(None, None, None)
         record.ended = time.monotonic()
@@ -155,10 +156,10 @@ class Recorder:
 
     @contextmanager
     def waiting(self, what: str, on_device: bool = False) -> Iterator[None]:
-        """Records the block as a wait for something other than a collective: data, the result of a step.
+        """Record the block as a wait for something other than a collective: data, the result of a step.
 
         Args:
-            on_device: the wait ends when the GPU has completed what is queued on it.
+            on_device: True if the wait ends when the GPU has completed the work queued on it.
         """
         record = CollectiveRecord(what, "", 0, 0, self.step, self.action, time.monotonic(), on_device=on_device)
         self.enter(record)
@@ -170,9 +171,9 @@ class Recorder:
     # ---------------------------------------------------------------------------------------------------------- asking
 
     def longest_wait(self) -> tuple[CollectiveRecord | None, float]:
-        """(the record that has been waited for longest, or None; for how many seconds). What a GPU has not completed is
-        waited for too, whatever the host does."""
-        host, device = list(self._waits.values()), self.device  # one call, since other threads change it
+        """Return the record that has been waited for longest, or None, and the seconds of that wait. This includes
+        operations that a GPU has not completed, even if the host does not wait."""
+        host, device = list(self._waits.values()), self.device  # one call, because other threads change the dict
         if device is None:
             waits = [(record, record.waited) for record in host]
         else:

@@ -18,15 +18,15 @@ from ndtrain.distributed.flight_recorder import RECORDER
 
 
 def upload(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """A tensor of the numbers, fp64 [k], on the device."""
+    """Return the numbers as a tensor on the device, fp64 [k]."""
     on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
 
 
 def host_threads(device: torch.device) -> int:
-    """How many threads of the host a rank has for work of its own. On a CPU it is PyTorch's number, which the user sets
-    by OMP_NUM_THREADS. Beside a GPU that number is 1 wherever torchrun has set it, although the cores are idle: there a
-    rank has its share of the cores."""
+    """Return the number of host threads that a rank has for work of its own. On a CPU it is PyTorch's number, which the
+    user sets by OMP_NUM_THREADS. On a GPU machine torchrun sets that number to 1, although the cores are idle. There a
+    rank gets its share of the cores."""
     threads = torch.get_num_threads()
     if device.type == "cpu" or threads > 1:
         return threads
@@ -34,11 +34,11 @@ def host_threads(device: torch.device) -> int:
 
 
 def page_locked(numel: int, dtype: torch.dtype, owner: object) -> Tensor:
-    """Zeros [numel] in host memory that stays page-locked as long as `owner` lives. PyTorch's own page-locked memory
-    comes in powers of two: of 96 GB it takes 128 GiB. This is ordinary memory that CUDA is told of.
+    """Allocate zeros [numel] in host memory that stays page-locked as long as `owner` lives. PyTorch's own page-locked
+    memory comes in powers of two: 96 GB would take 128 GiB. This is ordinary memory that is registered with CUDA.
 
     Raises:
-        RuntimeError: CUDA refuses: `ulimit -l`, or memory that cannot be locked.
+        RuntimeError: CUDA refuses, because of `ulimit -l` or because the memory cannot be locked.
     """
     buffer = torch.zeros(numel, dtype=dtype)
     if numel:
@@ -50,7 +50,7 @@ def page_locked(numel: int, dtype: torch.dtype, owner: object) -> Tensor:
 
 @contextmanager
 def using_threads(number: int) -> Iterator[None]:
-    """PyTorch's operators use so many threads of the host inside the context."""
+    """Run the block with `number` host threads for PyTorch's operators."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -60,11 +60,11 @@ def using_threads(number: int) -> Iterator[None]:
 
 
 def gather_numbers(numbers: Sequence[float], group: Group, device: torch.device) -> Tensor:
-    """Every rank's numbers, fp64 [ranks, k] in host memory. On the meta device there are no other ranks: all are taken
-    to have this rank's.
+    """Gather the numbers of every rank, fp64 [ranks, k] in host memory. On the meta device there are no other ranks:
+    every rank is assumed to have this rank's numbers.
 
     Args:
-        device: of the rank, where the numbers travel.
+        device: the rank's device, on which the numbers are sent.
     """
     if device.type == "meta":
         return torch.tensor(numbers, dtype=torch.float64).expand(size(group), -1)
@@ -74,10 +74,10 @@ def gather_numbers(numbers: Sequence[float], group: Group, device: torch.device)
 
 
 class Readback:
-    """An asynchronous copy of tensors of one device to host memory.
+    """An asynchronous copy of tensors from one device to host memory.
 
     Args:
-        pending: the operation that produces them.
+        pending: the operation that produces the tensors.
         tensors: all on one device.
     """
 
@@ -90,8 +90,8 @@ class Readback:
             self._copied.record()
 
     def wait(self, name: str) -> tuple[Tensor, ...]:
-        """The tensors in host memory, with their values at construction. It waits for the copy, not for device work
-        queued later.
+        """Wait for the copy. Return the tensors in host memory, with their values at construction. Device work that is
+        queued later is not waited for.
 
         Args:
             name: the name of this wait in the flight recorder.

@@ -1,5 +1,6 @@
-"""Small values from rank to rank as JSON. PyTorch's object collectives unpickle what comes over the network, which runs
-code of whoever sent it. Here nothing is unpickled; the caller checks the fields of what it receives."""
+"""Messages of small values between ranks, as JSON. PyTorch's object collectives unpickle the bytes that arrive over the
+network, which can run code of the sender. Nothing is unpickled here. The caller checks the fields of the value that it
+receives."""
 
 import json
 from typing import Any
@@ -8,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOST_BYTES = 64 << 20  # of one rank's value, as JSON
+MOST_BYTES = 64 << 20  # limit for the JSON of one rank's value
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The value of the group's first rank, on every rank.
+    """Return the value of the group's first rank, on every rank.
 
     Args:
-        value: what JSON can express; ignored on the other ranks.
-        device: of the group's tensors.
+        value: a value that JSON can express; ignored on the other ranks.
+        device: the device of the group's tensors.
 
     Raises:
-        ValueError: what came is no JSON, or is too long.
+        ValueError: the message is not JSON, or is too long.
     """
     mine = _encoded(value, device) if group.rank() == 0 else None
     size = torch.tensor([0 if mine is None else len(mine)], device=device)
@@ -30,7 +31,8 @@ def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device) -
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """The values of all ranks of the group, in their order, on every rank. Arguments and errors: `broadcast_json`."""
+    """Return the values of all ranks of the group, in rank order, on every rank. Arguments and errors are as in
+    `broadcast_json`."""
     padded, sizes = _padded(value, group, device)
     rows = torch.empty(len(sizes), len(padded), dtype=torch.uint8, device=device)
     dist.all_gather(list(rows.unbind()), padded, group=group)
@@ -38,7 +40,8 @@ def all_gather_json(value: Any, group: dist.ProcessGroup, device: torch.device) 
 
 
 def gather_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any] | None:
-    """As `all_gather_json` on the group's first rank; None on the others."""
+    """Return the values of all ranks, in rank order, on the group's first rank, and None on the others. Arguments and
+    errors are as in `broadcast_json`."""
     padded, sizes = _padded(value, group, device)
     if group.rank() > 0:
         dist.gather(padded, None, group=group, group_dst=0)
@@ -49,7 +52,7 @@ def gather_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> l
 
 
 def _padded(value: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, list[int]]:
-    """(this rank's value, as long as the longest; the lengths of all values)"""
+    """Return this rank's value, padded to the length of the longest value, and the lengths of all values."""
     mine = _encoded(value, device)
     lengths = torch.empty(group.size(), dtype=torch.int64, device=device)
     dist.all_gather(list(lengths.split(1)), torch.tensor([len(mine)], device=device), group=group)

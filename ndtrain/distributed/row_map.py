@@ -1,4 +1,4 @@
-"""Where the local elements of a sharded tensor stand in the whole one, which is stored row-major."""
+"""The positions of local elements of a sharded tensor in the whole tensor, which is stored row-major."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,7 +13,8 @@ class Run(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """`number` pieces of `length` elements of a row-major tensor, each beginning `stride` elements behind the last."""
+    """`number` pieces of `length` elements of a row-major tensor. Each piece begins `stride` elements after the
+    beginning of the previous one."""
 
     start: int
     length: int
@@ -26,11 +27,11 @@ class Rows(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last, those between the pieces included."""
+        """The number of elements from the first to the last, including the elements between the pieces."""
         return (self.number - 1) * self.stride + self.length
 
     def chunks(self, most: int) -> Iterator["Rows"]:
-        """The same elements in the same order, at most `most` at a time."""
+        """Yield the same elements in the same order, at most `most` elements at a time."""
         if self.length <= most:
             each = most // self.length
             for i in range(0, self.number, each):
@@ -42,11 +43,11 @@ class Rows(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Elements of a tensor that lie one behind the other in a rank's memory.
+    """Elements of a tensor that are contiguous in a rank's memory.
 
     Attributes:
-        at: where the first one lies.
-        rows: their positions in the whole tensor.
+        at: the position of the first element in that memory.
+        rows: the positions of the elements in the whole tensor.
     """
 
     at: int
@@ -54,15 +55,16 @@ class Held(NamedTuple):
 
 
 class RowMap(NamedTuple):
-    """The map from local to whole row-major offsets of a tensor of which one dim is sharded: local rows of `length`
-    elements stand `stride` elements apart, the first one at `first`."""
+    """The map from local to whole row-major offsets of a tensor with one sharded dim. In the whole tensor the local
+    rows of `length` elements begin `stride` elements apart, the first one at `first`."""
 
     first: int
     length: int
     stride: int
 
     def rows(self, start: int, stop: int) -> Iterator[Rows]:
-        """The local elements [start, stop) in the whole tensor: the end of a row, whole rows, the beginning of one."""
+        """Yield the positions of the local elements [start, stop) in the whole tensor: the end of a row, whole rows,
+        the beginning of a row."""
         if self.length == self.stride and start < stop:
             yield Rows(self.first + start, stop - start)
             return

@@ -1,11 +1,13 @@
-"""How a sequence is sharded over the ranks of cp.
+"""Sharding of a sequence over the ranks of cp.
 
-A sequence of `length` tokens is sharded over `ring` positions of the ring. The tokens of one position are then split in
-equal slices over `ulysses` ranks. In causal attention a late token attends to more keys than an early one, so the
+A sequence of `length` tokens is sharded over `ring` positions of the ring. The tokens of one position are then split
+into equal slices over `ulysses` ranks. In causal attention a late token attends to more keys than an early one, so the
 choice of a position's tokens balances the work:
 
-- `zigzag`: 2 * ring chunks; position i has the i-th and the i-th from the end (Llama 3, arXiv:2407.21783, sec. 3.3.2);
-- `striped`: token t is at position t % ring (Brandon et al., 2023, arXiv:2311.09431), also within short documents;
+- `zigzag`: 2 * ring chunks; position i has chunk i from the front and chunk i from the end (Llama 3, arXiv:2407.21783,
+  sec. 3.3.2);
+- `striped`: token t is at position t % ring (Brandon et al., 2023, arXiv:2311.09431), which also balances short
+  documents;
 - `none`: one chunk for each position.
 """
 
@@ -23,7 +25,7 @@ class SequenceSharding:
     """A sequence of `length` tokens sharded over ring * ulysses ranks.
 
     Raises:
-        ValueError: the balance is unknown, or the length is no multiple of `unit`.
+        ValueError: the balance is unknown, or the length is not a multiple of `unit`.
     """
 
     length: int
@@ -47,12 +49,13 @@ class SequenceSharding:
 
     @property
     def unit(self) -> int:
-        """The length must be a multiple of this."""
+        """The number of which the length must be a multiple."""
         chunks_held = 2 if self.balance == "zigzag" and self.ring > 1 else 1
         return self.ring * int(np.lcm(chunks_held, self.ulysses))
 
     def pieces(self, ring_index: int) -> tuple[SequenceSlice, ...]:
-        """The tokens of ring position `ring_index` as slices, in local order, which is their order in the sequence."""
+        """Return the tokens of ring position `ring_index` as slices, in local order, which is also their order in the
+        sequence."""
         held = self.length // self.ring
         if self.ring == 1 or self.balance == "none":
             return (SequenceSlice(0, held, ring_index * held, 1),)
@@ -65,7 +68,8 @@ class SequenceSharding:
         )
 
     def index(self, part: int) -> np.ndarray:
-        """Global index of each local token of `part` = ring_index * ulysses + ulysses_index, int64 [length / parts]."""
+        """Return the global index of each local token of `part` = ring_index * ulysses + ulysses_index, int64 [length /
+        parts]."""
         ring_index, slice_index = divmod(part, self.ulysses)
         held = np.concatenate([p.first + p.stride * np.arange(p.count) for p in self.pieces(ring_index)])
         return held.reshape(self.ulysses, -1)[slice_index]

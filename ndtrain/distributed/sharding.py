@@ -2,12 +2,12 @@
 
 A **dim** is a named tensor dimension (`heads`). A rule maps a dim to a mesh axis (`tp`). A tensor's *local shard* is
 the part that tp leaves on this rank. The local shards of one unit (embedding, a block, norm, head) are concatenated in
-a **flat** buffer. Each unit names the axes that split its buffer evenly and those along which its shards are held again
-(`UnitGroups`). `runs` describes any range of a shard as contiguous runs of the global row-major tensor. Initialising,
-saving, loading and resharding only copy runs.
+a **flat** buffer. Each unit names the axes that split its buffer evenly, and the axes along which its shards are
+replicated (`UnitGroups`). `runs` describes any range of a shard as contiguous runs of the global row-major tensor.
+Initialising, saving, loading and resharding only copy runs.
 
-Neighbouring tp ranks may hold **replicas** of one shard: of a tensor that no rule shards, or of a K/V head where tp
-exceeds the number of K/V heads. Two pipeline stages may hold replicas of one tensor: of tied embeddings. The first
+Neighbouring tp ranks may hold **replicas** of one shard: of a tensor that no rule shards, or of a K/V head if tp
+exceeds the number of K/V heads. Two pipeline stages may hold replicas of one tensor, the tied embeddings. The first
 replica owns the shard: it alone counts the shard in a norm and writes it to a checkpoint.
 """
 
@@ -22,16 +22,16 @@ from ndtrain.distributed.row_map import Held, RowMap, Run
 
 Key = TypeVar("Key")
 
-SHARD_AXES = ("fsdp", "cp")  # axes that split flat buffers, where the gradients are partial over them
-BATCH_AXES = ("dp", "fsdp")  # axes with different sequences
+SHARD_AXES = ("fsdp", "cp")  # axes that split a flat buffer if its gradients are partial over them
+BATCH_AXES = ("dp", "fsdp")  # axes whose ranks see different sequences
 TENSOR_AXIS = "tp"  # the axis that rules may map dims to
 STAGE_AXIS = "pp"  # the axis along which stages differ
 
 UNEVEN = ("vocab",)  # dims whose shards may differ by one unit
-ALIGNED = 8  # elements, 16 bytes of bf16: units begin where kernels load several elements at once
+ALIGNED = 8  # elements, 16 bytes of bf16: at multiples of this, kernels load several elements at once
 REPLICATED = ("kv_heads",)  # dims that may have fewer units than tp has ranks: neighbouring ranks then hold replicas
-APPLIED_TO = {"head_dim": "heads"}  # a tensor with the first dim is applied to activations sharded as the second
-# dims of the same units with another width: the rule of the second shards the first
+APPLIED_TO = {"head_dim": "heads"}  # weights with the left dim are applied to activations sharded by the right dim
+# dims with the same units and another width: the left dim follows the rule of the right dim
 WITH = {"key_value_heads": "heads", "value_heads": "heads"}
 
 
@@ -40,7 +40,7 @@ class Dim(NamedTuple):
 
     Attributes:
         name: the name that rules refer to.
-        units: number of units; a shard boundary lies between two units.
+        units: number of units; a shard boundary is always between two units.
         width: elements per unit (head_dim for heads).
     """
 
@@ -61,7 +61,7 @@ class TensorLayout:
         dims: the global dims.
         shard: for each dim, (first element, number of elements) of the local shard.
         partial: mesh axes over which the local gradient must be summed; over tp, the sum is over the tp replicas.
-        shard_dim: index of the dim that is sharded over tp; None: no dim is.
+        shard_dim: index of the dim that is sharded over tp; None: no dim is sharded.
         tp_replicas: number of neighbouring tp ranks that hold this shard.
         tp_replica: index of this rank among them.
         pp_replicas: number of pp coords that hold the tensor.
@@ -80,7 +80,7 @@ class TensorLayout:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank holds the first replica along tp and pp."""
+        """True if this rank holds the first replica along tp and pp."""
         return self.tp_replica == 0 and self.pp_replica == 0
 
     @property
@@ -101,14 +101,15 @@ class TensorLayout:
 
     @property
     def row_map(self) -> RowMap:
-        """Where local elements stand in the whole tensor. Initialising, checkpoints and rounding all read this."""
+        """The positions of the local elements in the whole tensor. Initialising, checkpoints and rounding all read this
+        map."""
         inner = 0 if self.shard_dim is None else self.shard_dim
         length, stride = math.prod(self.local_shape[inner:]), math.prod(self.shape[inner:])
         first = self.shard[inner][0] * math.prod(self.shape[inner + 1 :])
         return RowMap(first, length, stride)
 
     def runs(self, start: int = 0, stop: int | None = None) -> list[Run]:
-        """The elements [start, stop) of the local row-major shard as runs. `local_start` counts from `start`."""
+        """Return the elements [start, stop) of the local row-major shard as runs. `local_start` counts from `start`."""
         runs: list[Run] = []
         at = 0
         for rows in self.row_map.rows(start, self.local_numel if stop is None else stop):
@@ -119,24 +120,26 @@ class TensorLayout:
 
 
 def even_split(size: int, parts: int, index: int) -> tuple[int, int]:
-    """[start, stop) of part `index` of `size` elements in parts of ceil(size / parts). The last parts are shorter."""
+    """Return [start, stop) of part `index`, if `size` elements are split into parts of ceil(size / parts). The last
+    parts may be shorter."""
     each = -(-size // parts)
     return min(size, each * index), min(size, each * (index + 1))
 
 
 def balanced_split(size: int, parts: int, index: int) -> tuple[int, int]:
-    """[start, stop) of part `index` of `size` elements in parts whose sizes differ by one at most."""
+    """Return [start, stop) of part `index`, if `size` elements are split into parts whose sizes differ by one at
+    most."""
     return size * index // parts, size * (index + 1) // parts
 
 
 @dataclass(frozen=True)
 class UnitGroups:
-    """The ranks that hold the tensors of one unit, as one of them sees them.
+    """The ranks that hold the tensors of one unit, seen from one of these ranks.
 
     Attributes:
-        shard_axes: the mesh axes that split its flat buffer.
+        shard_axes: the mesh axes that split the unit's flat buffer.
         replica_axes: the axes along which the ranks hold the same shard; gradients are summed over them.
-        shards, shard: number of parts of the flat buffer, and the part of this rank.
+        shards, shard: number of parts of the flat buffer, and the index of this rank's part.
         replicas, replica: number of ranks that hold that part, and the index of this rank among them.
     """
 
@@ -168,8 +171,9 @@ class Layouts:
         rules: dim -> mesh axis or None, the user's table.
         token_axes: mesh axes over which the tokens of the residual stream are sharded.
         pp_coords: name -> the pp coords that hold the tensor, its owner first. A name that is missing has one coord, 0.
-        ep_coords: name -> the coord on ep that holds the tensor, for those of experts: the ranks along ep send each
-            other the rows that go to them, so that a gradient is partial over what ep leaves of the axes.
+        ep_coords: name -> the coord on ep that holds the tensor, for tensors of experts. The ranks along ep send their
+            tokens to the experts. An expert's gradient is therefore partial only over the factors of the axes that ep
+            leaves over.
         units: name -> the unit whose flat buffer holds the tensor.
 
     Raises:
@@ -190,7 +194,7 @@ class Layouts:
         self.units = units or {}
         self.mesh, self.rank, self.rules, self.token_axes = mesh, rank, rules, frozenset(token_axes)
         self.pp_coords, self.ep_coords = pp_coords or {}, ep_coords or {}
-        # read for every tensor, of which a model with experts has tens of thousands
+        # computed once: a model with experts has tens of thousands of tensors, and each one reads them
         self._coords, self._ep, self._tp = mesh.coords(rank), mesh.index(rank, EP), mesh.size(TENSOR_AXIS)
         self._beside_ep = {a: mesh.beside_ep(a) for a in DATA_AXES} if ep_coords else {}
         self._groups: dict[frozenset[str], UnitGroups] = {}
@@ -216,17 +220,18 @@ class Layouts:
         return list(self._by_name)
 
     def holds(self, name: str) -> bool:
-        """Whether this rank holds a part of the tensor."""
+        """Return True if this rank holds a part of the tensor."""
         return self._coords[STAGE_AXIS] in self.pp_coords.get(name, (0,)) and self.is_along_ep(name)
 
     def is_along_ep(self, name: str) -> bool:
-        """Whether the ranks of this coord on ep hold the tensor."""
+        """Return True if the ranks at this rank's coord on ep hold the tensor."""
         return self.ep_coords.get(name, self._ep) == self._ep
 
     def groups(self, name: str) -> UnitGroups:
-        """The ranks that split a tensor's flat buffer, and those that hold the same shards. Both follow from the axes
-        over which the tensor's gradient is partial: those among SHARD_AXES split the buffer, along the others each rank
-        holds the shard again. (Replicas along tp and pp are single tensors' and belong to the layout.)"""
+        """Return the ranks that split a tensor's flat buffer, and the ranks that hold the same shards. Both follow from
+        the axes over which the tensor's gradient is partial. The axes that are among SHARD_AXES split the buffer. Along
+        the other axes each rank holds the same shard. (Replicas along tp and pp belong to single tensors, so their
+        layouts describe them.)"""
         partial = self[name].partial - {TENSOR_AXIS, STAGE_AXIS}
         if partial not in self._groups:
             named = (a for axis in self.mesh.order for a in (axis, beside_ep(axis)))
@@ -237,8 +242,8 @@ class Layouts:
         return self._groups[partial]
 
     def tp_replica_counts(self) -> list[int]:
-        """Over how many tp replicas gradients of the model are summed; the same list on every rank, whatever it holds,
-        since all ranks make a process group for each."""
+        """Return the numbers of tp replicas over which gradients of the model are summed. The list is the same on every
+        rank, whatever the rank holds, because all ranks create a process group for each number."""
         counts = {self[n].tp_replicas for n in self.names() if TENSOR_AXIS in self[n].partial}
         return sorted(counts - {1})
 
@@ -255,7 +260,7 @@ class Layouts:
         if name in self.ep_coords:
             partial = frozenset(self._beside_ep.get(a, a) for a in partial)
         here, pp_coords = self._coords[STAGE_AXIS], self.pp_coords.get(name, (0,))
-        if len(pp_coords) > 1:  # each stage has the gradient of its own use
+        if len(pp_coords) > 1:  # each stage has the gradient of its own use of the tensor
             partial |= {STAGE_AXIS}
         pp_replica = pp_coords.index(here) if here in pp_coords else 0
         return TensorLayout(
@@ -263,13 +268,13 @@ class Layouts:
         )
 
     def _axis(self, dim: Dim) -> str | None:
-        """The mesh axis that shards a dim."""
+        """Return the mesh axis that shards a dim, or None."""
         return self.rules.get(WITH.get(dim.name, dim.name))
 
     def _partial(self, dims: tuple[Dim, ...], tp_replicas: int, sharded: bool) -> frozenset[str]:
-        """The axes over which a gradient is summed: every axis that shards the activations but not this tensor. The
-        activations are sharded over the token axes and, for a dim in `APPLIED_TO`, over tp. A tensor sharded over tp
-        is summed over tp only where it has tp replicas."""
+        """Return the axes over which a gradient is summed: every axis that shards the activations but not this tensor.
+        The activations are sharded over the token axes and, for a dim in `APPLIED_TO`, over tp. If the tensor is
+        sharded over tp, its gradient is summed over tp only if it has tp replicas."""
         applied = [self.rules.get(APPLIED_TO[d.name]) for d in dims if d.name in APPLIED_TO]
         axes = self.token_axes | {axis for axis in applied if axis}
         if sharded:
@@ -277,10 +282,10 @@ class Layouts:
         return frozenset(axes)
 
     def _shard(self, name: str, dim: Dim, parts: int, index: int) -> tuple[int, int]:
-        """(first element, number of elements) of part `index` of `parts`.
+        """Return (first element, number of elements) of part `index` of `parts`.
 
         Raises:
-            ConfigError: `parts` does not divide the units of the dim.
+            ConfigError: the units of the dim cannot be split into `parts`.
         """
         if dim.units % parts and not (dim.name in UNEVEN and dim.units > parts):
             raise ConfigError(
@@ -292,11 +297,11 @@ class Layouts:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat buffer of one unit: the concatenation of its local shards, padded so that each of `groups.shards` parts
-    is a multiple of `ALIGNED`.
+    """The flat buffer of one unit: the concatenation of its local shards. It is padded so that the size of each of its
+    `groups.shards` parts is a multiple of `ALIGNED`.
 
-    Matrices come before vectors, so that those that decay are one slice. Among each, sharded tensors come before
-    replicated ones.
+    Matrices come before vectors, so that all tensors with weight decay are one slice. Within each kind, sharded tensors
+    come before replicated ones.
 
     Attributes:
         tensors: in the order of the buffer.
@@ -326,16 +331,16 @@ class FlatLayout:
 
     @property
     def own(self) -> tuple[int, int]:
-        """[start, stop) of this rank's part of the flat buffer."""
+        """The bounds [start, stop) of this rank's part of the flat buffer."""
         return self.bounds(self.groups.shard)
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """[start, stop) of part `part` of the flat buffer."""
+        """Return [start, stop) of part `part` of the flat buffer."""
         return even_split(self.numel, self.groups.shards, part)
 
     def can_fuse(self, names: Sequence[str]) -> bool:
-        """Whether these matrices are adjacent in the buffer, in this order, and sharded alike: then they are the rows
-        of one matrix."""
+        """Return True if these matrices are adjacent in the buffer, in this order, and sharded alike. They are then the
+        rows of one matrix."""
         order = [t.name for t in self.tensors]
         first = order.index(names[0])
         adjacent = self.tensors[first : first + len(names)]
@@ -343,8 +348,8 @@ class FlatLayout:
         return [t.name for t in adjacent] == list(names) and len(alike) == 1
 
     def tensors_in(self, start: int, stop: int) -> list[tuple[TensorLayout, int, int]]:
-        """(tensor, first, end) for each tensor with elements in [start, stop): those elements are [first, end) of the
-        flat buffer."""
+        """Return (tensor, first, end) for each tensor with elements in [start, stop). These elements are [first, end)
+        of the flat buffer."""
         spans = (
             (t, max(start, self.offsets[t.name]), min(stop, self.offsets[t.name] + t.local_numel)) for t in self.tensors
         )
@@ -359,7 +364,8 @@ class FlatLayout:
                 at += rows.numel
 
     def runs(self, start: int, stop: int) -> list[tuple[TensorLayout, list[Run]]]:
-        """The elements [start, stop) of the flat buffer as runs of each tensor. `local_start` counts from `start`."""
+        """Return the elements [start, stop) of the flat buffer as runs of each tensor. `local_start` counts from
+        `start`."""
         runs = []
         for t, a, b in self.tensors_in(start, stop):
             at = self.offsets[t.name]
@@ -367,8 +373,8 @@ class FlatLayout:
         return runs
 
     def grouped(self, start: int, stop: int, key: Callable[[TensorLayout], Key]) -> list[tuple[Key, slice]]:
-        """The elements of [start, stop) by a key of their tensors, as slices that count from `start`. Neighbours with
-        the same key are one slice. Padding belongs to none."""
+        """Group the elements of [start, stop) by a key of their tensors. Return (key, slice), with slices that count
+        from `start`. Neighbours with the same key are one slice. Padding is in no slice."""
         grouped: list[tuple[Key, slice]] = []
         for t, a, b in self.tensors_in(start, stop):
             own, first = key(t), a - start
@@ -378,6 +384,6 @@ class FlatLayout:
         return grouped
 
     def slices(self, start: int, stop: int, wanted: Callable[[TensorLayout], bool]) -> list[slice]:
-        """The elements of [start, stop) that belong to tensors for which `wanted` is true, as slices that count from
-        `start`."""
+        """Return the elements of [start, stop) that belong to tensors for which `wanted` is true, as slices that count
+        from `start`."""
         return [at for is_wanted, at in self.grouped(start, stop, wanted) if is_wanted]

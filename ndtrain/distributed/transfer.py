@@ -1,8 +1,8 @@
-"""Moves elements of tensors from one placement to another.
+"""Transfers of tensor elements from one placement to another.
 
-A placement says for each rank which elements of each tensor it holds, and where in its memory they lie. Both follow
-from the row maps of the layouts, so any two placements can be connected: shards and one owner of the whole tensor, or
-the shards of two meshes. A transfer is one exchange, with at most one message from a rank to another.
+A placement describes for each rank which elements of each tensor it holds, and at which positions of its memory. Both
+follow from the row maps of the layouts, so any two placements can be connected: shards and one owner of the whole
+tensor, or the shards of two meshes. A transfer is one exchange, with at most one message from a rank to another.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,9 @@ from torch import Tensor
 from ndtrain.distributed.collectives import Pending, all_to_all_rows
 from ndtrain.distributed.row_map import Held
 
-Placement = Sequence[Mapping[str, Sequence[Held]]]  # by rank of a group: tensor -> what that rank holds of it
+Placement = Sequence[
+    Mapping[str, Sequence[Held]]
+]  # for each rank of a group: tensor -> the elements that the rank holds
 
 
 class Copy(NamedTuple):
@@ -35,7 +37,7 @@ class Copy(NamedTuple):
 
 
 def copies_between(source: Sequence[Held], target: Sequence[Held]) -> list[Copy]:
-    """Return the copies that move what both ranks hold of a tensor, in the order of the whole tensor."""
+    """Return the copies that move the elements of a tensor that both ranks hold, in the order of the whole tensor."""
     from_start, from_stop, from_at = _pieces(source)
     to_start, to_stop, to_at = _pieces(target)
     if not len(from_start) or not len(to_start):
@@ -49,8 +51,8 @@ def copies_between(source: Sequence[Held], target: Sequence[Held]) -> list[Copy]
 
 
 def _pieces(held: Sequence[Held]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the contiguous pieces of a holding in the order of the whole tensor: their starts and stops there, and
-    where they lie in memory, int64 [n] each."""
+    """Return the contiguous pieces of a holding in the order of the whole tensor: their starts and stops in it, and
+    their positions in memory, int64 [n] each."""
     found = [np.empty((3, 0), np.int64)]
     for at, rows in held:
         index = np.arange(rows.number)
@@ -62,7 +64,7 @@ def _pieces(held: Sequence[Held]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _regular(source: np.ndarray, target: np.ndarray, length: np.ndarray) -> Iterator[Copy]:
-    """Yield the pieces, with neighbours at regular distances as one copy."""
+    """Yield the pieces as copies. Neighbours at regular distances become one copy."""
     steps = np.stack([np.diff(source), np.diff(target), np.diff(length)], axis=1)
     breaks = np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1))  # k: the steps k and k + 1 differ
     at, count = 0, len(source)
@@ -78,7 +80,7 @@ def _regular(source: np.ndarray, target: np.ndarray, length: np.ndarray) -> Iter
 
 
 class _Message(NamedTuple):
-    """What goes from one rank to another: for each tensor its copies, in order."""
+    """The elements that one rank sends to another: for each tensor its copies, in order."""
 
     parts: tuple[tuple[str, tuple[Copy, ...]], ...]
 
@@ -88,16 +90,16 @@ class _Message(NamedTuple):
 
 
 class Transfer:
-    """Moves tensors over a process group, from one placement to another. Every rank of the group makes it alike, and
-    runs it at the same place.
+    """A transfer of tensors over a process group, from one placement to another. Every rank of the group creates it
+    with the same placements, and starts it at the same point of its program.
 
     Args:
-        group: None: there is one rank.
-        position: this rank's in the group.
-        source: each element of a tensor is held once.
-        target: any number of ranks may hold an element.
+        group: the ranks; None: there is one rank.
+        position: this rank's position in the group.
+        source: a placement that holds each element of a tensor once.
+        target: a placement in which any number of ranks may hold an element.
         memory: the dtype and device of the memory.
-        width: how many tensors of a name are moved, which lie alike.
+        width: the number of tensors that are moved for each name. They have the same placement.
 
     Raises:
         ValueError: an element of the target is not in the source, or is there twice.
@@ -119,7 +121,7 @@ class Transfer:
         _check_complete(self._receives, target[position])
 
     def start(self, given: Mapping[str, Sequence[Tensor]], taken: Mapping[str, Sequence[Tensor]]) -> "Arriving":
-        """Start to send. `Arriving.wait` fills what is taken.
+        """Start to send. `Arriving.wait` fills the tensors in `taken`.
 
         Args:
             given: tensor -> this rank's memory as the source describes it, [width] flat tensors.
@@ -160,7 +162,7 @@ class Arriving:
         self._work, self._messages, self._data, self._taken = work, messages, data, taken
 
     def wait(self) -> None:
-        """Wait for the messages and write them into what is taken."""
+        """Wait for the messages and copy them into the tensors in `taken`."""
         self._work.wait()
         for message, data in zip(self._messages, self._data, strict=True):
             at = 0
@@ -189,6 +191,6 @@ def _check_complete(receives: Sequence[_Message], target: Mapping[str, Sequence[
 
 
 def _view(buffer: Tensor, start: int, stride: int, copy: Copy) -> Tensor:
-    """Return the pieces of a copy [number, length] in a flat buffer."""
+    """Return the pieces of a copy in a flat buffer as a view [number, length]."""
     size, strides = (copy.number, copy.length), (stride, 1)
     return buffer.as_strided(size, strides, buffer.storage_offset() + start)

@@ -1,1 +1,1 @@
-"""One file per mesh axis, and `apply`, which composes them in the one order there is."""
+"""The parallel axes (fsdp, tp, cp, pp, ep), recompute, and `build.py`, which composes them for one rank."""

@@ -1,4 +1,4 @@
-"""Follows the memory of a program by its operators: which storages are alive, their bytes, and the peak."""
+"""The memory of a program, followed operator by operator: the live storages, their bytes, and the peak."""
 
 from collections.abc import Iterable
 from weakref import finalize
@@ -12,16 +12,17 @@ from ndtrain.model.opaque import FUNCTIONS
 
 
 def storage_id(x: Tensor) -> int:
-    """Identifies the storage of x among those that are alive, also where it has no address (on the meta device)."""
+    """Return a number that identifies the storage of x among the live ones. It also works on the meta device, where
+    storages have no address."""
     return x.untyped_storage()._cdata
 
 
 class Allocations(TorchDispatchMode):
-    """Follows the storages that operators allocate: their bytes `now`, and their `peak_bytes`. It does not see what
+    """A record of the storages that operators allocate: their bytes `now`, and their `peak_bytes`. It does not see what
     kernels allocate and free internally, nor what compiled code allocates.
 
     Args:
-        device_type: of the storages to follow; None: all.
+        device_type: the type of device whose storages are followed; None: all devices.
     """
 
     def __init__(self, device_type: str | None = None) -> None:
@@ -33,7 +34,7 @@ class Allocations(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """PyTorch asks. Otherwise nothing could be compiled while memory is followed."""
+        """Return True to PyTorch, which otherwise compiles nothing while memory is followed."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -49,7 +50,7 @@ class Allocations(TorchDispatchMode):
         return out
 
     def resizes(self, tensors: Iterable[Tensor]) -> None:
-        """Says that the program resizes the storages of these tensors, which no operator shows."""
+        """Register tensors whose storages the program resizes. No operator shows such a resize."""
         for x in tensors:
             if storage_id(x) not in self._sizes:
                 self._add(x.untyped_storage())
@@ -73,7 +74,7 @@ class Allocations(TorchDispatchMode):
                 self._set_size(at, storage.nbytes())
 
     def _set_size(self, at: int, size: int) -> None:
-        """A storage has `size` bytes now."""
+        """Record that a storage has `size` bytes now."""
         self.now += size - self._sizes[at]
         self._sizes[at] = size
         self.peak_bytes = max(self.peak_bytes, self.now)

@@ -1,10 +1,10 @@
-"""The balance of experts on a mesh: their loads over a whole step, the selection biases that follow from them (Wang et
-al., 2024, arXiv:2408.15664), and the gradients of balance losses.
+"""The balance of experts on a mesh: their loads over a whole step, the selection biases that follow from the loads
+(Wang et al., 2024, arXiv:2408.15664), and the gradients of balance losses.
 
-A token counts where its autograd graph is made, so once a step under every recompute mode and never in an evaluation.
+A token is counted when its autograd graph is made: once a step under every recompute mode, and never in an evaluation.
 The loads of a step are summed over all ranks. They are whole numbers, so every mesh gets the same bits. Losses are sums
-over tokens, divided by the number of tokens of the whole global batch, as the loss of the model is. Their gradients are
-therefore summed with all others, and nothing is averaged.
+over tokens, divided by the number of tokens of the whole global batch, like the loss of the model. Their gradients are
+therefore summed with all other gradients, and nothing is averaged.
 
 Shape legend: N tokens of a microbatch on this rank, K experts of a token, X experts, L layers with experts, S sequences
 of a microbatch.
@@ -28,11 +28,12 @@ from ndtrain.model.moe.balance import balance_loss, load_entropy, load_max_over_
 from ndtrain.model.moe.router import Routing
 from ndtrain.model.transformer import sparse_layers
 
-LOSSES = 2  # columns of a step's sums beside the loads: the balance loss and the z-loss
+LOSSES = 2  # columns of a step's sums in addition to the loads: the balance loss and the z-loss
 
 
 def looks_ahead(cfg: Config) -> bool:
-    """Whether a forward of the whole batch comes before each step: a balance loss needs the loads of all of it."""
+    """Return True if a forward of the whole batch runs before each step. `moe.balance=hf` needs it: its loss depends on
+    the loads of the whole batch."""
     return cfg.moe.balance == "hf" and bool(sparse_layers(cfg.model))
 
 
@@ -41,12 +42,12 @@ def looks_ahead(cfg: Config) -> bool:
 
 @dataclass(frozen=True)
 class BalanceLoss:
-    """Which loss evens out the loads.
+    """A loss that evens out the loads.
 
     Attributes:
-        factor: of its gradient, for the mean over tokens and layers.
-        shares: routing -> [X] or [N, X], as `balance_loss` takes them.
-        scores: logits [N, X] -> what it takes for probabilities.
+        factor: the factor of its gradient, for the mean over tokens and layers.
+        shares: routing -> the experts' shares, [X] or [N, X], as in `balance_loss`.
+        scores: logits [N, X] -> the experts' probabilities, as in `balance_loss`.
     """
 
     factor: float
@@ -56,7 +57,7 @@ class BalanceLoss:
 
 class SequenceShares:
     """The shares of each token's own sequence, which may be spread over ranks of cp and tp (DeepSeek-AI, 2024,
-    arXiv:2412.19437, equations 17 to 20): how many of K choices fell on each expert, divided by K."""
+    arXiv:2412.19437, equations 17 to 20). An expert's share is the fraction of the sequence's choices that it got."""
 
     def __init__(self, cfg: Config, mesh: Mesh):
         spread = ("cp", "tp") if shards_stream(cfg) else ("cp",)
@@ -65,7 +66,7 @@ class SequenceShares:
         self.shape = resolved(cfg.train.micro_batch), resolved(cfg.model.num_experts)
 
     def __call__(self, routing: Routing) -> Tensor:
-        """[N, X]"""
+        """Return the shares of each token's sequence, [N, X]."""
         N, K = routing.experts.shape
         places_N = torch.arange(self.part * N, (self.part + 1) * N, device=routing.experts.device)
         of_N = places_N // self.length_here
@@ -77,11 +78,11 @@ class SequenceShares:
 
 
 class PooledShares:
-    """The shares of the whole global batch and of all layers together, as Hugging Face's loss has them. They are known
-    only after a forward of the whole batch, which therefore runs before each step.
+    """The shares of the whole global batch and of all layers together, as in Hugging Face's loss. They are known only
+    after a forward of the whole batch, which therefore runs before each step.
 
     Attributes:
-        loads_LX: of that forward.
+        loads_LX: the loads in that forward.
     """
 
     def __init__(self, loads_LX: Tensor, tokens: int):
@@ -89,11 +90,11 @@ class PooledShares:
         self._shares_X = loads_LX.sum(0)
 
     def fix(self) -> None:
-        """Computes the shares from the loads, which are those of all ranks."""
+        """Compute the shares from the loads, once these are summed over all ranks."""
         self._shares_X = self.loads_LX.sum(0) / (len(self.loads_LX) * self._tokens)
 
     def __call__(self, routing: Routing) -> Tensor:
-        """[X]"""
+        """Return the shares, [X]."""
         return self._shares_X
 
 
@@ -101,13 +102,14 @@ class PooledShares:
 
 
 class Balance:
-    """`Ops.balance` of all layers of the model, and the state of their balance, which every rank has of every layer.
+    """`Ops.balance` of all layers of the model, and the state of their balance. Every rank has the state of every
+    layer.
 
     Attributes:
-        layers: those with experts, in order.
-        bias_LX: fp32: their selection biases.
-        pooled: what a forward before each step has to find out; None: there is no such forward.
-        names: what `numbers` are.
+        layers: the indices of the layers with experts, in order.
+        bias_LX: fp32, the selection biases of these layers.
+        pooled: the shares that the forward before each step computes; None: there is no such forward.
+        names: the names of the `numbers`.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh):
@@ -116,8 +118,8 @@ class Balance:
         zeros = lambda width, dtype: torch.zeros(len(self.layers), width, dtype=dtype, device=mesh.device)
         self.bias_LX = zeros(experts, torch.float32)
         self._rate = moe.bias_rate if moe.balance == "bias" else 0.0
-        self._sums = zeros(experts + LOSSES, torch.float64)  # of this step: loads, then losses
-        self._rows: dict[Tensor, int] = {}  # of each block's bias
+        self._sums = zeros(experts + LOSSES, torch.float64)  # the sums of this step: loads, then losses
+        self._rows: dict[Tensor, int] = {}  # bias of a block -> its row in the sums
         self._counts_here = shards_stream(cfg) or mesh.coords["tp"] == 0
         self.pooled = PooledShares(zeros(experts, torch.float64), tokens) if looks_ahead(cfg) else None
         self._looks_ahead = False
@@ -135,14 +137,15 @@ class Balance:
         return None
 
     def adopt(self, model: Transformer) -> None:
-        """Gives the blocks of a stage their biases."""
+        """Give the blocks of a stage their selection biases."""
         model.use_biases(self.bias_LX)
         blocks = model.model.layers
         self._rows |= {blocks[str(i)].selection_bias: n for n, i in enumerate(self.layers) if str(i) in blocks}
 
     @property
     def loads_LX(self) -> Tensor:
-        """How many tokens each expert got in this step, fp64; of all ranks once they are summed."""
+        """The number of tokens that each expert got in this step, fp64. It counts the tokens of all ranks after
+        `start_sum` has finished."""
         return self._sums[:, :-LOSSES]
 
     # --------------------------------------------------------------------------------------------------- in a forward
@@ -169,7 +172,7 @@ class Balance:
 
     @contextmanager
     def looking_ahead(self) -> Iterator[None]:
-        """Around the forward of the whole batch before a step, which finds out the pooled shares."""
+        """Run the block as the forward of the whole batch before a step, then compute the pooled shares."""
         pooled = resolved(self.pooled)
         pooled.loads_LX.zero_()
         self._looks_ahead = True
@@ -184,21 +187,21 @@ class Balance:
         self._sums.zero_()
 
     def start_sum(self) -> Pending:
-        """Begins to sum the step's loads and losses over all ranks."""
+        """Start to sum the step's loads and losses over all ranks."""
         return self._sum(self._sums)
 
     def _sum(self, mine: Tensor) -> Pending:
         if not self.layers:
             return Pending(())
-        if not self._counts_here:  # the first tp rank counts what all of them computed
+        if not self._counts_here:  # all tp ranks have computed the same sums, and only the first one counts them
             mine.zero_()
         return all_reduce(mine, self.mesh.world)
 
     def update(self, finite: Tensor) -> None:
-        """Moves the biases towards equal loads, each by the same size.
+        """Move the biases towards equal loads, each by the same amount.
 
         Args:
-            finite: whether the step's update was made, a scalar on the device; otherwise nothing changes.
+            finite: True if the step's update was made, a scalar on the device; otherwise nothing changes.
         """
         if self._rate:
             loads_LX = self.loads_LX
@@ -206,7 +209,7 @@ class Balance:
             self.bias_LX.add_((missing_LX.sign() * finite).float(), alpha=self._rate)
 
     def numbers(self) -> Tensor:
-        """What is logged of the step, fp64 [len(names)], the same on every rank."""
+        """Return the numbers of the step that are logged, fp64 [len(names)], the same on every rank."""
         if not self.layers:
             return self._sums.flatten()[:0]
         loads_LX, bias_LX = self.loads_LX, self.bias_LX.double()

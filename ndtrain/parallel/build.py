@@ -1,5 +1,5 @@
-"""Builds a rank's part of the model: the layouts from the tables, the plain model, its flat sharded units, and the ops
-that the mesh replaces."""
+"""Construction of a rank's part of the model: the layouts from the tables, the plain model, its flat sharded units, and
+the ops that the mesh replaces."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -52,12 +52,12 @@ from ndtrain.parallel.tp import TensorParallel
 from ndtrain.parallel.unit import StatePlan, shard_groups
 from ndtrain.parallel.whole_tensors import WholeTensors
 
-# of weights and activations: with fp8 only matmuls are narrower
+# dtypes of weights and activations; with fp8 only the factors of matmuls are narrower
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def state_plan(cfg: Config) -> StatePlan:
-    """What state a rank of this resolved configuration keeps, and in which precision.
+    """Return which state a rank of this resolved configuration keeps, and in which precision.
 
     Raises:
         ConfigError: the optimizer needs whole tensors, and `optim.offload` is set.
@@ -85,16 +85,16 @@ def layouts_of(
     placement: Placement | None = None,
     table: Mapping[str, Param] | None = None,
 ) -> Layouts:
-    """The layout of every tensor of the configured model as `rank` holds it.
+    """Return the layout of every tensor of the configured model, as `rank` holds it.
 
     Args:
-        placement: where the stages are; None: as `cfg` says.
+        placement: the placement of the stages; None: it is made from `cfg`.
         table: the model's parameters; None: they are collected here.
     """
     table = params(cfg.model) if table is None else table
     sizes = dim_sizes(cfg.model)
     tensors = {name: tuple(Dim(d, *sizes[d]) for d in p.dims) for name, p in table.items()}
-    used = {d.name for dims in tensors.values() for d in dims}  # a model of experts alone has no dim `mlp`
+    used = {d.name for dims in tensors.values() for d in dims}  # a model whose blocks all have experts has no dim `mlp`
     rules = {dim: axis for dim, axis in cfg.layout.rules.items() if dim in used}
     residual_axes = (*DATA_AXES, "tp") if shards_stream(cfg) else DATA_AXES
     coords_of_unit = (placement or Placement.of(cfg)).pp_coords(cfg.model)
@@ -105,17 +105,17 @@ def layouts_of(
 
 
 def experts_each(cfg: Config) -> int:
-    """How many experts of each layer a rank holds. The ranks along ep hold them in order."""
+    """Return the number of experts of each layer that a rank holds. The ranks along ep hold them in order."""
     return resolved(cfg.model.num_experts) // cfg.mesh.ep
 
 
 def sequence_sharding(cfg: Config) -> SequenceSharding:
-    """How cp shards the sequences of a resolved configuration."""
+    """Return the sharding of the sequences over cp, for a resolved configuration."""
     return SequenceSharding(cfg.train.seq_len, cfg.mesh.cp // cfg.cp.ulysses, cfg.cp.ulysses, cfg.cp.balance)
 
 
 def flat_layouts(layouts: Layouts, names: list[str]) -> dict[str, FlatLayout]:
-    """Unit -> its flat buffer, for the tensors `names` of one rank's stages.
+    """Return unit -> its flat buffer, for the tensors `names` of one rank's stages.
 
     Raises:
         ValueError: the tensors of a unit are not split and replicated over the same ranks.
@@ -133,27 +133,28 @@ def flat_layouts(layouts: Layouts, names: list[str]) -> dict[str, FlatLayout]:
 
 
 def _make_process_groups(layouts: Layouts, mesh: Mesh, plan: StatePlan) -> None:
-    """Creates the process groups that any unit of the model names, in the same order on every rank."""
+    """Create the process groups that any unit of the model names, in the same order on every rank."""
     for groups in dict.fromkeys(layouts.groups(name) for name in layouts.names()):
         shard_groups(plan, mesh, groups)
         mesh.group(*groups.replica_axes)
-        if not plan.sharded_spec:  # those of `WholeTensors`
+        if not plan.sharded_spec:  # the groups of `WholeTensors`
             mesh.group(*groups.shard_axes, TENSOR_AXIS)
 
 
 def weights_only(cfg: Config) -> StatePlan:
-    """As `state_plan`, for forwards alone: without optimizer state and average."""
+    """Return a `StatePlan` for forwards alone: without optimizer state, without an average and without offload."""
     return StatePlan(cfg.mesh.zero, DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params], spec=())
 
 
 def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stages:
-    """This rank's part of the model, allocated but not yet filled. Every rank calls this.
+    """Build this rank's part of the model, allocated but not yet filled. Every rank calls this.
 
     Args:
-        plan: for forwards alone, which state to hold (`weights_only`); None: as `state_plan` says.
+        plan: for forwards alone, the state to hold (`weights_only`); None: the model is trained, with
+            `state_plan(cfg)`.
 
     Raises:
-        ConfigError: the device cannot compute what the configuration asks for, or `recompute.budget` is too small.
+        ConfigError: the device cannot compute the configuration, or `recompute.budget` is too small.
     """
     placement = Placement.of(cfg)
     table = params(cfg.model)
@@ -207,13 +208,14 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
 
 
 def _fused_names(cfg: Config, table: Mapping[str, Param], held: frozenset[str]) -> list[tuple[str, ...]]:
-    """Of the weights that one matmul may serve, those that this rank holds."""
+    """Return the names of weights that one matmul may serve, limited to the weights that this rank holds."""
     here = (tuple(n for n in names if n in held) for names in fused_names(cfg.model))
     return [part for names in here if names for part in _in_parts(cfg, table, names)]
 
 
 def _in_parts(cfg: Config, table: Mapping[str, Param], names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The stack of each part of the experts, which one grouped product serves; others stay whole."""
+    """Split the stack of all experts' weights into a stack for each part of the experts, which one grouped product
+    serves. Other weights stay whole."""
     if not cfg.moe.overlap or table[names[0]].expert is None:
         return [names]
     each = len(names) // len({table[n].expert for n in names})
@@ -229,20 +231,21 @@ def _complete(
     compiled: bool,
     in_graph: bool,
 ) -> None:
-    """Gives a stage its parameters, which are views of the units' buffers, its ops and its attention kernel."""
+    """Give a stage its parameters (views of the units' buffers), its ops and its attention kernel. Compile its blocks
+    if `compiled`."""
     for name, _ in list(model.named_parameters()):
         _set_parameter(model, name, parameters[name])
     model.use(ops)
     model.kernel = kernel
     if compiled:
         for block in model.model.layers.values():
-            if not in_graph:  # else the compiler makes a graph of nothing for each number of its weights
+            if not in_graph:  # otherwise the compiler makes an empty graph for each number of weights
                 block.linear = torch.compiler.disable(block.linear)
             block.compile()
 
 
 def _plan_recompute(cfg: Config, mesh: Mesh, stages: Stages) -> RecomputePlan:
-    """Which blocks of the rank's stages are recomputed. With recompute=budget all ranks call this together."""
+    """Choose which blocks of the rank's stages are recomputed. With recompute=budget all ranks call this together."""
     ops = RecomputeOps.of(cfg)
     choice = choose(cfg, mesh, stages, ops) if cfg.recompute.name == "budget" else []
     groups, blocks, at = [], [], 0
@@ -255,8 +258,8 @@ def _plan_recompute(cfg: Config, mesh: Mesh, stages: Stages) -> RecomputePlan:
 
 
 def linear_in_graph(cfg: Config, placement: Placement) -> bool:
-    """Whether the matmuls of compiled blocks are part of their graphs. A compiled graph defers no gradient, saves no
-    result for a recompute, sends no message and has no experts, so configurations that need one of these are
+    """Return True if the matmuls of compiled blocks are part of their graphs. A compiled graph defers no gradient,
+    saves no result for a recompute, sends no message and has no experts. A configuration that needs one of these is
     excluded."""
     experts = family_of(cfg.model).moe is not None
     outside_graph = cfg.mesh.tp > 1, needs_saved_ops(cfg), placement.schedule.splits_backward, experts
@@ -264,7 +267,7 @@ def linear_in_graph(cfg: Config, placement: Placement) -> bool:
 
 
 def _models(cfg: Config, placement: Placement, mesh: Mesh) -> dict[int, Transformer]:
-    """The stages of this rank, on the meta device."""
+    """Create the stages of this rank, on the meta device."""
     chunk, experts = cfg.train.loss_chunk, None
     if cfg.mesh.ep > 1:
         first = mesh.index(EP) * experts_each(cfg)
@@ -288,13 +291,13 @@ def _ops(
     capacity: Capacity | None,
     objective: Objective,
 ) -> Ops:
-    """The model's ops on this mesh: cp replaces the attention core, ep the exchange with the experts, tp the ops with
-    weights.
+    """Return the model's ops on this mesh: cp replaces the attention core, ep the exchange with the experts, tp the ops
+    with weights.
 
     Args:
-        compiled: whether blocks and loss are compiled.
-        in_graph: whether matmuls are part of compiled graphs.
-        capacity: of exchanges, with `moe.capacity`.
+        compiled: True if blocks and loss are compiled.
+        in_graph: True if matmuls are part of compiled graphs.
+        capacity: the capacity of the exchanges with `moe.capacity`; None: without it.
     """
     matmul = _matmul_impl(cfg, mesh, compiled)
     ops = fused_ops(accumulator, saved_ops, matmul, fused_weights, objective)
@@ -325,7 +328,7 @@ def _ops(
 
 
 def _matmul_impl(cfg: Config, mesh: Mesh, compiled: bool) -> MatmulImpl:
-    """The implementation of the blocks' matmuls."""
+    """Return the implementation of the blocks' matmuls."""
     if cfg.precision.compute != "fp8":
         return PLAIN_MATMUL
     if mesh.device.type == "cuda" and not multiplies_fp8("cuda"):
@@ -339,11 +342,11 @@ def _matmul_impl(cfg: Config, mesh: Mesh, compiled: bool) -> MatmulImpl:
 
 
 def initialise(stages: Stages, cfg: Config, draw: Draw = standard_normal, only: Collection[str] | None = None) -> None:
-    """Fills this rank's shards with their elements of the model that `run.seed` names.
+    """Fill this rank's shards with their elements of the model that `run.seed` determines.
 
     Args:
-        draw: makes N(0, 1) elements, as `standard_normal` does. Another one is called in one thread.
-        only: the tensors to fill; None: all.
+        draw: draws N(0, 1) elements, as `standard_normal` does. Any other function is called in one thread.
+        only: the tensors to fill; None: all tensors.
     """
     table = params(cfg.model)
     pieces = (
@@ -354,7 +357,7 @@ def initialise(stages: Stages, cfg: Config, draw: Draw = standard_normal, only: 
         for run in runs
     )
     threads = host_threads(stages.units.device) if draw is standard_normal else 1
-    with using_threads(1):  # each of those threads draws a block of its own
+    with using_threads(1):  # each of the `threads` draws a block of its own
         fill_all(pieces, cfg.model, cfg.run.seed, draw, threads, partial(use_gpu, stages.units.device))
     stages.units.weights_changed()
     stages.units.start_average()
@@ -363,15 +366,20 @@ def initialise(stages: Stages, cfg: Config, draw: Draw = standard_normal, only: 
 def _whole_tensors(
     cfg: Config, mesh: Mesh, units: ShardedUnits, names: list[str], placement: Placement
 ) -> WholeTensors:
-    """The whole tensors of this rank's stages, with every rank's layout of them."""
+    """Return the whole tensors of this rank's stages, with every rank's layout of them."""
     of_rank = lambda rank: flat_layouts(layouts_of(cfg, mesh.spec, rank, placement), names)
     shards = {name: (unit.master, unit.grad) for name, unit in units.units.items()}
     return WholeTensors(mesh, of_rank, shards, units.plan.spec, units.master)
 
 
 def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:
-    """The parameters' names, each once, in the order of the dim table. One without a row there, a row of another shape,
-    or other parameters than the layouts place on this rank, is an error."""
+    """Check the parameters of the model against the layouts. Return their names, each once, in the order of the dim
+    table.
+
+    Raises:
+        KeyError: a parameter has no row in the dim table.
+        ValueError: a parameter has another shape there, or the layouts place other parameters on this rank.
+    """
     shapes = {name: tuple(p.shape) for model in models for name, p in model.named_parameters()}
     for name, shape in shapes.items():
         if shape != layouts[name].shape:
@@ -383,7 +391,7 @@ def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:
 
 
 def _check_patterns(cfg: Config, layouts: Layouts) -> None:
-    """Every pattern of the configuration has to match a parameter of the model."""
+    """Check that every pattern of the configuration matches a parameter of the model."""
     for key, factors in (
         ("model.init_mult", cfg.model.init_mult),
         ("optim.lr_mult", cfg.optim.lr_mult),

@@ -1,7 +1,7 @@
-"""Whether a run compiles its blocks and its loss (`train.compile`).
+"""The choice to compile the blocks and the loss of a run, or not (`train.compile`).
 
-With `auto` it does where that pays. On a GPU it does wherever the compiler can generate code. On a CPU it saves some
-percent of a step and costs a minute at the start, so only long runs compile.
+With `auto` a run compiles if that pays. On a GPU it compiles whenever the compiler can generate code. On a CPU
+compiling saves some percent of a step and costs a minute at the start, so only long runs compile.
 """
 
 import importlib.util
@@ -17,19 +17,19 @@ from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.model import flops
 from ndtrain.model.device_kind import kind_of
 
-# Model FLOPs of a rank from which on compiling pays on a CPU: some two hours of a core at 150 GFLOP/s, of which
-# llama_small's 5 % (docs/speed.md) are five times the minute that the compiler takes.
+# Compiling pays on a CPU if a rank has more model FLOPs than this: two hours of a core at 150 GFLOP/s. llama_small then
+# saves 5 % of that time (docs/speed.md), which is five times the minute that the compiler takes.
 LONG_RUN = 1e15
 
 MISSING = {"cuda": "no Triton for this GPU", "cpu": "no C++ compiler"}
 
 
 def choose_compile(cfg: Config, mesh: Mesh, trains: bool = True) -> tuple[bool, str]:
-    """Returns whether to compile, and a line for the user, empty where the user has decided. Both are the same on every
-    rank of the mesh, which call this together.
+    """Return whether to compile, and a line for the user, which is empty if the user has decided. Both are the same on
+    every rank of the mesh. All ranks call this together.
 
     Args:
-        trains: whether the model is trained, and not only evaluated.
+        trains: True if the model is trained, and not only evaluated.
     """
     if cfg.train.compile_asked is not None:
         return cfg.train.compile_asked, ""
@@ -43,13 +43,14 @@ def choose_compile(cfg: Config, mesh: Mesh, trains: bool = True) -> tuple[bool, 
 
 
 def compiles(cfg: Config, device: torch.device, trains: bool = True) -> bool:
-    """What `choose_compile` returns on a mesh whose hosts are all like this one."""
+    """Return the choice of `choose_compile` on a mesh whose hosts are all like this one."""
     asked = cfg.train.compile_asked
     return asked if asked is not None else not _unneeded(cfg, kind_of(device), trains) and _compiler_of(device)
 
 
 def _unneeded(cfg: Config, device: str, trains: bool) -> str:
-    """Why compiling would not pay, or nothing. It follows from the configuration alone."""
+    """Return why compiling would not pay, or an empty text. It follows from the configuration and the kind of device
+    alone, so all ranks agree."""
     if not trains:
         return "nothing is trained"
     of_rank = rank_flops(cfg)
@@ -59,14 +60,14 @@ def _unneeded(cfg: Config, device: str, trains: bool) -> str:
 
 
 def rank_flops(cfg: Config) -> float:
-    """Model FLOPs of each rank over the whole run."""
+    """Return the model FLOPs of each rank over the whole run."""
     tokens = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
     return tokens * flops.flops_per_token(cfg.model, cfg.train.seq_len) / MeshSpec.of(cfg.mesh).world_size
 
 
 def _compiler_of(device: torch.device) -> bool:
-    """Whether PyTorch's compiler can generate code for the device on this host. Machines that are not at hand are taken
-    to have what it needs."""
+    """Return True if PyTorch's compiler can generate code for the device on this host. The meta device represents
+    another machine, which is assumed to have a compiler."""
     if device.type == "meta":
         return True
     if device.type == "cuda":

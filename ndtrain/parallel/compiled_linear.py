@@ -1,13 +1,13 @@
-"""The matmuls of a compiled block, whose weight gradients go straight into the flat buffers.
+"""The matmuls of a compiled block. Their weight gradients go straight into the flat buffers.
 
-A compiled graph would make each weight gradient in the compute precision, return it, and leave it to autograd to copy
-and add it. Here the whole backward of a matmul is one custom op: it computes the input's gradient and accumulates those
-of the weights in the precision of the buffers, as the backward outside compiled graphs does
+A compiled graph would compute each weight gradient in the compute precision and return it. Autograd would then copy it
+and add it. Here the whole backward of a matmul is one custom op. It computes the input's gradient, and accumulates the
+weights' gradients in the precision of the buffers, like the backward outside compiled graphs
 (`fused_grad_accumulation.py`).
 
-The op adds to buffers that the graph does not see. They may not even exist while the forward runs, since fsdp allocates
-them for a unit's backward. It is safe because of what the graph does see: the op's result is the input's gradient,
-which the next op needs. So the op is neither left out, nor run twice, nor run before the gradients of the outputs
+The op adds to buffers that the graph does not see. They may not even exist during the forward, since fsdp allocates
+them for a unit's backward. This is safe because of what the graph does see: the op returns the input's gradient, which
+the next op needs. The op is therefore neither left out, nor run twice, nor run before the gradients of the outputs
 exist. The weights that a graph saves for backward are the Parameters that it was called with, so the op finds the
 buffer as their `.grad`.
 
@@ -23,18 +23,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ndtrain.model.opaque import opaque
 from ndtrain.parallel.grad_accumulator import GradAccumulator
 
-_accumulators = WeakIdKeyDictionary()  # parameter -> what accumulates its gradient
+_accumulators = WeakIdKeyDictionary()  # parameter -> the accumulator of its gradient
 
 
 def register(parameters: Iterable[nn.Parameter], accumulator: GradAccumulator) -> None:
-    """From now on compiled graphs accumulate the gradients of these matrices through `accumulator`."""
+    """Register the accumulator through which compiled graphs accumulate the gradients of these matrices."""
     for p in parameters:
         _accumulators[p] = accumulator
 
 
 def accumulator_of(weight: Tensor) -> GradAccumulator:
-    """Raises:
-    RuntimeError: the graph passes something else than the Parameter that it was called with.
+    """Return the accumulator of a weight's gradient.
+
+    Raises:
+        RuntimeError: the graph passes a tensor that is not the Parameter that it was called with.
     """
     if weight not in _accumulators:
         raise RuntimeError(f"a compiled graph accumulates the gradient of an unknown weight {list(weight.shape)}")
@@ -42,13 +44,14 @@ def accumulator_of(weight: Tensor) -> GradAccumulator:
 
 
 def linear(x_NI: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """x @ w.T + b of each, as the compiler can trace it. Gradients of biases are autograd's."""
+    """Return x @ w.T + b for each weight, in a form that the compiler can trace. Autograd computes the gradients of
+    biases."""
     return add_biases(apply(_Linear, x_NI, weights), biases)
 
 
 def apply(function: type[torch.autograd.Function], x_NI: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The function of x and any number of weights. Without gradients it is its forward alone, since the compiler then
-    miscounts arguments of variable number."""
+    """Apply the function to x and any number of weights. Without gradients only its forward runs: the compiler would
+    otherwise miscount a variable number of arguments."""
     if torch.is_grad_enabled():
         return function.apply(x_NI, *weights)
     return function.outputs(x_NI, weights)
@@ -76,7 +79,7 @@ class _Linear(torch.autograd.Function):
 
 @opaque
 def linear_backward(dys_NO: Sequence[Tensor], x_NI: Tensor, weights_OI: Sequence[Tensor]) -> Tensor:
-    """The gradient [N, I] of the input: the sum of dy @ w. Accumulates dy.T @ x for each weight."""
+    """Return the gradient [N, I] of the input, which is the sum of dy @ w. Accumulate dy.T @ x for each weight."""
     dx_NI = torch.mm(dys_NO[0], weights_OI[0])
     for dy_NO, w_OI in zip(dys_NO[1:], weights_OI[1:], strict=True):
         dx_NI.addmm_(dy_NO, w_OI)

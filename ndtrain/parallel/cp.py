@@ -3,13 +3,13 @@
 Ring (Liu et al., 2023, arXiv:2310.01889): queries stay on their rank, keys and values are sent around the ring. Each
 step of attention is computed while the keys and values of the next step are sent.
 
-Ulysses (Jacobs et al., 2023, arXiv:2309.14509): each rank of a group gets all the group's tokens for some of the heads,
-and sends the outputs back.
+Ulysses (Jacobs et al., 2023, arXiv:2309.14509): the ranks of a group exchange tokens for heads. Each rank computes
+attention over all the group's tokens for some of the heads, and sends the outputs back.
 
 Both can be combined: Ulysses inside groups of neighbouring ranks, and a ring between the groups.
 
-Shape legend: B batch, T local time, N query heads, K key/value heads, D head_dim, U ranks of a Ulysses group,
-H heads of a message.
+Shape legend: B batch, T local time, N query heads, K key/value heads, D head_dim, U ranks of a Ulysses group, H heads
+of a message.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,11 +46,11 @@ class Links:
         self._members = range(ring_index * sharding.ulysses, (ring_index + 1) * sharding.ulysses)
 
     def shift(self, send: Tensor, receive: Tensor) -> Pending:
-        """One step around the ring; both contiguous."""
+        """Send `send` to the next rank of the ring and receive `receive` from the previous one. Both are contiguous."""
         return shift(send, receive, self._group, self._to, self._source)
 
     def exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Pending:
-        """`sends[u]` to rank u of the Ulysses group, `receives[u]` from it; all contiguous."""
+        """Send `sends[u]` to rank u of the Ulysses group and receive `receives[u]` from it. All are contiguous."""
         return all_to_all(sends, receives, self._group, self._members)
 
 
@@ -61,15 +61,17 @@ def cp_core(
     links: Links | None = None,
     saved_ops: SavedOps | None = None,
 ) -> Core:
-    """The attention core of cp coordinate `index` of `group`, for tokens sharded as `sharding` says: a core(q [B, T, N,
-    D], k and v [B, T, K, D], ctx) -> [B, T, N, D] that reads `ctx.scores`, whose first head is the first of N.
+    """Return the attention core of cp coordinate `index` of `group`, for tokens that are sharded as in `sharding`.
 
-    With `saved_ops`, the recompute of the core runs no ring. Of the messages of Ulysses it sends only those of the
-    inputs.
+    The core takes q [B, T, N, D], k and v [B, T, K, D] and a `Context`, and returns [B, T, N, D]. It reads
+    `ctx.scores`, whose first head is the first of the N heads.
+
+    With `saved_ops`, the recompute of the core runs no ring. With Ulysses it sends only the inputs again, not the
+    outputs.
 
     Raises:
-        ValueError (the core): sharding.ulysses does not divide N, or neither of sharding.ulysses and K divides the
-        other.
+        ValueError: (when the core is called) sharding.ulysses does not divide N, or neither of sharding.ulysses and K
+            divides the other.
     """
     ring_index, slice_index = divmod(index, sharding.ulysses)
     links, saved_ops = links or Links(sharding, group, index), saved_ops or SavedOps()
@@ -104,9 +106,9 @@ def cp_core(
 class Ring(AttentionOp):
     """Attention of this rank's queries over the keys and values of all ranks of the ring.
 
-    The backward sends keys and values around again. The sum of their gradients starts at the rank after the one that
-    holds them and follows them one step behind. It reaches that rank while the second half of the rank's own block is
-    computed.
+    The backward sends keys and values around the ring again. The sum of their gradients starts at the rank after their
+    owner, and follows them one step behind. It reaches the owner while the owner computes the second half of its own
+    block.
     """
 
     def __init__(self, sharding: SequenceSharding, ring_index: int, links: Links, saved_ops: SavedOps):
@@ -114,8 +116,8 @@ class Ring(AttentionOp):
         self.sharding, self.ring_index, self.links, self.saved_ops = sharding, ring_index, links, saved_ops
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """As a custom op of a compiled graph. The graph may overwrite a result once it has read it, so saved results
-        are copied."""
+        """Compute the attention as a custom op of a compiled graph. The graph may overwrite a result once it has read
+        it, so saved results are copied."""
         recall, make = self.saved_ops.of(CORE), lambda: self.send_round(q, _stacked(k, v), scores)
         return make() if recall is None else tuple(x.clone() for x in recall(make))
 
@@ -124,18 +126,19 @@ class Ring(AttentionOp):
         return dq, *(x.clone() for x in _heads_first(dkv))  # two tensors, not two views of one
 
     def plan(self, scores: Scores, q: Tensor) -> list[Pieces]:
-        """The pieces of each step: at step s the keys are those of the rank s places before this one."""
+        """Return the pieces of each step. At step s the keys come from the rank s places before this one."""
         own = self._tokens(0)
         return [
             pieces_for(scores, own, self._tokens(step), self.sharding.length, q) for step in range(self.sharding.ring)
         ]
 
     def _tokens(self, step: int) -> Slices:
-        """The tokens of the keys of a step; at step 0 they are this rank's own."""
+        """Return the tokens of a step's keys. At step 0 they are this rank's own."""
         return self.sharding.pieces((self.ring_index - step) % self.sharding.ring)
 
     def send_round(self, q: Tensor, kv: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """(output, log-sum-exp) of q [B, N, T, D] over kv [2, B, T, K, D] and those of the other ranks."""
+        """Return (output, log-sum-exp) of the queries q [B, N, T, D], over the keys and values of all ranks. `kv`
+        [2, B, T, K, D] are this rank's own."""
         merged, plan = Merged(q), self.plan(scores, q)
         for pieces, held in zip(plan, _around(kv, len(plan), self.links), strict=True):
             merged.attend(*_heads_first(held), pieces, scores)
@@ -144,7 +147,8 @@ class Ring(AttentionOp):
     def send_back(
         self, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of `send_round`'s q and kv, in fp32 or wider, from that of its output [B, N, T, D]."""
+        """Return the gradients of `send_round`'s q and kv, in fp32 or wider. `grad` [B, N, T, D] is the gradient of its
+        output."""
         plan, links = self.plan(scores, q), self.links
         now, late = half_pieces(scores, self._tokens(0), self._tokens(0), self.sharding.length, q)
         dq, own = total_like(q), kv.new_zeros(kv.shape, dtype=torch.promote_types(kv.dtype, torch.float32))
@@ -186,8 +190,8 @@ class _Ring(torch.autograd.Function):
 
 
 def _around(kv: Tensor, steps: int, links: Links) -> Iterator[Tensor]:
-    """This rank's kv, then that of the rank before it, and so on. Each is sent on before it is yielded. The
-    next one is waited for when the caller asks for it."""
+    """Yield this rank's kv, then the kv of the rank before it, and so on around the ring. Each is sent on before it is
+    yielded. The wait for the next one comes only when the caller requests it."""
     spare = [torch.empty_like(kv) for _ in range(min(2, steps - 1))]
     for step in range(steps - 1):
         coming = spare[step % len(spare)]
@@ -199,12 +203,12 @@ def _around(kv: Tensor, steps: int, links: Links) -> Iterator[Tensor]:
 
 
 def _stacked(k: Tensor, v: Tensor) -> Tensor:
-    """[B, K, T, D] each -> [2, B, T, K, D]."""
+    """Stack k and v: [B, K, T, D] each -> [2, B, T, K, D]."""
     return torch.stack([k.transpose(1, 2), v.transpose(1, 2)])
 
 
 def _heads_first(kv_2BTKD: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v as [B, K, T, D]."""
+    """Return k and v as [B, K, T, D]."""
     return tuple(kv_2BTKD.transpose(2, 3))
 
 
@@ -212,8 +216,8 @@ def _heads_first(kv_2BTKD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _head_shares(N: int, K: int, U: int) -> list[tuple[slice, slice]]:
-    """The query heads and the key/value heads of each rank of a Ulysses group. Where it has more ranks than there are
-    key/value heads, several ranks get the same one."""
+    """Return the query heads and the key/value heads of each rank of a Ulysses group. If the group has more ranks than
+    there are key/value heads, several ranks get the same key/value head."""
     if N % U or (K % U and U % K):
         raise ValueError(f"{N} query and {K} key/value heads cannot be dealt to a Ulysses group of {U} ranks")
     kv = max(1, K // U)
@@ -221,7 +225,8 @@ def _head_shares(N: int, K: int, U: int) -> list[tuple[slice, slice]]:
 
 
 class _ToHeads(torch.autograd.Function):
-    """q [B, T, N, D], k and v [B, T, K, D] of this rank's tokens -> its share of the heads for all the group's."""
+    """An exchange of tokens for heads. The input is q [B, T, N, D], k and v [B, T, K, D] of this rank's tokens. The
+    output is this rank's share of the heads, for the tokens of the whole group."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, shares: list[tuple[slice, slice]], links: Links):
@@ -238,7 +243,8 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """The inverse for the outputs: some heads of all the group's tokens -> all heads of this rank's tokens."""
+    """The inverse exchange, for the outputs: some heads of all the group's tokens -> all heads of this rank's
+    tokens."""
 
     @staticmethod
     def forward(ctx, out: Tensor, members: int, links: Links, recall: Callable):
@@ -251,19 +257,21 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _sizes(shares: list[tuple[slice, slice]]) -> list[int]:
-    """Heads of q, k and v in a message."""
+    """Return the numbers of heads of q, k and v in a message."""
     return [s.stop - s.start for s in (shares[0][0], shares[0][1], shares[0][1])]
 
 
 def _to_heads(messages: Sequence[Tensor], links: Links) -> Tensor:
-    """A message [B, T, H, D] for each rank of the group -> the messages of all ranks for this one, [B, U*T, H, D]."""
+    """Send a message [B, T, H, D] to each rank of the group. Return the messages of all ranks for this one,
+    [B, U*T, H, D]."""
     received_UBTHD = messages[0].new_empty(len(messages), *messages[0].shape)
     links.exchange(messages, received_UBTHD.unbind()).wait()
     return received_UBTHD.transpose(0, 1).flatten(1, 2)
 
 
 def _to_tokens(x: Tensor, members: int, links: Links) -> tuple[Tensor, ...]:
-    """[B, U*T, H, D] -> this rank's tokens [B, T, H, D] from each rank of the group."""
+    """Send x [B, U*T, H, D] to the ranks that own its tokens. Return this rank's tokens [B, T, H, D] from each rank of
+    the group."""
     messages = [m.contiguous() for m in x.chunk(members, 1)]
     received = x.new_empty(members, *messages[0].shape).unbind()
     links.exchange(messages, received).wait()
@@ -271,7 +279,8 @@ def _to_tokens(x: Tensor, members: int, links: Links) -> tuple[Tensor, ...]:
 
 
 def _summed(parts: Sequence[Tensor], heads: Sequence[slice], count: int) -> Tensor:
-    """Gradients of `count` heads from the gradients of the heads that each rank had. Replicated heads are summed."""
+    """Return the gradients of `count` heads, given the gradients of the heads that each rank had. Replicated heads are
+    summed."""
     if sum(p.shape[2] for p in parts) == count:
         return torch.cat(list(parts), 2)
     B, T, _, D = parts[0].shape

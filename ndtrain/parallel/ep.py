@@ -1,23 +1,24 @@
 """Expert parallelism: the ranks along ep hold different experts of a layer, and send each other the rows of their
 tokens (Lepikhin et al., 2021, arXiv:2006.16668).
 
-A rank first tells every other one how many rows come for each of its experts. That is all that the host waits for.
-Then the rows travel, and their outputs travel back; gradients take the same ways in the other direction. A rank whose
-experts get no row takes part with none, and its graph is the same.
+A rank first sends every other rank the number of rows for each of that rank's experts. The host waits for these
+numbers, and for nothing else. Then the rows are sent to the experts, and the outputs are sent back to the tokens. In
+the backward, the gradients of the outputs are sent to the experts, and the gradients of the rows are sent back. A rank
+whose experts get no rows takes part with empty messages, and its graph is the same.
 
-What lies between `send` and `receive` is computed while the rows travel: the shared expert, and in the backward its
-gradients, since autograd runs first what was made last.
+Ops between `send` and `receive` are computed while the rows are in flight. In the forward this is the shared expert. In
+the backward it is the gradient of the shared expert, because autograd first runs the node that was made last.
 
-With `moe.overlap` the experts of a rank are cut into parts, and the rows of a part travel by themselves. In the forward
-the rows of all parts are launched first. Then each part is multiplied while the later ones arrive and the outputs of
-the earlier ones go back. Autograd takes the parts in the opposite order, so their gradients are launched in that order.
+With `moe.overlap` the experts of a rank are split into parts, and each part has messages of its own. In the forward the
+rows of all parts are launched first. Then each part is multiplied while the rows of later parts arrive and the outputs
+of earlier parts return. Autograd takes the parts in the opposite order, so their gradients are launched in that order.
 An expert gets the same rows in the same order, so no result changes.
 
-Every gradient of an expert is made where the expert is, from the rows of all ranks along ep. So it is summed only over
-the axes that ep leaves, and no number of ranks appears anywhere.
+The gradient of an expert is computed on the rank that holds the expert, from the rows of all ranks along ep. It is
+therefore summed only over the axes that ep leaves over, and never divided by a number of ranks.
 
-Shape legend: M rows of this rank's tokens, sorted by expert, R rows of a part of this rank's experts, E hidden_size, X
-experts.
+Shape legend: M rows of this rank's tokens, sorted by expert, R rows of a part of this rank's experts, E hidden_size,
+X experts.
 """
 
 from abc import ABC, abstractmethod
@@ -37,13 +38,13 @@ from ndtrain.model.moe.permutation import Permutation
 from ndtrain.model.spec import COMBINE, DISPATCH
 from ndtrain.parallel.recompute import SavedOps
 
-LANE = "exchange"  # of the rows: they must not wait behind the gathers of weights
-_imbalance = 1.0  # rows that come to a rank without data, over the mean
+LANE = "exchange"  # the lane of the rows, which must not wait behind the gathers of weights
+_imbalance = 1.0  # rows that a rank on the meta device receives, over the mean
 
 
 @contextmanager
 def imbalanced(times: float) -> Iterator[None]:
-    """Inside, so many times the mean number of rows come to a rank whose tensors have no memory."""
+    """Let each rank on the meta device receive `times` the mean number of rows within the context, for the planner."""
     global _imbalance
     before, _imbalance = _imbalance, times
     try:
@@ -53,16 +54,17 @@ def imbalanced(times: float) -> Iterator[None]:
 
 
 def parts_of(experts: int, parts: int) -> list[slice]:
-    """The parts of a rank's experts, as even as can be."""
+    """Split a rank's experts into parts, as evenly as possible."""
     return [slice(*balanced_split(experts, parts, i)) for i in range(parts)]
 
 
 class SavedExchange(Exchange):
-    """An exchange whose results a recomputed block may save. All experts are here, and rows stay where they are.
+    """An exchange whose results a recomputed block may save. All experts are on this rank, and rows stay where they
+    are.
 
     Args:
-        saved_ops: where they are saved.
-        counts_X, rows: as `Exchange` takes them.
+        saved_ops: the store of the saved results.
+        counts_X, rows: as in `Exchange`.
     """
 
     def __init__(self, saved_ops: SavedOps, counts_X: Tensor, rows: int):
@@ -87,11 +89,12 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class ReturnBuffer:
-    """Where the rows of this rank's tokens arrive on their way back, one tensor for all parts. It refers neither to the
-    exchange nor to its parts, and these not to each other in a circle: they are freed with the graph that holds them.
+    """The buffer in which the rows of this rank's tokens return, one tensor for all parts. It refers neither to the
+    exchange nor to its parts, and these form no reference cycle. They are therefore freed with the graph that holds
+    them.
 
     Attributes:
-        rows: of all parts.
+        rows: the number of rows of all parts.
     """
 
     def __init__(self, rows: int = 0):
@@ -99,28 +102,30 @@ class ReturnBuffer:
         self._rows_E: Tensor | None = None
 
     def get(self, like: Tensor) -> Tensor:
-        """[rows, E] of the precision of `like`, whose rows have as many elements."""
+        """Return the buffer [rows, E], in the precision of `like`. Its rows have the same width as the rows of
+        `like`."""
         if self._rows_E is None:
             self._rows_E = like.new_empty(self.rows, like.shape[1])
         return self._rows_E
 
     def take(self) -> Tensor:
-        """What all parts wrote, which is not held any longer."""
+        """Return the tensor that all parts wrote into, and hold it no longer."""
         made, self._rows_E = self._rows_E, None
         assert made is not None, "rows are received that were not sent"
         return made
 
 
 class TravellingPart(Part, ABC):
-    """A part whose rows come from other ranks. What came by messages is saved in every mode of recompute.
+    """A part whose rows come from other ranks. Received rows are saved in every mode of recompute.
 
-    The four steps of the way are those of rows and, in the opposite direction, of their gradients: an exchange calls
-    `start_there` and, when all parts' `start_back` were called, `finish_back`.
+    Rows go "there", to the experts, and "back", to the tokens. Each of the two messages is started and finished by a
+    method of its own. Gradients use the same four methods in the opposite direction. An exchange calls `start_there`,
+    and calls `finish_back` after the `start_back` of all parts.
 
     Args:
-        returning: where rows come back.
+        returning: the buffer in which rows return.
         group: the ranks along ep.
-        saved_ops, experts, expert_rows: as other parts take them.
+        saved_ops, experts, expert_rows: as for other parts.
     """
 
     def __init__(
@@ -133,30 +138,32 @@ class TravellingPart(Part, ABC):
     ):
         super().__init__(experts, expert_rows)
         self._returning, self._group, self._saved_ops = returning, group, saved_ops
-        self._there: tuple[Pending, Tensor] | None = None  # what travels to the experts, and where to
-        self._back: Pending | None = None  # what travels to the tokens
+        self._there: tuple[Pending, Tensor] | None = (
+            None  # the message to the experts, and the tensor in which it arrives
+        )
+        self._back: Pending | None = None  # the message back to the tokens
 
     def receive(self, sent: Tensor) -> Tensor:
         return _Move.apply(self.finish_there, self.start_back, self._saved_ops.of(DISPATCH), sent)
 
     def send_back(self, y_RE: Tensor) -> Tensor:
-        """Returns a tensor without elements, which stands for the rows that travel."""
+        """Start to send the outputs back. Return a tensor without elements in place of the rows in flight."""
         start = _nothing if self._saved_ops.replays(COMBINE) else self.start_back
         return _Move.apply(start, self.finish_there, None, y_RE)
 
     def start_there(self, x_ME: Tensor) -> None:
-        """Launches the rows of this part's experts."""
+        """Launch the rows for this part's experts."""
         self._there = self.launch_there(x_ME)
 
     def finish_there(self, sent: Tensor) -> Tensor:
-        """The rows that came, sorted by expert."""
+        """Wait for the rows, and return them sorted by expert."""
         assert self._there is not None, "rows are received that were not sent"
         (pending, arriving), self._there = self._there, None
         pending.wait()
         return self.by_expert(arriving)
 
     def start_back(self, y_RE: Tensor) -> Tensor:
-        """Launches the rows of this part's experts on their way to the tokens."""
+        """Launch the rows of this part's experts back to the tokens."""
         self._back = self.launch_back(y_RE)
         return _nothing(y_RE)
 
@@ -167,15 +174,15 @@ class TravellingPart(Part, ABC):
 
     @abstractmethod
     def launch_there(self, x_ME: Tensor) -> tuple[Pending, Tensor]:
-        """Returns the operation, and where the rows of the experts arrive."""
+        """Launch the rows to the experts. Return the operation, and the tensor in which the rows arrive."""
 
     @abstractmethod
     def by_expert(self, arriving: Tensor) -> Tensor:
-        """What has arrived, sorted by expert: [R, E]."""
+        """Return the rows that have arrived, sorted by expert: [R, E]."""
 
     @abstractmethod
     def launch_back(self, y_RE: Tensor) -> Pending:
-        """The opposite of `by_expert` and of `launch_there`."""
+        """Launch the rows back to the tokens. This is the inverse of `by_expert` and of `launch_there`."""
 
 
 def _nothing(x: Tensor) -> Tensor:
@@ -183,10 +190,10 @@ def _nothing(x: Tensor) -> Tensor:
 
 
 class TravellingExchange(Exchange):
-    """The exchange with the experts of other ranks, part by part. All ranks launch the parts in one order.
+    """The exchange with the experts of other ranks, part by part. All ranks launch the parts in the same order.
 
     Attributes:
-        parts: as of an `Exchange`; they write what comes back into `returning`.
+        parts: as in `Exchange`; they write the rows that return into `returning`.
     """
 
     parts: Sequence[TravellingPart]
@@ -195,7 +202,7 @@ class TravellingExchange(Exchange):
         self._saved_ops, self.returning = saved_ops, returning
 
     def send(self, x_ME: Tensor) -> Sequence[Tensor]:
-        """Returns for each part a tensor without elements, which stands for its rows that travel."""
+        """Start to send the rows. Return for each part a tensor without elements in place of its rows in flight."""
         start = self._no_start if self._saved_ops.replays(DISPATCH) else partial(self._start_there, self.parts)
         return _Move.apply(start, self._finish_back, None, x_ME)
 
@@ -205,7 +212,7 @@ class TravellingExchange(Exchange):
         return _Move.apply(self._finish_back, launch, self._saved_ops.of(COMBINE), *returned)
 
     def of_tokens(self, returned: Tensor) -> Tensor:
-        """What all parts wrote into `returning`, in the order of the rows that were sent: [M, E]."""
+        """Return the rows that all parts wrote into `returning`, in the order in which the rows were sent: [M, E]."""
         return returned
 
     def _start_there(self, parts: Sequence[TravellingPart], x_ME: Tensor) -> tuple[Tensor, ...]:
@@ -223,12 +230,12 @@ class TravellingExchange(Exchange):
 
 
 class ExpertExchange(TravellingExchange):
-    """Sends as many rows as there are, for which the host waits for their numbers.
+    """An exchange that sends exactly the rows that exist. The host waits for their numbers.
 
     Args:
-        group: the ranks along ep; each has as many experts, in order.
-        parts: into which the experts of a rank are cut.
-        saved_ops, counts_X, rows: as `SavedExchange` takes them.
+        group: the ranks along ep. Each holds the same number of experts, in order.
+        parts: the number of parts into which the experts of a rank are split.
+        saved_ops, counts_X, rows: as in `SavedExchange`.
     """
 
     def __init__(self, group: dist.ProcessGroup, parts: int, saved_ops: SavedOps, counts_X: Tensor, rows: int):
@@ -243,12 +250,13 @@ class ExpertExchange(TravellingExchange):
 
 
 class _UnevenPart(TravellingPart):
-    """
+    """A part whose messages have exactly the rows that exist.
+
     Args:
-        each: how many experts a rank has.
-        mine, theirs: the rows that go to each expert, and that come from each rank for each expert here, [X] on the
-            host.
-        theirs_X: on the device.
+        each: the number of experts of a rank.
+        mine, theirs: the number of rows that go to each expert, and the number that come from each rank for each expert
+            here, [X] on the host.
+        theirs_X: `theirs` on the device.
     """
 
     def __init__(
@@ -264,7 +272,7 @@ class _UnevenPart(TravellingPart):
     ):
         ends, firsts = list(accumulate(mine, initial=0)), range(0, len(mine), each)
         self._sends = [slice(ends[first + experts.start], ends[first + experts.stop]) for first in firsts]
-        come = [theirs[first:][experts] for first in firsts]  # by rank and expert
+        come = [theirs[first:][experts] for first in firsts]  # the rows that come, by rank and expert
         self._receives = [sum(of_rank) for of_rank in come]
         self._share = (experts.stop - experts.start) / each
         number = experts.stop - experts.start
@@ -281,7 +289,7 @@ class _UnevenPart(TravellingPart):
         return all_to_all_rows(sends, receives, self._group, self._nbytes(x_ME)), arriving
 
     def by_expert(self, arriving: Tensor) -> Tensor:
-        """Rows come rank by rank, each rank's sorted by expert."""
+        """Sort the rows by expert. They arrive rank by rank, and each rank's rows are sorted by expert."""
         return arriving[self._order.slots]
 
     def launch_back(self, y_RE: Tensor) -> Pending:
@@ -290,14 +298,15 @@ class _UnevenPart(TravellingPart):
         return all_to_all_rows(sends, [returning[rows] for rows in self._sends], self._group, self._nbytes(y_RE))
 
     def _nbytes(self, x: Tensor) -> int:
-        """Of the mean part of this size."""
+        """Return the bytes of a part of this size whose experts all get the mean number of rows. All ranks record the
+        same number."""
         return round(self._share * self._returning.rows * x.shape[1] * x.element_size())
 
 
 @cache
 def keep_out_of_graphs() -> None:
-    """Makes what sends rows, or saves them, a break in compiled graphs. No decorator does, since it would import
-    PyTorch's compiler for every run, which takes long."""
+    """Make the functions that send or save rows a break in compiled graphs. Decorators are not used: they would import
+    PyTorch's compiler in every run, which takes long."""
     senders = {
         SavedExchange: ("to_tokens",),
         _SavedPart: ("receive",),
@@ -310,10 +319,11 @@ def keep_out_of_graphs() -> None:
 
 
 def exchange_counts(counts_X: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """
+    """Exchange the numbers of rows with the other ranks.
+
     Returns:
-        how many rows come from each rank for each expert here, [X]; on the host [2, X]: the rows that go to each
-        expert, and those that come.
+        the number of rows that come from each rank for each expert here, [X]; on the host [2, X]: the rows that go to
+            each expert, and the rows that come.
     """
     theirs_X = their_counts(counts_X, group)
     both = torch.stack([counts_X, theirs_X])
@@ -321,24 +331,24 @@ def exchange_counts(counts_X: Tensor, group: dist.ProcessGroup) -> tuple[Tensor,
 
 
 def their_counts(counts_X: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """How many rows come from each rank for each expert here, [X]."""
+    """Return the number of rows that come from each rank for each expert here, [X]."""
     each = len(counts_X) // group.size()
-    theirs_X = torch.zeros_like(counts_X)  # where nothing is sent, as on a pretended rank, nothing comes
+    theirs_X = torch.zeros_like(counts_X)  # zeros, in case nothing is sent, as on a simulated rank
     all_to_all_rows(counts_X.split(each), theirs_X.split(each), group, counts_X.nbytes).wait()
     return theirs_X
 
 
 def _even(rows: int, experts: int, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """The rows that go to each expert and that come, where all ranks send equally many to every expert, but for those
-    that `imbalanced` adds."""
+    """Return the numbers of rows that go to each expert and that come, if all ranks send equally many rows to every
+    expert. `imbalanced` multiplies the rows that come."""
     mine = [rows * (i + 1) // experts - rows * i // experts for i in range(experts)]
     each, me = experts // group.size(), group.rank()
     return mine, [round(_imbalance * n) for n in mine[me * each : (me + 1) * each]] * group.size()
 
 
 class _Move(torch.autograd.Function):
-    """Moves rows one way, and their gradients the other way. Either may make several tensors of one, or one of
-    several."""
+    """A move of rows one way, whose backward moves their gradients the other way. Both may split a tensor into several,
+    or join several into one."""
 
     @staticmethod
     def forward(ctx, way: Callable, back: Callable, recall: Callable | None, *x: Tensor):

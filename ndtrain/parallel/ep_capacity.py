@@ -1,13 +1,14 @@
-"""`moe.capacity`: rows of experts travel in buffers of a fixed size, so no layer makes the host wait for their numbers.
+"""`moe.capacity`: rows of experts are sent in buffers of a fixed size, so no layer makes the host wait for their
+numbers.
 
-A rank sends every other one as many rows as `moe.capacity` times the mean, filled up with zeros (the capacity factor of
-Lepikhin et al., 2021, arXiv:2006.16668). The rows that came are laid into one bucket for each expert, of so many times
-the mean too. How many rows there really are stays on the device. Rows of zeros are multiplied like others, and add
-nothing to any gradient.
+A rank sends every other rank the same number of rows: `moe.capacity` times the mean, filled up with zeros. This is the
+capacity factor of Lepikhin et al., 2021, arXiv:2006.16668. The rows that arrive are sorted into one bucket for each
+expert. A bucket also has `moe.capacity` times the mean number of rows. The real numbers of rows stay on the device.
+Rows of zeros are multiplied like others, and add nothing to any gradient.
 
-Nothing is dropped. Where rows do not fit, a flag on the device says so. The host reads it once a step, before the
-weights are updated; all ranks then run the step again with twice the capacity, until everything fits. Forwards outside
-of a training step (evaluation, samples) send as many rows as there are.
+Nothing is dropped. If rows do not fit, a flag on the device is set. The host reads it once a step, before the weights
+are updated. All ranks then run the step again with twice the capacity, until everything fits. Forwards outside of a
+training step (evaluation, samples) send exactly the rows that exist.
 
 Shape legend: as in `ep.py`; Q ranks along ep, X experts of a part on a rank, C rows from one rank to another, D rows of
 one expert's bucket.
@@ -35,10 +36,10 @@ from ndtrain.parallel.recompute import SavedOps
 
 
 class Capacity:
-    """How large the buffers of all layers are, and whether all rows of a step fitted into them.
+    """The size of the buffers of all layers, and a flag on the device that is set if rows of a step do not fit.
 
     Attributes:
-        factor: their size over the mean number of rows. It stays as large as it once had to be.
+        factor: the size over the mean number of rows. It never shrinks.
         most: the factor with which everything fits, however uneven routing is.
     """
 
@@ -52,7 +53,7 @@ class Capacity:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside, exchanges have buffers of a fixed size."""
+        """Run the block with exchanges that have buffers of a fixed size."""
         self._overflow.zero_()
         self._in_use = True
         try:
@@ -63,29 +64,32 @@ class Capacity:
     def exchange(
         self, group: dist.ProcessGroup, parts: int, saved_ops: SavedOps, counts_X: Tensor, rows: int
     ) -> Exchange:
-        """`Ops.exchange`; the arguments are those of `ExpertExchange`."""
+        """Return the exchange of a layer, as `Ops.exchange`. The arguments are as in `ExpertExchange`."""
         if self._in_use:
             return FixedExchange(self, group, parts, saved_ops, counts_X, rows)
         return ExpertExchange(group, parts, saved_ops, counts_X, rows)
 
     def rows_of_pair(self, rows: int, experts: int) -> int:
-        """C: of `rows` rows of a rank, how many go at most to so many experts of another one."""
+        """Return C: the number of rows that fit into a message from a rank with `rows` rows to `experts` experts of
+        another rank."""
         tokens = rows // self._choices
         return min(math.ceil(self.factor * rows * experts / self._experts), tokens * min(self._choices, experts))
 
     def rows_of_expert(self, rows: int, ranks: int) -> int:
-        """D: of `rows` rows of each rank, how many come at most to one expert."""
+        """Return D: the number of rows that fit into an expert's bucket, if each of `ranks` ranks has `rows` rows."""
         return min(math.ceil(self.factor * rows * ranks / self._experts), rows // self._choices * ranks)
 
     def count_overflow(self, overflows: Tensor) -> None:
-        """
+        """Note whether the rows of an exchange fit.
+
         Args:
-            overflows: whether rows of an exchange do not fit, a scalar on the device.
+            overflows: True if they do not fit, a scalar on the device.
         """
         self._overflow += overflows
 
     def overflowed(self) -> bool:
-        """Whether rows of the last step did not fit on any rank: the same answer on all. The host waits for it."""
+        """Return True if rows of the last step did not fit on at least one rank. The answer is the same on all ranks.
+        The host waits for it."""
         if self._overflow.is_meta or self.factor >= self.most:
             return False
         (total,) = Readback(all_reduce(self._overflow, self._mesh.world), self._overflow).wait("the rows that fitted")
@@ -96,11 +100,11 @@ class Capacity:
 
 
 class FixedExchange(TravellingExchange):
-    """Sends buffers of a fixed size.
+    """An exchange that sends buffers of a fixed size.
 
     Args:
-        capacity: how large.
-        group, parts, saved_ops, counts_X, rows: as `ExpertExchange` takes them.
+        capacity: the size of the buffers.
+        group, parts, saved_ops, counts_X, rows: as in `ExpertExchange`.
     """
 
     def __init__(
@@ -116,9 +120,9 @@ class FixedExchange(TravellingExchange):
         each = len(counts_X) // group.size()
         theirs_QX = saved_ops(DISPATCH, partial(their_counts, counts_X, group)).view(-1, each)
         mine_QX, ends_X = counts_X.view(-1, each), counts_X.cumsum(0)
-        first_QX = (ends_X - counts_X).view(-1, each)  # of each expert, the first row that is sent
+        first_QX = (ends_X - counts_X).view(-1, each)  # for each expert, the first row that is sent
         self.parts: list[_FixedPart] = []
-        places = []  # of each expert, where its first row comes back
+        places = []  # for each expert, the position at which its first row returns
         for experts in parts_of(each, parts):
             sent = _Sent(mine_QX[:, experts], first_QX[:, experts], capacity, rows)
             part = _FixedPart(self.returning, group, saved_ops, experts, sent, theirs_QX[:, experts].contiguous())
@@ -135,11 +139,11 @@ class FixedExchange(TravellingExchange):
 
 
 class _Gathered(NamedTuple):
-    """Which row of a tensor each row of another one is.
+    """A selection of rows: which row of a source tensor each row of the result is.
 
     Attributes:
-        source: [rows], 0 where there is none.
-        empty: [rows, 1]: where there is none, so zeros.
+        source: [rows], the index in the source; 0 if the row is empty.
+        empty: [rows, 1], True if the row comes from no row of the source and is zeros.
     """
 
     source: Tensor
@@ -147,9 +151,10 @@ class _Gathered(NamedTuple):
 
     @classmethod
     def of(cls, source: Tensor, there: Tensor) -> "_Gathered":
-        """
+        """Return the selection of all rows, of which some are empty.
+
         Args:
-            source, there: of one shape, row-major; `source` is read where `there` is true.
+            source, there: of one shape, row-major; `source` is read only where `there` is true.
         """
         return cls(source.where(there, 0).flatten(), ~there.reshape(-1, 1))
 
@@ -161,14 +166,14 @@ class _Sent:
     """The rows of this rank's tokens that go to the experts of one part on each rank.
 
     Args:
-        mine_QX: how many go to each expert.
-        first_QX: the first one of each.
-        rows: of all parts.
+        mine_QX: the number of rows for each expert.
+        first_QX: the first row for each expert.
+        rows: the number of rows of all parts.
 
     Attributes:
         C, D: as in the legend.
         slots: the rows [Q x C] that are sent.
-        overflows: whether they do not fit, on the device.
+        overflows: True if they do not fit, a scalar on the device.
     """
 
     def __init__(self, mine_QX: Tensor, first_QX: Tensor, capacity: Capacity, rows: int):
@@ -180,16 +185,17 @@ class _Sent:
 
 
 class _FixedPart(TravellingPart):
-    """
+    """A part whose messages have a fixed size.
+
     Args:
         sent: the rows of this rank's tokens.
-        theirs_QX: how many rows come from each rank for each expert.
-        returning: where they come back; this part's rows are added to those of the parts before.
+        theirs_QX: the number of rows that come from each rank for each expert.
+        returning: the buffer in which rows return. The rows of this part follow the rows of earlier parts.
 
     Attributes:
-        rows: that come, and that come back, the empty ones too.
-        first_Q: where those of each rank begin in `returning`.
-        overflows: whether an expert gets more rows than fit, on the device.
+        rows: the number of rows that come, and that return, including the empty ones.
+        first_Q: the position in `returning` of the first row from each rank.
+        overflows: True if an expert gets more rows than fit, a scalar on the device.
     """
 
     def __init__(
@@ -229,12 +235,12 @@ class _FixedPart(TravellingPart):
 
 
 def _buckets(theirs_QX: Tensor, C: int, D: int) -> tuple[_Gathered, _Gathered]:
-    """From the rows that came, C of each rank and sorted by expert in them, to buckets of D rows of each expert, ranks
-    in order; and back."""
+    """Return two selections: from the rows that arrived to buckets, and back. C rows come from each rank, sorted by
+    expert. Each expert has a bucket of D rows, in the order of the ranks."""
     ranks, number = theirs_QX.shape
     of_rank_QX = theirs_QX.cumsum(1)  # ends of the experts in the rows of a rank
     of_expert_XQ = theirs_QX.t().cumsum(1)  # ends of the ranks in the bucket of an expert
-    # what is to be added to a place in a rank's rows to get that in the bucket
+    # the difference between a row's position in the bucket and its position in its rank's rows
     moved_QX = of_expert_XQ.t() - of_rank_QX
     place_XD = torch.arange(D, device=theirs_QX.device).expand(number, D).contiguous()
     place_QC = torch.arange(C, device=theirs_QX.device).expand(ranks, C).contiguous()

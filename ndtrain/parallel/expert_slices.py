@@ -1,12 +1,14 @@
-"""Experts whose inner size tp shards: each tp rank has a slice of every expert, as of a dense MLP.
+"""Experts whose inner size tp shards: each tp rank has a slice of every expert, as in a dense MLP.
 
-A router stays as it is. It routes the tokens of the residual stream that are on its rank, each once where sequence
-parallelism shards them. Tokens, weights and choices are gathered only behind it, and behind the balance losses. So all
-that counts tokens (loads, balance losses, the z-loss) knows nothing of slices.
+A router stays as it is. It routes the tokens of the residual stream that are on its rank. With sequence parallelism the
+ranks have different tokens, so each token is routed once. Tokens, weights and choices are gathered only behind the
+router and the balance losses. Code that counts tokens (loads, balance losses, the z-loss) therefore need not know about
+slices.
 
-What a rank computes with its slices is a part of each output, and the parts are summed. So the gradient of an output's
-weight is also a part on each rank. The gather's backward sums the parts, as it sums those of the tokens' gradients. The
-router's gradient is then that of its own tokens, which the rule for gradients knows already.
+A rank computes a part of each output with its slices, and the parts are summed. The gradient of an output's weight is
+therefore also a part on each rank. The gather's backward sums these parts, as it sums the parts of the tokens'
+gradients. The router's gradient then comes from its own tokens alone, a case that the rule for gradients covers
+already.
 
 |          | sequence parallel                                   | otherwise                                       |
 |----------|-----------------------------------------------------|-------------------------------------------------|
@@ -39,19 +41,19 @@ class ExpertSlices:
     """`Ops.gather_routed` and `Ops.reduce_routed` over slices of experts.
 
     Args:
-        comm: between the residual stream's tokens and those of all tp ranks.
-        sequence_parallel: whether these differ.
-        saved_ops: where the sums are saved, so that no recompute sends them again.
+        comm: the communication between the residual stream's tokens on this rank and the tokens of all tp ranks.
+        sequence_parallel: True if these tokens differ.
+        saved_ops: the store of the saved sums, which no recompute sends again.
     """
 
     def __init__(self, comm: StreamComm, sequence_parallel: bool, saved_ops: SavedOps):
         self.comm, self.sequence_parallel, self.saved_ops = comm, sequence_parallel, saved_ops
 
     def over(self, ops: Ops, compiled: bool) -> Ops:
-        """`ops` with both calls replaced.
+        """Return `ops` with both calls replaced.
 
         Args:
-            compiled: whether blocks are; communication cannot be part of a graph.
+            compiled: True if blocks are compiled; communication cannot be part of a graph.
         """
         outside = torch.compiler.disable if compiled else lambda op: op
         return replace(ops, gather_routed=outside(self.gather), reduce_routed=outside(self.reduce))

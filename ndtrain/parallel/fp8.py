@@ -1,4 +1,4 @@
-"""fp8: the blocks' weight matmuls over factors of 8 bits (Micikevicius et al., 2022, arXiv:2209.05433).
+"""fp8: the blocks' weight matmuls with factors of 8 bits (Micikevicius et al., 2022, arXiv:2209.05433).
 
 |                 | factors                   | result                              |
 |-----------------|---------------------------|-------------------------------------|
@@ -8,10 +8,10 @@
 
 Routers, gates of one output and the experts that tokens are routed to are computed as without fp8.
 
-Each factor is cast when it is used, with a scale of its own from its largest magnitude then, on the device. Scales are
-powers of two, so they move the range and not the digits: an element well inside the range becomes the same number under
-any of them. What a rank scales by the largest of its own part of a tensor agrees so with what another mesh makes of it,
-without a message, but for elements 2^-14 times as small as the largest.
+Each factor is cast when it is used. Its scale is computed on the device, from its largest magnitude at that moment.
+Scales are powers of two, so they move the range and not the digits: an element well inside the range becomes the same
+number under any scale. A rank scales by the largest element of its own part of a tensor, which depends on the mesh.
+Without any message, the numbers still agree between meshes, except for elements 2^-14 times as small as the largest.
 
 Shape legend: N tokens, I in, O out; of any matrix R rows, C columns.
 """
@@ -46,7 +46,7 @@ def check_shapes(layouts: Layouts, table: Iterable[Param], ops: Iterable[OpSpec]
         ops: the ops of each kind of block.
 
     Raises:
-        ConfigError: a matrix of a block has a size on this rank that no fp8 matmul takes.
+        ConfigError: a matrix of a block has a size on this rank that no fp8 matmul accepts.
     """
     in_fp8 = {op.name for op in ops if not op.wide and not op.routed}
     for p in table:
@@ -65,21 +65,23 @@ class Cast(NamedTuple):
 
     Attributes:
         values: [R, C], row-major unless transposed on a device that does not multiply fp8.
-        unit: what a one in it stands for, an fp32 scalar; NaN if something that was cast was not finite.
+        unit: the number that a one in `values` represents, an fp32 scalar. NaN if an element was not finite before the
+            cast.
     """
 
     values: Tensor
     unit: Tensor
 
     def t(self) -> "Cast":
-        """[C, R]; row-major where the device multiplies fp8. (A transposed copy in compiled code for a CPU
-        was seen to hold NaN, with torch 2.13.)"""
+        """Return the transpose [C, R]. It is row-major if the device multiplies fp8. (With torch 2.13, a transposed
+        copy in compiled code for a CPU was seen to hold NaN.)"""
         values = self.values.t()
         return Cast(values.contiguous() if multiplies_fp8(values.device.type) else values, self.unit)
 
 
 def cast(x_RC: Tensor, dtype: torch.dtype) -> Cast:
-    """To the nearest in `dtype`, scaled by the largest power of two that takes nothing beyond its range."""
+    """Cast a matrix to the nearest numbers in `dtype`. It is first scaled by the largest power of two with which no
+    element exceeds the range."""
     largest = torch.linalg.vector_norm(x_RC, float("inf")).float()
     fraction, exponent = torch.frexp(largest)
     up = (_TOP[dtype] - exponent - (fraction > 0.875).int()).clamp(-126, 126)
@@ -88,12 +90,13 @@ def cast(x_RC: Tensor, dtype: torch.dtype) -> Cast:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2 to an int32 in [-126, 127], exactly."""
+    """Return 2 to the power of an int32 in [-126, 127], exactly."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 def multiply(a_RC: Cast, b_KC: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """a @ b.T, [R, K] in `dtype`. `fast`: sums may be kept in fewer bits than fp32's, where the device can."""
+    """Return a @ b.T, [R, K] in `dtype`. With `fast`, sums may have fewer bits than fp32's, if the device supports
+    it."""
     if multiplies_fp8(a_RC.values.device.type):
         factors, units = (a_RC.values, b_KC.values.t()), {"scale_a": a_RC.unit, "scale_b": b_KC.unit}
         return torch._scaled_mm(*factors, **units, out_dtype=dtype, use_fast_accum=fast)
@@ -102,16 +105,16 @@ def multiply(a_RC: Cast, b_KC: Cast, dtype: torch.dtype, fast: bool = False) -> 
 
 
 def multiplies_fp8(device: str) -> bool:
-    """Whether matmuls of fp8 are to be had there. Not on a CPU: PyTorch's is a plain loop, a thousand times as slow as
-    the same product in fp32."""
+    """Return True if the device has fp8 matmuls. A CPU counts as having none: PyTorch's is a plain loop, a thousand
+    times as slow as the same product in fp32."""
     if device == "meta":
         return kind_of(torch.device(device)) == "cuda"
     return _tried(device)
 
 
 def prepare_compile() -> None:
-    """Tells the compiler that `multiplies_fp8` is a constant. It is no decorator, since that would import the compiler
-    together with this module, which takes about a second."""
+    """Mark `multiplies_fp8` as a constant for the compiler. A decorator would import the compiler together with this
+    module, which takes about a second."""
     torch.compiler.assume_constant_result(multiplies_fp8)
 
 
@@ -129,7 +132,7 @@ def _tried(device: str) -> bool:
 
 
 class _Casts(Gathered):
-    """What is gathered, cast: each slice of rows once."""
+    """Gathered rows, cast to fp8. Each slice of rows is cast once."""
 
     def __init__(self, gathered: Gathered, dtype: torch.dtype):
         self._gathered, self._dtype, self.order = gathered, dtype, gathered.order
@@ -148,10 +151,11 @@ class _Casts(Gathered):
 
 
 class Fp8Matmul(MatmulImpl):
-    """As `MatmulImpl`, of factors in fp8."""
+    """`MatmulImpl` with factors in fp8."""
 
     def of_weight(self, w_OI: Tensor) -> MatmulImpl:
-        """A gate has one output, and fp8 has no product of such a matrix."""
+        """Return the implementation that multiplies by this weight. A gate has one output, and fp8 has no product of
+        such a matrix."""
         return PLAIN_MATMUL if w_OI.shape[0] == 1 else self
 
     def input(self, x: Gathered) -> Gathered:
@@ -184,8 +188,8 @@ _PRODUCTS = Fp8Matmul()
 
 
 class _Linear(torch.autograd.Function):
-    """y_i = x @ w_i.T, as `compiled_linear.py` says. The compiler makes each cast in the pass that makes what is cast,
-    once for all that read it, and decides what is kept for backward."""
+    """y_i = x @ w_i.T in fp8, as in `compiled_linear.py`. The compiler makes each cast in the kernel that computes its
+    input, once for all readers. It also decides what is kept for backward."""
 
     @staticmethod
     def forward(ctx, x_NI: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
@@ -209,10 +213,10 @@ class _Linear(torch.autograd.Function):
 
 @opaque
 def linear_backward_fp8(values: Sequence[Tensor], units: Sequence[Tensor], weights_OI: Sequence[Tensor]) -> Tensor:
-    """As `compiled_linear.linear_backward`, of factors in fp8.
+    """Compute `compiled_linear.linear_backward` with factors in fp8.
 
     Args:
-        values, units: of the casts: each dy [N, O], each w [I, O], each dy [O, N], x [I, N].
+        values, units: of the casts, in this order: each dy [N, O], each w [I, O], each dy [O, N], x [I, N].
     """
     casts, n = [Cast(v, u) for v, u in zip(values, units, strict=True)], len(weights_OI)
     dx_NI = _PRODUCTS.input_gradient(casts[:n], casts[n : 2 * n])

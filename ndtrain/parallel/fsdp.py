@@ -1,8 +1,8 @@
 """fsdp (and cp): each unit's parameters are one flat buffer, split evenly over the ranks that its layout names
 (`UnitGroups`).
 
-With N local parameters, n ranks that split them, c bytes of compute precision and 4 bytes of master precision, a rank
-holds
+Let N be the number of parameters that tp and pp leave to a rank, and n the number of ranks that split them. The compute
+precision has c bytes, the master precision 4. A rank then holds these bytes:
 
 | zero | parameters  | gradients | master + moments |
 |------|-------------|-----------|------------------|
@@ -10,12 +10,12 @@ holds
 | 2    | N c         | 4 N / n   | 12 N / n         |
 | 3    | one or two units while they compute | 4 N / n | 12 N / n |
 
-Where compute and master precision are one dtype and parameters stay resident (zero 1 and 2, or n = 1), the rank's
+If compute and master precision are the same dtype and parameters stay resident (zero 1 and 2, or n = 1), the rank's
 shard of the compute copy *is* the master: 4 N / n less. With moments in bf16 (`optim.state_dtype`) the last column is
-8 N / n. With `optim.offload` it lies in host memory, and a rank's own weights stay on the device in compute precision:
-c N / n where zero is 3 and n > 1, else they are part of the parameters.
+8 N / n. With `optim.offload` the last column is in host memory. The device then keeps the rank's own weights in compute
+precision: c N / n if zero is 3 and n > 1. Otherwise they are part of the parameters.
 
-The idea of sharding all state is ZeRO's (Rajbhandari et al., 2020, arXiv:1910.02054).
+The idea to shard all state comes from ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,17 +40,18 @@ class ShardedUnits:
     """All units of a rank's stages. Holds their state; gathers, reshards and reduces it.
 
     Args:
-        layouts: unit name -> flat layout, in model order. Each names the groups of its unit, which exist already.
-        tp_replicas, ties: sum gradients over the replicas that single tensors have along tp, and over the two stages
-            that hold tied embeddings.
+        layouts: unit name -> flat layout, in model order. Each layout names the groups of its unit, which exist
+            already.
+        tp_replicas: sums the gradients of single tensors over their replicas along tp.
+        ties: sums the gradients of tied embeddings over the two stages that hold them.
         accumulator: accumulates the gradients of matrices.
         compiled: the units whose blocks are compiled.
-        in_graph: whether their matmuls are part of the graphs.
-        fused_names: names of matrices that are fused where they are neighbours in the flat buffer.
+        in_graph: True if the matmuls of compiled blocks are part of their graphs.
+        fused_names: names of matrices that are fused if they are neighbours in the flat buffer.
 
     Attributes:
         unsharded: the units whose weights are unsharded.
-        before_update: called before an update changes weights or state.
+        before_update: functions to call before an update changes weights or state.
         whole_tensors: set for an optimizer that needs whole tensors, else None.
     """
 
@@ -81,7 +82,9 @@ class ShardedUnits:
             alike = {name: layout for name, layout in layouts.items() if layout.groups == groups}
             fused = {name: () if in_graph and name in compiled else fused_names for name in alike}
             by_name |= allocate(alike, plan, mesh, fused)
-            if groups.replicas > 1:  # one for each set of axes, so that neighbouring gradients travel in one message
+            if (
+                groups.replicas > 1
+            ):  # one for each set of axes, so that neighbouring gradients are summed in one message
                 axes = groups.replica_axes
                 self._replicas.setdefault("+".join(axes), ReplicaReducer(mesh.group(*axes)))
         self.units = {name: by_name[name] for name in layouts}
@@ -94,8 +97,8 @@ class ShardedUnits:
     # ------------------------------------------------------------------------------------------------------- state
 
     def state_bytes(self) -> int:
-        """Bytes of parameters, gradients, master weights and optimizer state this rank holds now. Shared storage counts
-        once, offloaded state not at all."""
+        """Return the bytes of parameters, gradients, master weights and optimizer state that this rank holds now.
+        Shared storage counts once, offloaded state not at all."""
         storages = {}
         for unit in self.units.values():
             state = () if self.offload else (unit.master, *unit.state.values(), unit.ema)
@@ -107,14 +110,14 @@ class ShardedUnits:
     # -------------------------------------------------------------------------------------------------- parameters
 
     def gather(self, name: str) -> None:
-        """Starts to gather the unit's weights."""
+        """Start the all-gather of the unit's weights."""
         unit = self.units[name]
         if unit.residency.reshard_after_forward:
             resize(unit.full, unit.layout.numel)
         unit.gather = all_gather(unit.full, unit.gather_source, unit.group)
 
     def await_gather(self, name: str) -> None:
-        """Waits until the unit's weights are unsharded on this rank."""
+        """Wait for the all-gather of the unit's weights. They are then unsharded on this rank."""
         unit = self.units[name]
         assert unit.gather, "its gather has been launched"
         unit.gather.wait()
@@ -122,21 +125,21 @@ class ShardedUnits:
         self.unsharded.add(name)
 
     def unshard(self, name: str) -> None:
-        """Gathers the unit's weights, unless they are unsharded, and waits for them. For use outside of a step."""
+        """Gather the unit's weights and wait for them, unless they are unsharded already. For use outside of a step."""
         if name not in self.unsharded:
             self.gather(name)
             self.await_gather(name)
 
     def free(self, name: str) -> None:
-        """Frees the unsharded weights of a unit that is resharded after each use (zero 3)."""
+        """Free the unsharded weights of a unit that is resharded after each use (zero 3)."""
         resize(self.units[name].full, 0)
         self.unsharded.discard(name)
 
     def weights_changed(self, published: bool = False) -> None:
-        """Marks the gathered weights as stale, after an optimizer step or a load.
+        """Mark the gathered weights as stale after an optimizer step or a load. The next use gathers them again.
 
         Args:
-            published: whether the offloaded weights are already copied to the device.
+            published: True if the offloaded weights are already copied to the device.
         """
         for unit in self.units.values():
             if self.offload and not published:
@@ -146,7 +149,7 @@ class ShardedUnits:
         self.unsharded.clear()
 
     def start_average(self) -> None:
-        """Sets the average of the weights, if there is one, to the weights."""
+        """Set the average of the weights, if there is one, to the weights."""
         for unit in self.units.values():
             if unit.ema is not None:
                 unit.ema.copy_(unit.master)
@@ -154,8 +157,8 @@ class ShardedUnits:
     # --------------------------------------------------------------------------------------------------- gradients
 
     def open(self, name: str) -> None:
-        """Begins the unit's unsharded gradient, which is allocated unless the rank holds it all the time. Backward
-        through the unit may accumulate into `.grad` from now on."""
+        """Start the unit's unsharded gradient, and allocate it unless the rank holds it all the time. From now on,
+        backward through the unit may accumulate into `.grad`."""
         unit = self.units[name]
         if unit.full_grad is None:
             unit.full_grad = torch.empty(unit.layout.numel, dtype=self.master, device=self.device)
@@ -163,31 +166,31 @@ class ShardedUnits:
         self._start_gradient(unit)
 
     def attach(self, name: str) -> None:
-        """Gives the parameters of a compiled unit their gradients, for a backward."""
+        """Attach the gradients to the parameters of a compiled unit, for a backward."""
         if name in self.compiled:
             self._attach(self.units[name])
 
     def detach(self, name: str) -> None:
-        """Takes the gradients of a compiled unit's parameters away after the backward: the compiler refuses parameters
-        that have a gradient of another precision."""
+        """Detach the gradients from the parameters of a compiled unit, after the backward. The compiler refuses
+        parameters that have a gradient of another precision."""
         if name in self.compiled:
             for _, p in self.units[name].with_gradient:
                 p.grad = None
 
     def deferring(self, later: list[Callable[[], None]] | None) -> AbstractContextManager:
-        """Inside the context the gradients of matrices are deferred: their computation is appended to `later`. None:
-        they are not deferred."""
+        """Return a context in which the gradients of matrices are deferred: their computation is appended to `later`.
+        If `later` is None, they are not deferred."""
         return nullcontext() if later is None else self.accumulator.deferred(later)
 
     def close(self, name: str) -> None:
-        """Completes the unit's unsharded gradient: the gradients of matrices that no backward has reached become
+        """Complete the unit's unsharded gradient. The gradients of matrices that no backward has reached become
         zero."""
         self.attach(name)
         self.accumulator.close(self.units[name].accumulated)
         self.detach(name)
 
     def discard(self, name: str) -> None:
-        """Drops the unit's unsharded gradient, unless the rank holds it all the time."""
+        """Drop the unit's unsharded gradient, unless the rank holds it all the time."""
         unit = self.units[name]
         if not unit.residency.holds_full_grad:
             unit.full_grad = None
@@ -195,17 +198,17 @@ class ShardedUnits:
                 p.grad = None
 
     def reduce(self, name: str) -> None:
-        """Starts the reduce-scatter of the unit's gradient. Only the reduction reads it from now on, unless the rank
-        holds it all the time: the unit's next backward allocates another one."""
+        """Start the reduce-scatter of the unit's gradient. From now on only the reduction holds this gradient, unless
+        the rank holds it all the time. The unit's next backward allocates a new one."""
         unit = self.units[name]
         self._reductions[name] = unit.full_grad, reduce_scatter(unit.full_grad, unit.reductions)
         self.discard(name)
 
     def collect(self, name: str, first: bool) -> None:
-        """Waits for the reduce-scatter of the unit's gradient, and adds the result to the shard's gradient.
+        """Wait for the reduce-scatter of the unit's gradient, and add the result to the shard's gradient.
 
         Args:
-            first: whether it is the step's first one, which replaces what the shard's gradient holds.
+            first: True for the first reduce-scatter of the step. Its result replaces the shard's gradient.
         """
         unit = self.units[name]
         full, work = self._reductions.pop(name)
@@ -215,7 +218,7 @@ class ShardedUnits:
             unit.grad.copy_(own) if first else unit.grad.add_(own)
 
     def sum_replicas(self, axes: str, names: Sequence[str]) -> None:
-        """Starts to sum the gradients of neighbouring shards over their replicas."""
+        """Start to sum the gradients of neighbouring shards over their replicas."""
         units = [self.units[name] for name in names]
         buffer, _ = units[0].grad_at
         start, numel = min(u.grad_at[1] for u in units), sum(u.grad.numel() for u in units)
@@ -223,21 +226,21 @@ class ShardedUnits:
         self._replicas[axes].launch(buffer[start : start + numel])
 
     def await_sums(self, axes: str) -> None:
-        """Waits for the sums over replicas."""
+        """Wait for the sums over replicas."""
         self._replicas[axes].wait()
 
     def sum_tp_replicas(self) -> None:
-        """Sums the gradients that several ranks of tp hold."""
+        """Sum the gradients that several ranks of tp hold."""
         for unit in self.units.values():
             self.tp_replicas.add(unit.layout, unit.layout.own[0], unit.grad)
         self.tp_replicas.finish()
 
     def sum_tied(self, name: str) -> None:
-        """Adds the other stage's gradient of tied embeddings."""
+        """Add the other stage's gradient of the tied embeddings."""
         self.ties.add(self.units[name].grad)
 
     def _start_gradient(self, unit: Unit) -> None:
-        """Zeroes the gradients of vectors, which autograd adds to, and the padding behind them. Gradients of matrices
+        """Zero the gradients of vectors, which autograd adds to, and the padding behind them. The gradients of matrices
         are overwritten by their first matmul."""
         unit.full_grad[unit.layout.matrix_numel :].zero_()
         self.accumulator.open(unit.accumulated)

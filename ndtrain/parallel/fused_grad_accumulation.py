@@ -1,10 +1,10 @@
-"""The model's weight ops with gradients written straight into the flat buffers.
+"""The model's weight ops, with gradients written straight into the flat buffers.
 
 Autograd makes each weight gradient as a tensor of its own and then adds it to `.grad`. Here the matmul accumulates in
 place, as Megatron-LM's gradient-accumulation fusion does: no zeroing, no temporary, no addition afterwards.
 
-A `StreamComm` on either side of a matmul turns the residual stream's tokens into those that the matmul sees, and back.
-On one device it is `NO_COMM`, which moves nothing; `parallel/tp.py` has the others.
+A `StreamComm` before a matmul turns the residual stream's tokens into the matmul's tokens, and a `StreamComm` after it
+turns them back. On one device it is `NO_COMM`, which moves nothing; `parallel/tp.py` has the others.
 
 Shape legend: N tokens, I in, O out, E hidden_size, V vocabulary.
 """
@@ -34,7 +34,7 @@ Rows = slice
 
 
 class Gathered:
-    """Rows [N, I] that are gathered, or still being received. `rows` waits for those that it returns.
+    """Rows [N, I] that are gathered, or still being received. `rows` waits for the rows that it returns.
 
     Attributes:
         order: slices of the rows in the order they arrive.
@@ -45,7 +45,7 @@ class Gathered:
         self.order: list[Rows] = [slice(0, x_NI.shape[0])]
 
     def rows(self, wanted: Rows) -> Tensor:
-        """These rows. Waits until they are received."""
+        """Return the `wanted` rows. Wait until they are received."""
         return self._x_NI if wanted is self.order[0] else self._x_NI[wanted]  # a slice of a tensor costs microseconds
 
     def all(self) -> Tensor:
@@ -57,18 +57,18 @@ class StreamComm:
     the same.
 
     Attributes:
-        sums_in_place: whether `reduce` writes into what `produce` returns.
+        sums_in_place: True if `reduce` writes into the tensor that `produce` returns.
     """
 
     sums_in_place = False
 
     def gather(self, x: Tensor) -> Gathered:
-        """The matmul's tokens from the residual stream's tokens; in backward, of gradients."""
+        """Gather the matmul's tokens from the residual stream's tokens. In the backward it gathers their gradients."""
         return Gathered(x)
 
     def reduce(self, produce: Callable[[Rows], Tensor], order: Sequence[Rows]) -> Callable[[], Tensor]:
-        """The residual stream's tokens from this rank's share of the matmul's. `produce` computes that share slice by
-        slice, preferably in `order`. Returns a function that waits for the tokens."""
+        """Sum the matmul's outputs over the ranks into the residual stream's tokens. `produce` computes this rank's
+        share of the sum slice by slice, preferably in `order`. Return a function that waits for the tokens."""
         if len(order) == 1:
             y_NO = produce(order[0])
             return lambda: y_NO
@@ -81,11 +81,11 @@ NO_COMM = StreamComm()
 
 
 class MatmulImpl:
-    """The matmuls of y = x @ w.T and of its gradients, and how their factors are prepared. This class leaves the
+    """The matmuls of y = x @ w.T and of its gradients, and the preparation of their factors. This class leaves the
     factors as they are."""
 
     def of_weight(self, w_OI: Tensor) -> "MatmulImpl":
-        """What multiplies this weight."""
+        """Return the implementation that multiplies by this weight."""
         return self
 
     def input(self, x: Gathered) -> Gathered:
@@ -95,25 +95,26 @@ class MatmulImpl:
         return dy
 
     def weight(self, w_OI: Tensor, backward: bool) -> Any:
-        """The weight as `output` takes it, or with `backward` as `input_gradient` takes it."""
+        """Prepare the weight as a factor of `output`, or with `backward` as a factor of `input_gradient`."""
         return w_OI
 
     def output(self, x_NI: Any, w_OI: Any) -> Tensor:
         return torch.mm(x_NI, w_OI.t())
 
     def input_gradient(self, dys: Sequence[Any], weights: Sequence[Any]) -> Tensor:
-        """The sum of dy_NO @ w_OI, [N, I]."""
+        """Return the sum of dy_NO @ w_OI, [N, I]."""
         dx_NI = torch.mm(dys[0], weights[0])
         for dy, w in zip(dys[1:], weights[1:], strict=True):
             dx_NI.addmm_(dy, w)
         return dx_NI
 
     def weight_gradient(self, accumulator: GradAccumulator, w: nn.Parameter, dy_NO: Any, x_NI: Any) -> None:
-        """Accumulates dy.T @ x."""
+        """Accumulate dy.T @ x."""
         accumulator.accumulate_product(w, dy_NO.t(), x_NI)
 
     def in_graph(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """The outputs of several weights with one input, as a compiler can trace them (`compiled_linear.py`)."""
+        """Return the outputs of several weights with one input, in a form that a compiler can trace
+        (`compiled_linear.py`)."""
         return compiled_linear.linear(x, weights, biases)
 
 
@@ -128,7 +129,7 @@ class WideMatmul(MatmulImpl):
 
 
 class LinearComm(NamedTuple):
-    """The communication around a weight's matmul: of its input, and of its output. `matmul` computes it."""
+    """The communication of a weight's matmul, before it and after it. `matmul` computes the matmul."""
 
     gather_input: StreamComm = NO_COMM
     reduce_output: StreamComm = NO_COMM
@@ -142,9 +143,9 @@ WIDE_LINEAR = LinearComm(matmul=WideMatmul())
 class _Linear(torch.autograd.Function):
     """y_i = x @ w_i.T + b_i for several weights with the same communication.
 
-    The gathered input is not saved: backward gathers it again. The Parameters are attributes and not saved tensors,
+    The gathered input is not saved: backward gathers it again. The Parameters are attributes, not saved tensors,
     because fsdp frees their storage between forward and backward. `recall`, if not None, returns the outputs: it
-    computes them, or returns the saved ones. The weights are not inputs for autograd, which accumulates no gradient for
+    computes them, or returns the saved ones. The weights are not inputs of autograd, so it accumulates no gradient for
     them.
     """
 
@@ -174,8 +175,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _local_gradients(ctx, x_NI: Tensor, dys_NO: Sequence[Tensor]) -> Tensor:
-    """Accumulates the weights' gradients and returns the input's."""
-    lefts_ON = [dy_NO.t() for dy_NO in dys_NO]  # now: after a large product a view costs twenty times as much
+    """Accumulate the weights' gradients and return the input's gradient."""
+    lefts_ON = [dy_NO.t() for dy_NO in dys_NO]  # here, because after a large product a view costs twenty times as much
     dx_NI = PLAIN_MATMUL.input_gradient(dys_NO, [s.weight for s in ctx.fused_weights])
     for s, left_ON in zip(ctx.fused_weights, lefts_ON, strict=True):
         ctx.accumulator.accumulate_product(s.weight, left_ON, x_NI)
@@ -183,8 +184,8 @@ def _local_gradients(ctx, x_NI: Tensor, dys_NO: Sequence[Tensor]) -> Tensor:
 
 
 def _comm_gradients(ctx, x: Tensor, dys: Sequence[Tensor]) -> Tensor:
-    """As `_local_gradients`. The input's gradient is computed first, so that it is sent while the weights' are
-    computed."""
+    """Do the same as `_local_gradients`, with communication. The input's gradient is computed first, so that it is sent
+    while the weights' gradients are computed."""
     comm, matmul = ctx.comm, ctx.comm.matmul
     gathered = matmul.input(comm.gather_input.gather(x))
     arriving = [matmul.gradient(comm.reduce_output.gather(dy)) for dy in dys]
@@ -200,7 +201,7 @@ def _comm_gradients(ctx, x: Tensor, dys: Sequence[Tensor]) -> Tensor:
 def _outputs(
     comm: LinearComm, x: Tensor, fused_weights: Sequence[FusedWeights], biases: Sequence[nn.Parameter | None]
 ) -> tuple[Tensor, ...]:
-    """x @ w.T + b of each, for the residual stream's tokens."""
+    """Return x @ w.T + b for each weight, for the residual stream's tokens."""
     if comm == LOCAL_LINEAR:
         made = [PLAIN_MATMUL.output(x, s.weight) for s in fused_weights]
     else:
@@ -220,8 +221,8 @@ def _outputs(
 
 
 class _Embedding(torch.autograd.Function):
-    """Looks up the ids in `held`, the rows of the table that this rank holds; other ids give zero. None: it holds
-    all."""
+    """A look-up of the ids in `held`, the rows of the table that this rank holds. Other ids give zero. None: the rank
+    holds all rows."""
 
     @staticmethod
     def forward(
@@ -250,7 +251,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _local(ids_N: Tensor, held: range | None) -> tuple[Tensor | None, Tensor]:
-    """(which ids are held, None for all; their rows in the table here)"""
+    """Return True for each id that is held here, or None if all are, and the rows of the ids in the local table."""
     if held is None:
         return None, ids_N
     here_N = (ids_N >= held.start) & (ids_N < held.stop)
@@ -258,7 +259,8 @@ def _local(ids_N: Tensor, held: range | None) -> tuple[Tensor | None, Tensor]:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The loss is already scaled, so its own gradient is 1. The weight's gradient is complete when forward returns."""
+    """The loss from the head's input. It is already scaled, so its own gradient is 1. The weight's gradient is complete
+    when forward returns."""
 
     @staticmethod
     def forward(
@@ -290,7 +292,7 @@ class WeightOps:
     Args:
         accumulator: accumulates the gradients of matrices.
         comm_of: parameter -> the communication around its matmul.
-        saved_ops: the saved outputs of some matmuls for the recompute of their block.
+        saved_ops: the saved outputs of some matmuls, for the recompute of their block.
         matmul: computes the blocks' matmuls.
         fused_weights: the first matrix of each fused weight -> the fused weight.
         objective: computes the loss of the logits of a chunk of tokens.
@@ -320,7 +322,7 @@ class WeightOps:
         return _Linear.apply(self.accumulator, comm, self.saved_ops.of(op), x, fused_weights, *biases)
 
     def wide_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x @ w.T in fp32 or wider, of a weight that every rank holds whole and for the tokens that this rank has."""
+        """Return x @ w.T in fp32 or wider, for the tokens on this rank. Every rank holds the whole weight."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         whole = [FusedWeights(weight, (weight.shape[0],))]
         recall = self.saved_ops.of(self.saved_ops.op_of.get(weight))
@@ -348,7 +350,7 @@ class WeightOps:
     def head_loss(
         self, x: Tensor, weight: Tensor, targets: Targets, scale: Tensor, chunk: int, vocabulary: Vocabulary = LOCAL
     ) -> Tensor:
-        wanted = torch.is_grad_enabled()  # asked here: inside a Function it never is
+        wanted = torch.is_grad_enabled()  # read here, because inside a Function gradients are always disabled
         return _HeadLoss.apply(
             self.accumulator, vocabulary, x, weight, targets.flatten(), scale, chunk, wanted, self.objective
         )
@@ -361,11 +363,11 @@ def fused_ops(
     fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
     objective: Objective = CROSS_ENTROPY,
 ) -> Ops:
-    """The model's ops on one device.
+    """Return the model's ops on one device.
 
     Args:
         gradients: accumulates the gradients of matrices.
-        saved_ops, matmul, fused_weights, objective: as `WeightOps` takes them.
+        saved_ops, matmul, fused_weights, objective: as in `WeightOps`.
     """
     saved_ops = saved_ops or SavedOps()
     ops = WeightOps(gradients, saved_ops=saved_ops, matmul=matmul, fused_weights=fused_weights, objective=objective)

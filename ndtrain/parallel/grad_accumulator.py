@@ -1,4 +1,4 @@
-"""Gradients written straight into the flat buffers, past autograd."""
+"""Gradients that are written straight into the flat buffers, without autograd."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from ndtrain.model.matmul_accumulate import accumulate_by_expert, accumulate_pro
 
 
 class FusedWeights(NamedTuple):
-    """Matrices of one input as one.
+    """Several weight matrices that share an input, stored as one.
 
     Attributes:
-        weight: [O, I], a Parameter for what it is gathered into and what its gradient is written to.
-        rows: of each matrix in it.
+        weight: [O, I], a Parameter: a view of the gathered weights. Its `.grad` is a view of the gradient buffer.
+        rows: the number of rows of each matrix in it.
     """
 
     weight: nn.Parameter
@@ -24,16 +24,17 @@ class FusedWeights(NamedTuple):
 
 
 class GradAccumulator:
-    """Writes into parameters' `.grad`. A *fresh* one holds nothing yet: the first write overwrites it."""
+    """Writes gradients into parameters' `.grad`. A *fresh* gradient holds nothing yet: the first write overwrites
+    it."""
 
     def __init__(self) -> None:
-        self._fresh: set[int] = set()  # ids: a tensor's own hash is a call of Python's
+        self._fresh: set[int] = set()  # ids, because hashing a tensor calls Python code
         self._later: list[Callable[[], None]] | None = None
 
     @contextmanager
     def deferred(self, later: list[Callable[[], None]]) -> Iterator[None]:
-        """Inside, what would be written is appended to `later` to be called instead: a backward then makes only the
-        gradients of its inputs (and of vectors, which autograd adds)."""
+        """Defer all writes within the context: append them to `later`, for the caller to run. A backward then computes
+        only the gradients of its inputs (and of vectors, which autograd adds)."""
         self._later = later
         try:
             yield
@@ -44,21 +45,22 @@ class GradAccumulator:
         self._fresh.update(map(id, parameters))
 
     def close(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Those that nothing was written to become zero."""
+        """Zero the gradients that nothing was written to."""
         for p in parameters:
             if self._take(p):
                 p.grad.zero_()
 
     def accumulate_product(self, p: nn.Parameter, a: Tensor, b: Tensor) -> None:
-        """p.grad += a @ b"""
+        """Compute p.grad += a @ b."""
         if self._later is not None:
-            # detached: a factor that the forward saved would keep its graph, and so the block's input with its gradient
+            # detached: a factor saved by the forward would keep alive its graph, the block's input and its gradient
             self._later.append(partial(self.accumulate_product, p, a.detach(), b.detach()))
             return
         accumulate_product(p.grad, a, b, fresh=self._take(p))
 
     def accumulate_by_expert(self, p: nn.Parameter, a_MO: Tensor, b_MI: Tensor, sizes: Sequence[int]) -> None:
-        """p.grad, which is a matrix [O, I] of each expert, += a[rows].T @ b[rows] for the `sizes` rows of each."""
+        """Compute grad[x] += a[rows].T @ b[rows] for the rows of each expert x. `p.grad` holds a matrix [O, I] for each
+        expert, and `sizes` has the number of rows of each expert."""
         if self._later is not None:
             self._later.append(partial(self.accumulate_by_expert, p, a_MO.detach(), b_MI.detach(), sizes))
             return
@@ -66,7 +68,7 @@ class GradAccumulator:
         accumulate_by_expert(total_XOI, a_MO, b_MI, sizes, fresh=self._take(p))
 
     def add_made(self, p: nn.Parameter, make: Callable[[], Tensor]) -> None:
-        """p.grad += make()"""
+        """Compute p.grad += make()."""
         if self._later is not None:
             self._later.append(partial(self.add_made, p, make))
         elif self._take(p):
@@ -75,7 +77,7 @@ class GradAccumulator:
             p.grad.add_(make())
 
     def add_rows(self, p: nn.Parameter, index_N: Tensor, rows_NE: Tensor) -> None:
-        """p.grad[index] += rows, in a fixed order."""
+        """Compute p.grad[index] += rows, in a fixed order."""
         if self._later is not None:
             self._later.append(partial(self.add_rows, p, index_N, rows_NE))
             return

@@ -1,4 +1,4 @@
-"""What the whole mesh makes of a step's gradients: loss, norm, and whether all of it is finite."""
+"""Statistics of a step over the whole mesh: the loss, the norm of the gradient, and whether both are finite."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from ndtrain.parallel.fsdp import ShardedUnits
 
 
 class GradStats(NamedTuple):
-    """The same bits on every rank, fp64 and on the device.
+    """Statistics of a step, with the same bits on every rank. They are fp64 and on the device.
 
     Attributes:
         losses: the loss and the objective's other sums, each summed over all ranks.
         norm: the 2-norm of the whole model's gradient, each element counted once.
-        finite: whether every rank's loss and the norm are.
+        finite: True if the norm and every rank's loss are finite.
     """
 
     losses: Tensor
@@ -25,7 +25,7 @@ class GradStats(NamedTuple):
 
 
 class GradStatsReducer:
-    """Asks every rank for its loss and for the norm of the gradients it owns."""
+    """Gathers every rank's loss, and the norm of the gradients that the rank owns."""
 
     def __init__(self, units: ShardedUnits, mesh: Mesh):
         self.mesh, self.device = mesh, units.device
@@ -41,12 +41,12 @@ class GradStatsReducer:
         return GradStats(rows[:, 1:].sum(0), rows[:, 0].sum().sqrt(), rows.isfinite().all())
 
 
-_ROW = 4096  # elements whose norm is taken in their own precision
+_ROW = 4096  # number of elements whose norm is computed in their own precision
 
 
 def _counted(units: ShardedUnits) -> list[Tensor]:
-    """The gradients that this rank counts in the norm, in few slices. Of the replicas of an element, the first one
-    counts it."""
+    """Return the gradients that this rank counts in the norm, in few slices. If an element has replicas, only the first
+    one is counted."""
     spans: list[tuple[Tensor, int, int]] = []
     for unit in units.units.values():
         buffer, at = unit.grad_at
@@ -61,8 +61,8 @@ def _counted(units: ShardedUnits) -> list[Tensor]:
 
 
 def _square_sum(x: Tensor) -> Tensor:
-    """The sum of squares, fp64, from the norms of short rows: PyTorch's fp32 norm of 10 M elements is off by 5e-4 on
-    CPU, which would make clipping depend on how the gradient is cut."""
+    """Return the sum of squares, fp64, from the norms of short rows. PyTorch's fp32 norm of 10 M elements is off by
+    5e-4 on CPU. Clipping would then depend on how the gradient is sharded."""
     whole = len(x) // _ROW * _ROW
     rows = torch.linalg.vector_norm(x[:whole].view(-1, _ROW), dim=1).double().square().sum()
     return rows + x[whole:].double().square().sum()

@@ -1,11 +1,11 @@
 """The experts' matmuls: rows sorted by expert times each expert's matrix, with gradients written straight into the flat
 buffers.
 
-The matrices of all experts that read one input lie one behind the other in their unit's buffer, so they are one tensor
-[X, O, I], where O counts those of one expert together (`FusedWeights`). Where PyTorch has a kernel for it, one grouped
-product computes all experts: in bf16 on Hopper and Blackwell. Elsewhere a loop does. The gradients of weights are a
-loop everywhere: each expert's product accumulates in place, in the precision of the buffer. An expert without rows gets
-a gradient of zeros.
+The matrices of all experts that read one input are neighbours in their unit's buffer. They form one tensor [X, O, I],
+where O counts the rows of all these matrices of one expert (`FusedWeights`). If PyTorch has a kernel for it, one
+grouped product computes all experts: in bf16 on Hopper and Blackwell. Otherwise a loop does. The gradients of weights
+are a loop everywhere: each expert's product accumulates in place, in the precision of the buffer. An expert without
+rows gets a gradient of zeros.
 
 Shape legend: M rows, X experts, I in, O out.
 """
@@ -23,11 +23,12 @@ from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.recompute import SavedOps
 
-_ALIGNMENT = 16  # bytes, of a grouped product's factors and of their rows
+_ALIGNMENT = 16  # bytes, for a grouped product's factors and their rows
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """As `_Linear` in `fused_grad_accumulation.py`: the Parameters are attributes and no inputs of autograd."""
+    """y = x @ w.T for rows sorted by expert. As in `_Linear` in `fused_grad_accumulation.py`, the Parameters are
+    attributes, not inputs of autograd."""
 
     @staticmethod
     def forward(
@@ -55,7 +56,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _outputs(x_MI: Tensor, expert_rows: ExpertRows, stacks: Sequence[FusedWeights]) -> tuple[Tensor, ...]:
-    """Each expert's rows times its matrices."""
+    """Multiply each expert's rows by its matrices."""
     experts, outputs = len(expert_rows.sizes), []
     for s in stacks:
         y_MO = products(x_MI, _matrices(s, experts).transpose(1, 2), expert_rows)
@@ -64,22 +65,22 @@ def _outputs(x_MI: Tensor, expert_rows: ExpertRows, stacks: Sequence[FusedWeight
 
 
 def _matrices(stack: FusedWeights, experts: int) -> Tensor:
-    """[X, O, I]"""
+    """Return the stack as one matrix for each expert, [X, O, I]."""
     return stack.weight.detach().unflatten(0, (experts, -1))
 
 
 def _rows_of_first(stack: FusedWeights, experts: int) -> tuple[int, ...]:
-    """Those of each matrix of the first expert; the others have as many."""
+    """Return the number of rows of each matrix of the first expert. The other experts have the same numbers."""
     return stack.rows[: len(stack.rows) // experts]
 
 
 def products(x_MI: Tensor, w_XIO: Tensor, expert_rows: ExpertRows) -> Tensor:
-    """Each expert's rows times its matrix, [M, O]."""
+    """Multiply each expert's rows by its matrix: [M, O]."""
     return sum_of_products([x_MI], [w_XIO], expert_rows)
 
 
 def sum_of_products(xs_MI: Sequence[Tensor], ws_XIO: Sequence[Tensor], expert_rows: ExpertRows) -> Tensor:
-    """The sum of each expert's rows of several tensors times its matrices, [M, O]."""
+    """Multiply each expert's rows of several tensors by its matrices, and sum the products: [M, O]."""
     if all(serves_grouped(t) for t in (*xs_MI, *ws_XIO)):
         return reduce(
             Tensor.add_, (F.grouped_mm(x, w, offs=expert_rows.ends) for x, w in zip(xs_MI, ws_XIO, strict=True))
@@ -97,7 +98,8 @@ def sum_of_products(xs_MI: Sequence[Tensor], ws_XIO: Sequence[Tensor], expert_ro
 
 
 def serves_grouped(x: Tensor) -> bool:
-    """Whether PyTorch's kernel for grouped products takes this factor: rows (or columns) that are aligned."""
+    """Return True if PyTorch's kernel for grouped products accepts this factor. Its rows (or columns) must be
+    aligned."""
     if not on_gpu(x) or x.dtype != torch.bfloat16 or not _has_kernel(x.device):
         return False
     *_, rows, columns = x.stride()
@@ -107,7 +109,8 @@ def serves_grouped(x: Tensor) -> bool:
 
 @cache
 def _has_kernel(device: torch.device) -> bool:
-    """On other GPUs a grouped product waits until the host has read the offsets, and is a loop too."""
+    """Return True if the device has a kernel for grouped products. On other GPUs PyTorch waits until the host has read
+    the offsets, and then loops as well."""
     return device.type == "meta" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
@@ -117,7 +120,7 @@ class GroupedLinear:
     Args:
         accumulator: accumulates the gradients.
         saved_ops: the results that recomputed blocks save.
-        stacks: the first matrix of each stack -> its matrices as one.
+        stacks: the first matrix of each stack -> all its matrices as one.
     """
 
     def __init__(self, accumulator: GradAccumulator, saved_ops: SavedOps, stacks: Mapping[nn.Parameter, FusedWeights]):

@@ -1,7 +1,8 @@
-"""Chooses the attention kernel of a run on a GPU (`hardware.attention`): the one named, or the fastest for its shape.
+"""The choice of the attention kernel of a run on a GPU (`hardware.attention`): the kernel that the user names, or the
+fastest for the run's shape.
 
 The fastest kernel depends on the GPU, the release of cuDNN, the head size, the sequence length, documents and windows.
-It is therefore measured at start on what the run computes, forward and backward. All ranks use the same kernel: the one
+It is therefore measured at start on the shapes of the run, forward and backward. All ranks use the same kernel: the one
 with the least time on average.
 
 Shape legend: B batch, T time, N query heads, K key/value heads, D head_dim.
@@ -32,8 +33,8 @@ class Shape(NamedTuple):
     """One call of the attention core on one rank.
 
     Attributes:
-        in_tiles: whether the run computes it tile by tile (`model/attention/core.py`).
-        scores: what scores go through, with documents such as the run may pack.
+        in_tiles: True if the run computes it tile by tile (`model/attention/core.py`).
+        scores: the changes of the scores. If the run packs documents, they contain sample documents.
     """
 
     B: int
@@ -47,7 +48,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, cfg: Config, dtype: torch.dtype) -> "Shape":
-        """Of a resolved configuration."""
+        """Return the shape for a resolved configuration."""
         m, t, local = cfg.model, cfg.train, LocalShapes.of(cfg)
         B, T = resolved(t.micro_batch), local.core_length
         scores = Scores(
@@ -74,14 +75,14 @@ Measure = Callable[[str, Shape, torch.device], float]
 
 
 def choose_kernel(cfg: Config, mesh: Mesh, dtype: torch.dtype, measure: Measure | None = None) -> tuple[str, str]:
-    """Returns the kernel's name, and a line for the user with the times. Both are the same on every rank of the mesh.
+    """Return the kernel's name, and a line for the user with the times. Both are the same on every rank of the mesh.
 
     Args:
-        dtype: of the queries.
-        measure: returns the seconds that a kernel takes on this rank; inf where it does not run.
+        dtype: the dtype of the queries.
+        measure: returns the seconds that a kernel takes on this rank, or inf if it does not run.
 
     Raises:
-        ConfigError: none of those asked for runs on every rank.
+        ConfigError: none of the requested kernels runs on every rank.
     """
     asked, shape = cfg.hardware.attention, Shape.of(cfg, dtype)
     names = able(shape) if asked == "auto" else [asked]
@@ -100,31 +101,33 @@ def choose_kernel(cfg: Config, mesh: Mesh, dtype: torch.dtype, measure: Measure 
 
 
 def able(shape: Shape) -> list[str]:
-    """The kernels that compute this, and that may be fast at it."""
+    """Return the kernels that can compute this shape, and that may be fast at it."""
 
     def may(name: str, kernel: Kernel) -> bool:
-        if kernel.whole or name == "math":  # they know every change of scores, and pay for it
+        if kernel.whole or name == "math":  # they support every change of scores, at a price
             return name == "math" or shape.scores.changed
-        builds_graphs = name == "cudnn" and shape.scores.documents is not None  # for each length of a document
+        builds_graphs = (
+            name == "cudnn" and shape.scores.documents is not None
+        )  # it builds a graph for each length of a document
         return not shape.scores.changed and not builds_graphs
 
     return [n for n, k in GPU_KERNELS.items() if may(n, k) and (n == "math" or shape.dtype in k.dtypes)]
 
 
 def sample_documents(B: int, T: int) -> Documents:
-    """Documents of unequal length for B rows of T tokens: from T/32 to T/4, in another order in each row."""
+    """Return documents of unequal length for B rows of T tokens: from T/32 to T/4, in another order in each row."""
     lengths = [max(1, T // 32 * part) for part in (8, 1, 4, 2, 1, 6, 3, 2, 5)]
     rows = [lengths[row % len(lengths) :] + lengths[: row % len(lengths)] for row in range(B)]
     return tuple((0, *(end for end in accumulate(row[:-1]) if end < T)) for row in rows)
 
 
 def by_preference(name: str, shape: Shape, device: torch.device) -> float:
-    """Instead of a time, where nothing can be measured: the place of the kernel in the table."""
+    """Return the kernel's position in the table instead of a time, if nothing can be measured."""
     return float(list(GPU_KERNELS).index(name))
 
 
 def seconds(name: str, shape: Shape, device: torch.device) -> float:
-    """The time of one forward and backward of the kernel; inf where it does not run or runs out of memory."""
+    """Return the time of one forward and backward of the kernel, or inf if it does not run or runs out of memory."""
     B, T, N, K, D, dtype, in_tiles, scores = shape
     scores = replace(scores, kernel=name)
     q, k, v = (torch.randn(B, T, heads, D, dtype=dtype, device=device, requires_grad=True) for heads in (N, K, K))

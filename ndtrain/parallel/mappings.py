@@ -1,6 +1,6 @@
-"""The ways between the residual stream's tokens and those that all tp ranks work on together, as functions of autograd.
-A matmul has both ways in itself (`LinearComm`). These are for ops that are no matmul: the rotated key of a latent
-attention, which every head reads, and experts of which each rank has a slice."""
+"""Autograd functions that map this rank's tokens of the residual stream to the tokens of all tp ranks, and back. A
+matmul has both mappings built in (`LinearComm`). These functions are for ops without a matmul: the rotated key of a
+latent attention, which every head reads, and experts of which each rank has a slice."""
 
 from collections.abc import Callable
 
@@ -39,20 +39,21 @@ def _sum(y_NI: Tensor, comm: StreamComm) -> Tensor:
 
 
 def gather_tokens(x: Tensor, comm: StreamComm) -> Tensor:
-    """x [S, I] of the residual stream's tokens on this rank -> [N, I], those of all ranks. Each rank's work on them
-    gives a part of the gradient, so the parts are summed.
+    """Gather x [S, I], this rank's tokens of the residual stream, into the tokens of all ranks, [N, I]. Each rank's
+    work on them gives a part of the gradient, so the backward sums the parts.
 
     Args:
-        comm: between the two.
+        comm: the communication between the two sets of tokens.
     """
     return _Gather.apply(x, comm)
 
 
 def reduce_tokens(y_NI: Tensor, comm: StreamComm, recall: Callable | None = None) -> Tensor:
-    """The sum over the ranks of y [N, I], which is a part of it, for this rank's tokens of the residual stream [S, I].
+    """Sum y [N, I] over the ranks, of which each has a part of the sum. Return this rank's tokens of the residual
+    stream, [S, I].
 
     Args:
-        comm: between the two.
-        recall: computes the sum, or returns the saved one; None: it is computed.
+        comm: the communication between the two sets of tokens.
+        recall: a function that computes the sum, or returns the saved one; None: the sum is computed.
     """
     return _Reduce.apply(y_NI, comm, recall)

@@ -1,4 +1,4 @@
-"""RMSNorm over the heads of all tp ranks, of which each rank holds some."""
+"""RMSNorm over the heads of all tp ranks, each of which holds some of the heads."""
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,8 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def norm_of_heads(x_NI: Tensor, weight_I: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
-    """`rms_norm` over the heads of all ranks, in fp32 or wider. Ranks that hold one head together weigh alike in the
-    mean."""
+    """Apply `rms_norm` over the heads of all ranks, in fp32 or wider. Ranks that hold the same head have the same
+    weight in the mean."""
     wide = x_NI.to(torch.promote_types(x_NI.dtype, torch.float32))
     mean = _SumOverRanks.apply(wide.square().mean(-1, keepdim=True) / group.size(), group)
     return (wide * (mean + eps).rsqrt() * weight_I).to(x_NI.dtype)

@@ -1,5 +1,5 @@
-"""Optimizer state in host memory: gradients go there and weights come back, unit by unit, as in ZeRO-Offload (Ren et
-al., 2021, arXiv:2101.06840)."""
+"""Optimizer state in host memory: unit by unit, gradients are copied to the host and weights to the device, as in
+ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +12,11 @@ from ndtrain.parallel.fsdp import ShardedUnits
 
 
 class _CopyStream:
-    """One direction of the link: copies in their order, beside the computing stream. On a CPU they are made at once.
+    """One direction of the link: copies run in order, in parallel with the compute stream. On a CPU they are made at
+    once.
 
     Args:
-        slots: how many copies at most are not waited for.
+        slots: the largest number of copies in flight.
     """
 
     def __init__(self, device: torch.device, slots: int):
@@ -23,7 +24,7 @@ class _CopyStream:
         self._ends: list[torch.cuda.Event | None] = [None] * slots
 
     def begin(self) -> None:
-        """What follows is behind all that the computing stream has been asked for."""
+        """Order the next copies after all work that is queued on the compute stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
@@ -36,30 +37,32 @@ class _CopyStream:
             self._ends[slot] = self._stream.record_event()
 
     def wait(self, slot: int) -> None:
-        """The host waits for the slot's last copy."""
+        """Make the host wait for the slot's last copy."""
         if self._ends[slot] is not None:
             self._ends[slot].synchronize()
 
     def end(self) -> None:
-        """What the computing stream is asked for from now on is behind all copies."""
+        """Order all later work of the compute stream after all copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
-_SLOTS = 2  # units under way each way: one is updated while the next one's gradients come and the last one's weights go
+# units in flight in each direction: while one is updated, the gradients of the next one arrive and the weights of the
+# previous one leave
+_SLOTS = 2
 
 
 class OffloadCopier:
-    """Takes units' gradients to the host and their new weights, in compute precision, to the device.
+    """Copies the units' gradients to the host, and their new weights, in compute precision, to the device.
 
     Attributes:
-        gradients: in the host's memory, one of each unit; every other unit shares the memory.
+        gradients: one tensor per unit, in host memory. Units i and i + 2 share memory.
     """
 
     def __init__(self, units: ShardedUnits):
         self.units = list(units.units.values())
         largest = max(u.grad.numel() for u in self.units)
-        # only what copies pass through is pinned: the state itself is many times as large
+        # only the buffers of the copies are pinned: the state itself is many times as large
         pinned = units.device.type == "cuda"
         plain = partial(torch.empty, device=units.state_device)
         make = lambda dtype: page_locked(largest, dtype, self) if pinned else plain(largest, dtype=dtype)
@@ -71,8 +74,8 @@ class OffloadCopier:
         self._down, self._up = _CopyStream(units.device, _SLOTS), _CopyStream(units.device, _SLOTS)
 
     def run(self, update: Callable[[int], None]) -> None:
-        """Calls `update(i)` when the gradients of unit i are on the host, and then brings its weights back. The host's
-        operators run on the rank's share of its cores."""
+        """Call `update(i)` when the gradients of unit i are on the host, then copy its weights to the device. PyTorch's
+        operators on the host use the rank's share of the cores."""
         with using_threads(self._threads):
             self._run(update)
 
@@ -85,7 +88,7 @@ class OffloadCopier:
             if i + 1 < len(self.units):
                 self._bring(i + 1)
             update(i)
-            self._up.wait(i % _SLOTS)  # its memory was another unit's
+            self._up.wait(i % _SLOTS)  # its memory held the weights of another unit
             self._weights[i].copy_(unit.master)
             self._up.copy(i % _SLOTS, unit.gather_source, self._weights[i])
         self._up.end()

@@ -8,7 +8,7 @@ from ndtrain.distributed.sharding import FlatLayout
 
 
 class ParamGroup(NamedTuple):
-    """What is the same for all tensors of a group.
+    """The settings that all tensors of a group share.
 
     Attributes:
         lr_mult: the factor of the learning rate.
@@ -20,11 +20,11 @@ class ParamGroup(NamedTuple):
 
 
 def param_group(cfg: OptimConfig, name: str, ndim: int) -> ParamGroup:
-    """The group of a tensor with so many dims."""
+    """Return the group of a tensor with `ndim` dims."""
     decay = cfg.weight_decay * factor_of(cfg.wd_mult, name) if ndim > 1 else 0.0
     return ParamGroup(factor_of(cfg.lr_mult, name), decay)
 
 
 def groups_of_shard(cfg: OptimConfig, layout: FlatLayout) -> list[tuple[ParamGroup, slice]]:
-    """The elements of this rank's part of a flat buffer by groups, as slices that count from its start."""
+    """Return the elements of this rank's part of a flat buffer by groups, as slices that count from its start."""
     return layout.grouped(*layout.own, lambda t: param_group(cfg, t.name, len(t.dims)))

@@ -1,6 +1,6 @@
 """pp: each rank holds some stages of the model. Ranks send activations and their gradients to one another.
 
-The schedule's table says which rank holds which stage, and in what order it computes the microbatches. Both ranks
+The schedule's table defines which rank holds which stage, and in what order it computes the microbatches. Both ranks
 therefore know the order of the messages between them, and a message needs no header.
 """
 
@@ -20,7 +20,7 @@ from ndtrain.model.flops import block_flops, head_flops, over_layers
 from ndtrain.model.transformer import EMBED, HEAD, NORM, layer_units
 from ndtrain.schedule import Action, Message, Schedule
 
-AHEAD = 1  # a message's receive is posted at least this many actions before the one that needs it
+AHEAD = 1  # a receive is posted at least this number of actions before the action that needs the message
 
 
 # ---------------------------------------------------------------------------------------------------------- placement
@@ -28,14 +28,14 @@ AHEAD = 1  # a message's receive is posted at least this many actions before the
 
 @dataclass(frozen=True)
 class Placement:
-    """Which layers each stage has. The schedule says which rank has the stage."""
+    """The layers of each stage. The schedule defines which rank holds a stage."""
 
     schedule: Schedule
     layers: tuple[range, ...]
 
     @classmethod
     def of(cls, cfg: Config) -> "Placement":
-        """Of a resolved configuration."""
+        """Return the placement of a resolved configuration."""
         s = cfg.schedule
         schedule = schedules.build(s.name, cfg.mesh.pp, cfg.microbatches, s.chunks, s.path)
         return cls(schedule, tuple(split_layers(cfg.model, cfg.train.seq_len, schedule.rank_of, s.split)))
@@ -45,8 +45,8 @@ class Placement:
         return len(self.layers) - 1
 
     def pp_coords(self, m: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Unit -> the pp coords that hold it, the first of which owns it. Tied embeddings are on the first and the last
-        stage."""
+        """Return unit -> the pp coords that hold it, of which the first one owns it. Tied embeddings are on the first
+        and the last stage."""
         first, last = self.schedule.rank_of[0], self.schedule.rank_of[-1]
         coords = [(i, (self.schedule.rank_of[s],)) for s, layers in enumerate(self.layers) for i in layers]
         blocks = {unit: coord for i, coord in coords for unit in layer_units(m, i)}
@@ -55,10 +55,11 @@ class Placement:
 
 
 def split_layers(m: ModelConfig, seq_len: int, rank_of: tuple[int, ...], split: Sequence[int] | None) -> list[range]:
-    """The layers of each stage: those of `split`; None: balanced by FLOPs.
+    """Return the layers of each stage.
 
     Args:
         rank_of: stage -> pp rank.
+        split: the number of layers of each stage; None: they are balanced by FLOPs.
     """
     sizes = split
     if sizes is None:
@@ -68,19 +69,19 @@ def split_layers(m: ModelConfig, seq_len: int, rank_of: tuple[int, ...], split: 
 
 
 def head_in_layers(m: ModelConfig, seq_len: int) -> float:
-    """FLOPs of the head over those of a block, the mean of all."""
+    """Return the FLOPs of the head, as a multiple of the mean FLOPs of a block."""
     blocks = over_layers(m, lambda i: block_flops(m, seq_len, i))
     return head_flops(m) * m.num_hidden_layers / blocks
 
 
 @lru_cache(maxsize=4096)
 def balanced_sizes(layers: int, head: float, rank_of: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers of layers of the stages. The costliest rank costs least, and then the costliest stage, among the splits
-    with as many layers in every stage but the last one, or one more in the later ones of them.
+    """Return the number of layers of each stage. Minimize the cost of the slowest rank, then of the slowest stage. All
+    stages but the last one get n layers, and the later of them may get n + 1.
 
-    Each stage has one at least. The embedding is a look-up and costs nothing. Earlier stages
-    get fewer layers than later ones, since their ranks hold more microbatches; and as those with one more are
-    neighbours, they are spread over all ranks, however many stages a rank has.
+    Each stage has at least one layer. The embedding is a look-up and costs nothing. Earlier stages get fewer layers
+    than later ones, since their ranks hold more microbatches. Stages with n + 1 layers are neighbours. They are
+    therefore spread over all ranks, however many stages a rank has.
 
     Args:
         head: cost of the head and the loss, in layers.
@@ -97,7 +98,7 @@ def balanced_sizes(layers: int, head: float, rank_of: tuple[int, ...]) -> tuple[
 
 
 def rank_cost(sizes: Sequence[int], head: float, rank_of: Sequence[int]) -> float:
-    """The costliest rank's layers, with those that the head counts for."""
+    """Return the cost of the slowest rank in layers, including the cost of the head."""
     costs = [0.0] * (max(rank_of) + 1)
     for rank, size in zip(rank_of, sizes, strict=True):
         costs[rank] += size
@@ -112,9 +113,9 @@ class Pipeline:
     """The messages that this rank receives from other stages and sends to them.
 
     A rank receives the messages of another rank in the order in which the sender's row of the table sends them. NCCL
-    runs the operations of one group one by one, in the order of their launches, and a send until it is received. So
-    each pair (source, target) has a group of its own there (`Mesh.links`). Both ends launch the messages of a pair in
-    the same order, and no message waits for another pair's: a legal table runs.
+    runs the operations of one group one by one, in launch order. A send lasts until it is received. On NCCL each pair
+    (source, target) therefore has a group of its own (`Mesh.links`). Both ends launch the messages of a pair in the
+    same order, and no message waits for another pair's. A legal table thus never deadlocks.
 
     Args:
         shape, dtype: of every activation that passes between stages, and of its gradient.
@@ -128,33 +129,33 @@ class Pipeline:
         self._leaving: list[tuple[Tensor, Pending]] = []
 
     def post(self, messages: Sequence[tuple[Message, int]]) -> None:
-        """Starts to receive messages, each from its pp rank, and frees those that have left."""
+        """Start to receive messages, each from its pp rank. Free the messages that have been sent."""
         for message, source in messages:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             self._coming[message] = buffer, receive(buffer, *self._links[source, self.rank])
         self._leaving = [(x, work) for x, work in self._leaving if not work.done()]
 
     def recv(self, message: Message) -> Tensor:
-        """Waits for a message. Returns its tensor."""
+        """Wait for a message. Return its tensor."""
         x, work = self._coming.pop(message)
         work.wait()
         return x
 
     def send(self, message: Message, x: Tensor) -> None:
-        """Sends x [shape] to the rank of the stage that needs it."""
+        """Send x [shape] to the rank of the stage that needs it."""
         x = x.contiguous()
         target = self.schedule.rank_of[message.stage]
         self._leaving.append((x, send(x, *self._links[self.rank, target])))
 
     def finish(self) -> None:
-        """Waits until every message is sent."""
+        """Wait until every message is sent."""
         for _, work in self._leaving:
             work.wait()
         self._leaving.clear()
 
 
 def receives(schedule: Schedule, rank: int) -> list[list[tuple[Message, int]]]:
-    """For each action of a rank's row: the messages whose receive is posted before it, each with its source."""
+    """Return for each action of a rank's row the messages whose receive is posted before it, each with its source."""
     queues = {source: queue for (source, target), queue in schedule.messages.items() if target == rank}
     position = {m: (source, i) for source, queue in queues.items() for i, m in enumerate(queue)}
     posted = dict.fromkeys(queues, 0)
@@ -172,7 +173,7 @@ def receives(schedule: Schedule, rank: int) -> list[list[tuple[Message, int]]]:
 
 
 def input_of(schedule: Schedule, a: Action) -> Message | None:
-    """The message that an action needs from another stage; None: it needs none."""
+    """Return the message that an action needs from another stage, or None if it needs none."""
     if a.kind == "F" and a.stage > 0:
         return Message("F", a.microbatch, a.stage)
     if a.kind in "BI" and a.stage < schedule.stages - 1:

@@ -2,7 +2,7 @@
 al., 2016, arXiv:1604.06174), and which results they save for it (Korthikanti et al., 2022, arXiv:2205.05198).
 
 A recomputed block runs its forward twice. The first run keeps no graph, but saves the results of the ops that are worth
-their memory. The second run makes the graph and replays the saved results, so it computes and sends nothing for them.
+their memory. The second run makes the graph and replays the saved results, for which it computes and sends nothing.
 """
 
 from collections import deque
@@ -27,21 +27,21 @@ class SavedOps:
     """The op results that recomputed blocks save in their first run and replay in their second.
 
     Args:
-        op_of: weight -> the op (as in `flops.op_flops`) that multiplies by it. A matmul of several weights goes by the
-            first one.
+        op_of: weight -> the op that multiplies by it, named as in `flops.op_flops`. A matmul of several weights has the
+            op of the first weight.
     """
 
     def __init__(self, op_of: Mapping[nn.Parameter, str] | None = None):
         self.op_of = op_of or {}
-        self._runs: dict[Hashable, dict[str, deque]] = {}  # results of each op in the order they were made
-        self._run: dict[str, deque] | None = None  # that of the block that is running
+        self._runs: dict[Hashable, dict[str, deque]] = {}  # key -> op -> its results, in the order they were made
+        self._run: dict[str, deque] | None = None  # the results of the block that is running
         self._replaying = False
         self._shape_only = NOTHING
 
     @contextmanager
     def saving(self, at: Hashable, names: frozenset[str], shape_only: frozenset[str] = NOTHING) -> Iterator[None]:
-        """Saves the results of the ops `names` under the key `at`. Of the ops `shape_only` the recompute needs the
-        shape but no value, so only the shape is saved."""
+        """Save the results of the ops `names` under the key `at`. Of the ops `shape_only` only the shape of the results
+        is saved: the recompute needs no values."""
         self._shape_only = shape_only
         self._runs[at] = {name: deque() for name in names | shape_only}
         with self._running(self._runs[at], replaying=False):
@@ -49,10 +49,10 @@ class SavedOps:
 
     @contextmanager
     def replaying(self, at: Hashable) -> Iterator[None]:
-        """Replays the results saved under `at`, and frees them.
+        """Replay the results saved under `at`, and free them.
 
         Raises:
-            RuntimeError: at the end, a saved result was not asked for.
+            RuntimeError: at the end, a saved result was not used.
         """
         run = self._runs.pop(at)
         with self._running(run, replaying=True):
@@ -62,7 +62,8 @@ class SavedOps:
             raise RuntimeError(f"the recompute of {at} did not ask for the saved results of {', '.join(left)}")
 
     def __call__(self, name: str | None, make: Callable[[], T]) -> T:
-        """The result of op `name`, a tensor or a tuple of them: `make()`'s, or the saved one when replaying."""
+        """Return the result of op `name`, a tensor or a tuple of tensors: the result of `make()`, or the saved one when
+        replaying."""
         if self._run is None or name not in self._run:
             return make()
         if self._replaying:
@@ -72,15 +73,15 @@ class SavedOps:
         return made
 
     def of(self, name: str) -> Callable | None:
-        """This object for the op `name`; None where its result is neither being saved nor replayed."""
+        """Return this object bound to the op `name`, or None if its result is neither being saved nor replayed."""
         return partial(self, name) if self._run is not None and name in self._run else None
 
     def replays(self, name: str) -> bool:
-        """Whether the saved result of the op `name` is being replayed."""
+        """Return True if the saved result of the op `name` is being replayed."""
         return self._replaying and self.of(name) is not None
 
     def drop(self, at: Hashable) -> dict[str, int]:
-        """Frees what was saved under `at`. Returns the bytes of each op's results."""
+        """Free the results saved under `at`. Return the bytes of each op's results."""
         return {name: sum(_storages(results).values()) for name, results in self._runs.pop(at).items()}
 
     @contextmanager
@@ -93,14 +94,14 @@ class SavedOps:
 
 
 def _stand_in(made: Any) -> Any:
-    """Tensors of the same shapes that take no memory."""
+    """Return tensors of the same shapes that take no memory."""
     if isinstance(made, Tensor):
         return made.new_zeros(()).expand(made.shape)
     return tuple(_stand_in(x) for x in made)
 
 
 def _storages(made: Any) -> dict[int, int]:
-    """Id -> bytes of each storage."""
+    """Return id -> bytes of each storage."""
     if isinstance(made, Tensor):
         return {storage_id(made): made.untyped_storage().nbytes()}
     return {at: size for x in made for at, size in _storages(x).items()}
@@ -115,9 +116,9 @@ class RecomputeGroup:
 
     Attributes:
         layers: their indices, in order.
-        save: the ops whose results each of them saves.
+        save: the ops whose results each block saves.
         unread: the ops whose results the recompute of the last block does not read.
-        last: those of them whose results the other blocks' recompute reads.
+        last: the ops in `unread` whose results are read by the recompute of the other blocks.
     """
 
     layers: list[int]
@@ -126,19 +127,19 @@ class RecomputeGroup:
     last: frozenset[str] = NOTHING
 
     def shape_only(self, layer: int) -> frozenset[str]:
-        """The ops of which the recompute of this layer needs only the shape."""
+        """Return the ops of which the recompute of this layer needs only the shape."""
         return self.unread if layer == self.layers[-1] else self.unread - self.last
 
 
 @dataclass(frozen=True)
 class RecomputeOps:
-    """What the recompute of a run has to know of its blocks' ops.
+    """The properties of the blocks' ops that a recompute depends on.
 
     Attributes:
-        always: the ops whose results travel on the mesh. Every mode saves them, so that a recompute sends nothing
-            twice, except the gathers of matmul inputs, which no backward saves either.
+        always: the ops whose results are sent over the mesh. Every mode saves them, so that a recompute sends nothing
+            twice. The gathered inputs of matmuls are an exception: they are never saved.
         last: the last op of each kind of block. The next layer saves its result as an input anyway.
-        read_by: op -> the only op that reads its result, for those that have one.
+        read_by: op -> the only op that reads its result, for ops with one reader.
     """
 
     always: frozenset[str] = NOTHING
@@ -147,10 +148,10 @@ class RecomputeOps:
 
     @classmethod
     def of(cls, cfg: Config, ops: Sequence[OpSpec] | None = None) -> "RecomputeOps":
-        """Of a resolved configuration.
+        """Return the properties for a resolved configuration.
 
         Args:
-            ops: of each kind of block; None: they are read from the model's classes here.
+            ops: the ops of each kind of block; None: they are read from the model's classes here.
         """
         ranks = {Joins.SLICES: cfg.mesh.tp, Joins.POSITIONS: cfg.mesh.cp, Joins.EXPERTS: cfg.mesh.ep, None: 1}
         ops = all_ops(cfg.model) if ops is None else ops
@@ -161,7 +162,8 @@ class RecomputeOps:
         )
 
     def unread(self, save: frozenset[str]) -> frozenset[str]:
-        """The ops whose results the recompute of a group's last block does not read, if it saves those of `save`."""
+        """Return the ops whose results the recompute of a group's last block does not read, if it saves the ops in
+        `save`."""
         return self.last | {op for op, reader in self.read_by.items() if reader in save}
 
     def group(self, layers: Sequence[int], save: frozenset[str]) -> RecomputeGroup:
@@ -170,11 +172,11 @@ class RecomputeOps:
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """Which of a rank's blocks are recomputed.
+    """The blocks of a rank that are recomputed.
 
     Attributes:
-        groups: `layers` are indices in the rank's segments, stage after stage.
-        skipped_ops: for each block the ops that its recompute skips, None where it is not recomputed.
+        groups: the recomputed groups. `layers` are indices in the rank's segments, stage after stage.
+        skipped_ops: for each block the ops that its recompute skips, or None if it is not recomputed.
     """
 
     groups: list[RecomputeGroup] = field(default_factory=list)
@@ -182,7 +184,7 @@ class RecomputePlan:
 
 
 def needs_saved_ops(cfg: Config) -> bool:
-    """Whether recomputed blocks save results of ops inside the block."""
+    """Return True if recomputed blocks save results of ops inside the block."""
     return cfg.recompute.name in ("selective", "budget")
 
 
@@ -192,11 +194,11 @@ def plan_recompute(
     ops: RecomputeOps,
     choice: Sequence[frozenset[str] | None] | None = None,
 ) -> list[RecomputeGroup]:
-    """Which of a stage's layers `blocks` are recomputed, in order; none with recompute=none.
+    """Return the recomputed groups of a stage's layers `blocks`, in order. There are none with recompute=none.
 
     Args:
-        ops: of the run.
-        choice: with recompute=budget, for each block the ops it saves, None where it is not recomputed.
+        ops: the properties of the run's ops.
+        choice: with recompute=budget, for each block the ops it saves, or None if it is not recomputed.
     """
     if cfg.name == "none":
         return []
@@ -209,8 +211,9 @@ def plan_recompute(
 
 
 def blocks_a_group(blocks: int, cfg: RecomputeConfig) -> int:
-    """`recompute.every`, where auto is the square root of the number of blocks (Chen et al., 2016, section 4.1: the sum
-    of all group inputs and one group's graph is then least, if a block's graph is no larger than its input)."""
+    """Return `recompute.every`, or 1 for other modes. Auto is the square root of the number of blocks (Chen et al.,
+    2016, section 4.1). It minimizes the sum of all group inputs and one group's graph, if a block's graph is no larger
+    than its input."""
     if cfg.name != "every":
         return 1
     return max(1, round(blocks**0.5)) if cfg.every == "auto" else cfg.every
@@ -219,11 +222,12 @@ def blocks_a_group(blocks: int, cfg: RecomputeConfig) -> int:
 def skipped_ops(
     blocks: Sequence[int], groups: Sequence[RecomputeGroup], compiled: bool = False
 ) -> list[frozenset[str] | None]:
-    """For each block the ops that its recompute skips, None where it is not recomputed: the argument of
-    `flops.hardware_flops_per_token`.
+    """Return for each block the ops that its recompute skips, or None if it is not recomputed.
+    `flops.hardware_flops_per_token` takes this list.
 
     Args:
-        compiled: whether blocks are compiled with their matmuls inside the graph, where no op is skipped.
+        compiled: True if blocks are compiled with their matmuls inside the graph. The graph computes the `shape_only`
+            ops too.
     """
     of_block = {i: g.save if compiled else g.save | g.shape_only(i) for g in groups for i in g.layers}
     return [of_block.get(i) for i in blocks]

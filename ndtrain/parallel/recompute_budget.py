@@ -1,10 +1,10 @@
 """recompute=budget: the least recompute with which a rank's activations stay under a number of bytes.
 
-The sizes are measured on one block of the stage and on its head. The peak of a plan is computed from them. A live
-microbatch holds, for each block, the block's input and what the block saves. The backward of a block adds its whole
-autograd graph and the temporaries of its gradients, whether or not the block is recomputed. The backward runs from the
-last block to the first. The last blocks of a stage therefore save most: their graphs are freed before the other blocks
-are recomputed.
+The sizes are measured on one block of each kind and on the head. The peak of a plan is computed from these sizes. A
+live microbatch holds, for each block, the block's input and the tensors that the block saves. The backward of a block
+adds its whole autograd graph and the temporaries of its gradients, whether or not the block is recomputed. The backward
+runs from the last block to the first. The last blocks of a stage therefore save most: their graphs are freed before the
+other blocks are recomputed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ class Load(NamedTuple):
     Attributes:
         blocks: its number of blocks.
         live: the largest number of microbatches between their forward and their backward.
-        waiting: the largest number of microbatches between the backward of inputs and that of weights.
+        waiting: the largest number of microbatches between the backward of inputs and the backward of weights.
     """
 
     blocks: int
@@ -57,13 +57,13 @@ class BlockSizes:
 
     Attributes:
         boundary: a block's input.
-        graph: what a block that is not recomputed saves for its backward, without its input.
+        graph: the tensors that a block saves for its backward if it is not recomputed, without its input.
         saved: the result of each op that can be saved.
         backward: the peak of a block's forward with a graph and its backward, without its input.
-        waiting: what a block holds for the backward of its weights, where that is an action of its own.
-        tail: what the end of the last stage holds of a live microbatch: the input of the final norm and its graph.
+        waiting: the tensors that a block holds for the backward of its weights, if that is an action of its own.
+        tail: the tensors of a live microbatch at the end of the last stage: the input of the final norm and its graph.
         head: the peak of the loss and the backward down to the blocks, without `tail`.
-        besides: what a step holds with any plan: contexts, gathered weights, and gradients and messages that are sent.
+        besides: the tensors of a step with any plan: contexts, gathered weights, and gradients and messages in flight.
     """
 
     boundary: int
@@ -76,7 +76,7 @@ class BlockSizes:
     besides: int = 0
 
     def held(self, choice: Choice) -> int:
-        """What one block of one live microbatch holds."""
+        """Return the bytes that one block of one live microbatch holds."""
         return self.boundary + (self.graph if choice is None else sum(self.saved[op] for op in choice))
 
 
@@ -84,7 +84,7 @@ class BlockSizes:
 
 
 def peak_bytes(loads: Sequence[Load], plan: Sequence[Choice], sizes: BlockSizes) -> int:
-    """The peak bytes of activations on a rank in a step, if block i of its stages does as plan[i] says.
+    """Return the peak bytes of activations on a rank in a step, if block i of its stages follows plan[i].
 
     The last of `loads` is the stage with the head, if the rank has it. With several stages this is an upper bound: it
     assumes that all reach their peak at the same time.
@@ -92,7 +92,7 @@ def peak_bytes(loads: Sequence[Load], plan: Sequence[Choice], sizes: BlockSizes)
     held = [sizes.held(choice) for choice in plan]
     everything, peak, at = sizes.besides, sizes.head, 0
     for number, load in enumerate(loads, 1):
-        done = sizes.tail if number == len(loads) else 0  # what the microbatch in backward holds up to this block
+        done = sizes.tail if number == len(loads) else 0  # bytes that the microbatch in backward holds up to here
         for h in reversed(held[at : at + load.blocks]):
             done += h
             peak = max(peak, sizes.boundary + sizes.backward - done)
@@ -102,7 +102,8 @@ def peak_bytes(loads: Sequence[Load], plan: Sequence[Choice], sizes: BlockSizes)
 
 
 def choices(always: frozenset[str], ops: Sequence[str] = SAVABLE_OPS) -> list[Choice]:
-    """All that a block may do: keep its graph (None), or be recomputed with `always` and any other of `ops` saved."""
+    """Return all options of a block: keep its graph (None), or be recomputed with `always` and any subset of `ops`
+    saved."""
     free = [op for op in ops if op not in always]
     return [None, *(always | set(some) for n in range(len(free) + 1) for some in combinations(free, n))]
 
@@ -110,15 +111,15 @@ def choices(always: frozenset[str], ops: Sequence[str] = SAVABLE_OPS) -> list[Ch
 def plan(
     loads: Sequence[Load], sizes: BlockSizes, budget: int, cost: Callable[[Choice], float], always: frozenset[str]
 ) -> list[Choice]:
-    """For each block of the rank's stages, in order, what it does: the fastest plan of at most two kinds of blocks that
-    stays under `budget` bytes, and among equally fast plans the one with the lowest peak.
+    """Choose an option for each block of the rank's stages, in order. The plan has at most two kinds of blocks, and is
+    the fastest that stays under `budget` bytes. Among equally fast plans it has the lowest peak.
 
     Args:
-        cost: of a block's recompute, in any unit; 0 for None.
+        cost: the cost of a block's recompute, in any unit; 0 for None.
         always: the ops that are saved in any case.
 
     Raises:
-        ConfigError: no plan stays under it.
+        ConfigError: no plan stays under the budget.
     """
     options = _useful(choices(always, [op for op, size in sizes.saved.items() if size]), sizes, cost)
     pairs = list(combinations(options, 2)) or [(options[0], options[0])]
@@ -146,7 +147,7 @@ def plan(
 
 
 def _useful(options: Sequence[Choice], sizes: BlockSizes, cost: Callable[[Choice], float]) -> list[Choice]:
-    """The options such that no other is both smaller and faster, smallest first."""
+    """Return the options for which no other option is both smaller and faster, smallest first."""
     frontier: list[Choice] = []
     for option in sorted(options, key=lambda o: (sizes.held(o), cost(o))):
         if not frontier or cost(option) < cost(frontier[-1]):
@@ -155,9 +156,9 @@ def _useful(options: Sequence[Choice], sizes: BlockSizes, cost: Callable[[Choice
 
 
 def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
-    """The cost of a block's recompute in FLOPs a token, the mean of all layers: those of its matmuls and attention. The
-    elementwise ops between them count as many FLOPs as the device computes in the time it reads and writes their
-    values."""
+    """Return a function that gives the cost of a block's recompute in FLOPs a token, the mean of all layers. Matmuls
+    and attention count their FLOPs. The elementwise ops between them count the FLOPs that the device could compute
+    while it reads and writes their values."""
     m, length = cfg.model, cfg.train.seq_len
     width = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}[cfg.precision.compute]
     a_value = width * _FLOPS_A_BYTE.get(device, _FLOPS_A_BYTE["cpu"])
@@ -166,7 +167,7 @@ def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
         return recompute_flops(m, length, skipped, i) + elementwise_values(m, i) * a_value
 
     ops = RecomputeOps.of(cfg)
-    # a plan asks for the same few choices thousands of times
+    # a plan needs the cost of the same few choices thousands of times
     mean = cache(lambda skipped: over_layers(m, partial(of_layer, skipped)) / m.num_hidden_layers)
     return lambda choice: 0 if choice is None else mean(choice | ops.unread(choice))
 
@@ -175,7 +176,7 @@ def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
 
 
 class _CudaAllocations:
-    """As `Allocations`, from the allocator's counters, which see every allocation. `peak_bytes` is set at the end."""
+    """`Allocations` from the allocator's counters, which see every allocation. `peak_bytes` is set at the end."""
 
     def __enter__(self) -> "_CudaAllocations":
         self._before = torch.cuda.memory_allocated()
@@ -192,7 +193,8 @@ class _CudaAllocations:
 
 @contextmanager
 def _follow(device: torch.device) -> Iterator[Allocations | _CudaAllocations]:
-    """On a CPU nothing is compiled inside: what compiled code allocates cannot be followed there."""
+    """Follow the memory that the block allocates. On a CPU nothing is compiled inside, because the allocations of
+    compiled code cannot be followed there."""
     if device.type == "cuda":
         with _CudaAllocations() as made:
             yield made
@@ -212,15 +214,15 @@ def measure(
     context: Callable[[], Context],
     x: Tensor,
 ) -> BlockSizes:
-    """The sizes of a rank with at least one block, by running one block of each kind and, where it is here, the head:
-    of each size the largest. All ranks that hold the same layers call this together. Gradients that a step has
-    collected are lost.
+    """Measure the sizes of a rank with at least one block. This runs one block of each kind and, if the rank has it,
+    the head, and takes the largest of each size. All ranks that hold the same layers call this together. Gradients that
+    a step has collected are lost.
 
     Args:
-        segments: of all the rank's stages, in order.
+        segments: the segments of all the rank's stages, in order.
         last: the last op of each kind of block.
         context: makes the context of a microbatch.
-        x: like a block's input.
+        x: a tensor like a block's input.
     """
     for name, unit in units.units.items():
         if unit.residency.holds_full_grad:
@@ -228,7 +230,7 @@ def measure(
     with _follow(x.device) as made:
         ctx = context()
     blocks = [i for i, s in enumerate(segments) if s.is_block]
-    kinds = list({segments[i].kind: segments[i] for i in blocks}.values())  # all of a kind are alike
+    kinds = list({segments[i].kind: segments[i] for i in blocks}.values())  # all blocks of a kind are alike
     end = segments[blocks[-1] + 1 :]
     sizes = _largest_of([_measure_block(block, units, saved_ops, last, ctx, x) for block in kinds])
     sizes |= _measure_end(*end, units, ctx, x) if end else {}
@@ -251,7 +253,7 @@ def _measure_block(
     with torch.no_grad(), saved_ops.saving("sizes", frozenset(_SIZED), last):
         block.run(x, ctx)
     saved = saved_ops.drop("sizes")
-    _, y = _run(block, ctx, x)  # a warm-up: what kernels or a compiler allocate the first time is no activation
+    _, y = _run(block, ctx, x)  # warm-up: the first run also allocates memory that is not activations
     _backward(block, units, y)
     del y
     with _follow(x.device) as made:
@@ -281,7 +283,7 @@ def _measure_end(norm: Segment, head: Segment, units: ShardedUnits, ctx: Context
 
 
 def _open(segment: Segment, units: ShardedUnits) -> None:
-    """Weights and gradients of the segment are there from now on, and in no size."""
+    """Make the segment's weights and gradients resident from now on, so that no size includes them."""
     for unit in segment.units:
         units.unshard(unit)
         if not units.units[unit].residency.holds_full_grad:
@@ -289,7 +291,8 @@ def _open(segment: Segment, units: ShardedUnits) -> None:
 
 
 def _backward(segment: Segment, units: ShardedUnits, y: Tensor) -> None:
-    """As the executor runs it: a compiled block has gradients only meanwhile."""
+    """Run the segment's backward as the executor does. The gradients of a compiled block are attached only
+    meanwhile."""
     for unit in segment.units:
         units.attach(unit)
     y.backward(torch.empty_like(y))
@@ -298,7 +301,7 @@ def _backward(segment: Segment, units: ShardedUnits, y: Tensor) -> None:
 
 
 def _run(segment: Segment, ctx: Context, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(its input as the executor would hand it over, its output)"""
+    """Run the segment. Return (its input as the executor would hand it over, its output)."""
     x = x.detach().requires_grad_()
     return x, segment.run(x, ctx)
 
@@ -308,8 +311,9 @@ def _bytes(x: Tensor) -> int:
 
 
 def sharding_bytes(units: ShardedUnits) -> int:
-    """The most that gathers and reductions hold besides the state: two units' weights where those are resharded after
-    use, two units' gradients where the ranks hold shards, and what two units receive from the other ranks."""
+    """Return the most that gathers and reductions hold in addition to the state. Weights of two units count if they are
+    resharded after use. Gradients of two units count if the ranks hold shards. The parts that two units receive from
+    other ranks always count."""
     held = 0
     for unit in sorted(units.units.values(), key=lambda u: u.layout.numel)[-2:]:
         numel, shards = unit.layout.numel, unit.layout.groups.shards
@@ -323,11 +327,11 @@ def sharding_bytes(units: ShardedUnits) -> int:
 
 
 def choose(cfg: Config, mesh: Mesh, stages: Stages, ops: RecomputeOps) -> list[Choice]:
-    """What each block of the rank's stages does under `recompute.budget`, the same on all ranks that hold the same
-    layers, which call this together.
+    """Choose an option for each block of the rank's stages under `recompute.budget`. All ranks that hold the same
+    layers call this together, and get the same choices.
 
     Args:
-        ops: of the run.
+        ops: the properties of the run's ops.
 
     Raises:
         ConfigError: the budget is less than the least that works.
@@ -348,7 +352,7 @@ def choose(cfg: Config, mesh: Mesh, stages: Stages, ops: RecomputeOps) -> list[C
 
 
 def load(row: Sequence[Action], stage: int, blocks: int) -> Load:
-    """The load of a stage of `blocks` blocks when its rank runs its row."""
+    """Return the load of a stage of `blocks` blocks when its rank runs its row."""
     live = waiting = 0
     most = Load(blocks, 0)
     for a in row:
@@ -360,9 +364,9 @@ def load(row: Sequence[Action], stage: int, blocks: int) -> Load:
 
 
 def typical_batch(cfg: Config, device: torch.device) -> Batch:
-    """Return a microbatch of zeros as this rank gets them, with the columns that the objective reads. With `data.pack`
-    each row has two documents, which end at another place in each row, so that positions and tiles differ as they do in
-    training."""
+    """Return a microbatch of zeros, shaped like the microbatches of this rank, with the columns that the objective
+    reads. With `data.pack` each row has two documents, which end at another place in each row. Positions and tiles then
+    differ as they do in training."""
     batch, length, whole = cfg.train.micro_batch, cfg.train.seq_len // cfg.mesh.cp, cfg.train.seq_len
     tokens, labels = (torch.zeros(batch, length, dtype=torch.long, device=device) for _ in range(2))
     zeros = lambda c: torch.zeros(batch, length, *c.shape, dtype=c.dtype, device=device)
@@ -375,15 +379,15 @@ def typical_batch(cfg: Config, device: torch.device) -> Batch:
 
 
 def _context(cfg: Config, mesh: Mesh, stages: Stages) -> Callable[[], Context]:
-    """A function that makes the context of a microbatch."""
+    """Return a function that makes the context of a microbatch."""
     b = typical_batch(cfg, mesh.device)
     places = torch.arange(b.tokens.shape[1], device=mesh.device) if b.positions is None else b.positions
     return lambda: stages.context(b.tokens, b.labels, stages.units.compute, None, places, b.documents, b.columns)
 
 
 def _unseen(cfg: Config, compute: torch.dtype) -> int:
-    """The most that PyTorch's attention allocates internally on CPU: for each thread two tiles of scores (up to
-    256 x 512) and one in lower precision, and one gradient of the queries' size, fp32 or wider."""
+    """Return the most that PyTorch's attention allocates internally on CPU. Each thread has two tiles of scores (up to
+    256 x 512) and one in lower precision. All threads share one gradient of the queries' size, fp32 or wider."""
     t, m, local = cfg.train, cfg.model, LocalShapes.of(cfg)
     rows = 256 if t.seq_len >= 768 else 64 if t.seq_len >= 192 else 32
     tile = rows * min(512, t.seq_len)
@@ -392,7 +396,7 @@ def _unseen(cfg: Config, compute: torch.dtype) -> int:
 
 
 def _largest(sizes: BlockSizes, mesh: Mesh) -> BlockSizes:
-    """Of each size the largest on any rank that holds the same layers."""
+    """Return the largest of each size on any rank that holds the same layers."""
     names = [f.name for f in fields(sizes) if f.name != "saved"]
     row = [*(getattr(sizes, n) for n in names), *sizes.saved.values()]
     rows = gather_numbers(row, mesh.group(*(a for a in AXES if a != "pp")), mesh.device)

@@ -20,15 +20,15 @@ from ndtrain.parallel.whole_tensors import WholeTensors
 class ShardedOptimizer:
     """Updates the shards of all units, and with `optim.ema` an exponential average of the weights.
 
-    An elementwise optimizer gets each unit's shard as few slices of the flat buffers, each of one parameter group:
-    without `optim.lr_mult` and `wd_mult` as two, matrices (decayed) and vectors (not). All are updated together, or,
-    where the state is offloaded, unit by unit on the host. An optimizer of whole tensors gets each tensor on the rank
-    that owns it (`WholeTensors`).
+    An elementwise optimizer gets each unit's shard as few slices of the flat buffers, each of one parameter group.
+    Without `optim.lr_mult` and `wd_mult` there are two groups: matrices (decayed) and vectors (not). All slices are
+    updated together. If the state is offloaded, they are updated unit by unit on the host. An optimizer of whole
+    tensors gets each tensor on the rank that owns it (`WholeTensors`).
 
     Attributes:
-        reduce_stats: makes the statistics of a step's gradients.
-        skipped: how many steps have been skipped, a scalar beside the state. The bias of moments is corrected for the
-            updates made.
+        reduce_stats: computes the statistics of a step's gradients.
+        skipped: the number of steps that have been skipped, a scalar on the state's device. Bias correction of the
+            moments counts only the updates made.
     """
 
     def __init__(self, units: ShardedUnits, cfg: OptimConfig, mesh: Mesh):
@@ -44,8 +44,8 @@ class ShardedOptimizer:
             self._update_all = _resident_update(kind(cfg), units, cfg)
 
     def step(self, step: int, lr: float, stats: GradStats) -> None:
-        """Clips and makes update number `step` (from 1); where something was not finite, changes nothing. Offloaded, it
-        waits for the gradients, and so for the statistics."""
+        """Clip the gradients and make update number `step` (from 1). If something was not finite, change nothing. With
+        offload the host waits for the gradients, and therefore for the statistics."""
         found_inf = (~stats.finite).float().to(self.skipped.device)
         grad_scale = None
         if self.cfg.clip is not None:
@@ -86,7 +86,7 @@ def _whole_update(optimizer: Optimizer, whole: WholeTensors, cfg: OptimConfig) -
 
 
 def _tensors(unit: Unit, grad: Tensor, cfg: OptimConfig) -> Sequence[OptimTensor]:
-    """The shard of a unit, whose gradient comes in `grad`, by parameter groups."""
+    """Return the shard of a unit by parameter groups, with the gradient in `grad`."""
     start, _ = unit.layout.own
     made = []
     for group, span in groups_of_shard(cfg, unit.layout):
@@ -97,6 +97,6 @@ def _tensors(unit: Unit, grad: Tensor, cfg: OptimConfig) -> Sequence[OptimTensor
 
 
 def _slices(unit: Unit, start: int, stop: int) -> tuple[TensorSlice, ...]:
-    """The tensors of the flat buffer's elements [start, stop)."""
+    """Return the tensors of the flat buffer's elements [start, stop)."""
     spans = unit.layout.tensors_in(start, stop)
     return tuple(TensorSlice(slice(a - start, b - start), t, a - unit.layout.offsets[t.name]) for t, a, b in spans)

@@ -1,4 +1,4 @@
-"""A rank's stages of the model: what it computes, what it holds, and where the other stages are."""
+"""A rank's stages of the model, with everything that is needed to compute them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ from ndtrain.parallel.recompute import RecomputePlan, SavedOps
 
 @dataclass
 class Stages:
-    """What this rank computes and holds: one stage of the model, or several.
+    """The part of the model that this rank computes and holds: one stage, or several.
 
     Attributes:
         models: stage -> its part of the model.
         segments: stage -> the segments of its part, in order.
         saved_ops: the results that recomputed blocks save in their forward.
-        balance: that of the model's experts.
-        objective: what training minimizes.
-        notes: lines for the user on what was chosen at start, such as the attention kernel.
-        recompute: which blocks are recomputed.
+        balance: the balance of the model's experts.
+        objective: the loss that training minimizes.
+        notes: lines for the user about choices made at start, such as the attention kernel.
+        recompute: the blocks that are recomputed.
         capacity: the size of the experts' buffers; None: they are as large as the rows need.
     """
 
@@ -43,15 +43,15 @@ class Stages:
 
     @property
     def model(self) -> ModelConfig:
-        """The whole model that these are stages of."""
+        """The configuration of the whole model, to which these stages belong."""
         return next(iter(self.models.values())).m
 
     @property
     def context(self) -> Callable[..., Context]:
-        """`Transformer.context`: the same for every stage."""
+        """`Transformer.context`, which is the same for every stage."""
         return next(iter(self.models.values())).context
 
     @property
     def in_order(self) -> list[tuple[int, Segment]]:
-        """(stage, segment) of all segments, stage after stage."""
+        """All segments as (stage, segment), stage after stage."""
         return [(stage, segment) for stage, of_stage in sorted(self.segments.items()) for segment in of_stage]

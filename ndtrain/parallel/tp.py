@@ -14,20 +14,20 @@ Where tp meets the model, and what each rank does there:
 | projections into a latent   | replicated   | each rank's tokens of the stream; every head reads the rotated key    |
 | latent's q_b_proj, kv_b_proj| column       | all tokens' latents in, its heads out                                 |
 | norms, biases of row weights| replicated   | every rank holds them; under sequence parallelism gradients are summed|
-| embed_tokens, lm_head       | vocabulary   | its rows of the table; two numbers a token cross the ranks in the loss|
+| embed_tokens, lm_head       | vocabulary   | its rows of the table; one number a token crosses the ranks in a loss |
 
-The layouts say which role a weight has (`TensorParallel.role_of`). What a role sends:
+The layouts define the role of a weight (`TensorParallel.role_of`). Each role needs this communication:
 
 |                   | residual stream       | before a column    | after a row      |
 |-------------------|-----------------------|--------------------|------------------|
 | sequence parallel | N / tp tokens a rank  | all-gather         | reduce-scatter   |
 | otherwise         | all tokens everywhere | nothing            | all-reduce       |
 
-and each the other way round for gradients. The residual stream's tokens are those of a microbatch, [B, T] flattened to
-N, so a rank's share is contiguous and nothing is copied on the way in or out.
+Gradients need it in the opposite direction. The tokens of the residual stream are a microbatch [B, T], flattened to N.
+A rank's share is therefore contiguous, and nothing is copied on the way in or out.
 
-Shape legend: B batch, T time, N tokens (B T), S tokens of one rank's share (N / tp), C tokens of a chunk,
-E hidden_size, I in, O out, V rows of the vocabulary on this rank.
+Shape legend: B batch, T time, N tokens (B T), S tokens of one rank's share (N / tp), C tokens of a chunk, E
+hidden_size, I in, O out, V rows of the vocabulary on this rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ class _Arriving(Gathered):
     """Rows gathered from all ranks, as one message each or all at once.
 
     Args:
-        works: (rows, what brings them), in the order they arrive.
+        works: (rows, the operation that receives them), in the order they arrive.
     """
 
     def __init__(self, x_NI: Tensor, works: Sequence[tuple[Rows, Pending]]):
@@ -97,7 +97,7 @@ class SequenceComm(StreamComm):
     """Sequence parallelism: the residual stream holds this rank's share of the matmul's tokens.
 
     Args:
-        overlap: send share by share, so that a matmul runs on one while the next is on its way.
+        overlap: send share by share, so that a matmul runs on one share while the next one is in flight.
     """
 
     def __init__(self, group: dist.ProcessGroup, overlap: bool):
@@ -146,7 +146,7 @@ class ReplicatedComm(StreamComm):
     """No sequence parallelism: every rank holds the whole residual stream.
 
     Args:
-        overlap: sum in as many parts as there are ranks, so that a matmul runs while the part before is on its way.
+        overlap: sum in parts, one for each rank, so that a matmul runs while the previous part is in flight.
     """
 
     sums_in_place = True
@@ -174,12 +174,12 @@ class ReplicatedComm(StreamComm):
 
 
 class VocabParallel(Vocabulary):
-    """Each rank has the logits of its rows of the table. Of all ranks' together only their maximum and the sum of their
-    exponentials are ever made, two numbers a token.
+    """A vocabulary of which each rank holds some rows of the table, and computes the logits of these rows. The logits
+    of all ranks are never gathered. Only their log-sum-exp is exchanged, one number a token from each rank.
 
     Args:
         held: the rows of the table on this rank.
-        comm: between the residual stream's tokens and the head's.
+        comm: the communication between the residual stream's tokens and the head's tokens.
     """
 
     def __init__(self, held: range, comm: StreamComm, group: dist.ProcessGroup):
@@ -194,14 +194,14 @@ class VocabParallel(Vocabulary):
         arriving = self.comm.gather(x_SE[rows[0]])
         for i, now in enumerate(rows):
             x_CE = arriving.all()
-            if i + 1 < len(rows):  # on its way while this one is worked on
+            if i + 1 < len(rows):  # in flight while this chunk is computed
                 arriving = self.comm.gather(x_SE[rows[i + 1]])
             yield now, x_CE, targets_PS.map(lambda x, now=now: x[:, now].flatten(0, 1))
 
     def log_softmax(self, logits_CV: Tensor, ids_C1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         logits_CV = logits_CV.to(dtype)
         lse = self.log_sum_exp(logits_CV.logsumexp(dim=1))
-        columns = self.local(ids_C1)  # while the sums are on their way
+        columns = self.local(ids_C1)  # while the sums are in flight
         return logits_CV.sub_(lse()[:, None]), *columns
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +229,8 @@ class VocabParallel(Vocabulary):
 
 
 class ReplicatedVocab(Vocabulary):
-    """Every rank computes the same loss from the same tokens: the first alone reports it."""
+    """A vocabulary that every rank holds. Every rank computes the same loss from the same tokens, and only the first
+    one reports it."""
 
     def __init__(self, first: bool):
         self.first = first
@@ -254,12 +255,12 @@ class TensorParallel:
 
     Args:
         layouts: each parameter with its layout.
-        accumulator: through which matrices' gradients come.
-        saved_ops: has the outputs of some matmuls when their block is recomputed.
-        matmul: how the blocks' matmuls are made.
-        fused_weights: the first of some matrices -> these as one.
+        accumulator: accumulates the gradients of matrices.
+        saved_ops: the saved outputs of some matmuls, for the recompute of their block.
+        matmul: computes the blocks' matmuls.
+        fused_weights: the first matrix of each fused weight -> the fused weight.
         objective: computes the loss of the logits of a chunk of tokens.
-        shards_heads: whether each rank has some of the query heads, and not all.
+        shards_heads: True if each rank has some of the query heads, and not all.
     """
 
     def __init__(
@@ -280,10 +281,10 @@ class TensorParallel:
         self.ops = WeightOps(accumulator, self.comm_of, saved_ops, matmul, fused_weights, objective)
 
     def over(self, ops: Ops, compiled: bool = False) -> Ops:
-        """`ops` with every call over weights replaced.
+        """Return `ops` with every call over weights replaced.
 
         Args:
-            compiled: whether blocks are; communication cannot be part of a graph, so each matmul breaks it.
+            compiled: True if blocks are compiled; communication cannot be part of a graph, so each matmul breaks it.
         """
         outside = torch.compiler.disable if compiled else lambda op: op
         if self.shards_heads:
@@ -295,7 +296,8 @@ class TensorParallel:
         )  # fmt: skip
 
     def role_of(self, weight: nn.Parameter) -> Role:
-        """The role of a weight [out, in], or of a table [vocabulary, E], which is sharded as a column is."""
+        """Return the role of a weight [out, in] or of a table [vocabulary, E]. A table is sharded like a column
+        weight."""
         match self.layouts[weight].shard_dim:
             case None:
                 return Role.REPLICATED
@@ -305,7 +307,7 @@ class TensorParallel:
                 return Role.ROW
 
     def comm_of(self, weight: nn.Parameter) -> LinearComm:
-        """What surrounds a weight's matmul."""
+        """Return the communication around a weight's matmul."""
         match self.role_of(weight):
             case Role.COLUMN:
                 return LinearComm(gather_input=self.comm)
@@ -329,8 +331,8 @@ class TensorParallel:
         return self.ops.head_loss(x, weight, targets, scale, chunk, vocabulary)
 
     def local_heads(self, core: Callable) -> Callable:
-        """The attention core for this rank's heads. Their number follows from q, k and v, and their place in the model
-        from the rank."""
+        """Return the attention core for this rank's heads. The number of heads follows from q, k and v, and their place
+        in the model from the rank."""
         place = self.group.rank() if self.shards_heads else 0
 
         def local(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
@@ -340,7 +342,7 @@ class TensorParallel:
         return local
 
     def _vocabulary(self, weight: nn.Parameter) -> range:
-        """The rows of the table on this rank."""
+        """Return the rows of the table on this rank."""
         start, rows = self.layouts[weight].shard[0]
         return range(start, start + rows)
 

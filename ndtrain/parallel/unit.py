@@ -1,4 +1,4 @@
-"""A unit's buffers on this rank: which there are, how large, in which precision and where."""
+"""A unit's buffers on this rank: which ones exist, their size, their precision and their device."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +16,21 @@ from ndtrain.model.device_kind import host_of
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.grad_accumulator import FusedWeights
 
-REDUCTIONS = "reductions"  # the lane of reduce-scatters beside the gathers of zero 3
+REDUCTIONS = "reductions"  # the lane of zero 3's reduce-scatters, apart from its gathers
 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """Which state a rank holds, in which precision and where.
+    """The state that a rank holds, with its precision and its device.
 
     Attributes:
         zero: 1, 2 or 3, as in `fsdp.py`.
-        compute, master: dtypes.
+        compute, master: dtypes of the weights in compute precision and of the master weights.
         spec: the optimizer's state.
-        sharded_spec: whether the state lies in the shards; otherwise the owners of whole tensors hold it
+        sharded_spec: True if the state is sharded like the weights. Otherwise the owners of whole tensors hold it
             (`whole_tensors.py`).
-        ema: whether there is an average of the weights.
-        offload: whether master, optimizer state and average lie in host memory.
+        ema: True if there is an average of the weights.
+        offload: True if master, optimizer state and average are in host memory.
     """
 
     zero: int
@@ -44,12 +44,13 @@ class StatePlan:
 
 @dataclass(frozen=True)
 class Residency:
-    """When a unit is whole on a rank.
+    """How long a rank holds the whole weights and the whole gradient of a unit.
 
     Attributes:
-        reshard_after_forward: whether its weights are unsharded for each use, and resharded after it (zero 3).
-        holds_full_grad: whether the unsharded gradient is kept over the whole step (zero 1).
-        shares_master: whether the rank's part of the unsharded weights is the master copy.
+        reshard_after_forward: True if the weights are unsharded for each use, and resharded after it (zero 3).
+        holds_full_grad: True if the unsharded gradient is kept over the whole step (zero 1, or a unit that is not
+            split).
+        shares_master: True if the rank's part of the unsharded weights is the master copy.
     """
 
     reshard_after_forward: bool
@@ -58,7 +59,7 @@ class Residency:
 
     @classmethod
     def of(cls, plan: StatePlan, shards: int) -> "Residency":
-        """Of a unit that is split in `shards` parts."""
+        """Return the residency of a unit that is split into `shards` parts."""
         one_copy = shards == 1 and (plan.compute == plan.master or plan.offload)
         reshard = plan.zero == 3 and not one_copy
         return cls(
@@ -74,18 +75,18 @@ class Unit:
 
     Attributes:
         group: the ranks that the flat buffer is split over, for gathers.
-        reductions: the same ranks, for reduce-scatters. Under zero 3 on NCCL another group, so that a gather that is
-            needed soon does not wait for a reduce-scatter.
-        residency: when its weights and gradient are whole on this rank.
+        reductions: the same ranks, for reduce-scatters. Under zero 3 on NCCL it is a second group. A gather that is
+            needed soon then does not wait for a reduce-scatter.
+        residency: how long this rank holds the whole weights and gradient.
         fused_weights: names of matrices -> these matrices as one fused weight.
-        with_gradient: fused weights, with the name of their first matrix, and the parameters that are in none. Their
-            `.grad` are views of `full_grad`.
+        with_gradient: the fused weights, under the name of their first matrix, and the parameters that are in no fused
+            weight. Their `.grad` are views of `full_grad`.
         full: all local elements in compute precision; its storage is empty while the unit is resharded.
-        master, grad, ema: this rank's shard in master precision; ema: None unless asked for.
+        master, grad, ema: this rank's shard in master precision; ema: None without an average.
         state: the optimizer's state tensors of the shard, by name.
-        gather_source: this rank's elements as they are gathered: the master, or where that is offloaded a copy on the
-            device.
-        grad_at: the buffer that `grad` is a slice of, and where.
+        gather_source: this rank's elements that gathers send: the master, or if it is offloaded a copy on the device.
+        full_grad: the unsharded gradient; None while this rank does not hold it.
+        grad_at: the buffer that `grad` is a slice of, and the first element of the slice.
     """
 
     name: str
@@ -113,11 +114,11 @@ class Unit:
 
     @property
     def accumulated(self) -> list[nn.Parameter]:
-        """The weights whose gradients matmuls accumulate; autograd adds to those of vectors."""
+        """The weights whose gradients are accumulated by matmuls. The gradients of vectors are added by autograd."""
         return [p for _, p in self.with_gradient if p.ndim > 1]
 
     def buffer(self, name: str) -> Tensor:
-        """This rank's shard of the master weights, the average or a state tensor, by name."""
+        """Return this rank's shard of the master weights, the average or a state tensor, by name."""
         return self.state[name] if name in self.state else getattr(self, name)
 
 
@@ -127,12 +128,12 @@ def allocate(
     mesh: Mesh,
     fused_names: Mapping[str, Sequence[tuple[str, ...]]],
 ) -> dict[str, Unit]:
-    """Units of the same groups, in model order. They share one buffer of each kind, so that the optimizer sees few
-    tensors and neighbouring gradients travel in one message. Everything begins as zeros.
+    """Allocate units of the same groups, in model order. They share one buffer of each kind. The optimizer then sees
+    few tensors, and neighbouring gradients are summed in one message. Everything begins as zeros.
 
     Args:
         layouts: unit name -> its flat layout.
-        fused_names: unit name -> names of matrices that are fused where they are neighbours in the flat buffer.
+        fused_names: unit name -> names of matrices that are fused if they are neighbours in the flat buffer.
     """
     groups = next(iter(layouts.values())).groups
     residency = Residency.of(plan, groups.shards)
@@ -171,7 +172,8 @@ def allocate(
 
 
 def shard_groups(plan: StatePlan, mesh: Mesh, groups: UnitGroups) -> tuple[Group, Group]:
-    """The process groups of a unit's gathers and of its reduce-scatters. Every rank must ask in the same order."""
+    """Return the process groups of a unit's gathers and of its reduce-scatters. Every rank must call this in the same
+    order."""
     lane = REDUCTIONS if Residency.of(plan, groups.shards).reshard_after_forward else ""
     return mesh.group(*groups.shard_axes), mesh.group(*groups.shard_axes, lane=lane)
 
@@ -181,9 +183,10 @@ class _Buffers:
     """The buffers that units of the same groups share.
 
     Attributes:
-        full: all local elements, where they stay unsharded.
-        master, source, ema, state: the rank's shards; `source` is what gathers send, where it is not part of `full`.
-        grad: of all local elements, or of the rank's shards.
+        full: all local elements, if they stay unsharded.
+        master, source, ema, state: the rank's shards. Gathers send `source`, unless they send a part of `full`.
+        grad: the gradient of all local elements, or of the rank's shards.
+        empty: makes the buffer of one unit with this number of elements, if units do not stay unsharded.
     """
 
     full: Tensor | None
@@ -196,7 +199,7 @@ class _Buffers:
 
     @classmethod
     def of(cls, plan: StatePlan, shards: int, local: int, device: torch.device) -> "_Buffers":
-        """Allocate them for `local` elements of units that are split in `shards` parts."""
+        """Allocate the buffers for `local` elements of units that are split into `shards` parts."""
         residency, shard = Residency.of(plan, shards), local // shards
         resident = not residency.reshard_after_forward
         zeros = lambda n, dtype: torch.zeros(n, dtype=dtype, device=device)
@@ -214,13 +217,13 @@ class _Buffers:
 
 
 class StateBytes(NamedTuple):
-    """Bytes of what a rank holds of some units between steps.
+    """Bytes that a rank holds of some units between steps.
 
     Attributes:
-        weights: the unsharded weights, and the shard that gathers send where it is a tensor of its own.
-        gradient: the unsharded one, or the shard's.
+        weights: the unsharded weights, and the shard that gathers send if it is a tensor of its own.
+        gradient: the unsharded gradient, or the shard's gradient.
         sharded: the shard's master weights, optimizer state and average.
-        offloaded: True if what is sharded is in host memory.
+        offloaded: True if the `sharded` bytes are in host memory.
     """
 
     weights: int
@@ -242,8 +245,8 @@ def state_bytes(plan: StatePlan, shards: int, numel: int) -> StateBytes:
     """Count the bytes of units by allocating their buffers on the meta device.
 
     Args:
-        shards: parts that the units are split in.
-        numel: their elements before the split. They are padded to `shards` equal parts.
+        shards: the number of parts that the units are split into.
+        numel: the number of elements before the split. They are padded to `shards` equal parts.
     """
     buffers = _Buffers.of(plan, shards, -(-numel // shards) * shards, torch.device("meta"))
     count = lambda *held: sum(x.untyped_storage().nbytes() for x in held if x is not None)
@@ -281,5 +284,5 @@ def _parameter(full: Tensor, at: int, shape: tuple[int, ...], grad_dtype: torch.
 
 
 def resize(x: Tensor, numel: int) -> None:
-    """Allocates the storage of `numel` elements, or frees it (0)."""
+    """Allocate the storage of `numel` elements, or free it (0)."""
     x.untyped_storage().resize_(numel * x.element_size())

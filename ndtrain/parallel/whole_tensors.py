@@ -1,8 +1,8 @@
 """Whole tensors for optimizers that need them: each has one owner among the ranks that hold its shards.
 
 The owner receives the gradient and the master weights of every rank's elements. It holds the tensor's state, computes
-the update and sends the new weights back. Where other ranks hold the same shards (along dp), each set of replicas does
-the same work, and no message crosses between them.
+the update and sends the new weights back. If other ranks hold the same shards (along dp), each set of replicas does the
+same work, and no message crosses between them.
 """
 
 import math
@@ -28,10 +28,10 @@ class WholeTensor:
     """One tensor of the stage.
 
     Attributes:
-        shape: of the whole tensor.
-        replica: which of the sets of ranks with the same shards this rank belongs to.
+        shape: the shape of the whole tensor.
+        replica: the index of this rank's set of ranks, among the sets that hold the same shards.
         owner: the position of its owner among the ranks that hold its shards.
-        shards: this rank's (master, grad) of the unit that it lies in.
+        shards: this rank's (master, grad) of the unit that the tensor is in.
         state: name -> state tensor on the owner; empty on other ranks.
     """
 
@@ -48,11 +48,11 @@ class WholeTensor:
 
 
 class _Round:
-    """A tensor of each owner, so that all owners work at the same time.
+    """One tensor of each owner, so that all owners work at the same time.
 
     Args:
-        shards: by position in the group: tensor -> what that rank holds.
-        replicas: tensor -> the positions whose elements another rank before them holds too.
+        shards: by position in the group: tensor -> the elements that the rank holds.
+        replicas: tensor -> the positions of ranks whose elements an earlier rank holds too.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class _Round:
         return self._to_owner.start({t.name: t.shards for t in self._tensors}, self._whole)
 
     def update(self, update: Update) -> Arriving:
-        """Update the tensors of this rank, and start to send the weights to all ranks."""
+        """Update the tensors that this rank owns, and start to send their weights to all ranks."""
         for t in self._own:
             weight, grad = self._whole[t.name]
             update(t.name, weight.view(t.shape), grad.view(t.shape), t.state)
@@ -125,8 +125,8 @@ class WholeTensors:
         shards: Mapping[str, tuple[Tensor, Tensor]],
         spec: Sequence[StateSpec],
     ) -> Iterator[WholeTensor]:
-        """Assign the owners among the ranks of a group, the largest tensor first and each to the rank that owns the
-        fewest elements so far.
+        """Assign an owner to each tensor among the ranks of a group, and yield the tensors. The largest tensor is
+        assigned first, and each goes to the rank that owns the fewest elements by then.
 
         Args:
             layouts: by position in the group: unit -> flat layout.
@@ -145,8 +145,8 @@ class WholeTensors:
     def update_each(self, update: Update) -> None:
         """Call `update(name, weight, grad, state)` on the owner of each tensor. Every rank of the group calls this.
 
-        While the owners of a round compute, the tensors of the next round are on their way to their owners, and those
-        of the round before on their way back.
+        While the owners of a round compute, the tensors of the next round are in flight to their owners. The weights of
+        the previous round are in flight back to the shards.
         """
         coming = self._rounds[0].start() if self._rounds else None
         leaving = None
@@ -167,7 +167,7 @@ def _rounds(
     tensors: Sequence[WholeTensor],
     layouts: Sequence[Mapping[str, FlatLayout]],
 ) -> Iterator[_Round]:
-    """Yield rounds in which each owner has one tensor at most, its largest ones first."""
+    """Yield rounds in which each owner has at most one tensor. Its largest tensors come first."""
     shards: list[dict[str, list[Held]]] = []
     replicas: dict[str, set[int]] = {t.name: set() for t in tensors}
     for i, of_rank in enumerate(layouts):
