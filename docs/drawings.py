@@ -19,10 +19,10 @@ ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
 from ndtrain.config import AXES, ModelConfig, RecomputeConfig  # noqa: E402
-from ndtrain.distributed.mesh import EP, MeshSpec  # noqa: E402
-from ndtrain.distributed.row_map import Run  # noqa: E402
-from ndtrain.distributed.sequence_sharding import SequenceSharding  # noqa: E402
-from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, TensorLayout, UnitGroups  # noqa: E402
+from ndtrain.mesh.mesh import EP, MeshSpec  # noqa: E402
+from ndtrain.mesh.row_map import Run  # noqa: E402
+from ndtrain.mesh.sequence_sharding import SequenceSharding  # noqa: E402
+from ndtrain.mesh.sharding import Dim, FlatLayout, Layouts, TensorLayout, UnitGroups  # noqa: E402
 from ndtrain.model import Segment, dim_sizes, params, tensor_dims  # noqa: E402
 from ndtrain.model.transformer import layer  # noqa: E402
 from ndtrain.parallel.recompute import RecomputeOps, plan_recompute  # noqa: E402

@@ -70,7 +70,7 @@ prepare() { # OVERRIDES...: sets run_dir. It may belong to a live run: that run'
 }
 
 folder_of() { # OVERRIDES...: prints the run folder, absolute
-    contained python -m ndtrain.runtime.launch_query folder "$@"
+    contained python -m ndtrain.run.launch_query folder "$@"
     (trap '' INT && exec "${command[@]}") # Ctrl-C is this script's to answer
 }
 
@@ -102,7 +102,7 @@ end_torchrun() { # PID: torchrun and its ranks, each of which leads a session of
 }
 
 outcome() { # sets `status` to the documented exit code, and says why a run has failed: the last thing on the console
-    contained python -m ndtrain.runtime.launch_query ended "$run_dir" "$status"
+    contained python -m ndtrain.run.launch_query ended "$run_dir" "$status"
     supervise "${command[@]}"
     if [ "$status" = 2 ] && [ -n "$made" ]; then # a refused run leaves no folder, unless there is something in it
         rmdir "$run_dir/logs" 2>/dev/null || true

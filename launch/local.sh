@@ -24,7 +24,7 @@ fi
 enter_environment
 prepare "$@"
 # torchrun, with the error of the rank that failed in one line
-contained python -m ndtrain.runtime.torchrun --standalone --nproc-per-node "${NPROC:-$(ranks_here)}" --max-restarts "${RESTARTS:-0}" \
+contained python -m ndtrain.run.torchrun --standalone --nproc-per-node "${NPROC:-$(ranks_here)}" --max-restarts "${RESTARTS:-0}" \
     -m ndtrain.train "$@"
 supervise "${command[@]}"
 outcome

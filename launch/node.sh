@@ -42,7 +42,7 @@ elif [ "$LOCAL_RANK" = 0 ]; then exec >>"$log" 2> >(exec tee -a "$log" >&2)
 else exec >>"$log" 2>&1; fi
 exec python -u -m ndtrain.train "$@"'
 contained \
-    python -m ndtrain.runtime.torchrun --nnodes="$NODES" --nproc-per-node="${RANKS:-$(ranks_here)}" --max-restarts="${RESTARTS:-0}" \
+    python -m ndtrain.run.torchrun --nnodes="$NODES" --nproc-per-node="${RANKS:-$(ranks_here)}" --max-restarts="${RESTARTS:-0}" \
     --rdzv-backend=c10d --rdzv-endpoint="$ENDPOINT" --rdzv-id="$RUN_ID" --rdzv-conf="is_host=$host" \
     --no-python bash --norc -c "$rank" "$LOGS" "$@"
 if [ -z "${WHILE_CONNECTED:-}" ]; then

@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 
-from ndtrain.runtime import launcher  # first: it records the parent process, which may end while torch is imported
+from ndtrain.run import launcher  # first: it records the parent process, which may end while torch is imported
 
 # isort: split
 import torch.distributed as dist
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from ndtrain.config import Config, ConfigError, world_from_env
 from ndtrain.engine.setup import prepare
 from ndtrain.engine.trainer import Trainer
-from ndtrain.runtime import cli, exit_status, stop_signals, usage
-from ndtrain.runtime.failure_report import exit_with_plugin_error, record_failure, report_failure
-from ndtrain.runtime.folder_lock import FolderLost
-from ndtrain.runtime.stop_signals import StopRequest
+from ndtrain.run import cli, exit_status, stop_signals, usage
+from ndtrain.run.failure_report import exit_with_plugin_error, record_failure, report_failure
+from ndtrain.run.folder_lock import FolderLost
+from ndtrain.run.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
 

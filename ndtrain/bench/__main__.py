@@ -11,15 +11,15 @@ import time
 from collections.abc import Sequence
 from types import ModuleType
 
+from lab.gpu import run as gpu
+from lab.peers import attention
+from lab.peers import run as peers
 from ndtrain.arguments import ArgumentError, help_lines, one_of, parse, status_of, wants_help
 from ndtrain.bench import checkpoint, matmul, moe, offload, step
-from ndtrain.bench.collectives import run as collectives
-from ndtrain.bench.gpu import run as gpu
-from ndtrain.bench.peers import attention
-from ndtrain.bench.peers import run as peers
-from ndtrain.bench.ranks import RankFailed, WrongResult, exit_process
 from ndtrain.config import ConfigError, world_from_env
-from ndtrain.runtime.launcher_report import record_error
+from ndtrain.measure.collectives import run as collectives
+from ndtrain.measure.ranks import RankFailed, WrongResult, exit_process
+from ndtrain.run.launcher_report import record_error
 
 BENCHES = {
     "peers": (peers, "axis=one|dp|fsdp|tp|cp|pp"),

@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 from ndtrain import checkpoint
 from ndtrain.arguments import option
-from ndtrain.bench.ranks import run_ranks
-from ndtrain.bench.results import require_folder, save
-from ndtrain.bench.rounds import BlockTimer, in_round, max_over_ranks, quartiles, ratio
 from ndtrain.checkpoint import Saver, State
 from ndtrain.config import Config, ConfigError, load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.measure.ranks import run_ranks
+from ndtrain.measure.results import require_folder, save
+from ndtrain.measure.rounds import BlockTimer, in_round, max_over_ranks, quartiles, ratio
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.flops import parameter_count
 from ndtrain.parallel.build import build_stages, initialise
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ndtrain.arguments import one_of, option
-from ndtrain.bench import plot
-from ndtrain.bench.plot import Panel, Point, Points
-from ndtrain.bench.ranks import DEVICE_HELP, Device, WrongResult, choose_device
-from ndtrain.bench.results import require_folder, save, size_name
-from ndtrain.bench.rounds import calls_in_block, in_round
 from ndtrain.config import ConfigError, HardwareConfig
-from ndtrain.metrics import free_memory_bytes, peak_flops
-from ndtrain.metrics.measured_peak import cpu_model
+from ndtrain.device.measured_peak import cpu_model
+from ndtrain.measure import plot
+from ndtrain.measure.plot import Panel, Point, Points
+from ndtrain.measure.ranks import DEVICE_HELP, Device, WrongResult, choose_device
+from ndtrain.measure.results import require_folder, save, size_name
+from ndtrain.measure.rounds import calls_in_block, in_round
+from ndtrain.observe import free_memory_bytes, peak_flops
 
 
 class Kind(NamedTuple):

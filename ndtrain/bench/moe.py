@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ndtrain.arguments import option
-from ndtrain.bench.ranks import DEVICE_HELP, Device, WrongResult, choose_device, rank_device
-from ndtrain.bench.results import require_folder, save
-from ndtrain.bench.rounds import BlockTimer, quartiles, ratio, run_rounds
 from ndtrain.config import Config, ConfigError, load_config, resolve
-from ndtrain.distributed.host_device import using_threads
-from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.metrics import keep_freed_memory
+from ndtrain.measure.ranks import DEVICE_HELP, Device, WrongResult, choose_device, rank_device
+from ndtrain.measure.results import require_folder, save
+from ndtrain.measure.rounds import BlockTimer, quartiles, ratio, run_rounds
+from ndtrain.mesh.host_device import using_threads
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.block import Block
 from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.model.moe.router import softmax_top_k
+from ndtrain.observe import keep_freed_memory
 from ndtrain.parallel.build import DTYPES, build_stages, initialise
 from ndtrain.parallel.grouped_linear import products
 

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 
 from ndtrain.arguments import option
-from ndtrain.bench.results import require_folder, save
-from ndtrain.bench.rounds import BlockTimer, in_round, quartiles, ratio, run_rounds
 from ndtrain.config import OptimConfig, load_config, resolve
 from ndtrain.config.registry import get
-from ndtrain.distributed.host_device import using_threads
-from ndtrain.distributed.sharding import Dim, TensorLayout
+from ndtrain.measure.results import require_folder, save
+from ndtrain.measure.rounds import BlockTimer, in_round, quartiles, ratio, run_rounds
+from ndtrain.mesh.host_device import using_threads
+from ndtrain.mesh.sharding import Dim, TensorLayout
 from ndtrain.model import params
 from ndtrain.model.init import fill_all, standard_normal
 from ndtrain.optim import OptimTensor, TensorSlice, Update

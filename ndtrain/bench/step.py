@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from ndtrain.arguments import option
-from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, rank_device, run_ranks
-from ndtrain.bench.results import require_folder, save
-from ndtrain.bench.rounds import BlockOptions
-from ndtrain.bench.training import QueuedSteps, timed
 from ndtrain.config import Config, ConfigError, load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.measure.ranks import DEVICE_HELP, Device, choose_device, rank_device, run_ranks
+from ndtrain.measure.results import require_folder, save
+from ndtrain.measure.rounds import BlockOptions
+from ndtrain.measure.training import QueuedSteps, timed
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.observe.profile import name_fused_kernels, record
 from ndtrain.parallel.compile_choice import compiles
-from ndtrain.profiling.profile import name_fused_kernels, record
-from ndtrain.runtime.rendezvous import backend_of
+from ndtrain.run.rendezvous import backend_of
 
 GIB = 2**30
 PROFILED = 10  # steps, each after an unprofiled step; several, since single steps vary on a shared machine

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.checkpoint.safetensors_io import bytes_of
-from ndtrain.distributed.row_map import Rows
+from ndtrain.mesh.row_map import Rows
 
 _WORD = 8  # bytes
 _COLUMNS = 1024

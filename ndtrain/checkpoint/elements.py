@@ -15,9 +15,9 @@ from torch import Tensor
 from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, Reader, plan_files
 from ndtrain.config import Config, ConfigError
-from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.row_map import Rows
-from ndtrain.distributed.sharding import even_split
+from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.row_map import Rows
+from ndtrain.mesh.sharding import even_split
 from ndtrain.model import tensor_shapes
 from ndtrain.model.transformer import bias_names
 from ndtrain.optim import StateSpec

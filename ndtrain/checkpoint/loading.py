@@ -18,7 +18,7 @@ from ndtrain.checkpoint.elements import (
     together,
 )
 from ndtrain.checkpoint.safetensors_io import Reader
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.parallel.build import Stages
 
 

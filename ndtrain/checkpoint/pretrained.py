@@ -17,8 +17,8 @@ from ndtrain.checkpoint.elements import CheckpointError, model_part, read_into, 
 from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader, reading
 from ndtrain.config import ModelConfig
 from ndtrain.config.json_file import JsonError, read_object
-from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.row_map import Rows
+from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.row_map import Rows
 from ndtrain.model import tensor_shapes
 from ndtrain.model.block import dim_sizes
 from ndtrain.model.families.hf_config import from_hf, read_hf_config

@@ -31,7 +31,7 @@ from ndtrain.checkpoint.verifying import blocks
 from ndtrain.config import CheckpointConfig
 from ndtrain.config.json_file import read_object
 from ndtrain.data.hf_code import CODE_KEYS
-from ndtrain.distributed.row_map import Rows
+from ndtrain.mesh.row_map import Rows
 from ndtrain.model.transformer import is_selection_bias
 
 

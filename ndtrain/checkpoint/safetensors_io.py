@@ -19,7 +19,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from ndtrain.distributed.row_map import Rows
+from ndtrain.mesh.row_map import Rows
 
 # dtypes of weights. A file may have tensors of other dtypes, but they are not read
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -17,9 +17,9 @@ from ndtrain.checkpoint.elements import CheckpointError, State
 from ndtrain.checkpoint.safetensors_io import bytes_of
 from ndtrain.checkpoint.saving import Extras, Writer
 from ndtrain.config import Config
-from ndtrain.distributed.gpu import use_gpu
-from ndtrain.distributed.host_device import page_locked
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.device.gpu import use_gpu
+from ndtrain.mesh.host_device import page_locked
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.parallel.build import Stages
 
 

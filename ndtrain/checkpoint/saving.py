@@ -30,8 +30,8 @@ from ndtrain.checkpoint.elements import (
 )
 from ndtrain.checkpoint.safetensors_io import PlannedFile, create, index_json, write
 from ndtrain.config import Config
-from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.row_map import Rows
+from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.row_map import Rows
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.parallel.build import DTYPES, Stages
 

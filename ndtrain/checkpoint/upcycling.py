@@ -11,7 +11,7 @@ from ndtrain.checkpoint.elements import CheckpointError
 from ndtrain.checkpoint.pretrained import load_weights
 from ndtrain.config import Config, ModelConfig, check_model
 from ndtrain.config.schema import resolved, written
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model import tensor_shapes
 from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_fields import OURS, mod_fields

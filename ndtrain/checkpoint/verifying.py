@@ -13,7 +13,7 @@ from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.directory import file_problems, list_checkpoints, read_state
 from ndtrain.checkpoint.elements import AHEAD, BLOCK, CheckpointError, DamagedCheckpoint
 from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader
-from ndtrain.distributed.row_map import Rows
+from ndtrain.mesh.row_map import Rows
 
 _ASIDE = {".writing-step-*": "half written", ".removing-step-*": "half removed", "superseded-step-*": "superseded"}
 

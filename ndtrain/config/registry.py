@@ -47,7 +47,7 @@ KINDS = {
     "optimizer": Kind("optim", OptimConfig, "ndtrain.optim"),
     "lr_schedule": Kind(shipped="ndtrain.optim.lr_schedule"),
     "source": Kind("data", DataConfig),
-    "logger": Kind("logger", LoggerConfig, "ndtrain.metrics.loggers"),
+    "logger": Kind("logger", LoggerConfig, "ndtrain.observe.loggers"),
     "callback": Kind("callbacks"),
 }
 

@@ -34,7 +34,7 @@ from ndtrain.data.manifest import Manifest
 from ndtrain.data.prepare import PART_BYTES, prepare
 from ndtrain.data.progress import ProgressDisplay, TextProgress
 from ndtrain.data.workers import WorkerDied, start_forkserver
-from ndtrain.distributed.cores import cpu_cores
+from ndtrain.device.cores import cpu_cores
 
 VOCAB_SIZE = 4096  # if data.vocab_size is not given, since there is no model to take it from
 _DATA = ("path", "tokenizer", "vocab_size", "validation", "text_key", "subset", "split", "eval_split", "cache")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ndtrain.data.token_array import Packing
-from ndtrain.distributed.gpu import use_gpu
-from ndtrain.distributed.sequence_sharding import SequenceSharding
+from ndtrain.device.gpu import use_gpu
+from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.model.vocabulary import IGNORE, Targets
 
 Item = TypeVar("Item")

@@ -20,7 +20,7 @@ from ndtrain.data.token_array import Tokens
 from ndtrain.data.token_reader import TokenReader
 from ndtrain.data.tokenizer import Tokenizer
 from ndtrain.data.validation import ValidationSet
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.mesh.mesh import Mesh
 
 log = logging.getLogger(__name__)
 

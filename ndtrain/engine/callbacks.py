@@ -11,17 +11,17 @@ import torch.distributed as dist
 from ndtrain.checkpoint import Saved, Saver
 from ndtrain.checkpoint.companions import Companions
 from ndtrain.config import Config
-from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.setup import turn_end_warning, write_extras
 from ndtrain.engine.trace import Trace, Tracer
 from ndtrain.engine.train_step import StepReport
 from ndtrain.engine.validation import Validation
-from ndtrain.metrics import Metrics, peak_flops
-from ndtrain.metrics.stragglers import Stragglers
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model import flops
+from ndtrain.observe import Metrics, peak_flops
+from ndtrain.observe.profile_window import Profile, Window
+from ndtrain.observe.stragglers import Stragglers
 from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
-from ndtrain.profiling.window import Profile, Window
 
 if TYPE_CHECKING:
     from ndtrain.engine.trainer import Trainer

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from ndtrain.distributed.collectives import reduces_in_place
-from ndtrain.distributed.flight_recorder import RECORDER
+from ndtrain.mesh.collectives import reduces_in_place
+from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.model import Context
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Pipeline

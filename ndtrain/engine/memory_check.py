@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import torch
 
 from ndtrain.config import Config, ConfigError
-from ndtrain.distributed.mesh import MeshSpec
-from ndtrain.distributed.sharding import FlatLayout
-from ndtrain.metrics.memory import memory_limit_bytes
+from ndtrain.device.memory import memory_limit_bytes
+from ndtrain.mesh.mesh import MeshSpec
+from ndtrain.mesh.sharding import FlatLayout
 from ndtrain.model.flops import parameter_count
 from ndtrain.parallel.build import flat_layouts, layouts_of, state_plan
 from ndtrain.parallel.unit import StatePlan, state_bytes

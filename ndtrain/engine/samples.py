@@ -18,11 +18,11 @@ from ndtrain import schedule as schedules
 from ndtrain.config import Config, LocalShapes, shards_stream
 from ndtrain.data import Batch, Tokens, microbatches
 from ndtrain.data.validation import ValidationSet
-from ndtrain.distributed.collectives import all_reduce
-from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.callbacks import Callback, due
 from ndtrain.engine.executor import Executor
 from ndtrain.engine.train_step import contexts
+from ndtrain.mesh.collectives import all_reduce
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model import Context
 from ndtrain.model.sampling import next_tokens
 from ndtrain.model.transformer import EMBED, HEAD

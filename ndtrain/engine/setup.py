@@ -34,22 +34,22 @@ from ndtrain.config import (
 from ndtrain.config.schema import resolved
 from ndtrain.data import Data, open_data
 from ndtrain.data.token_array import Packing
-from ndtrain.distributed.gpu import own_gpu, use_gpu
-from ndtrain.distributed.json_messages import broadcast_json
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.device.gpu import own_gpu, use_gpu
 from ndtrain.engine.memory_check import require_memory
 from ndtrain.engine.threads import set_threads
-from ndtrain.metrics import grow_segments, keep_freed_memory
+from ndtrain.mesh.json_messages import broadcast_json
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model.objective import make_objective
+from ndtrain.observe import grow_segments, keep_freed_memory
 from ndtrain.optim.lr_schedule import idle_steps
 from ndtrain.parallel.build import Stages, initialise
-from ndtrain.runtime import descriptors, exit_status, folder_lock, rendezvous, shared_config, stop_signals
-from ndtrain.runtime.failure_report import record_failure
-from ndtrain.runtime.folder_lock import Claim
-from ndtrain.runtime.launcher_report import tell_run_folder
-from ndtrain.runtime.refused_start import left_as_found
-from ndtrain.runtime.shared_config import Written
-from ndtrain.runtime.signed_store import SignedStore
+from ndtrain.run import descriptors, exit_status, folder_lock, rendezvous, shared_config, stop_signals
+from ndtrain.run.failure_report import record_failure
+from ndtrain.run.folder_lock import Claim
+from ndtrain.run.launcher_report import tell_run_folder
+from ndtrain.run.refused_start import left_as_found
+from ndtrain.run.shared_config import Written
+from ndtrain.run.signed_store import SignedStore
 
 log = logging.getLogger("ndtrain")
 log.addHandler(logging.NullHandler())  # an error before there is a log file is not printed twice

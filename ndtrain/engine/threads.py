@@ -7,7 +7,7 @@ import torch
 
 from ndtrain.config import Config
 from ndtrain.config.local_shapes import LocalShapes
-from ndtrain.distributed.cores import THREADS_ARE_A_DEFAULT
+from ndtrain.device.cores import THREADS_ARE_A_DEFAULT
 
 log = logging.getLogger("ndtrain")
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ndtrain.distributed.json_messages import gather_json
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.executor import ActionTiming, Executor
+from ndtrain.mesh.json_messages import gather_json
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.schedule import Schedule, Span, Timeline, simulate
 from ndtrain.schedule.draw import panel, timeline_svg
 from ndtrain.schedule.table import Action, sends, show

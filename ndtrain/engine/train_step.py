@@ -11,11 +11,11 @@ from torch import Tensor
 from ndtrain import schedule as schedules
 from ndtrain.config import AXES, DATA_AXES, Config, LocalShapes
 from ndtrain.data import Batch
-from ndtrain.distributed.collectives import all_gather_row
-from ndtrain.distributed.flight_recorder import RECORDER
-from ndtrain.distributed.host_device import Readback, upload
-from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.executor import Executor
+from ndtrain.mesh.collectives import all_gather_row
+from ndtrain.mesh.flight_recorder import RECORDER
+from ndtrain.mesh.host_device import Readback, upload
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model import Context
 from ndtrain.model.objective import Objective
 from ndtrain.model.vocabulary import IGNORE

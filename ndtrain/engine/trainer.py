@@ -20,8 +20,6 @@ from ndtrain import schedule
 from ndtrain.config import Config
 from ndtrain.config.registry import plugin_parts
 from ndtrain.data import Batch, Prefetcher, Source, Tokens
-from ndtrain.distributed.flight_recorder import RECORDER
-from ndtrain.distributed.mesh import EP, Mesh, MeshSpec
 from ndtrain.engine.callbacks import (
     STOP,
     Callback,
@@ -39,13 +37,15 @@ from ndtrain.engine.samples import SampleCallback
 from ndtrain.engine.setup import RunSetup, fill_weights, order_of, prepare, save_config
 from ndtrain.engine.train_step import PendingReport, StepReport, TrainingStep
 from ndtrain.engine.validation import rank_batches
-from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
+from ndtrain.mesh.flight_recorder import RECORDER
+from ndtrain.mesh.mesh import EP, Mesh, MeshSpec
 from ndtrain.model import flops
+from ndtrain.observe import peak_memory_bytes, reset_peak_memory
 from ndtrain.parallel.build import build_stages
-from ndtrain.runtime import exit_status, stop_signals
-from ndtrain.runtime.hang_watchdog import HangWatchdog
-from ndtrain.runtime.launcher_report import record_error
-from ndtrain.runtime.stop_signals import StopRequest
+from ndtrain.run import exit_status, stop_signals
+from ndtrain.run.hang_watchdog import HangWatchdog
+from ndtrain.run.launcher_report import record_error
+from ndtrain.run.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
 

@@ -6,10 +6,10 @@ from typing import Any
 from ndtrain.config import Config, resolved
 from ndtrain.data import Batch, Data, Tokens, microbatches, rows_of
 from ndtrain.data.validation import ValidationSet
-from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.setup import packing_of
 from ndtrain.engine.train_step import Evaluated, Evaluation
+from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.sharding import BATCH_AXES
 from ndtrain.model.objective import make_objective
 from ndtrain.parallel.build import Stages, sequence_sharding
 

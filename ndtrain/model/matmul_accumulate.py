@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ndtrain.model.device_kind import on_gpu
+from ndtrain.device.kind import on_gpu
 
 
 def accumulate_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.config import OptimConfig
-from ndtrain.distributed.sharding import TensorLayout
+from ndtrain.mesh.sharding import TensorLayout
 
 Shape = tuple[int, ...]
 

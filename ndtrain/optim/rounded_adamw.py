@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndtrain.model.device_kind import kind_of
+from ndtrain.device.kind import kind_of
 from ndtrain.optim.optimizer import TensorSlice
 from ndtrain.optim.rounding import Place, draw, element_index, halves, keys, round_to_bf16, select
 

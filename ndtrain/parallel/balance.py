@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ndtrain.config import Config, shards_stream
 from ndtrain.config.schema import resolved
-from ndtrain.distributed.collectives import Pending, all_reduce
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.mesh.collectives import Pending, all_reduce
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model import Transformer
 from ndtrain.model.families import family_of
 from ndtrain.model.families.moe import softmax

@@ -12,14 +12,14 @@ from ndtrain.config import DATA_AXES, Config, ConfigError, shards_stream
 from ndtrain.config.name_patterns import check_patterns
 from ndtrain.config.registry import get
 from ndtrain.config.schema import resolved
-from ndtrain.distributed.gpu import use_gpu
-from ndtrain.distributed.host_device import host_threads, using_threads
-from ndtrain.distributed.mesh import EP, Mesh, MeshSpec
-from ndtrain.distributed.sequence_sharding import SequenceSharding
-from ndtrain.distributed.sharding import TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
+from ndtrain.device.gpu import use_gpu
+from ndtrain.device.kind import kind_of
+from ndtrain.mesh.host_device import host_threads, using_threads
+from ndtrain.mesh.mesh import EP, Mesh, MeshSpec
+from ndtrain.mesh.sequence_sharding import SequenceSharding
+from ndtrain.mesh.sharding import TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
 from ndtrain.model import Ops, Transformer, dim_sizes, params
 from ndtrain.model.attention.core import local_core
-from ndtrain.model.device_kind import kind_of
 from ndtrain.model.families import family_of
 from ndtrain.model.init import Draw, fill_all, standard_normal
 from ndtrain.model.objective import Objective, make_objective

@@ -12,10 +12,10 @@ import sys
 import torch
 
 from ndtrain.config import Config
-from ndtrain.distributed.host_device import gather_numbers
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.device.kind import kind_of
+from ndtrain.mesh.host_device import gather_numbers
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model import flops
-from ndtrain.model.device_kind import kind_of
 
 # Compiling pays on a CPU if a rank has more model FLOPs than this: two hours of a core at 150 GFLOP/s. llama_small then
 # saves 5 % of that time (docs/speed.md), which is five times the minute that the compiler takes.

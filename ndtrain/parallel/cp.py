@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.distributed.collectives import Pending, all_to_all, shift
-from ndtrain.distributed.sequence_sharding import SequenceSharding
+from ndtrain.mesh.collectives import Pending, all_to_all, shift
+from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.model.attention.core import Merged, Recall, add_gradients, attend, total_like
 from ndtrain.model.attention.custom_op import AttentionOp, as_custom_op
 from ndtrain.model.attention.kernels import Pieces, half_pieces, pieces_for

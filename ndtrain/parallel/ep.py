@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.distributed.collectives import Pending, all_to_all_rows
-from ndtrain.distributed.sharding import balanced_split
+from ndtrain.mesh.collectives import Pending, all_to_all_rows
+from ndtrain.mesh.sharding import balanced_split
 from ndtrain.model.moe.exchange import Exchange, ExpertRows, Part
 from ndtrain.model.moe.permutation import Permutation
 from ndtrain.model.spec import COMBINE, DISPATCH

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ndtrain.config import Config
 from ndtrain.config.schema import resolved
-from ndtrain.distributed.collectives import Pending, all_reduce, all_to_all_rows
-from ndtrain.distributed.host_device import Readback
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.mesh.collectives import Pending, all_reduce, all_to_all_rows
+from ndtrain.mesh.host_device import Readback
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model.moe.exchange import Exchange, ExpertRows
 from ndtrain.model.spec import DISPATCH
 from ndtrain.parallel.ep import ExpertExchange, ReturnBuffer, TravellingExchange, TravellingPart, parts_of, their_counts

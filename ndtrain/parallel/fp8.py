@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from ndtrain.config.checks import FP8_MULTIPLE
 from ndtrain.config.schema import require
-from ndtrain.distributed.sharding import Layouts
-from ndtrain.model.device_kind import kind_of
+from ndtrain.device.kind import kind_of
+from ndtrain.mesh.sharding import Layouts
 from ndtrain.model.opaque import opaque
 from ndtrain.model.spec import OpSpec, Param
 from ndtrain.parallel.compiled_linear import accumulator_of, add_biases, apply

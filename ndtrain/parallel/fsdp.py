@@ -24,10 +24,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ndtrain.distributed.collectives import Pending, all_gather, reduce_scatter
-from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import FlatLayout
-from ndtrain.model.device_kind import host_of
+from ndtrain.device.kind import host_of
+from ndtrain.mesh.collectives import Pending, all_gather, reduce_scatter
+from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.sharding import FlatLayout
 from ndtrain.parallel import compiled_linear
 from ndtrain.parallel.allocations import storage_id
 from ndtrain.parallel.grad_accumulator import GradAccumulator

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ndtrain.model.device_kind import on_gpu
+from ndtrain.device.kind import on_gpu
 from ndtrain.model.matmul_accumulate import accumulate_by_expert, accumulate_product
 
 

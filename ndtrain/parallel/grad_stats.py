@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ndtrain.distributed.collectives import all_gather_row
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.mesh.collectives import all_gather_row
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.parallel.fsdp import ShardedUnits
 
 

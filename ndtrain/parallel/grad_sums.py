@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.distributed.collectives import Group, Pending, all_reduce, shift
-from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout
+from ndtrain.mesh.collectives import Group, Pending, all_reduce, shift
+from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout
 
 BUCKET_BYTES = 4 << 20  # smaller neighbours are merged: below this size, latency dominates gloo's all_reduce
 SMALL = 2**14  # elements of the largest gradient that shares a message with others

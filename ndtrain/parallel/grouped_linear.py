@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndtrain.device.kind import on_gpu
 from ndtrain.model.contiguous import cat_consecutive
-from ndtrain.model.device_kind import on_gpu
 from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.recompute import SavedOps

@@ -18,8 +18,8 @@ import torch
 
 from ndtrain.config import Config, ConfigError, LocalShapes
 from ndtrain.config.schema import resolved
-from ndtrain.distributed.host_device import gather_numbers
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.mesh.host_device import gather_numbers
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model.attention.core import attend
 from ndtrain.model.attention.kernels import GPU_KERNELS, Kernel
 from ndtrain.model.attention.mods import attention_mod

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.distributed.collectives import all_reduce
+from ndtrain.mesh.collectives import all_reduce
 
 
 class _SumOverRanks(torch.autograd.Function):

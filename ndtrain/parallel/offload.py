@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ndtrain.distributed.host_device import host_threads, page_locked, using_threads
+from ndtrain.mesh.host_device import host_threads, page_locked, using_threads
 from ndtrain.parallel.fsdp import ShardedUnits
 
 

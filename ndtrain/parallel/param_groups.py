@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ndtrain.config import OptimConfig
 from ndtrain.config.name_patterns import factor_of
-from ndtrain.distributed.sharding import FlatLayout
+from ndtrain.mesh.sharding import FlatLayout
 
 
 class ParamGroup(NamedTuple):

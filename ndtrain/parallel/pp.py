@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ndtrain import schedule as schedules
 from ndtrain.config import Config, ModelConfig
-from ndtrain.distributed.collectives import Pending, receive, send
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.mesh.collectives import Pending, receive, send
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model.flops import block_flops, head_flops, over_layers
 from ndtrain.model.transformer import EMBED, HEAD, NORM, layer_units
 from ndtrain.schedule import Action, Message, Schedule

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ndtrain.config import AXES, EXPERT_OPS, SAVABLE_OPS, Config, ConfigError, LocalShapes
 from ndtrain.data import Batch
-from ndtrain.distributed.host_device import gather_numbers
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.device.kind import kind_of
+from ndtrain.mesh.host_device import gather_numbers
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model import Context, Segment
-from ndtrain.model.device_kind import kind_of
 from ndtrain.model.flops import elementwise_values, over_layers, recompute_flops
 from ndtrain.model.objective import make_objective
 from ndtrain.parallel.allocations import Allocations

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ndtrain.config import OptimConfig
 from ndtrain.config.registry import get
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.optim import Optimizer, OptimTensor, TensorSlice, Update
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.grad_stats import GradStats, GradStatsReducer

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ndtrain.config import ModelConfig
-from ndtrain.distributed.sharding import Layouts
+from ndtrain.mesh.sharding import Layouts
 from ndtrain.model import Context, Segment, Transformer
 from ndtrain.model.objective import Objective
 from ndtrain.parallel.balance import Balance

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ndtrain.config import TPConfig
-from ndtrain.distributed.collectives import (
+from ndtrain.mesh.collectives import (
     Pending,
     all_gather,
     all_gather_row,
@@ -50,7 +50,7 @@ from ndtrain.distributed.collectives import (
     shift,
     sum_in_order,
 )
-from ndtrain.distributed.sharding import TensorLayout, balanced_split
+from ndtrain.mesh.sharding import TensorLayout, balanced_split
 from ndtrain.model import Ops
 from ndtrain.model.objective import CROSS_ENTROPY, Objective
 from ndtrain.model.vocabulary import LOCAL, Targets, Vocabulary

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ndtrain.distributed.collectives import Group, Pending
-from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.sharding import FlatLayout, UnitGroups
-from ndtrain.model.device_kind import host_of
+from ndtrain.device.kind import host_of
+from ndtrain.mesh.collectives import Group, Pending
+from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.sharding import FlatLayout, UnitGroups
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.grad_accumulator import FusedWeights
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.distributed.mesh import Mesh
-from ndtrain.distributed.row_map import Held, Rows
-from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout
-from ndtrain.distributed.transfer import Arriving, Transfer
+from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.row_map import Held, Rows
+from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout
+from ndtrain.mesh.transfer import Arriving, Transfer
 from ndtrain.optim import StateSpec
 
 Update = Callable[[str, Tensor, Tensor, dict[str, Tensor]], None]

@@ -1,7 +1,7 @@
 """python -m ndtrain.plan dry recipe=llama3_8b hardware=h100 nodes=4 mesh.tp=8      # --help lists the plans
 
 A plan NAME is the module `ndtrain.plan.NAME`, with a dataclass `Options` and `run(options, overrides)`, which prints
-the plan and raises ConfigError or ArgumentError. `ndtrain.runtime.commands.PLANS` lists them.
+the plan and raises ConfigError or ArgumentError. `ndtrain.run.commands.PLANS` lists them.
 """
 
 import logging
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ndtrain.arguments import ArgumentError, help_lines, one_of, parse, status_of, wants_help
 from ndtrain.config import ConfigError
-from ndtrain.runtime import usage
-from ndtrain.runtime.commands import PLANS
+from ndtrain.run import usage
+from ndtrain.run.commands import PLANS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -21,13 +21,13 @@ import torch
 import yaml
 
 from ndtrain.arguments import one_of, option
-from ndtrain.bench.collectives import run as links
-from ndtrain.bench.ranks import DEVICE_HELP, Device, choose_device, run_launches, run_ranks
-from ndtrain.bench.results import require_folder
 from ndtrain.config import Config, ConfigError, HardwareConfig, load_config, resolve
-from ndtrain.distributed.cores import cpu_cores
-from ndtrain.metrics import peak_flops
-from ndtrain.metrics.measured_peak import cpu_model
+from ndtrain.device.cores import cpu_cores
+from ndtrain.device.measured_peak import cpu_model
+from ndtrain.measure.collectives import run as links
+from ndtrain.measure.ranks import DEVICE_HELP, Device, choose_device, run_launches, run_ranks
+from ndtrain.measure.results import require_folder
+from ndtrain.observe import peak_flops
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
@@ -35,7 +35,7 @@ from ndtrain.plan.kernel_times import CaseTimes, fastest, time_cases
 from ndtrain.plan.measured import Measured, Tables
 from ndtrain.plan.options import refuse_overrides
 from ndtrain.plan.predict import Predictor, plan_step
-from ndtrain.runtime.rendezvous import backend_of
+from ndtrain.run.rendezvous import backend_of
 
 PRECISIONS = ("fp32", "bf16", "fp64")
 # hidden_size, intermediate_size, heads, K/V heads, vocab_size, seq_len, micro_batch

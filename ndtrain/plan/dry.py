@@ -7,7 +7,7 @@ import torch
 
 from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import flat_layouts, layouts_of
 from ndtrain.parallel.param_groups import groups_of_shard
 from ndtrain.parallel.pp import Placement

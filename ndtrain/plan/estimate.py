@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ndtrain import schedule as schedules
 from ndtrain.config import Config, LocalShapes, ModelConfig
 from ndtrain.config.schema import resolved
-from ndtrain.distributed.mesh import EP, MeshSpec
+from ndtrain.mesh.mesh import EP, MeshSpec
 from ndtrain.model import dim_sizes, flops
 from ndtrain.model.spec import CORE, DISPATCH, OpSpec
 from ndtrain.model.transformer import block_ops, kinds

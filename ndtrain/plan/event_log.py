@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ndtrain.distributed.flight_recorder import RECORDER, Entry
+from ndtrain.mesh.flight_recorder import RECORDER, Entry
 from ndtrain.model.opaque import FUNCTIONS
 from ndtrain.parallel.allocations import Allocations
 from ndtrain.plan.events import Collective, Event, Piece, Wait

@@ -9,7 +9,7 @@ from typing import Any
 from ndtrain.arguments import ArgumentError, option
 from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config, ConfigError
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.plan.failures import Replicas, Saving, Shares, daly, mtbf_of_all, with_checkpoints, with_replicas, young
 from ndtrain.plan.hardware import Hardware
 

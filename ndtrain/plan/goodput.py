@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from ndtrain.arguments import option
 from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config, ConfigError
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.plan.drawings import goodput_svg
 from ndtrain.plan.fault_tolerance import DAY, HOUR, Assumptions, Cluster, Plan, above_0, cluster_of, curves_of, plans_of
 from ndtrain.plan.hardware import Hardware, load_hardware

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ndtrain.bench.ranks import rank_device
-from ndtrain.bench.rounds import max_over_ranks
-from ndtrain.bench.training import batches_of
 from ndtrain.config import Config
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.measure.ranks import rank_device
+from ndtrain.measure.rounds import max_over_ranks
+from ndtrain.measure.training import batches_of
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.operators import access_of, is_free, kernel_of

@@ -9,7 +9,7 @@ from ndtrain.arguments import ArgumentError, option, unknown
 from ndtrain.config import AXES, Config, ConfigError, resolve
 from ndtrain.engine.setup import model_of_folder
 from ndtrain.plan.hardware import Hardware
-from ndtrain.runtime import cli
+from ndtrain.run import cli
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,12 @@ from ndtrain.config.schema import (
     ScheduleConfig,
     resolved,
 )
-from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.sharding import SHARD_AXES
+from ndtrain.device.kind import meta_stands_for
 from ndtrain.engine.executor import Executor
 from ndtrain.engine.train_step import contexts
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.mesh.sharding import SHARD_AXES
 from ndtrain.model import Context, params
-from ndtrain.model.device_kind import meta_stands_for
 from ndtrain.model.transformer import BLOCKS, is_sparse
 from ndtrain.parallel import compile_choice
 from ndtrain.parallel.build import DTYPES, build_stages

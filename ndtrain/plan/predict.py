@@ -11,14 +11,14 @@ import torch
 
 from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
-from ndtrain.distributed.mesh import EP, MeshSpec
+from ndtrain.mesh.mesh import EP, MeshSpec
 from ndtrain.model.flops import flops_per_token, hardware_flops_per_token
 from ndtrain.model.transformer import sparse_layers
 from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
+from ndtrain.plan import published_errors as published
 from ndtrain.plan.drawings import waterfall_svg
 from ndtrain.plan.events import Kernel, Piece
-from ndtrain.plan.fitting import published
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.memory import RankMemory, rank_memory
 from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, planned_config, write_file

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from ndtrain.arguments import near
 from ndtrain.config import Config, ConfigError
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from ndtrain.arguments import option
 from ndtrain.config import Config
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.dry import read_rank, require_rank
 from ndtrain.plan.hardware import load_hardware

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ndtrain.config import Config
-from ndtrain.distributed.mesh import EP, MeshSpec
+from ndtrain.mesh.mesh import EP, MeshSpec
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.recording import HOST
 from ndtrain.plan.step import RankRecord

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
 from ndtrain.config.schema import resolved
-from ndtrain.distributed.cores import cpu_cores
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.device.cores import cpu_cores
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.model import flops
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.candidates import Candidate, Space, searched_run

@@ -24,10 +24,10 @@ from ndtrain.arguments import ArgumentError, option
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.config.registry import load_plugins
 from ndtrain.data.workers import end_with_parent, interrupts_held
-from ndtrain.distributed.cores import cpu_cores
+from ndtrain.device.cores import cpu_cores
+from ndtrain.plan import published_errors as published
 from ndtrain.plan.candidates import SPLIT, Candidate, Space, candidate_of, searched_run
 from ndtrain.plan.estimate import ModelCosts, Place
-from ndtrain.plan.fitting import published
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, unresolved_config, words_of, world_of, write_file
 from ndtrain.plan.predict import Prediction, Predictor, plan_step

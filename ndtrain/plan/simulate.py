@@ -17,7 +17,7 @@ from functools import cached_property, reduce
 from itertools import groupby
 from typing import NamedTuple
 
-from ndtrain.distributed.mesh import EP
+from ndtrain.mesh.mesh import EP
 from ndtrain.plan.events import Collective, Event, Kernel, Piece
 from ndtrain.plan.price import Prices
 from ndtrain.plan.step_program import RankPlan, StepProgram

@@ -12,9 +12,9 @@ import torch
 from ndtrain.checkpoint.elements import parts_of, plans_of, slices_of
 from ndtrain.config import Config
 from ndtrain.data import Batch
-from ndtrain.distributed.flight_recorder import CollectiveRecord
-from ndtrain.distributed.mesh import Mesh
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.flight_recorder import CollectiveRecord
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.parallel.build import Stages, build_stages
 from ndtrain.parallel.compile_choice import compiles
 from ndtrain.plan.compiled import pretended_compiler

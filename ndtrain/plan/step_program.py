@@ -14,7 +14,7 @@ import torch
 
 from ndtrain.config import Config
 from ndtrain.config.schema import resolved
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.model import Segment, Transformer
 from ndtrain.model.transformer import BLOCKS
 from ndtrain.parallel.balance import looks_ahead

@@ -20,15 +20,15 @@ import yaml
 
 from ndtrain.arguments import option
 from ndtrain.config import ConfigError, resolve
-from ndtrain.distributed.cores import cpu_cores
-from ndtrain.metrics.measured_peak import cpu_model
+from ndtrain.device.cores import cpu_cores
+from ndtrain.device.measured_peak import cpu_model
 from ndtrain.plan.candidates import Space, searched_run
 from ndtrain.plan.hardware import Hardware, description_path, load_hardware
 from ndtrain.plan.options import RunOptions, words_of, world_of, write_file
 from ndtrain.plan.predict import Predictor
 from ndtrain.plan.price import Rates
 from ndtrain.plan.search import Predictions, override_line, printing_so_far, search, workers
-from ndtrain.runtime import cli
+from ndtrain.run import cli
 
 TABLE, DESCRIPTION = "tune.jsonl", "hardware.yaml"
 LIMIT_S = 600  # timeout of a measurement, in seconds

@@ -15,16 +15,16 @@ from itertools import chain
 from typing import NamedTuple
 
 from ndtrain.arguments import option
-from ndtrain.bench.ranks import choose_device, rank_device, run_launches
-from ndtrain.bench.rounds import BlockTimer, run_rounds
-from ndtrain.bench.training import DISTINCT, QueuedSteps, batches_of, ours
 from ndtrain.config import Config, ConfigError, load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.plan.fitting.accuracy import kendall_tau
+from ndtrain.measure.ranks import choose_device, rank_device, run_launches
+from ndtrain.measure.rounds import BlockTimer, run_rounds
+from ndtrain.measure.training import DISTINCT, QueuedSteps, batches_of, ours
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.plan.accuracy import kendall_tau
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import refuse_overrides, write_file
 from ndtrain.plan.predict import Predictor
-from ndtrain.runtime.rendezvous import backend_of
+from ndtrain.run.rendezvous import backend_of
 
 WITHIN = 0.15  # target for an error
 TOGETHER = 6  # the most cases in memory at one time

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.distributed.flight_recorder import RECORDER, CollectiveRecord
-from ndtrain.model.device_kind import kind_of, meta_stands_for
+from ndtrain.device.kind import kind_of, meta_stands_for
+from ndtrain.mesh.flight_recorder import RECORDER, CollectiveRecord
 
 _BACKEND = "dry"
 

@@ -3,7 +3,7 @@
 import logging
 
 from ndtrain.preflight.run import preflight
-from ndtrain.runtime import cli, usage
+from ndtrain.run import cli, usage
 
 if __name__ == "__main__":
     logging.getLogger("ndtrain").addHandler(logging.NullHandler())  # an error is printed once, and there is no log file

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ndtrain.runtime import rendezvous
-from ndtrain.runtime.signed_store import SignedStore
+from ndtrain.run import rendezvous
+from ndtrain.run.signed_store import SignedStore
 
 MARGIN_S = 5.0  # time for a report to arrive after a rank's deadline
 _PAUSES_S = (0.002, 0.2)  # between two reads of the store: first and longest

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import ndtrain
 from ndtrain.config import Config, world_from_env
-from ndtrain.distributed.gpu import own_gpu
-from ndtrain.distributed.mesh import EP
-from ndtrain.metrics.measured_peak import cpu_model
+from ndtrain.device.gpu import own_gpu
+from ndtrain.device.measured_peak import cpu_model
+from ndtrain.mesh.mesh import EP
 from ndtrain.parallel.build import DTYPES
 from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import (
@@ -34,7 +34,7 @@ from ndtrain.preflight.report import (
     usual_rate,
     worst,
 )
-from ndtrain.runtime.listeners import public_addresses
+from ndtrain.run.listeners import public_addresses
 
 MATMUL_S = 0.3  # seconds for which matmuls are timed
 SIZES = {"cpu": 256, "cuda": 8192}  # of a square matmul; on CPU it ends before another process takes the core

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.config import Config
-from ndtrain.distributed import collectives
+from ndtrain.mesh import collectives
 from ndtrain.preflight.network import axes_of
 from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, few, listed, per_second, slow, usual_rate

@@ -6,15 +6,15 @@ import time
 import torch
 import torch.distributed as dist
 
-from ndtrain.bench.collectives.cases import Pattern, Setting
-from ndtrain.bench.collectives.operations import OPERATIONS
 from ndtrain.config import Config
-from ndtrain.distributed import collectives
-from ndtrain.distributed.mesh import EP, Mesh, MeshSpec
-from ndtrain.distributed.sharding import SHARD_AXES
+from ndtrain.measure.collectives.cases import Pattern, Setting
+from ndtrain.measure.collectives.operations import OPERATIONS
+from ndtrain.mesh import collectives
+from ndtrain.mesh.mesh import EP, Mesh, MeshSpec
+from ndtrain.mesh.sharding import SHARD_AXES
 from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, few, worst
-from ndtrain.runtime import rendezvous
+from ndtrain.run import rendezvous
 
 ROUNDS = 5  # of clock readings
 # Seconds apart: fail beyond the first, warn beyond the second. torchrun considers a host dead if its clock is 15 s off

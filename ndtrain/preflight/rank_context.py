@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ndtrain.config import Config
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.preflight.report import Ranks, Row
 
 Findings = dict[str, Any]  # a rank's report on one check, in JSON's types

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 
 NAMED = 4  # ranks or lines that a row names; it only counts the rest
 _LOG_WIDTH = 500  # characters; lines of a log file are not folded

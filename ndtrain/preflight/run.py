@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from ndtrain import checkpoint
 from ndtrain.config import Config, resolve, world_from_env
-from ndtrain.distributed.flight_recorder import RECORDER
-from ndtrain.distributed.gpu import use_gpu
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.device.gpu import use_gpu
+from ndtrain.mesh.flight_recorder import RECORDER
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.preflight import coordinator as coordinators
 from ndtrain.preflight.coordinator import MARGIN_S, Coordinator
 from ndtrain.preflight.host import check_hosts, check_matmul, device_of, probe_host, probe_matmul

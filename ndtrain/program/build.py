@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ndtrain.distributed.sharding import TENSOR_AXIS, FlatLayout, UnitGroups
+from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout, UnitGroups
 from ndtrain.parallel.grad_sums import BUCKET_BYTES
 from ndtrain.parallel.pp import input_of, receives
 from ndtrain.parallel.recompute import RecomputeGroup

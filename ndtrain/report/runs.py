@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ndtrain.config.json_file import JsonError, read_object
-from ndtrain.metrics.jsonl import read_rows
+from ndtrain.observe.jsonl import read_rows
 
 METRICS_FILE = "metrics.jsonl"
 

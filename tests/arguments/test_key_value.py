@@ -5,9 +5,9 @@ from typing import Literal
 
 import pytest
 
+from lab.peers import attention
 from ndtrain.arguments import ArgumentError, help_lines, option, parse
 from ndtrain.bench.__main__ import BENCHES, main
-from ndtrain.bench.peers import attention
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.bench.__main__ import main
-from ndtrain.bench.collectives import demo, operations
-from ndtrain.bench.collectives import run as collectives
-from ndtrain.bench.collectives.cases import PERIOD, Case, Form, Pattern, Setting
-from ndtrain.bench.collectives.operations import OPERATIONS, TWO_STEPS
-from ndtrain.bench.collectives.run import Options
-from ndtrain.metrics import free_memory_bytes
+from ndtrain.measure.collectives import demo, operations
+from ndtrain.measure.collectives import run as collectives
+from ndtrain.measure.collectives.cases import PERIOD, Case, Form, Pattern, Setting
+from ndtrain.measure.collectives.operations import OPERATIONS, TWO_STEPS
+from ndtrain.measure.collectives.run import Options
+from ndtrain.observe import free_memory_bytes
 from tests.lib.ranks import run_ranks
 
 NINE = {
@@ -300,7 +300,7 @@ def test_nccl_where_it_cannot_work(nccl, gpus, said, capsys):
 
 def test_a_container_limits_what_is_free(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
-    monkeypatch.setattr("ndtrain.metrics.memory._CGROUP", tmp_path)
+    monkeypatch.setattr("ndtrain.device.memory._CGROUP", tmp_path)
     whole = free_memory_bytes(cpu)
     assert whole > 64 << 20
     (tmp_path / "memory.max").write_text("max\n")

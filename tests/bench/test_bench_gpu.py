@@ -12,19 +12,21 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
+from lab.gpu import baselines
+from lab.gpu import case as gpu_case
+from lab.gpu import run as gpu_run
+from lab.gpu.case import WAITING_OPERATORS, lacking, waits
+from lab.gpu.estimate import RESERVE, activation_bytes, layers_that_fit, seconds, state_bytes
+from lab.gpu.goals import GOALS, WINDOW, deviation, goals
+from lab.gpu.longest import longest
+from lab.gpu.parity import compare_with_cpu
+from lab.gpu.report import markdown
+from lab.gpu.run import choose_suite, select
+from lab.gpu.suite import NARROW, SHAPES, SUITES, Case, config_of
 from ndtrain.bench.__main__ import main
-from ndtrain.bench.gpu import baselines
-from ndtrain.bench.gpu import case as gpu_case
-from ndtrain.bench.gpu import run as gpu_run
-from ndtrain.bench.gpu.case import WAITING_OPERATORS, lacking, waits
-from ndtrain.bench.gpu.estimate import RESERVE, activation_bytes, layers_that_fit, seconds, state_bytes
-from ndtrain.bench.gpu.goals import GOALS, WINDOW, deviation, goals
-from ndtrain.bench.gpu.longest import longest
-from ndtrain.bench.gpu.parity import compare_with_cpu
-from ndtrain.bench.gpu.report import markdown
-from ndtrain.bench.gpu.run import choose_suite, select
-from ndtrain.bench.gpu.suite import NARROW, SHAPES, SUITES, Case, config_of
-from ndtrain.bench.training import (
+from ndtrain.config import ConfigError, load_config, resolve
+from ndtrain.engine.train_step import StepReport
+from ndtrain.measure.training import (
     TOLERANCE,
     Chain,
     DifferentWork,
@@ -35,9 +37,7 @@ from ndtrain.bench.training import (
     outcome_of,
     timed,
 )
-from ndtrain.config import ConfigError, load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.engine.train_step import StepReport
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.flops import flops_per_token, parameter_count
 from ndtrain.parallel.build import build_stages
 
@@ -208,7 +208,7 @@ def test_the_recipe_of_8b_recomputes_nothing_on_eight_80_gb_gpus():
 def test_parity_with_the_cpu_sees_one_wrong_gradient():
     cfg = config_of(next(c for c in SUITES["smoke"].cases if c.name == "small parity fp32"))
     assert compare_with_cpu(cfg, single(cfg), 2)["gradient"] == 0
-    from ndtrain.bench.gpu import parity
+    from lab.gpu import parity
 
     right, calls = parity.gradients_of, []
 
@@ -257,7 +257,7 @@ def test_one_case_is_written_and_not_measured_again(tmp_path, capsys):
     assert "not measured" not in lines["tiny eager (2 x 64)"]
     assert all("not measured" in line for name, line in lines.items() if name != "tiny eager (2 x 64)")
     assert len(lines) == len(SUITES["smoke"].cases)
-    with mock.patch("ndtrain.bench.gpu.run.run_case", side_effect=AssertionError("measured again")):
+    with mock.patch("lab.gpu.run.run_case", side_effect=AssertionError("measured again")):
         assert main([*only, "missing=true"]) == 0
         assert saved_results(tmp_path) == saved
         later = tmp_path / "later"

@@ -11,13 +11,13 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lab.peers import attention, pipelining
+from lab.peers.implementations import IMPLEMENTATIONS
+from lab.peers.run import SHAPES, Case, Options, Training, _require_equal_losses, config_of, make_batches
 from ndtrain.bench.__main__ import main
-from ndtrain.bench.peers import attention, pipelining
-from ndtrain.bench.peers.implementations import IMPLEMENTATIONS
-from ndtrain.bench.peers.run import SHAPES, Case, Options, Training, _require_equal_losses, config_of, make_batches
 from ndtrain.config import world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.sequence_sharding import SequenceSharding
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.mesh.sequence_sharding import SequenceSharding
 from tests.lib.ranks import run_ranks
 
 QUICK = ["shape=tiny", "rounds=2", "steps=1", "warmup=1"]

@@ -12,8 +12,8 @@ import pytest
 from ndtrain import checkpoint
 from ndtrain.checkpoint import State
 from ndtrain.data import Sequences, microbatches, rows_of
-from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.sharding import BATCH_AXES
 from ndtrain.parallel.build import initialise, sequence_sharding
 from tests.lib.helpers import tensor_bytes
 from tests.lib.parity import FP64

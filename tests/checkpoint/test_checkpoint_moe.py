@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from ndtrain import checkpoint
 from ndtrain.checkpoint import State, elements, pretrained, saving
 from ndtrain.checkpoint.rewriting import average
-from ndtrain.generate.text import load_model
+from ndtrain.engine.generate import load_model
 from tests.checkpoint.test_checkpoint_matrix import SAVED, check, ranks_of, resume, write
 from tests.lib.helpers import flip, tensor_bytes
 from tests.lib.ranks import run_ranks

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from ndtrain.checkpoint.__main__ import main
 from ndtrain.checkpoint.comparing import diff
 from ndtrain.config import ConfigError
-from ndtrain.generate.text import load_model
+from ndtrain.engine.generate import load_model
 from ndtrain.train import main as train
 from tests.lib.helpers import arguments, checkpoint_of, flip, rows, write_corpus
 

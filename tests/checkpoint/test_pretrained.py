@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from ndtrain.checkpoint.pretrained import check_folder, load_weights, model_folder, read_model
 from ndtrain.config import ConfigError, load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model import tensor_shapes
 from ndtrain.model.families.hf_config import from_hf, read_hf_config, to_hf
 from ndtrain.model.families.hf_fields import unknown_fields

@@ -23,9 +23,9 @@ from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, Saver, State,
 from ndtrain.checkpoint.elements import digest
 from ndtrain.checkpoint.saver import _Snapshot
 from ndtrain.config import load_config, resolve, world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
-from ndtrain.metrics import peak_memory_bytes, reset_peak_memory
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.observe import peak_memory_bytes, reset_peak_memory
 from ndtrain.parallel.build import Stages, build_stages, initialise, layouts_of
 from tests.lib.disks import tmpfs
 from tests.lib.helpers import flip, tensor_bytes, wait_for

@@ -14,9 +14,9 @@ from ndtrain import checkpoint
 from ndtrain.checkpoint.safetensors_io import Reader
 from ndtrain.checkpoint.upcycling import dense_origins
 from ndtrain.config import Config, ConfigError, load_config, resolve, world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.setup import model_of_folder
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model import params, tensor_shapes
 from ndtrain.model.families.hf_config import from_hf
 from ndtrain.model.init import fill

@@ -6,7 +6,7 @@ import pytest
 
 from ndtrain import compose
 from ndtrain.config import ConfigError, load_config
-from ndtrain.runtime import cli, launcher_report
+from ndtrain.run import cli, launcher_report
 from tests.lib.helpers import refusal
 
 GLOBAL = "# @package _global_\n"

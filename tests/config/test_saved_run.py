@@ -6,7 +6,7 @@ import pytest
 
 from ndtrain.config import Config, ConfigError, check_overrides, load_config, resolve, to_yaml
 from ndtrain.config.saved_run import NAME, SavedRun
-from ndtrain.runtime import launch_query
+from ndtrain.run import launch_query
 
 STARTED = ["recipe=llama_debug", "optim.lr=5e-3", "data.tokenizer=byte", "logger.project=mine", "run.name=first"]
 

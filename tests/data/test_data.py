@@ -37,8 +37,8 @@ from ndtrain.data import (
 )
 from ndtrain.data.documents import text_chunks
 from ndtrain.data.token_array import Packing
-from ndtrain.distributed.sequence_sharding import BALANCES, SequenceSharding
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.sequence_sharding import BALANCES, SequenceSharding
 from ndtrain.model.vocabulary import IGNORE
 from ndtrain.train import main
 from tests.lib.helpers import arguments

@@ -19,8 +19,8 @@ from ndtrain.data import microbatches, mixture, open_data, order, rows_of
 from ndtrain.data.__main__ import main as prepare
 from ndtrain.data.corpora import open_corpus
 from ndtrain.data.mixture_order import MAX_PERIOD, MixtureOrder, integer_shares
-from ndtrain.distributed.mesh import MeshSpec
-from ndtrain.distributed.sequence_sharding import SequenceSharding
+from ndtrain.mesh.mesh import MeshSpec
+from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.train import main
 from tests.data.test_data import config
 from tests.lib.helpers import checkpoint_of, tensor_bytes

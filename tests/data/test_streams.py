@@ -19,7 +19,7 @@ from ndtrain.config import ConfigError, DataConfig
 from ndtrain.data import Prefetcher, hf, open_data, rows_of, store, token_reader, tokenizer
 from ndtrain.data.hf import open_dataset_corpus
 from ndtrain.data.token_reader import TokenReader
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.train import main
 from tests.data.test_data import config, documents
 from tests.lib.helpers import checkpoint_of, tensor_bytes

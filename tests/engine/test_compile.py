@@ -10,8 +10,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from ndtrain.config import load_config, resolve, world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import Evaluation, TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.block import linear
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.fused_grad_accumulation import MatmulImpl

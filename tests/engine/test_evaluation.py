@@ -13,9 +13,9 @@ from ndtrain.config import AXES, Config, load_config, resolve, world_from_env
 from ndtrain.data import microbatches, rows_of
 from ndtrain.data.token_array import Packing
 from ndtrain.data.validation import ValidationSet
-from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.train_step import Evaluation, TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.mesh.sharding import BATCH_AXES
 from ndtrain.model import Transformer
 from ndtrain.model.vocabulary import IGNORE
 from ndtrain.parallel.build import build_stages, initialise, sequence_sharding

@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtrain.config import ConfigError, load_config, resolve, world_from_env
-from ndtrain.distributed.host_device import upload
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.host_device import upload
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.attention.core import attend
 from ndtrain.model.attention.kernels import GPU_KERNELS
 from ndtrain.model.attention.scores import Scores

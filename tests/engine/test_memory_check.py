@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from ndtrain.config import Config, ConfigError, load_config, resolve, world_from_env
+from ndtrain.device import memory
+from ndtrain.device.memory import memory_limit_bytes
 from ndtrain.engine import memory_check
 from ndtrain.engine.memory_check import least_bytes, require_memory
-from ndtrain.metrics import memory
-from ndtrain.metrics.memory import memory_limit_bytes
 from tests.lib.ranks import run_ranks
 from tests.lib.stages import RankStages
 from tests.parallel.test_memory import SHAPE, measure

@@ -17,11 +17,11 @@ import torch.distributed as dist
 import ndtrain
 from ndtrain.checkpoint.saver import _in_background
 from ndtrain.config import ConfigError, load_config
-from ndtrain.distributed.mesh import MeshSpec
 from ndtrain.engine.setup import device_of, meet
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.preflight import host
 from ndtrain.preflight.report import Ranks, Status
-from ndtrain.runtime.rendezvous import Meeting
+from ndtrain.run.rendezvous import Meeting
 
 PACKAGE = Path(ndtrain.__file__).parent
 CFG = load_config(["recipe=llama_debug", "hardware.device=cuda"])
@@ -67,7 +67,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 def join(rank: int, store: dist.Store, visible: int, uuid: str) -> None:
     """Makes the rank meet the two others, without a process group."""
     meeting = Meeting(store, "attempt")
-    with gpus(visible, uuid), mock.patch("ndtrain.runtime.rendezvous.join") as joined:
+    with gpus(visible, uuid), mock.patch("ndtrain.run.rendezvous.join") as joined:
         meet(CFG, rank, 3, torch.device("cuda", 0), meeting)
     assert joined.call_args.args[:3] == ("nccl", rank, 3)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ndtrain.config import load_config, resolve, world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.samples import Sampler
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model import Transformer
 from ndtrain.parallel.build import build_stages, initialise, weights_only
 from ndtrain.train import main

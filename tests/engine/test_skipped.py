@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ndtrain.config import load_config, resolve, world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.executor import Executor
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.train import main

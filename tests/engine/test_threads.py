@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ndtrain.config import load_config, resolve
-from ndtrain.distributed.cores import THREADS_ARE_A_DEFAULT
+from ndtrain.device.cores import THREADS_ARE_A_DEFAULT
 from ndtrain.engine.threads import PAYS_FROM, largest_matmul, set_threads
-from ndtrain.runtime import torchrun
+from ndtrain.run import torchrun
 
 CPU = torch.device("cpu")
 SMALL, LARGE = ["recipe=llama_debug"], ["recipe=llama_small"]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ndtrain.config import load_config, resolve, world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.executor import ActionTiming
 from ndtrain.engine.trace import Trace, Tracer, _aligned, _Log
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.schedule import Action, Span, build, simulate
 from ndtrain.train import main

@@ -10,14 +10,14 @@ import sys
 import pytest
 import torch
 
+from lab.gpu import case as gpu_case
+from lab.gpu.goals import deviation
+from lab.gpu.suite import SUITES
 from ndtrain.bench.__main__ import main as bench
-from ndtrain.bench.gpu import case as gpu_case
-from ndtrain.bench.gpu.goals import deviation
-from ndtrain.bench.gpu.suite import SUITES
-from ndtrain.bench.training import batches_of
 from ndtrain.config import load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import StepReport, TrainingStep
+from ndtrain.measure.training import batches_of
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import build_stages, initialise
 from tests.lib.helpers import arguments, checkpoint_of, rows, run, write_corpus
 

@@ -19,7 +19,7 @@ from torch._inductor import config
 from torch.nn.attention import flex_attention as pytorch_flex
 
 from ndtrain.config import load_config, resolve, resolved
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model import flops, objective
 from ndtrain.model.attention import flex
 from ndtrain.model.attention.scores import AttentionMod, Scores, alibi_slopes

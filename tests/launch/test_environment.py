@@ -211,9 +211,9 @@ def test_every_python_runs_in_the_given_environment(launch, given, place):
     assert {call.image for call in calls} == {image}
     assert {call.nccl for call in calls} == {"prelude" if "PRELUDE" in env else ""}
     query, *ranks, end = calls
-    assert query.args[:3] == ["-m", "ndtrain.runtime.launch_query", "folder"] and "run.name=a name" in query.args
-    assert end.args == ["-m", "ndtrain.runtime.launch_query", "ended", str(place.home / RUN), "0"]
-    assert len(ranks) == torchruns and all(c.args[:2] == ["-m", "ndtrain.runtime.torchrun"] for c in ranks)
+    assert query.args[:3] == ["-m", "ndtrain.run.launch_query", "folder"] and "run.name=a name" in query.args
+    assert end.args == ["-m", "ndtrain.run.launch_query", "ended", str(place.home / RUN), "0"]
+    assert len(ranks) == torchruns and all(c.args[:2] == ["-m", "ndtrain.run.torchrun"] for c in ranks)
     assert all("run.name=a name" in call.args for call in ranks)
     if image:
         seen = {str(place.repository), str(place.home / RUN)} | {env[k] for k in ("VENV",) if k in env}
@@ -232,7 +232,7 @@ def test_every_python_runs_in_a_container_of_pyxis(given, place):
     assert slurm(place, PYXIS="1", **env) == 2
     calls = place.calls()
     assert [call.args[1] for call in calls] == [
-        f"ndtrain.runtime.{n}" for n in ("launch_query", *["torchrun"] * 2, "launch_query")
+        f"ndtrain.run.{n}" for n in ("launch_query", *["torchrun"] * 2, "launch_query")
     ]
     assert {call.image for call in calls} == {expected_image(place, env)}
     assert all(f"{place.home / RUN}:{place.home / RUN}" in call.sees for call in calls[1:])

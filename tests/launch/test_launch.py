@@ -21,7 +21,7 @@ import pytest
 from ndtrain import checkpoint
 from ndtrain.checkpoint import list_checkpoints
 from ndtrain.config import load_config, resolve
-from ndtrain.runtime.stop_signals import POLL_S
+from ndtrain.run.stop_signals import POLL_S
 from tests.lib import namespaces
 from tests.lib.helpers import (
     KILLED,

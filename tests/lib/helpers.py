@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from ndtrain.config import ConfigError, load_config, resolve
-from ndtrain.runtime.rendezvous import Meeting
+from ndtrain.run.rendezvous import Meeting
 from ndtrain.train import main
 
 MODULE = ["-m", "ndtrain.train"]
@@ -129,8 +129,8 @@ def given_process_group() -> Iterator[None]:
         return Meeting(dist.distributed_c10d._get_default_store(), f"meeting {next(_meetings)}")
 
     with (
-        mock.patch("ndtrain.runtime.rendezvous.meet", meet),
-        mock.patch("ndtrain.runtime.rendezvous.join", return_value=None),
+        mock.patch("ndtrain.run.rendezvous.meet", meet),
+        mock.patch("ndtrain.run.rendezvous.join", return_value=None),
         mock.patch("torch.distributed.destroy_process_group"),
     ):
         yield

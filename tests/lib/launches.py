@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ndtrain.distributed.flight_recorder import RECORDER, Entry
+from ndtrain.mesh.flight_recorder import RECORDER, Entry
 from ndtrain.program.build import Holdings, build_program
 from ndtrain.program.launch_order import Compute, NameComm, Op, Start, Step, Wait, a_pair_each, launches
 from ndtrain.program.ops import RankProgram

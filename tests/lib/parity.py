@@ -9,9 +9,9 @@ import torch
 from ndtrain.config import Config, load_config, resolve, world_from_env
 from ndtrain.data import Batch, Tokens, microbatches, rows_of
 from ndtrain.data.token_array import Packing
-from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.sharding import BATCH_AXES
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.mesh.sharding import BATCH_AXES
 from ndtrain.model.objective import make_objective
 from ndtrain.model.vocabulary import IGNORE
 from ndtrain.parallel.build import build_stages, initialise, sequence_sharding

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 
 from ndtrain.config import Config, load_config, resolve, world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import Stages, build_stages
 
 

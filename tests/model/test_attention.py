@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ndtrain.distributed.sequence_sharding import BALANCES, SequenceSharding
+from ndtrain.mesh.sequence_sharding import BALANCES, SequenceSharding
 from ndtrain.model.attention.core import local_core
 from ndtrain.model.attention.scores import AttentionMod, Scores, alibi_slopes
 from ndtrain.model.attention.tiles import Kind, halves, tiles, work

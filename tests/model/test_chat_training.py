@@ -15,7 +15,7 @@ from ndtrain.config import ConfigError, load_config, resolve, resolve_epochs
 from ndtrain.config.lengths import steps_of
 from ndtrain.data import microbatches, open_data
 from ndtrain.data.token_array import Packing
-from ndtrain.evaluate.run import evaluate
+from ndtrain.engine.evaluate import evaluate
 from ndtrain.model.families.hf_config import from_hf, read_hf_config
 from ndtrain.train import main
 from tests.data.test_chat import conversations_of, theirs

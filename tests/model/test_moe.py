@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from ndtrain.config import ConfigError, ModelConfig, load_config, resolve
+from ndtrain.device.kind import meta_stands_for
 from ndtrain.model import Transformer, flops, params, tensor_dims
 from ndtrain.model.block import grouped_linear, wide_linear
-from ndtrain.model.device_kind import meta_stands_for
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.moe import permutation
 from ndtrain.model.moe.balance import balance_loss, load_entropy, load_max_over_mean, with_gradient_of, z_loss

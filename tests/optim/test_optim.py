@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ndtrain.config import OptimConfig, load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model import Transformer, params
 from ndtrain.model.init import fill
 from ndtrain.model.vocabulary import IGNORE

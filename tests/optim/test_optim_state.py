@@ -9,8 +9,8 @@ import torch
 from ndtrain import checkpoint
 from ndtrain.checkpoint import Saver, State
 from ndtrain.config import ConfigError, load_config, resolve, world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.init import standard_normal
 from ndtrain.optim import TensorSlice
 from ndtrain.optim.rounding import Place, draw, element_index, halves, keys, round_to_bf16

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ndtrain.config import load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.row_map import RowMap
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.mesh.row_map import RowMap
 from ndtrain.optim import TensorSlice, rounded_adamw
 from ndtrain.optim.rounded_adamw import RoundedAdamW
 from ndtrain.optim.rounding import keys

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ndtrain.config import ConfigError, load_config, resolve, world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel import compile_choice
 from ndtrain.parallel.compile_choice import LONG_RUN, choose_compile, compiles, rank_flops
 from tests.lib.ranks import run_ranks

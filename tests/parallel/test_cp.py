@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.config import world_from_env
-from ndtrain.distributed.sequence_sharding import SequenceSharding
+from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.parallel.cp import cp_core
 from tests.lib.ranks import run_ranks
 from tests.model.test_attention import VARIANTS, assert_close, brute_force, out_and_gradients, random_qkv, variant

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ndtrain.distributed.collectives import Pending
 from ndtrain.engine.train_step import Evaluation, TrainingStep
+from ndtrain.mesh.collectives import Pending
 from ndtrain.model.moe.exchange import Exchange
 from ndtrain.model.moe.permutation import Permutation
 from ndtrain.parallel import ep, ep_capacity

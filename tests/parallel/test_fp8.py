@@ -10,8 +10,8 @@ import torch
 
 from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.data import microbatches
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel import fp8
 from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
 from ndtrain.parallel.compiled_linear import register

@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ndtrain.config import load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.sharding import Dim, FlatLayout, Layouts, UnitGroups
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.mesh.sharding import Dim, FlatLayout, Layouts, UnitGroups
 from ndtrain.model.contiguous import cat, cat_if_contiguous
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import rope_table, rotate

@@ -15,9 +15,9 @@ import torch
 
 from ndtrain import schedule as schedules
 from ndtrain.config import Config, load_config, resolve, world_from_env
-from ndtrain.distributed.flight_recorder import Entry
-from ndtrain.distributed.mesh import Link, Mesh, MeshSpec
 from ndtrain.engine.train_step import Evaluation, TrainingStep
+from ndtrain.mesh.flight_recorder import Entry
+from ndtrain.mesh.mesh import Link, Mesh, MeshSpec
 from ndtrain.model.transformer import BLOCKS
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.kernel_choice import choose_kernel

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ndtrain.config import load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.moe.block import MoEBlock
 from ndtrain.parallel.build import build_stages
 from ndtrain.program.launch_order import Compute, Op, Wait, check

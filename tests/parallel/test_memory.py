@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ndtrain.config import load_config, resolve, world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.flops import parameter_count
 from ndtrain.parallel.build import DTYPES, build_stages, initialise
 from ndtrain.parallel.unit import StatePlan

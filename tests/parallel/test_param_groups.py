@@ -5,7 +5,7 @@ import torch
 
 from ndtrain.config import ConfigError, OptimConfig, load_config, resolve
 from ndtrain.config.name_patterns import check_patterns, factor_of
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import build_stages
 from ndtrain.parallel.param_groups import ParamGroup, param_group
 from tests.lib.helpers import config_refusal

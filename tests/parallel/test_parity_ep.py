@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from ndtrain.config import load_config, resolve
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model import flops
 from ndtrain.parallel.recompute import RecomputeOps, plan_recompute
 from ndtrain.plan.dry import dry_run

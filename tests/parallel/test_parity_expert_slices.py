@@ -3,7 +3,7 @@
 import pytest
 
 from ndtrain.config import load_config, resolve
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.parallel.build import layouts_of
 from ndtrain.plan.dry import dry_run
 from tests.lib.helpers import config_refusal

@@ -8,7 +8,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from ndtrain.config import load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model import params
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.init import fill

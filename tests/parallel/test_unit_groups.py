@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from ndtrain import checkpoint
 from ndtrain.checkpoint import State
 from ndtrain.config import load_config, resolve, world_from_env
-from ndtrain.distributed.mesh import Mesh, MeshSpec
-from ndtrain.distributed.sharding import SHARD_AXES, Layouts, UnitGroups
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.mesh.sharding import SHARD_AXES, Layouts, UnitGroups
 from ndtrain.parallel.build import build_stages, initialise
 from tests.lib.parity import FP64, SHAPE, assemble, compare, make_batches, rank_run, rank_state, train
 from tests.lib.ranks import run_ranks

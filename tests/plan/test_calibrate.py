@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.plan import calibrate
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.events import Kernel

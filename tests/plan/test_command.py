@@ -7,8 +7,8 @@ import pytest
 from ndtrain.config import AXES
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.hardware import known_hardware, load_hardware
-from ndtrain.runtime.commands import PLANS
-from ndtrain.runtime.completion import candidates
+from ndtrain.run.commands import PLANS
+from ndtrain.run.completion import candidates
 
 RUN = ["dry", "recipe=llama_debug", "hardware=h100"]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ndtrain.config import load_config, resolve, world_from_env
-from ndtrain.distributed.collectives import Pending
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.collectives import Pending
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.families import moe
 from ndtrain.model.moe.router import Routing
 from ndtrain.parallel.build import initialise

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ndtrain.plan import fit
+from lab.published import fit
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.price import Rates
 from tests.plan.published.test_run import ROW

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ndtrain.checkpoint.elements import checkpoint_bytes
-from ndtrain.distributed.mesh import Mesh, MeshSpec
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import build_stages
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.fault_tolerance import Assumptions, cluster_of, curves_of, plans_of

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from ndtrain.config import ConfigError, MeshConfig, load_config, resolve
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.plan.calibrate import INTERFERENCE, LATE_S, write
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import load_hardware

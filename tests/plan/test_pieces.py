@@ -12,8 +12,8 @@ from torch._inductor import config as inductor_config
 from torch.profiler import ProfilerActivity, profile
 
 from ndtrain.config import Config, ConfigError, load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan import step
 from ndtrain.plan.dry import dry_run

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ndtrain.config import Config, load_config, resolve
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.model.flops import flops_per_token
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.dry import dry_run

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from ndtrain.config import ConfigError
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.price import ADDED, Prices, Rates, peak_flops, rates_of

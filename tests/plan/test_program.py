@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ndtrain.config import Config, load_config, resolve
-from ndtrain.distributed.mesh import Mesh, MeshSpec
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.dry import dry_run

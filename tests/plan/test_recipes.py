@@ -4,7 +4,7 @@ that they fit."""
 import pytest
 
 from ndtrain.config import Config, load_config, resolve
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.parallel.pp import Placement
 from ndtrain.plan.dry import dry_run
 

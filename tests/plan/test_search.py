@@ -12,11 +12,11 @@ import pytest
 
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.parallel.pp import Placement
+from ndtrain.plan import published_errors as published
 from ndtrain.plan import step_program as program
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.candidates import Candidate, Space, Stages, candidate_of, searched_run
 from ndtrain.plan.estimate import Place, pipeline
-from ndtrain.plan.fitting import published
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import unresolved_config
 from ndtrain.plan.predict import Predictor
@@ -32,7 +32,7 @@ from ndtrain.plan.search import (
     search,
     shortlist,
 )
-from ndtrain.runtime import cli
+from ndtrain.run import cli
 from tests.lib.helpers import MARK, processes, wait_for
 
 H100 = load_hardware("h100")

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from ndtrain.config import Config, load_config, resolve
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.plan.events import Collective, Event, Kernel, Piece, Wait
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.price import Prices, Rates

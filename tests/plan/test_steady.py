@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from ndtrain.config import Config, load_config, resolve
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.plan import dry, steady
 
 SHAPE = [

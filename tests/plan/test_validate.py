@@ -5,7 +5,7 @@ import torch
 
 from ndtrain.plan import validate
 from ndtrain.plan.__main__ import main
-from ndtrain.plan.fitting.accuracy import kendall_tau
+from ndtrain.plan.accuracy import kendall_tau
 from ndtrain.plan.validate import CASES, Options, Row, config_of, summary
 
 
@@ -60,7 +60,7 @@ def test_the_blocks_of_all_launches_count(monkeypatch):
         assert ranks == expected
         return blocks
 
-    monkeypatch.setattr("ndtrain.bench.ranks.run_ranks", run_ranks)
+    monkeypatch.setattr("ndtrain.measure.ranks.run_ranks", run_ranks)
     parts = [(1, ["", "recompute=full"]), (2, ["mesh.dp=2"])]
     assert validate._launch(parts, Options(hardware="", launches=2), "cpu") == [
         [[1.0, 3.0, 4.0], [2.0, 5.0, 6.0]],

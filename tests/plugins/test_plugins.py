@@ -18,11 +18,11 @@ from ndtrain.data.__main__ import main as prepare
 from ndtrain.data.mixture import mixture_entries
 from ndtrain.data.workers import pickled
 from ndtrain.engine.train_step import TrainingStep
-from ndtrain.evaluate.__main__ import main as evaluate
+from ndtrain.evaluate import main as evaluate
 from ndtrain.model.families.hf_config import from_hf, to_hf
 from ndtrain.model.families.hf_fields import unknown_fields
-from ndtrain.runtime import exit_status
-from ndtrain.runtime.failure_report import status_of_command
+from ndtrain.run import exit_status
+from ndtrain.run.failure_report import status_of_command
 from ndtrain.train import main
 from tests.lib.helpers import arguments, checkpoint_of, given_process_group, one_error, refusal, rows, write_corpus
 from tests.lib.parity import FP64, SHAPE, Run, assemble, compare, rank_run
@@ -390,7 +390,7 @@ def test_an_error_outside_of_plugins_keeps_its_traceback(tmp_path, monkeypatch):
 def test_an_error_in_a_plugins_code_on_two_ranks(tmp_path, monkeypatch):
     """torchrun shows the line as well, and no rank prints a traceback."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    argv = [sys.executable, "-m", "ndtrain.runtime.torchrun", "--standalone", "--nproc-per-node", "2"]
+    argv = [sys.executable, "-m", "ndtrain.run.torchrun", "--standalone", "--nproc-per-node", "2"]
     args = [*faulty_run(tmp_path, "callback"), "mesh.fsdp=2"]
     done = subprocess.run([*argv, "-m", "ndtrain.train", *args], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 
 from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config, MeshConfig, load_config, resolve, world_from_env
-from ndtrain.distributed import collectives
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh import collectives
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.preflight import coordinator, host, links, network, report, storage
 from ndtrain.preflight import run as preflights
 from ndtrain.preflight.rank_context import RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, show, usual_rate
-from ndtrain.runtime import cli, listeners
-from ndtrain.runtime.signed_store import SignedStore
+from ndtrain.run import cli, listeners
+from ndtrain.run.signed_store import SignedStore
 from tests.lib import namespaces
 from tests.lib.disks import tmpfs
 from tests.lib.helpers import arguments, given_process_group, one_error, wait_for

@@ -16,7 +16,7 @@ from ndtrain.data.dataset import Data
 from ndtrain.data.documents import SPLITS, require_training_text
 from ndtrain.data.order import corpus_seed
 from ndtrain.data.tokenizer import Tokenizer, load_tokenizer
-from ndtrain.distributed.mesh import Mesh
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.model.objective import make_objective
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from ndtrain.device.kind import on_gpu
 from ndtrain.model.attention.flex import FlexCall, flex_call
 from ndtrain.model.attention.math_kernel import Gradients, mask_of, math_backward, math_forward, widened
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.attention.tiles import BLOCK, Kind, Slices, Tile, halves, tiles
 from ndtrain.model.attention.varlen import VarlenCall, varlen_calls
-from ndtrain.model.device_kind import on_gpu
 
 aten = torch.ops.aten
 Piece = Tile | VarlenCall | FlexCall

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ndtrain.model.device_kind import on_gpu
+from ndtrain.device.kind import on_gpu
 
 _CACHED = 1 << 17  # elements that stay in a core's cache between two passes over them
 

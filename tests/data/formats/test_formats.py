@@ -11,7 +11,7 @@ from ndtrain.config.data_checks import check_data
 from ndtrain.data import open_data, token_files
 from ndtrain.data.token_array import TokenArray
 from ndtrain.data.validation import ValidationSet
-from ndtrain.distributed.mesh import MeshSpec
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.train import main
 from tests.data.formats.writers import random_documents, write, write_datatrove, write_llmc, write_megatron
 from tests.data.test_data import config

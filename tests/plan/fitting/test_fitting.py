@@ -5,9 +5,9 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from ndtrain.plan.fitting.accuracy import accuracy, folds, kendall_tau
-from ndtrain.plan.fitting.least_squares import Parameter, fit
-from ndtrain.plan.fitting.scatter import SIDE, Points, scatter_svg
+from lab.published.least_squares import Parameter, fit
+from lab.published.scatter import SIDE, Points, scatter_svg
+from ndtrain.plan.accuracy import accuracy, folds, kendall_tau
 
 X = np.linspace(1.0, 20.0, 60)
 TRUTH = np.array([0.6, 5.0])

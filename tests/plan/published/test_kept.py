@@ -2,12 +2,12 @@
 
 import pytest
 
+from lab.published.run import run_of
+from lab.published.table import held_gib
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.memory import rank_memory
 from ndtrain.plan.price import FLASH2_ON_HOPPER
-from ndtrain.plan.published.run import run_of
-from ndtrain.plan.table import held_gib
 from tests.plan.published.test_run import ROW
 
 TOKENS, HIDDEN, WIDTH = 2 * 256, 512, 2048  # of a microbatch; tp is 2

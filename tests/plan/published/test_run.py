@@ -2,9 +2,9 @@
 
 import pytest
 
+from lab.published.run import run_of
 from ndtrain.config import ConfigError
 from ndtrain.model.flops import parameter_count
-from ndtrain.plan.published.run import run_of
 
 ROW = {
     "source": "a page", "model": "", "params_b": "", "layers": "8", "hidden": "512", "heads": "8", "kv_heads": "",

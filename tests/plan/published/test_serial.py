@@ -2,7 +2,7 @@
 
 import pytest
 
-from ndtrain.plan.published.run import run_of
+from lab.published.run import run_of
 from ndtrain.program.ops import Await, Close, Collect, Gather, Open, Reduce, Run, Sum
 from tests.plan.published.test_run import ROW
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from lab.published.run import run_of
+from lab.published.unfused import is_unfused
 from ndtrain.plan.events import Kernel
-from ndtrain.plan.published.run import run_of
-from ndtrain.plan.published.unfused import is_unfused
 from tests.plan.published.test_run import ROW
 
 OLD = ROW | {

@@ -2,8 +2,8 @@
 
 import pytest
 
+from lab.published.run import run_of
 from ndtrain.plan.events import Collective, Kernel
-from ndtrain.plan.published.run import run_of
 from tests.plan.published.test_run import ROW
 
 STREAM = 2 * 256 // 2 * 512 * 2  # bytes of a microbatch's activations on a rank of tp=2, in bf16

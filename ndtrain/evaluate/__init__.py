@@ -1,1 +1,0 @@
-"""The validation loss of a checkpoint, on any data and any mesh."""

@@ -1,1 +1,0 @@
-"""Fits the planner's rates to measurements, and reports the errors of its predictions."""

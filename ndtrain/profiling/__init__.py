@@ -1,1 +1,0 @@
-"""Time and memory of a step, measured with PyTorch's profiler."""

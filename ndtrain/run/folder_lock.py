@@ -1,0 +1,322 @@
+"""The lock of a run folder: at most one run at a time writes into a folder, also on storage shared by many hosts.
+
+`<run.dir>/owner/` has a numbered file for each run that has owned the folder. The run with the highest number is the
+owner. A file is created by a hard link, which is atomic and fails if the file exists. If several runs want the next
+number, exactly one gets it, and the numbers only grow.
+
+The owner's heartbeat is the modification time of its file, used as a counter. The owner sets it to a new value every
+`BEAT_S`, and observers only check if it changes. Clocks of different hosts are never compared.
+
+A run takes over a folder
+- at once, if its owner has released it;
+- at once, if its owner was an earlier start of the same Slurm job or of the same launch script;
+- at once, if its owner ran on this machine and its process is gone;
+- else if the heartbeat has not changed for `DEAD_S`.
+
+The owner reads its file before it writes (`Claim.check`). If another run has taken over, it stops.
+"""
+
+import errno
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from ndtrain.config import ConfigError
+from ndtrain.run.run_owner import Owner
+
+FOLDER = "owner"  # in the run folder
+BEAT_S = 5.0  # interval of the heartbeat
+DEAD_S = 60.0  # a run on another host counts as dead if its heartbeat has not changed for this time
+POLL_S = 0.5  # interval at which an observer reads the heartbeat
+STALL_S = 5.0  # after a longer gap between two readings the observer starts again, because its own file system was slow
+_FIRST_BEAT_S = 1_000_000_000  # modification time of beat 0; a release sets it to 0
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems without hard links
+
+
+class FolderLost(RuntimeError):
+    """Another run has taken over the run folder, so this run must not write to it any more."""
+
+
+# -------------------------------------------------------------------------------------------------------------- claims
+
+
+class Claim:
+    """A run's claim to its folder. Every rank of the run has an instance.
+
+    Args:
+        file: the owner file of the run.
+        owner: the content of this file.
+    """
+
+    def __init__(self, file: Path, owner: Owner):
+        self.file, self.owner = file, owner
+        _claims[_key(file.parent.parent)] = self
+
+    def check(self) -> None:
+        """Check that this run still owns the folder. Call this before writing to the folder.
+
+        Raises:
+            FolderLost: another run has taken over the folder.
+        """
+        if self.is_lost():
+            other = _read(_newest(self.file.parent)[1])
+            by = f" by {other}" if other and other.token != self.owner.token else ""
+            raise FolderLost(
+                f"{self.file.parent.parent} was taken over{by}, since this run did not move for {DEAD_S:g} s or more: "
+                "it stops here and writes nothing more"
+            )
+
+    def is_lost(self) -> bool:
+        """Return True if another run has taken over the folder. Return False if the file system does not answer."""
+        try:
+            numbers = _numbers(self.file.parent)
+            if max(numbers, default=0) > _number(self.file):
+                return True
+            return json.loads(self.file.read_text())["token"] != self.owner.token
+        except FileNotFoundError:
+            return self._is_replaced()
+        except OSError as error:
+            return error.errno == errno.ESTALE and self._is_replaced()
+        except (ValueError, KeyError):
+            return False
+
+    def _is_replaced(self) -> bool:
+        """Return True if another run is the owner, after this run's owner file was found missing.
+
+        If there is no other owner, someone has removed the file, and this run restores it.
+        """
+        try:
+            if set(_numbers(self.file.parent)) - {_number(self.file)}:
+                return True
+            self.file.parent.mkdir(exist_ok=True)
+            mine = _create(self.file, self.owner)
+            return not mine or max(_numbers(self.file.parent), default=0) > _number(self.file)
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Forget the claim in this process."""
+        if _claims.get(_key(self.file.parent.parent)) is self:
+            del _claims[_key(self.file.parent.parent)]
+
+    def as_message(self) -> list:
+        """Return the claim as a list for another rank's `Claim.from_message`."""
+        return [str(self.file), asdict(self.owner)]
+
+    @classmethod
+    def from_message(cls, message: list) -> "Claim":
+        return cls(Path(message[0]), Owner(**message[1]))
+
+
+class FolderLock(Claim):
+    """The claim of rank 0. A thread updates its heartbeat until `release`."""
+
+    def __init__(self, file: Path, owner: Owner):
+        super().__init__(file, owner)
+        self._ended, self._pid = threading.Event(), os.getpid()
+        self._thread = threading.Thread(target=self._beat, name="run folder lock", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        beats = 0
+        while not self._ended.wait(BEAT_S):
+            beats += 1
+            with suppress(OSError):  # the file system may be slow or full: the next beat may succeed
+                _set_beat(self.file, beats)
+
+    def release(self) -> None:
+        """Release the folder. A second call, or a call in a forked process, does nothing."""
+        super().release()
+        if self._ended.is_set() or os.getpid() != self._pid:
+            return
+        self._ended.set()
+        self._thread.join(BEAT_S)  # it takes longer only if the file system hangs
+        with suppress(OSError):
+            if _read(self.file) == self.owner:
+                os.utime(self.file, ns=(0, 0))
+
+
+_claims: dict[str, Claim] = {}  # run folder -> the claim of this process
+
+
+def _key(run_dir: Path) -> str:
+    return os.path.abspath(run_dir)
+
+
+def is_lost(run_dir: Path) -> bool:
+    """Return True if this process has claimed the folder and another run has taken it over."""
+    claim = _claims.get(_key(run_dir))
+    return claim is not None and claim.is_lost()
+
+
+def owner_is_gone(run_dir: Path) -> bool | None:
+    """Return True if the process of the folder's owner has ended or has released the folder, False if it is alive.
+
+    Return None if this machine cannot determine it.
+    """
+    file = _newest(run_dir / FOLDER)[1]
+    owner, beat = _read(file), _beat_of(file)
+    return True if beat == 0 else owner.is_gone(Owner.this_process()) if owner else None
+
+
+def acquire(
+    run_dir: Path,
+    me: Owner | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> FolderLock:
+    """Make this process the owner of an existing run folder.
+
+    Wait up to `DEAD_S` if this machine cannot determine whether the current owner is alive (usually on another host).
+
+    Args:
+        me: the new owner. None: this process.
+
+    Raises:
+        ConfigError: a live run owns the folder.
+        OSError: the folder cannot be written.
+    """
+    me = me or Owner.this_process()
+    folder = run_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    while True:
+        number, file = _newest(folder)
+        if number and not _is_free(file, me, run_dir, clock, sleep):
+            continue
+        mine = folder / f"{number + 1:06d}.json"
+        if _create(mine, me):
+            if _newest(folder)[1] == mine:
+                break
+            mine.unlink(missing_ok=True)
+    for path in folder.iterdir():  # before this run writes, so that a former owner that is still alive notices its loss
+        if path != mine and not path.name.startswith("."):
+            with suppress(OSError):
+                path.unlink()
+    return FolderLock(mine, me)
+
+
+def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
+    """Return True if the folder may be taken over from the owner of `file`, False if another run was faster.
+
+    Raises:
+        ConfigError: the owner is alive.
+    """
+    owner, beat = _read(file), _beat_of(file)
+    if beat == 0:
+        return True
+    if owner is not None:
+        gone = owner.is_gone(me)
+        if gone or owner.is_earlier_start_of(me):
+            return True
+        if gone is False:
+            raise _held(run_dir, owner, me)
+    print(
+        f"run.dir={run_dir} was not released by {owner or 'its last run'}: waiting up to {DEAD_S:g} s to see whether "
+        "that run is alive",
+        file=sys.stderr,
+        flush=True,
+    )
+    since = read = clock()
+    while clock() - since < DEAD_S:
+        sleep(POLL_S)
+        now = _beat_of(file)
+        if clock() - read > STALL_S:
+            since = clock()
+        read = clock()
+        if now is None or now == 0:
+            return now == 0
+        if now != beat:
+            raise _held(run_dir, _read(file) or owner, me)
+    return True
+
+
+def _held(run_dir: Path, owner: Owner | None, me: Owner) -> ConfigError:
+    if owner and owner.machine and (owner.machine, owner.pid) == (me.machine, me.pid):
+        return ConfigError(
+            f"run.dir={run_dir} belongs to another Trainer of this process, since {owner.since}: call its close(), or "
+            "give another run.dir"
+        )
+    return ConfigError(
+        f"run.dir={run_dir} belongs to a run that is alive: {owner or 'of unknown origin'}: stop it with "
+        f"`touch {run_dir}/stop`, or give another run.dir"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- owner files
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [int(name[:-5]) for name in os.listdir(folder) if re.fullmatch(r"[0-9]+\.json", name)]
+
+
+def _number(file: Path) -> int:
+    return int(file.name[:-5])
+
+
+def _newest(folder: Path) -> tuple[int, Path]:
+    """Return the highest number of an owner file, and this file; 0 if there is no owner file."""
+    number = max(_numbers(folder), default=0)
+    return number, folder / f"{number:06d}.json"
+
+
+def _read(file: Path) -> Owner | None:
+    """Return the owner described by a file; None if the file is missing or incomplete."""
+    try:
+        return Owner(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _beat_of(file: Path) -> int | None:
+    """Return the heartbeat; 0 if the folder was released, None if there is no such file.
+
+    The file is opened, because NFS may answer `stat` from a cache that is a minute old.
+    """
+    try:
+        with open(file, "rb") as opened:
+            return os.fstat(opened.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _set_beat(file: Path, number: int) -> None:
+    seconds = _FIRST_BEAT_S + 2 * number  # FAT stores times with a resolution of two seconds
+    os.utime(file, (seconds, seconds))
+
+
+def _create(file: Path, owner: Owner) -> bool:
+    """Create an owner file with its content in one step. Return False if the file already exists for another owner."""
+    text = json.dumps(asdict(owner), indent=1) + "\n"
+    part = file.with_name(f".{owner.token}")
+    try:
+        part.write_text(text)
+        _set_beat(part, 0)
+        os.link(part, file)
+        return True
+    except FileExistsError:
+        return _read(file) == owner  # NFS may report this error for the link that it has just created
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_without_links(file, text)
+    finally:
+        with suppress(OSError):
+            part.unlink()
+
+
+def _create_without_links(file: Path, text: str) -> bool:
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w") as opened:
+        opened.write(text)
+    _set_beat(file, 0)
+    return True

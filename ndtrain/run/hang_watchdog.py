@@ -1,0 +1,178 @@
+"""The hang watchdog, which ends a hanging run and reports the cause.
+
+A thread on every rank checks how long its rank has been waiting. With a GPU the host does not wait. In this case the
+thread checks for how long the GPU has completed no pending operation (`DeviceProgress`).
+
+If a wait exceeds the deadline, that rank alerts the others through the store. Each rank publishes its state (`Report`).
+One rank reads the reports and prints a diagnosis. It names the ranks that the others wait for, with the step, the
+action, the collective and the axis. It also names ranks that do not answer. Then all ranks exit, and a launcher can
+restart the run. A rank that cannot reach the store prints a diagnosis from its own report.
+
+All these messages are signed (`SignedStore`), so a stranger who reaches the store cannot end the run.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from ndtrain.mesh.device_progress import DeviceProgress
+from ndtrain.mesh.flight_recorder import RECORDER
+from ndtrain.mesh.mesh import MeshSpec
+from ndtrain.run import exit_status
+from ndtrain.run.hang_diagnosis import Report, diagnose
+from ndtrain.run.signed_store import SignedStore
+
+PAUSE_S = 1.0  # maximum interval between two checks
+GATHER_S = 3.0  # time to wait for the reports of the other ranks
+CALLED = "hang/called"  # key of the alert; its value is the rank that has exceeded the deadline
+LAST_S = 6.0  # a hanging rank exits after this time, even if the store does not answer
+
+
+class HangWatchdog:
+    """The watchdog of one rank. Its threads run until `close`.
+
+    Args:
+        connect: opens a new connection to the messages of all ranks.
+        run_dir: the folder for `logs/hang-rank-*.json` and exit.json.
+        deadline_s: maximum duration of a wait, in seconds.
+        on_device: True to track the operations on this process's GPU.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], SignedStore],
+        spec: MeshSpec,
+        rank: int,
+        run_dir: Path,
+        deadline_s: float,
+        on_device: bool = False,
+    ):
+        RECORDER.device = DeviceProgress() if on_device else None
+        self.spec, self.rank, self.run_dir, self.deadline_s = spec, rank, run_dir, deadline_s
+        self._connect, self._main = connect, threading.get_ident()
+        self._closed, self._called = threading.Event(), threading.Event()
+        self._caller: int | None = None  # the other rank that has sent the alert; None: no alert, or from this rank
+        self._pause = min(PAUSE_S, deadline_s / 10)
+        for work in (self._check, self._listen):
+            threading.Thread(target=work, name="hang watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._closed.set()
+        RECORDER.device = None
+
+    def _check(self) -> None:
+        """Wait until this rank exceeds the deadline or another rank sends an alert.
+
+        This thread never uses the store, which may not answer.
+        """
+        while not self._closed.wait(self._pause):
+            if (device := RECORDER.device) is not None:
+                device.poll()
+            if self._called.is_set() or RECORDER.longest_wait()[1] > self.deadline_s:
+                self._end()
+                return
+
+    def _listen(self) -> None:
+        """Wait for an alert from another rank. A lost connection is ignored, because the store ends with rank 0."""
+        with suppress(Exception):
+            messages = self._connect()
+            while not self._closed.wait(self._pause):
+                caller = messages.read(CALLED)
+                if isinstance(caller, int) and 0 <= caller < self.spec.world_size:
+                    self._caller = caller
+                    self._called.set()
+                    return
+
+    def _end(self) -> None:
+        """End this rank after its report is published, or after `LAST_S` at the latest."""
+        report = Report.of(RECORDER, self.rank, self._main)
+        self._write(report)
+        threading.Thread(target=self._publish, args=(report,), daemon=True).start()
+        time.sleep(LAST_S)  # the publishing thread ends the process earlier, unless the store does not answer
+        self._diagnose(
+            report, {self.rank: report}, " (the store of the run does not answer: this host may be the one cut off)"
+        )
+        _end_stuck_launcher()
+        os._exit(1)
+
+    def _publish(self, report: Report) -> None:
+        """Put the report into the store, alert the other ranks, and end this rank.
+
+        The first rank that claims the role of reporter gathers all reports and prints the diagnosis. The other ranks
+        wait for it.
+        """
+        with suppress(Exception):
+            messages = self._connect()
+            messages.put(_report_of(self.rank), asdict(report))
+            if self._caller is None:
+                messages.put(CALLED, self.rank)
+            if messages.claim("hang/reporter", self.rank) == self.rank:
+                self._diagnose(report, self._gather(messages))
+                messages.put("hang/diagnosed", self.rank)
+                time.sleep(PAUSE_S)  # the store may end with this rank
+            messages.wait("hang/diagnosed", LAST_S)
+            os._exit(1)
+
+    def _gather(self, messages: SignedStore) -> dict[int, Report]:
+        """Return the reports of all ranks that answer within `GATHER_S`."""
+        keys = {_report_of(r): r for r in range(self.spec.world_size)}
+        reports = {}
+        for key, value in messages.wait_all(keys, GATHER_S).items():
+            with suppress(ValueError):
+                reports[keys[key]] = Report.from_json(value, keys[key])
+        return reports
+
+    def _diagnose(self, own: Report, reports: dict[int, Report], remark: str = "") -> None:
+        """Print the diagnosis and write it to exit.json."""
+        try:
+            diagnosis = diagnose(reports, self.spec)
+        except Exception as error:  # the run must end in any case
+            diagnosis = f"no diagnosis: {error!r}"
+        text = f"hang: {self._cause()}{remark}\n  {diagnosis}"
+        last = f"the last actions of each rank: {self._folder}/hang-rank-*.json"
+        print(f"error: {text}\n  {last}", file=sys.stderr, flush=True)
+        exit_status.write_first(self.run_dir, "hang", rank=self.rank, error=text, step=own.reached - 1)
+
+    def _cause(self) -> str:
+        """Return the reason why the run ends: the deadline of this rank, or of the rank that sent the alert."""
+        moved = f"nothing has moved for {self.deadline_s:g} s (hardware.timeout_s)"
+        return moved if self._caller is None else f"rank {self._caller} called: there {moved}"
+
+    @property
+    def _folder(self) -> Path:
+        return self.run_dir / "logs"
+
+    def _write(self, report: Report) -> None:
+        """Write the report to the run folder. An OSError is ignored."""
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(asdict(report), indent=1)
+            (self._folder / f"hang-rank-{self.rank}.json").write_text(text + "\n")
+
+
+def _report_of(rank: int) -> str:
+    return f"hang/report/{rank}"
+
+
+def _end_stuck_launcher() -> None:
+    """Kill torchrun if it still runs two seconds after this rank has exited.
+
+    On a host without network, torchrun blocks in a call to its store. It then ignores signals until TCP times out after
+    15 minutes.
+    """
+    if exit_status.JOB not in os.environ:
+        return
+    script = 'sleep 2; kill -0 "$1" 2>/dev/null && kill -KILL "$2"'
+    nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with suppress(OSError):
+        subprocess.Popen(
+            ["sh", "-c", script, "sh", str(os.getpid()), str(os.getppid())], start_new_session=True, **nowhere
+        )

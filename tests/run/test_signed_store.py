@@ -1,0 +1,111 @@
+"""Messages in a store that strangers may write to."""
+
+import json
+from datetime import timedelta
+from threading import Timer
+
+import pytest
+import torch.distributed as dist
+
+from ndtrain.run import signed_store
+from ndtrain.run.signed_store import TOKEN, SignedStore
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def messages(store) -> SignedStore:
+    return SignedStore(store, "attempt", "secret")
+
+
+@pytest.mark.parametrize("value", ["", 0, False, [], {"a": [1, 2.5, None]}, "ü"])
+def test_a_message_comes_as_it_was_sent(messages, store, value):
+    messages.put("key", value)
+    other = SignedStore(store, "attempt", "secret")
+    assert other.read("key") == value and other.read_all(["key"]) == {"key": value}
+    assert other.wait("key", 1) == value and other.wait_all(["key"], 1) == {"key": value}
+
+
+FORGED = ["1", "", " ", f"{'0' * 64} 1", "unsigned 1", f"{'é' * 64} 1", "\x80"]
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_a_forged_message_is_absent_and_named_once(messages, store, text, capsys, caplog):
+    store.set("attempt/hang/called", text)
+    assert messages.read("hang/called") is None and messages.read_all(["hang/called"]) == {}
+    assert messages.wait_all(["hang/called"], 0) == {}
+    with pytest.raises(dist.DistStoreError, match="attempt/hang/called that this job has signed came within 0 s"):
+        messages.wait("hang/called", 0)
+    err = capsys.readouterr().err
+    assert err.count("ignored: the message attempt/hang/called is not signed by this job") == 1 == err.count("\n")
+    assert len(caplog.records) == 1
+
+
+def test_a_message_counts_only_under_its_key(messages, store):
+    messages.put("report/1", "rank 1")
+    store.set("attempt/report/2", store.get("attempt/report/1"))
+    store.set("other/report/1", store.get("attempt/report/1"))
+    assert messages.read("report/2") is None and SignedStore(store, "other", "secret").read("report/1") is None
+    assert messages.read("report/1") == "rank 1"
+
+
+def test_a_message_of_another_job_or_of_none_is_absent(messages, store):
+    for stranger in (SignedStore(store, "attempt", "guess"), SignedStore(store, "attempt", "")):
+        stranger.put("key", 1)
+        assert messages.read("key") is None
+
+
+def test_without_a_token_all_count_but_what_is_no_json(store, monkeypatch):
+    monkeypatch.delenv(TOKEN, raising=False)
+    messages = SignedStore(store, "attempt")
+    SignedStore(store, "attempt", "of someone").put("key", 1)
+    assert messages.read("key") == 1
+    for text in ("unsigned {", "unsigned " + "[" * 100_000, "", "unsigned \xff"):
+        store.set("attempt/key", text)
+        assert messages.read("key") is None, text[:20]
+
+
+def test_the_token_is_that_of_the_environment(store, monkeypatch):
+    monkeypatch.setenv(TOKEN, "secret")
+    SignedStore(store, "job").within("attempt").put("key", 1)
+    assert SignedStore(store, "job/attempt", "secret").read("key") == 1
+    assert "secret" not in store.get("job/attempt/key").decode()
+
+
+def test_a_message_that_is_too_long_is_not_parsed(messages, monkeypatch):
+    messages.put("key", "x" * 100)
+    monkeypatch.setattr(signed_store, "MOST_BYTES", 100)
+    monkeypatch.setattr(json, "loads", lambda text: pytest.fail("parsed"))
+    assert messages.read("key") is None
+
+
+def test_a_waiting_rank_passes_over_a_forged_message(messages, store):
+    store.set("attempt/key", "1")
+    writer = Timer(0.1, lambda: SignedStore(store, "attempt", "secret").put("key", "genuine"))
+    writer.start()
+    assert messages.wait("key", 20) == "genuine"
+    writer.join()
+
+
+def test_those_that_came_in_time(messages):
+    messages.put("1", "one")
+    assert messages.wait_all(["1", "2"], 0) == {"1": "one"}
+
+
+def test_one_process_has_a_claim(messages, store):
+    other = SignedStore(store, "attempt", "secret")
+    assert messages.claim("reporter", 3) == 3 and other.claim("reporter", 5) == 3
+    store.set("attempt/reporter", "7")
+    assert other.claim("reporter", 5) == 5 and messages.claim("reporter", 3) == 5, "a forged claim is replaced"
+
+
+def test_over_tcp():
+    """The operations that PyTorch's own store has of its own."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    messages = SignedStore(server, "attempt", "secret")
+    messages.put_all({"1": "one", "2": "two"})
+    assert messages.read_all(["1", "2"]) == {"1": "one", "2": "two"} and messages.read("3") is None
+    assert messages.claim("reporter", 3) == 3 and messages.claim("reporter", 5) == 3
