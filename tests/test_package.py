@@ -11,11 +11,11 @@ from ndtrain.config import ModelConfig
 ROOT = Path(ndtrain.__file__).parent
 # data flows down this list: a file imports only from packages above its own
 ORDER = [
-    "arguments", "schedule", "config", "plugins", "model", "distributed", "data", "optim", "parallel", "program",
-    "checkpoint", "profiling", "metrics", "runtime", "generate", "engine", "train", "evaluate", "report", "bench",
-    "plan", "preflight",
+    "arguments", "schedule", "config", "plugins", "device", "model", "mesh", "data", "optim", "parallel", "program",
+    "checkpoint", "observe", "run", "engine", "train", "evaluate", "generate", "report", "measure", "bench", "plan",
+    "preflight",
 ]  # fmt: skip
-LOOSE = {"__init__.py", "plugins.py", "train.py"}  # all other modules live in a folder
+LOOSE = {"__init__.py", "plugins.py", "train.py", "evaluate.py", "generate.py"}  # all other modules are in a folder
 
 
 def package_of(path: Path) -> str:
@@ -44,6 +44,41 @@ def test_imports_go_one_way():
             continue
         for there in imported_packages(path) - {here, "__version__"}:
             assert ORDER.index(there) < ORDER.index(here), f"{path.relative_to(ROOT)} imports {there}, a package below"
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    names = {path: ".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in ROOT.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+def imported_modules(path: Path, known: set[str]) -> set[str]:
+    """The modules that a file imports, also those that only a type checker sees. What is imported inside a function,
+    when it runs, does not count."""
+    found = set()
+    tree = ast.parse(path.read_text())
+    lazy = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in lazy:
+            below = {f"{node.module}.{alias.name}" for alias in node.names} & known
+            found |= below or ({node.module} & known)
+        elif isinstance(node, ast.Import) and id(node) not in lazy:
+            found |= {alias.name for alias in node.names} & known
+    return found
+
+
+def test_no_file_imports_itself_through_others():
+    known = modules()
+    imports = {name: imported_modules(path, set(known)) - {name} for name, path in known.items()}
+    while free := {name for name, needed in imports.items() if not needed & imports.keys()}:
+        for name in free:
+            del imports[name]
+    assert not imports, f"these files import each other in a circle: {sorted(imports)}"
+
+
+def test_what_is_installed_does_not_need_the_lab():
+    for path in ROOT.rglob("*.py"):
+        assert not re.search(r"^\s*(import|from) lab", path.read_text(), re.MULTILINE), f"{path} imports lab"
 
 
 def test_the_model_knows_no_mesh():

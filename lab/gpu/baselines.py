@@ -5,9 +5,10 @@ AdamW.
 Shape legend: B batch, T time, N heads, D head_dim, P = D / 2.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from lab.peers.implementations import Cast, Draw, HuggingFace, Loop, fill_parameters
 from lab.peers.llama import Llama, Rope, summed_loss
 from ndtrain.config import Config, ConfigError, ModelConfig
+from ndtrain.data import Batch
+from ndtrain.measure.rounds import Repeats
+from ndtrain.measure.training import Build, Implementation, Outcome, draw_on, ours, timed
+from ndtrain.mesh.mesh import Mesh
 from ndtrain.parallel.build import DTYPES
 from ndtrain.parallel.compile_choice import compiles
 
@@ -161,3 +166,25 @@ def transformers(cfg: Config, device: torch.device, draw: Draw) -> Loop:
 
 
 PEERS: dict[str, Callable[[Config, torch.device, Draw], Loop]] = {"native": native, "transformers": transformers}
+
+
+def peer(name: str) -> Build:
+    """Return what builds one of `PEERS` as an implementation to measure."""
+
+    def build(cfg: Config, mesh: Mesh) -> Implementation:
+        loop = PEERS[name](cfg, mesh.device, draw_on(mesh.device))
+
+        def launch(batches: Sequence[Batch]) -> Callable[[], Outcome]:
+            loss, norm = loop.launch(batches)
+            return lambda: Outcome(loss.item(), norm.item())
+
+        return Implementation(launch)
+
+    return build
+
+
+def timed_peers(cfg: Config, mesh: Mesh, names: Sequence[str], repeats: Repeats) -> dict[str, Any]:
+    """Time "ours" and some of `PEERS`, as `timed` does."""
+    builders = {name: ours if name == "ours" else peer(name) for name in names}
+    with world_of_one(mesh.device) if "native" in names else nullcontext():
+        return timed(cfg, mesh, builders, repeats)

@@ -20,7 +20,7 @@ from lab.gpu.parity import compare_with_cpu
 from lab.gpu.suite import Case, Suite, config_of
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.measure.ranks import TIMED_OUT, RankFailed, rank_device, run_ranks
-from ndtrain.measure.training import DifferentWork, QueuedSteps, batches_of, ours, timed
+from ndtrain.measure.training import DifferentWork, QueuedSteps, batches_of, ours
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.observe import peak_memory_bytes, reset_peak_memory
 from ndtrain.observe.profile import record
@@ -80,7 +80,7 @@ def lacks_memory(error: RuntimeError) -> bool:
 
 
 def _timed(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:
-    return timed(cfg, mesh, case.implementations, replace(suite, rounds=case.rounds or suite.rounds))
+    return baselines.timed_peers(cfg, mesh, case.implementations, replace(suite, rounds=case.rounds or suite.rounds))
 
 
 def _losses(case: Case, cfg: Config, suite: Suite, mesh: Mesh) -> dict[str, Any]:

@@ -9,27 +9,27 @@ python -m ndtrain.bench <bench> --help
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 
-from lab.gpu import run as gpu
-from lab.peers import attention
-from lab.peers import run as peers
 from ndtrain.arguments import ArgumentError, help_lines, one_of, parse, status_of, wants_help
-from ndtrain.bench import checkpoint, matmul, moe, offload, step
 from ndtrain.config import ConfigError, world_from_env
-from ndtrain.measure.collectives import run as collectives
 from ndtrain.measure.ranks import RankFailed, WrongResult, exit_process
+from ndtrain.run.checkout import LAB, from_checkout
 from ndtrain.run.launcher_report import record_error
 
-BENCHES = {
-    "peers": (peers, "axis=one|dp|fsdp|tp|cp|pp"),
-    "step": (step, 'recipe=llama_small [cases="OVERRIDES | OVERRIDES" profile=true]'),
-    "gpu": (gpu, "[suite=h200|h100|smoke]"),
-    "collectives": (collectives, '[mesh="dp=2 tp=2" max=1GiB plot=FILE.png | demo=true], also under torchrun'),
-    "matmul": (matmul, "[max=4096 plot=FILE.png]"),
-    "moe": (moe, "[experts=8,64 tokens=4096]"),
-    "offload": (offload, "[moments=bf16 threads=2]"),
-    "checkpoint": (checkpoint, "[ranks=4 gigabytes=1]"),
+BENCHES = {  # bench -> its module, and an example of its keys
+    "peers": (LAB["peers"], "axis=one|dp|fsdp|tp|cp|pp"),
+    "step": ("ndtrain.bench.step", 'recipe=llama_small [cases="OVERRIDES | OVERRIDES" profile=true]'),
+    "gpu": (LAB["gpu"], "[suite=h200|h100|smoke]"),
+    "collectives": (
+        "ndtrain.measure.collectives.run",
+        '[mesh="dp=2 tp=2" max=1GiB plot=FILE.png | demo=true], also under torchrun',
+    ),
+    "matmul": ("ndtrain.bench.matmul", "[max=4096 plot=FILE.png]"),
+    "moe": ("ndtrain.bench.moe", "[experts=8,64 tokens=4096]"),
+    "offload": ("ndtrain.bench.offload", "[moments=bf16 threads=2]"),
+    "checkpoint": ("ndtrain.bench.checkpoint", "[ranks=4 gigabytes=1]"),
 }
 
 
@@ -63,7 +63,8 @@ def main(args: Sequence[str]) -> int:
 def module_of(name: str, args: Sequence[str]) -> ModuleType:
     """Return the module of a bench. `peers axis=cp` compares attention only, other axes whole steps; their keys
     differ."""
-    return attention if name == "peers" and "axis=cp" in args else BENCHES[name][0]
+    module = LAB["attention"] if name == "peers" and "axis=cp" in args else BENCHES[name][0]
+    return from_checkout(module) if module in LAB.values() else import_module(module)
 
 
 def usage() -> str:
@@ -72,7 +73,7 @@ def usage() -> str:
 
 
 def usage_of(name: str, module: ModuleType) -> str:
-    more = "\n\n`peers axis=cp --help` has the options of axis=cp." if module is peers else ""
+    more = "\n\n`peers axis=cp --help` has the options of axis=cp." if module.__name__ == LAB["peers"] else ""
     about = (module.__doc__ or "").partition("Shape legend")[0].strip()
     return f"python -m ndtrain.bench {name} {BENCHES[name][1]}\n\n{about}\n\n{help_lines(module.Options)}{more}"
 

@@ -12,7 +12,7 @@ from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.measure.ranks import DEVICE_HELP, Device, choose_device, rank_device, run_ranks
 from ndtrain.measure.results import require_folder, save
 from ndtrain.measure.rounds import BlockOptions
-from ndtrain.measure.training import QueuedSteps, timed
+from ndtrain.measure.training import QueuedSteps, ours, timed
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.observe.profile import name_fused_kernels, record
 from ndtrain.parallel.compile_choice import compiles
@@ -83,7 +83,7 @@ def measure(rank: int, options: Options, cfg: Config, device: str) -> dict[str, 
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
     if options.profile and compiles(cfg, mesh.device):
         name_fused_kernels()
-    return timed(cfg, mesh, ["ours"], options, profiled if options.profile else None)
+    return timed(cfg, mesh, {"ours": ours}, options, profiled if options.profile else None)
 
 
 def profiled(steps: QueuedSteps) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Devices: what computes a tensor, cores, memory and peak rates."""

@@ -4,13 +4,14 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from ndtrain.checkpoint import Saved, Saver
 from ndtrain.checkpoint.companions import Companions
 from ndtrain.config import Config
+from ndtrain.engine.callback import BUSY, DATA_WAIT, MEMORY, Callback, Run, due
 from ndtrain.engine.setup import turn_end_warning, write_extras
 from ndtrain.engine.trace import Trace, Tracer
 from ndtrain.engine.train_step import StepReport
@@ -23,57 +24,9 @@ from ndtrain.observe.stragglers import Stragglers
 from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
 
-if TYPE_CHECKING:
-    from ndtrain.engine.trainer import Trainer
-
 log = logging.getLogger("ndtrain")
 TRACED = 3  # which step of a process train.trace shows: in the first two, memory is still being laid out
 NAMED = 16  # sequences of a skipped step that its message names
-
-# columns of a step report's `signals`
-STOP, MEMORY, DATA_WAIT, BUSY = range(4)
-
-
-class Callback:
-    """What runs at fixed points of every step, on every rank. A plugin registers a subclass (`register_callback`).
-
-    Attributes:
-        trainer: the run, set before `on_train_start`.
-    """
-
-    trainer: "Trainer"
-
-    def on_train_start(self) -> None:
-        """Before the first step."""
-
-    def before_step(self) -> None:
-        """Before step `trainer.state.step + 1`."""
-
-    def after_step(self) -> dict[str, float]:
-        """After step `trainer.state.step`, whose numbers may still be on the device. Returns further metrics of it."""
-        return {}
-
-    def needs_report(self) -> bool:
-        """Whether `on_report` must come before this step's `on_step_end`. On a GPU the host then waits for the step;
-        else reports come one step late."""
-        return False
-
-    def on_report(self, report: StepReport, metrics: dict[str, float]) -> None:
-        """The numbers of a step are here, step by step in order. `metrics`: what `after_step` returned, of all."""
-
-    def on_step_end(self) -> None:
-        """After the step. `trainer.stopping` says whether it was the last one."""
-
-    def on_train_end(self) -> None:
-        """After the last step."""
-
-    def close(self) -> None:
-        """On every way out, also after an error."""
-
-
-def due(every: int, step: int) -> bool:
-    """Whether a step is one of every so many; never where that is 0."""
-    return bool(every) and step % every == 0
 
 
 class ProfileCallback(Callback):
@@ -119,7 +72,7 @@ class TraceCallback(Callback):
         self._trace = None
 
 
-def write_recording(trainer: "Trainer", recording: Trace | Profile | None) -> None:
+def write_recording(trainer: Run, recording: Trace | Profile | None) -> None:
     """Writes a trace or a profile into the run folder, and prints its summary."""
     if recording is None:
         return
@@ -256,7 +209,7 @@ def device_peak(cfg: Config, mesh: Mesh, notes: list[str]) -> float | None:
     return peak
 
 
-def make_metrics(trainer: "Trainer", peak: float) -> Metrics:
+def make_metrics(trainer: Run, peak: float) -> Metrics:
     """The metrics of a run, which rank 0 has.
 
     Args:
@@ -301,7 +254,7 @@ class CheckpointCallback(Callback):
         self._saver = Saver(folder, trainer.stages, trainer.mesh, trainer.cfg, extras)
 
     @staticmethod
-    def _write_extras(trainer: "Trainer", companions: Companions, folder: Path) -> None:
+    def _write_extras(trainer: Run, companions: Companions, folder: Path) -> None:
         trainer.claim.check()  # the last moment before a checkpoint is published
         write_extras(trainer.data, companions, folder)
 

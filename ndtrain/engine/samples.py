@@ -18,7 +18,7 @@ from ndtrain import schedule as schedules
 from ndtrain.config import Config, LocalShapes, shards_stream
 from ndtrain.data import Batch, Tokens, microbatches
 from ndtrain.data.validation import ValidationSet
-from ndtrain.engine.callbacks import Callback, due
+from ndtrain.engine.callback import Callback, due
 from ndtrain.engine.executor import Executor
 from ndtrain.engine.train_step import contexts
 from ndtrain.mesh.collectives import all_reduce

@@ -20,9 +20,8 @@ from ndtrain import schedule
 from ndtrain.config import Config
 from ndtrain.config.registry import plugin_parts
 from ndtrain.data import Batch, Prefetcher, Source, Tokens
+from ndtrain.engine.callback import STOP, Callback
 from ndtrain.engine.callbacks import (
-    STOP,
-    Callback,
     CheckpointCallback,
     EvaluationCallback,
     LoggingCallback,

@@ -2,8 +2,7 @@
 run, compared at the first step, and timed in alternating rounds."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.gpu import baselines
 from ndtrain.config import Config
 from ndtrain.data import Batch, Tokens, microbatches, rows_of
 from ndtrain.data.token_array import Packing
@@ -22,6 +20,7 @@ from ndtrain.measure.rounds import BlockTimer, Repeats, max_over_ranks, quartile
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.sharding import BATCH_AXES
 from ndtrain.model import flops
+from ndtrain.model.init import Draw
 from ndtrain.observe import peak_flops, peak_memory_bytes, reset_peak_memory
 from ndtrain.parallel.build import DTYPES, build_stages, initialise, sequence_sharding
 
@@ -57,7 +56,10 @@ class Implementation:
     skipped_ops: Sequence[frozenset[str] | None] | None = None
 
 
-def draw_on(device: torch.device) -> baselines.Draw:
+Build = Callable[[Config, Mesh], Implementation]
+
+
+def draw_on(device: torch.device) -> Draw:
     """Return a function that draws N(0, 1) elements on the device. `initialise`'s own stream takes minutes for 8
     billion. The same piece of a parameter always gets the same elements."""
 
@@ -67,19 +69,6 @@ def draw_on(device: torch.device) -> baselines.Draw:
         return torch.randn(length, generator=generator, device=device)
 
     return draw
-
-
-def build(name: str, cfg: Config, mesh: Mesh) -> Implementation:
-    """Build ours, or one of `baselines.PEERS`."""
-    if name == "ours":
-        return ours(cfg, mesh)
-    loop = baselines.PEERS[name](cfg, mesh.device, draw_on(mesh.device))
-
-    def launch(batches: Sequence[Batch]) -> Callable[[], Outcome]:
-        loss, norm = loop.launch(batches)
-        return lambda: Outcome(loss.item(), norm.item())
-
-    return Implementation(launch)
 
 
 def ours(cfg: Config, mesh: Mesh) -> Implementation:
@@ -159,7 +148,7 @@ def batches_of(cfg: Config, mesh: Mesh, step: int) -> list[Batch]:
 def timed(
     cfg: Config,
     mesh: Mesh,
-    names: Sequence[str],
+    builders: Mapping[str, Build],
     repeats: Repeats,
     extra: Callable[[QueuedSteps], Any] | None = None,
 ) -> dict[str, Any]:
@@ -167,20 +156,15 @@ def timed(
     one's.
 
     Args:
+        builders: name -> what builds the implementation.
         extra: called with the first implementation's steps after the timing. Its result is returned under "extra".
 
     Raises:
         DifferentWork: an implementation's first step, or its updates, differ from the first implementation's.
     """
-    with baselines.world_of_one(mesh.device) if "native" in names else nullcontext():
-        return _timed(cfg, mesh, names, repeats, extra)
-
-
-def _timed(
-    cfg: Config, mesh: Mesh, names: Sequence[str], repeats: Repeats, extra: Callable[[QueuedSteps], Any] | None
-) -> dict[str, Any]:
+    names = list(builders)
     batches, tolerance = [batches_of(cfg, mesh, step) for step in range(DISTINCT)], TOLERANCE[cfg.precision.compute]
-    steps = {name: QueuedSteps(build(name, cfg, mesh), batches, mesh.device) for name in names}
+    steps = {name: QueuedSteps(build(cfg, mesh), batches, mesh.device) for name, build in builders.items()}
     for queued in steps.values():
         queued()
         queued.finish()

@@ -1,7 +1,7 @@
 """python -m ndtrain.plan dry recipe=llama3_8b hardware=h100 nodes=4 mesh.tp=8      # --help lists the plans
 
-A plan NAME is the module `ndtrain.plan.NAME`, with a dataclass `Options` and `run(options, overrides)`, which prints
-the plan and raises ConfigError or ArgumentError. `ndtrain.run.commands.PLANS` lists them.
+A plan NAME is the module `ndtrain.plan.NAME`, or one of `lab`. It has a dataclass `Options` and `run(options,
+overrides)`, which prints the plan and raises ConfigError or ArgumentError. `ndtrain.run.commands.PLANS` lists them.
 """
 
 import logging
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ndtrain.arguments import ArgumentError, help_lines, one_of, parse, status_of, wants_help
 from ndtrain.config import ConfigError
 from ndtrain.run import usage
+from ndtrain.run.checkout import LAB, from_checkout
 from ndtrain.run.commands import PLANS
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def say_at_once(args: Sequence[str]) -> None:
 
 
 def _module(plan: str) -> Any:
-    return import_module(f"ndtrain.plan.{plan}")
+    return from_checkout(LAB[plan]) if plan in LAB else import_module(f"ndtrain.plan.{plan}")
 
 
 if __name__ == "__main__":

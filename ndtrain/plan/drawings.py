@@ -1,17 +1,13 @@
 """Draws plans as SVG, for light and dark backgrounds."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ndtrain.plan.fault_tolerance import DAY, HOUR, Curves
 from ndtrain.plan.report import si
+from ndtrain.plan.scaling_curves import Curve as ScalingCurve
+from ndtrain.plan.scaling_curves import Scaling
 from ndtrain.report.picture import WIDTH, Axis, document, heading, ink, text_width, ticks, widened
-
-if TYPE_CHECKING:  # these modules import this one
-    from ndtrain.plan.predict import Prediction
-    from ndtrain.plan.scaling import Curve as ScalingCurve
-    from ndtrain.plan.scaling import Scaling
 
 LEFT, RIGHT, EDGE = 60, 28, 16  # pixels
 SMALL = ' font-size="12"'
@@ -29,13 +25,17 @@ LEAST = 0.0005  # share of the step; smaller parts are not drawn
 ROW, LABEL, VALUE = 26, 150, 124  # pixels: height of a row; width of its name and of its value
 
 
-def waterfall_svg(prediction: "Prediction") -> str:
-    """Draw how the peak is lost: one bar for each loss, from the whole step down to the matmuls at peak."""
-    step = prediction.step_time_s
-    losses = [(name, s / step) for name, s in prediction.waterfall.items() if name != USEFUL and abs(s) > LEAST * step]
-    rest = prediction.waterfall[USEFUL] / step
+def waterfall_svg(step: float, mfu: float, waterfall: Mapping[str, float]) -> str:
+    """Draw how the peak is lost: one bar for each loss, from the whole step down to the matmuls at peak.
+
+    Args:
+        step: seconds of the step.
+        waterfall: the seconds of each part, as `Prediction.waterfall` has them.
+    """
+    losses = [(name, s / step) for name, s in waterfall.items() if name != USEFUL and abs(s) > LEAST * step]
+    rest = waterfall[USEFUL] / step
     x = Axis(0.0, 1.0, LABEL, WIDTH - VALUE)
-    title = f"Where a step's {_seconds(step)} go: MFU {_percent(prediction.mfu)}"
+    title = f"Where a step's {_seconds(step)} go: MFU {_percent(mfu)}"
     legend, below = _legend(50, [(cause, colour) for cause, (colour, _) in CAUSES.items()])
     top, foot = below + 34, below + 34 + ROW * (len(losses) + 2)
     parts = [heading(EDGE, title), legend]
@@ -49,9 +49,9 @@ def waterfall_svg(prediction: "Prediction") -> str:
         parts.append(_bar(x, y, name, end, end - share, _cause(name), f"{_percent(share)}, {_seconds(share * step)}"))
         end -= share
     parts.append(_bar(x, foot - ROW, USEFUL, 0.0, rest, "c2", f"{_percent(rest)}, {_seconds(rest * step)}"))
-    mfu = x.at(prediction.mfu)
-    parts.append(f'<path class="c2" d="M{mfu:.1f} {top}V{foot}" stroke="currentColor" stroke-dasharray="5 4"/>')
-    notes = (f"Dashed: MFU, {_percent(prediction.mfu)}. It counts attention's FLOPs too,", "the masked ones included.")
+    at = x.at(mfu)
+    parts.append(f'<path class="c2" d="M{at:.1f} {top}V{foot}" stroke="currentColor" stroke-dasharray="5 4"/>')
+    notes = (f"Dashed: MFU, {_percent(mfu)}. It counts attention's FLOPs too,", "the masked ones included.")
     parts += [ink(EDGE, foot + 64 + 18 * i, note, more=SMALL) for i, note in enumerate(notes)]
     return document(title, WIDTH, foot + 98, parts)
 
@@ -137,7 +137,7 @@ REGIME_COLOURS = {  # regimes of scaling.REGIMES -> colours
 KINDS = {"strong": "fixed global batch", "weak": "global batch grows with GPUs"}
 
 
-def scaling_svg(scaling: "Scaling") -> str:
+def scaling_svg(scaling: Scaling) -> str:
     """Draw MFU and tokens/s over GPU counts, one curve below another. Bands show the regimes of meshes with only dp and
     fsdp. Below each curve is a list of the GPU counts at which regimes begin and further axes begin to pay."""
     title = f"Scaling of {scaling.model} on {scaling.hardware}"
@@ -155,7 +155,7 @@ def scaling_svg(scaling: "Scaling") -> str:
     return document(title, WIDTH, foot, parts)
 
 
-def _curve_panels(curve: "ScalingCurve", mfu: Axis, rate: Axis) -> Iterator[str]:
+def _curve_panels(curve: ScalingCurve, mfu: Axis, rate: Axis) -> Iterator[str]:
     """Yield the panel of MFU, and below it the panel of tokens/s."""
     gpus = sorted({p.gpus for p in curve.points})
     x = Axis(*widened(gpus[0], gpus[-1]), LEFT, WIDTH - RIGHT, log=True)
@@ -167,7 +167,7 @@ def _curve_panels(curve: "ScalingCurve", mfu: Axis, rate: Axis) -> Iterator[str]
     yield from _families(x, mfu, rate, curve)
 
 
-def _bands(x: Axis, panels: Sequence[Axis], curve: "ScalingCurve") -> Iterator[str]:
+def _bands(x: Axis, panels: Sequence[Axis], curve: ScalingCurve) -> Iterator[str]:
     """Yield a band for each regime, from its first GPU count to the first GPU count of the next regime."""
     ends = [*(r.gpus for r in curve.regimes), x.high][1:]
     for regime, end in zip(curve.regimes, ends, strict=True):
@@ -179,7 +179,7 @@ def _bands(x: Axis, panels: Sequence[Axis], curve: "ScalingCurve") -> Iterator[s
             )
 
 
-def _families(x: Axis, mfu: Axis, rate: Axis, curve: "ScalingCurve") -> Iterator[str]:
+def _families(x: Axis, mfu: Axis, rate: Axis, curve: ScalingCurve) -> Iterator[str]:
     """Yield the lines, those for larger families first and thicker, so that equal lines stay visible."""
     for i, family in reversed(list(enumerate(FAMILY_COLOURS))):
         points = [p for p in curve.points if p.family == family and p.overrides is not None]
@@ -189,7 +189,7 @@ def _families(x: Axis, mfu: Axis, rate: Axis, curve: "ScalingCurve") -> Iterator
             yield _line(x, rate, gpus, [p.tokens_per_s for p in points], colour, width)
 
 
-def _beginnings(x: float, y: float, curve: "ScalingCurve") -> Iterator[str]:
+def _beginnings(x: float, y: float, curve: ScalingCurve) -> Iterator[str]:
     """Yield a heading, then a line of text for each regime and for each axis that pays."""
     yield ink(x, y, "dp and fsdp alone are", more=SMALL)
     for row, begins in enumerate((*curve.regimes, *curve.pays), 1):

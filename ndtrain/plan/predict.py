@@ -51,7 +51,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     prediction = predictor.predict(cfg)
     print(as_text(cfg, hardware, prediction))
     if options.svg:
-        write_file("svg", options.svg, waterfall_svg(prediction))
+        write_file("svg", options.svg, waterfall_svg(prediction.step_time_s, prediction.mfu, prediction.waterfall))
     if options.json:
         length = run_length(cfg, prediction.step_time_s, MeshSpec.of(cfg.mesh).world_size)
         body = {

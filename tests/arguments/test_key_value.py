@@ -5,9 +5,8 @@ from typing import Literal
 
 import pytest
 
-from lab.peers import attention
 from ndtrain.arguments import ArgumentError, help_lines, option, parse
-from ndtrain.bench.__main__ import BENCHES, main
+from ndtrain.bench.__main__ import BENCHES, main, module_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def test_help_has_every_option():
 @pytest.mark.parametrize("args", [*([name] for name in BENCHES), ["peers", "axis=cp"]], ids=" ".join)
 def test_each_bench_explains_its_options(args, capsys):
     assert main([*args, "--help"]) == 0
-    module = attention if "axis=cp" in args else BENCHES[args[0]][0]
+    module = module_of(args[0], args[1:])
     keys = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
     assert keys >= {f.name for f in fields(module.Options)}
 

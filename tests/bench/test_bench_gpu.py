@@ -35,7 +35,6 @@ from ndtrain.measure.training import (
     compare,
     compare_progress,
     outcome_of,
-    timed,
 )
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.flops import flops_per_token, parameter_count
@@ -378,7 +377,7 @@ def test_a_peer_that_skips_something_is_wrong(peer):
         pytest.skip("transformers is not installed")
     cfg = config_of(smoke("eager"))
     repeats = SimpleNamespace(rounds=2, steps=2, warmup=1)
-    assert timed(cfg, single(cfg), ["ours", peer], repeats)["ratios"].keys() == {peer}
+    assert baselines.timed_peers(cfg, single(cfg), ["ours", peer], repeats)["ratios"].keys() == {peer}
     make = baselines.PEERS[peer]
 
     def idle(*args):
@@ -387,7 +386,7 @@ def test_a_peer_that_skips_something_is_wrong(peer):
         return loop
 
     with mock.patch.dict(baselines.PEERS, {peer: idle}), pytest.raises(DifferentWork, match=peer):
-        timed(cfg, single(cfg), ["ours", peer], repeats)
+        baselines.timed_peers(cfg, single(cfg), ["ours", peer], repeats)
 
 
 def measured(**row):

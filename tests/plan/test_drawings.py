@@ -11,8 +11,8 @@ from ndtrain.plan.drawings import FAMILY_COLOURS, REGIME_COLOURS, goodput_svg, s
 from ndtrain.plan.failures import Saving, Shares
 from ndtrain.plan.fault_tolerance import Curve, Curves, Plan
 from ndtrain.plan.predict import Prediction
-from ndtrain.plan.scaling import FAMILIES, REGIMES, Beginning, Point, Scaling
-from ndtrain.plan.scaling import Curve as ScalingCurve
+from ndtrain.plan.scaling_curves import FAMILIES, REGIMES, Beginning, Point, Scaling
+from ndtrain.plan.scaling_curves import Curve as ScalingCurve
 from ndtrain.report.picture import text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -25,6 +25,11 @@ PARTS = {
 
 def prediction() -> Prediction:
     return Prediction(sum(PARTS.values()), 1e6, 1e4, 0.52, 0.55, 2**30, PARTS)
+
+
+def waterfall() -> str:
+    made = prediction()
+    return waterfall_svg(made.step_time_s, made.mfu, made.waterfall)
 
 
 def curves(run: int = 1024, counts: int = 15) -> Curves:
@@ -71,7 +76,7 @@ PICTURES = {
     "scaling, one curve": lambda: scaling_svg(scaling("weak")),
     "scaling, no regime": lambda: scaling_svg(without_regimes(scaling("strong", "weak"))),
     "scaling, one count": lambda: scaling_svg(scaling("strong", last=8)),
-    "waterfall": lambda: waterfall_svg(prediction()),
+    "waterfall": lambda: waterfall(),
     "goodput": lambda: goodput_svg(curves()),
     "goodput, the first count": lambda: goodput_svg(curves(8)),
     "goodput, one count": lambda: goodput_svg(curves(8, counts=1)),
@@ -112,7 +117,7 @@ def test_every_colour_is_declared_for_light_and_dark(name):
 
 
 def test_the_bars_of_a_waterfall_lead_from_the_peak_to_what_is_left():
-    root = ElementTree.fromstring(waterfall_svg(prediction()))
+    root = ElementTree.fromstring(waterfall())
     bars = [(float(r.get("x")), float(r.get("width"))) for r in root.iter(f"{SVG}rect") if r.get("height") == "20"]
     left, whole = bars[0]
     ends = [1.0]

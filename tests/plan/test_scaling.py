@@ -9,7 +9,8 @@ from ndtrain.plan import scaling
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.candidates import Candidate, Space, Stages, searched_run
 from ndtrain.plan.hardware import load_hardware
-from ndtrain.plan.scaling import FAMILIES, REGIMES, Beginning, Point, fastest_of, gpu_counts, pays, regimes
+from ndtrain.plan.scaling import fastest_of, gpu_counts, pays, regimes
+from ndtrain.plan.scaling_curves import FAMILIES, REGIMES, Beginning, Point
 from ndtrain.plan.search import fits, rank_all, shortlist
 
 RUN = ["recipe=llama_debug", "hardware=h100", "precision.compute=bf16", "train.compile=true", "train.global_batch=4"]
