@@ -167,22 +167,23 @@ PHRASES = {
     "schedule": "pipeline schedules: tables, checker, simulator",
     "config": "the typed schema, composition, all checks",
     "plugins": "decorators for parts of a user's own",
+    "device": "kinds of devices, cores, memory, peak rates",
     "model": "the plain transformer and its families; no mesh",
-    "distributed": "mesh, layouts and runs, collectives",
+    "mesh": "axes, layouts, row maps, collectives, transfers",
     "data": "corpora to tokens; the batch of (seed, step)",
     "optim": "optimizers, learning-rate schedules",
     "parallel": "tp cp ep fsdp dp pp, recompute",
     "program": "a step as a list of ops; their legal order",
     "checkpoint": "whole tensors in safetensors",
-    "profiling": "where a step's time and memory go",
-    "metrics": "console, metrics.jsonl, wandb, MFU",
-    "runtime": "command line, rendezvous, exit status, hangs",
-    "generate": "continues a text with a plain model",
-    "engine": "executor, step, trainer",
-    "train": "wires a run",
-    "evaluate": "the loss of a checkpoint on any mesh",
+    "observe": "metrics, loggers, profiles, slow ranks",
+    "run": "command line, rendezvous, exit status, hangs",
+    "engine": "executor, step, trainer, evaluation, texts",
+    "train": "the command that trains",
+    "evaluate": "the command for the loss of a checkpoint",
+    "generate": "the command that continues a text",
     "report": "a page with the curves of runs",
-    "bench": "measurements against peers",
+    "measure": "ranks, rounds and steps that are timed",
+    "bench": "ndtrain's own benchmarks",
     "plan": "what a mesh needs, without its machines",
     "preflight": "checks of hosts and links before a run",
 }
@@ -195,7 +196,7 @@ STEP = [
     ("parallel", "send to the next stage", "pp: activations, and gradients back"),
     ("parallel", "sum each gradient, make its norm", "over the axes of its partial set"),
     ("optim", "clip, and update this rank's shard", "or skip, if something is not finite"),
-    ("metrics", "loss, norm, tokens/s, MFU", "read one step later: nothing waits"),
+    ("observe", "loss, norm, tokens/s, MFU", "read one step later: nothing waits"),
     ("checkpoint", "every N steps: owners write runs", "in the background if asked to"),
 ]
 
@@ -212,7 +213,7 @@ def architecture() -> str:
         c.text(LEFT + 8, y + 16, name, 13, 92, bold=True)
         c.text(LEFT + 104, y + 16, PHRASES[name], 13, ROOM - 108)
         y += row
-    c.note("Blue: named below. distributed serves them all.")
+    c.note("Blue: named below. mesh serves them all.")
     _step_rows(c, c.heading(c.foot + 16, "A training step, on every rank"))
     return c.svg()
 

@@ -55,15 +55,17 @@ def modules() -> dict[str, Path]:
 def imported_modules(path: Path, known: set[str]) -> set[str]:
     """The modules that a file imports, also those that only a type checker sees. What is imported inside a function,
     when it runs, does not count."""
-    found = set()
-    tree = ast.parse(path.read_text())
-    lazy = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and id(node) not in lazy:
+    found: set[str] = set()
+    left: list[ast.AST] = [ast.parse(path.read_text())]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.ImportFrom):
             below = {f"{node.module}.{alias.name}" for alias in node.names} & known
             found |= below or ({node.module} & known)
-        elif isinstance(node, ast.Import) and id(node) not in lazy:
+        elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names} & known
+        elif not isinstance(node, ast.FunctionDef):
+            left += ast.iter_child_nodes(node)
     return found
 
 
