@@ -146,12 +146,13 @@ def weights_only(cfg: Config) -> StatePlan:
     return StatePlan(cfg.mesh.zero, DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params], spec=())
 
 
-def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stages:
+def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None, imbalance: float = 1.0) -> Stages:
     """Build this rank's part of the model, allocated but not yet filled. Every rank calls this.
 
     Args:
         plan: for forwards alone, the state to hold (`weights_only`); None: the model is trained, with
             `state_plan(cfg)`.
+        imbalance: for a rank on the meta device, the rows that come to its experts over the mean number.
 
     Raises:
         ConfigError: the device cannot compute the configuration, or `recompute.budget` is too small.
@@ -190,8 +191,9 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None) -> Stag
     capacity = Capacity(cfg, mesh) if cfg.moe.capacity is not None else None
     objective = make_objective(cfg.objective, compiled)
     ops = _ops(
-        cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, compiled, in_graph, capacity, objective
-    )
+        cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, compiled, in_graph, capacity, objective,
+        imbalance,
+    )  # fmt: skip
     ops = replace(ops, balance=torch.compiler.disable(balance) if compiled else balance)
     kernel, attention = choose_kernel(cfg, mesh, plan.compute) if kind_of(mesh.device) == "cuda" else (None, "")
     for model in models.values():
@@ -290,6 +292,7 @@ def _ops(
     in_graph: bool,
     capacity: Capacity | None,
     objective: Objective,
+    imbalance: float,
 ) -> Ops:
     """Return the model's ops on this mesh: cp replaces the attention core, ep the exchange with the experts, tp the ops
     with weights.
@@ -304,7 +307,8 @@ def _ops(
     if cfg.mesh.ep > 1:
         parts = cfg.moe.parts if cfg.moe.overlap else 1
         exchange = ExpertExchange if capacity is None else capacity.exchange
-        ops = replace(ops, exchange=partial(exchange, mesh.group(EP, lane=LANE), parts, saved_ops))
+        group = mesh.group(EP, lane=LANE)
+        ops = replace(ops, exchange=partial(exchange, group, parts, saved_ops, imbalance=imbalance))
     if compiled:
         keep_out_of_graphs()
         outside = torch.compiler.disable

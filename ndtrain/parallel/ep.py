@@ -22,8 +22,7 @@ X experts.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
 
@@ -39,18 +38,6 @@ from ndtrain.model.spec import COMBINE, DISPATCH
 from ndtrain.parallel.recompute import SavedOps
 
 LANE = "exchange"  # the lane of the rows, which must not wait behind the gathers of weights
-_imbalance = 1.0  # rows that a rank on the meta device receives, over the mean
-
-
-@contextmanager
-def imbalanced(times: float) -> Iterator[None]:
-    """Let each rank on the meta device receive `times` the mean number of rows within the context, for the planner."""
-    global _imbalance
-    before, _imbalance = _imbalance, times
-    try:
-        yield
-    finally:
-        _imbalance = before
 
 
 def parts_of(experts: int, parts: int) -> list[slice]:
@@ -236,12 +223,21 @@ class ExpertExchange(TravellingExchange):
         group: the ranks along ep. Each holds the same number of experts, in order.
         parts: the number of parts into which the experts of a rank are split.
         saved_ops, counts_X, rows: as in `SavedExchange`.
+        imbalance: on the meta device, the rows that come to this rank over the mean number.
     """
 
-    def __init__(self, group: dist.ProcessGroup, parts: int, saved_ops: SavedOps, counts_X: Tensor, rows: int):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        parts: int,
+        saved_ops: SavedOps,
+        counts_X: Tensor,
+        rows: int,
+        imbalance: float = 1.0,
+    ):
         super().__init__(saved_ops, ReturnBuffer(rows))
         theirs_X, on_host = saved_ops(DISPATCH, partial(exchange_counts, counts_X, group))
-        mine, theirs = _even(rows, len(counts_X), group) if on_host.is_meta else on_host.tolist()
+        mine, theirs = _even(rows, len(counts_X), group, imbalance) if on_host.is_meta else on_host.tolist()
         each = len(counts_X) // group.size()
         self.parts = [
             _UnevenPart(self.returning, group, saved_ops, experts, each, mine, theirs, theirs_X)
@@ -338,12 +334,12 @@ def their_counts(counts_X: Tensor, group: dist.ProcessGroup) -> Tensor:
     return theirs_X
 
 
-def _even(rows: int, experts: int, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+def _even(rows: int, experts: int, group: dist.ProcessGroup, imbalance: float) -> tuple[list[int], list[int]]:
     """Return the numbers of rows that go to each expert and that come, if all ranks send equally many rows to every
-    expert. `imbalanced` multiplies the rows that come."""
+    expert. `imbalance` multiplies the rows that come."""
     mine = [rows * (i + 1) // experts - rows * i // experts for i in range(experts)]
     each, me = experts // group.size(), group.rank()
-    return mine, [round(_imbalance * n) for n in mine[me * each : (me + 1) * each]] * group.size()
+    return mine, [round(imbalance * n) for n in mine[me * each : (me + 1) * each]] * group.size()
 
 
 class _Move(torch.autograd.Function):

@@ -62,12 +62,18 @@ class Capacity:
             self._in_use = False
 
     def exchange(
-        self, group: dist.ProcessGroup, parts: int, saved_ops: SavedOps, counts_X: Tensor, rows: int
+        self,
+        group: dist.ProcessGroup,
+        parts: int,
+        saved_ops: SavedOps,
+        counts_X: Tensor,
+        rows: int,
+        imbalance: float = 1.0,
     ) -> Exchange:
         """Return the exchange of a layer, as `Ops.exchange`. The arguments are as in `ExpertExchange`."""
         if self._in_use:
             return FixedExchange(self, group, parts, saved_ops, counts_X, rows)
-        return ExpertExchange(group, parts, saved_ops, counts_X, rows)
+        return ExpertExchange(group, parts, saved_ops, counts_X, rows, imbalance)
 
     def rows_of_pair(self, rows: int, experts: int) -> int:
         """Return C: the number of rows that fit into a message from a rank with `rows` rows to `experts` experts of

@@ -29,7 +29,6 @@ from ndtrain.model import Context, params
 from ndtrain.model.transformer import BLOCKS, is_sparse
 from ndtrain.parallel import compile_choice
 from ndtrain.parallel.build import DTYPES, build_stages
-from ndtrain.parallel.ep import imbalanced
 from ndtrain.parallel.pp import Pipeline, Placement
 from ndtrain.parallel.recompute import RecomputeGroup, RecomputeOps, needs_saved_ops
 from ndtrain.parallel.recompute_budget import typical_batch
@@ -135,12 +134,11 @@ def record(
     with (
         pretended_world(last, spec.world_size, device),
         torch.compiler.set_stance("force_eager"),
-        imbalanced(imbalance),
         _no_collection_by_chance(),
         log,
         log.with_collectives(),
     ):
-        return _record(cfg, Mesh(spec, last, meta), groups, fresh, log)
+        return _record(cfg, Mesh(spec, last, meta), groups, fresh, log, imbalance)
 
 
 @contextmanager
@@ -160,8 +158,10 @@ def _no_collection_by_chance() -> Iterator[None]:
             gc.enable()
 
 
-def _record(cfg: Config, mesh: Mesh, groups: Sequence[tuple[Save, ...]], fresh: Fresh, log: EventLog) -> Recorded:
-    stages = build_stages(cfg, mesh)
+def _record(
+    cfg: Config, mesh: Mesh, groups: Sequence[tuple[Save, ...]], fresh: Fresh, log: EventLog, imbalance: float
+) -> Recorded:
+    stages = build_stages(cfg, mesh, imbalance=imbalance)
     if cfg.train.compile:
         _leave_eager(stages, log)
     layers = line_up(stages.segments, stages.placement.last)
