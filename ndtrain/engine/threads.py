@@ -11,7 +11,7 @@ from ndtrain.device.cores import THREADS_ARE_A_DEFAULT
 
 log = logging.getLogger("ndtrain")
 
-# Multiply-adds of a block's largest matmul from which several threads are faster on an idle machine (docs/speed.md).
+# Multiply-adds of a block's largest matmul from which several threads are faster on an idle machine (docs/results.md).
 # Where other programs use the cores, all threads wait for the slowest one in every operator.
 PAYS_FROM = 8e6
 

@@ -18,7 +18,7 @@ from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model import flops
 
 # Compiling pays on a CPU if a rank has more model FLOPs than this: two hours of a core at 150 GFLOP/s. llama_small then
-# saves 5 % of that time (docs/speed.md), which is five times the minute that the compiler takes.
+# saves 5 % of that time (docs/results.md), which is five times the minute that the compiler takes.
 LONG_RUN = 1e15
 
 MISSING = {"cuda": "no Triton for this GPU", "cpu": "no C++ compiler"}

@@ -61,7 +61,7 @@ class Rates:
     interference: float = 0.196
     late_s: float = 0.0  # not fitted
     imbalance: float = 1.0  # not fitted: routing is assumed to be balanced
-    step_s: float = 0.013  # time without a kernel in a step of an 8B model on one H200: docs/speed.md
+    step_s: float = 0.013  # time without a kernel in a step of an 8B model on one H200: docs/results.md
     slower: float = 1.0
     memory_factor: float = 1.073
     memory_gb: float = 1.58

@@ -1,4 +1,4 @@
-"""The documentation: its generated page is current, its links lead to files, and the README's program runs."""
+"""The documentation: its generated pages are current, its links lead to files, and the README's program runs."""
 
 import ast
 import importlib.util
@@ -6,10 +6,12 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -19,9 +21,17 @@ from tests.lib.helpers import write_corpus
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 README = (ROOT / "README.md").read_text()
-_spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")  # docs/ is no package
-generate = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(generate)
+
+
+def load_script(name: str) -> ModuleType:
+    """Import a script of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate, results = load_script("generate"), load_script("results")
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -46,6 +56,36 @@ def targets(text: str) -> list[str]:
 def test_the_configuration_page_is_current():
     done = run("docs/generate.py", "--check", cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_results_page_is_current():
+    done = run("docs/results.py", "--check", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_changed_figure_makes_the_results_page_stale(monkeypatch, tmp_path, capsys):
+    shutil.copytree(results.BENCHMARKS, tmp_path / "benchmarks")
+    monkeypatch.setattr(results, "BENCHMARKS", tmp_path / "benchmarks")
+    assert results.main(["--check"]) == 0
+    changed = tmp_path / "benchmarks" / "peers-cpu-dp-2.json"
+    changed.write_text(re.sub(r'"median": [\d.]+', '"median": 3.0', changed.read_text(), count=1))
+    assert results.main(["--check"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_every_benchmark_is_on_the_results_page():
+    page = results.PAGE.read_text()
+    unnamed = [path.name for path in results.BENCHMARKS.glob("*.json") if f"`{path.name}`" not in page]
+    assert not unnamed
+
+
+def test_the_readmes_ratios_are_on_the_results_page():
+    rows = re.findall(r"^\| .* \| (\d) \| ([\d.]+) \| ([\d.]+) \|$", README, flags=re.MULTILINE)
+    assert len(rows) >= 4
+    page = [line for line in results.PAGE.read_text().splitlines() if line.startswith("|")]
+    for ranks, *ratios in rows:
+        found = [line for line in page if f"| {ranks} |" in line and all(f"| {r} (" in line for r in ratios)]
+        assert found, f"{ratios} on {ranks} ranks"
 
 
 def test_a_stale_page_is_one_line_and_status_1(monkeypatch, tmp_path, capsys):
@@ -110,7 +150,8 @@ def test_relative_links_lead_to_files(page):
 
 def test_the_navigation_lists_every_page_once():
     entries = re.findall(r"^ *- .*?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
-    pages = [str(p.relative_to(ROOT / "docs")) for p in PAGES if p.is_relative_to(ROOT / "docs")]
+    pages = [p for p in PAGES if p.is_relative_to(ROOT / "docs") and p != results.TEXT]
+    pages = [str(p.relative_to(ROOT / "docs")) for p in pages]
     assert sorted(entries) == sorted(pages)
 
 

@@ -1,0 +1,422 @@
+"""Writes docs/results.md: the figures of the files in benchmarks/, as tables in the text of docs/results_text.md.
+
+python docs/results.py           # writes the page
+python docs/results.py --check   # exit status 1, and one line, if the page is stale
+"""
+
+import importlib
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+TEXT = ROOT / "docs" / "results_text.md"
+PAGE = ROOT / "docs" / "results.md"
+GENERATED = (
+    "<!-- Written by docs/results.py from benchmarks/ and docs/results_text.md. Change those, not this page. -->\n\n"
+)
+PLACE = re.compile(r"^<!-- table: (\w+) -->$", flags=re.MULTILINE)
+GIB = 2**30
+
+PEERS = {
+    "bare": "a bare loop over the same model",
+    "transformers": "`transformers` Llama, same shape",
+    "ddp": "DistributedDataParallel",
+    "fsdp2": "FSDP2, zero=3",
+    "dtensor_tp": "DTensor",
+    "dtensor_tp_sp": "DTensor, sequence parallel",
+    "torch_allgather": "all-gather",
+    "torch_alltoall": "all-to-all",
+}
+GPU_CASES = {
+    "8b 8192": "Llama 3 8B, bf16, bf16 moments",
+    "8b 8192 fp8": "Llama 3 8B, fp8, bf16 moments",
+    "8b 8192 full, native": "plain PyTorch (FSDP2), 8B, full recompute, without which it does not fit",
+    "a3b12 4096": "Qwen3 30B-A3B's widths, 12 of 48 layers, bf16",
+    "8b8 8192 against native": "plain PyTorch (FSDP2), 8B's widths, 8 of 32 layers",
+    "1b 8192 against native": "plain PyTorch (FSDP2), Llama 3.2 1B",
+    "a3b4 4096 eager against transformers": "`transformers`, 30B-A3B's widths, 4 of 48 layers, both eager",
+    "8b 8192 profile": "8B, 2 x 8,192 tokens",
+    "1b 8192 profile": "1B, 4 x 8,192 tokens",
+}
+LOSS_WINDOWS = (51, 151, 251, 351)  # first steps of windows of 50
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return the results in benchmarks/<name>.json."""
+    return json.loads((BENCHMARKS / f"{name}.json").read_text())
+
+
+def load_run(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a run folder's about.json and the rows of its metrics.jsonl."""
+    rows = (BENCHMARKS / name / "metrics.jsonl").read_text().splitlines()
+    return json.loads((BENCHMARKS / name / "about.json").read_text()), [json.loads(row) for row in rows]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def spread(ratio: Mapping[str, float]) -> str:
+    """Return a median with its quartiles."""
+    return f"{ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f})"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def size_text(count: int) -> str:
+    return f"{count // 2**20} MiB" if count >= 2**20 else f"{count // 2**10} KiB"
+
+
+def short(commit: str) -> str:
+    """Return the first digits of a commit, and whether the checkout had changes that were not committed."""
+    digits, _, dirty = commit.partition("-")
+    return digits[:9] + (" with uncommitted changes" if dirty else "")
+
+
+def origin(*names: str) -> str:
+    """Return where these results come from: a line for each hardware and commit, with its files."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        results = load(name)
+        hardware, versions = results["hardware"], results["versions"]
+        device = "".join(f"{gpu}; " for gpu in hardware.get("gpus", ()))
+        commits = dict.fromkeys(case["commit"] for case in gpu_cases(results)) if results["bench"] == "gpu" else ()
+        key = (
+            f"{device}{hardware['cores']} cores of {hardware['cpu']}; torch {versions['torch']}, transformers "
+            f"{versions['transformers']}; commit {', '.join(map(short, commits or [results['commit']]))}"
+        )
+        groups.setdefault(key, []).append(f"`{name}.json`")
+    return "\n".join(f"- {key}: {', '.join(files)}" for key, files in groups.items())
+
+
+def with_origin(text: str, *names: str) -> str:
+    return f"{text}\n\n{origin(*names)}"
+
+
+# ------------------------------------------------------------------------------------------------------ one H200
+
+
+def gpu_cases(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the measured cases with their names, in the order of `GPU_CASES` and then of the file."""
+    cases = results["cases"]
+    names = [name for name in GPU_CASES if name in cases] + [name for name in cases if name not in GPU_CASES]
+    cases = [{"name": GPU_CASES.get(name, name)} | cases[name] for name in names]
+    return [case for case in cases if case["status"] == "measured"]
+
+
+def gpu_steps() -> str:
+    """Return the timed cases of one implementation."""
+    rows = []
+    for case in gpu_cases(load("gpu-h200")):
+        if case["kind"] == "timed" and len(case["sides"]) == 1:
+            (own,) = case["sides"].values()
+            rows.append([
+                case["name"], step_tokens(case), f"{own['ms_per_step']:,.0f} ({own['q1']:,.0f} to {own['q3']:,.0f})",
+                f"{own['tokens_per_s']:,.0f}", percent(own["mfu"]), f"{case['peak_memory_bytes'] / GIB:.1f}",
+            ])  # fmt: skip
+    head = ["case", "a step", "ms a step (quartiles)", "tokens/s", "MFU", "peak GiB"]
+    return with_origin(table(head, rows), "gpu-h200")
+
+
+def step_tokens(case: Mapping[str, Any]) -> str:
+    length = case["config"]["train"]["seq_len"]
+    return f"{case['tokens_per_step'] // length} x {length:,} tokens"
+
+
+def gpu_peers() -> str:
+    """Return the cases that alternate with a peer."""
+    rows = []
+    for case in gpu_cases(load("gpu-h200")):
+        for peer, ratio in case.get("ratios", {}).items():
+            own, other = case["sides"]["ours"], case["sides"][peer]
+            rows.append([
+                case["name"], step_tokens(case), f"{own['tokens_per_s']:,.0f}",
+                f"{other['tokens_per_s']:,.0f}",
+                f"{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f})",
+            ])  # fmt: skip
+    return table(["peer and model", "a step", "our tokens/s", "its tokens/s", "its time / ours (quartiles)"], rows)
+
+
+def gpu_aims() -> str:
+    """Return the measured aims of the suite, and the number of aims and cases that are not measured."""
+    sys.path.insert(0, str(ROOT))
+    goals = importlib.import_module("lab.gpu.goals").goals()
+    suite = importlib.import_module("lab.gpu.suite").SUITES["h200"]
+    cases = load("gpu-h200")["cases"]
+    rows = []
+    for goal in goals:
+        figure, verdict = goal.outcome(cases)
+        if verdict != "not measured":
+            bound = f"{'at most' if goal.at_most else 'at least'} {goal.shown.format(goal.bound)}"
+            rows.append([goal.text, bound, figure, verdict])
+    return (
+        table(["figure", "aim", "measured", ""], rows)
+        + f"\n\n{len(goals) - len(rows)} of the {len(goals)} aims and {len(suite.cases) - len(cases)} of the suite's "
+        f"{len(suite.cases)} cases are not measured."
+    )
+
+
+def profile_table(profiles: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the milliseconds of a step by kind of work, a column for each profile."""
+    kinds = sorted({k for p in profiles.values() for k in p["kinds"]}, key=lambda k: -max_ms(profiles.values(), k))
+    rows = [["the step, profiled", *(f"{p['step_ms']:,.0f}" for p in profiles.values())]]
+    for kind in kinds:
+        spent = [p["kinds"].get(kind, {"ms": 0.0})["ms"] for p in profiles.values()]
+        if max(spent) >= 0.05:
+            steps = [p["step_ms"] for p in profiles.values()]
+            shares = [f"{ms:,.1f} ({percent(ms / step)})" for ms, step in zip(spent, steps, strict=True)]
+            rows.append([kind, *(share if ms >= 0.05 else "" for share, ms in zip(shares, spent, strict=True))])
+    return table(["ms (share)", *profiles], rows)
+
+
+def max_ms(profiles: Sequence[Mapping[str, Any]], kind: str) -> float:
+    return max(p["kinds"].get(kind, {"ms": 0.0})["ms"] for p in profiles)
+
+
+def gpu_profile() -> str:
+    cases = gpu_cases(load("gpu-h200"))
+    return profile_table({case["name"]: case["table"] for case in cases if case["kind"] == "profile"})
+
+
+# ---------------------------------------------------------------------------------------------------------- peers
+
+
+def shapes_text(results: Mapping[str, Any]) -> str:
+    """Return the two models that a bench of peers trains."""
+    texts = {}
+    for config in (shape["config"] for shape in results["shapes"].values()):
+        model, train = config["model"], config["train"]
+        text = f"{model['num_hidden_layers']} layers of hidden size {model['hidden_size']}, microbatches of "
+        texts[text + f"{train['micro_batch']} x {train['seq_len']} tokens"] = None
+    return "; ".join(texts)
+
+
+def ratio_rows(names: Sequence[str], shapes: Sequence[str], ours: str = "") -> list[list[str]]:
+    """Return a row for each peer and number of ranks, with the ratio at each shape."""
+    loaded = [load(name) for name in names]
+    peers = dict.fromkeys(peer for results in loaded for s in shapes for peer in results["shapes"][s]["ratios"])
+    return [
+        [
+            *[ours] * bool(ours), PEERS[peer], str(results["ranks"]),
+            *(spread(results["shapes"][shape]["ratios"][peer]) for shape in shapes),
+        ]
+        for peer in peers
+        for results in loaded
+        if peer in results["shapes"][shapes[0]]["ratios"]
+    ]  # fmt: skip
+
+
+def peers_data() -> str:
+    groups = [["peers-cpu-one-1"], ["peers-cpu-dp-2", "peers-cpu-dp-4"], ["peers-cpu-fsdp-2", "peers-cpu-fsdp-4"]]
+    rows = [row for names in groups for row in ratio_rows(names, ("compute", "comm"))]
+    text = table(["peer", "ranks", "compute-dominated", "communication-dominated"], rows)
+    text += f"\n\nThe models: {shapes_text(load(groups[0][0]))}."
+    return with_origin(text, *(name for names in groups for name in names))
+
+
+def peers_tp() -> str:
+    forms = {
+        "`tp.sequence_parallel=false`": ["peers-cpu-tp-2-whole-stream", "peers-cpu-tp-4-whole-stream"],
+        "sequence parallel (default)": ["peers-cpu-tp-2-no-overlap"],
+        "`tp.overlap=true`": ["peers-cpu-tp-2", "peers-cpu-tp-4"],
+    }
+    rows = [row for ours, names in forms.items() for row in ratio_rows(names, ("hidden1024", "hidden256"), ours)]
+    text = table(["ours", "peer", "ranks", "hidden size 1024", "hidden size 256"], rows)
+    text += f"\n\nThe models: {shapes_text(load('peers-cpu-tp-2'))}."
+    return with_origin(text, *(name for names in forms.values() for name in names))
+
+
+def peers_cp() -> str:
+    names = ("peers-cpu-cp-2", "peers-cpu-cp-4")
+    text = table(["peer", "ranks", "2,048 tokens", "8,192 tokens"], ratio_rows(names, ("2048", "8192")))
+    return with_origin(text, *names)
+
+
+def peers_cp_link() -> str:
+    rows = []
+    for name, link in (("peers-cpu-cp-2", "the host's memory"), ("peers-cpu-cp-2-limited-link", "15 MB/s")):
+        shape = load(name)["shapes"]["8192"]
+        own, silent, exposed = shape["sides"]["ours"], shape["sides"]["silent"], shape["exposed"]
+        waits = (own["ms_per_step"], silent["ms_per_step"], exposed["spent_ms"], exposed["lost_ms"])
+        rows.append([link, *(f"{ms:,.0f}" for ms in waits)])
+    text = table(["link", "a step, ms", "nothing sent, ms", "waits in the step, ms", "slower by, ms"], rows)
+    return with_origin(text, "peers-cpu-cp-2", "peers-cpu-cp-2-limited-link")
+
+
+def peers_pp() -> str:
+    names, kinds = ("peers-cpu-pp-2", "peers-cpu-pp-4"), ("pp_compute", "pp_small")
+    loaded = [load(name) for name in names]
+    rows = []
+    for schedule in (shape.split()[1] for shape in loaded[0]["shapes"] if shape.startswith("pp_compute")):
+        for results in loaded:
+            shapes = [results["shapes"][f"{kind} {schedule}"] for kind in kinds]
+            cells = [
+                (spread(shape["ratios"]["torch_pipelining"]), f"{shape['sides']['ours']['ms_per_step']:,.0f}")
+                for shape in shapes
+            ]
+            rows.append([f"`{schedule}`", str(results["ranks"]), *(cell for pair in cells for cell in pair)])
+    text = table(["schedule", "ranks", "compute-dominated", "ours, ms", "small", "ours, ms"], rows)
+    return with_origin(f"{text}\n\nThe models: {shapes_text(loaded[0])}.", *names)
+
+
+# --------------------------------------------------------------------------------------------------- single parts
+
+
+def step() -> str:
+    rows = []
+    results = load("step-cpu-1")["results"]
+    for case, row in results.items():
+        own = row["sides"]["ours"]
+        rows.append([
+            f"`{case}`", f"{own['ms_per_step']:.1f} ({own['q1']:.1f} to {own['q3']:.1f})",
+            f"{own['tokens_per_s']:,.0f}", percent(own["mfu"]), percent(own["hfu"]),
+            f"{row['peak_memory_bytes'] / GIB:.3f}", f"{own['state_bytes'] / GIB:.3f}",
+        ])  # fmt: skip
+    head = ["", "ms a step (quartiles)", "tokens/s", "MFU", "HFU", "peak GiB", "state GiB"]
+    return with_origin(table(head, rows), "step-cpu-1")
+
+
+def step_profile() -> str:
+    return profile_table({f"`{n}`": c["extra"]["table"] for n, c in load("step-cpu-1")["results"].items()})
+
+
+def checkpoint() -> str:
+    names, rows = ("checkpoint-cpu-1", "checkpoint-cpu-4"), []
+    for results in map(load, names):
+        ratios = results["ratios"]
+        stall = ratios["stall / save"]
+        seconds = (statistics.median(results["seconds"][kind]) for kind in ("save", "load"))
+        rows.append([
+            str(results["ranks"]), *(f"{x:.2f}" for x in seconds), spread(ratios["raw write / save"]),
+            spread(ratios["raw read / load"]),
+            f"{percent(stall['median'])} ({percent(stall['q1'])} to {percent(stall['q3'])})",
+        ])  # fmt: skip
+    head = ["ranks", "save, s", "load, s", "raw write / save", "raw read / load", "stall of a background save / save"]
+    return with_origin(table(head, rows), *names)
+
+
+def collectives() -> str:
+    """Return our calls and PyTorch's for three sizes on two ranks, with the ratio on four."""
+    names = ("collectives-cpu-2", "collectives-cpu-4")
+    two, four = ({(r["operation"], r["bytes"]): r for r in load(name)["axes"]["dp"]["rows"]} for name in names)
+    rows = []
+    for (operation, count), row in two.items():
+        if "ours" in row["forms"] and count in (2**16, 2**20, 2**24):
+            figures = [form[key] for form in (row["forms"]["torch"], row["forms"]["ours"]) for key in ("ms", "busbw")]
+            on_four = four.get((operation, count))
+            rows.append([
+                operation, size_text(count), *(f"{x:.3g}" for x in figures), spread(row["ratio"]),
+                spread(on_four["ratio"]) if on_four else "",
+            ])  # fmt: skip
+    head = ["operation", "size", "PyTorch, ms", "GB/s", "ours, ms", "GB/s", "PyTorch / ours", "over dp of dp=2 tp=2"]
+    return with_origin(f"{table(head, rows)}\n\n{wrong_text(names)}", *names)
+
+
+def wrong_text(names: Sequence[str]) -> str:
+    """Return the collectives whose results were not those expected on some rank, over all axes and sizes."""
+    wrong = [
+        f"{row['operation']} over {axis}, {size_text(row['bytes'])}"
+        for name in names
+        for axis, results in load(name)["axes"].items()
+        for row in results["rows"]
+        if any(row["wrong"].values())
+    ]
+    return f"Wrong results, over all axes and sizes: {'; '.join(wrong) or 'none'}."
+
+
+def matmul() -> str:
+    results = load("matmul-cpu")
+    rows = []
+    for row in results["rows"]:
+        figures = [f"{c['tflops']:.3g} ({percent(c['hfu'], 0)})" for c in row["contents"].values()]
+        rows.append([row["dtype"], str(row["size"]), *figures])
+    peaks = ", ".join(f"{dtype} {flops / 1e12:.3g}" for dtype, flops in results["peak_flops"].items())
+    text = table(["dtype", "size", *(f"{c}, TFLOP/s" for c in results["rows"][0]["contents"])], rows)
+    return with_origin(f"{text}\n\nThe peaks, in TFLOP/s: {peaks}.", "matmul-cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------- runs
+
+
+def window_means(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the mean losses of the steps in each of `LOSS_WINDOWS`."""
+    losses = {row["step"]: row["loss"] for row in rows}
+    return [f"{statistics.mean(losses[s] for s in range(first, first + 50)):.3f}" for first in LOSS_WINDOWS]
+
+
+def about_text(names: Sequence[str]) -> str:
+    lines = []
+    for about, _ in map(load_run, names):
+        lines.append(f"- `{about['command']}`: {about['hardware']}; torch {about['torch']}; commit {about['commit']}")
+    return "\n".join(lines)
+
+
+def first_run() -> str:
+    name = "llama_small-cpu-2"
+    _, rows = load_run(name)
+    median = lambda key: statistics.median(row[key] for row in rows[1:])
+    cells = [str(len(rows)), f"{rows[0]['loss']:.3f}", f"{statistics.mean(r['loss'] for r in rows[-20:]):.3f}"]
+    cells += [f"{median('tokens_per_s'):,.0f}", percent(median("mfu"))]
+    head = ["steps", "first loss", "mean of the last 20", "tokens/s (median)", "MFU (median)"]
+    return f"{table(head, [cells])}\n\n{about_text([name])}"
+
+
+def experts_runs() -> str:
+    names = ("llama_small-4096-cpu-1", "moe_small-cpu-1")
+    runs = {name: load_run(name)[1] for name in names}
+    rows = [[f"`{name.partition('-')[0]}`", str(len(run)), *window_means(run)] for name, run in runs.items()]
+    head = ["recipe", "steps", *(f"{first} to {first + 49}" for first in LOSS_WINDOWS)]
+    return f"{table(head, rows)}\n\n{about_text(names)}"
+
+
+def timeline() -> str:
+    name = "timeline-zb_h1-cpu-2"
+    rows = [panel["title"].split(": ", 1) for panel in load(name)["panels"]]
+    rows = [[title, figures.removeprefix("makespan ")] for title, figures in rows]
+    return f"{table(['', 'makespan'], rows)}\n\n- `{name}.json`"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    f.__name__: f
+    for f in (
+        gpu_steps, gpu_peers, gpu_aims, gpu_profile, peers_data, peers_tp, peers_cp, peers_cp_link, peers_pp, step,
+        step_profile, checkpoint, collectives, matmul, first_run, experts_runs, timeline,
+    )
+}  # fmt: skip
+
+
+def page() -> str:
+    """Return the text with each line `<!-- table: NAME -->` replaced by that table."""
+    text = TEXT.read_text()
+    named = PLACE.findall(text)
+    if sorted(named) != sorted(TABLES):
+        wrong = sorted(set(named) ^ set(TABLES)) or "one of them twice"
+        raise SystemExit(f"error: {TEXT.name} and docs/results.py do not name the same tables: {wrong}")
+    return GENERATED + PLACE.sub(lambda place: TABLES[place[1]](), text)
+
+
+def main(args: list[str]) -> int:
+    if args not in ([], ["--check"]):
+        print(f"error: {' '.join(args)}: known: --check", file=sys.stderr)
+        return 2
+    text = page()
+    if not args:
+        PAGE.write_text(text)
+        return 0
+    if PAGE.exists() and PAGE.read_text() == text:
+        return 0
+    print("docs/results.md is stale: run python docs/results.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
