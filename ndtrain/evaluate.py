@@ -34,7 +34,9 @@ def main(args: Sequence[str]) -> int:
     rank, _, _ = world_from_env()
     try:
         if "=" in args[0] and not Path(args[0]).exists():
-            raise ConfigError(f"{args[0]}: a checkpoint comes first: ndtrain evaluate CHECKPOINT [key=value ...]")
+            raise ConfigError(
+                f"{args[0]}: the first argument must be a checkpoint: ndtrain evaluate CHECKPOINT [key=value ...]"
+            )
         words = [word for word in args[1:] if not word.startswith("split=")]
         splits = [word.removeprefix("split=") for word in args[1:] if word not in words] or [SPLITS[0]]
         result = evaluate(Path(args[0]).expanduser(), words, one_of("split", splits[-1], SPLITS) == "all")

@@ -49,14 +49,16 @@ def _seed(key: str, text: str) -> int:
 class Options:
     """The keys of the command."""
 
-    max_new_tokens: int = option("tokens after the text, unless it ends before", 64)
-    temperature: float = option("0: always the most likely token (greedy); above 0: drawn, at 1 as the model says",
+    max_new_tokens: int = option("maximum number of tokens to generate; an end-of-text token ends the text earlier", 64)
+    temperature: float = option("0: always the most likely token (greedy); above 0: sample at this temperature",
                                 0.0, read=_temperature)  # fmt: skip
-    top_k: int | None = option("drawn from the so many most likely tokens; from all unless given", None)
-    seed: int = option("of the draws; 0 unless given", 0, read=_seed)
-    dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = option("to compute in; that of the files unless given",
+    top_k: int | None = option("sample only from this number of most likely tokens; default: all", None)
+    seed: int = option("seed of the sampling; default: 0", 0, read=_seed)
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = option(
+        "precision of the computation; default: the precision of the files"
+    ,
                                                                    None)  # fmt: skip
-    device: Literal["auto", "cpu", "cuda"] = option("to compute on; auto: a GPU where there is one", "auto")
+    device: Literal["auto", "cpu", "cuda"] = option("device to compute on; auto: a GPU if there is one", "auto")
 
 
 def main(args: Sequence[str]) -> int:
@@ -70,7 +72,7 @@ def main(args: Sequence[str]) -> int:
         texts = [w for w in args[1:] if w not in words]
         _refuse_misspelt(texts, keys)
         if not texts:
-            raise ArgumentError("no text is given: ndtrain generate CHECKPOINT 'text' [key=value ...]")
+            raise ArgumentError("the text is missing: ndtrain generate CHECKPOINT 'text' [key=value ...]")
         return run(Path(args[0]).expanduser(), texts, parse(Options, words))
     except (ArgumentError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -100,7 +102,9 @@ def run(path: Path, texts: Sequence[str], o: Options) -> int:
         raise ConfigError(f"{path}: no such folder")
     folder = next(iter(list_checkpoints(path / "checkpoints") or list_checkpoints(path)), path)
     if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"{folder}: there is no tokenizer.json, so text cannot be read: put the model's one there")
+        raise ConfigError(
+            f"{folder}: there is no tokenizer.json, so text cannot be tokenised: copy the model's tokenizer.json there"
+        )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises bare Exception
@@ -136,7 +140,7 @@ def continuation(tokenizer: tokenizers.Tokenizer, prompt: Sequence[int], made: S
 def _warn_if_long(length: int, most: int) -> None:
     if length > most:
         print(
-            f"warning: {length} tokens are more than max_position_embeddings={most}, for which the model was made",
+            f"warning: {length} tokens exceed max_position_embeddings={most}, the longest context of the model",
             file=sys.stderr,
         )
 

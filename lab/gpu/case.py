@@ -70,7 +70,7 @@ def lacking(cfg: Config, device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     needed, memory = state_bytes(cfg), torch.cuda.mem_get_info(device)[1]
-    sizes = f"the state alone needs {needed / 2**30:.1f} GiB, and this GPU has {memory / 2**30:.1f}"
+    sizes = f"the state alone needs {needed / 2**30:.1f} GiB, but this GPU has {memory / 2**30:.1f}"
     return sizes if needed > memory else ""
 
 

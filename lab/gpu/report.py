@@ -27,8 +27,8 @@ def markdown(name: str, suite: Suite, results: Mapping[str, Any]) -> str:
     missing = sum(case.name not in rows for case in suite.cases)
     if missing:
         parts.append(
-            f"{missing} of {len(suite.cases)} cases are not measured. On a machine with the GPU, "
-            f"`python -m ndtrain.bench gpu suite={name} missing=true` measures them, in the order of what they decide."
+            f"{missing} of {len(suite.cases)} cases are not measured. On a machine with the GPU, `python -m "
+            f"ndtrain.bench gpu suite={name} missing=true` measures them, most decisive cases first."
         )
     return "\n\n".join(parts) + "\n"
 

@@ -35,13 +35,15 @@ class Options:
     )
     device: Device = option(DEVICE_HELP, "auto")
     part: str = option("k/n, the k-th of n parts of the suite", "1/1")
-    only: str = option("cases whose names hold this", "")
-    missing: bool = option("leave out what the JSON file in `folder` has already", False)
-    resume: str = option("a JSON file of an earlier call: its cases are taken over and left out", "")
-    folder: str = option("where it is written, gpu-<suite>.json and .md", "benchmarks")
-    limit_s: int = option("seconds for a case", 300)
-    minutes: int = option("for all cases; what is not expected to end in time is left; without end unless given", 0)
-    list: bool = option("print the cases with the seconds that each may take, and measure nothing", False)
+    only: str = option("run only cases whose names contain this text", "")
+    missing: bool = option("skip cases that are already in the JSON file in `folder`", False)
+    resume: str = option("JSON file of an earlier call: its results are kept, and its cases are skipped", "")
+    folder: str = option("folder to write gpu-<suite>.json and .md to", "benchmarks")
+    limit_s: int = option("time limit of a case in seconds", 300)
+    minutes: int = option(
+        "time limit for all cases; cases not expected to end in time are skipped; default: no limit", 0
+    )
+    list: bool = option("print the cases with their expected seconds, and measure nothing", False)
 
 
 def run(options: Options) -> None:
@@ -54,7 +56,7 @@ def run(options: Options) -> None:
     name = choose_suite(options.suite)
     suite, path = SUITES[name], Path(options.folder) / f"gpu-{name}.json"
     if not path.parent.is_dir():
-        raise ConfigError(f"folder={options.folder}: there is no such folder")
+        raise ConfigError(f"folder={options.folder}: no such folder: give an existing one")
     cases = select(suite.cases, options.part, options.only)
     device = choose_device(options.device)
     if options.device == "cpu" and name != "smoke":
@@ -117,7 +119,7 @@ def select(cases: Sequence[Case], part: str, only: str) -> list[Case]:
     chosen = [case for case in cases if only in case.name][k - 1 :: n]
     if not chosen:
         known = ", ".join(dict.fromkeys(case.shape for case in cases))
-        raise ConfigError(f"only={only}: no case of part {part} is called so; names begin with {known}")
+        raise ConfigError(f"only={only}: no case of part {part} has this text in its name; names begin with {known}")
     return chosen
 
 
@@ -142,7 +144,10 @@ def _measure(
         results["cases"][case.name] = {**row, "commit": here["commit"], "device": device}
         _write(path, name, results)
     if left_out:
-        print(f"\nnot begun or cut short, for minutes={options.minutes}: {', '.join(left_out)}; resume={path} goes on")
+        print(
+            f"\nnot started or not finished because of minutes={options.minutes}: {', '.join(left_out)}; "
+            f"resume={path} continues"
+        )
     print()
 
 
@@ -165,7 +170,7 @@ def _results(path: Path, resume: str) -> dict[str, Any]:
     if not resume:
         return own
     if not Path(resume).is_file():
-        raise ConfigError(f"resume={resume}: there is no such file; without resume= the suite begins anew")
+        raise ConfigError(f"resume={resume}: no such file: remove resume= to start the suite from the beginning")
     earlier = _load(Path(resume))
     _check_same(earlier, Path(resume))
     return {**(own if own["cases"] else earlier), "cases": {**earlier["cases"], **own["cases"]}}
@@ -182,7 +187,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: delete it, or give another folder") from error
+        raise ConfigError(f"{path} is not JSON: delete it, or give another folder") from error
 
 
 def _check_same(results: dict[str, Any], path: Path) -> None:
@@ -194,4 +199,4 @@ def _check_same(results: dict[str, Any], path: Path) -> None:
     name = lambda gpus: gpus[0].partition(",")[0] if gpus else "no GPU"
     then, now = name(results["hardware"]["gpus"]), name(surroundings()["hardware"]["gpus"])
     if results["cases"] and then != now:
-        raise ConfigError(f"{path} holds results of {then}, and this is {now}: give another folder")
+        raise ConfigError(f"{path} holds results of {then}, but this is {now}: give another folder")

@@ -47,20 +47,20 @@ NAMES = ("out", "dq", "dk", "dv")
 class Options(CommonOptions):
     """Options of `bench peers axis=cp`, in addition to the common ones."""
 
-    seq_len: int = option("tokens of the whole sequence; 2048 and then 8192 unless given", 0)
+    seq_len: int = option("tokens of the whole sequence; default: 2048, then 8192", 0)
     heads: int = option("query heads", 8)
     kv_heads: int = option("key and value heads", 8)
     head_dim: int = option("size of a head", 64)
-    ulysses: int = option("ranks of a Ulysses group in ours; the ring is over ranks / ulysses", 1)
-    balance: Literal["zigzag", "striped", "none"] = option("which tokens a rank of ours has", "zigzag")
-    exposed: bool = option("also measure ours without communication", True)
+    ulysses: int = option("ranks of a Ulysses group of ndtrain; the ring has ranks / ulysses ranks", 1)
+    balance: Literal["zigzag", "striped", "none"] = option("how ndtrain distributes tokens over ranks", "zigzag")
+    exposed: bool = option("also measure ndtrain without communication", True)
     link_mb_s: int = option(
-        "ours alone over a link of so many MB/s, on which transfers pass one after another and waiting takes no"
-        " computing: with few cores it shows what of the communication is hidden where nothing competes with it",
+        "measure only ndtrain, over a simulated link of this many MB/s. Transfers follow one another, and waiting "
+        "uses no CPU. With few cores, this shows how much communication is hidden if nothing competes with it",
         0,
     )
-    warmup: int = option("untimed steps before", 1)
-    steps: int = option("steps of a block", 1)
+    warmup: int = option("untimed steps before the timed ones", 1)
+    steps: int = option("steps per block", 1)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class Options(CommonOptions):
         if self.kv_heads % self.ulysses and self.ulysses % self.kv_heads:
             raise ConfigError(f"one of ulysses={self.ulysses} and kv_heads={self.kv_heads} must divide the other")
         if self.link_mb_s and not self.exposed:
-            raise ConfigError("link_mb_s is for exposed communication: leave exposed=false out")
+            raise ConfigError("link_mb_s measures exposed communication: remove exposed=false")
         for length in self.lengths:
             if length % (2 * self.world):
                 raise ConfigError(f"seq_len={length} must be a multiple of 2 x ranks={self.world}")

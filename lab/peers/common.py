@@ -21,9 +21,9 @@ PROFILED = 3  # steps
 class AxisOptions:
     """The axis, ranks and precision of a comparison."""
 
-    axis: Literal["one", "dp", "fsdp", "tp", "cp", "pp"] = option("what the peers are compared on")
-    ranks: int = option("processes; 1 for axis=one, otherwise 2 unless given", 0)
-    precision: Literal["fp32", "bf16"] = option("of the computation", "fp32")
+    axis: Literal["one", "dp", "fsdp", "tp", "cp", "pp"] = option("axis to compare the peers on")
+    ranks: int = option("processes; default: 1 for axis=one, otherwise 2", 0)
+    precision: Literal["fp32", "bf16"] = option("precision of the computation", "fp32")
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,7 @@ class CommonOptions(BlockOptions, AxisOptions):
             ConfigError: options that do not go together.
         """
         if (self.axis == "one") != (self.world == 1):
-            raise ConfigError(
-                f"ranks={self.world}: axis=one compares one process, axis=dp, fsdp, tp, cp and pp need at least 2 ranks"
-            )
+            raise ConfigError(f"ranks={self.world}: axis=one needs 1 rank, the other axes at least 2")
         require_folder("out", self.out)
 
 

@@ -240,7 +240,7 @@ def _plain(cfg: Config) -> Transformer:
 def own_group() -> dist.ProcessGroup:
     """Create a group of all ranks for a peer. No peer communicates over our groups, as in a program without ndtrain."""
     group = dist.new_group()
-    assert group is not None, "each rank is one of it"
+    assert group is not None, "every rank is in the group"
     return group
 
 

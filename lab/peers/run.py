@@ -60,14 +60,16 @@ class Options(CommonOptions):
     """Options of `bench peers`, in addition to the common ones."""
 
     shape: Literal[(*SHAPES, "all")] = option(
-        "of the model; all: one where computing takes the time and one where the rest does", "all"
+        "shape of the model; all: a compute-bound shape, then an overhead-bound one", "all"
     )
-    zero: Literal[1, 2, 3] = option("with axis=fsdp: what ours and FSDP2 shard", 3)
-    sequence_parallel: bool = option("with axis=tp: how ours works; of the peers there is one of either kind", True)
-    overlap: bool = option("with axis=tp: whether ours overlaps", False)
-    accumulate: int = option("microbatches of a step; 1 unless given, with axis=pp 2 x ranks", 0)
+    zero: Literal[1, 2, 3] = option("with axis=fsdp: ZeRO stage of ndtrain and FSDP2", 3)
+    sequence_parallel: bool = option(
+        "with axis=tp: sequence parallelism of ndtrain; there is a peer with it and one without", True
+    )
+    overlap: bool = option("with axis=tp: overlap communication in ndtrain", False)
+    accumulate: int = option("microbatches per step; default: 1, with axis=pp 2 x ranks", 0)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "all"] = option(
-        f"with axis=pp: of ours and the peer; all: one after the other {', '.join(SCHEDULES)}", "all"
+        f"with axis=pp: schedule of ndtrain and the peer; all: {', '.join(SCHEDULES)}", "all"
     )
     exposed: bool = option("with axis=dp and axis=fsdp: also measure each rank's work without communication", True)
 
@@ -100,18 +102,19 @@ class Options(CommonOptions):
     def check(self) -> None:
         super().check()
         if self.axis != "fsdp" and self.zero != 3:
-            raise ConfigError(f"zero={self.zero}: only axis=fsdp shards; leave zero out or set axis=fsdp")
+            raise ConfigError(f"zero={self.zero}: only axis=fsdp shards: remove zero or set axis=fsdp")
         if self.axis != "tp" and (self.overlap or not self.sequence_parallel):
-            raise ConfigError("sequence_parallel and overlap are ways of axis=tp: leave them out or set axis=tp")
+            raise ConfigError("sequence_parallel and overlap only apply to axis=tp: remove them or set axis=tp")
         if self.axis == "one" and importlib.util.find_spec("transformers") is None:
             raise ConfigError("axis=one compares with transformers, which is not installed: pip install 'ndtrain[hf]'")
         if self.axis != "pp" and self.schedule != "all":
-            raise ConfigError(f"schedule={self.schedule}: only axis=pp has a schedule; leave it out or set axis=pp")
+            raise ConfigError(f"schedule={self.schedule}: only axis=pp has a schedule: remove schedule or set axis=pp")
         for case in self.cases:
             kv_heads = config_of(self, case).model.num_key_value_heads
             if self.axis == "tp" and kv_heads % self.world:
                 raise ConfigError(
-                    f"ranks={self.world}: DTensor cuts no head apart, and shape={case} has {kv_heads} key/value heads"
+                    f"ranks={self.world}: DTensor cannot split a head, and shape={case} has {kv_heads} key/value "
+                    "heads: use fewer ranks"
                 )
             if self.axis == "pp":
                 pipelining.check(case.schedule, self.world, self.microbatches)

@@ -43,7 +43,7 @@ def count(row: Row, column: str, default: int | None = None) -> int:
     value = number(row, column)
     if value is None:
         if default is None:
-            raise ConfigError(f"{column} is missing: the row cannot be priced without it")
+            raise ConfigError(f"{column} is missing: the row cannot be predicted without it")
         return default
     if value != int(value):
         raise ConfigError(f"{column}={text(row, column)}: must be a whole number")

@@ -46,10 +46,10 @@ Fitted = dict[str, Parameter]
 class Options:
     """Options of `plan fit`."""
 
-    source: str = option("the table of measurements, a CSV file; docs/plan_table.md names its columns", key="in")
-    fit: bool = option("fit the rates; false: only say how far those of the planner are off", True)
-    json: str | None = option("the file to write everything to", None)
-    svg: str | None = option("the file to draw predicted over measured step times in", None)
+    source: str = option("CSV file with the measurements; docs/plan_table.md lists its columns", key="in")
+    fit: bool = option("fit the rates; false: only report the errors of the planner's own rates", True)
+    json: str | None = option("JSON file for all results", None)
+    svg: str | None = option("SVG file to draw predicted over measured step times in", None)
 
 
 class Measurement(NamedTuple):

@@ -65,7 +65,7 @@ def hardware_of(row: Row) -> Hardware:
     device = next((d for d in _DEVICES if re.search(d.name, gpu, re.IGNORECASE)), None)
     if device is None:
         known = [name for name in known_hardware() if name != "cpu"]
-        raise ConfigError(f"gpu={gpu}: no description of such a device; known: {', '.join(known)} and their variants")
+        raise ConfigError(f"gpu={gpu}: no description of this device; known: {', '.join(known)} and their variants")
     hardware = load_hardware(device.base)
     changes = {key: value for key, value in device.changes.items() if key != "bf16"}
     if stated := re.search(r"(\d+) ?GB", gpu, re.IGNORECASE):

@@ -26,7 +26,7 @@ def model_of(row: Row) -> ModelConfig:
         ConfigError: a size is missing, the model has experts, or no dense decoder of these sizes comes close.
     """
     if experts := _EXPERTS.search(text(row, "model")) or _EXPERTS.search(text(row, "notes")):
-        raise ConfigError(f"model={text(row, 'model')}: {experts[0].strip()}: models with experts are not priced")
+        raise ConfigError(f"model={text(row, 'model')}: {experts[0].strip()}: models with experts are not supported")
     hidden = count(row, "hidden")
     heads = count(row, "heads")
     sizes = ModelConfig(
@@ -39,7 +39,7 @@ def model_of(row: Row) -> ModelConfig:
         max_position_embeddings=count(row, "seq_len"),
     )
     if hidden % heads:
-        raise ConfigError(f"hidden={hidden} is no multiple of heads={heads}, and the table has no head_dim")
+        raise ConfigError(f"hidden={hidden} is not a multiple of heads={heads}, and the table has no head_dim")
     sizes.head_dim = hidden // heads
     candidates = _candidates(sizes, text(row, "model"))
     stated = number(row, "params_b")
@@ -49,7 +49,8 @@ def model_of(row: Row) -> ModelConfig:
     if min(off) > _FAR:
         closest = candidates[off.index(min(off))][1] / 1e9
         raise ConfigError(
-            f"params_b={stated:g}: a dense decoder of these sizes has {closest:.3g}; models with experts are not priced"
+            f"params_b={stated:g}: a dense decoder of these sizes has {closest:.3g}; models with experts are not "
+            "supported"
         )
     alike = [model for (model, _), error in zip(candidates, off, strict=True) if error < _CLOSE]
     return alike[0] if alike else candidates[off.index(min(off))][0]

@@ -239,4 +239,4 @@ def _named(stated: str, patterns: tuple[tuple[str, str], ...], column: str, defa
         if re.search(pattern, stated.lower()):
             return name
     known = ", ".join(dict.fromkeys(name for _, name in patterns))
-    raise ConfigError(f"{column}={stated}: ndtrain has none that is like it; it has {known}")
+    raise ConfigError(f"{column}={stated}: ndtrain has no equivalent; known: {known}")

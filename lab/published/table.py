@@ -25,10 +25,8 @@ REFUSED = "refused"
 class Options:
     """The options of `plan table`."""
 
-    source: str = option(
-        "the table, a CSV file with a row for each run; docs/plan_table.md names its columns", key="in"
-    )
-    out: str = option("the file to write: the same rows with the predicted columns behind them")
+    source: str = option("CSV file with a row per run; docs/plan_table.md lists its columns", key="in")
+    out: str = option("CSV file to write: the same rows, followed by the predicted columns")
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
@@ -98,10 +96,10 @@ def read_table(key: str, path: str) -> tuple[list[str], list[dict[str, str]]]:
             reader.fieldnames = columns
             rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        why = getattr(error, "strerror", None) or "it is no CSV in UTF-8"
+        why = getattr(error, "strerror", None) or "it is not CSV in UTF-8"
         raise ConfigError(f"{key}={path}: cannot be read ({why}): give a CSV file with a header") from error
     if missing := [name for name in NECESSARY if name not in columns]:
-        raise ConfigError(f"{key}={path}: no column {missing[0]}; necessary are {', '.join(NECESSARY)}")
+        raise ConfigError(f"{key}={path}: no column {missing[0]}; required: {', '.join(NECESSARY)}")
     for line in _too_long(rows):
         raise ConfigError(f"{key}={path}: line {line} has more cells than the header: quote texts that hold a comma")
     return columns, rows

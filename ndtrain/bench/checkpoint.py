@@ -45,12 +45,12 @@ class Options:
     """Options of `bench checkpoint`."""
 
     ranks: int = option("processes", 1)
-    axis: Literal["fsdp", "tp", "dp"] = option("along which the ranks shard the state", "fsdp")
-    gigabytes: int = option("of the checkpoint, about", 1)
-    megabytes: int = option("instead of gigabytes", 0)
-    rounds: int = option("of saving, loading, writing and reading", 5)
-    folder: str = option("on the disk in question; a temporary folder inside it is made and removed", "")
-    out: str = option("JSON file for everything measured", "")
+    axis: Literal["fsdp", "tp", "dp"] = option("axis along which the ranks shard the state", "fsdp")
+    gigabytes: int = option("approximate size of the checkpoint", 1)
+    megabytes: int = option("approximate size of the checkpoint, instead of gigabytes", 0)
+    rounds: int = option("rounds of saving, loading, writing and reading", 5)
+    folder: str = option("folder on the disk to measure; a temporary folder is created in it and removed", "")
+    out: str = option("JSON file for all results", "")
 
     @property
     def bytes(self) -> int:
@@ -63,7 +63,7 @@ class Options:
             ConfigError: a folder does not exist.
         """
         if not Path(self.folder or ".").is_dir():
-            raise ConfigError(f"folder={self.folder}: there is no folder {self.folder}")
+            raise ConfigError(f"folder={self.folder}: no such folder: give an existing one")
         require_folder("out", self.out)
 
 

@@ -61,17 +61,16 @@ COLUMNS = 2048  # checked at a time, so that little of b has to be in fp64
 class Options:
     """Options of `bench matmul`. Sizes that do not fit into memory are named and left out."""
 
-    min: int = option("smallest size; it doubles up to the largest", 512)
-    max: int = option("largest size; 4096 on a CPU, 32768 on a GPU unless given", 0)
+    min: int = option("smallest size; sizes double up to the largest", 512)
+    max: int = option("largest size; default: 4096 on a CPU, 32768 on a GPU", 0)
     dtypes: str = option(
-        'of fp32, bf16 and, on a GPU, fp16 and fp8, "fp32,bf16"; unless given fp32, bf16 and fp8 as far as the device'
-        " has them",
+        'fp32, bf16 and, on a GPU, fp16 and fp8, e.g. "fp32,bf16"; default: fp32, bf16 and fp8 if the device has it',
         "",
     )
-    contents: Literal["all", "zeros", "rand", "randn"] = option("of the operands", "all")
+    contents: Literal["all", "zeros", "rand", "randn"] = option("contents of the operands", "all")
     device: Device = option(DEVICE_HELP, "auto")
-    rounds: int = option("blocks of products of each size", 5)
-    out: str = option("JSON file for everything measured", "")
+    rounds: int = option("timed blocks per size", 5)
+    out: str = option("JSON file for all results", "")
     plot: str = option(plot.HELP, "")
 
     @property
@@ -114,7 +113,7 @@ class Options:
             raise ConfigError(f"min={self.min} is more than max={self.max or LARGEST[self.torch_device.type]}")
         smallest, free = self.need(self.kinds[0], self.min), free_memory_bytes(self.torch_device)
         if smallest > free:
-            raise ConfigError(f"min={self.min} needs {size_name(smallest)}, but {size_name(free)} are free: lower it")
+            raise ConfigError(f"min={self.min} needs {size_name(smallest)}, but {size_name(free)} are free: lower min")
         require_folder("out", self.out)
         plot.check(self.plot)
 
@@ -138,7 +137,7 @@ def run(options: Options) -> None:
         for size in options.sizes:
             if options.need(kind, size) > free:
                 print(
-                    f"{kind:6} {size:6}  left out: needs {size_name(options.need(kind, size))}, {size_name(free)} free"
+                    f"{kind:6} {size:6}  skipped: needs {size_name(options.need(kind, size))}, {size_name(free)} free"
                 )
                 continue
             rows.append(_row(options, kind, size, peaks[kind], device))
@@ -237,7 +236,7 @@ class Product:
 
 def _show_head(options: Options, name: str, peaks: dict[str, float]) -> None:
     rates = ", ".join(f"{kind} {peak / 1e12:.4g}" for kind, peak in peaks.items())
-    source = "measured by matmuls of one second" if options.torch_device.type == "cpu" else "by data sheet, dense"
+    source = "measured with one second of matmuls" if options.torch_device.type == "cpu" else "data sheet, dense"
     print(f"matmul [size, size] x [size, size] on {name}; median of {options.rounds} rounds")
     print(f"peak in TFLOP/s: {rates} ({source}); HFU = 2 size^3 / time / peak")
     print(f"{'':13}" + "".join(f"  {content:^27}" for content in options.names))

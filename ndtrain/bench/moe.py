@@ -42,17 +42,17 @@ class Options:
     """Options of `bench moe`."""
 
     experts: str = option("numbers of experts, one case each", "8,64")
-    tokens: int = option("of a microbatch", 4096)
+    tokens: int = option("tokens of a microbatch", 4096)
     hidden: int = option("hidden_size", 512)
     intermediate: int = option("moe_intermediate_size", 256)
-    top_k: int = option("experts of a token", 2)
+    top_k: int = option("experts per token", 2)
     dtype: Literal["fp32", "bf16"] = option("compute precision", "fp32")
     device: Device = option(DEVICE_HELP, "auto")
     threads: int = option("threads on a CPU", 1)
-    rounds: int = option("timed blocks of each side", 10)
-    steps: int = option("passes of a block", 2)
-    warmup: int = option("untimed passes before", 2)
-    out: str = option("JSON file for everything measured", "")
+    rounds: int = option("timed blocks of each implementation", 10)
+    steps: int = option("passes per block", 2)
+    warmup: int = option("untimed passes before the timed ones", 2)
+    out: str = option("JSON file for all results", "")
 
     @property
     def numbers(self) -> list[int]:
@@ -63,7 +63,7 @@ class Options:
         """
         words = self.experts.replace(",", " ").split()
         if not words or not all(word.isdecimal() and int(word) >= self.top_k for word in words):
-            raise ConfigError(f'experts={self.experts}: must be numbers of at least top_k={self.top_k}, as "8,64"')
+            raise ConfigError(f'experts={self.experts}: must be numbers of at least top_k={self.top_k}, e.g. "8,64"')
         return [int(word) for word in words]
 
 

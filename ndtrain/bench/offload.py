@@ -30,15 +30,15 @@ Weights = list[tuple[torch.Tensor, torch.Tensor]]  # (weight, gradient) of each 
 class Options:
     """Options of `bench offload`. It needs 20 bytes an element, and 24 with moments in fp32; `apart` at most 16."""
 
-    elements: int = option("elements of all tensors", 1 << 27)
-    tensors: int = option("tensors that they are split over: a model's units", 4)
+    elements: int = option("number of elements of all tensors", 1 << 27)
+    tensors: int = option("number of tensors that hold the elements, like the units of a model", 4)
     moments: Literal["fp32", "bf16"] = option("precision of our moments", "fp32")
-    threads: int = option("threads of the host", 2)
-    rounds: int = option("timed blocks of each side", 10)
-    steps: int = option("updates of a block", 1)
-    warmup: int = option("untimed updates before", 1)
-    apart: bool = option("make a side's tensors for its block and free them after it, to measure more elements", False)
-    out: str = option("JSON file for everything measured", "")
+    threads: int = option("CPU threads", 2)
+    rounds: int = option("timed blocks of each optimizer", 10)
+    steps: int = option("updates per block", 1)
+    warmup: int = option("untimed updates before the timed ones", 1)
+    apart: bool = option("allocate the tensors of each optimizer only for its block, to measure more elements", False)
+    out: str = option("JSON file for all results", "")
 
 
 def run(options: Options) -> None:

@@ -26,9 +26,9 @@ PROFILED = 10  # steps, each after an unprofiled step; several, since single ste
 class CaseOptions:
     """The cases to time, and the ranks and device to run them on."""
 
-    recipe: str = option("whose step")
-    cases: str = option('the overrides of each case, " | " between cases; the recipe as it is unless given', "")
-    ranks: int = option("processes on this machine; the overrides set their mesh", 1)
+    recipe: str = option("recipe whose step is measured")
+    cases: str = option('overrides of each case, separated by " | "; default: the unchanged recipe', "")
+    ranks: int = option("processes on this machine; set the mesh with overrides", 1)
     device: Device = option(DEVICE_HELP, "auto")
 
 

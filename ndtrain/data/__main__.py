@@ -91,12 +91,12 @@ def parse(args: Sequence[str]) -> Options:
         else:
             given[key] = text
     if not given.get("out"):
-        raise ConfigError("out is missing: name the folder to make, e.g. out=tokens/")
+        raise ConfigError("out is missing: give the folder to create, e.g. out=tokens/")
     cfg = load_config(overrides)
     kinds = (*_KINDS, *registry.names("source"))
     if cfg.data.name not in kinds:
-        hint = "; of a blend, prepare the corpora one at a time" if cfg.data.name == "blend" else ""
-        raise ConfigError(f"data={cfg.data.name}: cannot be prepared, only {', '.join(kinds)}{hint}")
+        hint = "; prepare the corpora of a blend one at a time" if cfg.data.name == "blend" else ""
+        raise ConfigError(f"data={cfg.data.name}: cannot be prepared; supported: {', '.join(kinds)}{hint}")
     check_data(cfg.data)
     return Options(
         out=Path(given["out"]).expanduser(),
@@ -117,7 +117,7 @@ def _check_key(key: str, known: Sequence[str]) -> None:
     if key in known:
         return
     if key.removeprefix("data.") in DataConfig.__dataclass_fields__:
-        raise ConfigError(f"{key}: plays no part in preparing, give it to the training; known: {', '.join(known)}")
+        raise ConfigError(f"{key}: not used by prepare: give it to the training run; known: {', '.join(known)}")
     raise ConfigError(f"{key}: no such key; {near(key, list(known))}known: {', '.join(known)}")
 
 
@@ -134,7 +134,7 @@ def run(options: Options) -> int:
         ConfigError: the preparation cannot start, or a document cannot be read.
     """
     display = ProgressDisplay()
-    again = f"{options.out} keeps what is done, the same command goes on from there"
+    again = f"{options.out} keeps the finished parts, run the same command again to resume"
     try:
         with closing(display):
             manifest = prepare(

@@ -251,7 +251,7 @@ class Prefetcher(Generic[Item]):
             Exception: `make` raised it.
         """
         if step != self._next or step >= self._stop:
-            raise ValueError(f"step {step} was asked for, but {self._next} is next (and {self._stop} the end)")
+            raise ValueError(f"step {step} was requested, but the next step is {self._next} (end: {self._stop})")
         began = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._failure or self._closed)

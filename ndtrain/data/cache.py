@@ -47,7 +47,9 @@ def load_or_build(entry: Path, load: Callable[[], T | None], build: Callable[[],
             f"data.cache: cannot use {entry.parent} ({error.strerror}): set data.cache to a writable folder"
         ) from error
     if loaded is None:
-        raise ConfigError(f"data.cache: {entry} reads back damaged: set data.cache to a folder on a sound disk")
+        raise ConfigError(
+            f"data.cache: {entry} was damaged when read back: set data.cache to a folder on a healthy disk"
+        )
     return loaded
 
 

@@ -134,7 +134,7 @@ def open_corpus(data: DataConfig) -> Corpus:
     if data.name == "jsonl":
         root, files = matching_files(data.path, "*.jsonl")
         return FileCorpus(setting, root, files, partial(_read_jsonl, data.text_key), data.validation, by_line=True)
-    raise ConfigError(f"data={data.name}: no corpus of texts: choose python, text, jsonl or hf")
+    raise ConfigError(f"data={data.name}: not a text corpus: choose python, text, jsonl or hf")
 
 
 def matching_files(setting: str, pattern: str, key: str = "data.path") -> tuple[Path, tuple[str, ...]]:
@@ -156,7 +156,7 @@ def matching_files(setting: str, pattern: str, key: str = "data.path") -> tuple[
         root = path.resolve()
         files = _files_below(root, pattern)
         if not files:
-            raise ConfigError(f"{key}={setting}: no file {pattern} in this folder: name another, or a glob")
+            raise ConfigError(f"{key}={setting}: no file {pattern} in this folder: give another folder, or a glob")
         return root, tuple(files)
     if not glob.has_magic(setting):
         raise ConfigError(f"{key}={setting}: no such file or folder: give an existing one, or a glob")
@@ -205,7 +205,7 @@ def _decoded_chunks(file: TextIO, path: Path) -> Iterator[str]:
         yield from text_chunks(file.read)
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"data.path: {path} is not UTF-8 text: convert it, or leave it out with a glob such as "
+            f"data.path: {path} is not UTF-8 text: convert it, or exclude it with a glob such as "
             "data.path='corpus/**/*.txt'"
         ) from error
 
@@ -270,6 +270,6 @@ def _jsonl_text(line: bytes, text_key: str, location: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{location}: field {text_key!r} holds a lone surrogate: correct or remove the line"
+            f"{location}: field {text_key!r} contains an unpaired surrogate: correct or remove the line"
         ) from error
     return text

@@ -184,7 +184,8 @@ class StreamingData(Data):
     def _reader(self, cfg: Config, saved: dict[str, Any] | None) -> TokenReader:
         if saved is not None and saved.get("stream") != self._identity(cfg):
             log.warning(
-                "data.path=%s: not the streaming dataset of the checkpoint: begins at its beginning", self.data.path
+                "data.path=%s: not the streaming dataset of the checkpoint: it is read from the beginning",
+                self.data.path,
             )
             saved = None
         return TokenReader(self.dataset, self.data, self.tokenizer, cfg.run.seed, saved)

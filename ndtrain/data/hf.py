@@ -116,7 +116,7 @@ class StreamingSample(Corpus):
         return self.limit
 
     def partition(self, size: int) -> Iterator[tuple["StreamingSample", int]]:
-        raise ConfigError("data.streaming=true: a streaming dataset cannot be partitioned: set it to false")
+        raise ConfigError("data.streaming=true: a streaming dataset cannot be partitioned: set data.streaming=false")
 
     def describe(self) -> str:
         return f"{self.setting}: the beginning of split {getattr(self.data, self.split)}"
@@ -210,7 +210,7 @@ def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError("data=hf needs the library datasets: pip install 'ndtrain[hf]'") from error
+        raise ConfigError("data=hf needs the package datasets: pip install 'ndtrain[hf]'") from error
     if world_from_env()[1] > 0 or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     return datasets
@@ -272,7 +272,7 @@ def _no_column(data: DataConfig, columns: list[str]) -> str:
 def _check_text(text: Any, text_key: str, location: str) -> None:
     if not isinstance(text, str):
         raise ConfigError(
-            f"{location}: column {text_key!r} is not a string: set data.text_key to the one with the text"
+            f"{location}: column {text_key!r} is not a string: set data.text_key to the column with the text"
         )
 
 

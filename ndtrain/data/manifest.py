@@ -100,7 +100,7 @@ class Manifest:
             if size != needed:
                 return f"{path.name} has {size} bytes, not {needed}"
             if sampled_digest(path) != self.files[split]["spot"]:
-                return f"{path.name} is not what was prepared"
+                return f"{path.name} has changed since it was prepared"
         return ""
 
 
@@ -126,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     if record.pop("digest", None) != digest(record):
-        raise ValueError("not what was written")
+        raise ValueError("its digest does not match its content")
     return record
 
 
@@ -162,7 +162,7 @@ def _check_agreement(data: DataConfig, manifest: Manifest) -> None:
 
 
 def _refuse(setting: str, fact: str, value: str) -> None:
-    raise ConfigError(f"{setting}: {fact}, says its {MANIFEST}: set the key to {value}")
+    raise ConfigError(f"{setting}: {fact} according to its {MANIFEST}: set the key to {value}")
 
 
 def read_manifest(folder: Path, setting: str) -> Manifest | None:
@@ -193,7 +193,7 @@ def _read(path: Path, setting: str) -> dict[str, Any] | None:
         record = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting}: {path.name} there is damaged or another program's ({error}): name another place"
+            f"{setting}: {path.name} there is damaged or from another program ({error}): give another folder"
         ) from error
     if record is not None and record.get("format") != FORMAT:
         raise ConfigError(f"{setting}: {path.name} has format {record.get('format')}, not {FORMAT}: prepare it again")
@@ -216,7 +216,7 @@ def lock_folder(out: Path) -> Iterator[None]:
         lock = (out / LOCK).open("a")
     except OSError as error:
         reason = "it is a file" if out.is_file() else error.strerror
-        raise ConfigError(f"out={out}: cannot write there ({reason}): name a folder that can be written") from error
+        raise ConfigError(f"out={out}: cannot be written ({reason}): give a writable folder") from error
     with lock:  # the kernel's lock: a killed process does not leave it behind
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,7 +231,7 @@ def _refuse_others(out: Path) -> None:
     if others and not names & {MANIFEST, PLAN}:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise ConfigError(
-            f"out={out}: this folder holds something else ({', '.join(others[:3])}{more}): name a new or an empty one"
+            f"out={out}: this folder holds other files ({', '.join(others[:3])}{more}): give a new or empty folder"
         )
 
 
@@ -251,12 +251,12 @@ def start_preparation(out: Path, plan: Plan, note: Callable[[str], None]) -> Man
     _refuse_another_tokenizer(out, plan, done, old)
     if done and done.plan == plan:
         if not (damage := done.damage()):
-            note(f"out={out}: prepared already")
+            note(f"out={out}: already prepared")
             return done
-        note(f"out={out}: {damage}: making it anew")
+        note(f"out={out}: {damage}: preparing it again")
     elif earlier := old or (done and done.plan):
         changes = plan.changes(earlier)
-        note(f"out={out}: {changes} changed: starting anew" if changes else f"out={out}: going on where it stopped")
+        note(f"out={out}: {changes} changed: starting over" if changes else f"out={out}: resuming where it stopped")
     if old != plan:
         write_json(out / PLAN, asdict(plan))  # written first: a folder with neither a plan nor a manifest is refused
         shutil.rmtree(out / PARTS, ignore_errors=True)
@@ -286,8 +286,8 @@ def _refuse_another_tokenizer(out: Path, plan: Plan, done: Manifest | None, old:
     else:
         held = f"{parts} unit{'s' * (parts > 1)} of an unfinished preparation"
     raise ConfigError(
-        f"out={out}: this folder holds {held}, made with another tokenizer: name another folder, or remove this "
-        "one to make it anew"
+        f"out={out}: this folder holds {held}, made with another tokenizer: give another folder, or delete this one "
+        "to start over"
     )
 
 

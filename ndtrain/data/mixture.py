@@ -85,7 +85,8 @@ def order_entries(entries: Sequence[MixtureEntry]) -> MixtureOrder:
     except ValueError as error:
         entry = entries[error.args[1]]
         raise ConfigError(
-            f"{entry.label}.weight={entry.weight}: less than a millionth of all weights: raise it, or leave it out"
+            f"{entry.label}.weight={entry.weight}: less than a millionth of all weights: raise it, or remove this "
+            "corpus"
         ) from error
 
 
@@ -119,7 +120,7 @@ def _entry(data: DataConfig, given: dict[str, Any], label: str) -> MixtureEntry:
     for key in given:
         _check_key(key, label, reads, name)
     if name == "blend":
-        raise ConfigError(f"{label}.name=blend: a blend cannot hold another: list its corpora here")
+        raise ConfigError(f"{label}.name=blend: a blend cannot contain another blend: list its corpora here")
     if name not in reads:
         what = " is missing: " if name is None else f"={name}: no such choice; {near(str(name), list(reads))}"
         raise ConfigError(f"{label}.name{what}known: {', '.join(reads)}")
@@ -127,7 +128,7 @@ def _entry(data: DataConfig, given: dict[str, Any], label: str) -> MixtureEntry:
     own = {key: _typed(key, value, label, base) for key, value in given.items() if key not in ("name", "weight")}
     for key in own:
         if key not in reads[name]:
-            raise ConfigError(f"{label}.{key}={own[key]}: data={name} does not read it: remove it")
+            raise ConfigError(f"{label}.{key}={own[key]}: data={name} does not use this key: remove it")
     if {"path", "paths"} & own.keys():  # an entry that sets one names all its files
         own = {"path": None, "paths": None} | own
     alone = replace(base, **own)
@@ -157,7 +158,7 @@ def _settings_alone(data: DataConfig, name: str, reads: Sequence[str]) -> DataCo
 
 def _check_key(key: str, label: str, reads: dict[str, tuple[str, ...]], name: str | None) -> None:
     if key in _SHARED:
-        raise ConfigError(f"{label}.{key}: all corpora of a blend share it: set data.{key}")
+        raise ConfigError(f"{label}.{key}: all corpora of a blend share this key: set data.{key} instead")
     if key in ("blend", "streaming"):
         raise ConfigError(f"{label}.{key}: a blend takes neither blends nor streaming datasets: remove it")
     known = list(dict.fromkeys(("name", "weight", *(key for keys in reads.values() for key in keys))))
@@ -179,7 +180,7 @@ def _typed(key: str, value: Any, label: str, base: DataConfig) -> Any:
 def _weight(given: dict[str, Any], label: str) -> float:
     weight = given.get("weight")
     if weight is None:
-        raise ConfigError(f"{label}.weight is missing: give each corpus of a blend one, e.g. weight: 0.5")
+        raise ConfigError(f"{label}.weight is missing: give each corpus of a blend a weight, e.g. weight: 0.5")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight <= 0:
         raise ConfigError(f"{label}.weight={weight}: must be a positive number")
     return weight

@@ -59,7 +59,7 @@ def integer_shares(weights: Sequence[float]) -> list[int]:
     for corpus in by_remainder[: period - sum(shares)]:
         shares[corpus] += 1
     if 0 in shares:
-        raise ValueError("a weight is less than a millionth of all", shares.index(0))
+        raise ValueError("a weight is less than a millionth of all weights", shares.index(0))
     divisor = math.gcd(*shares)
     return [share // divisor for share in shares]
 

@@ -91,8 +91,8 @@ def _check_length(cfg: Config, name: str, tokens: TokenCorpus) -> None:
 def _text_corpus(data: DataConfig) -> Corpus:
     if data.eos_id is not None:
         raise ConfigError(
-            f"data.eos_id={data.eos_id}: data={data.name} takes it from data.tokenizer, only "
-            f"{', '.join(f'data={name}' for name in TOKEN_SOURCES)} read the key: set it to null"
+            f"data.eos_id={data.eos_id}: data={data.name} takes it from data.tokenizer, and only "
+            f"{', '.join(f'data={name}' for name in TOKEN_SOURCES)} use this key: set it to null"
         )
     return open_corpus(data)
 
@@ -100,7 +100,7 @@ def _text_corpus(data: DataConfig) -> Corpus:
 def _vocabulary_fix(cfg: Config, least: int) -> str:
     """Return advice for a model whose vocabulary is smaller than `least`."""
     if cfg.init_from:
-        return f"the model is that of init_from={cfg.init_from}: use its tokenizer, data.tokenizer={cfg.init_from}"
+        return f"the model comes from init_from={cfg.init_from}: use its tokenizer, data.tokenizer={cfg.init_from}"
     return f"set model.vocab_size to at least {least}"
 
 
@@ -166,7 +166,7 @@ def _scanned(cfg: Config, path: str, dtype: str, cache: Path, key: str) -> tuple
     tokens, scan = open_token_file(path, dtype, cache, key)
     if scan.largest >= cfg.model.vocab_size:
         raise ConfigError(
-            f"{key}={path}: token id {scan.largest} at offset {scan.offset} lies beyond "
+            f"{key}={path}: token id {scan.largest} at offset {scan.offset} is outside "
             f"model.vocab_size={cfg.model.vocab_size}: {_vocabulary_fix(cfg, scan.largest + 1)}"
         )
     return tokens, scan
@@ -200,7 +200,7 @@ def _largest(cfg: Config, files: TokenFiles) -> int:
     for file, scan in zip(files.files, files.scans, strict=True):
         if scan.largest >= cfg.model.vocab_size:
             raise ConfigError(
-                f"{files.setting}: token id {scan.largest} at offset {scan.offset} of {file.path} lies beyond "
+                f"{files.setting}: token id {scan.largest} at offset {scan.offset} of {file.path} is outside "
                 f"model.vocab_size={cfg.model.vocab_size}: {_vocabulary_fix(cfg, scan.largest + 1)}"
             )
     return max(scan.largest for scan in files.scans)
@@ -228,8 +228,8 @@ def _require_index(opened: Sequence[TokenFiles]) -> None:
     for files in opened:
         if indexed_starts(files.train) is None:
             raise ConfigError(
-                f"data.pack=true: {files.setting}: there is no index of its documents, and no token is known that ends "
-                "them: name it with data.eos_id, or set data.pack=false"
+                f"data.pack=true: {files.setting} has no index of its documents and no known end-of-document token: "
+                "set data.eos_id, or data.pack=false"
             )
 
 
@@ -238,14 +238,14 @@ def _check_eos(cfg: Config, data: DataConfig, tokens: Tokens) -> None:
     eos, pack = data.eos_id, data.pack
     if eos is None and pack:
         raise ConfigError(
-            "data.eos_id is missing: data.pack=true needs it with data=bin, the id of the token that ends a document"
+            "data.eos_id is missing: with data=bin, data.pack=true needs the id of the end-of-document token"
         )
     if eos is not None and not 0 <= eos < cfg.model.vocab_size:
-        raise ConfigError(f"data.eos_id={eos}: must lie in [0, model.vocab_size={cfg.model.vocab_size})")
+        raise ConfigError(f"data.eos_id={eos}: must be in [0, model.vocab_size={cfg.model.vocab_size})")
     if pack and not contains_token(tokens, eos):
         raise ConfigError(
-            f"data.eos_id={eos}: no token of data.path={data.path or data.paths} is {eos}, so nothing ends a document: "
-            "give the file's end-of-text token, or set data.pack=false"
+            f"data.eos_id={eos}: data.path={data.path or data.paths} does not contain this token, so no document "
+            "ends: give the file's end-of-text token, or set data.pack=false"
         )
 
 
@@ -295,8 +295,8 @@ def _shared_tokenizer(
     else:
         if files and cfg.data.tokenizer == "bpe":
             raise ConfigError(
-                f"data.tokenizer=bpe: would be trained anew, but {next(iter(files))} holds tokens already: name the "
-                "tokenizer that made them"
+                f"data.tokenizer=bpe: would train a new tokenizer, but {next(iter(files))} already holds tokens: "
+                "give the tokenizer that made them"
             )
         weights = [entry.weight for entry in entries if entry.label in texts]
         tokenizer, origin = mixture_tokenizer(cfg.data, list(texts.values()), weights, cache), "data.tokenizer"
@@ -309,7 +309,7 @@ def _shared_tokenizer(
     for label, file in files.items():
         if tokenizer and file.vocab_size > tokenizer.vocab_size:
             raise ConfigError(
-                f"{label}: token id {file.vocab_size - 1} lies beyond the {tokenizer.vocab_size} tokens of {origin}: "
+                f"{label}: token id {file.vocab_size - 1} is outside the {tokenizer.vocab_size} tokens of {origin}: "
                 "it was made with another tokenizer"
             )
     return tokenizer
@@ -333,7 +333,7 @@ def _shared_eos(cfg: Config, entries: Sequence[MixtureEntry], corpora: Sequence[
     if needed:
         raise ConfigError(
             f"data.pack=true: documents end with token {first.eos_id} in {label}, but with {other[0].eos_id} in "
-            f"{other[1]}: make them with one tokenizer, or set data.pack=false"
+            f"{other[1]}: tokenise both with one tokenizer, or set data.pack=false"
         )
     return None
 
@@ -373,6 +373,6 @@ def _checked_streaming_dataset(data: DataConfig) -> Any:
     dataset = open_streaming_dataset(data)
     row = next(iterate_rows(dataset, f"data.path={data.path}"), None)
     if row is None:
-        raise ConfigError(f"data.path={data.path}: split {data.split} is empty: give another")
+        raise ConfigError(f"data.path={data.path}: split {data.split} is empty: give another split")
     row_text(row, data, 0)
     return dataset

@@ -248,15 +248,17 @@ def open_token_file(setting: str, dtype: str, cache: Path, key: str = "data.path
     """
     root, names = matching_files(setting, "*.bin", key)
     if len(names) > 1:
-        raise ConfigError(f"{key}={setting}: data=bin reads one file but {len(names)} are here: name one of them")
+        raise ConfigError(
+            f"{key}={setting}: data=bin reads one file, but there are {len(names)} here: give one of them"
+        )
     file, stored = root / names[0], np.dtype(dtype).newbyteorder("<")
     stat = file.stat()
     if stat.st_size == 0:
         raise ConfigError(f"{key}={setting}: the file holds no tokens: give another one")
     if stat.st_size % stored.itemsize:
         raise ConfigError(
-            f"{key}={setting}: {stat.st_size} bytes are no multiple of the {stored.itemsize} of "
-            f"data.dtype={dtype}: the file is cut short, or data.dtype is another"
+            f"{key}={setting}: {stat.st_size} bytes are not a multiple of the {stored.itemsize} of "
+            f"data.dtype={dtype}: the file is cut short, or data.dtype is wrong"
         )
     tokens = map_tokens(file, stored)
     return tokens, scan_tokens(file, tokens, cache, dtype)

@@ -60,7 +60,7 @@ class StreamingSource(Source):
             ConfigError: the dataset cannot be read.
         """
         if step != self._next:
-            raise ValueError(f"step {step} of a streaming dataset was asked for, but {self._next} is next")
+            raise ValueError(f"step {step} of a streaming dataset was requested, but the next step is {self._next}")
         rows = global_numbers(0, rows, self._global_batch)
         tokens = self._broadcast_step(step)
         self._next += 1
@@ -84,7 +84,7 @@ class StreamingSource(Source):
             return None
         if step not in self._states:
             raise ValueError(
-                f"the state of the streaming dataset before step {step} is not known: {self._next} is next"
+                f"the state of the streaming dataset before step {step} is not known: the next step is {self._next}"
             )
         state = self._states[step]
         return state and {**state, "stream": self._identity}

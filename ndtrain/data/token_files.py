@@ -97,7 +97,9 @@ def open_token_files(data: DataConfig, settings: Sequence[str], key: str, valida
 def _refuse_twice(setting: str, paths: Sequence[Path]) -> None:
     twice = next((path for n, path in enumerate(paths) if path in paths[:n]), None)
     if twice is not None:
-        raise ConfigError(f"{setting}: names {twice} twice: name each file once (data.blend gives it a larger weight)")
+        raise ConfigError(
+            f"{setting}: lists {twice} twice: list each file once (data.blend gives a file a larger weight)"
+        )
 
 
 def _load(entry: Path) -> tuple[DocumentSummary, list[list[np.ndarray]]] | None:

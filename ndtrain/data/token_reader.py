@@ -168,7 +168,8 @@ class TokenReader:
             saved = None
             if not any_text:
                 raise ConfigError(
-                    f"data.path={self._data.path}: the streaming dataset held no text in a whole epoch: give another"
+                    f"data.path={self._data.path}: the streaming dataset had no text in a whole epoch: give another "
+                    "dataset"
                 )
 
     def _shard_blocks(self, epoch: int, position: int, index: int, saved: dict[str, Any] | None) -> Iterator[RowBlock]:
@@ -198,12 +199,16 @@ class TokenReader:
             except ConfigError:
                 raise
             except Exception as error:  # a state of another version of `datasets`
-                log.info("data.path=%s: counts rows, for its state cannot be loaded: %r", self._data.path, error)
+                log.info(
+                    "data.path=%s: its saved state cannot be loaded, so rows are counted instead: %r",
+                    self._data.path,
+                    error,
+                )
         shard, block = self._first_block(index, saved, None)
         if block is None or block.start["digest"] != saved["digest"]:
             log.warning(
-                "data.path=%s has changed since the checkpoint: the streaming dataset goes on at row %d of shard %d, "
-                "where other texts were",
+                "data.path=%s has changed since the checkpoint: the streaming dataset resumes at row %d of shard %d, "
+                "which held other texts",
                 self._data.path,
                 saved["row"],
                 index,

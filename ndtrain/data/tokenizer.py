@@ -155,8 +155,8 @@ def load_tokenizer(data: DataConfig, texts: Callable[[], Iterable[str]], cache: 
         least = len(_byte_vocab())
         if data.vocab_size < least:
             raise ConfigError(
-                f"data.vocab_size={data.vocab_size} is too small for data.tokenizer=bpe: set it (or model.vocab_size) "
-                f"to at least {least}, the 256 bytes and {EOS}"
+                f"data.vocab_size={data.vocab_size} is too small for data.tokenizer=bpe: set it (or "
+                f"model.vocab_size) to at least {least} (256 bytes and {EOS})"
             )
         return load_or_build(cache, partial(_load_trained, cache), lambda: _train(texts(), data.vocab_size, cache))
     return _given_tokenizer(data.tokenizer)
@@ -172,7 +172,7 @@ def saved_tokenizer(folder: Path, eos_id: int) -> Tokenizer:
     try:
         return Tokenizer(files, eos_id)
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{folder}: no tokenizer.json there, or a damaged one: {error}") from error
+        raise ConfigError(f"{folder}: its tokenizer.json is missing or damaged: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------------ byte and bpe
@@ -266,7 +266,7 @@ def _given_tokenizer(setting: str) -> Tokenizer:
     eos_id = _eos_id(backend, main.parent)
     if eos_id is None or backend.id_to_token(eos_id) is None:
         raise ConfigError(
-            f"data.tokenizer={setting}: its end-of-text token is unknown: name it as eos_token in "
+            f"data.tokenizer={setting}: its end-of-text token is unknown: set eos_token in "
             f"{main.with_name('tokenizer_config.json')}"
         )
     files.setdefault("tokenizer_config.json", _tokenizer_config(backend.id_to_token(eos_id)))

@@ -192,7 +192,7 @@ def pickled(number: int, corpus: Corpus) -> bytes:
         return bytes(ForkingPickler.dumps((number, corpus)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{corpus.setting}: cannot be sent to a worker process ({error}): its source must take functions from the "
+            f"{corpus.setting}: cannot be sent to a worker process ({error}): its source must use functions from the "
             "top level of a module"
         ) from error
 

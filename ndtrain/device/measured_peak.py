@@ -52,9 +52,9 @@ class Measurement:
     def doubt(self) -> str:
         """The reason why the rate may be too low, in words. Empty if nothing disturbed the measurement."""
         if self.share < _MIN_CORE_SHARE and (self.spread > _EVEN or self.threads > 1):
-            remedy = "end them"
+            remedy = "stop them"
             if self.threads > 1:
-                remedy += " or set hardware.threads=1, as all threads of a rank wait for one that has no core"
+                remedy += " or set hardware.threads=1, because all threads of a rank wait for one without a core"
             return f"other programs used {100 * (1 - self.share):.0f} % of its cores' time: {remedy}"
         if self.spread > _MAX_SPREAD:
             return f"the median matmul took {self.spread:.1f} times as long as the best"
@@ -115,19 +115,21 @@ def _message(kept: Kept | None, made: Measurement) -> str:
     rate = lambda flops: f"{flops / 1e12:.3g} TFLOP/s"
     if kept and made.flops > _RAISED * kept.flops:
         return (
-            f"the measured peak of this device is now {rate(made.flops)}, earlier runs took {rate(kept.flops)}: their "
-            f"MFU is {made.flops / kept.flops:.2g} times too high"
+            f"the measured peak of this device is now {rate(made.flops)}, earlier runs used {rate(kept.flops)}: "
+            f"their MFU is {made.flops / kept.flops:.2g} times too high"
         )
     if kept and made.flops < _SLOW * kept.flops:
         why = f" ({made.doubt})" if made.doubt else ""
         return (
-            f"this device now reaches {rate(made.flops)} in matmuls{why}, {100 * made.flops / kept.flops:.0f} % of the "
-            f"best it has reached, {rate(kept.flops)}, which MFU is a fraction of; hardware.peak_tflops sets another"
+            f"this device now reaches {rate(made.flops)} in matmuls{why}, {100 * made.flops / kept.flops:.0f} % of "
+            f"its best measured peak {rate(kept.flops)}, which MFU is relative to: set hardware.peak_tflops to "
+            "change it"
         )
     if made.doubt and not (kept and kept.settled):
         return (
             f"the peak of this device was measured as {rate(max(made.flops, kept.flops if kept else 0))}, but "
-            f"{made.doubt}; MFU may be too high until a later run measures a better one; hardware.peak_tflops sets it"
+            f"{made.doubt}; MFU may be too high until a later run measures a better peak. Set hardware.peak_tflops "
+            "to fix it now"
         )
     return ""
 

@@ -85,11 +85,11 @@ def _arrays(cfg: Config, data: Data, everything: bool) -> tuple[Any, ...]:
     """
     if everything:
         if (arrays := data.everything()) is None:
-            raise ConfigError("split=all: a stream has no end; evaluate its split data.eval_split")
+            raise ConfigError("split=all: a stream has no end: remove split=all to evaluate data.eval_split")
         return arrays
     if not data.validation:
         raise ConfigError(
-            f"data.validation={cfg.data.validation:g}: no document is held out: give split=all, or raise it (data=bin "
-            "needs data.validation_path, a stream data.eval_split)"
+            f"data.validation={cfg.data.validation:g}: no document is held out: give split=all, or raise "
+            "data.validation (data=bin needs data.validation_path, a stream data.eval_split)"
         )
     return data.validation

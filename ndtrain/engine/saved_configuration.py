@@ -51,10 +51,10 @@ def _check_keys(given: Sequence[str]) -> None:
     for key in given:
         section = key.partition(".")[0]
         if section == "model":
-            raise ConfigError(f"{key}: the checkpoint says what the model is: leave model.* out")
+            raise ConfigError(f"{key}: the model comes from the checkpoint: remove model.*")
         if section not in _ALLOWED:
             raise ConfigError(
-                f"{key}: plays no part in an evaluation; {near(section, _ALLOWED)}known: {', '.join(_ALLOWED)}"
+                f"{key}: not used by an evaluation; {near(section, _ALLOWED)}known: {', '.join(_ALLOWED)}"
             )
 
 
@@ -63,7 +63,7 @@ def _of_hf_folder(folder: Path, words: list[str], given: Sequence[str], world: i
         what = "neither a checkpoint (state.json) nor a Hugging Face folder (config.json)"
         raise ConfigError(f"{folder}: {what if folder.exists() else 'no such folder'}")
     if not any(key.partition(".")[0] == "data" for key in given):
-        raise ConfigError(f"{folder}: does not say which data it was trained on: give data=... and train.seq_len=...")
+        raise ConfigError(f"{folder}: does not name its training data: give data=... and train.seq_len=...")
     cfg = load_config(words)
     cfg.model = read_model(folder)
     _use_tokenizer(cfg, folder, [*given, "data"])

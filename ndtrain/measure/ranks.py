@@ -26,7 +26,7 @@ from ndtrain.run.listeners import choose_interface
 
 Backend = Literal["auto", "gloo", "nccl"]
 Device = Literal["auto", "cpu", "cuda"]
-DEVICE_HELP = "auto: cuda where torch can use one"
+DEVICE_HELP = "auto: cuda if torch can use a GPU"
 GROUPS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # with NCCL the benches' own small messages stay on the CPU
 TIMEOUT_S = 120
 TIMED_OUT = "not done within the limit"
@@ -53,7 +53,9 @@ def usable_backend(backend: Backend, here: int) -> str:
     """
     gpus = torch.cuda.device_count()
     missing = "this PyTorch has no NCCL" if not dist.is_nccl_available() else ""
-    missing = missing or (f"{here} ranks on this host but {gpus} GPUs, and each needs its own" if gpus < here else "")
+    missing = missing or (
+        f"{here} ranks on this host but {gpus} GPUs, and each rank needs its own" if gpus < here else ""
+    )
     if backend == "nccl" and missing:
         raise ConfigError(f"backend=nccl: {missing}; use backend=gloo, which runs on CPUs")
     return "gloo" if backend == "gloo" or missing else "nccl"

@@ -43,7 +43,7 @@ def require_folder(key: str, path: str) -> None:
         ConfigError: its folder does not exist.
     """
     if path and not Path(path).parent.is_dir():
-        raise ConfigError(f"{key}={path}: there is no folder {Path(path).parent}")
+        raise ConfigError(f"{key}={path}: the folder {Path(path).parent} does not exist")
 
 
 def size_name(n: float) -> str:

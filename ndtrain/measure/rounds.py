@@ -33,10 +33,10 @@ class BlockOptions:
     """Options of a bench that times training steps in blocks."""
 
     rounds: int = option("timed blocks of each case", 10)
-    steps: int = option("steps of a block", 2)
-    warmup: int = option("untimed steps before", 3)
+    steps: int = option("steps per block", 2)
+    warmup: int = option("untimed steps before the timed ones", 3)
     profile: bool = option("show where the time goes, by kind of work", False)
-    out: str = option("JSON file for everything measured", "")
+    out: str = option("JSON file for all results", "")
 
 
 class BlockTimer:

@@ -48,5 +48,5 @@ class Stragglers:
 
     def _line(self, rank: int, slow: bool, seconds: float, others: float) -> str:
         state = "is slow" if slow else "is no longer slow"
-        times = f"busy {seconds:.3g} s a step, its peers {others:.3g} s"
+        times = f"busy {seconds:.3g} s per step, its peers {others:.3g} s"
         return f"rank {rank} ({self.spec.where(rank)}) {state}: {times} (median of {WINDOW} steps)"

@@ -61,7 +61,7 @@ class TensorBoardLogger:
             write(self._writer)
         except Exception as error:
             self._off = True
-            self._warn(f"tensorboard failed at step {step} and is off from here: {error}")
+            self._warn(f"tensorboard failed at step {step} and is now off: {error}")
 
     def finish(self, exit_code: int = 0) -> None:
         """Flush and close the event file. A second call does nothing."""

@@ -54,7 +54,7 @@ class WandbLogger:
                 self._run.summary.update({"best_eval_loss": self._best[0], "best_eval_step": self._best[1]})
         except Exception as error:
             self._run = None
-            self._warn(f"wandb failed at step {row['step']} and is off from here: {_one_line(error)}")
+            self._warn(f"wandb failed at step {row['step']} and is now off: {_one_line(error)}")
 
     def samples(self, step: int, texts: Sequence[tuple[str, str]]) -> None:
         """Log a table of (prompt, text). It belongs to the row of `step`, which is logged after it."""
@@ -102,7 +102,7 @@ class WandbLogger:
         except Exception as error:
             if mode == "offline":
                 raise
-            self._warn(f"wandb logs offline, to be sent with `wandb sync`: {_one_line(error)}")
+            self._warn(f"wandb logs offline, upload later with `wandb sync`: {_one_line(error)}")
             wandb.teardown(exit_code=1)  # its service still has the run's id
             wandb.setup(settings=settings)
             return wandb.init(mode="offline", **arguments)

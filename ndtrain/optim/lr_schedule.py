@@ -33,7 +33,7 @@ def idle_steps(cfg: OptimConfig, total_steps: int, last_step: int) -> str | None
             "it, or raise train.steps"
         )
     if cfg.lr_mult and "*" in cfg.lr_mult and not any(cfg.lr_mult.values()):
-        return "optim.lr_mult: every factor is 0: no step changes a weight: leave the pattern '*' out"
+        return "optim.lr_mult: every factor is 0, so no step changes a weight: remove the pattern '*'"
     end = total_steps if cfg.decay_steps is None else cfg.decay_steps
     if learning_rate(cfg, last_step, total_steps) > 0:
         return None
@@ -42,8 +42,8 @@ def idle_steps(cfg: OptimConfig, total_steps: int, last_step: int) -> str | None
         first -= 1
     which = f"step {first}, the last," if first == last_step else f"steps {first} to {last_step}"
     return (
-        f"optim.schedule={cfg.schedule} has learning rate 0 at {which} of train.steps={total_steps}: nothing is "
-        f"updated there: set optim.min_lr above 0, or optim.decay_steps={last_step + 1}"
+        f"optim.schedule={cfg.schedule} has learning rate 0 at {which} of train.steps={total_steps}, so no weight "
+        f"changes there: set optim.min_lr above 0, or optim.decay_steps={last_step + 1}"
     )
 
 

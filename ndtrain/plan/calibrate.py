@@ -61,11 +61,11 @@ BUSY = 0.9  # with a smaller share of its core, a rank was slowed down by other 
 class Options:
     """Options of `plan calibrate`."""
 
-    out: str = option("the description to write, FILE.yaml")
+    out: str = option("hardware description to write, FILE.yaml")
     dtypes: str = option('precisions to measure, of fp32, bf16 and fp64: "fp32,bf16"', "fp32,bf16")
-    ranks: int = option("measure links of up to so many ranks", MOST_RANKS)
-    launches: int = option("how often the ranks of each model are started; the fastest start counts", 3)
-    steps: int = option("timed steps of each model in a launch", 3)
+    ranks: int = option("largest number of ranks to measure links with", MOST_RANKS)
+    launches: int = option("launches of each model; the fastest launch counts", 3)
+    steps: int = option("timed steps of each model per launch", 3)
     device: Device = option(DEVICE_HELP, "auto")
 
     @property
@@ -81,7 +81,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     """
     refuse_overrides(Options, overrides)
     if not options.out.endswith((".yaml", ".yml")):
-        raise ConfigError(f"out={options.out}: must be a YAML file, which hardware= takes")
+        raise ConfigError(f"out={options.out}: must be a YAML file: give out=FILE.yaml")
     require_folder("out", options.out)
     device, began = choose_device(options.device), time.perf_counter()
     cores = min(MOST_RANKS, 1 << (_cores(device).bit_length() - 1))
@@ -283,7 +283,7 @@ def _conditions(share: float) -> str:
     load = os.getloadavg()[0]
     text = f"measured on {name}, {cpu_cores()} cores, torch {torch.__version__}; load average {load:.1f}"
     if share < BUSY:
-        text += f"; BUSY: other programs took {1 - share:.0%} of a core's time, so links are slower than they are alone"
+        text += f"; BUSY: other programs took {1 - share:.0%} of a core's time, so links appear slower than they are"
     return text
 
 

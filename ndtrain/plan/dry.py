@@ -41,7 +41,7 @@ class Options(RunOptions):
     """Options of `plan dry`."""
 
     rank: int | None = option(
-        "the rank to plan, from 0; unless given the first, a middle and the last one of each place in the pipeline",
+        "rank to plan, counted from 0; default: the first, a middle and the last rank of each pipeline position",
         None,
         read=read_rank,
     )

@@ -66,17 +66,17 @@ class Assumptions:
     """
 
     mtbf_gpu_h: float = _rate("hours between failures of one GPU", 79232.0)
-    mtbf_host_h: float = _rate("hours between failures of one host, its GPUs' aside", 17578.0)
+    mtbf_host_h: float = _rate("hours between failures of one host, not counting its GPUs", 17578.0)
     detect_s: float = _time("seconds from a failure until the ranks have stopped", 180.0)
-    reschedule_s: float = _time("then until new hosts are there and processes have started", 420.0)
-    load_s: float | None = _time("then to load; unless given, a checkpoint from storage")
-    heal_s: float | None = _time("to get a replica's state from a peer; unless given, over the network")
-    storage_gb_s: float = _rate("of the storage, at most, in 10^9 bytes a second", 2000.0)
-    host_storage_gb_s: float = _rate("of one host to storage", 1.0)
-    copy_gb_s: float = _rate("of one GPU to host memory, for checkpoint.async_save", 15.0)
-    interval_s: float | None = _rate("training between two saves; unless given, the best")
-    longest_interval_h: float = _rate("training between two saves at most, however rare failures are", 24.0)
-    replicas: int | None = option("replicas that may be lost singly; unless given, mesh.dp", None)
+    reschedule_s: float = _time("seconds from then until new hosts are available and processes have started", 420.0)
+    load_s: float | None = _time("seconds to load the state; default: the time to load a checkpoint from storage")
+    heal_s: float | None = _time("seconds to get a replica's state from a peer; default: the time over the network")
+    storage_gb_s: float = _rate("total bandwidth of the storage, in 10^9 bytes/s", 2000.0)
+    host_storage_gb_s: float = _rate("bandwidth from one host to storage, in 10^9 bytes/s", 1.0)
+    copy_gb_s: float = _rate("bandwidth from one GPU to host memory, in 10^9 bytes/s, for checkpoint.async_save", 15.0)
+    interval_s: float | None = _rate("seconds of training between two saves; default: the best interval")
+    longest_interval_h: float = _rate("longest training between two saves, in hours, even if failures are rare", 24.0)
+    replicas: int | None = option("replicas that can be lost one at a time; default: mesh.dp", None)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def cluster_of(cfg: Config, hardware: Hardware, assumed: Assumptions, gpus: int)
     world, size = MeshSpec.of(cfg.mesh).world_size, checkpoint_bytes(cfg)
     replicas = assumed.replicas or max(1, cfg.mesh.dp)
     if world % replicas:
-        raise ConfigError(f"replicas={replicas}: {world} ranks are not so many equal replicas")
+        raise ConfigError(f"replicas={replicas}: {world} ranks cannot be divided into this number of equal replicas")
     hosts = -(-gpus // hardware.gpus_per_node)
     storage = 1e9 * min(assumed.storage_gb_s, assumed.host_storage_gb_s * hosts)
     load_s = size / storage if assumed.load_s is None else assumed.load_s

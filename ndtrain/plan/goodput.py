@@ -20,9 +20,9 @@ from ndtrain.plan.report import si, table
 class Options(RunOptions, Assumptions):
     """Options of `plan goodput`."""
 
-    step_time_s: float | None = option("seconds of a step; unless given, predicted", None, read=above_0)
-    price: float | None = option("of an hour of one GPU, in any currency", None, read=above_0)
-    svg: str | None = option("the file to draw goodput over GPU counts to", None)
+    step_time_s: float | None = option("seconds per step; default: predicted", None, read=above_0)
+    price: float | None = option("price of a GPU hour, in any currency", None, read=above_0)
+    svg: str | None = option("SVG file to draw goodput over GPU counts in", None)
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
@@ -136,7 +136,9 @@ def as_text(result: Result) -> str:
         rows.append([every, *(f"{100 * goodput:.2f} %" for goodput in result.configured)])
     parts = ["\n".join(_assumed(result)), table(rows)]
     if result.cluster.replicas > 1:
-        parts.append(f"replica-tolerant: {result.cluster.replicas} replicas; ndtrain does not train on without one yet")
+        parts.append(
+            f"replica-tolerant: {result.cluster.replicas} replicas; ndtrain cannot continue without a lost replica yet"
+        )
     return "\n\n".join(parts)
 
 

@@ -68,7 +68,7 @@ def load_hardware(name: str) -> Hardware:
     try:
         read = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or "it is no YAML"
+        why = getattr(error, "strerror", None) or "it is not YAML"
         raise ConfigError(f"hardware={name}: cannot be read ({why}): give a description as YAML") from error
     if problem := _problem(read):
         raise ConfigError(f"hardware={name}: {problem}")

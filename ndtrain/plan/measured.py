@@ -214,13 +214,13 @@ def _bad_table(tables: Any, width: int) -> str:
             if not isinstance(p, list) or len(p) != width or not all(_positive(x) for x in p):
                 return f".{key}: {p}: a point has {width} positive numbers"
         if width == 2 and [p[0] for p in points] != sorted({p[0] for p in points}):
-            return f".{key}: sizes must grow"
+            return f".{key}: sizes must increase"
     return ""
 
 
 def _bad_sizes(tables: Mapping[str, Any]) -> str:
     bad = [key for key in tables if not re.fullmatch(r"[1-9]\d* of [1-9]\d*", str(key))]
-    return f".{bad[0]}: must be ranks of a group of those of the mesh, like 2 of 4" if bad else ""
+    return f".{bad[0]}: must be the ranks of a group and of the mesh, e.g. 2 of 4" if bad else ""
 
 
 def _positive(x: Any) -> bool:

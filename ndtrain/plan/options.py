@@ -16,13 +16,13 @@ from ndtrain.run import cli
 class RunOptions:
     """The options of a plan of a run: its machines, and the file to write."""
 
-    hardware: str = option("cpu, a100, h100, h200, b200, or a description of your own, FILE.yaml")
-    nodes: int | None = option("hosts; their devices make the ranks", None)
-    ranks: int | None = option("ranks, in place of nodes; neither: as many as the mesh has", None)
-    json: str | None = option("the file to write the plan to", None)
+    hardware: str = option("cpu, a100, h100, h200, b200, or your own description, FILE.yaml")
+    nodes: int | None = option("number of hosts; each of their devices is a rank", None)
+    ranks: int | None = option("number of ranks, instead of nodes; default: the size of the mesh", None)
+    json: str | None = option("JSON file for the plan", None)
 
 
-IMBALANCE = "of experts: rows of the rank that gets most, over the mean; it counts where mesh.ep is above 1"
+IMBALANCE = "load imbalance of experts: rows of the busiest rank over the mean; only used if mesh.ep is above 1"
 
 
 def at_least_1(key: str, text: str) -> float:
@@ -74,7 +74,7 @@ def unresolved_config(overrides: Sequence[str], hardware: Hardware) -> Config:
         raise ConfigError(f"precision.compute=fp8: hardware={hardware.name} has no fp8 matmuls: compute in bf16")
     if cfg.precision.params == "fp64" and cfg.precision.compute != "fp64" and hardware.device == "cuda":
         raise ConfigError(
-            "precision.params=fp64: a GPU adds up such gradients only with precision.compute=fp64: set it"
+            "precision.params=fp64: a GPU accumulates fp64 gradients only with precision.compute=fp64: set it"
         )
     return cfg
 
@@ -93,7 +93,7 @@ def world_of(cfg: Config, options: RunOptions, hardware: Hardware) -> int:
     for axis in AXES:
         size = getattr(cfg.mesh, axis)
         if size == -1:
-            raise ConfigError(f"mesh.{axis}=-1 takes the rest of the ranks: give their number by nodes= or ranks=")
+            raise ConfigError(f"mesh.{axis}=-1 takes the rest of the ranks: give their number with nodes= or ranks=")
         world *= max(1, size)
     return world
 

@@ -99,14 +99,14 @@ def _check(cfg: Config, device: str) -> None:
     m = cfg.model
     require(
         cfg.recompute.name != "budget",
-        "recompute=budget: which blocks are recomputed is decided on the machine: plan each of recompute=none, "
+        "recompute=budget: the blocks to recompute are chosen on the training machine: plan recompute=none, "
         "selective and full instead",
     )
     changed = m.alibi or m.attn_logit_softcapping is not None or m.attention is not None
     require(
         device == "cpu" or not changed or cfg.hardware.attention == "math",
-        "model.alibi, model.attn_logit_softcapping and model.attention: on a GPU a kernel is generated for them, which "
-        "can be planned on none: set hardware.attention=math",
+        "model.alibi, model.attn_logit_softcapping and model.attention: they use a kernel generated on the GPU, "
+        "which cannot be planned without one: set hardware.attention=math",
     )
 
 

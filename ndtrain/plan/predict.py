@@ -35,7 +35,7 @@ from ndtrain.plan.variants import Variant
 class Options(RunOptions):
     """The options of `plan predict`."""
 
-    svg: str | None = option("the file to draw in where the step's time goes", None)
+    svg: str | None = option("SVG file to draw the breakdown of the step time in", None)
     imbalance: float = option(IMBALANCE, 1.0, read=at_least_1)
 
 
@@ -205,8 +205,8 @@ def plan_step(cfg: Config, device: str, imbalance: float = 1.0) -> StepPlan:
     """
     if cfg.optim.offload:
         raise ConfigError(
-            "optim.offload=true: a prediction needs the rate between host and device, which no description has: set "
-            "it to false"
+            "optim.offload=true: hardware descriptions have no rate between host and device, so it cannot be "
+            "predicted: set optim.offload=false"
         )
     recorded = record_pieces(cfg, device, imbalance)
     compute, master = DTYPES[cfg.precision.compute].itemsize, DTYPES[cfg.precision.params].itemsize
@@ -299,7 +299,7 @@ def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
     facts = [
         ("step time", f"{p.step_time_s:.4g} s{error}"),
         ("tokens/s", f"{p.tokens_per_s:,.0f}"),
-        ("tokens/s of a device", f"{p.tokens_per_s_per_device:,.0f}"),
+        ("tokens/s per device", f"{p.tokens_per_s_per_device:,.0f}"),
         ("MFU", f"{100 * p.mfu:.1f} %"),
         ("HFU", f"{100 * p.hfu:.1f} %"),
         ("memory", f"{p.memory_bytes / 1e9:.1f} GB{of_limit}"),
@@ -312,12 +312,12 @@ def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
     blocks = [
         f"{mesh.world_size} ranks of {hardware.name}: {sizes}, zero={cfg.mesh.zero}, {cfg.microbatches} microbatches",
         table(facts),
-        table([("where the step goes", "seconds", "share"), *parts]),
+        table([("where the step time goes", "seconds", "share"), *parts]),
     ]
     if known:
         blocks.append(published.note())
     if limit and p.memory_bytes > 1e9 * limit:
-        blocks.append(f"does not fit into {limit:g} GB")
+        blocks.append(f"does not fit in {limit:g} GB")
     return "\n\n".join(blocks)
 
 
@@ -327,6 +327,6 @@ def _length_facts(cfg: Config, step_time_s: float, devices: int) -> list[tuple[s
     if length is None:
         return []
     return [
-        ("tokens a day", si(length.tokens_per_day, "").strip()),
+        ("tokens per day", si(length.tokens_per_day, "").strip()),
         (f"{si(length.tokens, '').strip()} tokens", f"{length.days:.3g} days, {length.gpu_hours:,.0f} GPU hours"),
     ]

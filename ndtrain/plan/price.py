@@ -253,8 +253,8 @@ def peak_flops(hardware: Hardware, dtype: str) -> float:
         dtype = "bf16"
     if dtype not in peaks:
         raise ConfigError(
-            f"hardware={hardware.name}: peak_tflops.{dtype} is not listed: add it to a description of your own, or "
-            "measure it with `ndtrain plan calibrate`"
+            f"hardware={hardware.name}: peak_tflops.{dtype} is missing: add it to your own description, or measure "
+            "it with `ndtrain plan calibrate`"
         )
     return 1e12 * peaks[dtype]
 
@@ -268,7 +268,7 @@ def listed(hardware: Hardware, key: str) -> float:
     rate = getattr(hardware, key)
     if rate is None:
         raise ConfigError(
-            f"hardware={hardware.name}: {key} is not listed: add it to a description of your own, or measure it with "
+            f"hardware={hardware.name}: {key} is missing: add it to your own description, or measure it with "
             "`ndtrain plan calibrate`"
         )
     return 1e9 * rate

@@ -26,7 +26,7 @@ PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 class Options(RunOptions):
     """The options of `plan program`."""
 
-    rank: int = option("the rank, from 0", 0, read=read_rank)
+    rank: int = option("rank, counted from 0", 0, read=read_rank)
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     )
     print("\n".join(lines(cfg, step, plan)))
     step.prove()
-    print(f"\nproved under NCCL's rules for all {len(step.ranks)} pipeline ranks: none waits for ever")
+    print(f"\nchecked under NCCL's rules for all {len(step.ranks)} pipeline ranks: no deadlock")
     if options.json:
         write_file("json", options.json, json.dumps(as_json(plan), indent=1))
 
@@ -56,10 +56,10 @@ def lines(cfg: Config, step: StepProgram, plan: RankPlan) -> Iterator[str]:
     """Yield the program as text. If several actions share their ops, only the first of them is written out."""
     words = _Words(cfg, step, plan)
     if plan.look_ahead is not None:
-        yield "a forward before the step, which counts the loads of experts"
+        yield "a forward before the step, to count expert loads"
         yield from _of_program(plan.look_ahead, words, 0)
     yield from _of_program(plan.program, words, 0)
-    yield "then: loss and norm of all ranks, the update"
+    yield "then: loss and gradient norm over all ranks, optimizer update"
 
 
 def _of_program(program: RankProgram, words: "_Words", number: int) -> Iterator[str]:
@@ -122,7 +122,7 @@ class _Words:
             case ops.Collect(unit, first):
                 return f"collect  the gradient of {unit}{'' if first else ' and add it'}"
             case ops.SumTied(unit):
-                return f"sum      {unit}, which another stage holds too"
+                return f"sum      {unit}, shared with another stage"
             case ops.Receive() if turn is not None and turn.needs is not None:
                 return f"receive  {_named(turn.needs)}"
             case ops.Send() if turn is not None and turn.gives is not None:
@@ -153,7 +153,7 @@ class _Words:
 _PLAIN = {
     ops.Accept: "accept   the input from another stage of this rank",
     ops.Hand: "hand     the result to another stage of this rank",
-    ops.SumTPReplicas: "sum      gradients that several ranks of tp hold",
+    ops.SumTPReplicas: "sum      gradients replicated across tp ranks",
     ops.FinishSends: "wait     until all messages are sent",
 }
 

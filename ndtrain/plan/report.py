@@ -51,7 +51,7 @@ def as_text(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
         + "; compiled" * first.compiled,
         _overview(mesh, hardware, planned),
         "alive at the peak\n" + _by_rank(records, lambda r: {k: si(n, "B") for k, n in sorted(r.at_peak.items())}),
-        "collectives of a step: how many, and the bytes of their buffers\n" + _by_rank(records, _traffic),
+        "collectives per step: count and buffer bytes\n" + _by_rank(records, _traffic),
         f"a checkpoint: {files} files, {si(size, 'B')}",
         *_notes(hardware, planned),
     ]
@@ -86,7 +86,7 @@ def _by_rank(records: dict[str, RankRecord], cells: Callable[[RankRecord], dict[
 
 def _notes(hardware: Hardware, planned: Sequence[Planned]) -> list[str]:
     over = [_name(p.ranks) for p in planned if p.record.peak_bytes > 1e9 * (hardware.memory_gb or float("inf"))]
-    return [f"does not fit into {hardware.memory_gb:g} GB: rank {', '.join(over)}"] if over else []
+    return [f"does not fit in {hardware.memory_gb:g} GB: rank {', '.join(over)}"] if over else []
 
 
 def _name(ranks: Sequence[int]) -> str:

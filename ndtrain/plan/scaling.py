@@ -35,13 +35,13 @@ from ndtrain.plan.search import (
 class Options:
     """The options of `plan scaling`."""
 
-    hardware: str = option("a100, h100, h200, b200, or a description of your own, FILE.yaml")
-    least: int = option("the smallest number of GPUs", 8)
-    most: int = option("the largest number of GPUs; the ones between are doubled", 1024)
-    predict: int = option("candidates to predict for each point of each family", 8)
-    processes: int = option("processes to work in; unless given one for each core", cpu_cores())
-    json: str | None = option("the file to write the curves to", None)
-    svg: str | None = option("the file to draw them in", None)
+    hardware: str = option("a100, h100, h200, b200, or your own description, FILE.yaml")
+    least: int = option("smallest number of GPUs", 8)
+    most: int = option("largest number of GPUs; each point in between doubles the one before", 1024)
+    predict: int = option("candidates to predict per point and family", 8)
+    processes: int = option("worker processes; default: one per core", cpu_cores())
+    json: str | None = option("JSON file for the curves", None)
+    svg: str | None = option("SVG file to draw the curves in", None)
 
 
 FAMILY_AXES = {"fsdp": (), "+tp": ("tp",), "+cp": ("tp", "cp"), "+pp": ("tp", "cp", "pp")}  # axes that may be above 1
@@ -65,10 +65,12 @@ def run(options: Options, overrides: Sequence[str]) -> None:
         with workers(options.processes) as pool:
             made = scaling(cfg, hardware, gpus, options.predict, overrides, pool, points)
     except KeyboardInterrupt:
-        print("interrupted: what is known so far\n" + as_text(scaling_of(cfg, hardware, points)), flush=True)
+        print("interrupted: results so far\n" + as_text(scaling_of(cfg, hardware, points)), flush=True)
         raise
     if all(point.overrides is None for curve in made.curves for point in curve.points):
-        raise ConfigError(f"most={options.most}: no mesh of at most so many {hardware.name} fits: give more GPUs")
+        raise ConfigError(
+            f"most={options.most}: no mesh of at most this number of {hardware.name} fits: give more GPUs"
+        )
     print(as_text(made))
     if options.svg:
         write_file("svg", options.svg, scaling_svg(made))

@@ -63,10 +63,10 @@ def _free_gb(key: str, text: str) -> float:
 class Options(RunOptions):
     """The options of `plan search`."""
 
-    predict: int = option("candidates to predict before those next to the best ones", 100)
-    processes: int = option("processes to work in; unless given one for each core", cpu_cores())
+    predict: int = option("candidates to predict before the neighbours of the best ones", 100)
+    processes: int = option("worker processes; default: one per core", cpu_cores())
     imbalance: float = option(IMBALANCE, 1.0, read=at_least_1)
-    free_gb: float = option("GB of a device's memory to leave free", 0.0, read=_free_gb)
+    free_gb: float = option("GB of device memory to leave free", 0.0, read=_free_gb)
     against: str | None = option('a mesh to compare with, by its overrides: "mesh.tp=8 mesh.pp=16"', None)
 
 
@@ -170,7 +170,7 @@ def search(
     ranked, counts = rank_all(space, pool)
     like = [r for r in ranked if set(against) <= set(r.candidate.overrides())] if against else []
     if against and not like:
-        raise ConfigError(f"against={shlex.join(against)}: no legal candidate has these overrides and may fit")
+        raise ConfigError(f"against={shlex.join(against)}: no valid candidate with these overrides can fit")
     predicted = {} if predicted is None else predicted
     predict_all(space, pool, shortlist(ranked, predict) + shortlist(like, max(8, predict // 4)), predicted)
     for group in (ranked, like):
@@ -179,8 +179,8 @@ def search(
     if not fitting:
         least = min((p.memory_bytes for p in predicted.values()), default=0) / 1e9
         raise ConfigError(
-            f"ranks={space.ranks}: of {len(predicted)} predicted candidates none fits into "
-            f"{space.memory_gb:g} GB; the smallest needs at least {least:.0f} GB: take more ranks"
+            f"ranks={space.ranks}: none of {len(predicted)} predicted candidates fits in {space.memory_gb:g} GB; the "
+            f"smallest needs at least {least:.0f} GB: use more ranks"
         )
     counts |= {"predicted": len(predicted), "predicted to fit": len(fitting)}
     best = of_each_mesh(fitting)[:SHOWN]
@@ -211,7 +211,7 @@ def own_row(space: Space, cfg: Config) -> Row | str:
     if isinstance(made, Prediction):
         return Row(candidate, made)
     need = f": a rank needs at least {made.memory_bytes / 1e9:.0f} GB" if made else ""
-    return f"does not fit into {space.memory_gb:g} GB{need}"
+    return f"does not fit in {space.memory_gb:g} GB{need}"
 
 
 # ------------------------------------------------------------------------------------------------------------- ranking
@@ -232,11 +232,11 @@ def rank_all(space: Space, pool: Workers | None) -> tuple[list[Ranked], dict[str
         "not pruned by memory": sum(of_mesh.fitting for of_mesh in made),
     }
     if not counts["candidates"]:
-        raise ConfigError(f"ranks={space.ranks}: no mesh is legal with what is given: {_a_reason(space, meshes)}")
+        raise ConfigError(f"ranks={space.ranks}: no mesh is valid with the given overrides: {_a_reason(space, meshes)}")
     if not ranked:
         raise ConfigError(
-            f"ranks={space.ranks}: none of {counts['candidates']} candidates fits into {space.memory_gb:g} GB "
-            "by its state and activations alone: take more ranks"
+            f"ranks={space.ranks}: none of {counts['candidates']} candidates fits in {space.memory_gb:g} GB, "
+            "counting only state and activations: use more ranks"
         )
     return ranked, counts
 
@@ -251,7 +251,7 @@ def _a_reason(space: Space, meshes: Sequence[tuple[int, ...]]) -> str:
         return str(error)
     except StopIteration:
         pass
-    return "train.micro_batch has no size that divides the batch of a rank"
+    return "no train.micro_batch divides the batch of a rank"
 
 
 class _OnMesh(NamedTuple):
@@ -416,7 +416,8 @@ def workers(processes: int) -> Iterator[Workers]:
             process.terminate()
         if isinstance(error, BrokenProcessPool):
             raise ConfigError(
-                f"processes={processes}: the system ended a process, as it does if memory runs out: give fewer"
+                f"processes={processes}: the system killed a process, probably because memory ran out: use fewer "
+                "processes"
             ) from error
         raise
     finally:
@@ -475,7 +476,7 @@ def so_far(space: Space, predicted: Predictions, given: Sequence[str]) -> str:
     """Return the table of an interrupted search, or one line if no predicted candidate fits."""
     best = of_each_mesh(_fastest(predicted))[:SHOWN]
     if not best:
-        return f"interrupted: of {len(predicted)} predicted candidates none fits yet"
+        return f"interrupted: none of {len(predicted)} predicted candidates fits so far"
     return "interrupted: the best so far\n" + as_text(space, Result(best, None, {"predicted": len(predicted)}), given)
 
 
@@ -490,18 +491,18 @@ def as_text(space: Space, result: Result, given: Sequence[str]) -> str:
     lines += [_line(space, name, row) for name, row in (*rows, *own)]
     lines += [f"own  {result.own}"] if result.own and not own else []
     lines += _notes(space, first)
-    lines += ["", "why each is slower than the first, and its overrides"]
+    lines += ["", "why each is slower than the first, and the overrides to select it"]
     for name, row in rows:
         why = "the fastest" if row is first else reason(row, first)
         lines += [f"{name:>3}  {why}", f"     {override_line(row.candidate, given)}"]
-    lines += [f"own  {reason(row, first)}: the run as it is given" for _, row in own]
+    lines += [f"own  {reason(row, first)}: the run as given" for _, row in own]
     return "\n".join(lines)
 
 
 def _notes(space: Space, first: Row) -> list[str]:
     """Return notes on the table's figures: the length of the run, and the accuracy of predictions."""
     length = run_length(space.cfg, first.prediction.step_time_s, space.ranks)
-    notes = [f"days and GPU hours are those of {si(length.tokens, '').strip()} tokens (train.steps)"] if length else []
+    notes = [f"days and GPU hours are for {si(length.tokens, '').strip()} tokens (train.steps)"] if length else []
     return ["", *notes, *([published.note()] if published.applies_to(space.hardware) else [])]
 
 

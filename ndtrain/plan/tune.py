@@ -38,13 +38,13 @@ LIMIT_S = 600  # timeout of a measurement, in seconds
 class Options(RunOptions):
     """The options of `plan tune`. `hardware` describes this machine."""
 
-    folder: str = option("where the table of measurements is kept; what is there is not measured again")
-    best: int = option("candidates of the search to measure", 6)
-    candidates: str | None = option('measure these instead: their overrides, " | " between two', None)
-    rounds: int = option("measurements of each candidate", 2)
-    steps: int = option("timed steps of a measurement, after as many untimed ones", 4)
-    predict: int = option("candidates that the search predicts at first", 40)
-    processes: int = option("processes to search in", 1)
+    folder: str = option("folder of the table of measurements; measurements in it are not repeated")
+    best: int = option("number of candidates of the search to measure", 6)
+    candidates: str | None = option('overrides of the candidates to measure instead, separated by " | "', None)
+    rounds: int = option("measurements per candidate", 2)
+    steps: int = option("timed steps per measurement, after the same number of untimed ones", 4)
+    predict: int = option("candidates that the search predicts first", 40)
+    processes: int = option("worker processes of the search", 1)
 
 
 def run(options: Options, overrides: Sequence[str]) -> None:
@@ -60,11 +60,11 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     try:
         _measure_all(table, candidates, options)
     except KeyboardInterrupt:
-        print("interrupted: the same call goes on with what is missing\n" + as_text(ranking(table, candidates)))
+        print("interrupted: run the same command again to measure the rest\n" + as_text(ranking(table, candidates)))
         raise
     tuned = ranking(table, candidates)
     if tuned[0].step_ms is None:
-        raise ConfigError(f"folder={options.folder}: every candidate failed, the first one with: {tuned[0].error}")
+        raise ConfigError(f"folder={options.folder}: every candidate failed, the first with: {tuned[0].error}")
     print(as_text(tuned))
     if ratio := measured_over_predicted(tuned):
         path = Path(options.folder) / DESCRIPTION
@@ -102,7 +102,7 @@ def _candidates(options: Options, overrides: Sequence[str], hardware: Hardware) 
         ConfigError: the recipe is missing, a given candidate is not legal, or the search finds none.
     """
     if not any(word.startswith("recipe=") for word in overrides):
-        raise ConfigError("recipe is missing: the steps of a bench need one, e.g. recipe=llama_small")
+        raise ConfigError("recipe is missing: give the recipe to measure, e.g. recipe=llama_small")
     cfg, overrides = searched_run(overrides, hardware)
     ranks = world_of(cfg, options, hardware)
     if options.candidates is None:
@@ -175,7 +175,7 @@ class Table:
         except OSError as error:
             raise ConfigError(f"folder={folder}: cannot be used ({error.strerror})") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"folder={folder}: {path} is no table of plan tune: take another folder") from error
+            raise ConfigError(f"folder={folder}: {path} is not a table of plan tune: give another folder") from error
 
     def has(self, trial: Trial, number: int) -> bool:
         return any(row["overrides"] == trial.overrides and row["round"] == number for row in self._of(trial))

@@ -66,13 +66,13 @@ CASES = {  # ranks -> overrides
 class Options:
     """The options of `plan validate`."""
 
-    hardware: str = option("the description of this machine that `plan calibrate` wrote")
-    ranks: str = option("only cases of these numbers of ranks, 1,2", ",".join(map(str, CASES)))
-    launches: int = option("how often the ranks of each case are started", 3)
-    rounds: int = option("timed blocks of each case in a launch", 2)
-    steps: int = option("steps of a block", 2)
-    warmup: int = option("untimed steps before", 2)
-    json: str | None = option("the file to write everything to", None)
+    hardware: str = option("description of this machine, written by `plan calibrate`")
+    ranks: str = option("run only the cases with these numbers of ranks, e.g. 1,2", ",".join(map(str, CASES)))
+    launches: int = option("launches of each case", 3)
+    rounds: int = option("timed blocks of each case per launch", 2)
+    steps: int = option("steps per block", 2)
+    warmup: int = option("untimed steps before the timed ones", 2)
+    json: str | None = option("JSON file for all results", None)
 
     @property
     def worlds(self) -> list[int]:
@@ -83,7 +83,9 @@ class Options:
         """
         words = self.ranks.replace(",", " ").split()
         if strange := [w for w in words if w not in map(str, CASES)]:
-            raise ConfigError(f"ranks={strange[0]}: there are cases of {', '.join(map(str, CASES))} ranks")
+            raise ConfigError(
+                f"ranks={strange[0]}: no case has this number of ranks; known: {', '.join(map(str, CASES))}"
+            )
         return [int(w) for w in words]
 
 
@@ -123,7 +125,9 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     refuse_overrides(Options, overrides)
     hardware = load_hardware(options.hardware)
     if hardware.measured is None:
-        raise ConfigError(f"hardware={options.hardware}: has nothing measured: give a file of `ndtrain plan calibrate`")
+        raise ConfigError(
+            f"hardware={options.hardware}: has no measurements: give a file written by `ndtrain plan calibrate`"
+        )
     device, predictor, rows = choose_device(hardware.device), Predictor(hardware), []
     print(f"{options.launches} launches of each of {sum(len(CASES[n]) for n in options.worlds)} cases", flush=True)
     parts = [(ranks, part) for ranks in options.worlds for part in _parts(CASES[ranks])]
@@ -200,4 +204,4 @@ def _errors(errors: Sequence[float]) -> str:
 
 def _tau(rows: Sequence[Row]) -> str:
     tau = kendall_tau([r.measured for r in rows], [r.predicted for r in rows])
-    return "none, as all are alike" if tau is None else f"{tau:.2f}"
+    return "none, all are equal" if tau is None else f"{tau:.2f}"

@@ -39,7 +39,7 @@ class Coordinator:
             store.put("nonce", uuid.uuid4().hex)
         nonce = self._wait_for("nonce", time.monotonic() + deadline_s)
         if nonce is None:
-            raise TimeoutError(f"rank 0 has not come within {deadline_s:g} s")
+            raise TimeoutError(f"rank 0 did not connect within {deadline_s:g} s")
         self.nonce = str(nonce)
 
     def report(self, check: str, findings: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def device_facts(device: torch.device, wanted: str) -> Findings:
     facts = {"kind": "cpu", "name": f"{cpu_model()}, threads: {torch.get_num_threads()}", "memory": memory}
     gpus = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cuda" or gpus:
-        facts["problem"] = f"no GPU for it: {here} ranks on this host, {gpus} GPUs that torch can use"
+        facts["problem"] = f"no GPU left for it: {here} ranks on this host, {gpus} GPUs that torch can use"
     return facts
 
 
@@ -119,7 +119,9 @@ def check_hosts(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list
 def _addresses(by_rank: dict[int, Findings], ranks: Ranks) -> list[Row]:
     """Return a warning if ranks listen on a public address."""
     public = {r: f"listens on the public address {', '.join(f['public'])}" for r, f in by_rank.items() if f["public"]}
-    advice = "close the ports of docs/launch.md to strangers, or choose another interface (NDTRAIN_INTERFACE)"
+    advice = (
+        "close the ports listed in docs/launch.md to other networks, or choose another interface (NDTRAIN_INTERFACE)"
+    )
     return [Row("addresses", Status.WARNING, advice, ranks.grouped(public))] if public else []
 
 
@@ -175,7 +177,7 @@ def _devices(by_rank: dict[int, Findings], ranks: Ranks) -> Row:
         for r, f in by_rank.items()
         if "free" in f and f["free"] < (1 - TAKEN) * f["memory"]
     }
-    memory = bytes_of(min(f["memory"] for f in by_rank.values())) + (" each" if kind == "cuda" else " a host")
+    memory = bytes_of(min(f["memory"] for f in by_rank.values())) + (" each" if kind == "cuda" else " per host")
     status = Status.FAILED if wrong else Status.WARNING if other or taken else Status.OK
     notes = (*ranks.grouped(wrong), *ranks.grouped(other), *ranks.grouped(taken))
     return Row("devices", status, f"{len(by_rank)} x {name}, {memory}", notes)
@@ -185,7 +187,7 @@ def _shared_gpus(by_rank: dict[int, Findings]) -> dict[int, str]:
     """Return a message for each rank that sees a single GPU which is also another rank's."""
     owners: dict[str, int] = {}
     first = {r: owners.setdefault(f["uuid"], r) for r, f in sorted(by_rank.items()) if "uuid" in f}
-    return {r: f"has the GPU of rank {owner}" for r, owner in first.items() if owner != r}
+    return {r: f"uses the same GPU as rank {owner}" for r, owner in first.items() if owner != r}
 
 
 # ---------------------------------------------------------------------------------------------------------- arithmetic

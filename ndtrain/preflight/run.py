@@ -86,7 +86,7 @@ def preflight(cfg: Config) -> int:
             cleaner.remove_file()
             cleaner.remove_folders()
     except (dist.DistError, TimeoutError) as error:  # raised by the store: failing checks are caught and reported
-        print(f"error (rank {rank}): the ranks cannot meet: {_one_line(error)}", file=sys.stderr, flush=True)
+        print(f"error (rank {rank}): the ranks cannot connect: {_one_line(error)}", file=sys.stderr, flush=True)
         return 1
 
 

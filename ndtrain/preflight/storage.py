@@ -101,7 +101,7 @@ def _write_and_read(context: RankContext, path: Path) -> Findings:
     finally:
         os.close(fd)
     if written == 0 or right == 0:
-        raise OSError(errno.EIO, "what is read is not what was written")
+        raise OSError(errno.EIO, "the data read differs from the data written")
     return {"write": written / write_s, "read": right / read_s}
 
 
@@ -123,7 +123,7 @@ def check_storage(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> li
         notes += [f"slow {way}, {per_second(rates[r])}: {ranks.one(r)}" for r in odd]
         figures.append(f"{way} {per_second(min(rates.values()))} to {per_second(max(rates.values()))}")
         status = Status.WARNING if notes else Status.OK
-    return [Row("storage", status, f"{', '.join(figures)} a rank, in {cfg.run.dir}", tuple(notes))]
+    return [Row("storage", status, f"{', '.join(figures)} per rank, in {cfg.run.dir}", tuple(notes))]
 
 
 # ----------------------------------------------------------------------------------------------------------- one folder
@@ -136,7 +136,7 @@ def probe_folder(context: RankContext) -> Findings:
         time.sleep(0.1)
     if not path.exists():
         raise OSError(
-            f"{context.cfg.run.dir} is another folder than rank 0's: put run.dir on storage that all hosts share"
+            f"{context.cfg.run.dir} is not the same folder as on rank 0: put run.dir on storage that all hosts share"
         )
     return {}
 

@@ -28,7 +28,7 @@ def _ending(ending: str) -> Callable[[str, str], str]:
 
     def read(key: str, text: str) -> str:
         if Path(text).suffix.lower() != ending:
-            raise ArgumentError(f"{key}={text}: what is written is {ending[1:].upper()}: let the name end in {ending}")
+            raise ArgumentError(f"{key}={text}: the output is {ending[1:].upper()}: give a name that ends in {ending}")
         return text
 
     return read
@@ -36,11 +36,11 @@ def _ending(ending: str) -> Callable[[str, str], str]:
 
 @dataclass(frozen=True)
 class Options:
-    out: str | None = option("the page; report.html unless given", None, read=_ending(".html"))
-    svg: str | None = option("an SVG of one metric instead of a page", None, read=_ending(".svg"))
-    csv: str | None = option("the values of all curves instead of a page", None, read=_ending(".csv"))
+    out: str | None = option("HTML page to write; default: report.html", None, read=_ending(".html"))
+    svg: str | None = option("SVG file of one metric, instead of a page", None, read=_ending(".svg"))
+    csv: str | None = option("CSV file with the values of all curves, instead of a page", None, read=_ending(".csv"))
     metric: str = option(
-        f"of svg: {', '.join(KEYS)}", "loss", read=lambda key, text: one_of(key, text, KEYS)
+        f"metric of the SVG file: {', '.join(KEYS)}", "loss", read=lambda key, text: one_of(key, text, KEYS)
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def main(args: Sequence[str]) -> int:
     try:
         options = parse(Options, [arg for arg in args if arg not in paths])
         if not paths:
-            raise ArgumentError("RUN is missing: name a run folder, for example runs/llama_small")
+            raise ArgumentError("RUN is missing: give a run folder, e.g. runs/llama_small")
         runs = read_runs(find_runs(list(map(Path, paths))))
         written = []
         if options.svg:

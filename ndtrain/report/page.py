@@ -82,7 +82,7 @@ def _tables(runs: Sequence[Run]) -> str:
         text += "<p>The configurations do not differ.</p>"
     bare = [run.name for run in runs if not run.config]
     if bare:
-        text += f"<p>No config.yaml that can be read: {escape(', '.join(bare))}.</p>"
+        text += f"<p>No readable config.yaml: {escape(', '.join(bare))}.</p>"
     for run in runs if len(runs) == 1 and runs[0].config else ():
         whole = _table(["key", "value"], [[key, _text(run.config, key)] for key in run.config])
         text += f"<details><summary>Configuration</summary>{whole}</details>"

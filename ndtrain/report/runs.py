@@ -101,8 +101,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             continue
         below = sorted(p.parent for p in path.glob(f"*/{METRICS_FILE}"))
         if not below:
-            why = "has no metrics.jsonl, nor has a folder in it" if path.is_dir() else "no such folder"
-            raise ReportError(f"{path}: {why}; a run folder is the run.dir of a training")
+            why = "neither this folder nor a folder in it has a metrics.jsonl" if path.is_dir() else "no such folder"
+            raise ReportError(f"{path}: {why}: give the run.dir of a training run")
         runs += below
     return list({path.resolve(): path for path in runs}.values())
 
@@ -127,7 +127,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     if refused and not runs:
         raise refused[0]
     for error in refused:
-        print(f"left out: {error}", file=sys.stderr)
+        print(f"skipped: {error}", file=sys.stderr)
     return runs
 
 

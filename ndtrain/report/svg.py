@@ -25,7 +25,7 @@ def render_svg(runs: Sequence[Run], key: str = "loss") -> str:
     curves = [reduce_curve(run.steps, run.values[key], POINTS) for run in runs]
     shown = [(i, run, curve) for i, (run, curve) in enumerate(zip(runs, curves, strict=True)) if len(curve.x)]
     if not shown:
-        raise ReportError(f"metric={key}: no run has a finite value of it")
+        raise ReportError(f"metric={key}: no run has a finite value of this metric")
     top = 52 + 20 * ((len(shown) - 1) // COLUMNS + 1)
     plot = _Plot([run for _, run, _ in shown], [curve for _, _, curve in shown], top)
     parts = [

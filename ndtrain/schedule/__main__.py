@@ -35,22 +35,22 @@ class Options:
     """The options of both commands."""
 
     schedule: str | None = option(
-        f"{', '.join(NAMES)}; compare: several of them, separated by commas (all but csv unless given)", None
+        f"{', '.join(NAMES)}; compare: several, separated by commas (default: all but csv)", None
     )
-    pp: int | None = option("ranks of the pipeline", None)
-    microbatches: int | None = option("microbatches of a step", None)
-    chunks: int | None = option("stages a rank; the schedule's own number unless given", None)
-    path: str | None = option("with schedule=csv: the file", None)
+    pp: int | None = option("pipeline ranks", None)
+    microbatches: int | None = option("microbatches per step", None)
+    chunks: int | None = option("stages per rank; default: the schedule's own number", None)
+    path: str | None = option("CSV file to read with schedule=csv", None)
     forward: float = option(
-        "time of one microbatch's forward through all stages of a rank; of n chunks each takes 1/n of it", 1.0,
+        "time of one microbatch's forward through all stages of a rank; with n chunks, each takes 1/n of it", 1.0,
         "cost.F", _time,
     )  # fmt: skip
     input_grad: float = option("time of its input gradient", 1.0, "cost.I", _time)
     weight_grad: float = option("time of its weight gradient", 1.0, "cost.W", _time)
-    backward: float | None = option("time of its full backward; I + W unless given", None, "cost.B", _time)
-    latency: float = option("time of a message between two ranks; 0 unless given", 0.0, read=_time)
-    out: str | None = option("the drawing to write, an SVG file", None)
-    csv: str | None = option("the table to write (not with compare)", None)
+    backward: float | None = option("time of its full backward; default: I + W", None, "cost.B", _time)
+    latency: float = option("time of a message between two ranks; default: 0", 0.0, read=_time)
+    out: str | None = option("SVG file for the drawing", None)
+    csv: str | None = option("CSV file for the table (not with compare)", None)
 
 
 def main(args: Sequence[str]) -> int:
@@ -90,7 +90,7 @@ def show_one(options: Options) -> None:
 def show_comparison(options: Options) -> None:
     """Print one row of figures per schedule. Draw the schedules on one time scale if requested."""
     if options.csv:
-        raise ScheduleError("csv: not with compare, which has several tables")
+        raise ScheduleError("csv: not supported by compare, which has several tables")
     names = options.schedule.split(",") if options.schedule else [n for n in NAMES if n != "csv"]
     timelines = [predict(name, options) for name in names]
     rows = [

@@ -73,7 +73,7 @@ def _check_sizes(name: str, pp: int, microbatches: int, chunks: int | None, path
         raise ScheduleError("csv needs the path of its file")
     generator = GENERATORS.get(name)
     if generator and chunks not in (None, generator.chunks) and not generator.any_chunks:
-        raise ScheduleError(f"{name} has {generator.chunks} stage(s) a rank, not chunks={chunks}")
+        raise ScheduleError(f"{name} has {generator.chunks} stage(s) per rank, not chunks={chunks}")
 
 
 def _rank_of(table: Table) -> tuple[int, ...]:

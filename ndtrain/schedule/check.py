@@ -88,7 +88,7 @@ def _check_places(table: Table, microbatches: int, stages: int) -> None:
             before = kinds.get(a[1:], "")
             fault = _fault(a, microbatches, stages, before)
             if not fault and rank_of.setdefault(a.stage, rank) != rank:
-                fault = f"is not on rank {rank_of[a.stage]} like the actions before it on its stage"
+                fault = f"must be on rank {rank_of[a.stage]}, like the earlier actions of its stage"
             if fault:
                 raise IllegalSchedule(f"rank {rank}: {show(a)} {fault}", rank, index)
             kinds[a[1:]] = before + a.kind
@@ -101,11 +101,11 @@ def _check_places(table: Table, microbatches: int, stages: int) -> None:
 def _fault(a: Action, microbatches: int, stages: int, before: str) -> str | None:
     """Explain why `a` is illegal after the kinds `before` of its microbatch and stage. Return None if it is legal."""
     if a.kind not in _EXCLUDES or not 0 <= a.microbatch < microbatches or not 0 <= a.stage < stages:
-        return f"has no place in a schedule of microbatches 0 to {microbatches - 1} on stages 0 to {stages - 1}"
+        return f"is outside the schedule (microbatches 0 to {microbatches - 1}, stages 0 to {stages - 1})"
     if a.kind in before:
-        return "stands there twice"
+        return "appears twice"
     other = next((kind for kind in _EXCLUDES[a.kind] if kind in before), None)
-    return other and f"stands beside its {other}: a backward is either B, or I and W"
+    return other and f"appears in addition to its {other}: a backward is either B, or I and W"
 
 
 def _missing(kinds: str) -> list[str]:

@@ -27,14 +27,14 @@ def read(path: Path, pp: int, microbatches: int, chunks: int | None = None) -> T
     """
     rows = _cells(path)
     if len(rows) != pp:
-        raise ScheduleError(f"{path}: {len(rows)} rows of actions, but pp={pp} needs one a rank")
+        raise ScheduleError(f"{path}: {len(rows)} rows of actions, but pp={pp} needs one per rank")
     table = [[action for *_, action in row] for row in rows]
     in_file = 1 + max(a.microbatch for row in table for a in row)
     if in_file != microbatches:
-        raise ScheduleError(f"{path}: holds {in_file} microbatches, but the configuration makes {microbatches}")
+        raise ScheduleError(f"{path}: has {in_file} microbatches, but the configuration has {microbatches}")
     stages = 1 + max(a.stage for row in table for a in row)
     if chunks is not None and stages != pp * chunks:
-        raise ScheduleError(f"{path}: holds {stages} stages, but pp={pp} and {chunks} chunks a rank make {pp * chunks}")
+        raise ScheduleError(f"{path}: has {stages} stages, but pp={pp} and {chunks} chunks per rank make {pp * chunks}")
     try:
         check(table, microbatches, stages)
     except IllegalSchedule as error:
@@ -68,6 +68,7 @@ def _action(cell: str, path: Path, row: int, column: int) -> Action:
     match = re.fullmatch(r"(\d{1,9})([FBIW])(\d{1,9})", cell, re.ASCII)
     if not match:
         raise ScheduleError(
-            f"{path}, row {row}, column {column}: {cell!r} is no action; cells are <stage><F|B|I|W><microbatch>: 0F3"
+            f"{path}, row {row}, column {column}: {cell!r} is not an action: write <stage><F|B|I|W><microbatch>, "
+            "e.g. 0F3"
         )
     return Action(match[2], int(match[3]), int(match[1]))

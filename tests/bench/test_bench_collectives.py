@@ -88,7 +88,7 @@ def test_two_ranks_all_right(tmp_path, capsys):
     assert results["axes"].keys() == {"dp"} and results["mesh"]["dp"] == 2 and results["backend"] == "gloo"
     require_all_right(results["axes"]["dp"], 2, [1024, 8192])
     assert "WRONG" not in said and said.count("  yes\n") == 20
-    assert said.count("the same bits on every rank") == 2
+    assert said.count("bitwise equal on every rank") == 2
     assert all(f"{op.counted:20} {op.formula}" in said and op.why in said for op in OPERATIONS.values())
 
 
@@ -181,7 +181,7 @@ def test_wrong_results_are_named(capsys):
     with mock.patch.object(collectives, "on_ranks", return_value=results):
         assert main(["collectives", "min=256", "max=256", "rounds=1", "backend=gloo"]) == 1
     out, err = capsys.readouterr()
-    assert out.count("  WRONG\n") == 3 and out.count("WRONG: other bits") == 1
+    assert out.count("  WRONG\n") == 3 and out.count("WRONG: bits differ") == 1
     assert err.count("\n") == 1 and "all_gather of 256 B over dp on rank 1" in err
     assert f"{TWO_STEPS} (ours) as all_reduce of 256 B over dp on ranks 0 1" in err
 
@@ -258,16 +258,16 @@ def test_sizes_end_with_the_largest():
     [
         (["ranks=1"], "ranks=1: a collective needs at least 2 ranks"),
         (["mesh=dp=2,tp=3", "ranks=4"], "its sizes multiply to 6, but there are 4 ranks"),
-        (["mesh=ddp=2"], 'must be sizes of axes, "dp=2 tp=2"; known axes: pp, dp, fsdp, cp, tp'),
+        (["mesh=ddp=2"], 'must be sizes of axes, e.g. "dp=2 tp=2"; known axes: pp, dp, fsdp, cp, tp'),
         (["mesh=dp=0"], "must be sizes of axes"),
-        (["mesh=dp=2", "axis=tp"], "axis=tp: no axis with more than one rank; those of this mesh: dp"),
+        (["mesh=dp=2", "axis=tp"], "axis=tp: not an axis with more than one rank; known: dp"),
         (["min=1GB"], "min=1GB is more than max=64MiB"),
         (["max=12furlongs"], "max=12furlongs: must be a number of bytes, or one with a unit"),
         (["factor=1"], "factor=1: must be at least 2"),
         (["max=1000TiB"], "are free: lower max"),
         (["backend=mpi"], "mpi: no such backend"),
-        (["out=/nowhere/x.json"], "there is no folder /nowhere"),
-        (["plot=/nowhere/x.png"], "there is no folder /nowhere"),
+        (["out=/nowhere/x.json"], "the folder /nowhere does not exist"),
+        (["plot=/nowhere/x.png"], "the folder /nowhere does not exist"),
         (["plot=x.svg"], "let the name end in .png"),
         (["demo=true", "out=x.json"], "demo=true measures nothing"),
         (["sizes=4"], "sizes: no such key"),
@@ -287,7 +287,7 @@ def test_a_plot_without_matplotlib_is_refused(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("nccl", "gpus", "said"),
-    [(False, 8, "this PyTorch has no NCCL"), (True, 1, "2 ranks on this host but 1 GPUs, and each needs its own")],
+    [(False, 8, "this PyTorch has no NCCL"), (True, 1, "2 ranks on this host but 1 GPUs, and each rank needs its own")],
 )
 def test_nccl_where_it_cannot_work(nccl, gpus, said, capsys):
     with (

@@ -190,7 +190,7 @@ def test_layers_of_8b_are_chosen_by_the_memory():
         with memory(gib):
             assert choose_suite("auto") == name
             why = lacking(whole, torch.device("cuda"))
-            assert why == ("" if gib > 90 else "the state alone needs 89.7 GiB, and this GPU has 79.2")
+            assert why == ("" if gib > 90 else "the state alone needs 89.7 GiB, but this GPU has 79.2")
     with memory(39), pytest.raises(ConfigError, match="this GPU has 39 GiB, and suite=h100 needs 78"):
         choose_suite("auto")
 
@@ -293,7 +293,7 @@ def test_resume_takes_over_and_a_kill_loses_one_case(tmp_path, capsys):
     assert [call.args[0].name for call in run_case.call_args_list] == ["tiny losses fp8"]
     assert list(saved_results(second)["cases"]) == ["tiny losses bf16", "tiny losses fp8"]
     assert main([*args, f"folder={second}", f"resume={tmp_path}/none.json"]) == 2
-    assert "none.json: there is no such file" in capsys.readouterr().err
+    assert "none.json: no such file: remove resume= to start" in capsys.readouterr().err
 
 
 def test_a_case_that_would_end_too_late_is_not_begun(tmp_path, capsys):
@@ -302,7 +302,7 @@ def test_a_case_that_would_end_too_late_is_not_begun(tmp_path, capsys):
     with mock.patch.object(gpu_run, "run_case", side_effect=fake_case), mock.patch.object(gpu_run, "seconds", slow):
         assert main(args) == 0
     assert list(saved_results(tmp_path)["cases"]) == ["tiny losses fp8"]
-    assert "not begun or cut short, for minutes=1: tiny losses bf16; resume=" in capsys.readouterr().out
+    assert "not started or not finished because of minutes=1: tiny losses bf16; resume=" in capsys.readouterr().out
 
 
 def test_the_listing_has_every_case_and_measures_none(tmp_path, capsys):
@@ -509,13 +509,16 @@ def test_microbatches_of_a_case_are_those_of_its_name():
             "trian.compile: no such key",
         ),
         (["step", "recipe=llama_debug", "cases=mesh.fsdp=2"], "mesh fsdp=2 needs 2 ranks but 1 started"),
-        (["step", "recipe=llama_debug", "out=/nowhere/x.json"], "there is no folder /nowhere"),
+        (["step", "recipe=llama_debug", "out=/nowhere/x.json"], "the folder /nowhere does not exist"),
         (["gpu", "suite=h300"], "h300: no such suite; did you mean 'h200'?"),
         (["gpu", "device=cpu"], "device=cpu: suite=h200 is for a GPU; suite=smoke runs on a CPU too"),
         (["gpu", "part=3/2"], "part=3/2: must be k/n with k from 1 to n"),
         (["gpu", "part=0/2"], "part=0/2: must be k/n"),
-        (["gpu", "only=70b"], "only=70b: no case of part 1/1 is called so; names begin with 1b, small, 8b, 8b8"),
-        (["gpu", "folder=/nowhere"], "folder=/nowhere: there is no such folder"),
+        (
+            ["gpu", "only=70b"],
+            "only=70b: no case of part 1/1 has this text in its name; names begin with 1b, small, 8b, 8b8",
+        ),
+        (["gpu", "folder=/nowhere"], "folder=/nowhere: no such folder: give an existing one"),
     ],
 )
 def test_bad_arguments_are_one_line(args, said, capsys, tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_left_out(known_peak, monkeypatch, tmp_path, capsys
     monkeypatch.setattr(matmul, "free_memory_bytes", lambda device: enough)
     results = run_bench(["dtypes=fp32"], tmp_path)
     assert [r["size"] for r in results["rows"]] == [32]
-    assert "fp32       64  left out: needs" in capsys.readouterr().out
+    assert "fp32       64  skipped: needs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("contents", ["all", "randn"])
@@ -115,8 +115,8 @@ def test_need_covers_what_is_allocated(contents):
         (["min=8192"], "min=8192 is more than max=4096"),
         (["dtypes=fp16"], "fp16: no such dtype of this device; did you mean 'bf16'? known: fp32, bf16"),
         (["contents=rnd"], "rnd: no such contents; did you mean 'rand'?"),
-        (["min=16777216", "max=16777216"], "are free: lower it"),
-        (["out=/nowhere/x.json"], "there is no folder /nowhere"),
+        (["min=16777216", "max=16777216"], "are free: lower min"),
+        (["out=/nowhere/x.json"], "the folder /nowhere does not exist"),
         (["plot=x.pdf"], "let the name end in .png"),
         (["size=4"], "size: no such key"),
     ],

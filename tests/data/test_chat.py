@@ -249,7 +249,7 @@ def test_what_a_template_may_not_do(text):
 
 def test_a_template_that_says_too_much_is_stopped(monkeypatch):
     monkeypatch.setattr("ndtrain.data.chat.template._LARGEST", 1000)
-    with pytest.raises(TemplateError, match="renders more than"):
+    with pytest.raises(TemplateError, match="its output has more than"):
         ChatTemplate({"default": "{% for i in range(99999) %}{{ i }}{% endfor %}"}, {}, DAY).render(HELLO)
 
 
@@ -332,12 +332,12 @@ def test_what_is_too_long_is_cut_off_or_left_out_and_counted(folders, tmp_path):
     rows = [{"messages": HELLO}, {"messages": [*HELLO, *HELLO, *HELLO, *HELLO]}, {"messages": late}]
     data = opened(folder, rows, tmp_path, seq_len=32)
     (line,) = [line for line in data.warnings(config(folder, tmp_path / "chat.jsonl")) if "train.seq_len" in line]
-    assert "of 3 conversations, 2 have more than" in line and "1 are cut off there, and 1, whose" in line
+    assert "2 of 3 conversations are longer than" in line and "1 are truncated, and 1, whose" in line
     assert data.packed.count == 2
     ids, learned = conversations(data)[1]
     assert [data.packed.tokens(1)[:32].tolist(), data.packed.weights(1)[1:32].tolist()] == [ids[:32], learned[1:32]]
     only_late = [{"messages": late}]
-    with pytest.raises(ConfigError, match=r"within train.seq_len=32 tokens no conversation comes to an answer"):
+    with pytest.raises(ConfigError, match=r"no conversation has an answer within its first train.seq_len=32 tokens"):
         opened(folder, only_late, tmp_path, seq_len=32)
 
 
@@ -446,25 +446,25 @@ REFUSED = {  # a row -> what the line must say behind the file and the row
     "other fields": ({"conversations": []}, "neither messages nor prompt and completion: rename its fields (conv"),
     "both": ({"messages": HELLO, "prompt": "x"}, "both messages and prompt"),
     "half": ({"prompt": "x"}, "neither messages nor prompt and completion"),
-    "no list": ({"messages": "hi"}, "messages is no list of messages but a text"),
+    "no list": ({"messages": "hi"}, "messages must be a list of messages, not a string"),
     "empty": ({"messages": []}, "messages is empty: remove the row"),
-    "mixed": ({"prompt": "x", "completion": HELLO[1:]}, "prompt is no list of messages but a text"),
+    "mixed": ({"prompt": "x", "completion": HELLO[1:]}, "prompt must be a list of messages, not a string"),
     "no completion": ({"prompt": "x", "completion": ""}, "completion is empty"),
-    "no message": ({"messages": ["hi"]}, "message 1 of messages is no object but a text"),
+    "no message": ({"messages": ["hi"]}, "message 1 of messages must be an object, not a string"),
     "no role": ({"messages": [{"content": "x"}]}, "message 1 of messages has no role"),
     "strange role": ({"messages": [HELLO[0], {"role": "asistant", "content": "x"}]}, "unknown role 'asistant'; known"),
     "no content": ({"messages": [HELLO[0], {"role": "assistant"}]}, "message 2 of messages has neither content nor"),
-    "a number": ({"messages": [{"role": "user", "content": 3}]}, "content that is no text but 3"),
+    "a number": ({"messages": [{"role": "user", "content": 3}]}, "message 1 of messages must be a string, not 3"),
     "weight 0": ({"messages": HELLO, "weight": 0}, "has weight 0: remove the row"),
     "a negative weight": ({"messages": HELLO, "weight": -1}, "the row has weight -1: it must be 0, or a number from"),
-    "a text as weight": ({"messages": [HELLO[0], HELLO[1] | {"weight": "1"}]}, "message 2 of the row has weight a te"),
-    "no weight": ({"messages": [HELLO[0], HELLO[1] | {"weight": 0}]}, "nothing that the assistant says with a weight"),
-    "no answer": ({"messages": HELLO[:1]}, "holds nothing that the assistant says"),
+    "a text as weight": ({"messages": [HELLO[0], HELLO[1] | {"weight": "1"}]}, "message 2 of the row has weight a st"),
+    "no weight": ({"messages": [HELLO[0], HELLO[1] | {"weight": 0}]}, "no assistant message with a weight"),
+    "no answer": ({"messages": HELLO[:1]}, "has no assistant message"),
     "refused by the template": ({"messages": [HELLO[0], *HELLO]}, "roles must alternate user/assistant"),
-    "tools in words": ({"messages": HELLO, "tools": "mix"}, "tools is a text that is not JSON"),
-    "one tool": ({"messages": HELLO, "tools": {}}, "tools is no list but an object"),
-    "variables": ({"messages": HELLO, "chat_template_kwargs": [1]}, "chat_template_kwargs is no object"),
-    "half a pair": ('{"prompt": "\\ud800", "completion": "x"}\n', "lone surrogate"),
+    "tools in words": ({"messages": HELLO, "tools": "mix"}, "tools is a string that is not JSON"),
+    "one tool": ({"messages": HELLO, "tools": {}}, "tools must be a list, not an object"),
+    "variables": ({"messages": HELLO, "chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
+    "half a pair": ('{"prompt": "\\ud800", "completion": "x"}\n', "unpaired surrogate"),
 }  # fmt: skip
 
 
@@ -481,7 +481,7 @@ def test_a_row_that_is_refused_is_named(case, marked, folders, tmp_path):
 def test_a_template_that_rewrites_what_was_said_is_refused(folders, tmp_path):
     """Without markers, nobody can tell where the answer begins."""
     text = "{{ messages | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    with pytest.raises(RowError, match=r"renders the messages before message 2 otherwise"):
+    with pytest.raises(RowError, match=r"renders the messages before message 2 differently once it follows"):
         samples_of({"messages": HELLO}, ChatTemplate({"default": text}, {}, DAY), "")
 
 

@@ -363,7 +363,7 @@ def test_prefetcher_keeps_at_most_depth_items_ready():
         assert item == step * 10 and waited >= 0
         time.sleep(0.01)
         assert len(made) <= step - 4 + 3
-    with pytest.raises(ValueError, match="the end"):
+    with pytest.raises(ValueError, match=r"\(end: "):
         ahead.get(20)
     assert made == list(range(5, 20))
     ahead.close()
@@ -372,7 +372,7 @@ def test_prefetcher_keeps_at_most_depth_items_ready():
 def test_prefetcher_measures_the_wait_and_insists_on_order():
     ahead = Prefetcher(lambda step: time.sleep(0.2), 0, 2, depth=1)
     assert ahead.get(0)[1] > 0.1
-    with pytest.raises(ValueError, match="1 is next"):
+    with pytest.raises(ValueError, match="the next step is 1 "):
         ahead.get(0)
     ahead.close()
 
@@ -810,7 +810,7 @@ ERRORS = {
     ),
     "lone surrogate": (
         lambda p: {"name": "jsonl", "path": write(p / "a.jsonl", b'{"text": "\\ud800"}')},
-        "/a.jsonl:1: field 'text' holds a lone surrogate",
+        "/a.jsonl:1: field 'text' contains an unpaired surrogate",
     ),
     "empty bin": (
         lambda p: {"name": "bin", "path": write(p / "a.bin", b"")},
@@ -818,7 +818,7 @@ ERRORS = {
     ),
     "bin of odd size": (
         lambda p: {"name": "bin", "path": write(p / "a.bin", b"123"), "dtype": "uint16"},
-        "data.path=.*: 3 bytes are no multiple of the 2 of data.dtype=uint16",
+        "data.path=.*: 3 bytes are not a multiple of the 2 of data.dtype=uint16",
     ),
     "short bin": (
         lambda p: {"name": "bin", "path": write(p / "a.bin", bytes(32))},
@@ -826,31 +826,31 @@ ERRORS = {
     ),
     "id beyond the vocabulary": (
         lambda p: {"name": "bin", "path": write(p / "a.bin", np.array([1] * 20 + [300, 9, 300], "<u2").tobytes())},
-        "token id 300 at offset 20 lies beyond model.vocab_size=300: set model.vocab_size to at least 301",
+        "token id 300 at offset 20 is outside model.vocab_size=300: set model.vocab_size to at least 301",
     ),
     "two bins": (
         lambda p: {"name": "bin", "path": write(p / "a.bin", b"12") and write(p / "b.bin", b"12") and str(p)},
-        "data=bin reads one file but 2 are here",
+        "data=bin reads one file, but there are 2 here",
     ),
     "packing a bin without its end-of-text token": (
         lambda p: {"name": "bin", "path": write(p / "a.bin", bytes(64)), "pack": True},
-        "data.eos_id is missing: data.pack=true needs it with data=bin",
+        "data.eos_id is missing: with data=bin, data.pack=true needs",
     ),
     "end-of-text token beyond the vocabulary": (
         lambda p: {"name": "bin", "path": write(p / "a.bin", bytes(64)), "eos_id": 300},
-        r"data.eos_id=300: must lie in \[0, model.vocab_size=300\)",
+        r"data.eos_id=300: must be in \[0, model.vocab_size=300\)",
     ),
     "negative end-of-text token": (
         lambda p: {"name": "bin", "path": write(p / "a.bin", bytes(64)), "eos_id": -1, "pack": True},
-        r"data.eos_id=-1: must lie in \[0, model.vocab_size=300\)",
+        r"data.eos_id=-1: must be in \[0, model.vocab_size=300\)",
     ),
     "end-of-text token that the bin does not hold": (
         lambda p: {"name": "bin", "path": write(p / "a.bin", bytes(64)), "eos_id": 9, "pack": True},
-        "data.eos_id=9: no token of data.path=.*/a.bin is 9, so nothing ends a document: .* data.pack=false",
+        "data.eos_id=9: data.path=.*/a.bin does not contain this token, so no document ends: .* data.pack=false",
     ),
     "end-of-text token of a text corpus": (
         lambda p: {"name": "text", "path": write(p / "a", TEXT.encode()), "eos_id": 256},
-        "data.eos_id=256: data=text takes it from data.tokenizer, only data=bin, .* read the key: set it to null",
+        "data.eos_id=256: data=text takes it from data.tokenizer, and only data=bin, .* use this key: set it to null",
     ),
     "missing tokenizer": (
         lambda p: {"name": "text", "path": write(p / "a", b"x"), "tokenizer": str(p / "no")},
@@ -893,7 +893,7 @@ def test_error_messages(case, tmp_path):
 def test_tokenizer_without_an_end_of_text_token(folder, tmp_path, given_tokenizer):
     (given_tokenizer / "tokenizer_config.json").write_text('{"eos_token": "<none such>"}')
     cfg = config({"name": "text", "path": str(folder), "tokenizer": str(given_tokenizer)}, tmp_path)
-    with pytest.raises(ConfigError, match=r"end-of-text token is unknown: name it as eos_token in .*config\.json"):
+    with pytest.raises(ConfigError, match=r"end-of-text token is unknown: set eos_token in .*config\.json"):
         open_data(cfg)
     (given_tokenizer / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"data\.tokenizer: .*config\.json does not parse"):

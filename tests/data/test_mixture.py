@@ -342,8 +342,8 @@ def test_a_token_file_to_validate_on(tmp_path):
     [
         (None, "data.validation_path=.*/no.bin: no such file or folder"),
         ([], "data.validation_path=.*: the file holds no tokens"),
-        ([1, 300, 2], "data.validation_path=.*: token id 300 at offset 1 lies beyond model.vocab_size=300"),
-        (b"123", "data.validation_path=.*: 3 bytes are no multiple of the 2 of data.dtype=uint16"),
+        ([1, 300, 2], "data.validation_path=.*: token id 300 at offset 1 is outside model.vocab_size=300"),
+        (b"123", "data.validation_path=.*: 3 bytes are not a multiple of the 2 of data.dtype=uint16"),
     ],
 )
 def test_a_token_file_that_cannot_be_validated_on(tmp_path, held, message):
@@ -371,7 +371,7 @@ ENTRIES = {
     "weight that is no number": ([{**TEXT, "weight": "half"}], "weight=half: must be a positive number"),
     "weight true": ([{**TEXT, "weight": True}], "weight=True: must be a positive number"),
     "endless weight": ([{**TEXT, "weight": float("inf")}], "weight=inf: must be a positive number"),
-    "nested": ([{"name": "blend", "weight": 1}], r"data.blend\[0\].name=blend: a blend cannot hold another"),
+    "nested": ([{"name": "blend", "weight": 1}], r"data.blend\[0\].name=blend: a blend cannot contain another blend"),
     "streaming": (
         [{**TEXT, "streaming": True}],
         r"data.blend\[0\].streaming: a blend takes neither blends nor streaming datasets",
@@ -380,9 +380,9 @@ ENTRIES = {
     "unknown name": ([{**TEXT, "name": "jsnl"}], r"data.blend\[0\].name=jsnl: no such choice; did you mean 'jsonl'\?"),
     "shared key": (
         [{**TEXT, "tokenizer": "byte"}],
-        r"\[0\].tokenizer: all corpora of a blend share it: set data.tokenizer",
+        r"\[0\].tokenizer: all corpora of a blend share this key: set data.tokenizer instead",
     ),
-    "key without effect": ([{**TEXT, "split": "x"}], r"\[0\].split=x: data=text does not read it: remove it"),
+    "key without effect": ([{**TEXT, "split": "x"}], r"\[0\].split=x: data=text does not use this key: remove it"),
     "wrong type": ([{**TEXT, "validation": "some"}], r"data.blend\[0\].validation=some: "),
     "path missing": ([{"name": "jsonl", "weight": 1}], r"data.blend\[0\]: data.path is missing: data=jsonl needs it"),
     "validation of 1": ([{**TEXT, "validation": 1.0}], r"data.blend\[0\]: data.validation=1.0: must lie in"),
@@ -409,17 +409,21 @@ CORPORA = {
         r"data.blend\[1\]: data=jsonl: the training split holds 4 tokens, fewer than one sequence of",
     ),
     "no text key": (change(1, text_key="text"), {}, r"data.blend\[1\]: data.path: .*b.jsonl:1: no field 'text': set"),
-    "end of text of a text corpus": (change(0, eos_id=3), {}, r"data.blend\[0\].eos_id=3: data=text does not read it"),
+    "end of text of a text corpus": (
+        change(0, eos_id=3),
+        {},
+        r"data.blend\[0\].eos_id=3: data=text does not use this key",
+    ),
     "weight of nearly nothing": (change(2, weight=1e-9), {}, r"data.blend\[2\].weight=1e-09: less than a millionth"),
     "bpe beside token files": (
         lambda entries: None,
         {"tokenizer": "bpe"},
-        r"data.tokenizer=bpe: would be trained anew, but data.blend\[2\] holds tokens already: name the tokenizer",
+        r"data.tokenizer=bpe: would train a new tokenizer, but data.blend\[2\] already holds tokens: give the",
     ),
     "tokens of another tokenizer": (
         lambda entries: write_tokens(Path(entries[2]["path"]), [299] * 40),
         {},
-        r"data.blend\[2\]: token id 299 lies beyond the 257 tokens of data.tokenizer",
+        r"data.blend\[2\]: token id 299 is outside the 257 tokens of data.tokenizer",
     ),
 }
 

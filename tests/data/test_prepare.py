@@ -276,7 +276,7 @@ def test_goes_on_where_it_stopped(cfg, tmp_path):
     reused = size_of_records(cfg, out)
     state, notes = finished(cfg, out)
     assert 0 < state.reused == reused < state.total and state.tokens > 0
-    assert notes[0] == f"out={out}: going on where it stopped"
+    assert notes[0] == f"out={out}: resuming where it stopped"
     assert content(out) == content(tmp_path / "whole")
 
 
@@ -284,7 +284,7 @@ def test_a_finished_folder_is_left_alone(texts, tmp_path):
     out = tmp_path / "out"
     prepare(texts.data, out, workers=2, part_bytes=PART_BYTES)
     times = {p: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"}
-    assert finished(texts, out) == (None, [f"out={out}: prepared already"])
+    assert finished(texts, out) == (None, [f"out={out}: already prepared"])
     assert all(p.stat().st_mtime_ns == at for p, at in times.items())
 
 
@@ -299,7 +299,7 @@ def test_a_changed_corpus_starts_anew(was_finished, texts, tmp_path):
     (finished if was_finished else stopped)(texts, out)
     change_a_file(texts)
     state, notes = finished(texts, out)
-    assert notes[0] == f"out={out}: the corpus changed: starting anew" and state.reused == 0
+    assert notes[0] == f"out={out}: the corpus changed: starting over" and state.reused == 0
     assert_as_direct(texts, out, tmp_path)
     prepare(texts.data, tmp_path / "whole", workers=2, part_bytes=PART_BYTES)
     assert content(out) == content(tmp_path / "whole")
@@ -312,7 +312,7 @@ def test_a_folder_of_another_tokenizer_is_left_as_it_is(was_finished, texts, tmp
     before = records(out) if not was_finished else content(out)
     texts.data.tokenizer = "bpe"
     held = r"[\d,]+ tokens of data.tokenizer=byte" if was_finished else r"\d+ units? of an unfinished preparation"
-    with pytest.raises(ConfigError, match=rf"out={out}: this folder holds {held}, made with another tokenizer: name"):
+    with pytest.raises(ConfigError, match=rf"out={out}: this folder holds {held}, made with another tokenizer: give"):
         finished(texts, out)
     assert before and before == (records(out) if not was_finished else content(out))
     shutil.rmtree(out)
@@ -338,7 +338,7 @@ def test_parts_of_an_earlier_plan_are_never_joined(texts, tmp_path):
     shutil.rmtree(out / "parts")
     (tmp_path / "old").rename(out / "parts")
     state, notes = finished(texts, out)
-    assert state.reused == 0 and notes[0].endswith("going on where it stopped")
+    assert state.reused == 0 and notes[0].endswith("resuming where it stopped")
     assert_as_direct(texts, out, tmp_path)
 
 
@@ -365,7 +365,7 @@ def test_a_corpus_that_changes_meanwhile_is_not_published(texts, tmp_path):
     with pytest.raises(ConfigError, match=r"data.path=.*: the corpus changed while it was read: run the same command"):
         prepare(texts.data, out, workers=2, part_bytes=PART_BYTES, on_progress=on_progress)
     assert not list(out.glob("*.bin*"))
-    assert finished(texts, out)[1][0].endswith("the corpus changed: starting anew")
+    assert finished(texts, out)[1][0].endswith("the corpus changed: starting over")
     assert_as_direct(texts, out, tmp_path)
 
 
@@ -393,13 +393,13 @@ def test_a_damaged_folder_is_refused_and_made_again(file, texts, tmp_path):
     sound = content(out)
     for damage, what in [
         (shorten, r"has \d+ bytes, not \d+"),
-        (lambda path: flip(path, 100), "is not what was prepared"),
+        (lambda path: flip(path, 100), "has changed since it was prepared"),
         (Path.unlink, "is missing"),
     ]:
         damage(out / file)
         with pytest.raises(ConfigError, match=rf"data.path=.*/out: {file} {what}: the folder is damaged, prepare"):
             open_prepared(tmp_path, out)
-        assert re.search(f"{file} {what}: making it anew", finished(texts, out)[1][0])
+        assert re.search(f"{file} {what}: preparing it again", finished(texts, out)[1][0])
         assert content(out) == sound
 
 
@@ -467,7 +467,7 @@ def test_ctrl_c(parts, slow, tmp_path):
         _, said = process.communicate(timeout=30)
         assert process.returncode == 130
         assert re.fullmatch(
-            rf"stopped( at .* of .* MB)?: {out} keeps what is done, the same command goes on .*\n", said
+            rf"stopped( at .* of .* MB)?: {out} keeps the finished parts, run the same command again .*\n", said
         )
         assert not processes(tmp_path), "a process is left"
     assert whole_parts(out) >= parts
@@ -485,7 +485,7 @@ def test_a_full_disk_stops_with_one_line_and_loses_nothing(file, texts, tmp_path
     done = whole_parts(out)
     assert command.main(["prepare"]) == 1
     said = one_error(capsys.readouterr().err)
-    assert said == f"No space left on device: {out} keeps what is done, the same command goes on from there"
+    assert said == f"No space left on device: {out} keeps the finished parts, run the same command again to resume"
     assert whole_parts(out) >= done and not multiprocessing.active_children()
     assert finished(texts, out)[0].reused > 0
     prepare(texts.data, tmp_path / "whole", workers=2, part_bytes=PART_BYTES)
@@ -532,7 +532,7 @@ def test_what_the_command_says(texts, tmp_path, monkeypatch, capsys):
     assert re.fullmatch(words + r"uint16, vocabulary 300; \d+\.\d s, [\d,]+ tokens/s", last)
     assert command.main(args) == 0
     again = capsys.readouterr().out.splitlines()
-    assert again[0].endswith("out: prepared already") and again[1] == last.rpartition(";")[0]
+    assert again[0].endswith("out: already prepared") and again[1] == last.rpartition(";")[0]
 
 
 def test_a_terminal_shows_a_bar():
@@ -553,7 +553,7 @@ def test_help(capsys):
     assert command.main(["prepare", "--help"]) == 0 and command.main([]) == 2
     shown = capsys.readouterr().out
     assert all(f"  {key}" in shown or f", {key}" in shown for key in command.KEYS)
-    assert "(default: 8388608, less of a small corpus)" in shown and "(default: 0.02)" in shown
+    assert "(default: 8388608, less for a small corpus)" in shown and "(default: 0.02)" in shown
 
 
 # command line, from the folder of `place` -> what it is refused with
@@ -561,22 +561,22 @@ REFUSALS = {
     "tokens/": "tokens/: arguments are key=value",
     "worker=2": "worker: no such key; did you mean 'workers'",
     "data.pth=x": "data.pth: no such key; did you mean 'data.path'",
-    "data.shuffle=false": "data.shuffle: plays no part in preparing, give it to the training; known: out",
-    "data=python": "out is missing: name the folder to make",
+    "data.shuffle=false": "data.shuffle: not used by prepare: give it to the training run; known: out",
+    "data=python": "out is missing: give the folder to create",
     "out=o workers=0": "workers=0: must be a whole number, at least 1",
     "out=o workers=two": "workers=two: must be a whole number",
     "out=o unit=-1": "unit=-1: must be a whole number, at least 1",
     "out=o data=txt": "data=txt: no such data; did you mean 'text'",
-    "out=o data=bin": "data=bin: cannot be prepared, only python, text",
-    "out=o data=blend": "data=blend: cannot be prepared, .*; of a blend, prepare the corpora one at a time",
+    "out=o data=bin": "data=bin: cannot be prepared; supported: python, text",
+    "out=o data=blend": "data=blend: cannot be prepared; supported: .*; prepare the corpora of a blend one at a time",
     "out=o data=text": "data.path is missing: data=text needs it",
     "out=o data=text data.path=no": "data.path=no: no such file or folder",
     "out=o data=text data.path=notes.txt data.tokenizer=no": "data.tokenizer=no: no such file",
     "out=o data=text data.path=notes.txt data.validation=2": r"data.validation=2.0: must lie in \[0, 1\)",
-    "out=notes.txt data=text data.path=notes.txt": r"out=notes.txt: cannot write there \(it is a file\): name a folder",
-    "out=notes.txt/o data=text data.path=notes.txt": r"out=notes.txt/o: cannot write there \(Not a directory\)",
-    "out=. data=text data.path=notes.txt": r"out=.: this folder holds something else \(app, bad.jsonl, empty and 1",
-    "out=app data=text data.path=notes.txt": "out=app: manifest.json there is damaged or another program's",
+    "out=notes.txt data=text data.path=notes.txt": r"out=notes.txt: cannot be written \(it is a file\): give a",
+    "out=notes.txt/o data=text data.path=notes.txt": r"out=notes.txt/o: cannot be written \(Not a directory\)",
+    "out=. data=text data.path=notes.txt": r"out=.: this folder holds other files \(app, bad.jsonl, empty and 1",
+    "out=app data=text data.path=notes.txt": "out=app: manifest.json there is damaged or from another program",
     "out=o data=text data.path=empty": "data.path=empty: nothing to train on, no document has any text",
     "out=o data=text data.path=notes.txt data.validation=0.99999": "data.path=notes.txt: nothing to train on, every",
     "out=o data=jsonl data.path=bad.jsonl unit=100": "data.path: .*bad.jsonl:31: not a JSON object",
@@ -625,14 +625,14 @@ def test_what_training_says_that_the_manifest_does_not(texts, tmp_path):
     prepare(texts.data, out, workers=2, part_bytes=PART_BYTES)
     assert open_prepared(tmp_path, out, eos_id=256, dtype="uint16").eos_id == 256
     for key, value, fact in [
-        ("eos_id", 3, r"documents of .*/out end with 256, says its manifest.json: set the key to null"),
-        ("dtype", "uint32", r"the tokens of .*/out are uint16, says its manifest.json: set the key to uint16"),
-        ("validation_path", "x.bin", ".*/out has a validation split of its own, .*: set the key to null"),
+        ("eos_id", 3, r"documents of .*/out end with 256 according to its manifest.json: set the key to null"),
+        ("dtype", "uint32", r"the tokens of .*/out are uint16 according to its manifest.json: set the key to uint16"),
+        ("validation_path", "x.bin", ".*/out has a validation split of its own according to .*: set the key to null"),
     ]:
         with pytest.raises(ConfigError, match=f"data.{key}={value}: {fact}"):
             open_prepared(tmp_path, out, **{key: value})
     flip(out / "manifest.json", 40)
-    with pytest.raises(ConfigError, match=r"data.path=.*/out: manifest.json there is damaged or another program's"):
+    with pytest.raises(ConfigError, match=r"data.path=.*/out: manifest.json there is damaged or from another program"):
         open_prepared(tmp_path, out)
 
 

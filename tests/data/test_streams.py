@@ -174,7 +174,7 @@ def test_each_epoch_is_shuffled_anew(monkeypatch):
 
 @pytest.mark.parametrize("shards", [[], [[]], [["", ""], [None]]])
 def test_a_streaming_dataset_without_text_is_an_error_not_a_loop(shards):
-    with pytest.raises(ConfigError, match=r"data.path=here: the streaming dataset held no text in a whole epoch"):
+    with pytest.raises(ConfigError, match=r"data.path=here: the streaming dataset had no text in a whole epoch"):
         reader_of(Shards(shards)).read(4)
 
 
@@ -191,7 +191,7 @@ def test_a_dataset_that_changed_goes_on_with_a_warning(caplog, monkeypatch):
     first.read(9)  # into the last of four documents of three tokens
     again = reader_of(Shards([["AA", "BB", "CC", "DD", "EE"]]), first.state())
     assert read_tokens(again, 6) == encoded(["DD", "EE"])
-    assert "has changed since the checkpoint: the streaming dataset goes on at row 2 of shard 0" in caplog.text
+    assert "has changed since the checkpoint: the streaming dataset resumes at row 2 of shard 0" in caplog.text
     short = reader_of(Shards([["aa", "bb"]]), first.state())
     assert read_tokens(short, 6) == encoded(["aa", "bb"])
 
@@ -338,7 +338,7 @@ def test_what_the_hub_says_becomes_one_line(datasets, tmp_path, monkeypatch, str
 @pytest.mark.parametrize("streaming", [False, True])
 def test_without_the_library_the_way_to_install_it_is_named(tmp_path, monkeypatch, streaming):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"data=hf needs the library datasets: pip install 'ndtrain\[hf\]'"):
+    with pytest.raises(ConfigError, match=r"data=hf needs the package datasets: pip install 'ndtrain\[hf\]'"):
         open_data(config({"name": "hf", "path": "some/set", "streaming": streaming}, tmp_path))
 
 
@@ -352,7 +352,9 @@ def test_files_that_are_not_for_datasets(datasets, tmp_path):
             open_data(config({"name": "hf", "path": str(tmp_path / "a.jsonl"), "streaming": streaming}, tmp_path))
     (tmp_path / "b.jsonl").write_text('{"text": 1}\n')
     for streaming in (False, True):
-        with pytest.raises(ConfigError, match=r"row 0.* is not a string: set data.text_key to the one with the text"):
+        with pytest.raises(
+            ConfigError, match=r"row 0.* is not a string: set data.text_key to the column with the text"
+        ):
             open_data(config({"name": "hf", "path": str(tmp_path / "b.jsonl"), "streaming": streaming}, tmp_path))
 
 
@@ -463,12 +465,12 @@ def test_a_prefetched_streaming_dataset_knows_the_state_of_each_step_still_to_co
         assert source.state(step) == states[step]
         assert np.array_equal(ahead.get(step)[0], whole[step])
     ahead.close()
-    with pytest.raises(ValueError, match="before step 0 is not known: 40 is next"):
+    with pytest.raises(ValueError, match="before step 0 is not known: the next step is 40"):
         source = source_of(cfg, 0)
         for step in range(40):
             source.tokens(step, [0])
         source.state(0)
-    with pytest.raises(ValueError, match="step 7 of a streaming dataset was asked for, but 40 is next"):
+    with pytest.raises(ValueError, match="step 7 of a streaming dataset was requested, but the next step is 40"):
         source.tokens(7, [0])
     with pytest.raises(IndexError):
         source.tokens(40, [BATCH])

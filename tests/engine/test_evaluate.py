@@ -103,8 +103,8 @@ def test_other_data_is_read_with_its_tokenizer(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["model.vocab_size=3"], "model.vocab_size: the checkpoint says what the model is"),
-        (["optim.lr=1"], "optim.lr: plays no part in an evaluation"),
+        (["model.vocab_size=3"], "model.vocab_size: the model comes from the checkpoint"),
+        (["optim.lr=1"], "optim.lr: not used by an evaluation"),
         (["dat.path=x"], "did you mean 'data'?"),
         (["mesh.tp=3"], "mesh"),
         (["split=some"], "some: no such split"),
@@ -123,5 +123,5 @@ def test_a_damaged_checkpoint_is_refused(run, tmp_path, capsys):
     with pytest.raises(ConfigError, match="neither a checkpoint"):
         evaluate(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="does not say which data it was trained on: give data="):
+    with pytest.raises(ConfigError, match="does not name its training data: give data="):
         evaluate(tmp_path)

@@ -84,7 +84,7 @@ def test_the_command(window, capsys):
     assert capsys.readouterr().out.startswith("x=3")
     assert end_tokens(window / "checkpoints" / "step-00000003") == {256}
     for words, line in (
-        ([str(window)], "no text is given"),
+        ([str(window)], "the text is missing"),
         (["nowhere", "a"], "nowhere: no such folder"),
         ([str(window), "a", "temperature=-1"], "temperature=-1: must be a number"),
         ([str(window), "a", "top_k=0"], "top_k=0: must be a whole number"),

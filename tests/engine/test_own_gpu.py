@@ -103,7 +103,7 @@ def test_the_preflight_finds_ranks_that_share_their_only_gpu():
     assert host._devices(own, ranks).status == Status.OK
     assert host._devices({r: facts("GPU-a", 3) for r in range(3)}, ranks).status == Status.OK
     row = host._devices(own | {2: facts("GPU-0")}, ranks)
-    assert row.status == Status.FAILED and row.notes == ("has the GPU of rank 0: rank 2 (a, dp=2)",)
+    assert row.status == Status.FAILED and row.notes == ("uses the same GPU as rank 0: rank 2 (a, dp=2)",)
 
 
 def test_the_checkpoint_thread_is_on_the_gpu_of_its_rank():

@@ -47,7 +47,7 @@ def test_a_bad_value_is_raised_with_a_line(runs):
     runs(1.0)
     best, (line,), _ = runs(3.0)
     assert best == 3.0
-    assert "is now 3 TFLOP/s, earlier runs took 1 TFLOP/s: their MFU is 3 times too high" in line
+    assert "is now 3 TFLOP/s, earlier runs used 1 TFLOP/s: their MFU is 3 times too high" in line
     assert runs(2.9) == (3.0, [], False)
 
 
@@ -56,7 +56,7 @@ def test_a_bad_value_is_raised_with_a_line(runs):
 )
 def test_a_disturbed_rate_is_measured_again_at_most_twice(runs, how, why):
     best, (line,), whole = runs(1.0, **how)
-    assert (best, whole) == (1.0, True) and why in line and "hardware.peak_tflops sets it" in line
+    assert (best, whole) == (1.0, True) and why in line and "Set hardware.peak_tflops to fix it now" in line
     assert runs(0.9, **how)[0] == 1.0, "the best of all runs counts"
     assert runs(1.02, **how)[2], "the third whole measurement"
     assert runs(1.0, **how) == (1.02, [], False)
@@ -76,7 +76,7 @@ def test_even_products_are_trusted_between_those_of_other_programs(runs):
 def test_even_products_of_several_threads_are_not_trusted_between_those_of_other_programs(runs):
     """Seen: two threads beside other programs reached a fifth of one thread's rate, evenly."""
     _, (line,), _ = runs(1.0, share=0.5, spread=1.05, threads=2)
-    said = "other programs used 50 % of its cores' time: end them or set hardware.threads=1"
+    said = "other programs used 50 % of its cores' time: stop them or set hardware.threads=1"
     assert said in line
     assert runs(5.0, threads=2)[::2] == (5.0, True), "measured whole again"
 
@@ -85,7 +85,7 @@ def test_a_slow_machine_is_named(runs):
     runs(2.0)
     best, (line,), _ = runs(1.0, **BUSY)
     assert best == 2.0 and "now reaches 1 TFLOP/s in matmuls (other programs" in line
-    assert "50 % of the best it has reached, 2 TFLOP/s" in line
+    assert "50 % of its best measured peak 2 TFLOP/s" in line
 
 
 def test_each_dtype_and_number_of_threads_has_its_own(runs, monkeypatch, tmp_path):

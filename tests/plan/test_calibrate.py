@@ -116,7 +116,7 @@ def test_what_collectives_cost_beside_their_time_is_what_predictions_lack(monkey
 MISTAKES = {
     "no out": ([], "out is missing"),
     "json": (["out=this.json"], "out=this.json: must be a YAML file"),
-    "folder": (["out=nowhere/this.yaml"], "there is no folder nowhere"),
+    "folder": (["out=nowhere/this.yaml"], "the folder nowhere does not exist"),
     "precision": (["out=this.yaml", "dtypes=fp12"], "fp12: no such dtype"),
     "override": (["out=this.yaml", "mesh.tp=2"], "mesh.tp"),
 }

@@ -47,8 +47,8 @@ MISTAKES = {
     "rest": ([*RUN, "mesh.fsdp=-1"], "mesh.fsdp=-1 takes the rest"),
     "both": ([*RUN, "nodes=1", "ranks=8"], "give only one of them"),
     "key": ([*RUN, "mesh.tpp=2"], "did you mean 'mesh.tp'?"),
-    "fp64": ([*RUN, "precision.params=fp64"], "precision.params=fp64: a GPU adds up"),
-    "nested": (["dry", "recipe=llama_debug", "hardware=NESTED.yaml"], "cannot be read (it is no YAML)"),
+    "fp64": ([*RUN, "precision.params=fp64"], "precision.params=fp64: a GPU accumulates fp64 gradients"),
+    "nested": (["dry", "recipe=llama_debug", "hardware=NESTED.yaml"], "cannot be read (it is not YAML)"),
     "fp8": (["dry", "recipe=llama_debug", "hardware=a100", "precision.compute=fp8"], "has no fp8 matmuls"),
 }
 

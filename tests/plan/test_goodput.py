@@ -125,7 +125,10 @@ MISTAKES = {
     "rate": (["storage_gb_s=0"], "storage_gb_s=0: must be a number above 0"),
     "time": (["detect_s=-1"], "detect_s=-1: must be a number at least 0"),
     "infinite": (["load_s=inf"], "load_s=inf: must be a number at least 0"),
-    "replicas": (["ranks=4", "mesh.fsdp=4", "replicas=3"], "replicas=3: 4 ranks are not so many equal replicas"),
+    "replicas": (
+        ["ranks=4", "mesh.fsdp=4", "replicas=3"],
+        "replicas=3: 4 ranks cannot be divided into this number of equal replicas",
+    ),
     "no time": (["mtbf_gpu_h=0.0001"], "a failure every 0.36 s and restarts of 10 min: the run never ends"),
     "epochs": (["train.epochs=2"], "train.epochs=2: a plan does not read the data: give train.steps instead"),
     "file": (["svg=/nowhere/plan.svg"], "svg=/nowhere/plan.svg: cannot be written"),

@@ -138,8 +138,11 @@ BROKEN = {
     "half a table": (broken("kernels", 1, value={"matmul": {}}), "measured.kernels.1: must have the keys matmul"),
     "point": (broken("kernels", 1, "memory", "mul fp32", value=[[100]]), "mul fp32: [100]: a point has 2 positive"),
     "nan": (broken("kernels", 1, "memory", "mul fp32", value=[[100, math.nan]]), "a point has 2 positive numbers"),
-    "order": (broken("kernels", 1, "memory", "mul fp32", value=[[9, 1.0], [8, 1.0]]), "sizes must grow"),
-    "group": (broken("collectives", "all_gather", value={"2": [[1, 1.0]]}), "collectives.all_gather.2: must be ranks"),
+    "order": (broken("kernels", 1, "memory", "mul fp32", value=[[9, 1.0], [8, 1.0]]), "sizes must increase"),
+    "group": (
+        broken("collectives", "all_gather", value={"2": [[1, 1.0]]}),
+        "collectives.all_gather.2: must be the ranks of a group",
+    ),
     "strange key": (broken("probes", value={1: 0.1}), "measured: must be a mapping with the keys cores, kernels"),
     "text": ("half", "measured: must be a mapping"),
 }

@@ -91,7 +91,7 @@ def test_the_command(tmp_path, capsys):
     run = ["recipe=llama3_8b", "hardware=h100", "nodes=1", "mesh.fsdp=8"]
     assert main(["predict", *run, f"json={tmp_path}/prediction.json", f"svg={tmp_path}/step.svg"]) == 0
     out = capsys.readouterr().out
-    assert "8 ranks of h100: fsdp=8, zero=3, 16 microbatches" in out and "where the step goes" in out
+    assert "8 ranks of h100: fsdp=8, zero=3, 16 microbatches" in out and "where the step time goes" in out
     body = json.loads((tmp_path / "prediction.json").read_text())
     assert "exposed fsdp" in (tmp_path / "step.svg").read_text()
     assert body["rates"]["matmul"] > 0 and sum(body["waterfall"].values()) == pytest.approx(body["step_time_s"])
@@ -106,9 +106,12 @@ def test_llama_3_405b_is_predicted_within_15_percent_of_its_paper(fsdp, mfu):
 
 
 MISTAKES = {
-    "no rates": (["hardware=cpu", "ranks=1"], "hardware=cpu: memory_gb_s is not listed"),
+    "no rates": (["hardware=cpu", "ranks=1"], "hardware=cpu: memory_gb_s is missing"),
     "mesh": (["hardware=h100", "nodes=1", "mesh.tp=3"], "mesh tp=3 needs 3 ranks but 8 started"),
-    "offload": (["hardware=h100", "ranks=1", "optim.offload=true"], "optim.offload=true: a prediction needs"),
+    "offload": (
+        ["hardware=h100", "ranks=1", "optim.offload=true"],
+        "optim.offload=true: hardware descriptions have no rate",
+    ),
     "budget": (
         ["hardware=h100", "ranks=1", "recompute=budget", "recompute.budget=1GiB"],
         "recompute=budget:",

@@ -83,9 +83,9 @@ def test_fp8_falls_back_to_bf16():
 
 
 def test_a_missing_rate_is_one_line():
-    with pytest.raises(ConfigError, match=r"^hardware=cpu: peak_tflops\.bf16 is not listed: .*calibrate`$"):
+    with pytest.raises(ConfigError, match=r"^hardware=cpu: peak_tflops\.bf16 is missing: .*calibrate`$"):
         peak_flops(load_hardware("cpu"), "bf16")
-    with pytest.raises(ConfigError, match="hardware=cpu: memory_gb_s is not listed"):
+    with pytest.raises(ConfigError, match="hardware=cpu: memory_gb_s is missing"):
         Prices(load_hardware("cpu"), RATES, MeshSpec(("tp",), (1,))).kernel(Kernel("memory", 0, GB, "fp32"))
 
 

@@ -179,7 +179,7 @@ def test_the_command_prints_every_op_once(tmp_path, capsys):
     out, made = capsys.readouterr().out, json.loads((tmp_path / "program.json").read_text())
     assert out.startswith("rank 2 (pp=1 fsdp=0), 1f1b, 2 microbatches, zero=2")
     numbers = [int(line.split()[0]) for line in out.splitlines() if line.split() and line.split()[0].isdigit()]
-    assert "proved under NCCL's rules for all 2 pipeline ranks" in out
+    assert "checked under NCCL's rules for all 2 pipeline ranks: no deadlock" in out
     assert numbers == list(range(len(made))) and "gather   model.layers.1  (all-gather over fsdp" in out
     assert made[0] == {"action": "F(microbatch 0, stage 1)", "op": "Gather", "unit": "model.layers.1"}
     assert main(["program", *run[:-1], "rank=4"]) == 2

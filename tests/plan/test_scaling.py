@@ -98,7 +98,7 @@ def test_the_command(tmp_path, capsys):
 def test_a_model_that_fits_nowhere_is_one_line(capsys):
     assert main(["scaling", "recipe=llama3_405b", "hardware=h100", "least=8", "most=8", "processes=1"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: most=8: no mesh of at most so many h100 fits") and err.count("\n") == 1
+    assert err.startswith("error: most=8: no mesh of at most this number of h100 fits") and err.count("\n") == 1
 
 
 def test_a_ctrl_c_prints_the_points_that_are_known(monkeypatch, capsys):
@@ -115,7 +115,7 @@ def test_a_ctrl_c_prints_the_points_that_are_known(monkeypatch, capsys):
     assert main(["scaling", *RUN, "least=2", "most=8", "processes=1"]) == 130
     out, err = capsys.readouterr()
     rows = [line for line in out.splitlines() if "does not fit" in line]
-    assert "interrupted: what is known so far" in out and [row.split()[0] for row in rows] == ["2"]
+    assert "interrupted: results so far" in out and [row.split()[0] for row in rows] == ["2"]
     assert err == "interrupted\n"
 
 

@@ -223,7 +223,7 @@ def test_the_run_as_it_is_given_has_a_row_of_its_own():
     assert isinstance(own, Row) and own.candidate.mesh == (1, 1, 4, 1, 1) and own.prediction.waterfall
     assert (own.candidate.zero, own.candidate.recompute[0]) == (2, "full")
     too_large = own_row(Space(cli.plain_config(LARGE), 1, H100, free_gb=84), cli.plain_config(LARGE))
-    assert isinstance(too_large, str) and too_large.startswith("does not fit into 0.9 GB: a rank needs at least")
+    assert isinstance(too_large, str) and too_large.startswith("does not fit in 0.9 GB: a rank needs at least")
 
 
 def test_the_split_of_a_recipe_belongs_to_its_own_row():
@@ -259,7 +259,7 @@ def test_a_ctrl_c_prints_the_best_so_far(monkeypatch, capsys):
 
 def test_a_ctrl_c_before_any_prediction_says_so(monkeypatch, capsys):
     assert interrupted(0, monkeypatch) == 130
-    assert capsys.readouterr().out == "interrupted: of 0 predicted candidates none fits yet\n"
+    assert capsys.readouterr().out == "interrupted: none of 0 predicted candidates fits so far\n"
 
 
 @pytest.mark.full
@@ -280,9 +280,9 @@ def test_a_ctrl_c_ends_the_processes_without_a_traceback(tmp_path):
 MISTAKES = {
     "quote": (["against=mesh.tp='"], "against=mesh.tp=': a quote is not closed"),
     "free": (["free_gb=-1"], "free_gb=-1: must be a number of GB, 0 or more"),
-    "no mesh": (["mesh.tp=3"], "no mesh is legal"),
+    "no mesh": (["mesh.tp=3"], "no mesh is valid with the given overrides"),
     "heads": (["mesh.tp=4", "model.num_attention_heads=6", "model.num_key_value_heads=2"], "model.num_attention_heads"),
-    "against": (["against=mesh.tp=3"], "against=mesh.tp=3: no legal candidate"),
+    "against": (["against=mesh.tp=3"], "against=mesh.tp=3: no valid candidate"),
     "ranks": (["nodes=1"], "give only one of them"),
 }
 
@@ -298,7 +298,7 @@ def test_a_mistake_is_one_line(name, capsys):
 def test_what_fits_nowhere_is_said(capsys):
     args = [*LARGE, "hardware=h100", "ranks=1", "processes=1", "model.num_hidden_layers=80"]
     assert main(["search", *args]) == 2
-    assert "fits into 84.9 GB" in capsys.readouterr().err
+    assert "fits in 84.9 GB" in capsys.readouterr().err
 
 
 BUSY = """

@@ -66,8 +66,8 @@ def test_a_table_that_was_predicted_can_be_read_again(made, tmp_path):
 
 MISTAKES = {
     "no file": ("in=nowhere.csv out=o.csv", "in=nowhere.csv: cannot be read (No such file or directory)"),
-    "no column": ("in=short.csv out=o.csv", "in=short.csv: no column seq_len; necessary are layers, hidden"),
-    "no text": ("in=binary.csv out=o.csv", "in=binary.csv: cannot be read (it is no CSV in UTF-8)"),
+    "no column": ("in=short.csv out=o.csv", "in=short.csv: no column seq_len; required: layers, hidden"),
+    "no text": ("in=binary.csv out=o.csv", "in=binary.csv: cannot be read (it is not CSV in UTF-8)"),
     "too many cells": ("in=long.csv out=o.csv", "in=long.csv: line 2 has more cells than the header"),
     "empty": ("in=empty.csv out=o.csv", "in=empty.csv: no column layers"),
     "no folder": ("in=good.csv out=nowhere/o.csv", "out=nowhere/o.csv: cannot be written"),

@@ -39,7 +39,7 @@ def test_an_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tune, "measure", measured)
     assert main([*ARGS, f"folder={tmp_path}"]) == 130
     out, err = capsys.readouterr()
-    assert "interrupted: the same call goes on" in out and "winner: recipe=llama_debug mesh.fsdp=2" in out
+    assert "interrupted: run the same command again" in out and "winner: recipe=llama_debug mesh.fsdp=2" in out
     assert err == "interrupted\n"
     with (tmp_path / "tune.jsonl").open("a") as file:
         file.write('{"machine": "cut')  # what a kill leaves
@@ -92,7 +92,10 @@ MISTAKES = {
     "recipe": (["hardware=cpu", "ranks=2", "folder=FOLDER"], "recipe is missing"),
     "candidate": (["recipe=llama_debug", "hardware=cpu", "ranks=2", "folder=FOLDER", "candidates=mesh.tp=3"], "mesh"),
     "quote": (["recipe=llama_debug", "hardware=cpu", "ranks=2", "folder=FOLDER", "candidates='"], "is not closed"),
-    "hardware": (["recipe=llama_debug", "hardware=cpu", "ranks=2", "folder=FOLDER"], "is not listed"),
+    "hardware": (
+        ["recipe=llama_debug", "hardware=cpu", "ranks=2", "folder=FOLDER"],
+        "is missing: add it to your own description",
+    ),
 }
 
 
@@ -107,7 +110,7 @@ def test_a_mistake_is_one_line(name, capsys, tmp_path):
 def test_a_damaged_table_is_one_line(tmp_path, capsys):
     (tmp_path / "tune.jsonl").write_text("no row\n")
     assert main([*ARGS, f"folder={tmp_path}"]) == 2
-    assert "is no table of plan tune" in capsys.readouterr().err
+    assert "is not a table of plan tune" in capsys.readouterr().err
 
 
 @pytest.mark.full

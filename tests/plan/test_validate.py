@@ -69,7 +69,10 @@ def test_the_blocks_of_all_launches_count(monkeypatch):
 
 
 MISTAKES = {
-    "not measured": (["hardware=h100"], "hardware=h100: has nothing measured: give a file of `ndtrain plan calibrate`"),
+    "not measured": (
+        ["hardware=h100"],
+        "hardware=h100: has no measurements: give a file written by `ndtrain plan calibrate`",
+    ),
     "override": (["hardware=h100", "mesh.tp=2"], "mesh.tp"),
 }
 

@@ -179,7 +179,7 @@ def test_trains_saves_and_resumes_on_another_mesh(tmp_path):
 WRONG_ENTRIES = {
     "document: 3": r"data\.blend\[0\]\.document: no such key; did you mean 'documents'\?",
     "documents: many": r"data\.blend\[0\]\.documents=many: .*Integer",
-    "dtype: uint32": r"data\.blend\[0\]\.dtype=uint32: data=counting does not read it",
+    "dtype: uint32": r"data\.blend\[0\]\.dtype=uint32: data=counting does not use this key",
     "name: countng": r"data\.blend\[0\]\.name=countng: no such choice; did you mean 'counting'\?",
 }
 

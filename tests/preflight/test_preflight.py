@@ -303,7 +303,9 @@ def another_disk():
 @pytest.mark.full
 def test_a_folder_that_is_not_shared(tmp_path):
     said = leader(tmp_path, 2, ["mesh.tp=2"], another_disk)
-    expected = f"{tmp_path}/run is another folder than rank 0's: put run.dir on storage that all hosts share: rank 1 ("
+    expected = (
+        f"{tmp_path}/run is not the same folder as on rank 0: put run.dir on storage that all hosts share: rank 1 ("
+    )
     assert list(said.failed) == ["one folder"] and said.failed["one folder"].startswith(expected)
 
 
@@ -360,7 +362,10 @@ def test_a_file_that_reads_otherwise(tmp_path):
     context = RankContext(cfg, MeshSpec.of(cfg.mesh), 0, torch.device("cpu"), "nonce", 60)
     assert set(storage.probe_storage(context)) == {"write", "read"}
     storage.file_of(context, 0).unlink()
-    with mock.patch("os.pread", lambda fd, n, at: bytes(n)), pytest.raises(OSError, match="is not what was written"):
+    with (
+        mock.patch("os.pread", lambda fd, n, at: bytes(n)),
+        pytest.raises(OSError, match="the data read differs from the data written"),
+    ):
         storage.probe_storage(context)
 
 
@@ -441,7 +446,7 @@ def without_rank_0(folder: Path) -> Said | None:
 def test_where_rank_0_never_comes_the_others_say_so(tmp_path):
     _, said = run_ranks(without_rank_0, 2, tmp_path)
     assert said.code == 1 and not said.out
-    assert said.err == "error (rank 1): the ranks cannot meet: rank 0 has not come within 4 s\n"
+    assert said.err == "error (rank 1): the ranks cannot connect: rank 0 did not connect within 4 s\n"
 
 
 def ended_by_the_launcher():
@@ -577,7 +582,7 @@ def test_a_missing_gpu_is_a_finding():
     if torch.cuda.is_available():
         pytest.skip("there are GPUs")
     facts = host.device_facts(torch.device("cpu"), "cuda")
-    assert facts["problem"] == "no GPU for it: 1 ranks on this host, 0 GPUs that torch can use"
+    assert facts["problem"] == "no GPU left for it: 1 ranks on this host, 0 GPUs that torch can use"
     assert "problem" not in host.device_facts(torch.device("cpu"), "auto")
 
 

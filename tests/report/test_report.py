@@ -68,7 +68,7 @@ def test_a_run_without_configuration_evaluation_or_exit(tmp_path):
     (run,) = runs_of(make_run(tmp_path / "a", lr=None))
     assert run.config == {} and run.ended == "unknown" and run.name == "a"
     assert "eval_loss" not in [m["key"] for m in page_data([run])["metrics"]]
-    assert "No config.yaml that can be read: a" in render_page([run])
+    assert "No readable config.yaml: a" in render_page([run])
     (tmp_path / "a" / "config.yaml").write_text("{unclosed: [")
     (tmp_path / "a" / "exit.json").write_text('{"why": "running"}')
     (run,) = runs_of(tmp_path / "a")
@@ -233,13 +233,13 @@ def test_the_csv_has_every_value_of_metrics_jsonl(tmp_path, capsys):
     [
         ([], "RUN is missing"),
         (["nowhere"], "nowhere: no such folder"),
-        (["{tmp}"], "has no metrics.jsonl, nor has a folder in it"),
+        (["{tmp}"], "neither this folder nor a folder in it has a metrics.jsonl"),
         (["{tmp}/new"], "has no complete row yet"),
         (["{tmp}/new", "metric=los"], "los: no such metric; did you mean 'loss'?"),
         (["{tmp}/new", "ouT=a"], "did you mean 'out'?"),
-        (["{tmp}/ok", "svg={tmp}/x.png"], "x.png: what is written is SVG: let the name end in .svg"),
-        (["{tmp}/ok", "csv={tmp}/x.tsv"], "x.tsv: what is written is CSV: let the name end in .csv"),
-        (["{tmp}/ok", "out={tmp}/x.png"], "x.png: what is written is HTML: let the name end in .html"),
+        (["{tmp}/ok", "svg={tmp}/x.png"], "x.png: the output is SVG: give a name that ends in .svg"),
+        (["{tmp}/ok", "csv={tmp}/x.tsv"], "x.tsv: the output is CSV: give a name that ends in .csv"),
+        (["{tmp}/ok", "out={tmp}/x.png"], "x.png: the output is HTML: give a name that ends in .html"),
         (["{tmp}/ok", "out={tmp}/no/page.html"], "cannot be written"),
     ],
     ids=lambda value: None if isinstance(value, list) else value,
@@ -259,7 +259,7 @@ def test_a_run_without_rows_is_left_out(tmp_path, capsys):
     make_run(tmp_path / "sweep/ok")
     assert main([str(tmp_path / "sweep"), f"out={tmp_path / 'page.html'}"]) == 0
     output = capsys.readouterr()
-    assert output.out.startswith("1 run, 5 steps") and re.match(r"left out: .*/new/metrics.jsonl has no", output.err)
+    assert output.out.startswith("1 run, 5 steps") and re.match(r"skipped: .*/new/metrics.jsonl has no", output.err)
 
 
 @pytest.mark.full

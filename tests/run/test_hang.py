@@ -291,7 +291,7 @@ def test_a_slow_rank_is_named_once_and_when_it_recovers():
     ]  # still slow, barely
     reports += [watch.update(usual) for _ in range(2 * WINDOW)]
     slow, over = [line for lines in reports for line in lines]
-    assert slow == f"rank 3 (pp=1 tp=1) is slow: busy 0.7 s a step, its peers 0.4 s (median of {WINDOW} steps)"
+    assert slow == f"rank 3 (pp=1 tp=1) is slow: busy 0.7 s per step, its peers 0.4 s (median of {WINDOW} steps)"
     assert over.startswith("rank 3 (pp=1 tp=1) is no longer slow: ")
 
 

@@ -280,15 +280,21 @@ def test_checker_names_what_is_wrong():
     table = build("1f1b", 2, 2).table
     with pytest.raises(IllegalSchedule, match=r"^B\(microbatch 1, stage 1\) is missing$"):
         check([table[0], table[1][:-1]], 2, 2)
-    with pytest.raises(IllegalSchedule, match=r"^rank 1: F\(microbatch 0, stage 1\) stands there twice$"):
+    with pytest.raises(IllegalSchedule, match=r"^rank 1: F\(microbatch 0, stage 1\) appears twice$"):
         check([table[0], [*table[1], table[1][0]]], 2, 2)
-    with pytest.raises(IllegalSchedule, match=r"rank 1: B\(microbatch 0, stage 0\) is not on rank 0"):
+    with pytest.raises(
+        IllegalSchedule,
+        match=r"rank 1: B\(microbatch 0, stage 0\) must be on rank 0, like the earlier actions of its stage",
+    ):
         check([table[0][:-2], [Action("B", 0, 0), *table[1]]], 2, 2)
-    with pytest.raises(IllegalSchedule, match=r"rank 0: I\(microbatch 0, stage 0\) stands beside its B"):
+    with pytest.raises(IllegalSchedule, match=r"rank 0: I\(microbatch 0, stage 0\) appears in addition to its B"):
         check([[*table[0], Action("I", 0, 0)], table[1]], 2, 2)
-    with pytest.raises(IllegalSchedule, match=r"rank 0: B\(microbatch 0, stage 0\) stands beside its I"):
+    with pytest.raises(IllegalSchedule, match=r"rank 0: B\(microbatch 0, stage 0\) appears in addition to its I"):
         check([[Action(kind, 0, 0) for kind in "FIB"]], 1, 1)
-    with pytest.raises(IllegalSchedule, match=r"rank 0: F\(microbatch 2, stage 0\) has no place .* 0 to 1 on"):
+    with pytest.raises(
+        IllegalSchedule,
+        match=r"rank 0: F\(microbatch 2, stage 0\) is outside the schedule \(microbatches 0 to 1, stages",
+    ):
         check([[*table[0], Action("F", 2, 0)], table[1]], 2, 2)
     with pytest.raises(IllegalSchedule, match=r"^W\(microbatch 0, stage 0\) is missing$"):
         check([[Action("F", 0, 0), Action("I", 0, 0)]], 1, 1)
@@ -420,8 +426,8 @@ def needs(a: Action, done, stages: int) -> list[Action]:
     ("arguments", "words"),
     [
         (("zbv", 2, 4), ["zbv: no such schedule", "did you mean 'zb_v'?", "1f1b"]),
-        (("1f1b", 2, 4, 2), ["1f1b has 1 stage(s) a rank, not chunks=2"]),
-        (("zb_v", 2, 4, 1), ["zb_v has 2 stage(s) a rank, not chunks=1"]),
+        (("1f1b", 2, 4, 2), ["1f1b has 1 stage(s) per rank, not chunks=2"]),
+        (("zb_v", 2, 4, 1), ["zb_v has 2 stage(s) per rank, not chunks=1"]),
         (("gpipe", 0, 4), ["pp=0: must be at least 1"]),
         (("gpipe", 2, 0), ["microbatches=0: must be at least 1"]),
         (("gpipe", 2, 4, 0), ["chunks=0: must be at least 1"]),
@@ -436,13 +442,16 @@ def test_build_refuses(arguments, words):
 
 
 FILES = {
-    "malformed": ("0F0,0B0\n1F0,1X0\n", "row 2, column 2: '1X0' is no action; cells are <stage><F|B|I|W><microbatch>"),
-    "stage first": ("0F0,0B0\n,F1\n", "row 2, column 2: 'F1' is no action"),
-    "too few rows": ("0F0,0B0\n", "1 rows of actions, but pp=2 needs one a rank"),
+    "malformed": ("0F0,0B0\n1F0,1X0\n", "row 2, column 2: '1X0' is not an action: write <stage><F|B|I|W><microbatch>"),
+    "stage first": ("0F0,0B0\n,F1\n", "row 2, column 2: 'F1' is not an action"),
+    "too few rows": ("0F0,0B0\n", "1 rows of actions, but pp=2 needs one per rank"),
     "too many rows": ("0F0,0B0\n1F0,1B0\n2F0,2B0\n", "3 rows of actions, but pp=2"),
-    "microbatches": ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", "holds 2 microbatches, but the configuration makes 1"),
-    "twice": ("0F0,0B0\n\n,1F0,,1F0,1B0\n", "row 3, column 4: rank 1: F(microbatch 0, stage 1) stands there twice"),
-    "two ranks": ("0F0\n1F0,1B0,0B0\n", "row 2, column 3: rank 1: B(microbatch 0, stage 0) is not on rank 0"),
+    "microbatches": ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", "has 2 microbatches, but the configuration has 1"),
+    "twice": ("0F0,0B0\n\n,1F0,,1F0,1B0\n", "row 3, column 4: rank 1: F(microbatch 0, stage 1) appears twice"),
+    "two ranks": (
+        "0F0\n1F0,1B0,0B0\n",
+        "row 2, column 3: rank 1: B(microbatch 0, stage 0) must be on rank 0, like the earlier actions of its stage",
+    ),
     "missing": ("0F0,0B0\n1F0,1I0\n", "W(microbatch 0, stage 1) is missing"),
     "order": ("0B0,0F0\n1F0,1B0\n", "row 1, column 1: rank 0: B(microbatch 0, stage 0) waits for rank 0: F("),
     "nothing": ("", "0 rows of actions, but pp=2"),
@@ -466,7 +475,7 @@ def test_files_with_gaps_and_several_stages_a_rank(tmp_path):
     schedule = build("csv", 2, 1, path=path)
     assert schedule.rank_of == (0, 1, 1, 0) and schedule.splits_backward
     assert build("csv", 2, 1, chunks=2, path=path).table == schedule.table
-    with pytest.raises(ScheduleError, match="holds 4 stages, but pp=2 and 3 chunks a rank make 6"):
+    with pytest.raises(ScheduleError, match="has 4 stages, but pp=2 and 3 chunks per rank make 6"):
         build("csv", 2, 1, chunks=3, path=path)
 
 
@@ -509,7 +518,7 @@ def test_command_compares(tmp_path, capsys):
         ("schedule=1f1b microbatches=2 pp=2 latency=-1", "latency=-1: must be a time"),
         ("schedule=1f1b microbatches=2 pp=2 out", "out: arguments are key=value"),
         ("schedule=1f1b microbatches=2 pp=2 out=/none/such/x.svg", "No such file"),
-        ("compare microbatches=2 pp=2 csv=x.csv", "csv: not with compare"),
+        ("compare microbatches=2 pp=2 csv=x.csv", "csv: not supported by compare"),
     ],
 )
 def test_command_refuses_in_one_line(arguments, words, capsys):

@@ -218,7 +218,7 @@ def _build(files: ChatFiles, template: ChatTemplate | None, tokenizer: Tokenizer
                     raise ConfigError(f"{location}: more than {_MOST_WEIGHTS - 2} different weights: round them")
                 places = np.flatnonzero(learned[1:]) + 1
                 if not len(places):
-                    raise ConfigError(f"{files.location(row.name)}: nothing of it can be learned: remove the row")
+                    raise ConfigError(f"{files.location(row.name)}: has nothing to train on: remove the row")
                 writer.rows += row.begins
                 writer.write(ids.astype(dtype), learned, int(places[0]))
                 learned_special = places[np.isin(ids[places], special)]
@@ -267,7 +267,7 @@ def _read(files: ChatFiles, template: ChatTemplate | None, tokenizer: Tokenizer)
             raise ConfigError(f"{location}: {error}") from error
         for number, sample in enumerate(samples):
             if not _is_encodable(sample.text):
-                raise ConfigError(f"{location}: holds a lone surrogate: correct or remove the row")
+                raise ConfigError(f"{location}: contains an unpaired surrogate: correct or remove the row")
             held_out = is_held_out(name, files.validation)
             yield _RowSample(name, held_out, number == 0, sample, len(line) if number == 0 else 0)
 

@@ -45,19 +45,19 @@ class ChatData(Data):
         lines = []
         if packed.cut or packed.left_out:
             lines.append(
-                f"{self.name}: of {len(held.ends):,} conversations, {packed.cut + packed.left_out:,} have more than "
-                f"train.seq_len={length} tokens: {packed.cut:,} are cut off there, and {packed.left_out:,}, whose "
-                f"answers begin later, are left out; raise train.seq_len to learn them whole"
+                f"{self.name}: {packed.cut + packed.left_out:,} of {len(held.ends):,} conversations are longer than "
+                f"train.seq_len={length} tokens: {packed.cut:,} are truncated, and {packed.left_out:,}, whose "
+                "answers begin later, are dropped; raise train.seq_len to train on them in full"
             )
         if len(held.ends) > held.rows:
             lines.append(
                 f"{self.name}: {held.rows:,} rows became {len(held.ends):,} conversations: the chat template renders "
-                "earlier turns otherwise than the last one, so such turns are learned in conversations of their own"
+                "earlier turns differently from the last one, so these turns became separate conversations"
             )
         if held.has_weights and WEIGHTS not in {column.name for column in make_objective(cfg.objective).columns}:
             lines.append(
-                f"{self.name}: rows have weights, which objective={cfg.objective.name} does not read, except that it "
-                "does not learn what has weight 0; set objective=weighted"
+                f"{self.name}: objective={cfg.objective.name} ignores the weights of the rows, except that messages "
+                "of weight 0 are not trained on; set objective=weighted to use them"
             )
         epochs = cfg.train.global_batch / packed.count
         if epochs > 1:
@@ -112,8 +112,8 @@ def open_chat(cfg: Config, cache: Path) -> ChatData:
     )
     if not train.count:
         raise ConfigError(
-            f"{files.setting}: within train.seq_len={cfg.train.seq_len} tokens no conversation comes to an answer: "
-            "raise train.seq_len"
+            f"{files.setting}: no conversation has an answer within its first train.seq_len={cfg.train.seq_len} "
+            "tokens: raise train.seq_len"
         )
     return ChatData(
         tokenizer=tokenizer,
@@ -136,6 +136,6 @@ def _require_same_tokenizer(cfg: Config, tokenizer: Tokenizer) -> None:
     theirs = Path(cfg.init_from or "") / "tokenizer.json"
     if cfg.init_from and theirs.is_file() and not tokenizer.same_ids(theirs.read_bytes()):
         raise ConfigError(
-            f"data.tokenizer={cfg.data.tokenizer}: gives tokens other ids than the tokenizer of init_from="
-            f"{cfg.init_from}: set data.tokenizer={cfg.init_from}"
+            f"data.tokenizer={cfg.data.tokenizer}: its token ids differ from the tokenizer of "
+            f"init_from={cfg.init_from}: set data.tokenizer={cfg.init_from}"
         )

@@ -71,19 +71,19 @@ def samples_of(row: Mapping[str, Any], template: ChatTemplate | None, eos: str) 
         fields = ", ".join(row) or "none"
         raise RowError(f"has neither messages nor prompt and completion: rename its fields ({fields})")
     if template is None:
-        raise RowError("has messages, but the tokenizer has no chat template to render them with")
+        raise RowError("has messages, but the tokenizer has no chat template to render them")
     weights = [weight * _weight(m.pop(_WEIGHT, None), f"message {n} of the row") for n, m in enumerate(messages, 1)]
     tools, more = _tools(row.get("tools")), _more(row.get("chat_template_kwargs"))
     conversation = _Conversation(template, messages, weights, tools, more)
     try:
         return conversation.marked() if whole and conversation.is_marked else list(conversation.turns(first))
     except TemplateError as error:
-        raise RowError(f"the chat template does not render it: {error}") from error
+        raise RowError(f"the chat template cannot render it: {error}") from error
 
 
 def _plain(prompt: str, completion: str, eos: str, weight: float) -> Sample:
     if not completion:
-        raise RowError("completion is empty: there is nothing to learn")
+        raise RowError("completion is empty, so there is nothing to train on: remove the row")
     text = prompt + completion
     text += "" if completion.endswith(eos) else eos
     return Sample(text, (Span(len(prompt), len(text), weight),), special=True)
@@ -108,13 +108,13 @@ class _Conversation:
             raise RowError(_NO_ANSWER)
         rendered = self.template.render(self.messages, self.tools, self.more)
         if not rendered.spans:
-            raise RowError("the chat template marks nothing of the conversation with {% generation %}")
+            raise RowError("the chat template marks no part of the conversation with {% generation %}")
         if len(set(weights)) == 1:
             weights = weights[:1] * len(rendered.spans)
         if len(weights) != len(rendered.spans):
             raise RowError(
-                f"the chat template marks {len(rendered.spans)} parts of {len(weights)} messages of the assistant, so "
-                "that it is not known which weight each part has: give the messages one weight"
+                f"the chat template marks {len(rendered.spans)} parts in {len(weights)} assistant messages, so their "
+                "weights cannot be assigned: give all these messages the same weight"
             )
         spans = (Span(*span, weight) for span, weight in zip(rendered.spans, weights, strict=True) if weight)
         return [Sample(rendered.text, tuple(spans))]
@@ -154,15 +154,15 @@ class _Conversation:
         if after.startswith(so_far := self._text(number)) and shared >= len(so_far):
             return shared, after
         raise RowError(
-            f"the chat template renders the messages before message {number + 1} otherwise once that one follows: mark "
-            "what the assistant says in the template with {% generation %} and {% endgeneration %}"
+            f"the chat template renders the messages before message {number + 1} differently once it follows: mark "
+            "the assistant's text in the template with {% generation %} and {% endgeneration %}"
         )
 
     def _text(self, count: int, add_generation_prompt: bool = False) -> str:
         return self.template.render(self.messages[:count], self.tools, self.more, add_generation_prompt).text
 
 
-_NO_ANSWER = "holds nothing that the assistant says with a weight above 0: remove the row"
+_NO_ANSWER = "has no assistant message with a weight above 0: remove the row"
 _WEIGHTS = 1e-6, 1e6  # the bounds of weights other than 0
 
 
@@ -171,7 +171,7 @@ _WEIGHTS = 1e-6, 1e6  # the bounds of weights other than 0
 
 def _messages(value: Any, key: str) -> list[Message]:
     if not isinstance(value, list):
-        raise RowError(f"{key} is no list of messages but {_kind(value)}")
+        raise RowError(f"{key} must be a list of messages, not {_kind(value)}")
     if not value:
         raise RowError(f"{key} is empty: remove the row")
     return [_message(message, f"message {number} of {key}") for number, message in enumerate(value, 1)]
@@ -180,7 +180,7 @@ def _messages(value: Any, key: str) -> list[Message]:
 def _message(message: Any, name: str) -> Message:
     """Return a message without null fields, in the form that `transformers` passes to templates."""
     if not isinstance(message, dict):
-        raise RowError(f"{name} is no object but {_kind(message)}")
+        raise RowError(f"{name} must be an object, not {_kind(message)}")
     role = message.get("role")
     if role not in ROLES:
         known = ", ".join(ROLES)
@@ -189,7 +189,7 @@ def _message(message: Any, name: str) -> Message:
         )
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
-        raise RowError(f"{name} has content that is no text but {_kind(content)}")
+        raise RowError(f"the content of {name} must be a string, not {_kind(content)}")
     if content is None and not message.get("tool_calls"):
         raise RowError(f"{name} has neither content nor tool_calls")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -203,16 +203,16 @@ def _tools(value: Any) -> list[Any] | None:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError("tools is a text that is not JSON") from error
+            raise RowError("tools is a string that is not JSON") from error
     if value is not None and not isinstance(value, list):
-        raise RowError(f"tools is no list but {_kind(value)}")
+        raise RowError(f"tools must be a list, not {_kind(value)}")
     return value
 
 
 def _more(value: Any) -> Mapping[str, Any]:
     value = {} if value is None else value
     if not isinstance(value, dict):
-        raise RowError(f"chat_template_kwargs is no object but {_kind(value)}")
+        raise RowError(f"chat_template_kwargs must be an object, not {_kind(value)}")
     return value
 
 
@@ -228,7 +228,7 @@ def _weight(value: Any, name: str) -> float:
 
 
 def _kind(value: Any) -> str:
-    return {type(None): "null", list: "a list", dict: "an object", str: "a text"}.get(type(value), repr(value)[:40])
+    return {type(None): "null", list: "a list", dict: "an object", str: "a string"}.get(type(value), repr(value)[:40])
 
 
 def token_weights(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[float]:

@@ -152,7 +152,7 @@ def _templates_of(value: Any) -> dict[str, str]:
     except (TypeError, KeyError):
         texts = {"": None}
     if not all(isinstance(part, str) for pair in texts.items() for part in pair):
-        raise TemplateError("chat_template in tokenizer_config.json is neither a text nor a list of named ones")
+        raise TemplateError("chat_template in tokenizer_config.json is neither a string nor a list of named templates")
     return texts
 
 
@@ -212,7 +212,7 @@ class _SafeNamespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if str(name).startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace holds no name with a leading underscore: {name}")
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold a name with a leading underscore: {name}")
 
 
 def _environment(day: date, begin: str, end: str) -> ImmutableSandboxedEnvironment:
@@ -253,5 +253,5 @@ def _bounded(parts: Iterator[str]) -> Iterator[str]:
     for part in parts:
         size += len(part)
         if size > _LARGEST:
-            raise TemplateError(f"it renders more than {_LARGEST >> 20} Mi characters")
+            raise TemplateError(f"its output has more than {_LARGEST >> 20} Mi characters")
         yield part

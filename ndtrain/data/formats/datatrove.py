@@ -25,7 +25,7 @@ class DatatroveFormat(TokenFormat):
         parts = (path, *(part for part in (index, metadata) if part.is_file()))
         name, source = _dtype(path, index, metadata, data)
         if data.dtype not in (DataConfig.dtype, name):
-            raise FormatError(f"{path}: its tokens are {name}, says {source}: set data.dtype={name}")
+            raise FormatError(f"{path}: its tokens are {name} according to {source}: set data.dtype={name}")
         tokens = map_ids(path, np.dtype(name).newbyteorder("<"))
         if metadata in parts and (count := _read_metadata(metadata)[1]) != len(tokens):
             short = "is cut short" if len(tokens) < count else "is damaged"
@@ -66,7 +66,7 @@ def _read_metadata(path: Path) -> tuple[int, int]:
         lines = path.read_text().splitlines()
         size, count = int(lines[0].rpartition("|")[2]), int(lines[1])
     except (ValueError, IndexError) as error:
-        raise FormatError(f"{path} is damaged: it names no size of a token and no number of tokens") from error
+        raise FormatError(f"{path} is damaged: it has neither a token size nor a token count") from error
     if size not in _TYPES:
         raise FormatError(f"{path}: tokens of {size} bytes: only 2 and 4 can be read")
     return size, count
@@ -79,7 +79,7 @@ def _document_ends(path: Path, index: Path, tokens: int) -> np.ndarray:
         FormatError: the index contradicts the ids.
     """
     if index.stat().st_size % 8:
-        raise FormatError(f"{index} is cut short: {index.stat().st_size} bytes, a document has 8")
+        raise FormatError(f"{index} is cut short: {index.stat().st_size} bytes, but 8 bytes per document are needed")
     ends = np.fromfile(index, "<u8").astype(np.int64)
     wrong = np.flatnonzero(np.diff(ends, prepend=0) < 0)
     if wrong.size:

@@ -60,7 +60,7 @@ class TokenFormat(ABC):
             return paths  # a file that is named explicitly may have any name
         own = [path for path in paths if path.match(self.pattern)]
         if not own:
-            raise ConfigError(f"{key}={setting}: no file {self.pattern} among these: data={self.name} reads no other")
+            raise ConfigError(f"{key}={setting}: no file matches {self.pattern}, and data={self.name} reads no others")
         return own
 
     @abstractmethod
@@ -83,5 +83,7 @@ def map_ids(path: Path, dtype: np.dtype, offset: int = 0) -> np.ndarray:
     if size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     if size % dtype.itemsize:
-        raise FormatError(f"{path}: {size} bytes of tokens are no multiple of {dtype.itemsize}: the file is cut short")
+        raise FormatError(
+            f"{path}: {size} bytes of tokens are not a multiple of {dtype.itemsize}: the file is cut short"
+        )
     return np.memmap(path, dtype, mode="r", offset=offset)

@@ -39,7 +39,9 @@ class LlmcFormat(TokenFormat):
         kind = _KINDS.get((magic, version))
         if kind is None:
             known = " or ".join(f"{m} with version {v}" for m, v in _KINDS)
-            raise FormatError(f"{path} is no shard of llm.c: it begins with {magic} and version {version}, not {known}")
+            raise FormatError(
+                f"{path} is not an llm.c shard: it begins with {magic} and version {version}, not {known}"
+            )
         dtype = np.dtype(kind.dtype)
         needed, size = _HEADER_BYTES + count * dtype.itemsize, path.stat().st_size
         if size != needed:

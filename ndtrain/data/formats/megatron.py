@@ -91,7 +91,7 @@ def _read_header(index: Path) -> _Header:
     if version != _VERSION:
         raise FormatError(f"{index} has version {version}: only version {_VERSION} can be read")
     if code not in _TYPES:
-        what = f"holds {_FLOATS[code]}, no token ids" if code in _FLOATS else f"has an unknown type of ids ({code})"
+        what = f"holds {_FLOATS[code]}, not token ids" if code in _FLOATS else f"has an unknown token id type ({code})"
         raise FormatError(f"{index} {what}")
     size, needed = index.stat().st_size, _HEADER.size + sequences * _ENTRY_BYTES + table * 8
     if size not in (needed, needed + sequences):
@@ -114,15 +114,15 @@ def _document_ends(path: Path, index: Path, header: _Header, tokens: int) -> np.
     if n and lengths.min() < 0:
         raise FormatError(f"{index} is damaged: sequence {int(lengths.argmin())} has length {lengths.min()}")
     if ends[-1] != tokens:
-        short = "is cut short" if tokens < ends[-1] else "holds more than its index says"
+        short = "is cut short" if tokens < ends[-1] else "holds more than its index counts"
         raise FormatError(f"{path} {short}: {tokens} tokens, but {index.name} counts {ends[-1]}")
     wrong = np.flatnonzero(offsets != ends[:-1] * header.dtype.itemsize)
     if wrong.size:
         at = int(wrong[0])
         raise FormatError(
-            f"{index}: sequence {at} lies at byte {offsets[at]}, not behind the one before it: only files whose "
-            "sequences stand in order can be read"
+            f"{index}: sequence {at} starts at byte {offsets[at]}, not at the end of the previous one: only files "
+            "with their sequences in order can be read"
         )
     if len(table) == 0 or table[0] != 0 or table[-1] != n or (np.diff(table) < 0).any():
-        raise FormatError(f"{index} is damaged: its documents do not divide the {n} sequences")
+        raise FormatError(f"{index} is damaged: its document boundaries do not match its {n} sequences")
     return ends[table[1:]]

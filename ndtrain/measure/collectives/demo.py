@@ -53,7 +53,7 @@ def _checked(example: Any) -> tuple[list[float] | None, list[float] | None, bool
         case [list() | None as before, list() | None as after, bool(right)]:
             if all(isinstance(x, float) for x in (before or []) + (after or [])):
                 return before, after, right
-    raise ValueError("what a rank has sent is no example")
+    raise ValueError("a rank has sent something other than an example")
 
 
 def show_demo(by_axis: dict[str, Any], spec: MeshSpec) -> list[str]:

@@ -62,7 +62,7 @@ def _operation(name: str, counted: str, formula: str, why: str) -> Callable[[Pre
     return add
 
 
-@_operation("broadcast", "the root's tensor", "1", "all of it leaves the root, and enters each other rank, once")
+@_operation("broadcast", "the root's tensor", "1", "each byte leaves the root once, and enters each other rank once")
 def _broadcast(s: Setting) -> Case:
     """Send the tensor of the root, the first rank, to everyone."""
     x, root = s.full(), s.me == ROOT
@@ -99,7 +99,7 @@ def _reduce(s: Setting) -> Case:
     return Case({"torch": form}, [(s.total, 0)] if s.me == ROOT else [], [(x, s.mine)])
 
 
-@_operation("all_gather", "what each rank gets", "(n-1)/n", "a rank receives the pieces that it lacks")
+@_operation("all_gather", "what each rank gets", "(n-1)/n", "a rank receives every piece but its own")
 def _all_gather(s: Setting) -> Case:
     """Concatenate everyone's pieces on every rank."""
     x, out = s.piece(), s.full()
@@ -161,7 +161,7 @@ def _all_to_all(s: Setting) -> Case:
     return Case(forms, [(p, s.me * s.share) for p in s.patterns], [(x, s.mine)], [out])
 
 
-@_operation("send/recv", "each rank's tensor", "1", "a rank sends all of it once, and receives as much")
+@_operation("send/recv", "each rank's tensor", "1", "a rank sends all its bytes once, and receives the same number")
 def _send_receive(s: Setting) -> Case:
     """Send each rank's tensor to the next rank and receive the previous rank's tensor: a ring."""
     x, out = s.full(), s.full()

@@ -39,16 +39,20 @@ COPIES = 4  # copies of the largest message that a rank holds at once, gloo's bu
 class Options:
     """Options of `bench collectives`."""
 
-    ranks: int = option("processes; under torchrun its ranks, else the product of mesh, or 2 (for a demo 4)", 0)
-    mesh: str = option('sizes of axes, "dp=2 tp=2"; one axis of all ranks unless given', "")
-    axis: str = option("measure this axis only", "")
+    ranks: int = option(
+        "processes; default: the ranks of torchrun, otherwise the product of mesh, or 2 (4 for a demo)", 0
+    )
+    mesh: str = option('sizes of axes, e.g. "dp=2 tp=2"; default: one axis with all ranks', "")
+    axis: str = option("measure only this axis", "")
     min: str = option('smallest message, with a unit ("4KiB", "1GB")', "4KiB")
     max: str = option("largest message", "64MiB")
-    factor: int = option("from one size to the next", 4)
-    rounds: int = option("blocks of calls of each size", 5)
-    backend: Backend = option("auto: nccl where each rank has a GPU of its own", "auto")
-    demo: bool = option("show a small example of each operation instead, all ranks' tensors before and after", False)
-    out: str = option("JSON file for everything measured", "")
+    factor: int = option("factor from one message size to the next", 4)
+    rounds: int = option("timed blocks per message size", 5)
+    backend: Backend = option("auto: nccl if each rank has its own GPU", "auto")
+    demo: bool = option(
+        "instead show each operation on a small example: the tensors of all ranks before and after", False
+    )
+    out: str = option("JSON file for all results", "")
     plot: str = option(plot.HELP, "")
 
     @property
@@ -88,7 +92,7 @@ class Options:
         for axis, _, size in pairs:
             if axis not in AXES or not size.isdecimal() or int(size) < 1:
                 known = ", ".join(AXES)
-                raise ConfigError(f'mesh={self.mesh}: must be sizes of axes, "dp=2 tp=2"; known axes: {known}')
+                raise ConfigError(f'mesh={self.mesh}: must be sizes of axes, e.g. "dp=2 tp=2"; known axes: {known}')
         return {axis: int(size) for axis, _, size in pairs}
 
     def check(self) -> str:
@@ -106,7 +110,7 @@ class Options:
         require_folder("out", self.out)
         plot.check(self.plot)
         if self.demo and (self.out or self.plot):
-            raise ConfigError("demo=true measures nothing: leave out and plot away")
+            raise ConfigError("demo=true measures nothing: remove out and plot")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) if launched() else self.world
         backend = usable_backend(self.backend, here)
         self._check_memory(backend, here)
@@ -115,14 +119,14 @@ class Options:
     def _check_mesh(self) -> None:
         ranks, product = self.world, self.spec.world_size
         if launched() and self.ranks not in (0, ranks):
-            raise ConfigError(f"ranks={self.ranks}: torchrun has started {ranks}; leave ranks away")
+            raise ConfigError(f"ranks={self.ranks}: torchrun has started {ranks}: remove ranks")
         if product != ranks:
             raise ConfigError(f"mesh={self.mesh}: its sizes multiply to {product}, but there are {ranks} ranks")
         if self.ranks == 1:
             raise ConfigError("ranks=1: a collective needs at least 2 ranks")
         if not self.axes:
             wide = ", ".join(a for a in self.spec.order if self.spec.size(a) > 1)
-            raise ConfigError(f"axis={self.axis}: no axis with more than one rank; those of this mesh: {wide}")
+            raise ConfigError(f"axis={self.axis}: not an axis with more than one rank; known: {wide}")
 
     def _check_memory(self, backend: str, here: int) -> None:
         on_cuda = backend == "nccl"

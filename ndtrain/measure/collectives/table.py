@@ -56,7 +56,7 @@ def _show_equal(axis: str, results: Mapping[str, Any]) -> list[str]:
         one, two = by_key["all_reduce", size]["torch"]["ms"], by_key[TWO_STEPS, size]
         steps = ", ".join(f"{_number(two[f]['ms'])} ms{_FORM_NAMES[f]}" for f in two)
         unlike = {f: ranks for f, ranks in equal["unlike"].items() if ranks}
-        said = "WRONG: other bits" if unlike else "the same bits on every rank"
+        said = "WRONG: bits differ" if unlike else "bitwise equal on every rank"
         print(f"  {size_name(size):>9}   {_number(one)} ms against {steps}: {said}")
         wrong += [_wrong(f"{TWO_STEPS}{_FORM_NAMES[f]} as all_reduce", size, axis, r) for f, r in unlike.items()]
     print()

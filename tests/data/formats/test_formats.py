@@ -278,21 +278,21 @@ DAMAGE = {  # format, what is done to the files, what the message says
     "no .bin": ("megatron", lambda p: Path(f"{p}.bin").unlink(), "corpus.bin is missing"),
     "no .idx": ("megatron", lambda p: Path(f"{p}.idx").unlink(), "corpus.idx is missing"),
     "a short .bin": ("megatron", lambda p: cut(f"{p}.bin", 8), "corpus.bin is cut short: .* but corpus.idx counts"),
-    "a .bin that ends in an id": ("megatron", lambda p: cut(f"{p}.bin", 1), "no multiple of 2: the file is cut short"),
+    "a .bin that ends in an id": ("megatron", lambda p: cut(f"{p}.bin", 1), "a multiple of 2: the file is cut short"),
     "a longer .bin": ("megatron", lambda p: extend(f"{p}.bin"), "corpus.bin holds more"),
     "a short .idx": ("megatron", lambda p: cut(f"{p}.idx", 3), "corpus.idx is cut short: .* its header counts"),
     "a header alone": ("megatron", lambda p: Path(f"{p}.idx").write_bytes(b"MMIDIDX\0\0"), "cut short: 9 bytes"),
     "another magic": ("megatron", lambda p: patch(f"{p}.idx", 0, b"TNTIDX"), "corpus.idx is not an index of Megatron"),
     "another version": ("megatron", lambda p: patch(f"{p}.idx", 9, b"\2"), "has version 2: only version 1"),
-    "floats": ("megatron", lambda p: patch(f"{p}.idx", 17, b"\7"), "holds float32, no token ids"),
-    "an unknown type": ("megatron", lambda p: patch(f"{p}.idx", 17, b"\x2a"), "unknown type of ids .42"),
+    "floats": ("megatron", lambda p: patch(f"{p}.idx", 17, b"\7"), "holds float32, not token ids"),
+    "an unknown type": ("megatron", lambda p: patch(f"{p}.idx", 17, b"\x2a"), "unknown token id type .42"),
     "lengths that lie": ("megatron", lambda p: patch(f"{p}.idx", 34, b"\x07"), "but corpus.idx counts"),
-    "offsets that lie": ("megatron", lambda p: patch(f"{p}.idx", 34 + 80 + 8, b"\x07"), "sequence 1 lies at byte 7"),
-    "documents that lie": ("megatron", lambda p: patch(f"{p}.idx", 34 + 240 + 8, b"\x63"), "do not divide the 20"),
+    "offsets that lie": ("megatron", lambda p: patch(f"{p}.idx", 34 + 80 + 8, b"\x07"), "1 starts at byte 7, not"),
+    "documents that lie": ("megatron", lambda p: patch(f"{p}.idx", 34 + 240 + 8, b"\x63"), "do not match its 20"),
     "a short shard": ("llmc", lambda p: cut(p, 2), "corpus.bin is cut short: .* its header counts"),
     "a longer shard": ("llmc", lambda p: extend(p), "corpus.bin is damaged"),
     "a shard's header alone": ("llmc", lambda p: Path(p).write_bytes(b"abcd"), "corpus.bin is cut short: 4 bytes"),
-    "flat tokens": ("llmc", lambda p: np.arange(900, dtype="<u2").tofile(p), "is no shard of llm.c: it begins with"),
+    "flat tokens": ("llmc", lambda p: np.arange(900, dtype="<u2").tofile(p), "is not an llm.c shard: it begins with"),
     "a later version": ("llmc", lambda p: patch(p, 4, b"\2"), "begins with 20240520 and version 2, not 20240520 with"),
     "a short .ds": ("datatrove", lambda p: cut(p, 2), "corpus.ds is cut short: .* but corpus.ds.metadata counts"),
     "a .ds without metadata": (
@@ -323,7 +323,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(name, tmp_path):
     documents = [np.array([5, 6, 0]), np.array([7, 250, 300, 0])]
     paths = [write(name, tmp_path / "a", documents[:1] * 9), write(name, tmp_path / "b", documents)]
     message = (
-        r"token id 300 at offset 5 of .*/b\..* lies beyond model.vocab_size=299: set model.vocab_size to at least 301"
+        r"token id 300 at offset 5 of .*/b\..* is outside model.vocab_size=299: set model.vocab_size to at least 301"
     )
     with pytest.raises(ConfigError, match=message):
         open_data(config({"name": name, "paths": paths}, tmp_path, vocab_size=299, seq_len=4))
@@ -347,8 +347,11 @@ def test_settings_that_contradict(case, tmp_path):
 MISTAKES = {
     "no files": ({"path": "none*"}, "there is no PREFIX.idx: give the prefix"),
     "a near miss": ({"path": "bookz"}, "there is no PREFIX.idx: did you mean 'books'"),
-    "twice": ({"paths": ["a", "a.bin"]}, "names .*/a.bin twice: name each file once"),
-    "an end that is nowhere": ({"path": "a", "pack": True, "eos_id": 250}, "no token of data.path=.* is 250"),
+    "twice": ({"paths": ["a", "a.bin"]}, "lists .*/a.bin twice: list each file once"),
+    "an end that is nowhere": (
+        {"path": "a", "pack": True, "eos_id": 250},
+        "data.eos_id=250: data.path=.* does not contain this token, so no document ends",
+    ),
     "all held out": ({"path": "a", "validation": 0.999999}, "every document is in the validation split"),
 }
 

@@ -97,5 +97,5 @@ def test_a_packed_blend_of_an_index_and_an_end_token(tmp_path):
 
 def test_without_an_index_packing_needs_an_end_token(tmp_path):
     path = write_datatrove(tmp_path / "a.ds", random_documents(40, eos=None), index=False)
-    with pytest.raises(ConfigError, match=r"there is no index of its documents, .* name it with data.eos_id"):
+    with pytest.raises(ConfigError, match=r"has no index of its documents and no .* set data.eos_id"):
         open_data(config({"name": "datatrove", "path": str(path), "pack": True}, tmp_path))

@@ -125,16 +125,16 @@ def test_a_device_and_what_notes_say_of_it():
 
 
 REFUSALS = {
-    "no such device": ({"gpu": "TPUv4"}, "gpu=TPUv4: no description of such a device; known: a100"),
-    "no device": ({"gpu": ""}, "gpu=: no description of such a device"),
+    "no such device": ({"gpu": "TPUv4"}, "gpu=TPUv4: no description of this device; known: a100"),
+    "no device": ({"gpu": ""}, "gpu=: no description of this device"),
     "missing": ({"layers": ""}, "layers is missing"),
     "no number": ({"hidden": "4k"}, "hidden=4k: must be a positive number"),
     "no whole number": ({"layers": "8.5"}, "layers=8.5: must be a whole number"),
     "experts": ({"params_b": "3"}, "params_b=3: a dense decoder of these sizes has 0.0"),
-    "experts by name": ({"model": "Mixtral-8x7B"}, "Mixtral: models with experts are not priced"),
-    "experts by notes": ({"notes": "top 2 of 8 experts"}, "8 experts: models with experts are not priced"),
+    "experts by name": ({"model": "Mixtral-8x7B"}, "Mixtral: models with experts are not supported"),
+    "experts by notes": ({"notes": "top 2 of 8 experts"}, "8 experts: models with experts are not supported"),
     "mesh": ({"dp": "3"}, "gpus=16 are not dp x fsdp x tp x pp x cp = 3 x 1 x 2 x 2 x 1"),
-    "schedule": ({"schedule": "wavefront"}, "schedule=wavefront: ndtrain has none that is like it"),
+    "schedule": ({"schedule": "wavefront"}, "schedule=wavefront: ndtrain has no equivalent"),
     "zero": ({"zero_stage": "4"}, "zero_stage=4: must be 0, 1, 2 or 3"),
     "fp8": ({"gpu": "A100", "precision": "fp8"}, "precision=fp8: gpu=A100 has no fp8 matmuls"),
     "stages": ({"vpp": "8", "schedule": "1F1B"}, "more than its model.num_hidden_layers=8"),
