@@ -2,8 +2,9 @@
 the ops that the mesh replaces."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -146,6 +147,42 @@ def weights_only(cfg: Config) -> StatePlan:
     return StatePlan(cfg.mesh.zero, DTYPES[cfg.precision.compute], DTYPES[cfg.precision.params], spec=())
 
 
+class _Graphs(NamedTuple):
+    """The parts of a run that are compiled.
+
+    Attributes:
+        blocks: True if the blocks and the loss are.
+        matmuls: True if the blocks' matmuls are part of their graphs.
+    """
+
+    blocks: bool
+    matmuls: bool
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The parameters of a rank's stages, and what the ops that use them share.
+
+    Attributes:
+        layouts: parameter -> its layout.
+        saved_ops: the store of results that recomputed blocks save.
+        fused: the first of the parameters that one matmul serves -> these parameters as one.
+    """
+
+    by_name: Mapping[str, nn.Parameter]
+    layouts: Mapping[nn.Parameter, TensorLayout]
+    accumulator: GradAccumulator
+    saved_ops: SavedOps
+    fused: Mapping[nn.Parameter, FusedWeights]
+
+    @classmethod
+    def of(cls, units: ShardedUnits, layouts: Layouts, table: Mapping[str, Param]) -> "_Weights":
+        by_name = {name: p for unit in units.units.values() for name, p in unit.parameters.items()}
+        fused = {u.parameters[names[0]]: w for u in units.units.values() for names, w in u.fused_weights.items()}
+        saved_ops = SavedOps({p: op for name, p in by_name.items() if (op := table[name].op) is not None})
+        return cls(by_name, {p: layouts[name] for name, p in by_name.items()}, units.accumulator, saved_ops, fused)
+
+
 def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None, imbalance: float = 1.0) -> Stages:
     """Build this rank's part of the model, allocated but not yet filled. Every rank calls this.
 
@@ -157,56 +194,63 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None, imbalan
     Raises:
         ConfigError: the device cannot compute the configuration, or `recompute.budget` is too small.
     """
-    placement = Placement.of(cfg)
-    table = params(cfg.model)
+    placement, table = Placement.of(cfg), params(cfg.model)
     layouts = layouts_of(cfg, mesh.spec, mesh.rank, placement, table)
     _check_patterns(cfg, layouts)
     if cfg.precision.compute == "fp8":
         check_shapes(layouts, table.values(), all_ops(cfg.model))
     trains, plan = plan is None, plan or state_plan(cfg)
     compiled, compile_note = choose_compile(cfg, mesh, trains)
-    in_graph = compiled and linear_in_graph(cfg, placement)
-    accumulator = GradAccumulator()
+    graphs = _Graphs(compiled, compiled and linear_in_graph(cfg, placement))
     models = _models(cfg, placement, mesh)
     names = _check_declared(models.values(), layouts)
     _make_process_groups(layouts, mesh, plan)
-    units = ShardedUnits(
-        flat_layouts(layouts, names),
-        mesh,
-        plan,
-        TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in layouts.tp_replica_counts()}),
-        TiedReducer(mesh, placement.pp_coords(cfg.model)[EMBED]),
-        accumulator=accumulator,
-        compiled=frozenset(table[n].unit for n in names if compiled and table[n].layer is not None),
-        in_graph=in_graph,
-        fused_names=_fused_names(cfg, table, frozenset(names)),
-    )
-    if not plan.sharded_spec:
-        units.whole_tensors = _whole_tensors(cfg, mesh, units, names, placement)
-    parameters = {name: p for unit in units.units.values() for name, p in unit.parameters.items()}
-    parameter_layouts = {p: layouts[name] for name, p in parameters.items()}
-    saved_ops = SavedOps({p: op for name, p in parameters.items() if (op := table[name].op) is not None})
-    fused_weights = {u.parameters[names[0]]: s for u in units.units.values() for names, s in u.fused_weights.items()}
-    balance = Balance(cfg, mesh)
+    units = _units(cfg, mesh, plan, layouts, names, placement, table, graphs)
+    weights = _Weights.of(units, layouts, table)
+    balance, objective = Balance(cfg, mesh), make_objective(cfg.objective, compiled)
     capacity = Capacity(cfg, mesh) if cfg.moe.capacity is not None else None
-    objective = make_objective(cfg.objective, compiled)
-    ops = _ops(
-        cfg, mesh, parameter_layouts, accumulator, saved_ops, fused_weights, compiled, in_graph, capacity, objective,
-        imbalance,
-    )  # fmt: skip
+    ops = _ops(cfg, mesh, weights, graphs, capacity, objective, imbalance)
     ops = replace(ops, balance=torch.compiler.disable(balance) if compiled else balance)
     kernel, attention = choose_kernel(cfg, mesh, plan.compute) if kind_of(mesh.device) == "cuda" else (None, "")
     for model in models.values():
-        _complete(model, parameters, ops, kernel, compiled, in_graph)
+        _complete(model, weights.by_name, ops, kernel, graphs)
         balance.adopt(model)
     segments = {s: m.segments() for s, m in models.items()}
     notes = [note for note in (attention, compile_note) if note]
+    saved_ops = weights.saved_ops
     stages = Stages(
         models, segments, units, layouts, placement, saved_ops, balance, objective, notes, capacity=capacity
     )
     if trains:
         stages.recompute = _plan_recompute(cfg, mesh, stages)
     return stages
+
+
+def _units(
+    cfg: Config,
+    mesh: Mesh,
+    plan: StatePlan,
+    layouts: Layouts,
+    names: list[str],
+    placement: Placement,
+    table: Mapping[str, Param],
+    graphs: _Graphs,
+) -> ShardedUnits:
+    """Allocate the units of the tensors `names`, with whole tensors for an optimizer that needs them."""
+    units = ShardedUnits(
+        flat_layouts(layouts, names),
+        mesh,
+        plan,
+        TPReplicaReducer({n: mesh.subgroup(TENSOR_AXIS, n) for n in layouts.tp_replica_counts()}),
+        TiedReducer(mesh, placement.pp_coords(cfg.model)[EMBED]),
+        accumulator=GradAccumulator(),
+        compiled=frozenset(table[n].unit for n in names if graphs.blocks and table[n].layer is not None),
+        in_graph=graphs.matmuls,
+        fused_names=_fused_names(cfg, table, frozenset(names)),
+    )
+    if not plan.sharded_spec:
+        units.whole_tensors = _whole_tensors(cfg, mesh, units, names, placement)
+    return units
 
 
 def _fused_names(cfg: Config, table: Mapping[str, Param], held: frozenset[str]) -> list[tuple[str, ...]]:
@@ -230,18 +274,17 @@ def _complete(
     parameters: Mapping[str, nn.Parameter],
     ops: Ops,
     kernel: str | None,
-    compiled: bool,
-    in_graph: bool,
+    graphs: _Graphs,
 ) -> None:
-    """Give a stage its parameters (views of the units' buffers), its ops and its attention kernel. Compile its blocks
-    if `compiled`."""
+    """Give a stage its parameters (views of the units' buffers), its ops and its attention kernel, and compile its
+    blocks."""
     for name, _ in list(model.named_parameters()):
         _set_parameter(model, name, parameters[name])
     model.use(ops)
     model.kernel = kernel
-    if compiled:
+    if graphs.blocks:
         for block in model.model.layers.values():
-            if not in_graph:  # otherwise the compiler makes an empty graph for each number of weights
+            if not graphs.matmuls:  # otherwise the compiler makes an empty graph for each number of weights
                 block.linear = torch.compiler.disable(block.linear)
             block.compile()
 
@@ -284,12 +327,8 @@ def _models(cfg: Config, placement: Placement, mesh: Mesh) -> dict[int, Transfor
 def _ops(
     cfg: Config,
     mesh: Mesh,
-    parameter_layouts: dict[nn.Parameter, TensorLayout],
-    accumulator: GradAccumulator,
-    saved_ops: SavedOps,
-    fused_weights: dict[nn.Parameter, FusedWeights],
-    compiled: bool,
-    in_graph: bool,
+    weights: _Weights,
+    graphs: _Graphs,
     capacity: Capacity | None,
     objective: Objective,
     imbalance: float,
@@ -298,12 +337,11 @@ def _ops(
     with weights.
 
     Args:
-        compiled: True if blocks and loss are compiled.
-        in_graph: True if matmuls are part of compiled graphs.
         capacity: the capacity of the exchanges with `moe.capacity`; None: without it.
+        imbalance: as in `build_stages`.
     """
-    matmul = _matmul_impl(cfg, mesh, compiled)
-    ops = fused_ops(accumulator, saved_ops, matmul, fused_weights, objective)
+    matmul, compiled, saved_ops = _matmul_impl(cfg, mesh, graphs.blocks), graphs.blocks, weights.saved_ops
+    ops = fused_ops(weights.accumulator, saved_ops, matmul, weights.fused, objective)
     if cfg.mesh.ep > 1:
         parts = cfg.moe.parts if cfg.moe.overlap else 1
         exchange = ExpertExchange if capacity is None else capacity.exchange
@@ -313,7 +351,7 @@ def _ops(
         keep_out_of_graphs()
         outside = torch.compiler.disable
         core = outside(ops.core) if needs_saved_ops(cfg) else local_core
-        linear = matmul.in_graph if in_graph else outside(ops.linear)
+        linear = matmul.in_graph if graphs.matmuls else outside(ops.linear)
         ops = replace(ops, linear=linear, core=core)
         ops = replace(ops, **{op: outside(getattr(ops, op)) for op in ("wide_linear", "grouped_linear", "exchange")})
     if cfg.mesh.cp > 1:
@@ -322,7 +360,7 @@ def _ops(
         )
     if cfg.mesh.tp > 1:
         tensor_parallel = TensorParallel(
-            parameter_layouts, accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, fused_weights, objective,
+            weights.layouts, weights.accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, weights.fused, objective,
             shards_heads=cfg.layout.rules.get("heads") == "tp",
         )  # fmt: skip
         ops = tensor_parallel.over(ops, compiled)
