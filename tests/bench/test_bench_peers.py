@@ -31,7 +31,7 @@ TP_COLLECTIVES = {False: (0, 0, 4 * 2 + 2 + 4), True: (4 * 2 + 2, 4 * 2 + 2, 5 +
 CP = ["axis=cp", "seq_len=64", "heads=4", "kv_heads=2", "head_dim=16", "rounds=2"]
 
 
-@pytest.mark.parametrize("axis", ["one", "dp", "fsdp", "tp", "pp"])
+@pytest.mark.parametrize("axis", ["one", "dp", "fsdp", "tp", pytest.param("pp", marks=pytest.mark.full)])
 def test_every_case_of_an_axis_is_a_legal_run(axis):
     options = Options(axis=axis)
     options.check()
@@ -42,10 +42,10 @@ def test_every_case_of_an_axis_is_a_legal_run(axis):
 @pytest.mark.parametrize(
     ("args", "peers"),
     [
-        (["axis=one"], {"bare", "transformers"}),
+        (["axis=one", "profile=true"], {"bare", "transformers"}),
         pytest.param(["axis=one", "precision=bf16", "accumulate=2"], {"bare", "transformers"}, marks=pytest.mark.full),
         pytest.param(["axis=dp", "accumulate=2"], {"ddp"}, marks=pytest.mark.full),
-        (["axis=fsdp", "profile=true"], {"fsdp2"}),
+        pytest.param(["axis=fsdp", "profile=true"], {"fsdp2"}, marks=pytest.mark.full),
         pytest.param(["axis=tp", "accumulate=2"], {"dtensor_tp", "dtensor_tp_sp"}, marks=pytest.mark.full),
         pytest.param(
             ["axis=tp", "precision=bf16", "sequence_parallel=false", "overlap=true"],
@@ -138,13 +138,13 @@ def dtensor_collectives(sequence_parallel: bool) -> tuple[int, int, int, float]:
     return seen.count("allgather"), seen.count("reducescatter"), seen.count("allreduce"), held(matrices)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_dtensor_shards_and_sends_no_more_than_it_must(sequence_parallel):
     expected = (*TP_COLLECTIVES[sequence_parallel], 0.5)
     assert run_ranks(dtensor_collectives, 2, sequence_parallel) == [expected] * 2
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [*(pytest.param(z, marks=pytest.mark.full) for z in (1, 2)), 3])
 def test_fsdp2_shards_and_gathers_by_block(zero):
     assert run_ranks(fsdp2_collectives, 2, zero) == [(*COLLECTIVES[zero], 0.5)] * 2
 
@@ -163,11 +163,13 @@ def pipelining_step(schedule: str) -> tuple[int, int, list[str], float]:
 @pytest.mark.parametrize(
     ("schedule", "messages", "layers"),
     [
-        ("gpipe", 4, ["01", "23"]),  # of each microbatch an activation one way and a gradient the other
-        ("1f1b", 4, ["01", "23"]),
+        pytest.param(
+            "gpipe", 4, ["01", "23"], marks=pytest.mark.full
+        ),  # of each microbatch an activation one way and a gradient the other
+        pytest.param("1f1b", 4, ["01", "23"], marks=pytest.mark.full),
         ("zb_h1", 4, ["01", "23"]),
         ("interleaved", 12, ["02", "13"]),  # over three links
-        ("zb_v", 8, ["03", "12"]),  # the middle link is within rank 1
+        pytest.param("zb_v", 8, ["03", "12"], marks=pytest.mark.full),  # the middle link is within rank 1
         ("dualpipe_v", 8, ["03", "12"]),
     ],
 )

@@ -42,9 +42,7 @@ MESHES = {  # 110 ordered pairs
         "mesh.order=[pp,tp,cp,dp,fsdp]", "mesh.fsdp=2", "mesh.tp=2", "layout.rules.vocab=null"
     ],
 }  # fmt: skip
-SAMPLE = {
-    "fsdp2": ("pp2-tp2-interleaved", "cp2-tp2"),
-}
+SAMPLE = {"cp2-tp2": ("pp2-tp2-interleaved",)}  # fsdp and dp: tests/checkpoint/test_resume.py
 
 
 def ranks_of(overrides: list[str]) -> int:

@@ -20,7 +20,7 @@ from tests.lib.stages import RankStages
 MOE = [
     "model.model_type=qwen2_moe", "model.num_experts=8", "model.num_experts_per_tok=2",
     "model.moe_intermediate_size=20", "model.shared_expert_intermediate_size=24", "model.mlp_only_layers=[1]",
-    "moe.bias_rate=0.05",
+    "moe.bias_rate=0.05", "train.micro_batch=4",
 ]  # fmt: skip
 SLICES = "layout.rules.expert_mlp=tp"
 MESHES = {  # 90 ordered pairs

@@ -1,5 +1,6 @@
 """A run folder is enough: `resume=auto run.dir=FOLDER` takes the configuration of the run from its config.yaml."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,14 @@ STARTED = ["recipe=llama_debug", "optim.lr=5e-3", "data.tokenizer=byte", "logger
 def save(folder: Path, *overrides: str, ranks: int = 1) -> Path:
     """Writes the config.yaml of a run with these overrides, and a checkpoint's folder."""
     (folder / "checkpoints/step-00000004").mkdir(parents=True)
-    cfg = resolve(load_config([*STARTED, f"run.dir={folder}", *overrides]), ranks)
-    (folder / NAME).write_text(to_yaml(cfg))
+    (folder / NAME).write_text(saved_text(overrides, ranks).replace("FOLDER", str(folder)))
     return folder
+
+
+@cache
+def saved_text(overrides: tuple[str, ...], ranks: int) -> str:
+    """The configuration of a run in FOLDER."""
+    return to_yaml(resolve(load_config([*STARTED, "run.dir=FOLDER", *overrides]), ranks))
 
 
 @pytest.fixture

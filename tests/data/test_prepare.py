@@ -458,7 +458,7 @@ def test_workers_end_with_the_process_that_started_them(slow, tmp_path):
     assert whole_parts(out) == 0, "a part was over before"
 
 
-@pytest.mark.parametrize("parts", [0, 20])
+@pytest.mark.parametrize("parts", [pytest.param(0, marks=FULL), 20])
 def test_ctrl_c(parts, slow, tmp_path):
     args, out = slow
     with started(args, tmp_path) as process:

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 import ndtrain
+from ndtrain.train import main
+from tests.lib.helpers import given_process_group
+from tests.lib.ranks import run_ranks
 
 ROOT = Path(ndtrain.__file__).parent.parent
 
@@ -35,29 +38,51 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+SHARED = ["recipe=llama_debug", "train.steps=8", "data=text", "data.path=notes", "data.tokenizer=byte"]
+
+
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
-    shared = ["recipe=llama_debug", "train.steps=8", "data=text", "data.path=notes", "data.tokenizer=byte"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "WANDB_MODE": "offline"}
     return subprocess.run(
-        [sys.executable, "-m", "ndtrain.train", *shared, *overrides],
+        [sys.executable, "-m", "ndtrain.train", *SHARED, *overrides],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
+def trained(folder: Path, *overrides: str) -> int:
+    """The exit status of the same in a process that has torch loaded."""
+    (status,) = run_ranks(main_in, 1, folder, [*SHARED, *overrides], timeout=300)
+    return status
+
+
+def main_in(folder: Path, args: list[str]) -> int:
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    with given_process_group():
+        return main(args)
+
+
+TOGETHER = ("lion", "rates", "objectives", "csv_logger", "loss_guard", "scaled", "spaced")
+
+
 def test_an_optimizer_a_rate_a_logger_and_a_callback_train_together(folder: Path):
-    plugins = ",".join(f"my_package.{name}" for name in ("lion", "rates", "objectives", "csv_logger", "loss_guard"))
-    done = train(
+    """And a family with an attention function."""
+    plugins = ",".join(f"my_package.{name}" for name in TOGETHER)
+    status = trained(
         folder, f"plugins=[{plugins}]", "optim=lion", "optim.lr=1e-3", "optim.schedule=inverse_sqrt", "optim.warmup=1",
         "optim.min_lr=0",
         "logger=csv", "logger.columns=[step,loss,lr,head_z_loss]", "run.dir=together",
         "objective=rare_tokens", "objective.first=101", "objective.factor=3", "objective.z_loss=1e-4",
+        "model=scaled", "model.residual_scale=0.5", "model.attention=spaced", "model.spacing=4",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert status == 0
     rows = list(csv.reader((folder / "together" / "metrics.csv").open()))
     assert [row[0] for row in rows] == [str(step) for step in range(1, 9)]
     assert float(rows[-1][1]) < float(rows[0][1])
     assert float(rows[3][2]) == pytest.approx(1e-3 / 4**0.5)
     assert all(float(row[3]) > 1 for row in rows), "the mean squared log-sum-exp of 256 logits"
+    config = json.loads(next((folder / "together" / "checkpoints").glob("step-*/config.json")).read_text())
+    assert (config["residual_scale"], config["attention"], config["spacing"]) == (0.5, "spaced", 4)
 
 
 @pytest.mark.full
@@ -72,15 +97,17 @@ def test_a_source_gives_the_corpus(folder: Path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_a_family_with_a_block_and_fields_of_its_own(folder: Path):
-    done = train(folder, "plugins=[my_package.scaled]", "model=scaled", "model.residual_scale=0.5", "run.dir=family")
-    assert done.returncode == 0, done.stderr
+    scaled = ["plugins=[my_package.scaled]", "model=scaled", "model.residual_scale=0.5"]
+    assert trained(folder, *scaled, "run.dir=family") == 0
     config = json.loads(next((folder / "family" / "checkpoints").glob("step-*/config.json")).read_text())
     assert config["model_type"] == "scaled" and config["residual_scale"] == 0.5
 
 
+@pytest.mark.full
 def test_a_function_changes_attention(folder: Path):
-    done = train(folder, "plugins=[my_package.spaced]", "model.attention=spaced", "model.spacing=4", "run.dir=spaced")
-    assert done.returncode == 0, done.stderr
+    spaced = ["plugins=[my_package.spaced]", "model.attention=spaced", "model.spacing=4"]
+    assert trained(folder, *spaced, "run.dir=spaced") == 0
     config = json.loads(next((folder / "spaced" / "checkpoints").glob("step-*/config.json")).read_text())
     assert (config["model_type"], config["attention"], config["spacing"]) == ("ndtrain_llama", "spaced", 4)

@@ -151,7 +151,7 @@ def test_a_run_goes_on_and_counts(tmp_path, capsys):
     assert marked == {11: 10}, "only the first row after a resume says so"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_too_many_in_a_row_end_the_run(ranks, tmp_path, corpus_of_words):
     plan = ["train.max_skipped=3", "checkpoint.every=3", "checkpoint.keep=9", "resume=auto"]
     args = arguments(tmp_path / "run", corpus_of_words, *plan, *["mesh.dp=2"] * (ranks - 1))

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["tests.lib.composed", "torch", "torch.distributed", "torch._dynamo", "ndtrain.engine.setup", "ndtrain.train"]
-)
+_PRELOADED = [
+    "tests.lib.composed", "torch", "torch.distributed", "torch._dynamo", "ndtrain.engine.setup", "ndtrain.train",
+    "tests.lib.warm",
+]  # fmt: skip
+_context.set_forkserver_preload(_PRELOADED)
 
 
 def run_ranks(fn: Callable, n: int, *args: Any, timeout: float = 120) -> list[Any]:

@@ -12,23 +12,24 @@ from pathlib import Path
 
 _LISTEN = "0A"  # in /proc/net/tcp
 
-# argv: a text, a pattern, its replacement, ports. Writes the text under the replaced name of each key that has the
-# pattern, and prints these names
+# argv: a text, patterns with their replacements in JSON, ports. Writes the text under the replaced name of each key
+# with the pattern, and prints these names; one pattern after the other
 FOREIGN_CLIENT = """
-import re, sys
+import json, re, sys
 from datetime import timedelta
 import torch.distributed as dist
-text, pattern, replacement, *ports = sys.argv[1:]
+text, changes, *ports = sys.argv[1:]
 for port in ports:
     try:
         store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=5))
-        keys = store.list_keys()
+        store.list_keys()
     except dist.DistError as error:
         continue
-    for key in keys:
-        if re.search(pattern, key):
-            store.set(re.sub(pattern, replacement, key), text)
-            print(re.sub(pattern, replacement, key))
+    for pattern, replacement in json.loads(changes):
+        for key in store.list_keys():
+            if re.search(pattern, key):
+                store.set(re.sub(pattern, replacement, key), text)
+                print(re.sub(pattern, replacement, key))
 """
 
 

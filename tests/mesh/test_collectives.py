@@ -1,5 +1,7 @@
 """Flat collectives on 1 to 4 ranks against sums in one process. Some sizes are not divisible by the number of ranks."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,9 +35,16 @@ def rank_case(numel: int, dtype: torch.dtype) -> dict:
     return {"reduced": reduced, "second": second, "own": own, "gathered": gathered, "in_place": in_place, "rows": rows}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("numel", [8, 13, 1001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+CASES = list(product((torch.float32, torch.float64, torch.int64), (8, 13, 1001), (1, 2, 3, 4)))
+SAMPLE = [  # each type, size and number of ranks; sizes that the ranks divide, and that they do not
+    (torch.float32, 8, 1), (torch.float64, 13, 2), (torch.int64, 8, 2), (torch.float32, 1001, 3),
+    (torch.int64, 13, 3), (torch.float32, 13, 4), (torch.float64, 1001, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numel", "n"), [c if c in SAMPLE else pytest.param(*c, marks=pytest.mark.full) for c in CASES]
+)
 def test_against_one_process(n, numel, dtype):
     results = run_ranks(rank_case, n, numel, dtype)
     data = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).mul(100).to(dtype) for r in range(n)]

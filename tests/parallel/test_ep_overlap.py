@@ -88,8 +88,9 @@ def test_bits_of_schedules(schedule):
 # ------------------------------------------------------------------------------------------------ launches, in order
 
 
-@pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=FULL)])
-@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=FULL)])
+@FULL
+@pytest.mark.parametrize("recompute", ["full", "none"])
+@pytest.mark.parametrize("parts", [2, 4])
 def test_what_is_sent(parts, recompute):
     """The rows of before in more messages, none of them again for a recompute."""
     overrides = [*MODEL, *MODELS["mixtral"], EIGHT, "mesh.dp=2", "mesh.ep=2", "train.micro_batch=1"]

@@ -50,7 +50,6 @@ MODELS = {
 EVEN = ["model.num_attention_heads=8", "model.num_key_value_heads=2", "model.hidden_size=32", "train.seq_len=16"]
 MODEL = [*SHAPE, *FP64, *EVEN, "train.global_batch=8"]
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
-SAMPLE = {"fsdp2 tp2"}  # the rest takes --full
 
 
 @cache
@@ -85,9 +84,9 @@ def meshes(ranks: int, axes: tuple[str, ...] = AXES):
 def sweep():
     for i, mesh in enumerate(m for n in (2, 4, 8) for m in meshes(n) if m.get("pp", 1) < 4):
         label = " ".join(f"{axis}{size}" for axis, size in mesh.items())
-        name = "qwen2-moe" if label in SAMPLE else list(MODELS)[i % len(MODELS)]
+        name = "qwen2-moe" if label == "fsdp2 tp2" else list(MODELS)[i % len(MODELS)]
         name = "mixtral" if mesh.get("tp") == 8 else name  # 8 does not divide the dense MLPs of others
-        yield pytest.param(name, mesh, marks=[] if label in SAMPLE else FULL, id=f"{name} {label}")
+        yield pytest.param(name, mesh, marks=FULL, id=f"{name} {label}")
 
 
 @pytest.mark.parametrize(("name", "mesh"), list(sweep()))
@@ -197,7 +196,7 @@ LOADED = [{"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}, {"dp": 3, "fsdp
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "ep": 2}, *(pytest.param(m, marks=FULL) for m in LOADED)], ids=str)
-@pytest.mark.parametrize("rule", [all_on_one, none_for_two])
+@pytest.mark.parametrize("rule", [all_on_one, pytest.param(none_for_two, marks=FULL)])
 def test_experts_without_tokens(rule, mesh):
     """An expert that no token goes to has a gradient of zeros, on one rank or on all. With ep all tokens go to the
     experts of one rank, or a rank gets none."""

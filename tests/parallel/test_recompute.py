@@ -57,7 +57,7 @@ CASES = {
     **{f"budget, zero {z}": (2, ["recompute=budget", "recompute.budget=600kB", "mesh.fsdp=2", f"mesh.zero={z}"])
        for z in (1, 2, 3)},
 }  # fmt: skip
-DEFAULT = ("selective", "every auto", "budget", "every 2, tp", "full, ulysses", "budget, zb_v")
+DEFAULT = ("selective", "every auto", "budget", "full, ulysses", "budget, zb_v")
 
 
 @cache
@@ -218,9 +218,7 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("tp", "ulysses") else pytest.param(n, marks=pytest.mark.full) for n in SENT]
-)
+@pytest.mark.parametrize("name", [n if n == "tp" else pytest.param(n, marks=pytest.mark.full) for n in SENT])
 def test_the_recompute_sends_only_the_inputs_of_ops(name):
     """The column-parallel linears of tp need all tokens, and the core of Ulysses all tokens of a head. These inputs are
     gathered again, as in a backward. No output is summed or exchanged again, and no ring is sent around."""

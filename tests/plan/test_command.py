@@ -26,6 +26,7 @@ def test_a_plan_of_a_gpu_mesh(tmp_path, capsys, recwarn):
     assert not [w for w in recwarn if "timeout" in str(w.message)]
 
 
+@pytest.mark.full
 def test_offloaded_state_is_no_device_memory(tmp_path, capsys):
     peaks = []
     for offload in ("false", "true"):

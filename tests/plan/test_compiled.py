@@ -1,5 +1,6 @@
 """Compiled code without a device: what exists of its results, and a run that compiles against one that does not."""
 
+import pytest
 import torch
 
 from ndtrain.config import load_config, resolve
@@ -45,6 +46,7 @@ def test_saved_for_backward_is_what_the_partitioner_chooses():
     assert made.now == 3 * MATRIX, "x, its gradient and y"
 
 
+@pytest.mark.full
 def test_a_compiled_run_computes_the_same_in_less_memory():
     cfg = lambda compiled: resolve(load_config([*SHAPE, "mesh.fsdp=2", f"train.compile={compiled}"]), 2)
     auto, off = (dry_run(cfg(way), 0, "cuda") for way in ("auto", "false"))

@@ -67,6 +67,7 @@ def fits(row: str) -> None:
         assert sum(record.state.values()) < record.peak_bytes < 1e9 * hardware.memory_gb - BESIDES
 
 
+@pytest.mark.full
 def test_the_smallest_model_fits_on_one_gpu():
     fits(next(row for row in ROWS if row.startswith("recipe=qwen3_0_6b") and row.endswith(" on 1")))
 

@@ -29,11 +29,11 @@ EXPERTS = "model.model_type=qwen3_moe model.num_experts=8 model.num_experts_per_
 # --------------------------------------------------------------------------------------------------------------- memory
 
 MEMORY = {
-    "mesh.fsdp=2 mesh.zero=3 recompute=selective": 2,
     "mesh.pp=2 mesh.fsdp=2 mesh.zero=2 schedule=zb_h1": 4,
     f"{EXPERTS} mesh.fsdp=4 mesh.ep=2 mesh.zero=2 recompute=full": 4,
 }
 MORE_MEMORY = {
+    "mesh.fsdp=2 mesh.zero=3 recompute=selective": 2,
     "mesh.pp=2 mesh.tp=2 mesh.zero=1 recompute=full model.tie_word_embeddings=true": 4,
     "": 1,
     "mesh.dp=2 mesh.zero=1": 2,

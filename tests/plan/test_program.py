@@ -26,10 +26,10 @@ COUNTS = 8  # bytes of a rank's number of valid tokens, which all ranks with oth
 WIDTH = {"compute": 2, "master": 4}
 
 MESHES = {
-    "mesh.fsdp=2 mesh.tp=2 mesh.zero=1": 4,
     "mesh.pp=2 mesh.dp=2 mesh.fsdp=2 mesh.zero=2 schedule=zb_h1": 8,
 }
 MORE_MESHES = {
+    "mesh.fsdp=2 mesh.tp=2 mesh.zero=1": 4,
     "mesh.pp=2 mesh.fsdp=2 mesh.zero=3 recompute=full": 4,
     "mesh.fsdp=2 mesh.tp=2 mesh.zero=2": 4,
     "mesh.fsdp=2 mesh.tp=2 mesh.zero=3 recompute=every model.num_hidden_layers=8": 4,

@@ -17,7 +17,7 @@ EXPERTS = (
     "model.model_type=qwen3_moe model.num_experts=4 model.num_experts_per_tok=2 model.moe_intermediate_size=16 "
     "model.mlp_only_layers=[1]"
 )
-DEFAULT = ["mesh.fsdp=2 mesh.zero=3 microbatches=12"]
+DEFAULT = ["mesh.fsdp=2 mesh.zero=3 model.num_hidden_layers=4 microbatches=12"]
 FULL = [
     "mesh.pp=2 schedule=gpipe microbatches=21",
     "microbatches=10", "mesh.dp=2 microbatches=40", "mesh.fsdp=2 mesh.zero=1 microbatches=17",

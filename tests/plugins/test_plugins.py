@@ -91,7 +91,7 @@ def run_of(overrides: list[str]) -> tuple[Run, list[tuple]]:
     return run, pieces
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [pytest.param("dp fsdp tp", marks=pytest.mark.full), "pp tied"])
 def test_family_and_optimizer_on_a_mesh(name):
     """Losses, norms, gradients, weights and the factored state of three steps, against one process."""
     mesh = MESHES[name]

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from ndtrain.config import load_config, resolve
 from ndtrain.run import exit_status, launch_query, stop_signals
 from ndtrain.run.run_owner import LAUNCH
 from ndtrain.train import main
+from tests.lib.disks import tmpfs
 from tests.lib.helpers import (
     arguments,
     checkpoint_of,
@@ -369,16 +368,12 @@ def test_a_run_folder_that_cannot_be_is_refused(place, args, corpus, capsys):
     assert f"run.dir={place}" in line and "give another" in line
 
 
-def test_a_read_only_run_folder_is_refused(tmp_path, corpus):
+def test_a_read_only_run_folder_is_refused(tmp_path, corpus, capsys):
     folder = tmp_path / "run"
-    folder.mkdir()
-    mount = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs -o ro none {folder} && exec "$@"', "sh"]
-    if subprocess.run([*mount, "true"], capture_output=True).returncode:
-        pytest.skip("needs the right to mount")
-    program = [sys.executable, "-m", "ndtrain.train", *arguments(folder, corpus)]
-    done = subprocess.run([*mount, *program], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    line = one_error(done.stderr)
-    assert done.returncode == 2 and f"run.dir={folder}" in line and "Read-only" in line and "give another" in line
+    with tmpfs(folder) as mount:
+        mount("ro")
+        line = refusal(capsys, arguments(folder, corpus))
+    assert f"run.dir={folder}" in line and "Read-only" in line and "give another" in line
 
 
 # ------------------------------------------------------------------------------------------------ unusable checkpoints
@@ -557,6 +552,7 @@ def test_no_flipped_bit_goes_unseen(file, damaged, corpus, tmp_path, capsys):
 # ---------------------------------------------------------------------------------------------- the real command line
 
 
+@pytest.mark.full
 def test_torchrun_is_told_once_and_ends_at_once(tmp_path, corpus):
     began = time.monotonic()
     done = run(arguments(tmp_path / "run", corpus, "mesh.dp=4"), tmp_path, ranks=2)
@@ -611,6 +607,7 @@ def test_a_rank_takes_its_share_at_once(world, overrides, each):
     assert cfg.train.micro_batch == each
 
 
+@pytest.mark.full
 def test_the_rest_of_two_ranks(tmp_path, corpus):
     assert run_ranks(rank_main, 2, arguments(tmp_path / "run", corpus, "mesh.fsdp=-1", "train.steps=3")) == [0, 0]
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").mesh.fsdp == 2
@@ -627,10 +624,10 @@ def recipe(tmp_path) -> Path:
     return tmp_path / "mine"
 
 
-def test_cfg_job_shows_the_run(recipe, tmp_path):
-    done = run(["--config-dir", str(recipe), "--cfg", "job", "recipe=tiny", "optim.lr=0.5"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    shown = OmegaConf.create(done.stdout)
+def test_cfg_job_shows_the_run(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config-dir", str(recipe), "--cfg", "job", "recipe=tiny", "optim.lr=0.5"]) == 0
+    shown = OmegaConf.create(capsys.readouterr().out)
     assert (shown.model.hidden_size, shown.train.seq_len, shown.optim.lr) == (64, 16, 0.5) and "recipe" not in shown
     assert [p.name for p in tmp_path.iterdir()] == ["mine"], "files outside the run folder"
 

@@ -32,11 +32,11 @@ with launcher.ends_with({function}, "the launcher was killed"):
 """
 FAMILIES = [
     ("launcher.torchrun_of_rank()", {"TORCHELASTIC_RUN_ID": "job"}, True),
-    ("launcher.torchrun_of_rank()", {}, False),
+    pytest.param("launcher.torchrun_of_rank()", {}, False, marks=pytest.mark.full),
     ("launcher.script_of_torchrun(f'{os.uname().nodename}-{os.getppid()}-1.5')", {}, True),
     ("launcher.script_of_torchrun(f'{os.uname().nodename}-{grandparent}-1.5')", {}, False),  # it lives on
-    ("launcher.script_of_torchrun(f'another-host-{os.getppid()}-1.5')", {}, False),
-    ("launcher.script_of_torchrun(None)", {}, False),
+    pytest.param("launcher.script_of_torchrun(f'another-host-{os.getppid()}-1.5')", {}, False, marks=pytest.mark.full),
+    pytest.param("launcher.script_of_torchrun(None)", {}, False, marks=pytest.mark.full),
 ]
 
 

@@ -1,5 +1,6 @@
 """What listens during a run on one machine, and what a stranger who reaches it can do."""
 
+import json
 import os
 import subprocess
 import sys
@@ -48,10 +49,10 @@ class Run:
             time.sleep(0.1)
         wait_for(lambda: self.step() > before + 2, "more steps", 60)
 
-    def attack(self, text: str, pattern: str, replacement: str = r"\g<0>") -> list[str]:
-        """Writes the text into all stores of the run, as a stranger. Returns the keys: those that have the pattern,
-        with it replaced."""
-        argv = [sys.executable, "-c", FOREIGN_CLIENT, text, pattern, replacement, *sorted(self.stores())]
+    def attack(self, text: str, *changes: tuple[str, str]) -> list[str]:
+        """Writes the text into all stores of the run, as a stranger. Returns the keys: those that have a pattern, with
+        it replaced, for one of the changes after the other."""
+        argv = [sys.executable, "-c", FOREIGN_CLIENT, text, json.dumps(changes), *sorted(self.stores())]
         client = self.host.popen(argv, self.cwd, stdout=subprocess.PIPE, text=True)
         return client.communicate(timeout=120)[0].split()
 
@@ -95,14 +96,14 @@ def test_nothing_listens_beyond_loopback(run):
 
 def test_a_pickle_in_the_store_is_not_executed(run):
     mark = run.cwd / "executed"
-    assert run.attack(pickled_command(f"touch {mark}"), "configuration|torch.rendezvous.*", "torch.rendezvous.x")
-    run.attack(pickled_command(f"touch {mark}"), "torch.rendezvous.*")
+    as_rendezvous = ("configuration|torch.rendezvous.*", "torch.rendezvous.x")
+    assert run.attack(pickled_command(f"touch {mark}"), as_rendezvous, ("torch.rendezvous.*", r"\g<0>"))
     run.goes_on()
     assert not mark.exists()
 
 
 def test_a_forged_hang_is_ignored_and_logged(run):
-    assert run.attack("1", "configuration$", "hang/called")
+    assert run.attack("1", ("configuration$", "hang/called"))
     run.goes_on()
     assert "hang/called" in (run.folder / "logs" / "rank-1.log").read_text()
 
@@ -120,8 +121,8 @@ def test_the_launch_script_listens_on_loopback_only(tmp_path):
     for run in running(tmp_path, [str(ROOT / "launch" / "local.sh"), *args], NPROC="2", PATH=path):
         assert_loopback_only(run)
         mark = run.cwd / "executed"
-        run.attack(pickled_command(f"touch {mark}"), "configuration|torch.rendezvous.*", "torch.rendezvous.x")
-        run.attack("1", "configuration$", "hang/called")
+        run.attack(pickled_command(f"touch {mark}"), ("configuration|torch.rendezvous.*", "torch.rendezvous.x"))
+        run.attack("1", ("configuration$", "hang/called"))
         run.goes_on()
         assert not mark.exists()
 
