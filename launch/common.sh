@@ -28,7 +28,7 @@ on_signal() { # NAME
     if [ "$1" != USR1 ]; then
         # one request may come twice within a moment, from a terminal or a wrapper and from its parent
         if [ -n "$asked_at" ] && [ $((SECONDS - asked_at)) -ge 2 ]; then
-            echo "a second signal: ended at once, and nothing more is saved" >&2
+            echo "second signal: the run is killed now, without saving" >&2
             end_now
             exit $((128 + $(kill -l "$1")))
         fi
@@ -36,7 +36,7 @@ on_signal() { # NAME
     fi
     if [ -z "$asked" ]; then
         asked=$1
-        echo "SIG$1: the run stops after the step at work; a second SIGINT or SIGTERM ends it at once" >&2 || true
+        echo "SIG$1: the run stops after the current step; a second SIGINT or SIGTERM kills it at once" >&2 || true
     fi
     ask_to_stop
 }

@@ -4,7 +4,7 @@
 #   PRELUDE            a file to source: modules, conda, variables of NCCL
 #   VENV               a virtual environment to activate
 #   CONTAINER          an image that every Python process runs in
-#   CONTAINER_RUNTIME  pyxis, apptainer or singularity (default: the first one that is there)
+#   CONTAINER_RUNTIME  pyxis, apptainer or singularity (default: the first one installed)
 #   CONTAINER_MOUNTS   further paths for the container: PATH or HOST_PATH:CONTAINER_PATH, with commas between them
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Gathers what a bare machine with a GPU and PyTorch lacks, on a machine with a package index: wheels of the versions
-# and hashes in launch/gpu_wheels.txt, for Python 3.12 on x86-64 Linux, and the commit that is measured.
+# Collects the files that a bare machine with a GPU and PyTorch needs, on a machine with a package index: wheels of the
+# versions and hashes in launch/gpu_wheels.txt, for Python 3.12 on x86-64 Linux, and the commit to measure.
 #
 #   launch/gpu_prepare.sh            # into .gpu_wheels, which git ignores; it travels with the working tree
 #   launch/gpu_prepare.sh FOLDER
-#   launch/gpu_prepare.sh --lock     # writes the hashes of launch/gpu_wheels.txt anew, after a change of its versions
+#   launch/gpu_prepare.sh --lock     # updates the hashes in launch/gpu_wheels.txt after a change of its versions
 #
 #   PYTHON    the Python whose pip downloads (default python3)
-#   MOST_MIB  what may travel (default 64): it fails where the wheels alone are more
+#   MOST_MIB  maximum size of the folder in MiB (default 64); larger folders are an error
 # On the bare machine, launch/gpu_session.sh installs them without an index, tests and measures.
 set -euo pipefail
 
@@ -66,6 +66,6 @@ git -C "$here" describe --always --dirty --abbrev=40 --exclude='*' >"$folder/com
 mib=$(du -sm "$folder" | cut -f 1)
 echo "$folder: $(find "$folder" -name '*.whl' | wc -l) wheels, $mib MiB"
 if [ "$mib" -gt "${MOST_MIB:-64}" ]; then
-    echo "error: more than MOST_MIB=${MOST_MIB:-64}: take the largest out of launch/gpu_wheels.txt" >&2
+    echo "error: more than MOST_MIB=${MOST_MIB:-64}: remove the largest package from launch/gpu_wheels.txt" >&2
     exit 1
 fi

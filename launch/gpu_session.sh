@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # On a bare machine with a GPU and PyTorch, from the root of a copy of this repository: installs the missing packages
-# from the wheels of launch/gpu_prepare.sh, without an index, runs the tests that need a GPU, then `bench gpu` in the
-# order of what its cases decide, all within MINUTES. Everything goes into FOLDER, after each case.
+# from the wheels of launch/gpu_prepare.sh, without an index, runs the tests that need a GPU, then `bench gpu`, most
+# important cases first, all within MINUTES. The results of each case are written to FOLDER at once.
 #
 #   launch/gpu_session.sh FOLDER                                    # the first command
-#   launch/gpu_session.sh FOLDER resume=BROUGHT/gpu-h200.json       # the next ones: what that file lacks
+#   launch/gpu_session.sh FOLDER resume=BROUGHT/gpu-h200.json       # the next ones: missing cases
 #   launch/gpu_session.sh FOLDER suite=smoke device=cpu             # the same without a GPU
 #
-# What follows FOLDER are options of `python -m ndtrain.bench gpu`.
-#   MINUTES  for all of it (default 9, of the ten that a command may take)
-#   TESTS    minutes of them for the tests (default 3; 0, without the tests, where there is a resume=)
+# The arguments after FOLDER are options of `python -m ndtrain.bench gpu`.
+#   MINUTES  total time (default 9, because a command may take ten)
+#   TESTS    minutes of it for the tests (default 3, or 0 with resume=)
 #   WHEELS   the folder of launch/gpu_prepare.sh (default .gpu_wheels)
-#   CACHE    compiled code that an earlier command left in its FOLDER (default: compiled.tar.gz beside the resume= file)
+#   CACHE    compiled code that an earlier command left in its FOLDER (default: next to the resume= file)
 #   PYTHON   the Python that has PyTorch (default python3)
 # FOLDER has gpu-<suite>.json and .md (the figures, and ahead or behind for each goal), tests.log, bench.log and
-# compiled.tar.gz. Exit status: 1 where a test or the bench failed.
+# compiled.tar.gz. Exit status: 1 if a test or the bench failed.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -101,7 +101,7 @@ left=$(((end - SECONDS) / 60))
 if [ "$left" -gt 0 ]; then
     "$python" -m ndtrain.bench gpu "folder=$folder" "minutes=$left" "$@" 2>&1 | tee "$folder/bench.log" || failed=1
 else
-    echo "no minute of MINUTES=${MINUTES:-9} is left for the bench" >&2
+    echo "no time is left for the bench: raise MINUTES=${MINUTES:-9}, or lower TESTS" >&2
     failed=1
 fi
 pack_compiled

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains on this machine with one rank per GPU, or per CPU core where there is no GPU.
+# Trains on this machine with one rank per GPU, or per CPU core if there is no GPU.
 #
 #   launch/local.sh recipe=llama_small mesh.fsdp=-1
 #   NPROC=4 launch/local.sh recipe=llama_small mesh.dp=2 mesh.fsdp=2
 #
 # Every argument is an override of the configuration.
 #   NPROC     the number of ranks
-#   RESTARTS  how often torchrun starts the ranks again after one has died (default 0)
-#   OMP_NUM_THREADS  threads of a rank on the CPU (default: the cores divided by the ranks)
+#   RESTARTS  maximum number of restarts by torchrun after a rank has died (default 0)
+#   OMP_NUM_THREADS  CPU threads per rank (default: the cores divided by the ranks)
 #   PRELUDE   a file to source first: modules, conda
 #   VENV      a virtual environment to activate
 #   CONTAINER an image that Python runs in, with CONTAINER_RUNTIME and CONTAINER_MOUNTS (docs/launch.md)

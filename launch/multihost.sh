@@ -4,19 +4,19 @@
 #   launch/multihost.sh node0 node1 -- recipe=llama3_8b mesh.fsdp=8 mesh.dp=-1
 #   NPROC=4 VENV=/shared/venv MIN_HOSTS=1 RESTARTS=3 launch/multihost.sh node0 node1 -- recipe=llama_small mesh.fsdp=-1
 #
-# This repository, the Python environment and run.dir lie at the same paths on all hosts, on shared storage. The first
-# host holds the rendezvous. What stands behind -- are overrides of the configuration.
+# This repository, the Python environment and run.dir must have the same paths on all hosts, on shared storage. The
+# first host runs the rendezvous. The arguments after -- are overrides of the configuration.
 #   NPROC      ranks per host
 #   PRELUDE    a file that every host sources first: modules, conda, variables of NCCL
 #   VENV       a virtual environment to activate on every host
 #   CONTAINER  an image that Python runs in on every host, with CONTAINER_RUNTIME and CONTAINER_MOUNTS (docs/launch.md)
-#   PORT       of the rendezvous on the first host (default 29400)
+#   PORT       port of the rendezvous on the first host (default 29400)
 #   INTERFACE  the network interface to listen on, e.g. eth0
-#   RESTARTS   how often torchrun starts the ranks again after one has died (default 0)
-#   MIN_HOSTS  go on, after a restart, while so many hosts are left (default: all of them)
-#   SSH        another remote shell, called as `$SSH HOST COMMAND`; it has to pass standard input on
-# Variables NCCL_*, GLOO_*, OMP_*, TORCH_*, CUDA_*, HYDRA_*, NDTRAIN_* and WANDB_MODE go along to the hosts:
-# NDTRAIN_TOKEN, a secret, on standard input, the others on the command line.
+#   RESTARTS   maximum number of restarts by torchrun after a rank has died (default 0)
+#   MIN_HOSTS  minimum number of hosts to continue with after a restart (default: all)
+#   SSH        another remote shell, called as `$SSH HOST COMMAND`; it has to forward standard input
+# Variables NCCL_*, GLOO_*, OMP_*, TORCH_*, CUDA_*, HYDRA_*, NDTRAIN_* and WANDB_MODE are passed to the
+# hosts: NDTRAIN_TOKEN, a secret, on standard input, the others on the command line.
 # Ctrl-C, SIGTERM and SIGUSR1 stop the run after a step, with a checkpoint. Exit codes: docs/launch.md.
 set -euo pipefail
 

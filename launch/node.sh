@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# One host's part of a run on several: its torchrun. Started by train.sbatch and multihost.sh, not by hand.
+# Runs torchrun on one host of a run on several hosts. Started by train.sbatch and multihost.sh, not by hand.
 #
-# Every rank writes what it prints into <run.dir>/logs/rank-N.out. Rank 0's is shown as well, and of the first rank of
-# every host what it says on standard error. In the environment:
-#   NODE, NODES      number of this host (0 has the rendezvous); how many there are, or MIN:MAX
-#   ENDPOINT, RUN_ID HOST:PORT of the rendezvous; a name for it that no other run has
+# Every rank writes its output to <run.dir>/logs/rank-N.out. The console also shows the output of rank 0, and the
+# standard error of the first rank of every host. Environment variables:
+#   NODE, NODES      index of this host (0 runs the rendezvous); number of hosts, or MIN:MAX
+#   ENDPOINT, RUN_ID HOST:PORT of the rendezvous; its unique name
 #   LOGS, RANKS      the logs' folder; ranks on this host
 #   PRELUDE, VENV, CONTAINER...  as launch/environment.sh has them
-#   LAUNCH           the start of the script that started this one
-#   RESTARTS         how often torchrun starts the ranks again after one has died
+#   LAUNCH           id of this start, from the calling script
+#   RESTARTS         maximum number of restarts by torchrun after a rank has died
 #   NDTRAIN_TOKEN    the secret that the ranks of all hosts share
-#   WHILE_CONNECTED  if set, that secret is the first line of standard input, and the ranks end at once where that ends
+#   WHILE_CONNECTED  if set, the first line of standard input is that secret, and the ranks end when it closes
 set -euo pipefail
 
 if [ -n "${WHILE_CONNECTED:-}" ] && ! read -r NDTRAIN_TOKEN; then
-    echo "error: standard input has ended: the remote shell, or what it starts, does not pass it on" >&2
+    echo "error: standard input is closed: the remote shell has to forward it" >&2
     exit 2
 fi
 # shellcheck source=launch/common.sh

@@ -75,7 +75,7 @@ def _run(cfg: Config) -> int:
 
 def _alone_at_start() -> str:
     """Return the line for a host whose torchrun was killed before the first step. Its first rank prints it."""
-    return "error: torchrun was killed before the first step: nothing is saved" if world_from_env()[1] == 0 else ""
+    return "error: torchrun was killed before the first step: nothing was saved" if world_from_env()[1] == 0 else ""
 
 
 def _leave_process_group() -> None:

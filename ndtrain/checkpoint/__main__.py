@@ -1,15 +1,15 @@
-"""Works on checkpoints without a training: python -m ndtrain.checkpoint COMMAND ...
+"""Inspects and converts checkpoints: python -m ndtrain.checkpoint COMMAND ...
 
-  list RUN...                    the checkpoints of run folders: step, size, time, whether complete, what is in them
-  verify CHECKPOINT...           read every byte and compare it with its checksum; of a run folder all checkpoints;
+  list RUN...                    the checkpoints of run folders: step, size, time, whether they are complete, contents
+  verify CHECKPOINT...           compare every byte with its checksum, in all checkpoints of a run folder;
                                  exit status 1 if a file is bad
   diff A B                       the tensors and the configuration that differ; exit status 1 if anything differs
   average CKPT... out=FOLDER     the mean of their weights, as a Hugging Face folder
   cast CKPT dtype=bf16 out=FOLDER
                                  the weights in another precision, as a Hugging Face folder
 
-A CHECKPOINT is a folder step-*, or a run folder, which means its newest checkpoint. diff, average and cast also take
-Hugging Face folders. Start from what they write with init_from=FOLDER. Keys of average and cast:
+A CHECKPOINT is a folder step-*, or a run folder (its newest checkpoint). diff, average and cast also accept Hugging
+Face folders. Start a run from their output with init_from=FOLDER. Keys of average and cast:
 
 {options}
 """
@@ -47,14 +47,14 @@ def _dtype(key: str, text: str) -> str:
 class Options:
     """The keys of average and cast."""
 
-    out: str = option("the folder to make")
-    dtype: str | None = option(f"{', '.join(DTYPES)}: of the tensors written; that of the first unless given", None,
+    out: str = option("folder to create")
+    dtype: str | None = option(f"{', '.join(DTYPES)}: dtype of the output (default: the first checkpoint's)", None,
                                read=_dtype)  # fmt: skip
     weights: tuple[float, ...] | None = option(
-        "average: the share of each checkpoint, e.g. weights=1,2,1 (divided by their sum); equal ones unless given",
+        "average: weight of each checkpoint, e.g. weights=1,2,1, divided by their sum (default: equal weights)",
         None, read=_weights,
     )  # fmt: skip
-    ema: bool = option("read the average that optim.ema kept instead of the weights", False)
+    ema: bool = option("read the moving average of optim.ema instead of the weights", False)
 
 
 def main(args: Sequence[str]) -> int:
@@ -94,7 +94,7 @@ def _need(paths: Sequence[Path], what: str, least: int, most: int | None = None)
 
 def _no_options(options: Sequence[str]) -> None:
     if options:
-        raise ArgumentError(f"{options[0]}: this command has no keys, and there is no such folder")
+        raise ArgumentError(f"{options[0]}: no such folder, and this command has no keys")
 
 
 # -------------------------------------------------------------------------------------------------------------- list
@@ -202,7 +202,7 @@ def cast_command(paths: Sequence[Path], options: Sequence[str]) -> int:
     o = parse(Options, options)
     _need(paths, "cast takes one checkpoint", 1, 1)
     if o.weights is not None:
-        raise ArgumentError("weights: is a key of average")
+        raise ArgumentError("weights: a key of average, not of cast: remove it")
     if o.dtype is None:
         raise ArgumentError(f"dtype is missing; known: {', '.join(DTYPES)}")
     return _rewrite(paths, o, f"{paths[0]} as {o.dtype}")

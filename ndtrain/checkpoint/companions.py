@@ -103,7 +103,7 @@ def read_companions(folder: Path, m: ModelConfig | None = None, written: Mapping
                 continue
             content = path.read_bytes()
             if written and name in written and sha256(content) != written[name]:
-                raise CheckpointError(f"{path} is not what was written")
+                raise CheckpointError(f"{path} does not match its checksum")
             files[name] = without_code(content) if path.suffix == ".json" else content
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror or error}") from error
@@ -123,7 +123,7 @@ def _excess(size: int, files: dict[str, bytes]) -> str:
     if size > _FILE_BYTES:
         return f"it is larger than {_FILE_BYTES >> 20} MiB"
     if size + sum(map(len, files.values())) > _TOTAL_BYTES:
-        return f"with it all files are larger than {_TOTAL_BYTES >> 20} MiB"
+        return f"with it, all files together are larger than {_TOTAL_BYTES >> 20} MiB"
     return f"there are more than {_FILES} files" if len(files) >= _FILES else ""
 
 

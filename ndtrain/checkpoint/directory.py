@@ -45,7 +45,7 @@ def candidates(resume: str, run_dir: Path) -> list[Path]:
     checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not checkpoints:
         what = "holds no checkpoint (a folder step-* with a state.json)" if path.exists() else "does not exist"
-        raise CheckpointError(f"resume={resume}: {what}; give a checkpoint or a run folder, or resume=auto")
+        raise CheckpointError(f"resume={resume}: {what}; name a checkpoint or a run folder, or use resume=auto")
     return checkpoints[:1]
 
 
@@ -86,20 +86,20 @@ def _problem_of_tensors(path: Path, name: str, expected: tuple[int, str]) -> str
     size, header = expected
     if (actual := (path / name).stat().st_size) != size:
         return f"{name} has {actual} bytes instead of {size}"
-    return None if sha256(read_header(path / name)) == header else f"the header of {name} is not what was written"
+    return None if sha256(read_header(path / name)) == header else f"the header of {name} does not match its checksum"
 
 
 def _problem_of_content(path: Path, name: str, expected: str) -> str | None:
     with open(path / name, "rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
-    return None if actual == expected else f"{name} is not what was written"
+    return None if actual == expected else f"{name} does not match its checksum"
 
 
 def read_state(path: Path) -> dict:
     """Return the content of state.json, after checking that its fields have the types that a run relies on.
 
     Raises:
-        DamagedCheckpoint: it cannot be read, was changed after it was written, or has another format. Or the step in
+        DamagedCheckpoint: it cannot be read, does not match its checksum, or has another format. Or the step in
             the folder's name is another one.
     """
     try:
@@ -107,12 +107,12 @@ def read_state(path: Path) -> dict:
     except JsonError as error:
         raise damaged(path, error) from error
     if body.pop("digest", None) != digest(body):
-        raise damaged(path, "state.json is not what was written")
+        raise damaged(path, "state.json does not match its checksum")
     if body.get("format") != FORMAT:
-        raise DamagedCheckpoint(f"{path} has format {body.get('format')}, this version reads format {FORMAT}")
+        raise DamagedCheckpoint(f"{path} has format {body.get('format')}, but this version reads format {FORMAT}")
     for key, right in _FIELDS.items():
         if not right(body.get(key)):
-            raise damaged(path, f"state.json has no {key} that can be used")
+            raise damaged(path, f"state.json has no valid {key}")
     named = path.absolute().name
     if _NAME.fullmatch(named) and named != (own := f"step-{body['step']:08d}"):
         raise DamagedCheckpoint(f"{path} holds step {body['step']}: rename the folder to {own}, or remove it")
@@ -177,9 +177,9 @@ def _check_architecture(path: Path, m: ModelConfig) -> None:
         raise damaged(path, error) from error
     if different := _differences(there, m):
         raise CheckpointError(
-            f"{path} is of another architecture: {', '.join(different)}: to go on with it, leave out the recipe and "
-            "these keys, as in `resume=auto run.dir=FOLDER`, and the model is the run folder's; for a new run give "
-            "another run.dir and no resume"
+            f"{path} is of another architecture: {', '.join(different)}: to resume it, remove the recipe and these "
+            "keys, as in `resume=auto run.dir=FOLDER`, which uses the model of the run folder; for a new run, set "
+            "another run.dir and remove resume"
         )
 
 
@@ -191,7 +191,10 @@ def _differences(there: dict[str, Any], m: ModelConfig) -> list[str]:
     different = {key: here for key, here in to_hf(m).items() if key not in _FREE and there.get(key) != here}
     keys = {key: "num_experts" if key == count else key for key in different}
     own = [key for key in different if hasattr(m, keys[key])]
-    return [f"model.{keys[key]} is {there.get(key)} there and {different[key]} here" for key in own or different]
+    return [
+        f"model.{keys[key]} is {there.get(key)} in the checkpoint and {different[key]} in this run"
+        for key in own or different
+    ]
 
 
 def set_aside_later(chosen: Path) -> None:

@@ -268,7 +268,9 @@ def read_biases(
             bias_X.zero_()
             continue
         if reader.shape(name) != bias_X.shape:
-            raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {tuple(bias_X.shape)} here")
+            raise DamagedFile(
+                f"tensor {name} has shape {reader.shape(name)} in the file and {tuple(bias_X.shape)} in this run"
+            )
         whole = Rows(0, bias_X.numel())
         data = reader.read(name, whole)
         bias_X.copy_(data)
@@ -289,7 +291,9 @@ def _wanted(
             if name not in reader:
                 raise DamagedFile(f"tensor {name} is missing from the {part.prefix or 'model'} files")
             if reader.shape(name) != expected:
-                raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {expected} here")
+                raise DamagedFile(
+                    f"tensor {name} has shape {reader.shape(name)} in the file and {expected} in this run"
+                )
             for block in held.chunks(BLOCK // held.data.element_size()):
                 yield name, block.data, block.rows
 

@@ -55,11 +55,11 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
             continue
         readers = readers_of[name]
         if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
-            raise damaged(path, f"the content of {name} is not what was written")
+            raise damaged(path, f"the content of {name} does not match its checksum")
     stages.units.weights_changed()
     if wanted and not there:
         stages.units.start_average()
-        return [f"optim.ema: {path} holds no average of the weights, so it starts as they are there"]
+        return [f"optim.ema: {path} contains no average of the weights, so the average starts from the weights"]
     return []
 
 

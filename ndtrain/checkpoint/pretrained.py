@@ -52,13 +52,13 @@ def model_folder(init_from: str) -> Path:
         return checkpoints[0]
     if (folder / "checkpoints").is_dir():
         raise CheckpointError(
-            f"init_from={init_from}: this run has no checkpoint yet: set checkpoint.every there, or name another run"
+            f"init_from={init_from}: this run has no checkpoint yet: set checkpoint.every in it, or name another run"
         )
     if not folder.exists() and _HUB_NAME.fullmatch(init_from):
         target = f"models/{init_from.rpartition('/')[2]}"
         raise CheckpointError(
             f"init_from={init_from}: there is no such folder. If it is a model on the Hugging Face hub, download it "
-            f"with `hf download {init_from} --local-dir {target}` and give init_from={target}"
+            f"with `hf download {init_from} --local-dir {target}` and set init_from={target}"
         )
     return folder
 
@@ -79,17 +79,17 @@ def read_model(folder: Path) -> ModelConfig:
         if m.num_hidden_layers > held:
             raise DamagedFile(_too_few(f"num_hidden_layers={m.num_hidden_layers}", held))
         if len(m.mlp_only_layers) > m.num_hidden_layers:
-            raise DamagedFile("mlp_only_layers in config.json names more layers than there are")
+            raise DamagedFile("mlp_only_layers in config.json names more layers than the model has")
         if m.num_experts and m.num_experts * len(sparse_layers(m)) > held:
             raise DamagedFile(_too_few(f"the experts of {len(sparse_layers(m))} layers, {m.num_experts} each,", held))
         sizes = sorted(units * width for units, width in dim_sizes(m).values())
         if math.prod(sizes[-2:]) > _MOST_ELEMENTS:
-            raise DamagedFile(f"config.json names the sizes {sizes[-1]} and {sizes[-2]}: no tensor can be so large")
+            raise DamagedFile(f"config.json has the sizes {sizes[-1]} and {sizes[-2]}, too large for a tensor")
     return m
 
 
 def _too_few(what: str, held: int) -> str:
-    return f"{what} in config.json cannot be: the model files hold {held} tensors"
+    return f"{what} in config.json do not fit the model files, which contain {held} tensors"
 
 
 def _number_of_tensors(files: list[Path]) -> int:
@@ -130,7 +130,7 @@ def check_folder(folder: Path, m: ModelConfig) -> list[str]:
             _check_index(folder, Reader(files))
         _check_tensors(open_weights(files), m)
     strange = unknown_fields(read_hf_config(folder))
-    return [f"init_from={folder}: fields of config.json that are not read: {', '.join(strange)}"] if strange else []
+    return [f"init_from={folder}: ignored fields of config.json: {', '.join(strange)}"] if strange else []
 
 
 def load_weights(folder: Path, stages: Stages, mesh: Mesh, origins: Mapping[str, str | None] | None = None) -> None:
@@ -179,7 +179,7 @@ def selection_biases(folder: Path, m: ModelConfig) -> Tensor:
                 raise DamagedFile(f"tensor {name} has shape {readers[stem].shape(name)}, not {tuple(bias_X.shape)}")
             bias_X.copy_(readers[stem].read(name, Rows(0, len(bias_X))))
             if not bias_X.isfinite().all():  # a router would always choose this expert, or never
-                raise DamagedFile(f"tensor {name} has elements that are no finite numbers")
+                raise DamagedFile(f"tensor {name} has elements that are not finite numbers")
     return biases_LX
 
 
@@ -213,7 +213,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise DamagedFile(_without_weights(folder))
     for name in names:
         if not (folder / name).is_file():
-            raise DamagedFile(f"{name} is missing, which {_INDEX} names: fetch the folder again")
+            raise DamagedFile(f"{name}, which {_INDEX} names, is missing: download the folder again")
         with reading(folder / name), open(folder / name, "rb") as f:
             if f.read(12) == b"version http":
                 raise DamagedFile(f"{name} is a Git LFS pointer, not the weights: fetch them with git lfs pull")
@@ -225,28 +225,28 @@ def _weight_map(folder: Path) -> dict[str, str]:
     try:
         weight_map = read_object(folder / _INDEX).get("weight_map")
     except JsonError as error:
-        raise DamagedFile(f"{error}: fetch the folder again") from error
+        raise DamagedFile(f"{error}: download the folder again") from error
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise DamagedFile(f"{_INDEX} does not parse: its weight_map does not name files")
     if strange := [f for f in weight_map.values() if Path(f).name != f]:
-        raise DamagedFile(f"{_INDEX} names the file {strange[0]}, which does not lie in the folder")
+        raise DamagedFile(f"{_INDEX} names the file {strange[0]}, which is not in the folder")
     return weight_map
 
 
 def _check_index(folder: Path, reader: Reader) -> None:
     for name, file in _weight_map(folder).items():
         if name not in reader:
-            raise DamagedFile(f"{_INDEX} names tensor {name} in {file}, which lacks it")
+            raise DamagedFile(f"{_INDEX} names tensor {name} in {file}, which does not contain it")
 
 
 def _without_weights(folder: Path) -> str:
     pickled = sorted(p.name for pattern in ("pytorch_model*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
     if pickled:
         return (
-            f"holds only pickled weights ({pickled[0]}), which are never loaded: convert them with transformers' "
-            "from_pretrained and save_pretrained, which writes safetensors"
+            f"holds only pickled weights ({pickled[0]}), which are never loaded: convert them to safetensors "
+            "with from_pretrained and save_pretrained of transformers"
         )
-    return f"holds neither {_ONE} nor {_INDEX}: give a folder with a model's weights"
+    return f"holds neither {_ONE} nor {_INDEX}: name a folder with a model's weights"
 
 
 def _check_tensors(reader: Reader, m: ModelConfig) -> None:
@@ -259,12 +259,12 @@ def _check_tensors(reader: Reader, m: ModelConfig) -> None:
     wanted = tensor_shapes(m) | {n: (m.num_experts,) for n, stem in bias_names(m).items() if stem == "model"}
     for name, shape in wanted.items():
         if name not in reader:
-            tied = " (config.json says tie_word_embeddings=false)" if name == _HEAD else ""
+            tied = " (config.json has tie_word_embeddings=false)" if name == _HEAD else ""
             raise DamagedFile(f"tensor {name} is missing from the model files{tied}")
         if reader.shape(name) != shape:
-            raise DamagedFile(f"tensor {name} has shape {reader.shape(name)} there and {shape} by config.json")
+            raise DamagedFile(f"tensor {name} has shape {reader.shape(name)}, but {shape} according to config.json")
         reader.dtype(name)  # refuses a dtype that no weight has
     for name in reader.names():
         # transformers does not read the head of a tied model either
         if name not in wanted and name != _HEAD and not _LEFTOVERS.fullmatch(name):
-            raise DamagedFile(f"tensor {name} has no place in the model of config.json ({m.model_type})")
+            raise DamagedFile(f"tensor {name} is not part of the model in config.json ({m.model_type})")

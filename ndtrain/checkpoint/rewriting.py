@@ -75,7 +75,7 @@ def average(
     """
     shares = _shares(sources, weights)
     if out.exists():
-        raise CheckpointError(f"out={out} exists already: give the name of a new folder")
+        raise CheckpointError(f"out={out} already exists: name a new folder")
     temporary = out.with_name(f".writing-{out.name}")
     try:
         opened = [_open(path, ema) for path in sources]
@@ -95,9 +95,11 @@ def average(
 def _shares(sources: Sequence[Path], weights: Sequence[float] | None) -> list[float]:
     weights = [1.0] * len(sources) if weights is None else list(weights)
     if len(weights) != len(sources):
-        raise CheckpointError(f"weights: {len(weights)} for {len(sources)} checkpoints: give one for each")
+        raise CheckpointError(
+            f"weights: {len(weights)} weights for {len(sources)} checkpoints: give one weight per checkpoint"
+        )
     if not sum(weights):
-        raise CheckpointError(f"weights={','.join(f'{w:g}' for w in weights)}: their sum is 0: it must not be")
+        raise CheckpointError(f"weights={','.join(f'{w:g}' for w in weights)}: their sum must not be 0")
     return [w / sum(weights) for w in weights]
 
 
@@ -113,7 +115,7 @@ def _open(path: Path, ema: bool) -> _Source:
             averages = {name.removeprefix(prefix): name for name in beside.names() if name.startswith(prefix)}
             if not averages:
                 raise CheckpointError(
-                    f"ema=true: {path} holds no average of the weights: it was saved without optim.ema"
+                    f"ema=true: {path} contains no average of the weights: it was saved without optim.ema"
                 )
             beside.name_also(averages)
             model |= dict.fromkeys(averages, beside)
@@ -129,13 +131,13 @@ def _check_same(sources: Sequence[_Source]) -> None:
         tensors = _all_tensors(source)
         for (one, its), (other, others) in permutations(((first, of_first), (source, tensors))):
             if lacking := sorted(its.keys() - others):
-                folder = "a run has biases for its experts, the folder that it began with has none"
+                folder = "a run adds biases for its experts, which its starting folder does not have"
                 why = folder if is_selection_bias(lacking[0]) else "average checkpoints of one model"
                 raise CheckpointError(f"{other.path} lacks the tensor {lacking[0]}, which {one.path} has: {why}")
         for name, reader in of_first.items():
             if tensors[name].shape(name) != reader.shape(name):
                 raise CheckpointError(
-                    f"{source.path}: tensor {name} has shape {tensors[name].shape(name)} there and "
+                    f"{source.path}: tensor {name} has shape {tensors[name].shape(name)} and "
                     f"{reader.shape(name)} in {first.path}: average checkpoints of one model"
                 )
 

@@ -206,7 +206,7 @@ class Reader:
         stored, dtype = self._tensors[name], self.dtype(name)
         item = dtype.itemsize
         if (rows.start + rows.span) * item > stored.size:
-            raise ValueError(f"{rows} lie outside tensor {name} of shape {stored.shape}")
+            raise ValueError(f"{rows} are outside tensor {name} of shape {stored.shape}")
         out = torch.empty(rows.numel, dtype=dtype) if out is None else out
         bytes_NL = bytes_of(out).reshape(rows.number, rows.length * item)
         fd, begin, step = self._files.open(stored.path), stored.offset + rows.start * item, rows.stride * item
@@ -285,7 +285,9 @@ def _fill(fd: int, path: Path, view: memoryview, offset: int) -> None:
         while view:
             done = os.preadv(fd, [view], offset)
             if not done:
-                raise DamagedFile(f"{path} was cut while it was read: it ends before byte {offset + len(view)}")
+                raise DamagedFile(
+                    f"{path} was truncated while it was read: it now ends before byte {offset + len(view)}"
+                )
             view, offset = view[done:], offset + done
 
 
@@ -312,7 +314,7 @@ def _tensors_of(path: Path) -> dict[str, _Stored]:
     with reading(path):
         file_size, header = path.stat().st_size, read_header(path)
     if len(header) < 8:
-        raise DamagedFile(f"{path} is damaged: it has {len(header)} bytes, and the length of a header alone takes 8")
+        raise DamagedFile(f"{path} is damaged: it has {len(header)} bytes, less than the 8 of a header's length")
     base = 8 + int.from_bytes(header[:8], "little")
     if base != len(header):
         raise DamagedFile(f"{path} is damaged: its header does not fit into the file")
@@ -334,7 +336,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     """Return the entry of each tensor. It must not accept a header that the library refuses."""
     try:
         if text[:1] != b"{":
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         hooks = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), _natural)
         entries = json.loads(text.decode(), object_pairs_hook=_once, **hooks)
         notes = entries.pop("__metadata__", None)
@@ -355,7 +357,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for name, value in pairs:
         if name in entries:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"{name} occurs twice")
         for text in (name, value):
             if isinstance(text, str):
                 text.encode()  # raises for half of a surrogate pair

@@ -75,9 +75,11 @@ def starting_model(cfg: Config, held: ModelConfig) -> ModelConfig:
     check_model(cfg)
     folder, m = f"init_from={cfg.init_from}", cfg.model
     if family_of(m).moe is None:
-        raise _refusal(f"model.model_type={m.model_type} has no experts: choose a model that has, as model=moe_debug")
+        raise _refusal(
+            f"model.model_type={m.model_type} has no experts: choose a model with experts, e.g. model=moe_debug"
+        )
     if family_of(held).moe is not None:
-        raise _refusal(f"{folder} is a mixture of experts already ({held.model_type}): leave moe.upcycle out")
+        raise _refusal(f"{folder} already is a mixture of experts ({held.model_type}): remove moe.upcycle")
     common = [key for key in (*(f.name for f in fields(ModelConfig)), *mod_fields(held.attention)) if key not in _OWN]
     _check_family(folder, held, m, common)
     if differing := [key for key in common if not _same(getattr(m, key, None), getattr(held, key))]:
@@ -105,7 +107,7 @@ def _check_family(folder: str, held: ModelConfig, m: ModelConfig, common: list[s
         if wanted.get(name) != there.get(name):
             sides = f"{wanted.get(name, 'none')}, and {folder} ({held.model_type}) has {there.get(name, 'none')}"
             raise _refusal(
-                f"model.model_type={m.model_type} does not go on from a {held.model_type}: its tensor {name} would be "
+                f"model.model_type={m.model_type} cannot start from a {held.model_type}: its tensor {name} would be "
                 f"{sides}: choose a family with the same attention"
             )
 

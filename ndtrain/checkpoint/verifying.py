@@ -59,7 +59,7 @@ def checkpoints_of(path: Path, others: bool = False) -> list[Path]:
         if made:
             return made
     what = "holds no checkpoint (a folder step-* with a state.json)" if path.exists() else "no such folder"
-    raise CheckpointError(f"{path}: {what}; give a run folder or a checkpoint")
+    raise CheckpointError(f"{path}: {what}; name a run folder or a checkpoint")
 
 
 def describe(path: Path) -> Listed:
@@ -125,7 +125,7 @@ def _problem_of_elements(file: Path, checksums: dict[str, list[str]]) -> str:
         bad = bad_tensors(Reader([file]), checksums)
     except DamagedFile as error:
         return str(error)
-    return f"the content of {', '.join(bad)} is not what was written" if bad else ""
+    return f"the content of {', '.join(bad)} does not match its checksum" if bad else ""
 
 
 def bad_tensors(reader: Reader, checksums: dict[str, list[str]]) -> list[str]:

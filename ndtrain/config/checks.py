@@ -70,7 +70,9 @@ def resolve_epochs(cfg: Config, sequences: int | None) -> Config:
     t = cfg.train
     if t.epochs is None:
         return cfg
-    require(sequences is not None, f"train.epochs={t.epochs:g}: the data has no known length: give train.steps")
+    require(
+        sequences is not None, f"train.epochs={t.epochs:g}: the length of the data is unknown: set train.steps instead"
+    )
     made = cfg.unfrozen()
     made.train.steps = steps_of(t.epochs, sequences or 0, t.global_batch)
     _resolve_steps(made)
@@ -137,8 +139,8 @@ def _resolve_schedule(cfg: Config) -> None:
         least = min(s.split, default=0) >= 0 and min(s.split[1:-1], default=1) >= 1
         require(
             len(s.split) == table.stages and sum(s.split) == layers and least,
-            f"schedule.split={s.split}: must name a number of layers for each of {table.stages} stages, {layers} "
-            "together, at least 1 but for the first, which has the embedding, and the last, which has the head",
+            f"schedule.split={s.split}: must have the number of layers of each of {table.stages} stages, {layers} in "
+            "all; only the first and the last stage may have 0 layers",
         )
         return
     chunked = " or schedule.chunks" if s.name in ("gpipe", "interleaved") and s.chunks > 1 else ""
@@ -189,17 +191,17 @@ def _check_kernel(cfg: Config) -> None:
     kernel, compute, m = cfg.hardware.attention, cfg.precision.compute, cfg.model
     require(
         kernel in ("auto", "flex", "math") or not (m.alibi or m.attn_logit_softcapping or m.attention),
-        f"hardware.attention={kernel} knows neither model.alibi nor model.attn_logit_softcapping nor model.attention: "
-        "choose flex, math, or auto",
+        f"hardware.attention={kernel} does not support model.alibi, model.attn_logit_softcapping and model.attention: "
+        "choose flex, math or auto",
     )
     require(
         not (kernel == "cudnn" and cfg.data.pack),
-        "hardware.attention=cudnn builds a graph for each length of a document: with data.pack choose flash, or auto",
+        "hardware.attention=cudnn builds a graph for each document length: choose flash or auto with data.pack",
     )
     too_wide = {"flash": ("fp32", "fp64"), "cudnn": ("fp32", "fp64"), "efficient": ("fp64",), "flex": ("fp64",)}
     require(
         compute not in too_wide.get(kernel, ()),
-        f"hardware.attention={kernel} does not compute in precision.compute={compute}: choose precision.compute=bf16, "
+        f"hardware.attention={kernel} does not support precision.compute={compute}: choose precision.compute=bf16, "
         "or hardware.attention=auto",
     )
 
@@ -249,7 +251,7 @@ def _check_train(cfg: Config) -> None:
     require(t.stop_at is None or t.stop_at >= 1, f"train.stop_at={t.stop_at}: must be at least 1, or null")
     require(
         not (t.profile and t.trace),
-        f"train.profile={t.profile} slows the step that train.trace=true times: set only one of them",
+        f"train.profile={t.profile} would slow down the step that train.trace=true measures: set only one of them",
     )
     check_factors("optim.lr_mult", optim.lr_mult)
     check_factors("optim.wd_mult", optim.wd_mult)
@@ -257,8 +259,8 @@ def _check_train(cfg: Config) -> None:
         len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas),
         f"optim.betas={optim.betas}: must be two numbers in [0, 1)",
     )
-    require(optim.ema is None or 0 < optim.ema < 1, f"optim.ema={optim.ema}: must lie in (0, 1), or null for none")
-    require(0 < optim.wsd_decay <= 1, f"optim.wsd_decay={optim.wsd_decay}: must lie in (0, 1]")
+    require(optim.ema is None or 0 < optim.ema < 1, f"optim.ema={optim.ema}: must be in (0, 1), or null for no average")
+    require(0 < optim.wsd_decay <= 1, f"optim.wsd_decay={optim.wsd_decay}: must be in (0, 1]")
     steps = optim.decay_steps
     require(steps is None or steps >= 1, f"optim.decay_steps={steps}: must be at least 1, or null for train.steps")
 
@@ -269,11 +271,11 @@ def _resolve_steps(cfg: Config) -> None:
     t, optim = cfg.train, cfg.optim
     origin = "" if t.epochs is None else f" (train.epochs={t.epochs:g})"
     if t.stop_at is not None:
-        require(t.stop_at <= t.steps, f"train.stop_at={t.stop_at} lies beyond train.steps={t.steps}{origin}")
+        require(t.stop_at <= t.steps, f"train.stop_at={t.stop_at} exceeds train.steps={t.steps}{origin}")
     end = f"train.steps={t.steps}{origin}" if t.stop_at is None else f"train.stop_at={t.stop_at}"
     require(
         not t.profiled or t.profiled[-1] <= (t.stop_at or t.steps),
-        f"train.profile={t.profile} lies beyond {end}: choose earlier steps",
+        f"train.profile={t.profile} exceeds {end}: choose earlier steps",
     )
     length = t.steps if optim.decay_steps is None else optim.decay_steps
     require(
@@ -288,7 +290,7 @@ def _check_precision(cfg: Config) -> None:
     require(p.params == "fp64" or p.compute != "fp64", "precision.compute=fp64 needs precision.params=fp64")
     require(
         p.params == "fp32" or p.compute in ("fp64", "fp32"),
-        "precision.params=fp64 goes with precision.compute=fp64 or fp32",
+        "precision.params=fp64 needs precision.compute=fp64 or fp32",
     )
     require(moments in (None, "fp32", "bf16"), f"optim.state_dtype={moments}: no such choice; known: null, fp32, bf16")
     require(
@@ -321,6 +323,6 @@ def _check_fp8(cfg: Config) -> None:
     for key, size in sizes.items():
         require(
             size % FP8_MULTIPLE == 0,
-            f"{key} = {size} must be a multiple of {FP8_MULTIPLE} with precision.compute=fp8: change it, or compute "
-            "in bf16",
+            f"{key} = {size} must be a multiple of {FP8_MULTIPLE} with precision.compute=fp8: change it, or set "
+            "precision.compute=bf16",
         )

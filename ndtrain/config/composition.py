@@ -28,7 +28,7 @@ def compose(*overrides: str) -> Config:
         ConfigError: as in `load_config`, or an override is not a string (for example a list of overrides).
     """
     if others := [type(o).__name__ for o in overrides if not isinstance(o, str)]:
-        raise ConfigError(f"compose takes overrides as strings, not a {others[0]}: compose(*overrides)")
+        raise ConfigError(f"overrides must be strings, not a {others[0]}: call compose(*overrides)")
     return load_config(list(overrides))
 
 

@@ -18,7 +18,7 @@ from ndtrain.config.schema import ConfigError
 # list.
 _COMPOSING = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
 _OF_NULL = ("'NoneType' object has no attribute 'get'", "Unexpected type for root: NoneType")
-_NULL = "the key is null, in a file or an earlier override, and takes no entries: leave the null out"
+_NULL = "a file or an earlier override sets this key to null, so entries cannot be added: remove the null"
 PACKAGE = "# @package _global_"
 _NUMBERS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
 
@@ -35,13 +35,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(_not_yaml(error, path)) from error
     except GrammarParseError as error:
         where, text = f"{path}{_line_of(path, error.full_key or '')}", str(error).splitlines()[0]
-        raise ConfigError(f"{where}: {error.full_key}: a reference is written as in ${{run.name}} ({text})") from error
+        raise ConfigError(
+            f"{where}: {error.full_key}: invalid reference ({text}): write it as ${{run.name}}"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: holds a list, but a file of the configuration holds `key: value` lines")
+        raise ConfigError(f"{path}: contains a list: write `key: value` lines")
     return content
 
 
@@ -89,16 +91,16 @@ def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping
     """Return the message for a key or value that the schema refuses, in the file `path` or, if None, in an override."""
     key = error.full_key or ""
     if path and path.parent.name == "recipe" and key == "recipe":
-        return f"{path}: its first line must be `{PACKAGE}`, without which its keys stand below `recipe`"
+        return f"{path}: its first line must be `{PACKAGE}`, or its keys are placed under `recipe`"
     if path and not key:
         key = _value_for_a_section(path, keys)
     where = f"{path}{_line_of(path, key)}: " if path else ""
     text = str(error).strip().splitlines()[0]
     if key in keys and keys[key].section:
-        return f"{where}{key}: a section, which takes no value: its keys stand below it, as in {_below(key, keys)}"
+        return f"{where}{key}: a section cannot have a value: set its keys, as in {_below(key, keys)}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and path and key in keys and "." in key:
         outer, _, inner = key.rpartition(".")
-        return f"{_mention(key, [path])}{key}: a file nests its keys: `{inner}:` stands indented below `{outer}:`"
+        return f"{_mention(key, [path])}{key}: keys are nested in a file: write `{inner}:` indented under `{outer}:`"
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and key and key not in keys:
         return f"{where}{key}: no such key; {near_key(key, keys)}`--cfg job` lists them all"
     if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
@@ -107,7 +109,7 @@ def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping
             needed += f": write {match[1].removesuffix('.0')}"
         return f"{where}{key}={match[1]}: must be {needed}"
     if re.match(r"Invalid value assigned: \w+ is not a ListConfig", text):
-        return f"{where}{key}: a list stands in brackets: `[...]`"
+        return f"{where}{key}: a list needs brackets: `[...]`"
     if match := re.match(r"Cannot assign (\w+) to Dict", text):
         example = f"must be keys with values, as in {{name: text, weight: 1}}, not {match[1]}"
         return f"{where}{key or 'data.blend'}: an entry {example}"
@@ -118,9 +120,10 @@ def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping
     if re.search(r"is not Optional|Non optional field|Incompatible value 'None'", text) and "${" not in text:
         return f"{where}{key}=null: must have a value"
     if match := re.match(r"Interpolation key '(.*)' not found", text):
-        return f"{where}{key}: ${{{match[1]}}} names no key; {near(match[1], list(keys))}`--cfg job` lists them all"
+        hint = near(match[1], list(keys))
+        return f"{where}{key}: ${{{match[1]}}} refers to an unknown key; {hint}`--cfg job` lists them all"
     if match := re.search(r"\$\{hydra:[^}]*\}", text):
-        return f"{where}{key}: {match[0]} has no value here; use a key of the run, as ${{run.name}}"
+        return f"{where}{key}: {match[0]} is not available here; use a key of the run, e.g. ${{run.name}}"
     return f"{where}{key}: {text}" if key else f"{where}{text}"
 
 
@@ -131,20 +134,21 @@ def _wrong_defaults(text: str, error: BaseException, paths: Sequence[Path], fold
     """
     groups = group_options(folders)
     if isinstance(error, RecursionError):
-        return f"{' or '.join(map(str, paths))}: its defaults list leads back to itself: name another recipe there"
+        return f"{' or '.join(map(str, paths))}: its defaults list includes the file itself: name another recipe there"
     if match := re.match(r"Invalid defaults list in '(.*)', defaults must be a list", text):
         path = _file_of(match[1], folders) or match[1]
         return f"{path}: defaults: must be a list, as in `- override /model: llama_small` on the line below"
     if match := re.match(r"Could not override '([^'@/]*)@recipe\.", text):
-        return f"{paths[0]}: its first line must be `{PACKAGE}`, without which its keys stand below `recipe`"
+        return f"{paths[0]}: its first line must be `{PACKAGE}`, or its keys are placed under `recipe`"
     if match := re.match(r"Could not (?:override|find|load) '[^'@/]*/([^'@/]*)(?:@\w+)?(?:/([^'/]*))?'", text):
         group = match[1]
         if group in groups:
             where = _mention(group, paths)
-            return f"{where}{group}: a group begins with a slash there: write `override /{group}: {match[2] or '...'}`"
+            line = f"override /{group}: {match[2] or '...'}"
+            return f"{where}{group}: in a defaults list a group begins with a slash: write `{line}`"
     if match := re.match(r"(\S+) appears more than once in the final defaults list", text):
         if where := _mention(match[1], paths, unless="override"):
-            return f"{where}/{match[1]}: chosen before: write `override /{match[1]}: ...` in the defaults list"
+            return f"{where}/{match[1]}: already chosen: write `override /{match[1]}: ...` in the defaults list"
         return f"{match[1]}: chosen twice; write {match[1]}=... without a plus"
     return ""
 
@@ -168,7 +172,7 @@ def _wrong_choice(text: str, paths: Sequence[Path], folders: Sequence[Path]) -> 
         return f"{where}override /{group}: no such group; {hint}known: {', '.join(sorted(groups))}"
     if match := re.match(r"(?:Multiple values for|Override '.*' is defined before) '?([^\s':]+?)(?:\.|:) ", text):
         where = _mention(match[1], paths, unless="override")
-        return f"{where}/{match[1]}: chosen before: write `override /{match[1]}: ...` in the defaults list"
+        return f"{where}/{match[1]}: already chosen: write `override /{match[1]}: ...` in the defaults list"
     if match := re.match(r"Error parsing override '(.*)'", text):
         return f"{match[1]}: an override is key=value"
     return text

@@ -21,25 +21,25 @@ def check_data(data: DataConfig) -> None:
         require(bool(data.path), f"data.path is missing: data={name} needs it, e.g. data.path=corpus/")
     require(
         name not in ("python", "text", "jsonl", "chat", "hf", "bin") or data.paths is None,
-        f"data.paths={data.paths}: only {_listed(TOKEN_SOURCES[1:])} read it, data={name} reads data.path: set it to "
-        "null",
+        f"data.paths={data.paths}: data={name} reads data.path, only {_listed(TOKEN_SOURCES[1:])} read data.paths: "
+        "set it to null",
     )
-    require(0 <= data.validation < 1, f"data.validation={data.validation}: must lie in [0, 1)")
+    require(0 <= data.validation < 1, f"data.validation={data.validation}: must be in [0, 1)")
     require(name != "blend" or bool(data.blend), f"data.blend is empty: data=blend needs {_BLEND}")
     require(name == "blend" or not data.blend, f"data.blend is for data=blend, but data={name}: set data=blend")
     require(
         name == "hf" or not data.streaming,
-        f"data.streaming=true: only data=hf streams, data={name} is tokenised into data.cache: set it to false",
+        f"data.streaming=true: data={name} does not support streaming, only data=hf does: set it to false",
     )
     require(
         name in TOKEN_SOURCES or data.validation_path is None,
-        f"data.validation_path={data.validation_path}: only {_listed(TOKEN_SOURCES)} read it, data={name} holds out "
-        "data.validation of its documents: set it to null",
+        f"data.validation_path={data.validation_path}: data={name} does not read it, only {_listed(TOKEN_SOURCES)} do: "
+        "set it to null, and use data.validation",
     )
     require(
         name in ("hf", "blend") or data.eval_split is None,
-        f"data.eval_split={data.eval_split}: only data=hf has splits, data={name} holds out data.validation of its "
-        "documents: set it to null",
+        f"data.eval_split={data.eval_split}: data={name} has no splits, only data=hf has: set it to null, and use "
+        "data.validation",
     )
 
 
@@ -50,18 +50,18 @@ def _listed(sources: Sequence[str]) -> str:
 def _check_chat(data: DataConfig) -> None:
     require(
         data.tokenizer not in ("byte", "bpe"),
-        f"data.tokenizer={data.tokenizer}: data=chat needs the tokenizer of the model with its chat template: name its "
-        "folder, as init_from does",
+        f"data.tokenizer={data.tokenizer}: data=chat needs the model's tokenizer with its chat template: name the "
+        "model's folder, as in init_from",
     )
     require(
         data.pack,
-        "data.pack=false: data=chat packs whole conversations, which do not attend to each other: leave it true",
+        "data.pack=false: data=chat always packs whole conversations: set it to true",
     )
-    require(data.eos_id is None, f"data.eos_id={data.eos_id}: data=chat takes it from data.tokenizer: set it to null")
+    require(data.eos_id is None, f"data.eos_id={data.eos_id}: data=chat reads it from data.tokenizer: set it to null")
     try:
         date.fromisoformat(data.date)
     except ValueError:
-        require(False, f"data.date={data.date}: must be a day, e.g. {DataConfig.date}")
+        require(False, f"data.date={data.date}: must be a date, e.g. {DataConfig.date}")
 
 
 def _check_token_files(data: DataConfig) -> None:
@@ -73,11 +73,11 @@ def _check_token_files(data: DataConfig) -> None:
     )
     require(
         not (data.path and data.paths),
-        f"data.path={data.path} and data.paths={data.paths}: data={name} reads one of them: set the other to null",
+        f"data.path={data.path} and data.paths={data.paths}: data={name} reads only one of them: set the other to null",
     )
     require(
         name == "datatrove" or data.dtype == DataConfig.dtype,
-        f"data.dtype={data.dtype}: data={name} finds the type of the ids in its files: leave data.dtype out",
+        f"data.dtype={data.dtype}: data={name} reads the dtype from its files: remove data.dtype",
     )
 
 

@@ -17,12 +17,12 @@ _MEANINGS: dict[str, str] = {
     "expert_parallelism",
     "mesh.dp": "dp dp_replicate data_parallel_replicate_degree",
     "mesh.fsdp": "dp_shard fsdp fsdp_size data_parallel_shard_degree",
-    "mesh.fsdp=-1; the ranks that the other axes leave": "dp_size data_parallel data_parallel_size "
+    "mesh.fsdp=-1; all remaining ranks": "dp_size data_parallel data_parallel_size "
     "data_parallel_degree world_size",
     "mesh.zero": "deepspeed zero zero_stage zero_optimization fsdp_reshard_after_forward "
     "data_parallel_sharding_strategy sharding_strategy",
     "mesh.fsdp with mesh.zero=1": "use_distributed_optimizer",
-    "ranks=N or nodes=N for a plan; torchrun starts the ranks of a training, --nproc-per-node N": "gpus num_gpus "
+    "ranks=N or nodes=N for a plan; torchrun --nproc-per-node N for training": "gpus num_gpus "
     "n_gpus ngpus devices num_devices gpu nproc_per_node nproc num_processes ranks nodes nnodes num_nodes",
     "layout.rules.vocab=null": "disable_loss_parallel",
     "tp.sequence_parallel": "sequence_parallel sp",
@@ -58,7 +58,7 @@ _MEANINGS: dict[str, str] = {
     "optim.lr": "learning_rate base_lr peak_lr max_lr",
     "optim.min_lr": "lr_min min_learning_rate min_decay_lr final_lr",
     "optim.warmup": "warmup_steps lr_warmup_iters lr_warmup_steps warmup_iters num_warmup_steps",
-    "optim.warmup; it counts steps": "warmup_ratio lr_warmup_fraction warmup_fraction",
+    "optim.warmup; a number of steps": "warmup_ratio lr_warmup_fraction warmup_fraction",
     "optim.decay_steps": "lr_decay_iters lr_decay_steps",
     "optim.wsd_decay": "decay_ratio lr_wsd_decay_iters",
     "optim.schedule": "lr_scheduler_type lr_decay_style decay_type lr_schedule lr_scheduler scheduler",
@@ -76,7 +76,7 @@ _MEANINGS: dict[str, str] = {
     "activation_checkpoint ac",
     "recompute": "recompute_granularity activation_checkpoint.mode ac_mode",
     "recompute=every recompute.every=N": "recompute_num_layers recompute_method",
-    "recompute=selective recompute.keep=[...]; it names what is kept, not what is recomputed": "recompute_modules "
+    "recompute=selective recompute.keep=[...]; the ops that are kept, not the recomputed ones": "recompute_modules "
     "selective_ac_option",
     "hardware.attention": "attention_backend attn_implementation attn_impl use_flash_attn flash_attention",
     "hardware.timeout_s": "distributed_timeout_minutes train_timeout_seconds ddp_timeout",
@@ -97,7 +97,7 @@ _MEANINGS: dict[str, str] = {
     "data.text_key": "text_column_name text_column text_field",
     "data.eos_id": "append_eod eod eos_token_id",
     "data.pack": "reset_position_ids reset_attention_mask eod_mask_loss packing",
-    "data.validation; the fraction that is held out": "split split_ratio validation_split",
+    "data.validation; the held-out fraction": "split split_ratio validation_split",
     "model.num_hidden_layers": "num_layers n_layers n_layer layers depth",
     "model.hidden_size": "dim d_model n_embd embed_dim",
     "model.intermediate_size": "ffn_hidden_size ffn_dim d_ff hidden_dim",
@@ -148,8 +148,8 @@ _VALUES: dict[str, str] = {  # ndtrain's value -> its names elsewhere
 }
 _OURS = {name: value for value, names in _VALUES.items() for name in names.split()}
 _INSTEAD = {  # values that belong to another key
-    ("precision.params", "bf16"): "use precision.compute=bf16, over master weights in fp32; ",
-    ("precision.params", "fp8"): "use precision.compute=fp8, over master weights in fp32; ",
+    ("precision.params", "bf16"): "use precision.compute=bf16, with master weights in fp32; ",
+    ("precision.params", "fp8"): "use precision.compute=fp8, with master weights in fp32; ",
 }
 
 

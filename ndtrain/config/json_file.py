@@ -47,7 +47,7 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise JsonError(f"{source} does not parse: {why}") from error
     if not isinstance(content, dict):
-        raise JsonError(f"{source} does not parse: it holds no object")
+        raise JsonError(f"{source} does not parse: it is not a JSON object")
     return content
 
 

@@ -16,7 +16,7 @@ def conf_dir() -> Path:
     for candidate in (here / "conf", here.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate
-    raise ConfigError(f"there is no conf/ beside {here}: the installation is incomplete, reinstall ndtrain")
+    raise ConfigError(f"there is no conf/ next to {here}: the installation is incomplete, reinstall ndtrain")
 
 
 def config_folders(search: Sequence[str] | None = None) -> list[Path]:

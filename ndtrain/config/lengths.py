@@ -20,13 +20,15 @@ def choose_length(cfg: Config) -> None:
     if "train.steps" in cfg.given:
         require(
             "train.epochs" not in cfg.given,
-            f"train.steps={t.steps} and train.epochs={t.epochs:g}: both say how long the run is: give one of them",
+            f"train.steps={t.steps} and train.epochs={t.epochs:g}: both set the run's length: give only one of them",
         )
         t.epochs = None
         return
     streams = data.streaming or data.name == "blend"
-    what = "data=blend repeats its corpora by their weights" if data.name == "blend" else "a stream has no known length"
-    require(not streams, f"train.epochs={t.epochs:g}: {what}: give train.steps, and set train.epochs=null")
+    what = (
+        "data=blend repeats its corpora and has no epochs" if data.name == "blend" else "a stream has no known length"
+    )
+    require(not streams, f"train.epochs={t.epochs:g}: {what}: set train.steps, and train.epochs=null")
 
 
 def steps_of(epochs: float, sequences: int, global_batch: int) -> int:
@@ -52,13 +54,10 @@ def check_positions(cfg: Config) -> None:
         )
     else:
         fix = (
-            f"set model.max_position_embeddings={length} (weights trained with less need model.rope_scaling, too), or "
+            f"set model.max_position_embeddings={length} (shorter-context weights also need model.rope_scaling), or "
             "lower train.seq_len"
         )
-    raise ConfigError(
-        f"train.seq_len={length} exceeds model.max_position_embeddings={positions}, which the checkpoint's config.json "
-        f"will name: {fix}"
-    )
+    raise ConfigError(f"train.seq_len={length} exceeds model.max_position_embeddings={positions}: {fix}")
 
 
 def fit_warmup(cfg: Config) -> None:
@@ -72,7 +71,7 @@ def fit_warmup(cfg: Config) -> None:
     warmup = max(1, length // 10) if length > 1 else 0
     steps = f"{length} step{'s' * (length > 1)}"
     cfg.notes.append(
-        f"optim.warmup={optim.warmup} of the recipe does not fit into {steps}: it is {warmup} in this run; give "
-        "optim.warmup to choose it"
+        f"optim.warmup={optim.warmup} of the recipe is too long for {steps}: shortened to {warmup}; set "
+        "optim.warmup to change it"
     )
     optim.warmup = warmup

@@ -13,22 +13,22 @@ def resolve_mesh(cfg: Config, world_size: int) -> None:
     sizes = {a: getattr(mesh, a) for a in AXES}
     require(sorted(mesh.order) == sorted(AXES), f"mesh.order={mesh.order}: must name each of {', '.join(AXES)} once")
     for axis, size in sizes.items():
-        require(size == -1 or size >= 1, f"mesh.{axis}={size}: must be at least 1, or -1 for the rest")
+        require(size == -1 or size >= 1, f"mesh.{axis}={size}: must be at least 1, or -1 for all remaining ranks")
     free = [a for a, s in sizes.items() if s == -1]
-    require(len(free) <= 1, f"mesh.{' and mesh.'.join(free)} are -1: only one axis can take the rest")
+    require(len(free) <= 1, f"mesh.{' and mesh.'.join(free)} are -1: only one axis can be -1")
     fixed = math.prod(s for s in sizes.values() if s != -1)
     product = " x ".join(f"{a}={s}" for a, s in sizes.items() if s != 1) or "1"
     if free:
         require(
             world_size % fixed == 0,
-            f"mesh {product}: the fixed sizes make {fixed}, which does not divide the {world_size} ranks started",
+            f"mesh {product}: the fixed sizes multiply to {fixed}, which does not divide the {world_size} ranks",
         )
         setattr(mesh, free[0], world_size // fixed)
     else:
         require(
             fixed == world_size,
             f"mesh {product} needs {fixed} rank{'s' * (fixed != 1)} but {world_size} started: "
-            f"change the mesh (mesh.fsdp=-1 takes the rest) or torchrun --nproc-per-node {fixed}",
+            f"change the mesh (mesh.fsdp=-1: all remaining ranks), or use torchrun --nproc-per-node {fixed}",
         )
     if mesh.zero is None:
         mesh.zero = 1 if mesh.pp > 1 else 3
@@ -40,11 +40,11 @@ def check_ep(cfg: Config) -> None:
     mesh, moe, experts = cfg.mesh, cfg.moe, cfg.model.num_experts
     require(
         moe.overlap or moe.parts == MoEConfig().parts,
-        f"moe.parts={moe.parts} is read with moe.overlap=true: set that too, or leave it out",
+        f"moe.parts={moe.parts} has no effect without moe.overlap=true: set that too, or remove moe.parts",
     )
     if mesh.ep == 1:
         for key, given in (("overlap=true", moe.overlap), (f"capacity={moe.capacity}", moe.capacity is not None)):
-            require(not given, f"moe.{key}: with mesh.ep=1 no rows travel: leave it out, or set mesh.ep above 1")
+            require(not given, f"moe.{key}: it has no effect with mesh.ep=1: remove it, or raise mesh.ep")
         return
     require(
         experts is not None,
@@ -53,15 +53,14 @@ def check_ep(cfg: Config) -> None:
     ranks = math.prod(getattr(mesh, axis) for axis in DATA_AXES)
     require(
         ranks % mesh.ep == 0,
-        f"mesh.ep={mesh.ep} must divide mesh.dp x mesh.fsdp x mesh.cp = "
-        f"{mesh.dp} x {mesh.fsdp} x {mesh.cp} = {ranks}, the ranks that it folds over",
+        f"mesh.ep={mesh.ep} must divide mesh.dp x mesh.fsdp x mesh.cp = {mesh.dp} x {mesh.fsdp} x {mesh.cp} = {ranks}",
     )
     require(resolved(experts) % mesh.ep == 0, f"mesh.ep={mesh.ep} must divide model.num_experts={experts}: lower it")
     each = resolved(experts) // mesh.ep
     require(
         not moe.overlap or moe.parts <= each,
-        f"moe.overlap=true: moe.parts={moe.parts} is more than the experts of a layer that a rank holds, "
-        f"{experts} / {mesh.ep} = {each}: lower moe.parts or mesh.ep, or leave moe.overlap out",
+        f"moe.parts={moe.parts} exceeds the experts per rank, {experts} / {mesh.ep} = {each}: lower moe.parts "
+        "or mesh.ep, or set moe.overlap=false",
     )
 
 
@@ -85,12 +84,12 @@ def check_rules(rules: dict[str, str | None]) -> None:
     for dim, axis in rules.items():
         key = f"layout.rules.{dim}"
         if dim not in _TP_DIMS:  # not `require`, which would search for similar names even if the dim is valid
-            raise ConfigError(f"{key}: no such dim to cut; {near(dim, list(_TP_DIMS))}known: {', '.join(_TP_DIMS)}")
+            raise ConfigError(f"{key}: no such dim; {near(dim, list(_TP_DIMS))}known: {', '.join(_TP_DIMS)}")
         require(axis is None or axis in AXES, f"{key}={axis}: no such axis; known: {', '.join(AXES)}, null")
         require(axis in (None, "tp"), f"{key}={axis}: only tp shards dims: set it to tp or null")
     require(
         rules.get("heads") == rules.get("kv_heads"),
-        f"layout.rules.kv_heads={rules.get('kv_heads')} must be as layout.rules.heads={rules.get('heads')}: "
+        f"layout.rules.kv_heads={rules.get('kv_heads')} must equal layout.rules.heads={rules.get('heads')}: "
         "a rank needs the K/V heads of its query heads",
     )
 
@@ -100,7 +99,7 @@ def check_tp(cfg: Config) -> None:
     moe = registry.get("family", m.model_type).moe
     require(
         not rules.get("expert_mlp") or moe is not None,
-        f"layout.rules.expert_mlp=tp: model.model_type={m.model_type} has no experts: leave it out",
+        f"layout.rules.expert_mlp=tp: model.model_type={m.model_type} has no experts: remove it",
     )
     if tp == 1:
         return
@@ -114,7 +113,7 @@ def check_tp(cfg: Config) -> None:
     else:
         require(
             not cfg.tp.sequence_parallel,
-            "layout.rules.heads=null: attention on every rank needs the whole stream: set tp.sequence_parallel=false",
+            "layout.rules.heads=null: unsharded attention needs all tokens: set tp.sequence_parallel=false",
         )
     # With experts, building the layouts checks the dense layers; this rule does not shard the experts.
     if rules.get("mlp") and m.num_experts is None:

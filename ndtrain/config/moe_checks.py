@@ -20,8 +20,8 @@ def resolve_balance(cfg: Config) -> None:
             value = getattr(moe, key)
             require(
                 value == default,
-                f"moe.{key}={written(value)}: model.model_type={cfg.model.model_type} has no experts: leave it out, or "
-                f"take a recipe's back with moe.{key}={written(default)}",
+                f"moe.{key}={written(value)}: model.model_type={cfg.model.model_type} has no experts: remove it, or "
+                f"reset the recipe's value with moe.{key}={written(default)}",
             )
         return
     require(
@@ -33,13 +33,12 @@ def resolve_balance(cfg: Config) -> None:
         moe.balance = asked or ("none" if cfg.init_from and not moe.upcycle else "bias")
     require(
         moe.balance != "hf" or "router_aux_loss_coef" in family.fields,
-        f"moe.balance=hf: transformers has none for model.model_type={cfg.model.model_type}: use sequence or bias",
+        f"moe.balance=hf: transformers has no such loss for {cfg.model.model_type}: use sequence or bias",
     )
     require(
         moe.aux_coef is None or moe.balance in ("sequence", "bias"),
-        f"moe.aux_coef={moe.aux_coef} is the factor of a sequence's loss: moe.balance={moe.balance} has none; "
-        "leave it out, or take a recipe's back with moe.aux_coef=null (that of moe.balance=hf is "
-        "model.router_aux_loss_coef)",
+        f"moe.aux_coef={moe.aux_coef}: moe.balance={moe.balance} does not use it: remove it, or reset the recipe's "
+        "value with moe.aux_coef=null (the coefficient of moe.balance=hf is model.router_aux_loss_coef)",
     )
     if moe.aux_coef is None:
         moe.aux_coef = SEQUENCE_COEF if moe.balance == "sequence" else 0.0

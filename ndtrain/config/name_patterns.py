@@ -39,6 +39,6 @@ def check_patterns(key: str, factors: Factors, names: Iterable[str]) -> None:
     for pattern, factor in (factors or {}).items():
         if factor != 1 and not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"{key}: no parameter's name matches {pattern}; {near(pattern, names)}names are as in a checkpoint, "
-                f"e.g. {names[-1]}; {key}=null takes back those of a recipe"
+                f"{key}: no parameter matches {pattern}; {near(pattern, names)}names are as in a checkpoint, "
+                f"e.g. {names[-1]}; set {key}=null to discard the recipe's patterns"
             )

@@ -86,7 +86,7 @@ def _parse(override: str, groups: Mapping[str, set[str]]) -> Override:
         key, _, value = override.partition("=")
         raise ConfigError(
             f"{override}: cannot read the override ({text}); close brackets and quotes, and put a value with special "
-            f"characters in quotes of its own: '{key}=\"{value}\"'"
+            f"characters in its own quotes: '{key}=\"{value}\"'"
         ) from error
 
 
@@ -99,7 +99,7 @@ def _plugins_named(given: Mapping[str, Any], recipe: Mapping[str, Any], where: s
     where = "" if "plugins" in given else where
     modules = given.get("plugins", recipe.get("plugins")) or []
     if not isinstance(modules, list):
-        raise ConfigError(f"{where}plugins={modules}: a list stands in brackets: 'plugins=[{modules}]'")
+        raise ConfigError(f"{where}plugins={modules}: a list needs brackets: 'plugins=[{modules}]'")
     return [str(module) for module in modules]
 
 
@@ -130,7 +130,7 @@ def _check_init_from(given: Mapping[str, Override], recipe: Mapping[str, Any]) -
     if lost and "init_from" in given and given["init_from"].value() is not None:
         raise ConfigError(
             f"{given[lost[0]].input_line}: init_from={given['init_from'].value()} takes the model from the folder's "
-            "config.json: leave model out, or make experts of a dense folder with moe.upcycle=true"
+            "config.json: remove the model override, or convert a dense model to experts with moe.upcycle=true"
         )
 
 
@@ -151,21 +151,23 @@ def _check(
 def _check_hydra_key(override: Override, hydra: bool) -> str:
     key, line = override.key_or_group, override.input_line or ""
     if key == "hydra.run.dir":
-        raise ConfigError(f"{line}: the run folder is a key of ndtrain: use run.dir={override.value()}")
+        raise ConfigError(f"{line}: ndtrain has its own key for the run folder: use run.dir={override.value()}")
     if key == "hydra.searchpath":
         raise ConfigError(f"{line}: use --config-dir FOLDER, where FOLDER/recipe/ holds your recipes")
     if not hydra:
-        fix = "use --multirun" if key == "hydra.mode" else "leave it out, or add --multirun"
-        raise ConfigError(f"{line}: a setting of Hydra, which has no effect on a single run: {fix}")
+        fix = "use --multirun" if key == "hydra.mode" else "remove it, or add --multirun"
+        raise ConfigError(f"{line}: a setting of Hydra that has no effect on a single run: {fix}")
     return line
 
 
 def _sweep_in_one_run(override: Override, keys: Mapping[str, Key]) -> str:
     key, text = override.key_or_group, override.get_value_string()
     if key == "logger" or (key in keys and keys[key].listed):
-        return f"{override.input_line}: a list stands in brackets: '{key}=[{text}]'"
-    quoted = override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and f"; for one value quote it: '{key}=\"{text}\"'"
-    return f"{override.input_line}: a run for each of several values needs --multirun{quoted or ''}"
+        return f"{override.input_line}: a list needs brackets: '{key}=[{text}]'"
+    quoted = (
+        override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and f"; quote it if it is one value: '{key}=\"{text}\"'"
+    )
+    return f"{override.input_line}: several values, with a run for each, need --multirun{quoted or ''}"
 
 
 def _check_deletion(override: Override, keys: Mapping[str, Key], groups: Mapping[str, set[str]]) -> str:
@@ -175,15 +177,19 @@ def _check_deletion(override: Override, keys: Mapping[str, Key], groups: Mapping
     """
     key, line = override.key_or_group, override.input_line or ""
     if key in groups:
-        raise ConfigError(f"{line}: a group cannot be left out; choose another: {key}={'/'.join(sorted(groups[key]))}")
+        raise ConfigError(
+            f"{line}: cannot delete a group; choose another option: {key}={'/'.join(sorted(groups[key]))}"
+        )
     if any(keys[parent].free_form for parent in _parents(key)[1:] if parent in keys):
         if OmegaConf.select(OmegaConf.structured(Config), key) is not None:
-            raise ConfigError(f"{line}: it has a default, which would come back; {key}=null turns it off")
+            raise ConfigError(
+                f"{line}: cannot delete {key}: its default would apply again. Use {key}=null to disable it"
+            )
         return line
     if key not in keys:
         raise ConfigError(f"{line}: no such key; {near_key(key, keys)}`--cfg job` lists them all")
-    unset = f"{key}=null turns it off" if keys[key].optional else "without an override it has its default"
-    raise ConfigError(f"{line}: a key of the schema cannot be deleted; {unset}")
+    unset = f"use {key}=null to disable it" if keys[key].optional else "remove this override to keep its value"
+    raise ConfigError(f"{line}: cannot delete {key}, a key of the schema; {unset}")
 
 
 def _check_group(override: Override, known: set[str], folders: Sequence[Path]) -> str:
@@ -212,7 +218,7 @@ def _misplaced(group: str, value: str, known: set[str], folders: Sequence[Path])
     if name in known and name != value:
         return f"write {group}={name}, without folder and ending; "
     if name != value and Path(value).is_file():
-        return f"give its folder's folder, --config-dir FOLDER {group}={name}, for FOLDER/{group}/{name}.yaml; "
+        return f"use --config-dir FOLDER {group}={name} for the file FOLDER/{group}/{name}.yaml; "
     for folder in folders[1:]:
         if (folder / f"{name}.yaml").is_file():
             return f"move {folder / name}.yaml into {folder / group}/; "
@@ -231,7 +237,7 @@ def _check_key(override: Override, keys: Mapping[str, Key], groups: Mapping[str,
     if any(keys[parent].free_form for parent in _parents(key) if parent in keys):
         if key in keys and keys[key].optional and override.value() == {}:
             raise ConfigError(
-                f"{line}: entries are added to those of the recipe, and this adds none; {key}=null: no entry"
+                f"{line}: has no effect, since entries are added to the recipe's; use {key}=null to remove them"
             )
         return "++" + line if override.type == OverrideType.CHANGE else line
     if key not in keys:
@@ -239,12 +245,12 @@ def _check_key(override: Override, keys: Mapping[str, Key], groups: Mapping[str,
     if keys[key].section and not isinstance(override.value(), dict):
         below = next(k for k in [*keys, f"{key}.KEY"] if k.startswith(f"{key}."))
         hint = meaning_of(key, ()) or f"set its keys, as in {below}=..."
-        raise ConfigError(f"{line}: {key} is a section, which takes no value: {hint.strip()}")
+        raise ConfigError(f"{line}: {key} is a section and cannot have a value: {hint.strip()}")
     if keys[key].whole:
         line = _with_whole_numbers(override)
     scalar = isinstance(override.value(), str | int | float) and "${" not in line
     if keys[key].listed and scalar and not override.is_sweep_override():
-        raise ConfigError(f"{line}: a list stands in brackets: '{key}=[{override.value()}]'")
+        raise ConfigError(f"{line}: a list needs brackets: '{key}=[{override.value()}]'")
     return line
 
 

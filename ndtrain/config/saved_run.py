@@ -67,7 +67,7 @@ def run_to_resume(given: Mapping[str, Any], swept: Collection[str]) -> SavedRun 
         return None
     for key in ("resume", "run.dir"):
         if key in swept and (key == "resume" or resume == "auto"):
-            raise ConfigError(f"{key}: the jobs of a sweep resume several runs here: name their recipe, recipe=NAME")
+            raise ConfigError(f"{key}: the jobs of this sweep resume different runs: name their recipe, recipe=NAME")
     folder = _run_dir(given) if resume == "auto" else _run_folder(Path(str(resume)))
     if folder is None or not (folder / NAME).is_file():
         if any(key in ("model", "data", "init_from") or key.startswith(("model.", "data.")) for key in given):
@@ -92,8 +92,8 @@ def _run_dir(given: Mapping[str, Any]) -> Path:
         return Path(str(OmegaConf.select(tree, "run.dir")))
     except (OmegaConfBaseException, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"run.dir={given.get('run.dir', RunConfig.dir)}: refers to what only the run folder says: write the folder "
-            "out, or name the run's recipe, recipe=NAME"
+            f"run.dir={given.get('run.dir', RunConfig.dir)}: refers to a key that only the run folder contains: write "
+            "the path without it, or name the run's recipe, recipe=NAME"
         ) from error
 
 
@@ -116,8 +116,7 @@ def _no_run(resume: Any, folder: Path | None) -> ConfigError:
         return ConfigError(f"resume=auto: run.dir={folder} holds no run (there is no {folder / NAME}): {fix}")
     what = "holds no run with a config.yaml" if Path(str(resume)).exists() else "does not exist"
     return ConfigError(
-        f"resume={resume}: {what}: name a run folder, or a checkpoint in one; elsewhere name the run's recipe too, "
-        "recipe=NAME"
+        f"resume={resume}: {what}: name a run folder or a checkpoint in one, or add the run's recipe, recipe=NAME"
     )
 
 
@@ -135,11 +134,11 @@ def read_saved(path: Path) -> SavedRun:
     values = read_yaml(path)
     for section in ("run", "model"):
         if not isinstance(values.get(section), dict):
-            raise ConfigError(f"{path}: there is no section `{section}`: it is no configuration of a run; {_REPAIR}")
+            raise ConfigError(f"{path}: not the configuration of a run: the section `{section}` is missing; {_REPAIR}")
     return SavedRun(values, str(path))
 
 
-_REPAIR = "restore it, or name the run's recipe, recipe=NAME"
+_REPAIR = "restore the file, or name the run's recipe, recipe=NAME"
 
 
 def _check_shape(path: Path) -> None:
@@ -156,17 +155,17 @@ def _check_shape(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
     if len(text) > _LONGEST:
-        raise ConfigError(f"{path}: has more than {_LONGEST:,} bytes: it is no configuration of a run; {_REPAIR}")
+        raise ConfigError(f"{path}: not the configuration of a run: it has more than {_LONGEST:,} bytes; {_REPAIR}")
     depth = 0
     try:
         for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
-                what = "refers to parts of itself" if depth <= _DEEPEST else "is nested too deeply"
-                raise ConfigError(f"{path}: {what}: it is no configuration of a run; {_REPAIR}")
+                what = "it contains YAML aliases" if depth <= _DEEPEST else "it is nested too deeply"
+                raise ConfigError(f"{path}: not the configuration of a run: {what}; {_REPAIR}")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problem = str(getattr(error, "problem", None) or error).splitlines()[0]
-        raise ConfigError(f"{path}: is damaged, not YAML ({problem}): {_REPAIR}") from error
+        raise ConfigError(f"{path}: damaged, not valid YAML ({problem}): {_REPAIR}") from error
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -217,17 +216,17 @@ def _check_keys(values: Mapping[str, Any], keys: Mapping[str, Key], source: str)
     unknown = []
     for key, value in _leaves(values):
         if "${" in str(value):
-            raise ConfigError(f"{source}: {key}={value}: a run's configuration holds values, no references: write one")
+            raise ConfigError(f"{source}: {key}={value}: a saved configuration has no references: write the value")
         parts = key.split(".")
         parents = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
         if key not in keys and not any(keys[p].free_form for p in parents if p in keys):
             unknown.append(key)
         elif key in keys and keys[key].section and value != {}:
-            raise ConfigError(f"{source}: {key}={value}: a section, whose keys stand below it; {_REPAIR}")
+            raise ConfigError(f"{source}: {key}={value}: a section cannot have a value; {_REPAIR}")
     if unknown:
         raise ConfigError(
-            f"{source}: this version of ndtrain has no {', '.join(unknown)}: take it out of the file, or name "
-            "the run's recipe and its overrides in the command"
+            f"{source}: this version of ndtrain has no {', '.join(unknown)}: remove it from the file, or "
+            "give the run's recipe and its overrides in the command"
         )
 
 

@@ -72,7 +72,7 @@ class Section:
         def __setattr__(self, name: str, value: Any) -> None:
             if self.__dict__.get("_frozen"):
                 raise ConfigError(
-                    f"{name}={value}: the configuration is resolved and frozen: make a changed copy of it"
+                    f"{name}={value}: the configuration is frozen: change a copy, which unfrozen() returns"
                 )
             object.__setattr__(self, name, value)
 
@@ -264,7 +264,9 @@ class TrainConfig(Section):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", self.profile)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
-            raise ConfigError(f"train.profile={self.profile}: must be a step from 1 on, or steps: 10, or 10-12")
+            raise ConfigError(
+                f"train.profile={self.profile}: must be a step or a range of steps, counted from 1, e.g. 10 or 10-12"
+            )
         return range(first, last + 1)
 
 

@@ -1,4 +1,4 @@
-"""What a run does beside its steps: logging, evaluation, checkpoints, profile and trace are the Trainer's callbacks."""
+"""The Trainer's callbacks: the work besides the steps, such as logging, evaluation, checkpoints, profile and trace."""
 
 import logging
 import time
@@ -25,8 +25,8 @@ from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
 
 log = logging.getLogger("ndtrain")
-TRACED = 3  # which step of a process train.trace shows: in the first two, memory is still being laid out
-NAMED = 16  # sequences of a skipped step that its message names
+TRACED = 3  # step of a process that train.trace records: the first two still allocate memory
+NAMED = 16  # maximum number of sequences that the message of a skipped step names
 
 
 class ProfileCallback(Callback):
@@ -36,7 +36,9 @@ class ProfileCallback(Callback):
         trainer = self.trainer
         steps, done = trainer.cfg.train.profiled, trainer.state.step
         if steps and steps[0] <= done:
-            trainer.warn(f"train.profile={trainer.cfg.train.profile}: the run is at step {done} already")
+            trainer.warn(
+                f"train.profile={trainer.cfg.train.profile}: the run is already at step {done}: choose later steps"
+            )
         self._window = Window(steps, trainer.mesh)
 
     def before_step(self) -> None:
@@ -50,7 +52,7 @@ class ProfileCallback(Callback):
 
 
 class TraceCallback(Callback):
-    """Writes one step's timeline (`train.trace`)."""
+    """Writes the timeline of one step (`train.trace`)."""
 
     def on_train_start(self) -> None:
         trainer = self.trainer
@@ -73,7 +75,7 @@ class TraceCallback(Callback):
 
 
 def write_recording(trainer: Run, recording: Trace | Profile | None) -> None:
-    """Writes a trace or a profile into the run folder, and prints its summary."""
+    """Write a trace or a profile to the run folder, and print its summary."""
     if recording is None:
         return
     try:
@@ -84,7 +86,7 @@ def write_recording(trainer: Run, recording: Trace | Profile | None) -> None:
 
 
 class OwnershipCallback(Callback):
-    """Ends this run before it writes, if another run has taken its folder over. It comes first."""
+    """Ends this run before it writes, if another run has taken over its folder. It has to be the first callback."""
 
     def on_report(self, report: StepReport, metrics: dict[str, float]) -> None:
         self._check()
@@ -101,8 +103,10 @@ class OwnershipCallback(Callback):
 
 
 class NonFiniteCallback(Callback):
-    """Counts the steps that were skipped because their loss or gradient was not finite, and ends the run after
-    `train.max_skipped` in a row."""
+    """Counts the steps that were skipped because their loss or gradient was not finite.
+
+    It ends the run after `train.max_skipped` skipped steps in a row.
+    """
 
     def __init__(self) -> None:
         self._in_a_row = 0
@@ -116,12 +120,12 @@ class NonFiniteCallback(Callback):
             trainer.warn(f"step {report.step} skipped: {numbers}; {self._sequences(report.step)}")
         if self._in_a_row >= trainer.cfg.train.max_skipped:
             trainer.failure = (
-                f"{self._in_a_row} steps in a row were skipped (train.max_skipped); the last one worked on "
+                f"{self._in_a_row} steps in a row were skipped (train.max_skipped); the last one had "
                 f"{self._sequences(report.step)}"
             )
 
     def _sequences(self, step: int) -> str:
-        """Which sequences a step worked on, in words, corpus by corpus."""
+        """Return the names of a step's sequences as text, grouped by corpus."""
         rows = range(self.trainer.cfg.train.global_batch)
         of: dict[str, list[str]] = {}
         for i in rows[:NAMED]:
@@ -133,7 +137,7 @@ class NonFiniteCallback(Callback):
 
 
 class EvaluationCallback(Callback):
-    """The loss over the whole validation split, every `train.eval_every` steps and after the last."""
+    """Computes the loss of the whole validation split, every `train.eval_every` steps and after the last one."""
 
     def on_train_start(self) -> None:
         trainer = self.trainer
@@ -153,7 +157,7 @@ class EvaluationCallback(Callback):
 
 
 class LoggingCallback(Callback):
-    """One row a step, on rank 0: metrics.jsonl, the logger and the console; and warnings about slow ranks."""
+    """Logs each step on rank 0, to metrics.jsonl, the logger and the console, and warns about slow ranks."""
 
     def __init__(self, metrics: Metrics | None):
         self._metrics = metrics
@@ -181,26 +185,28 @@ class LoggingCallback(Callback):
             **self._resumed,
             **numbers,
         )
-        self._resumed = {}  # only the first row after a resume has it
+        self._resumed = {}  # only the first row after a resume contains it
         if "eval_loss" in metrics:
             text = f"eval_loss {metrics['eval_loss']:.4f}  in {metrics['eval_time_s']:.1f} s"
             self.trainer.note(f"step {report.step}  {text}")
 
     def _ran_again(self, report: StepReport) -> dict[str, int]:
-        """With `moe.capacity` how often the step was run again."""
+        """Return the number of times that the step was repeated, if `moe.capacity` is set."""
         if report.capacity is None:
             return {}
         if report.reruns:
-            text = f"more rows came to an expert than fit, so the step was run again with {report.capacity:g}"
-            self.trainer.note(f"step {report.step}: {text} times the mean (moe.capacity)")
+            text = f"expert capacity exceeded; step repeated with capacity factor {report.capacity:g}"
+            self.trainer.note(f"step {report.step}: {text} (moe.capacity)")
         return {"moe/reruns": report.reruns}
 
 
 def device_peak(cfg: Config, mesh: Mesh, notes: list[str]) -> float | None:
-    """Peak FLOP/s of a device, on rank 0. Where it is measured, the other ranks wait, so that they do not disturb it.
+    """Return the peak FLOP/s of a device on rank 0, and None on other ranks.
+
+    If the peak is measured, the other ranks wait, to leave the measurement undisturbed.
 
     Args:
-        notes: lines for the user are added to it.
+        notes: list to which messages for the user are appended.
     """
     dtype = DTYPES[cfg.precision.compute]
     peak = peak_flops(cfg.hardware, mesh.device.type, dtype, notes.append) if mesh.rank == 0 else None
@@ -210,10 +216,10 @@ def device_peak(cfg: Config, mesh: Mesh, notes: list[str]) -> float | None:
 
 
 def make_metrics(trainer: Run, peak: float) -> Metrics:
-    """The metrics of a run, which rank 0 has.
+    """Create the metrics of a run, on rank 0.
 
     Args:
-        peak: FLOP/s of a device.
+        peak: peak FLOP/s of a device.
     """
     cfg, t = trainer.cfg, trainer.cfg.train
     recomputed, ahead = trainer.stages.recompute.skipped_ops, looks_ahead(cfg)
@@ -230,12 +236,13 @@ def make_metrics(trainer: Run, peak: float) -> Metrics:
 
 
 class CheckpointCallback(Callback):
-    """Saves every `checkpoint.every` and `checkpoint.keep_every` steps, and where the run ends or is stopped. Where a
-    save fails, training goes on with the older checkpoints.
+    """Saves every `checkpoint.every` and `checkpoint.keep_every` steps, and when the run ends or is stopped.
+
+    If a save fails, training continues, and the older checkpoints remain.
 
     Attributes:
-        saved: the newest checkpoint of this run.
-        failures: why saves failed.
+        saved: the newest checkpoint that this process has saved.
+        failures: the errors of failed saves.
     """
 
     def __init__(self) -> None:
@@ -255,7 +262,7 @@ class CheckpointCallback(Callback):
 
     @staticmethod
     def _write_extras(trainer: Run, companions: Companions, folder: Path) -> None:
-        trainer.claim.check()  # the last moment before a checkpoint is published
+        trainer.claim.check()  # the last check before the checkpoint is published
         write_extras(trainer.data, companions, folder)
 
     def needs_report(self) -> bool:

@@ -1,4 +1,4 @@
-"""Runs a rank's program: a loop over its ops."""
+"""The executor, a loop over the ops of a rank's program."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ from ndtrain.schedule.table import show
 
 
 class ActionTiming(NamedTuple):
-    """When a rank computed an action, without the wait for its input.
+    """The time span in which a rank computed an action, without the wait for its input.
 
     Attributes:
-        began, ended: seconds of this machine's monotonic clock.
+        began, ended: seconds on this machine's monotonic clock.
     """
 
     action: Action
@@ -39,10 +39,11 @@ class Executor:
     """Runs a rank's row of a schedule over the layers of its stages and their sharded units.
 
     Args:
-        losses: the number of sums that the head returns: the loss, and others of the objective.
+        losses: the number of sums that the head returns: the loss, and the other sums of the objective.
 
     Attributes:
-        timings: None, or where to append when each action ran. (On a GPU the host then waits for each action.)
+        timings: list to which the time span of each action is appended; None: no timing. With timings on a GPU, the
+            host waits for each action.
     """
 
     def __init__(
@@ -67,24 +68,30 @@ class Executor:
 
     @property
     def program(self) -> RankProgram:
-        """The program of the next step. It depends on which weights are unsharded already: after an evaluation more
-        than after an update."""
+        """The program of the next step.
+
+        It depends on the units that are already unsharded. After an evaluation more of them are than after an update.
+        """
         before = frozenset(self.units.unsharded)
         if before not in self._programs:
             self._programs[before] = build_program(self.pipeline.schedule, self.pipeline.rank, self.holdings, before)
         return self._programs[before]
 
     def run(self, contexts: Sequence[Context]) -> Tensor:
-        """Runs the row over all microbatches, with one context for each. If the row has backwards, the gradients are
-        summed over the mesh when this returns. Returns the sums of this rank's losses [losses], in fp32 or wider.
+        """Run the row over all microbatches, and return the sums of this rank's losses [losses], in fp32 or wider.
+
+        If the row has backward passes, the gradients are summed over the mesh on return.
+
+        Args:
+            contexts: one for each microbatch.
         """
         self._contexts = contexts
         self._inputs: dict[tuple[int, int], Tensor | None] = {}
         self._graphs: dict[tuple[int, int], GradientEdge] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self._results: list[Tensor] = []  # of the action at work, for another stage
-        self._local: dict[Message, Tensor] = {}  # results that another stage of this rank has not taken yet
+        self._results: list[Tensor] = []  # results of the current action for another stage
+        self._local: dict[Message, Tensor] = {}  # results that another stage of this rank has not read yet
         wide = torch.promote_types(self.units.compute, torch.float32)
         self._losses = torch.zeros(self._n_losses, dtype=wide, device=self.units.device)
         program, number = self.program, 0
@@ -102,10 +109,10 @@ class Executor:
         return self._losses
 
     def run_turn(self, turn: Turn, number: int) -> None:
-        """Runs the ops of an action.
+        """Run the ops of an action.
 
         Args:
-            number: the index of the first one in the program.
+            number: the index of the first op in the program.
         """
         a, units = turn.action, self.units
         RECORDER.action = self._names[a]
@@ -140,7 +147,7 @@ class Executor:
             self.timings.append(ActionTiming(a, began, self._now()))
 
     def _sum_gradients(self, op: Op) -> None:
-        """Runs an op of the gradients, or one that ends a step."""
+        """Run an op on gradients, or an op at the end of a step."""
         units = self.units
         match op:
             case ops.Open():
@@ -168,7 +175,7 @@ class Executor:
         return time.perf_counter()
 
     def _take(self, a: Action, x: Tensor) -> None:
-        """Takes what another stage has sent: the input of a forward, or the gradient of a stage's output."""
+        """Store a tensor from another stage: the input of a forward, or the gradient of a stage's output."""
         if a.kind == "F":
             self._inputs[a.microbatch, self._entry[a.stage]] = x.requires_grad_()
         else:
@@ -177,7 +184,7 @@ class Executor:
     # --------------------------------------------------------------------------------------------------------- passes
 
     def run_pass(self, run: Run, a: Action) -> None:
-        """Runs a forward or a backward of a layer."""
+        """Run a forward or a backward pass of a layer."""
         match run.kind:
             case "F":
                 self._forward(run, a.microbatch)
@@ -190,9 +197,9 @@ class Executor:
         at, layer = (microbatch, run.layer), self.layers[run.layer]
         x = self._inputs.pop(at) if run.drop_input else self._inputs[at]
         if layer.loss and run.keep_graph:
-            self._attach(layer)  # the loss makes gradients in its forward
+            self._attach(layer)  # the loss computes gradients in its forward
         if x is not None and not run.keep_graph:
-            x = x.detach()  # otherwise a block is compiled once more, for inputs that require a gradient
+            x = x.detach()  # otherwise a block is compiled a second time, for inputs that require a gradient
         with torch.set_grad_enabled(run.keep_graph), self._saved(run, at):
             y = layer.run(x, self._contexts[microbatch])
         if run.keep_graph:
@@ -243,6 +250,9 @@ class Executor:
 
 
 def _run_backward(edge: GradientEdge, grad: Tensor) -> None:
-    """Run autograd from an output of a graph. `torch.autograd.backward` also compares the two shapes, and imports the
-    compiler's symbolic shapes to do it. That takes 0.6 s when a run starts. The engine checks the shapes anyway."""
+    """Run autograd from an output of a graph.
+
+    `torch.autograd.backward` also compares the two shapes, and imports the compiler's symbolic shapes to do it. That
+    takes 0.6 s when a run starts. The engine checks the shapes anyway.
+    """
     _engine_run_backward((edge,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)

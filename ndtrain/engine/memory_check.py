@@ -1,7 +1,7 @@
-"""Whether a model's state fits into memory, said before any of it is allocated.
+"""The check that a model's state fits into memory, before any of it is allocated.
 
-What is counted is a lower bound: the weights, gradients and optimizer state that a rank holds between steps, and with
-zero 3 the largest unit that is gathered. So a run that fits is never refused.
+The check uses a lower bound: the weights, gradients and optimizer state that a rank holds between steps, and with
+ZeRO 3 the largest unsharded unit. A run that fits is never refused.
 """
 
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ from ndtrain.parallel.unit import StatePlan, state_bytes
 
 
 def require_memory(cfg: Config, device: torch.device, local_ranks: Iterable[int]) -> None:
-    """Checks that the state of the model fits on `device`, and what lies in host memory on this host.
+    """Check that the state of the model fits on `device`, and that its offloaded part fits into host memory.
 
     Args:
         cfg: resolved.
-        local_ranks: all ranks of this host. They share its memory; each has a GPU of its own.
+        local_ranks: all ranks of this host. They share its memory, and each has its own GPU.
 
     Raises:
-        ConfigError: it cannot fit. The line has both numbers.
+        ConfigError: the state does not fit. The message contains both numbers.
     """
     needs = [least_bytes(cfg, rank) for rank in local_ranks]
     if device.type == "cuda":
@@ -39,7 +39,7 @@ def require_memory(cfg: Config, device: torch.device, local_ranks: Iterable[int]
 
 
 def least_bytes(cfg: Config, rank: int) -> tuple[int, int]:
-    """Bytes that a rank needs at least on its device, and in host memory with `optim.offload`."""
+    """Return the minimum bytes that a rank needs on its device, and in host memory with `optim.offload`."""
     layouts, plan = list(_layouts(cfg, rank).values()), state_plan(cfg)
     held = [state_bytes(plan, layout.groups.shards, layout.numel) for layout in layouts]
     gathered = [layout.numel for layout in layouts if plan.zero == 3 and layout.groups.shards > 1]
@@ -48,7 +48,7 @@ def least_bytes(cfg: Config, rank: int) -> tuple[int, int]:
 
 
 def _layouts(cfg: Config, rank: int) -> dict[str, FlatLayout]:
-    """Unit -> its flat buffer on a rank."""
+    """Return unit -> layout of its flat buffer, for the units of a rank."""
     layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), rank)
     return flat_layouts(layouts, [name for name in layouts.names() if layouts.holds(name)])
 
@@ -64,7 +64,7 @@ def _require(cfg: Config, needed: int, most: int, where: str, device: str) -> No
 
 
 def _advice(plan: StatePlan, device: str) -> str:
-    """What to change, by the keys that this configuration has not used yet."""
+    """Return advice on what to change, from the keys that this configuration has not used yet."""
     ways = [f"shard the model over more {device}s (mesh.fsdp, mesh.tp, mesh.pp)"]
     ways += ["set mesh.zero=3"] if plan.zero < 3 else []
     ways += ["set optim.state_dtype=bf16"] if all(spec.dtype is None for spec in plan.spec) else []

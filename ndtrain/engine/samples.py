@@ -1,7 +1,7 @@
-"""Texts that a run's model writes while it trains (`train.sample_every`), on every mesh.
+"""Text samples that the model generates during training (`train.sample_every`), on every mesh.
 
-The stages that are trained compute the logits. Each new token is one forward over whole sequences, padded to
-`train.seq_len`, without a cache of keys and values. All data replicas compute the same texts.
+The trained stages compute the logits. Each new token is one forward pass over whole sequences, padded to
+`train.seq_len`, without a KV cache. All data replicas compute the same texts.
 
 Shape legend: B texts of a microbatch, N tokens of the residual stream on this rank, E hidden_size, V vocabulary.
 """
@@ -43,10 +43,12 @@ class _Rows(Tokens):
 
 
 class Sampler:
-    """Continues token sequences on the stages of a run. Every rank makes one and calls it alike.
+    """Continues token sequences on the stages of a run.
+
+    Create one on every rank, and call the same methods in the same order.
 
     Args:
-        texts: how many sequences are continued at a time.
+        texts: number of sequences that are continued at a time.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages, texts: int):
@@ -64,7 +66,7 @@ class Sampler:
         self._executor = Executor(layers, stages.units, pipeline, stages.saved_ops, [])
         self._layout = stages.layouts[f"{EMBED if cfg.model.tie_word_embeddings else HEAD}.weight"]
         self._shares_stream = shards_stream(cfg)
-        # made here, where all ranks are, and not in the head, which only some of them have
+        # created here on all ranks, because only some ranks run the head
         self._stream_group = mesh.group("cp", "tp") if self._shares_stream else mesh.group("cp")
         self._tp, self._pp, _ = mesh.group("tp"), mesh.group("pp"), mesh.world
         self._wide = torch.promote_types(stages.units.compute, torch.float32)
@@ -72,10 +74,12 @@ class Sampler:
     def run(
         self, prompts: Sequence[Sequence[int]], new: int, eos: int | None, temperature: float, seed: int
     ) -> list[list[int]]:
-        """The tokens that follow each prompt, the same on every rank: `new` of them, or as many as come before `eos`.
+        """Return the tokens that follow each prompt, the same on every rank.
+
+        These are `new` tokens, or fewer if `eos` is chosen first.
 
         Args:
-            prompts: one token or more each. All but the last `train.seq_len` - `new` are left out.
+            prompts: sequences of one or more tokens. Only the last `train.seq_len` - `new` tokens of each are used.
         """
         texts = [list(p)[-(self._cfg.train.seq_len - new) :] for p in prompts]
         starts, draws = [len(t) for t in texts], torch.Generator().manual_seed(seed)
@@ -91,7 +95,7 @@ class Sampler:
         return [text[start:] for text, start in zip(texts, starts, strict=True)]
 
     def _agree(self, chosen: Tensor) -> list[int]:
-        """The choice of rank 0."""
+        """Return the choice of rank 0."""
         if self._mesh.world is None:
             return chosen.tolist()
         chosen = chosen.to(self._mesh.device)
@@ -99,7 +103,7 @@ class Sampler:
         return chosen.tolist()
 
     def _logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """The logits behind each text [rows, V], on every rank."""
+        """Return the logits after the last token of each text [rows, V], on every rank."""
         self._parts: list[Tensor] = []
         self._executor.run(contexts(self._stages, self._batches(texts), lambda: torch.ones(())))
         rows, vocabulary = self._rows, self._cfg.model.vocab_size
@@ -111,8 +115,11 @@ class Sampler:
         return logits
 
     def _batches(self, texts: Sequence[Sequence[int]]) -> list[Batch]:
-        """The microbatches of the texts. Only the label behind the last token of each text counts: it marks that
-        token's place, however the sequence is sharded."""
+        """Return the microbatches of the texts.
+
+        Only the label after the last token of each text is set. It marks the position of this token, independently of
+        how the sequence is sharded.
+        """
         cfg, mesh = self._cfg, self._mesh
         tokens = np.full((self._rows, cfg.train.seq_len + 1), IGNORE, np.int64)
         marks = tokens.copy()
@@ -125,7 +132,7 @@ class Sampler:
         return [ValidationSet.readable(b).to(mesh.device) for b in batches]
 
     def _head(self, x_NE: Tensor, ctx: Context) -> Tensor:
-        """In place of the loss: keeps the logits of the marked tokens, and returns a loss of 0."""
+        """Store the logits of the marked tokens, and return a loss of 0. This replaces the head and the loss."""
         weight = self._model.head.weight
         x_BE = self._marked(x_NE, ctx)
         all_reduce(x_BE, self._stream_group).wait()
@@ -140,7 +147,7 @@ class Sampler:
         return x_NE.new_zeros(1)
 
     def _marked(self, x_NE: Tensor, ctx: Context) -> Tensor:
-        """The marked token of each row; zeros where another rank has it."""
+        """Return the activation of the marked token of each row [B, E], or zeros if another rank has it."""
         (B, T), labels = ctx.targets.labels.shape, ctx.targets.labels.flatten()
         first = 0
         if self._shares_stream:
@@ -153,8 +160,10 @@ class Sampler:
 
 
 class SampleCallback(Callback):
-    """Continues `train.sample_prompts` every `train.sample_every` steps and after the last: in the console, the log,
-    samples.jsonl and the logger."""
+    """Continues `train.sample_prompts` every `train.sample_every` steps and after the last one.
+
+    The texts are written to the console, the log, samples.jsonl and the logger.
+    """
 
     def on_train_start(self) -> None:
         trainer, t = self.trainer, self.trainer.cfg.train

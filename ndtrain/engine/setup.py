@@ -1,4 +1,4 @@
-"""What a run does before its first step: resolve, take a run folder, meet the ranks, open the data, fill weights."""
+"""The setup of a run before its first step: configuration, run folder, process group, data and weights."""
 
 import json
 import logging
@@ -52,20 +52,20 @@ from ndtrain.run.shared_config import Written
 from ndtrain.run.signed_store import SignedStore
 
 log = logging.getLogger("ndtrain")
-log.addHandler(logging.NullHandler())  # an error before there is a log file is not printed twice
+log.addHandler(logging.NullHandler())  # avoids printing an error twice before there is a log file
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What a rank has before it computes with the others.
+    """The state of a rank before it computes with the other ranks.
 
     Attributes:
-        cfg: resolved and frozen, the same on every rank.
-        claim: to the run folder; on rank 0 the lock, which `release` gives free.
-        resume: as `cfg.resume`, or auto where torchrun starts the run again.
-        path, state: on rank 0, the checkpoint to resume.
-        notes: what the user is to know.
-        connect: opens another connection to the messages of the ranks; None: there is one rank.
+        cfg: the resolved and frozen configuration, the same on every rank.
+        claim: the claim to the run folder; on rank 0 the lock, which `release` releases.
+        resume: `cfg.resume`, or auto if torchrun has restarted the run.
+        path, state: the checkpoint to resume, on rank 0; None: no checkpoint.
+        notes: messages for the user.
+        connect: function that opens another connection to the ranks' messages; None: there is only one rank.
     """
 
     cfg: Config
@@ -83,10 +83,10 @@ class RunSetup:
 
 
 def prepare(cfg: Config) -> RunSetup:
-    """Everything up to the ranks' meeting, with every error that one rank can find alone.
+    """Prepare the run up to the process group, including all checks that one rank can do alone.
 
     Raises:
-        ConfigError: the run cannot start; one line says why.
+        ConfigError: the run cannot start; the message is one line.
     """
     rank, local_rank, world = world_from_env()
     notes, written = [], Written.of(cfg)
@@ -107,7 +107,7 @@ def prepare(cfg: Config) -> RunSetup:
             undo.callback(claim.release)
             undo.enter_context(record_failure(Path(cfg.run.dir)))
         if world > 1:
-            patience_s = timeout_s + folder_lock.DEAD_S  # rank 0 may wait for its folder
+            patience_s = timeout_s + folder_lock.DEAD_S  # rank 0 may have to wait for the run folder
             meeting = rendezvous.meet(rank, world, patience_s)
             if rank == 0:
                 shared_config.publish(meeting.messages, world, cfg, written, claim.as_message(), patience_s)
@@ -145,11 +145,15 @@ def prepare(cfg: Config) -> RunSetup:
 def meet(
     cfg: Config, rank: int, world: int, device: torch.device, meeting: rendezvous.Meeting | None = None
 ) -> Callable[[], SignedStore] | None:
-    """Creates the process group of all ranks, which have had their `meeting` or meet here. Returns what
-    `rendezvous.join` does; None: there is one rank.
+    """Create the process group of all ranks, and return the result of `rendezvous.join`.
+
+    Return None if there is only one rank.
+
+    Args:
+        meeting: the result of `rendezvous.meet`; None: the ranks meet here, if they have to.
 
     Raises:
-        ConfigError: two ranks have one GPU.
+        ConfigError: two ranks have the same GPU.
     """
     if world == 1:
         return None
@@ -160,8 +164,10 @@ def meet(
 
 
 def _replace_lost_folder(cfg: Config) -> list[str]:
-    """Where a run that resumes no longer finds the folder `init_from`, names the checkpoint in its place: it holds the
-    model and all that came with it. Returns what the user is to know."""
+    """Replace the folder `init_from` by the checkpoint to resume, if the folder no longer exists.
+
+    The checkpoint contains the model and its companion files. Return messages for the user.
+    """
     lost, run_dir = resolved(cfg.init_from), Path(cfg.run.dir)
     if Path(lost).expanduser().exists():
         return []
@@ -172,16 +178,18 @@ def _replace_lost_folder(cfg: Config) -> list[str]:
     cfg.init_from = str(options[0])
     if cfg.data.tokenizer == lost:
         cfg.data.tokenizer = cfg.init_from
-    return [f"init_from={lost} is gone: the model and its files are taken from the checkpoint {options[0]}"]
+    return [f"init_from={lost} no longer exists: the model and its files are read from the checkpoint {options[0]}"]
 
 
 def save_config(setup: RunSetup) -> None:
-    """Writes config.yaml in one rename. Call it on rank 0 once nothing can refuse the run any more: a refused one must
-    leave the file as it was, and other ranks may still read it before the ranks have met.
+    """Write config.yaml in one rename.
+
+    Call this on rank 0, when the run can no longer be refused. A refused run must leave the file unchanged, and other
+    ranks may read it until the ranks have met.
 
     Raises:
-        ConfigError: it cannot be written.
-        FolderLost: another run has taken the run folder over.
+        ConfigError: the file cannot be written.
+        FolderLost: another run has taken over the run folder.
     """
     setup.claim.check()
     cfg, run_dir = setup.cfg, setup.run_dir
@@ -200,10 +208,12 @@ def _unwritable(run_dir: Path, error: OSError) -> ConfigError:
 
 
 def model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
-    """The configuration with the model that starts from the Hugging Face folder `init_from`, whose files rank 0 checks;
-    and what the user is to know."""
+    """Return the configuration with the model of the folder `init_from`, and messages for the user.
+
+    Rank 0 checks the files of the folder.
+    """
     folder = checkpoint.model_folder(cfg.init_from)
-    cfg.init_from = str(folder)  # the run's records name the checkpoint of a run folder
+    cfg.init_from = str(folder)  # the run's records name the checkpoint rather than its run folder
     held = checkpoint.read_model(folder)
     cfg.model = checkpoint.starting_model(cfg, held)
     if cfg.data.name == "chat" and cfg.data.tokenizer in ("byte", "bpe"):
@@ -212,14 +222,14 @@ def model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
     trained = cfg.data.tokenizer in ("byte", "bpe") and cfg.data.name not in TOKEN_SOURCES
     if trained and (folder / "tokenizer.json").exists():
         notes.append(
-            f"data.tokenizer={cfg.data.tokenizer} is not the one the weights of init_from={folder} were trained with: "
-            f"that is data.tokenizer={folder}"
+            f"data.tokenizer={cfg.data.tokenizer} is not the tokenizer of the weights in init_from={folder}: set "
+            f"data.tokenizer={folder} to use theirs"
         )
     return cfg, notes
 
 
 def _plan_epochs(cfg: Config, data: Data, rank: int, path: Path | None, state: State | None) -> Config:
-    """Returns the configuration with the steps of `train.epochs`."""
+    """Return the configuration with `train.steps` computed from `train.epochs`."""
     if cfg.train.epochs is None:
         return cfg
     cfg = resolve_epochs(cfg, data.epoch_sequences(cfg))
@@ -231,7 +241,7 @@ def _plan_epochs(cfg: Config, data: Data, rank: int, path: Path | None, state: S
 def _check_validation(cfg: Config, data: Data) -> None:
     if cfg.train.eval_every and not data.validation:
         raise ConfigError(
-            f"train.eval_every={cfg.train.eval_every}: there is nothing to validate on: raise data.validation="
+            f"train.eval_every={cfg.train.eval_every}: there is no validation data: raise data.validation="
             f"{cfg.data.validation:g}, the fraction of documents held out (token files without documents need "
             "data.validation_path, a stream data.eval_split), or set train.eval_every=0"
         )
@@ -242,9 +252,11 @@ def _check_samples(cfg: Config, data: Data) -> None:
         return
     every = f"train.sample_every={cfg.train.sample_every}"
     if data.tokenizer is None:
-        raise ConfigError(f"{every}: the data has no tokenizer to write text with: set it to 0, or prepare the data")
+        raise ConfigError(
+            f"{every}: the data has no tokenizer to decode text: set it to 0, or prepare the data with a tokenizer"
+        )
     if not cfg.train.sample_prompts:
-        raise ConfigError(f"{every}: train.sample_prompts is empty: give texts to start with")
+        raise ConfigError(f"{every}: train.sample_prompts is empty: set at least one prompt")
 
 
 def _kind(cfg: Config) -> str:
@@ -255,17 +267,17 @@ def _kind(cfg: Config) -> str:
 
 
 def device_of(cfg: Config, local_rank: int) -> torch.device:
-    """The device of this rank; a GPU becomes the process's current one.
+    """Return the device of this rank. A GPU becomes the current device of the process.
 
     Raises:
-        ConfigError: the machine has no such device, or too few of them.
+        ConfigError: the machine has no such device, or fewer GPUs than ranks.
     """
     kind = _kind(cfg)
     if kind == "cpu":
         if cfg.hardware.attention != "auto":
             raise ConfigError(
-                f"hardware.attention={cfg.hardware.attention} is a kernel of GPUs, and this run is on the CPU: "
-                "leave it at auto"
+                f"hardware.attention={cfg.hardware.attention} is a GPU kernel, but this run is on the CPU: "
+                "set it to auto"
             )
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -282,15 +294,15 @@ def device_of(cfg: Config, local_rank: int) -> torch.device:
 
 
 def _require_own_gpu(messages: SignedStore, rank: int, world: int, timeout_s: float) -> None:
-    """Refuses ranks that see one GPU, and the same one. Every rank calls this; rank 0 compares.
+    """Refuse ranks that see only one GPU, if it is the same GPU. Call this on every rank; rank 0 compares.
 
     Args:
-        messages: of all ranks.
-        timeout_s: seconds that rank 0 waits for the others.
+        messages: the messages of all ranks.
+        timeout_s: seconds that rank 0 waits for the other ranks.
 
     Raises:
-        ConfigError: on rank 0.
-        dist.DistError: on rank 0, where a rank has not said which GPU it sees.
+        ConfigError: two ranks see the same GPU (on rank 0).
+        dist.DistError: a rank has not sent the id of its GPU (on rank 0).
     """
     sees_one = torch.cuda.device_count() == 1
     uuid = str(torch.cuda.get_device_properties(0).uuid) if sees_one else ""
@@ -301,25 +313,27 @@ def _require_own_gpu(messages: SignedStore, rank: int, world: int, timeout_s: fl
     gpus = messages.wait_all([f"gpu/{r}" for r in range(world)], timeout_s)
     for other in range(world):
         if (gpu := gpus.get(f"gpu/{other}")) is None:
-            raise dist.DistStoreError(f"rank {other} has not said within {timeout_s:g} s which GPU it sees")
+            raise dist.DistStoreError(f"rank {other} did not report its GPU within {timeout_s:g} s")
         if gpu and gpu in owners:
             raise ConfigError(
-                f"ranks {owners[gpu]} and {other} see one GPU only, and the same ({gpu}): lower --nproc-per-node to "
-                "the number of GPUs, or give each task its own (srun --gpus-per-task=1)"
+                f"ranks {owners[gpu]} and {other} see only one GPU, and the same one ({gpu}): lower --nproc-per-node "
+                "to the number of GPUs, or give each task its own GPU (srun --gpus-per-task=1)"
             )
         owners[str(gpu)] = other
 
 
 def _ranks_of_host(rank: int, local_rank: int) -> range:
-    """The ranks of this host. torchrun numbers them one after the other."""
+    """Return the ranks of this host, which torchrun numbers consecutively."""
     first = rank - local_rank
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 @contextmanager
 def _log_unless_refused(run_dir: Path, rank: int) -> Iterator[None]:
-    """Keeps the lines of the log in memory until `_log_to`, so that a rank whose run is refused leaves no file. Any
-    other error that leaves the block opens the log."""
+    """Keep log lines in memory until `_log_to`, and drop them if the run is refused, which then leaves no file.
+
+    Any error other than ConfigError opens the log.
+    """
     _replace_handlers(MemoryHandler(10_000))
     try:
         yield
@@ -330,20 +344,20 @@ def _log_unless_refused(run_dir: Path, rank: int) -> Iterator[None]:
 
 
 def _log_to(run_dir: Path, rank: int) -> None:
-    """Every rank keeps a log of its own in the run folder."""
+    """Open this rank's own log file in the run folder."""
     folder = run_dir / "logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handler: logging.Handler = logging.FileHandler(folder / f"rank-{rank}.log")
     except OSError:
-        handler = logging.NullHandler()  # rank 0 has said that the folder cannot be written, or will see it later
-    handler.handleError = lambda record: None  # a full disk: else every line would be a traceback on the console
+        handler = logging.NullHandler()  # rank 0 reports a folder that cannot be written
+    handler.handleError = lambda record: None  # on a full disk every line would print a traceback
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _replace_handlers(handler)
 
 
 def _replace_handlers(handler: logging.Handler) -> None:
-    """Sends the lines of the log to `handler` alone, those that are kept in memory too."""
+    """Send log lines only to `handler`, including the lines that were kept in memory."""
     for old in log.handlers[:]:
         log.removeHandler(old)
         if isinstance(old, MemoryHandler):
@@ -355,17 +369,21 @@ def _replace_handlers(handler: logging.Handler) -> None:
 
 
 def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, str, Path | None, State | None]:
-    """On rank 0: makes this run the owner of its folder, which can be written, has no other live owner, and holds no
-    run that this one would overwrite. Returns the lock, how the run resumes, and the checkpoint to resume with its
-    state. What torchrun starts again goes on where it was, as with resume=auto.
+    """Make this run the owner of its folder, on rank 0.
+
+    Return the lock, the value of `resume`, and the checkpoint to resume with its state. A run that torchrun has
+    restarted continues as with resume=auto.
 
     Raises:
-        ConfigError: naming `run.dir` or `resume`.
+        ConfigError: the folder cannot be written, has another live owner, or contains a run that this run would
+            overwrite; or there is no checkpoint to resume. The message names `run.dir` or `resume`.
     """
     with ExitStack() as undo:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=run_dir) as trial:  # the system says why not, also where it is read-only
+            with tempfile.TemporaryFile(
+                dir=run_dir
+            ) as trial:  # raises the system's error, also on a read-only file system
                 now = os.fstat(trial.fileno()).st_mtime
             resume = "auto" if cfg.resume == "none" and exit_status.is_restart(run_dir) else cfg.resume
             _check_new(resume, run_dir)
@@ -377,7 +395,7 @@ def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, str, Path | None
                 _require_steps_left(cfg, path, state)
             stop = run_dir / stop_signals.STOP_FILE
             if not exit_status.is_restart(run_dir) and stop_signals.remove_stale(stop, now):
-                print(f"removed {stop}, which an earlier run has left", file=sys.stderr)
+                print(f"removed {stop}, which was left by an earlier run", file=sys.stderr)
             exit_status.begin(run_dir)
         except OSError as error:
             raise _unwritable(run_dir, error) from error
@@ -386,7 +404,7 @@ def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, str, Path | None
 
 
 def _check_new(resume: str, run_dir: Path) -> None:
-    """A run that resumes nothing needs a folder that holds none."""
+    """Refuse a folder that contains a run, unless this run resumes."""
     held = (run_dir / "metrics.jsonl").exists() or bool(checkpoint.list_checkpoints(run_dir / "checkpoints"))
     if resume == "none" and held:
         raise ConfigError(
@@ -395,13 +413,13 @@ def _check_new(resume: str, run_dir: Path) -> None:
 
 
 def _choose(cfg: Config, resume: str, run_dir: Path) -> tuple[Path | None, State | None]:
-    """The best checkpoint that `resume` may mean; nothing for a fresh start."""
+    """Return the best checkpoint that `resume` can refer to, and its state; (None, None) for a fresh start."""
     options = checkpoint.candidates(resume, run_dir)
     return _first_whole(options, cfg, resume) if options else (None, None)
 
 
 def _require_steps_left(cfg: Config, path: Path | None, state: State | None) -> None:
-    """A plan that ends before the checkpoint is a mistake. One that ends there is complete: nothing is to be done."""
+    """Refuse a planned end before the checkpoint. If it ends exactly there, the run is complete."""
     t = cfg.train
     key, last = ("train.stop_at", t.stop_at) if t.stop_at else ("train.steps", t.steps)
     end = f"{key}={last}"
@@ -409,19 +427,19 @@ def _require_steps_left(cfg: Config, path: Path | None, state: State | None) -> 
         key, end = "train.epochs", f"train.epochs={t.epochs:g} (train.steps={last})"
     if state is not None and state.step > last:
         raise ConfigError(
-            f"{end}: the run is at step {state.step} already ({path}): raise {key} to train on, or give another run.dir"
+            f"{end}: the run is already at step {state.step} ({path}): raise {key} to train on, or give another run.dir"
         )
 
 
 def _first_whole(options: list[Path], cfg: Config, resume: str) -> tuple[Path, State]:
-    """The first that is whole; damaged ones are named and, with resume=auto, passed over."""
+    """Return the first undamaged checkpoint. With resume=auto, print a warning for each damaged one and skip it."""
     for path in options:
         try:
             return path, checkpoint.inspect(path, cfg.model)
         except DamagedCheckpoint as error:
             _pass_over(error, resume)
     raise CheckpointError(
-        f"resume=auto: every checkpoint in {cfg.run.dir}/checkpoints is damaged; another run.dir starts anew"
+        f"resume=auto: every checkpoint in {cfg.run.dir}/checkpoints is damaged: use another run.dir to start a new run"
     )
 
 
@@ -429,17 +447,17 @@ def _pass_over(error: DamagedCheckpoint, resume: str) -> None:
     if resume != "auto":
         raise error
     if world_from_env()[0] == 0:
-        print(f"warning: {error}; trying the one before it", file=sys.stderr)
+        print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr)
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from.
+    """The starting point of a run.
 
     Attributes:
-        path: the checkpoint that it resumes, or None.
-        state: to go on from.
-        companions: on rank 0, what its checkpoints hold of the folder that it starts from.
+        path: the checkpoint that the run resumes; None: a new run.
+        state: the state to continue from.
+        companions: the files of the starting folder that checkpoints contain, on rank 0.
         notes: messages for the user.
     """
 
@@ -450,8 +468,10 @@ class Start:
 
 
 def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
-    """Fills the stages: from rank 0's checkpoint (or, with resume=auto, an older one if its content is damaged), from a
-    Hugging Face folder, or from the seed."""
+    """Fill the stages from rank 0's checkpoint, from the folder `init_from`, or from the seed.
+
+    With resume=auto, an older checkpoint is used if the content of the newest one is damaged.
+    """
     cfg, (path, state, resume) = setup.cfg, _as_on_rank_0(mesh, (setup.path, setup.state, setup.resume))
     while path is not None:
         try:
@@ -475,13 +495,13 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
 
 
 def _companions(folder: Path, cfg: Config, mesh: Mesh, resumed: bool = False) -> Companions:
-    """Reads, on rank 0, what the checkpoints of the run hold of the folder that it starts from.
+    """Read, on rank 0, the files of the starting folder that the run's checkpoints contain.
 
     Args:
-        resumed: the folder is a checkpoint, whose files are verified.
+        resumed: True if the folder is a checkpoint, whose files are verified.
 
     Raises:
-        CheckpointError: on every rank, naming the file that cannot be read.
+        CheckpointError: a file cannot be read (on every rank). The message names it.
     """
     held = [Companions()]
 
@@ -497,10 +517,10 @@ def _companions(folder: Path, cfg: Config, mesh: Mesh, resumed: bool = False) ->
 
 
 def _resumed_companions(path: Path, cfg: Config, mesh: Mesh) -> Companions:
-    """`_companions` of a checkpoint, in which every file was written by a run.
+    """Return the `_companions` of a checkpoint, in which every file was written by a run.
 
     Raises:
-        DamagedCheckpoint: on every rank, naming the file that cannot be read.
+        DamagedCheckpoint: a file cannot be read (on every rank). The message names it.
     """
     try:
         return _companions(path, cfg, mesh, resumed=True)
@@ -509,7 +529,7 @@ def _resumed_companions(path: Path, cfg: Config, mesh: Mesh) -> Companions:
 
 
 def _as_on_rank_0(mesh: Mesh, chosen: tuple[Path | None, State | None, str]) -> tuple[Path | None, State | None, str]:
-    """The checkpoint, its state and how the run resumes, as rank 0 has chosen them."""
+    """Return the checkpoint, its state and the value of `resume`, as chosen by rank 0."""
     if mesh.world is None:
         return chosen
     path, state, resume = chosen
@@ -518,21 +538,21 @@ def _as_on_rank_0(mesh: Mesh, chosen: tuple[Path | None, State | None, str]) -> 
 
 
 def _chosen(message: Any) -> tuple[Path | None, State | None, str]:
-    """The checkpoint to resume, its state, and how the run resumes, as rank 0 has sent them.
+    """Return the checkpoint to resume, its state and the value of `resume` from rank 0's message.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: the message has another form.
     """
     match message:
         case {"path": None, "state": None, "resume": str(resume)}:
             return None, None, resume
         case {"path": str(path), "state": dict(state), "resume": str(resume)} if _is_state(state):
             return Path(path), State(**state), resume
-    raise ValueError("what rank 0 has sent names no checkpoint")
+    raise ValueError("rank 0 sent a message that names no checkpoint")
 
 
 def _is_state(state: dict[str, Any]) -> bool:
-    """Whether it is a `State` as a dict."""
+    """Return True if `state` is a `State` as a dict."""
     match state:
         case {"step": int(), "tokens": int(), "order": dict(), "skipped": int(), "stream": None | dict(), **rest}:
             return not rest
@@ -540,11 +560,12 @@ def _is_state(state: dict[str, Any]) -> bool:
 
 
 def _older_one(path: Path, cfg: Config, resume: str, mesh: Mesh) -> tuple[Path | None, State | None]:
-    """On rank 0 the newest whole checkpoint before a damaged one. The other ranks choose none: they might not be able
-    to read what rank 0 can.
+    """Return the newest undamaged checkpoint before a damaged one, on rank 0.
+
+    Other ranks return (None, None). They might not be able to read the same files as rank 0.
 
     Raises:
-        CheckpointError: on every rank: there is no older one.
+        CheckpointError: there is no older checkpoint (on every rank).
     """
     chosen: list[tuple[Path | None, State | None]] = [(None, None)]
 
@@ -557,10 +578,10 @@ def _older_one(path: Path, cfg: Config, resume: str, mesh: Mesh) -> tuple[Path |
 
 
 def write_extras(data: Data, companions: Companions, folder: Path) -> None:
-    """Writes what a checkpoint holds besides the weights: the companions of the model that the run started from, and
-    the tokenizer of the data.
+    """Write the further files of a checkpoint: the companions of the starting model, and the tokenizer of the data.
 
-    Where the data has another tokenizer than the companions, theirs is left out, and with it all that names its tokens.
+    If the data has another tokenizer than the companions, leave out the tokenizer of the companions and all files that
+    refer to its tokens.
     """
     theirs = companions.files.get("tokenizer.json")
     if data.tokenizer and theirs is not None and not data.tokenizer.same_ids(theirs):
@@ -568,30 +589,30 @@ def write_extras(data: Data, companions: Companions, folder: Path) -> None:
     companions.write(folder)
     if data.tokenizer:
         data.tokenizer.save(folder)
-    if data.eos_id is not None and not companions.names_end_token():  # else transformers takes Llama's
+    if data.eos_id is not None and not companions.names_end_token():  # otherwise transformers uses Llama's
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": data.eos_id}) + "\n")
 
 
 def turn_end_warning(data: Data, companions: Companions) -> str | None:
-    """Returns what the user is to know if a model that learns conversations would not stop where a turn ends."""
+    """Return a warning if a model trained on conversations would not stop at the end of a turn, else None."""
     ends = companions.end_tokens() or {data.eos_id}
     if data.turn_ends is None or (data.turn_ends and data.turn_ends <= ends):
         return None
     if not data.turn_ends:
         return (
-            "the assistant's turns end without a special token that is learned, so a text would not stop there: let "
-            "the chat template mark the token that ends a turn with {% generation %}"
+            "the assistant's turns end without a trained special token, so generation would not stop there: make the "
+            "chat template include the token that ends a turn in {% generation %}"
         )
     token, known = min(data.turn_ends - ends), ", ".join(map(str, sorted(ends)))
     text = data.tokenizer.token(token) if data.tokenizer else ""
     return (
         f"the assistant's turns end with the token {text} ({token}), which is not among the end tokens ({known}) of "
-        "generation_config.json, so a text would not stop there: add it to eos_token_id in the folder of init_from"
+        "generation_config.json, so generation would not stop there: add it to eos_token_id in the folder of init_from"
     )
 
 
 def order_of(cfg: Config, data: Data) -> dict[str, Any]:
-    """All that the tokens of a step, and which of them count, depend on."""
+    """Return everything that determines the tokens of a step and their weights in the loss."""
     return {
         "corpus": data.fingerprint,
         "run.seed": cfg.run.seed,
@@ -610,16 +631,16 @@ def check_columns(cfg: Config, data: Data) -> None:
     """Check that the data has the columns that the objective reads.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: a column is missing.
     """
     wanted = [column.name for column in make_objective(cfg.objective).columns]
     if missing := [name for name in wanted if name not in data.columns]:
         raise ConfigError(
-            f"objective={cfg.objective.name}: it reads {', '.join(missing)}, which data={cfg.data.name} does not have: "
-            "use data=chat, whose rows may have weights, or objective=cross_entropy"
+            f"objective={cfg.objective.name}: data={cfg.data.name} has no {', '.join(missing)}: use data=chat, whose "
+            "rows may have weights, or objective=cross_entropy"
         )
 
 
 def packing_of(cfg: Config, data: Data) -> Packing | None:
-    """How the documents of a sequence are told apart; None without packing."""
+    """Return how the documents of a sequence are separated, or None without packing."""
     return Packing(data.eos_id) if cfg.data.pack else None

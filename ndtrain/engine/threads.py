@@ -12,7 +12,7 @@ from ndtrain.device.cores import THREADS_ARE_A_DEFAULT
 log = logging.getLogger("ndtrain")
 
 # Multiply-adds of a block's largest matmul from which several threads are faster on an idle machine (docs/results.md).
-# Where other programs use the cores, all threads wait for the slowest one in every operator.
+# If other programs use the cores, all threads wait for the slowest one in every operator.
 PAYS_FROM = 8e6
 
 
@@ -27,12 +27,14 @@ def set_threads(cfg: Config, device: torch.device) -> None:
     if cfg.hardware.threads is not None:
         torch.set_num_threads(cfg.hardware.threads)
     elif not given_by_user() and torch.get_num_threads() > 1 and largest_matmul(cfg) < PAYS_FROM:
-        log.info(f"one thread: the largest matmul has {largest_matmul(cfg):.0e} multiply-adds (hardware.threads)")
+        log.info(
+            f"using one thread: the largest matmul has only {largest_matmul(cfg):.0e} multiply-adds (hardware.threads)"
+        )
         torch.set_num_threads(1)
 
 
 def given_by_user() -> bool:
-    """Return whether OMP_NUM_THREADS comes from the user, and not from `ndtrain torchrun`, which divides the cores."""
+    """Return True if the user has set OMP_NUM_THREADS, rather than `ndtrain torchrun`, which divides the cores."""
     return "OMP_NUM_THREADS" in os.environ and THREADS_ARE_A_DEFAULT not in os.environ
 
 

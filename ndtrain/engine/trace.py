@@ -1,4 +1,4 @@
-"""One step's timeline: what every rank did when, beside what the schedule's simulator makes of the same durations."""
+"""The timeline of one step on all ranks, compared with the schedule's simulator for the same durations."""
 
 import json
 import time
@@ -20,16 +20,16 @@ from ndtrain.schedule import Schedule, Span, Timeline, simulate
 from ndtrain.schedule.draw import panel, timeline_svg
 from ndtrain.schedule.table import Action, sends, show
 
-ROWS = ("actions", "waiting")  # of each rank in the Chrome trace
+ROWS = ("actions", "waiting")  # rows of each rank in the Chrome trace
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A step as it ran.
+    """The recorded timeline of a step.
 
     Attributes:
-        spans: global rank -> its actions in order, in seconds after all ranks met, just before the step.
-        folder: where in the run folder it is written to.
+        spans: global rank -> its actions in order, in seconds since the barrier before the step.
+        folder: the folder in the run folder that it is written to.
     """
 
     step: int
@@ -43,12 +43,15 @@ class Trace:
 
     @cached_property
     def measured(self) -> Timeline:
-        """The ranks that differ from rank 0 along pp alone."""
+        """The timeline of rank 0's pipeline: the ranks that differ from rank 0 only along pp."""
         return Timeline(self.schedule, [self.spans[rank] for rank in self._lines[0]])
 
     @cached_property
     def predicted(self) -> Timeline:
-        """The same ranks if each action took as long as its kind on its stage did on average, and messages no time."""
+        """The simulated timeline of the same ranks.
+
+        Each action takes the mean time of its kind on its stage, and messages take no time.
+        """
         took: dict[tuple[str, int], list[float]] = defaultdict(list)
         for action, start, end in chain(*self.measured.spans):
             took[action.kind, action.stage].append(end - start)
@@ -56,7 +59,7 @@ class Trace:
         return simulate(self.schedule, lambda action: mean[action.kind, action.stage])
 
     def summary(self) -> str:
-        """One line. A makespan lasts from the line's first action to the end of its last."""
+        """Return one line. A makespan lasts from the first action of the pipeline to the end of the last."""
         measured, predicted = self.measured.makespan, self.predicted.makespan
         return (
             f"traced step {self.step}: makespan measured {1e3 * measured:.3g} ms, predicted {1e3 * predicted:.3g} ms "
@@ -64,10 +67,10 @@ class Trace:
         )
 
     def write(self, folder: Path) -> None:
-        """step-00000003.json, which Perfetto and chrome://tracing open, and step-00000003.svg.
+        """Write step-00000003.json, for Perfetto and chrome://tracing, and step-00000003.svg.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the files cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"step-{self.step:08d}"
@@ -76,7 +79,7 @@ class Trace:
 
     @property
     def _lines(self) -> list[list[int]]:
-        """The ranks of each pipeline, by pp coord."""
+        """The ranks of each pipeline, in the order of their pp coordinates."""
         return self.mesh.groups("pp")
 
     def _picture(self) -> str:
@@ -85,7 +88,7 @@ class Trace:
         return timeline_svg(panels, unit="ms")
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        """In the Trace Event Format: a process for each rank."""
+        """Yield the events in the Trace Event Format, with one process per rank."""
         for rank, spans in enumerate(self.spans):
             yield _about(rank, 0, "process_name", {"name": self._name(rank)})
             yield _about(rank, 0, "process_sort_index", {"sort_index": rank})
@@ -102,7 +105,7 @@ class Trace:
             yield from self._arrows(line, numbers)
 
     def _arrows(self, line: list[int], numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
-        """A flow event for each message between the ranks of a pipeline."""
+        """Yield the two flow events of each message between the ranks of a pipeline."""
         takers = {
             (a.kind == "F", a.microbatch, a.stage): (rank, start)
             for rank in line
@@ -115,7 +118,7 @@ class Trace:
                 taker = message and takers.get((message.kind == "F", message.microbatch, message.stage))
                 if taker and taker[0] != rank:
                     both = {"name": "message", "cat": message.kind, "id": next(numbers), "tid": 0}
-                    sent = min(end, taker[1])  # it may leave before its action ends
+                    sent = min(end, taker[1])  # the message may leave before its action ends
                     yield both | {"ph": "s", "pid": rank, "ts": 1e6 * (start + 0.99 * (sent - start))}
                     yield both | {"ph": "f", "bp": "e", "pid": taker[0], "ts": 1e6 * taker[1]}
 
@@ -125,7 +128,7 @@ class Trace:
 
 
 class _Log(NamedTuple):
-    """What one rank saw: by which clock, when it left the barrier before the step, and its actions."""
+    """The record of one rank: its clock, the time when it left the barrier before the step, and its actions."""
 
     clock: str
     zero: float
@@ -133,27 +136,29 @@ class _Log(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> "_Log":
-        """What a rank has sent; JSON holds named tuples as lists.
+        """Create a log from a rank's message. JSON represents named tuples as lists.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the message is not a log.
         """
         match value:
             case [str(clock), float(zero), list(took)]:
                 return cls(clock, zero, [_timing_from_json(timing) for timing in took])
-        raise ValueError("what a rank has sent is no log of a step")
+        raise ValueError("a rank sent a message that is not a step log")
 
 
 def _timing_from_json(value: Any) -> ActionTiming:
     match value:
         case [[str(kind), int(microbatch), int(stage)], float(began), float(ended)]:
             return ActionTiming(Action(kind, microbatch, stage), began, ended)
-    raise ValueError("what a rank has sent is no time of an action")
+    raise ValueError("a rank sent a message that is not an action time")
 
 
 class Tracer:
-    """Records one step from now until `finish`, on all ranks at once: they meet first. Nothing that is computed depends
-    on it; on a GPU the host waits for each action."""
+    """Records one step, from its creation to `finish`. All ranks create one, which starts with a barrier.
+
+    It does not change any result. On a GPU the host waits for each action.
+    """
 
     def __init__(self, executor: Executor, mesh: Mesh):
         self._executor, self._mesh = executor, mesh
@@ -163,7 +168,7 @@ class Tracer:
         executor.timings = self._log.took
 
     def finish(self, step: int) -> Trace | None:
-        """On rank 0 the trace of the step, else None. Every rank calls this."""
+        """Return the trace of the step on rank 0, and None on other ranks. Call this on every rank."""
         self._executor.timings = None
         mesh = self._mesh
         logs = [self._log]
@@ -176,7 +181,7 @@ class Tracer:
 
 
 def _clock(rank: int) -> str:
-    """Names the clock: processes under one kernel share it."""
+    """Return the name of this rank's clock. Processes under one kernel share a clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -184,8 +189,11 @@ def _clock(rank: int) -> str:
 
 
 def _aligned(logs: list[_Log]) -> list[list[Span]]:
-    """Clocks set to 0 at the barrier: each at the first that left it among the ranks that share the clock, so that
-    between these nothing depends on how soon the others woke."""
+    """Return the spans of all ranks with their clocks set to 0 at the barrier.
+
+    Ranks that share a clock also share its zero: the time when the first of them left the barrier. The times of these
+    ranks then do not depend on how soon the others woke.
+    """
     zeros: dict[str, float] = {}
     for log in logs:
         zeros[log.clock] = min(log.zero, zeros.get(log.clock, log.zero))
@@ -205,6 +213,6 @@ def _about(rank: int, row: int, what: str, values: dict[str, Any]) -> dict[str, 
 def _slice(
     rank: int, row: int, name: str, kind: str, start: float, end: float, about: dict[str, int] | None = None
 ) -> dict[str, Any]:
-    """`start` and `end` are seconds, the format's times microseconds."""
+    """Return a complete event. `start` and `end` are in seconds, the times of the format in microseconds."""
     times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
     return {"ph": "X", "pid": rank, "tid": row, "name": name, "cat": kind, "args": about or {}} | times

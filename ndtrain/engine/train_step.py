@@ -1,5 +1,7 @@
-"""One training step: forward and backward of a global batch by the schedule, gradient sums, clip and update. And
-forwards alone, to evaluate."""
+"""One training step: forward and backward of a global batch, gradient sums, clipping and update.
+
+Also forward passes alone, for evaluation.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,14 +35,14 @@ class StepReport:
     """The numbers of one step over the whole mesh.
 
     Attributes:
-        loss: mean over the tokens of the global batch, by their weights, before the update.
-        grad_norm: before clipping.
-        tokens: positions processed, valid or not.
-        skipped: loss or gradient was not finite, so nothing was updated.
+        loss: weighted mean over the tokens of the global batch, before the update.
+        grad_norm: gradient norm before clipping.
+        tokens: number of processed positions, including those without a label.
+        skipped: True if the loss or the gradient was not finite, and nothing was updated.
         signals: each rank's `signals` row, fp64 [ranks, k].
-        numbers: the objective's other sums, and those of the experts' balance, by their names.
-        reruns: how often the step was run again, because rows of experts did not fit (`moe.capacity`).
-        capacity: the one with which they fitted; None: it is not set.
+        numbers: name -> other sums of the objective, and the numbers of the experts' load balancing.
+        reruns: number of times that the step was repeated because expert capacity was exceeded (`moe.capacity`).
+        capacity: the capacity factor that was sufficient; None: `moe.capacity` is not set.
     """
 
     step: int
@@ -68,7 +70,7 @@ class PendingReport:
     capacity: float | None = None
 
     def wait(self) -> StepReport:
-        """The report. Calling this late leaves the device unblocked."""
+        """Return the report. The later this is called, the less the host waits for the device."""
         results, signals = self.result.wait(f"the result of step {self.step}")
         norm, finite, loss, *others = results.tolist()
         numbers = dict(zip(self.names, others, strict=True))
@@ -77,8 +79,10 @@ class PendingReport:
 
 
 class TrainingStep:
-    """Forward, backward, gradient sums, clip and update of one global batch, by the schedule that `cfg` names. Where a
-    balance loss is over the whole batch (`moe.balance=hf`), a forward of all blocks comes first."""
+    """Forward, backward, gradient sums, clipping and update of one global batch, in the order of the schedule.
+
+    If the balance loss is computed over the whole batch (`moe.balance=hf`), a forward pass of all blocks runs first.
+    """
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages):
         self.cfg, self.mesh, self.stages = cfg, mesh, stages
@@ -89,16 +93,19 @@ class TrainingStep:
         self.executor = Executor(layers, stages.units, pipeline, stages.saved_ops, stages.recompute.groups, losses)
         self.look_ahead = forwards(cfg, mesh, stages, loss=False) if stages.balance.pooled else None
         self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
-        self._reruns = 0  # of the step that is running
+        self._reruns = 0  # of the current step
 
     def run(self, step: int, batches: Sequence[Batch], signals: Signals = lambda: (0.0,)) -> PendingReport:
-        """Makes update number `step` (from 1) from this rank's microbatches."""
+        """Run step number `step`, counted from 1, on this rank's microbatches."""
         loss = self.forward_backward(step, batches)
         return self.update(step, loss, signals)
 
     def forward_backward(self, step: int, batches: Sequence[Batch]) -> Tensor:
-        """This rank's share of the loss and of the objective's other sums; gradients are summed over the mesh when this
-        returns. With `moe.capacity` all of it is run again for as long as rows of experts do not fit."""
+        """Return this rank's share of the loss and of the objective's other sums.
+
+        Gradients are summed over the mesh on return. With `moe.capacity`, repeat the passes with a larger capacity
+        until the rows of all experts fit.
+        """
         RECORDER.begin(step)
         self._reruns, capacity = 0, self.stages.capacity
         if capacity is None:
@@ -126,14 +133,15 @@ class TrainingStep:
             with self.stages.balance.looking_ahead():
                 self.look_ahead.run(made)
         loss = self.executor.run(made)
-        gathered.wait()  # where no stage of this rank has the loss, nobody has
+        gathered.wait()  # if no stage of this rank has the loss, nothing else has waited
         return loss
 
     def update(self, step: int, loss: Tensor, signals: Signals = lambda: (0.0,)) -> PendingReport:
-        """Clips and updates; changes nothing where the loss or the gradient is not finite.
+        """Clip the gradient and update the weights. Change nothing if the loss or the gradient is not finite.
 
         Args:
-            signals: gives numbers of this rank that every rank is to see (a stop request, memory), asked at the end.
+            signals: returns numbers of this rank that are sent to every rank (a stop request, memory). It is called
+                last.
         """
         RECORDER.action = "norm and update"
         balance = self.stages.balance
@@ -156,7 +164,7 @@ class Evaluated(NamedTuple):
     """The loss over a set of sequences.
 
     Attributes:
-        loss: the mean over its tokens, by their weights.
+        loss: the weighted mean over the tokens.
         tokens: the number of labels that count.
     """
 
@@ -165,7 +173,7 @@ class Evaluated(NamedTuple):
 
 
 class Evaluation:
-    """The loss over a whole set of sequences, by forwards alone, on the stages that are trained."""
+    """Computes the loss over a set of sequences, by forward passes of the trained stages."""
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages):
         self.mesh, self.stages = mesh, stages
@@ -176,11 +184,11 @@ class Evaluation:
         """Evaluate a set of sequences. Every rank returns the same numbers.
 
         Args:
-            passes: this rank's microbatches, as many in each pass as in a training step.
+            passes: this rank's microbatches; each pass has the same number of them as a training step.
         """
         share = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)  # loss, weight, tokens
         one = torch.ones((), dtype=torch.float64, device=self.mesh.device)
-        counts = self._is_first  # ranks with the same tokens count them once
+        counts = self._is_first  # of the ranks with the same tokens, only one counts them
         for batches in passes:
             share[0] += self.executor.run(contexts(self.stages, batches, lambda: one))[0]
             if counts:
@@ -193,10 +201,10 @@ class Evaluation:
 
 
 def forwards(cfg: Config, mesh: Mesh, stages: Stages, loss: bool = True) -> Executor:
-    """Runs the forwards of a step alone.
+    """Return an executor that runs only the forward passes of a step.
 
     Args:
-        loss: whether head and loss run too; otherwise the loss is 0.
+        loss: True to run head and loss too; otherwise the loss is 0.
     """
     schedule = schedules.forwards(stages.placement.schedule)
     layers = line_up(stages.segments, stages.placement.last)
@@ -208,7 +216,7 @@ def forwards(cfg: Config, mesh: Mesh, stages: Stages, loss: bool = True) -> Exec
 
 
 def contexts(stages: Stages, batches: Sequence[Batch], loss_scale: Callable[[], Tensor]) -> list[Context]:
-    """What the layers need of each microbatch."""
+    """Return the context of each microbatch, with everything that the layers read from it."""
     make, compute = stages.context, stages.units.compute
     return [make(b.tokens, b.labels, compute, loss_scale, b.positions, b.documents, b.columns) for b in batches]
 

@@ -1,4 +1,4 @@
-"""A run: its parts, and the loop over its steps.
+"""The Trainer: the parts of a run, and the loop over its steps.
 
 cfg = compose("recipe=llama_debug", "mesh.fsdp=2")
 Trainer(cfg).train()
@@ -58,27 +58,30 @@ class Unread:
 
 
 class Trainer:
-    """Everything one rank's run works with. Every rank of the job makes one and calls it alike.
+    """The parts of a run on one rank.
+
+    Create one on every rank, and call the same methods in the same order.
 
     Args:
-        cfg: from `compose`; it is resolved and frozen here.
-        callbacks: beside those of ndtrain and of plugins.
-        setup: of `prepare`, where the caller has called that already.
-        stop: how the process is asked to stop; None: this object listens to signals and to the stop file itself.
+        cfg: configuration from `compose`. It is resolved and frozen here.
+        callbacks: further callbacks, in addition to the callbacks of ndtrain and of plugins.
+        setup: the result of `prepare`, if the caller has already called it.
+        stop: source of stop requests; None: the Trainer listens to signals and to the stop file itself.
 
     Attributes:
-        model: this rank's part of the model: a `Transformer` for each stage that the rank computes, in the order of the
-            stages. It is one without a pipeline, and one for each chunk with `schedule.chunks`. Names of parameters
-            within a stage are those of the whole model.
-        state: step, tokens and data order; it goes into checkpoints.
-        last_step: of this run: `train.stop_at`, or `train.steps`.
-        stopping: whether the run ends after this step, before its plan is done.
-        stopped_by: the name of the signal, "stop file", or "the end of torchrun"; None: nothing asked.
-        failure: why the run gave up; empty: it did not.
-        report: the last step's numbers that were read.
+        model: this rank's part of the model: a `Transformer` for each of its stages, in the order of the stages.
+            Without a pipeline there is one, otherwise there are `schedule.chunks`. A parameter has the same name in its
+            stage as in the whole model.
+        state: step, tokens and data order, which checkpoints contain.
+        last_step: the last step of this run: `train.stop_at`, or `train.steps`.
+        stopping: True if the run ends after this step, before its planned end.
+        stopped_by: the source of the stop request: the name of a signal, "stop file", or "the end of torchrun"; None:
+            no request.
+        failure: the reason if the run gave up, else empty.
+        report: the numbers of the last step that was read.
 
     Raises:
-        ConfigError: the run cannot start; one line says why.
+        ConfigError: the run cannot start; the message is one line.
     """
 
     def __init__(
@@ -130,14 +133,14 @@ class Trainer:
             undo.pop_all()
 
     def _listen(self, setup: RunSetup) -> StopRequest:
-        """To signals, which only the main thread may do, and to the stop file."""
+        """Listen to the stop file, and to signals if this is the main thread. Other threads cannot."""
         file = setup.run_dir / stop_signals.STOP_FILE if setup.rank == 0 else None
         stop = StopRequest(file, signals=threading.current_thread() is threading.main_thread())
         self._closing.callback(stop.restore)
         return stop
 
     def _make_callbacks(self, given: Sequence[Callback]) -> list[Callback]:
-        """In the order in which they are called: what counts and logs a step before what saves it."""
+        """Create the callbacks in call order. A step is counted and logged before a checkpoint of it is saved."""
         configs = self.cfg.callbacks
         plugins = [p.value(configs[p.name]) if p.config else p.value() for p in plugin_parts("callback")]
         first = [
@@ -155,20 +158,21 @@ class Trainer:
 
     @property
     def loss(self) -> float | None:
-        """Of the last step whose numbers were read; None before the first."""
+        """The loss of the last step that was read; None before the first."""
         return self.report.loss if self.report else None
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
     def train(self) -> int:
-        """Steps from where the state stands to the end of the plan or a stop; on return all is saved. Returns the exit
-        status (`exit_status.CODES`): 0 at the end of the plan, 85 after a stop (0 under torchrun), 1 where the last
-        state could not be saved or the run gave up.
+        """Train from the current step to the planned end or a stop, save the state, and return the exit status.
+
+        The exit status (`exit_status.CODES`) is 0 at the planned end, and 85 after a stop (0 under torchrun). It is 1
+        if the last state could not be saved or the run gave up.
 
         Raises:
-            FolderLost: another run has taken the run folder over.
+            FolderLost: another run has taken over the run folder.
         """
-        with self._owner:  # a Trainer that has taken the folder itself gives it free
+        with self._owner:  # releases the folder, if this Trainer has claimed it itself
             self._run_steps()
             code, why = self._print_end()
             if self.metrics:
@@ -192,7 +196,7 @@ class Trainer:
                 callback.on_train_end()
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         for callback in self.callbacks:
             callback.before_step()
         began = time.perf_counter()
@@ -202,16 +206,16 @@ class Trainer:
         self.after_step(report, began)
 
     def get_batch(self) -> tuple[list[Batch], float]:
-        """This rank's microbatches of the next step, and the seconds that it waited for them."""
+        """Return this rank's microbatches of the next step, and the seconds spent waiting for them."""
         with RECORDER.waiting("data"):
             return self._prefetcher.get(self.state.step)
 
     def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
-        """This rank's share of the loss; gradients are summed over the mesh when this returns."""
+        """Return this rank's share of the loss. Gradients are summed over the mesh on return."""
         return self.train_step.forward_backward(self.state.step + 1, batches)
 
     def update(self, loss: Tensor, waited: float) -> PendingReport:
-        """Clips, updates the weights, and counts the step."""
+        """Clip the gradient, update the weights, and count the step."""
         signals = lambda: (self.stop.asked(), peak_memory_bytes(self.mesh.device), waited, RECORDER.busy())
         report = self.train_step.update(self.state.step + 1, loss, signals)
         self.state.step += 1
@@ -219,8 +223,11 @@ class Trainer:
         return report
 
     def after_step(self, report: PendingReport, began: float) -> None:
-        """Reads the numbers of the step before (on a GPU, while this one runs), or of this one where a callback needs
-        them, and calls the callbacks."""
+        """Read the numbers of the previous step, and call the callbacks.
+
+        On a GPU this overlaps with the current step. Also read the numbers of the current step on a CPU, or if the run
+        stops or a callback needs them.
+        """
         stopping = self._read()
         metrics = {"tokens": self.state.tokens, "step_time_s": time.perf_counter() - began}
         for callback in self.callbacks:
@@ -234,7 +241,7 @@ class Trainer:
             callback.on_step_end()
 
     def _read(self) -> bool:
-        """Reads the numbers of the unread step. Whether the run is to stop: the same answer on every rank."""
+        """Read the numbers of the unread step. Return True if the run has to stop; all ranks return the same."""
         if self._unread is None:
             return False
         unread, self._unread = self._unread, None
@@ -242,29 +249,30 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_report(report, unread.metrics)
         asked = [int(number) for number in report.signals[:, STOP] if number]
-        self.stopped_by = stop_signals.name(max(asked)) if asked else None  # a signal before the other sources
+        self.stopped_by = (
+            stop_signals.name(max(asked)) if asked else None
+        )  # a signal takes precedence over the other sources
         return bool(asked) or bool(self.failure)
 
     def microbatches(self, source: Tokens, step: int) -> list[Batch]:
-        """This rank's part of the global batch of a step, counted from 0."""
+        """Return this rank's part of the global batch of a step. Steps are counted from 0."""
         return rank_batches(self.cfg, self.mesh, self.data, source, step)
 
     def close(self) -> None:
-        """Ends what the run has open: the watchdog, metrics, signal handlers, its hold on the run folder. Also after an
-        error."""
+        """Close the watchdog, metrics and signal handlers, and release the run folder. Works after an error too."""
         with self._owner:
             self._closing.close()
 
     # --------------------------------------------------------------------------------------------------------- messages
 
     def note(self, text: str) -> None:
-        """Prints a line on rank 0, and logs it on every rank."""
+        """Print a line on rank 0, and log it on every rank."""
         log.info(text)
         if self.metrics:
             self.metrics.note(text)
 
     def warn(self, text: str) -> None:
-        """As `note`, marked as a warning."""
+        """Print and log a line as `note` does, marked as a warning."""
         log.warning(text)
         if self.metrics:
             self.metrics.warn(text)
@@ -289,19 +297,19 @@ class Trainer:
         now = order_of(cfg, self.data)
         changed = [key for key, value in now.items() if self.state.order.get(key) != value]
         if changed:
-            text = f"{', '.join(changed)} changed since the checkpoint: from here on the data order is another one"
+            text = f"{', '.join(changed)} changed since the checkpoint: the data order differs from here on"
             self.warn(text)
             self.state.order = now
 
     def _device(self) -> str:
-        """Return the kind of device; of a CPU also the number of threads."""
+        """Return the kind of device, and for a CPU also the number of threads."""
         if self.mesh.device.type != "cpu":
             return self.mesh.device.type
         threads = torch.get_num_threads()
         return f"cpu with {threads} thread{'s' * (threads > 1)}"
 
     def _pipeline(self) -> str:
-        """The schedule in words; nothing where there is no pipeline."""
+        """Return the schedule as text, or an empty string if there is no pipeline."""
         if self.mesh.size("pp") == 1:
             return ""
         table = self.stages.placement.schedule
@@ -309,7 +317,10 @@ class Trainer:
         return f"{table.name}, {table.microbatches} microbatches, bubble {bubble:.0f} %, "
 
     def _print_end(self) -> tuple[int, str]:
-        """The last lines of a run and its exit.json. Returns the exit status of this process, and why the run ended."""
+        """Print the last lines of a run, and write its exit.json.
+
+        Return the exit status of this process, and the reason why the run ended.
+        """
         step, total, saved = self.state.step, self.cfg.train.steps, self.checkpoints.saved
         stopped = bool(self.stopped_by) and step < self.last_step
         orphaned = stopped and self.stopped_by == stop_signals.LAUNCHER_GONE
@@ -326,7 +337,7 @@ class Trainer:
             if self.stopped_by:
                 self.stop.answer()
         if idle:
-            self.note(f"nothing to do: step {step} of {total} is done already: {self.resumed}")
+            self.note(f"nothing to do: step {step} of {total} is already done: {self.resumed}")
             return exit_status.of_process(why), why
         by = f"stopped by {self.stopped_by} after" if self.stopped_by else None
         how = by or ("failed at" if error else "finished" if step == total else "stopped at")

@@ -1,4 +1,4 @@
-"""The loss over a whole validation split, of a run or of a checkpoint."""
+"""The loss of a run or a checkpoint over a whole validation split."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +15,12 @@ from ndtrain.parallel.build import Stages, sequence_sharding
 
 
 class Validation:
-    """The validation split of some data, as this rank's stages see it. Every rank makes one and calls it alike.
+    """Computes the validation loss with this rank's stages.
+
+    Create one on every rank, and call the same methods in the same order.
 
     Args:
-        arrays: what to evaluate instead of the split, of the same kind; None: the split.
+        arrays: the arrays to evaluate, of the same kind as the validation split; None: the validation split.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages, data: Data, arrays: Sequence[Any] | None = None):
@@ -27,8 +29,10 @@ class Validation:
         self._evaluation = Evaluation(cfg, mesh, stages)
 
     def run(self) -> Evaluated:
-        """Return the mean loss over the tokens of the split, with the stages' current weights, and the number of
-        tokens. Every rank returns the same numbers."""
+        """Return the mean loss per token with the current weights, and the number of tokens.
+
+        Every rank returns the same numbers.
+        """
         cfg, held = self._cfg, self._held()
         batches = lambda i: [held.readable(b) for b in rank_batches(cfg, self._mesh, self._data, held, i)]
         passes = ([b.to(self._mesh.device) for b in batches(i)] for i in range(held.passes))
@@ -39,7 +43,7 @@ class Validation:
 
 
 def rank_batches(cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int) -> list[Batch]:
-    """This rank's part of the global batch of a step, counted from 0."""
+    """Return this rank's part of the global batch of a step. Steps are counted from 0."""
     t = cfg.train
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     packing = packing_of(cfg, data)

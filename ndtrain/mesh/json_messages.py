@@ -76,4 +76,4 @@ def _decoded(content: Tensor) -> Any:
     try:
         return json.loads(content.cpu().numpy().tobytes())
     except RecursionError as error:
-        raise ValueError("a message between ranks is nested too deep") from error
+        raise ValueError("a message between ranks is nested too deeply") from error

@@ -35,7 +35,7 @@ class SequenceSharding:
 
     def __post_init__(self) -> None:
         if self.balance not in BALANCES:
-            raise ValueError(f"balance {self.balance!r} is none of {', '.join(BALANCES)}")
+            raise ValueError(f"balance {self.balance!r} is not one of {', '.join(BALANCES)}")
         if self.length % self.unit:
             raise ValueError(
                 f"a sequence of {self.length} tokens cannot be sharded {self.balance} over ring {self.ring} x ulysses "

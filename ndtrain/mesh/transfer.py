@@ -187,7 +187,7 @@ def _check_complete(receives: Sequence[_Message], target: Mapping[str, Sequence[
     for name, held in target.items():
         wanted = sum(h.rows.numel for h in held)
         if coming[name] != wanted:
-            raise ValueError(f"{name}: {wanted} elements are wanted, and the source holds {coming[name]} of them")
+            raise ValueError(f"{name}: {wanted} elements are needed, but the source has {coming[name]}")
 
 
 def _view(buffer: Tensor, start: int, stride: int, copy: Copy) -> Tensor:

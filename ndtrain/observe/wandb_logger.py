@@ -66,7 +66,7 @@ class WandbLogger:
             table = wandb.Table(columns=["step", "prompt", "text"], data=[[step, *pair] for pair in texts])
             self._run.log({"samples": table}, step=step, commit=False)
         except Exception as error:
-            self._warn(f"wandb: samples of step {step} not logged: {_one_line(error)}")
+            self._warn(f"wandb could not log the samples of step {step}: {_one_line(error)}")
 
     def finish(self, exit_code: int = 0) -> None:
         """Flush and end the run. A second call does nothing, even if a signal interrupted the first."""

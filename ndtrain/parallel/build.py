@@ -66,7 +66,7 @@ def state_plan(cfg: Config) -> StatePlan:
     optimizer = get("optimizer", cfg.optim.name)
     if optimizer.whole_tensors and cfg.optim.offload:
         raise ConfigError(
-            f"optim.offload=true: optim={cfg.optim.name} updates whole tensors on the device: set it to false"
+            f"optim.offload=true: optim={cfg.optim.name} updates unsharded tensors on the device: set it to false"
         )
     return StatePlan(
         zero=cfg.mesh.zero,
@@ -128,7 +128,7 @@ def flat_layouts(layouts: Layouts, names: list[str]) -> dict[str, FlatLayout]:
     for unit, own in by_unit.items():
         groups = {layouts.groups(name) for name in own}
         if len(groups) > 1:
-            raise ValueError(f"unit {unit}: its tensors belong to different groups of ranks: make it two units")
+            raise ValueError(f"unit {unit}: its tensors belong to different groups of ranks: split it into two units")
         flat[unit] = FlatLayout.of([layouts[name] for name in own], groups.pop())
     return flat
 
@@ -375,8 +375,8 @@ def _matmul_impl(cfg: Config, mesh: Mesh, compiled: bool) -> MatmulImpl:
         return PLAIN_MATMUL
     if mesh.device.type == "cuda" and not multiplies_fp8("cuda"):
         raise ConfigError(
-            f"precision.compute=fp8: {torch.cuda.get_device_name(mesh.device)} has no fp8 matmuls (compute capability "
-            "8.9 and up has): compute in bf16"
+            f"precision.compute=fp8: {torch.cuda.get_device_name(mesh.device)} has no fp8 matmuls (they need compute "
+            "capability 8.9): set precision.compute=bf16"
         )
     if compiled:
         prepare_compile()
@@ -425,10 +425,10 @@ def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:
     shapes = {name: tuple(p.shape) for model in models for name, p in model.named_parameters()}
     for name, shape in shapes.items():
         if shape != layouts[name].shape:
-            raise ValueError(f"{name}: the model has {shape}, its dims say {layouts[name].shape}")
+            raise ValueError(f"{name}: the model has shape {shape}, but its dims give {layouts[name].shape}")
     names = [name for name in layouts.names() if layouts.holds(name)]
     if differ := set(names) ^ set(shapes):
-        raise ValueError(f"{min(differ)}: the model and its layouts do not place it on the same ranks")
+        raise ValueError(f"{min(differ)}: the model and its layouts place it on different ranks")
     return names
 
 

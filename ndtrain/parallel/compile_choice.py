@@ -52,10 +52,10 @@ def _unneeded(cfg: Config, device: str, trains: bool) -> str:
     """Return why compiling would not pay, or an empty text. It follows from the configuration and the kind of device
     alone, so all ranks agree."""
     if not trains:
-        return "nothing is trained"
+        return "no training"
     of_rank = rank_flops(cfg)
     if device == "cpu" and of_rank < LONG_RUN:
-        return f"{of_rank:.0e} operations a rank are a short run (on a CPU it pays from {LONG_RUN:.0e} on)"
+        return f"{of_rank:.0e} FLOPs per rank are too few to pay for compilation on a CPU (less than {LONG_RUN:.0e})"
     return ""
 
 

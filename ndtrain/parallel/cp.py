@@ -219,7 +219,7 @@ def _head_shares(N: int, K: int, U: int) -> list[tuple[slice, slice]]:
     """Return the query heads and the key/value heads of each rank of a Ulysses group. If the group has more ranks than
     there are key/value heads, several ranks get the same key/value head."""
     if N % U or (K % U and U % K):
-        raise ValueError(f"{N} query and {K} key/value heads cannot be dealt to a Ulysses group of {U} ranks")
+        raise ValueError(f"{N} query and {K} key/value heads cannot be distributed over a Ulysses group of {U} ranks")
     kv = max(1, K // U)
     return [(slice(u * N // U, (u + 1) * N // U), slice(u * K // U, u * K // U + kv)) for u in range(U)]
 

@@ -98,7 +98,7 @@ class ReturnBuffer:
     def take(self) -> Tensor:
         """Return the tensor that all parts wrote into, and hold it no longer."""
         made, self._rows_E = self._rows_E, None
-        assert made is not None, "rows are received that were not sent"
+        assert made is not None, "rows must be sent before they are received"
         return made
 
 
@@ -144,7 +144,7 @@ class TravellingPart(Part, ABC):
 
     def finish_there(self, sent: Tensor) -> Tensor:
         """Wait for the rows, and return them sorted by expert."""
-        assert self._there is not None, "rows are received that were not sent"
+        assert self._there is not None, "rows must be sent before they are received"
         (pending, arriving), self._there = self._there, None
         pending.wait()
         return self.by_expert(arriving)
@@ -155,7 +155,7 @@ class TravellingPart(Part, ABC):
         return _nothing(y_RE)
 
     def finish_back(self) -> None:
-        assert self._back is not None, "rows are received that were not sent"
+        assert self._back is not None, "rows must be sent before they are received"
         self._back.wait()
         self._back = None
 

@@ -56,7 +56,7 @@ def check_shapes(layouts: Layouts, table: Iterable[Param], ops: Iterable[OpSpec]
         require(
             all(size % FP8_MULTIPLE == 0 for size in tensor.local_shape),
             f"precision.compute=fp8: {p.name} is {list(tensor.local_shape)} on a rank, and fp8 needs multiples of "
-            f"{FP8_MULTIPLE}: change the model's size or mesh.tp, or compute in bf16",
+            f"{FP8_MULTIPLE}: change the model's size or mesh.tp, or set precision.compute=bf16",
         )
 
 

@@ -97,7 +97,7 @@ def choose_kernel(cfg: Config, mesh: Mesh, dtype: torch.dtype, measure: Measure 
             f"head_dim {shape.D}: choose another, or auto"
         )
     times = ", ".join(f"{n} {1e3 * s:.2f}" if s < math.inf else f"{n} does not run" for n, s in mean.items())
-    return best, f"attention by {best}: ms forward and backward of a block's: {times}"
+    return best, f"attention kernel {best}; ms for forward and backward of one block: {times}"
 
 
 def able(shape: Shape) -> list[str]:

@@ -59,7 +59,7 @@ class SavedOps:
             yield
         left = [name for name, results in run.items() if results]
         if left:
-            raise RuntimeError(f"the recompute of {at} did not ask for the saved results of {', '.join(left)}")
+            raise RuntimeError(f"the recompute of {at} did not use the saved results of {', '.join(left)}")
 
     def __call__(self, name: str | None, make: Callable[[], T]) -> T:
         """Return the result of op `name`, a tensor or a tuple of tensors: the result of `make()`, or the saved one when

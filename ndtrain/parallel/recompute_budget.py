@@ -140,8 +140,8 @@ def plan(
     if best is None:
         least = peak_bytes(loads, [options[0]] * blocks, sizes)
         raise ConfigError(
-            f"recompute.budget={budget}: the activations of this rank need {least} bytes at least, however much is run "
-            "again: raise it, or lower train.micro_batch"
+            f"recompute.budget={budget}: the activations of this rank need at least {least} bytes, even with full "
+            "recompute: raise it, or lower train.micro_batch"
         )
     return best[2]
 

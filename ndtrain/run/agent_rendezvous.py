@@ -153,8 +153,8 @@ class SignedBackend(C10dRendezvousBackend):
             self._genuine, self._forged = state, None
             return state, token
         log.warning(
-            "ignored: a state of the rendezvous that this job has not signed: a stranger writes into its store, or "
-            "its hosts have different %s",
+            "ignored a rendezvous state that this job did not sign: another process writes into its store, or the "
+            "hosts have different %s",
             TOKEN,
         )
         if self._genuine is not None:
@@ -182,7 +182,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _OF_A_STATE:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a state")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a rendezvous state")
         return super().find_class(module, name)
 
 

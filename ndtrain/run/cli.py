@@ -76,7 +76,7 @@ def plain_config(args: list[str]) -> Config:
     overrides, search, flags = _split(args)
     if flags or not {"--help", "-h", "--version"}.isdisjoint(args):
         flag = next(arg for arg in args if arg.startswith("-") and not arg.startswith(("--config-dir", "-cd")))
-        raise ConfigError(f"{flag}: not here; only overrides and --config-dir")
+        raise ConfigError(f"{flag} is not supported by this command, which takes overrides and --config-dir")
     return load_config(overrides, search)
 
 
@@ -121,7 +121,7 @@ def _unknown_flag(name: str, value: str, search: list[str]) -> str:
     key, keys, groups = name.lstrip("-"), known_keys(), group_options(config_folders(search))
     if key in keys or key in groups:
         given = value if value and "=" not in value and not value.startswith("-") else "VALUE"
-        return f"{name}: an override has no dashes: {key}={given}"
+        return f"{name}: write an override without dashes: {key}={given}"
     if hint := meaning_of(key, [*keys, *groups]):
         return f"{name}: no such flag; {hint}an override is key=value, without dashes"
     known = [flag for flag in (*_OURS, *_FLAGS) if flag.startswith("--")]
@@ -142,18 +142,18 @@ def _flag(arg: str, rest: Iterator[str]) -> list[str]:
 def _check_flags(flags: Sequence[str]) -> None:
     actions = [flag for flag in flags if flag in _ACTIONS]
     if len(actions) > 1:
-        raise ConfigError(f"{actions[0]} and {actions[1]}: only one of them in one command")
+        raise ConfigError(f"{actions[0]} and {actions[1]}: use only one of them")
     if "--resolve" in flags and not {"--cfg", "-c"} & set(flags):
-        raise ConfigError("--resolve: only with --cfg job")
+        raise ConfigError("--resolve works only with --cfg job")
     if {"--package", "-p"} & set(flags) and not {"--cfg", "-c"} & set(flags):
-        raise ConfigError("--package: only with --cfg job")
+        raise ConfigError("--package works only with --cfg job")
 
 
 def _value(flag: str, rest: Iterator[str], example: str) -> str:
     try:
         return next(rest)
     except StopIteration:
-        raise ConfigError(f"{flag}: a value must follow, as in {flag} {example}") from None
+        raise ConfigError(f"{flag} needs a value, as in {flag} {example}") from None
 
 
 # -------------------------------------------------------------------------------------------------------- the process

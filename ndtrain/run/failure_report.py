@@ -33,7 +33,7 @@ def report_failure(error: BaseException, stop: StopRequest, run_dir: Path) -> No
     log.error("rank %d failed", rank, exc_info=error)
     lost = _lost_a_peer(error)
     if lost and stop.signal:
-        print(f"rank {rank}: stopped by {stop.signal}, and a peer has left", file=sys.stderr)
+        print(f"rank {rank}: stopped by {stop.signal}, and lost a peer", file=sys.stderr)
         return
     if lost:
         time.sleep(PATIENCE_S)

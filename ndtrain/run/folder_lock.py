@@ -69,8 +69,8 @@ class Claim:
             other = _read(_newest(self.file.parent)[1])
             by = f" by {other}" if other and other.token != self.owner.token else ""
             raise FolderLost(
-                f"{self.file.parent.parent} was taken over{by}, since this run did not move for {DEAD_S:g} s or more: "
-                "it stops here and writes nothing more"
+                f"{self.file.parent.parent} was taken over{by}, because this run made no progress for {DEAD_S:g} s "
+                "or more: it stops now, and writes nothing more"
             )
 
     def is_lost(self) -> bool:

@@ -72,7 +72,7 @@ class Report:
         """
         if _is_report(value) and value["rank"] == rank:
             return cls(**value)
-        raise ValueError(f"what came is no report of rank {rank}")
+        raise ValueError(f"not a report of rank {rank}")
 
     @property
     def reached(self) -> int:

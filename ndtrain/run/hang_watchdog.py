@@ -98,7 +98,7 @@ class HangWatchdog:
         threading.Thread(target=self._publish, args=(report,), daemon=True).start()
         time.sleep(LAST_S)  # the publishing thread ends the process earlier, unless the store does not answer
         self._diagnose(
-            report, {self.rank: report}, " (the store of the run does not answer: this host may be the one cut off)"
+            report, {self.rank: report}, " (the run's store does not answer: this host may be the one that is cut off)"
         )
         _end_stuck_launcher()
         os._exit(1)
@@ -144,7 +144,7 @@ class HangWatchdog:
     def _cause(self) -> str:
         """Return the reason why the run ends: the deadline of this rank, or of the rank that sent the alert."""
         moved = f"nothing has moved for {self.deadline_s:g} s (hardware.timeout_s)"
-        return moved if self._caller is None else f"rank {self._caller} called: there {moved}"
+        return moved if self._caller is None else f"alert from rank {self._caller}: {moved}"
 
     @property
     def _folder(self) -> Path:

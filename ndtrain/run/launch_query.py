@@ -43,7 +43,7 @@ def ended(run_dir: Path, status: int) -> int:
     if ending.why == "running":
         ending = _after_running(run_dir) or ending
     if ending.why == "running":
-        print(f"the run was killed: {run_dir}/exit.json says that it is running", file=sys.stderr, flush=True)
+        print(f"the run was killed: {run_dir}/exit.json still has the status running", file=sys.stderr, flush=True)
     if ending.error:
         error = ending.error.rstrip()
         gap = "\n" if "\n" in error else " "  # a traceback, or one line
@@ -59,7 +59,7 @@ def _after_running(run_dir: Path) -> exit_status.Exit | None:
     told = False
     while _lives(run_dir):
         if not told:
-            print("torchrun has ended without its ranks, which save and end now", file=sys.stderr, flush=True)
+            print("torchrun has ended before its ranks, which save and end now", file=sys.stderr, flush=True)
         told = True
         time.sleep(POLL_S)
     return exit_status.read(run_dir)

@@ -155,7 +155,7 @@ def _greet(messages: SignedStore, rank: int, timeout_s: float) -> str:
         attempt = str(messages.wait(f"reply/{nonce}", timeout_s))
     except dist.DistStoreError as error:
         raise dist.DistStoreError(
-            f"rank {rank} had no reply of rank 0 within {timeout_s:g} s: rank 0 has not started, or waits for others"
+            f"rank {rank} had no reply from rank 0 within {timeout_s:g} s: rank 0 has not started, or waits for others"
         ) from error
     messages.put(f"{attempt}/joined/{rank}", "here")
     return attempt
@@ -170,8 +170,8 @@ def _missing(messages: SignedStore, joined: Sequence[str], world: int, timeout_s
     absent = [r for r in range(1, world) if not messages.has(_handshake(r))]
     absent = absent or [r for r, key in enumerate(joined, 1) if not messages.has(key)]
     named = ", ".join(map(str, absent[:SHOWN])) + (f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else "")
-    which = f"rank{'s' * (len(absent) > 1)} {named} did" if absent else "a rank whose messages this job has signed did"
-    return f"not all of {world} ranks came within {timeout_s:g} s: {which} not"
+    which = f"rank{'s' * (len(absent) > 1)} {named} did" if absent else "a rank with messages signed by this job did"
+    return f"not all of {world} ranks joined within {timeout_s:g} s: {which} not"
 
 
 def _launcher_serves() -> bool:
@@ -185,8 +185,8 @@ def _place() -> tuple[str, int]:
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
         raise ConfigError(
-            "WORLD_SIZE says that there are several ranks, but MASTER_ADDR and MASTER_PORT do not say where they meet: "
-            "start them with torchrun, or set both"
+            "WORLD_SIZE is above 1, but MASTER_ADDR and MASTER_PORT are not set: start the ranks with torchrun, or set "
+            "both"
         ) from None
 
 

@@ -52,7 +52,7 @@ def publish(messages: SignedStore, world: int, cfg: Config, written: Written, cl
     for rank in range(1, world):
         answer = answers.get(_answer(rank))
         if answer is None:
-            raise dist.DistStoreError(f"rank {rank} has not answered to the configuration within {timeout_s:g} s")
+            raise dist.DistStoreError(f"rank {rank} did not confirm the configuration within {timeout_s:g} s")
         if answer != _SAME:
             raise ConfigError(str(answer))
 
@@ -96,7 +96,7 @@ def _checked(message: Any) -> tuple[Written, dict[str, Any], list]:
             "claimed": [str(), dict()] as claimed,
         }:
             return Written(values, interpolated), resolved, claimed
-    raise ConfigError("what came from rank 0 is no configuration: start all ranks from the same version of ndtrain")
+    raise ConfigError("rank 0 did not send a configuration: start all ranks with the same version of ndtrain")
 
 
 def _difference(mine: Written, theirs: Written, rank: int) -> str | None:

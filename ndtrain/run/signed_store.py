@@ -106,7 +106,7 @@ class SignedStore:
             if time.monotonic() > end:
                 break
             time.sleep(pause)
-        raise dist.DistStoreError(f"no message {name} that this job has signed came within {timeout_s:g} s")
+        raise dist.DistStoreError(f"no message {name} signed by this job arrived within {timeout_s:g} s")
 
     def wait_all(self, keys: Iterable[str], timeout_s: float) -> dict[str, Any]:
         """Wait up to `timeout_s` seconds for all messages. Return the messages that have arrived, by key."""
@@ -159,6 +159,7 @@ class SignedStore:
         if name in self._refused:
             return
         self._refused.add(name)
-        line = f"ignored: the message {name} {why}: a stranger writes into the store, or ranks have different {TOKEN}"
+        reason = f"another process writes into the store, or ranks have different {TOKEN}"
+        line = f"ignored the message {name}, which {why}: {reason}"
         log.warning(line)
         print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -99,9 +99,7 @@ def choose_rendezvous(options: Namespace) -> None:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         choose_interface(one_host=False)
         if not os.environ.get(TOKEN):
-            note = (
-                f"{TOKEN} is not set, so ranks believe whoever reaches their store: give all hosts the same secret text"
-            )
+            note = f"{TOKEN} is not set, so ranks trust all processes that reach their store: set it on all hosts"
             print(f"warning: {note} (docs/launch.md)", file=sys.stderr, flush=True)
         if name := os.environ.get(INTERFACE):
             options.local_addr = options.local_addr or interface_address(name)
@@ -169,7 +167,7 @@ def last_line(rank: int, failure: ProcessFailure) -> str:
     elif failure.exitcode < 0:
         message = f"ended by {failure.signal_name()}"
         if failure.exitcode == -signal.SIGKILL:
-            message += ", as the kernel does where memory runs out"
+            message += ", possibly because the host ran out of memory"
     else:
         message = f"ended with exit status {failure.exitcode}"
     return f"rank {rank} failed: {message}"

@@ -11,47 +11,47 @@ _WIDTH = 118
 _GROUPS = {  # group -> description for `--help`
     "recipe": "a complete run; other overrides change it",
     "model": "architecture and sizes",
-    "data": "where the tokens come from",
+    "data": "source of the tokens",
     "objective": "the loss",
     "optim": "optimizer",
-    "schedule": "order of forwards and backwards, with mesh.pp",
-    "recompute": "which activations are computed again instead of kept",
-    "logger": "where metrics go, beside metrics.jsonl",
+    "schedule": "order of forward and backward passes, with mesh.pp",
+    "recompute": "activations that are recomputed instead of kept",
+    "logger": "where metrics go, in addition to metrics.jsonl",
     "hardware": "the device's peak, for MFU",
 }
 
 _TRAIN = """Trains a transformer on any mesh of pp x dp x fsdp x cp x tp.
 
 usage: {command} [KEY=VALUE ...] [--config-dir FOLDER] [--multirun]
-       torchrun --nproc-per-node N -m ndtrain.train [KEY=VALUE ...]     one process per rank; the sizes of mesh.* make N
+       torchrun --nproc-per-node N -m ndtrain.train [KEY=VALUE ...]     one process per rank; N: product of all mesh.*
 
 examples:
   {command} recipe=llama_debug
-      some seconds on one CPU core
+      takes a few seconds on one CPU core
   {command} recipe=llama_small run.dir=runs/first train.steps=100 optim.lr=1e-3
   {command} run.dir=runs/first resume=auto
-      goes on where that run has stopped, as its folder's config.yaml says
+      resumes that run, with the config.yaml of its folder
   torchrun --nproc-per-node 4 -m ndtrain.train recipe=llama_small mesh.fsdp=2 mesh.tp=-1
-      -1: the ranks that the other sizes leave
+      -1: all remaining ranks
   {command} recipe=llama_small data=text data.path=my_texts/ data.tokenizer=bpe
   {command} --multirun recipe=llama_debug optim.lr=1e-3,3e-3 'run.dir=runs/lr-${{optim.lr}}'
   {command} --config-dir mine recipe=big
-      a recipe of your own: mine/recipe/big.yaml, whose first line is `# @package _global_`
+      your own recipe, mine/recipe/big.yaml, whose first line has to be `# @package _global_`
 
-groups, GROUP=OPTION; an option sets many keys:
+groups, GROUP=OPTION; an option sets several keys:
 {groups}
 
-keys, KEY=VALUE; each section has more keys than are shown:
+keys, KEY=VALUE; the first keys of each section:
 {sections}
-  A list stands in brackets, and needs quotes in a shell: 'optim.betas=[0.9,0.95]'. null is nothing.
+  A list needs brackets, and quotes in a shell: 'optim.betas=[0.9,0.95]'. null means no value.
 
 flags:
-  --config-dir FOLDER      recipes and other groups of your own: FOLDER/recipe/NAME.yaml (-cd)
-  --cfg job [--resolve]    shows the configuration instead of training (-c); --package optim: of one section
+  --config-dir FOLDER      your own recipes and other groups: FOLDER/recipe/NAME.yaml (-cd)
+  --cfg job [--resolve]    shows the configuration instead of training (-c); --package optim: one section
   --multirun               a run for each combination of values separated by commas (-m)
-  --info defaults          what Hydra has composed, and from which files (-i)
-  -sc install=SHELL        completion with Tab, of the command ndtrain in bash, zsh or fish: eval "$(ndtrain train
-                           -sc install=bash)", or with zsh; in fish: ndtrain train -sc install=fish | source
+  --info defaults          shows the files that the configuration is composed of (-i)
+  -sc install=SHELL        Tab completion for ndtrain in bash, zsh or fish: eval "$(ndtrain train -sc install=bash)",
+                           or zsh; in fish: ndtrain train -sc install=fish | source
   --hydra-help             the help of Hydra, which composes the configuration
   --version, --help
 
@@ -66,16 +66,16 @@ examples:
   torchrun --nproc-per-node 8 -m ndtrain.preflight recipe=llama3_8b mesh.fsdp=8
   {command} recipe=llama_small                             checks this host for a run of one process
 
-It checks that versions, sources and configuration are equal on all ranks; that devices are alike and a matmul is right
-and as fast as on the other ranks; that the run folder can be written, is the same for all hosts and has room for the
-checkpoints; that clocks agree; that the collectives over each axis are right; that each link is as fast as the others.
-It prints one table, which names the odd rank or link.
+It checks that all ranks have the same versions, source code and configuration; that their devices are equal, and
+compute a matmul correctly and equally fast; that the run folder is writable, is shared by all hosts and has room for
+the checkpoints; that clocks agree; that collectives over each axis are correct; and that all links are equally fast.
+It prints one table, which names the rank or link that differs.
 
-exit status: 0 where no check failed, 1 where one did, 2 for a wrong configuration
+exit status: 0 if no check failed, 1 if a check failed, 2 if the configuration is wrong
 
-The overrides are those of the run: `python -m ndtrain.train --help`. reference: docs/launch.md"""
+It takes the overrides of the run: `python -m ndtrain.train --help`. reference: docs/launch.md"""
 
-_PLAN = """Says what a run needs, how fast it is and which mesh is best, on machines that are not at hand.
+_PLAN = """Predicts the memory and speed of a run, and finds its best mesh, without its machines.
 
 usage: {command} PLAN [the plan's own KEY=VALUE ...] [the run's own KEY=VALUE ...]
 
@@ -85,9 +85,9 @@ plans:
 examples:
 {examples}
 
-exit status: 0, or 2 where the plan cannot be made
+exit status: 0, or 2 if the plan cannot be made
 
-`{command} PLAN --help` lists the plan's own keys; those of the run: `python -m ndtrain.train --help`.
+`{command} PLAN --help` lists the keys of a plan, `python -m ndtrain.train --help` the keys of a run.
 reference: docs/plan.md"""
 
 _ONE_PLAN = """usage: {command} {plan} [KEY=VALUE ...]
@@ -100,7 +100,7 @@ examples:
 keys:
 {options}
 
-exit status: 0, or 2 where the plan cannot be made
+exit status: 0, or 2 if the plan cannot be made
 
 The overrides of a run: `python -m ndtrain.train --help`. reference: docs/plan.md"""
 

@@ -111,7 +111,7 @@ def test_a_bias_that_is_no_finite_number_is_refused(tmp_path):
     run = RankStages.build(["recipe=moe_debug"])
     run.stages.balance.bias_LX[1, 3] = torch.nan
     path = checkpoint.save(tmp_path, run.stages, run.mesh, run.cfg, State(1, 1, {}))
-    message = r"init_from=.*tensor selection_bias\.model\.layers\.1 has elements that are no finite numbers"
+    message = r"init_from=.*tensor selection_bias\.model\.layers\.1 has elements that are not finite numbers"
     with pytest.raises(checkpoint.CheckpointError, match=message):
         checkpoint.load_weights(path, run.stages, run.mesh)
 

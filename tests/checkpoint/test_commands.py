@@ -72,12 +72,12 @@ def test_verify_names_the_bad_files(run, capsys, tmp_path):
     bad = said(capsys, 1, "verify", copy)
     header = (copy / names[0]).read_bytes()
     last = list(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")]))[-1]
-    assert f"the content of {last} is not what was written" in bad
-    assert f"{names[-1]} has " in bad and "tokenizer.json is not what was written" in bad
+    assert f"the content of {last} does not match its checksum" in bad
+    assert f"{names[-1]} has " in bad and "tokenizer.json does not match its checksum" in bad
     assert bad.count("bad: ") == 3
     state = json.loads((checkpoint_of(run, 4) / "state.json").read_text())
     (copy / "state.json").write_text(json.dumps(state | {"step": 5}))
-    assert "state.json is not what was written" in said(capsys, 1, "verify", copy)
+    assert "state.json does not match its checksum" in said(capsys, 1, "verify", copy)
 
 
 def test_every_flipped_bit_of_a_tensor_is_seen(run, tmp_path, capsys):
@@ -161,13 +161,13 @@ def test_a_cast_rounds_and_the_average_of_the_weights_can_be_taken(run, capsys, 
         (["verfy", "x"], "verfy: no such command; did you mean 'verify'?"),
         (["cast", "RUN", "out=OUT"], "dtype is missing"),
         (["cast", "RUN", "dtype=bf8", "out=OUT"], "bf8: no such dtype"),
-        (["cast", "RUN", "dtype=bf16", "out=RUN"], "exists already"),
+        (["cast", "RUN", "dtype=bf16", "out=RUN"], "already exists"),
         (["cast", "nowhere", "dtype=bf16", "out=OUT"], "nowhere: no such folder"),
         (["average", "RUN", "out=OUT"], "average takes two checkpoints or more; 1 given"),
-        (["average", "RUN", "RUN", "out=OUT", "weights=1,2,3"], "weights: 3 for 2 checkpoints"),
-        (["average", "RUN", "RUN", "out=OUT", "weights=1,-1"], "their sum is 0"),
+        (["average", "RUN", "RUN", "out=OUT", "weights=1,2,3"], "weights: 3 weights for 2 checkpoints"),
+        (["average", "RUN", "RUN", "out=OUT", "weights=1,-1"], "their sum must not be 0"),
         (["diff", "RUN"], "diff takes two"),
-        (["list", "RUN", "deep=1"], "deep=1: this command has no keys"),
+        (["list", "RUN", "deep=1"], "deep=1: no such folder, and this command has no keys"),
     ],
 )
 def test_mistakes_get_one_line(run, capsys, tmp_path, args, line):

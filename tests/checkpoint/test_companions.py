@@ -86,7 +86,7 @@ def test_a_checkpoint_keeps_every_file_of_the_folder(style, corpus, tmp_path, ca
     args = start(tmp_path / "run", source, corpus, "resume=auto", "checkpoint.async_save=true")
     assert main(args) == 0
     said = capsys.readouterr().out
-    assert f"init_from={source} is gone: the model and its files are taken from the checkpoint {first}" in said
+    assert f"init_from={source} no longer exists: the model and its files are read from the checkpoint {first}" in said
     check(checkpoint_of(tmp_path / "run", 2), moved, files)
     out = tmp_path / "half"
     assert checkpoint_command(["cast", str(tmp_path / "run"), "dtype=bf16", f"out={out}"]) == 0

@@ -33,7 +33,7 @@ def test_a_file_in_a_folder_of_the_checkpoint_is_verified(tmp_path):
 @pytest.mark.parametrize("key", ["files", "sha256"])
 def test_a_state_that_names_files_elsewhere_is_damaged(key, name, tmp_path):
     value = {"files": [1, "x"], "sha256": "x"}[key]
-    with pytest.raises(DamagedCheckpoint, match=f"state.json has no {key}"):
+    with pytest.raises(DamagedCheckpoint, match=f"state.json has no valid {key}"):
         read_state(write_state(tmp_path / "step-00000004", **{key: {name: value}}))
 
 

@@ -71,7 +71,7 @@ LIES = {  # -> what is said about it
     "no such dtype": (file_of(changed("a", dtype="F33")), "a has the dtype F33"),
     "no dtype": (file_of(HEADER | {"a": {"shape": [2, 3], "data_offsets": [0, 24]}}), "a does not have dtype"),
     "no entry": (file_of(HEADER | {"a": 3}), "a does not have dtype"),
-    "twice": (file_of(json.dumps(HEADER).replace('"b"', '"a"').encode()), "a is there twice"),
+    "twice": (file_of(json.dumps(HEADER).replace('"b"', '"a"').encode()), "a occurs twice"),
     "metadata": (file_of(HEADER | {"__metadata__": {"format": 1}}), "__metadata__"),
     "a list": (file_of(b"[]"), "header does not parse"),
     "no JSON": (file_of(json.dumps(HEADER).encode()[:-1]), "header does not parse"),
@@ -199,7 +199,7 @@ def test_a_file_that_is_cut_after_its_header_was_read_is_named(tmp_path):
     assert torch.equal(whole(reader, "a"), A)
     os.truncate(path, path.stat().st_size - 8)
     assert torch.equal(whole(reader, "a"), A)
-    with pytest.raises(DamagedFile, match=f"{path} was cut while it was read"):
+    with pytest.raises(DamagedFile, match=f"{path} was truncated while it was read"):
         whole(reader, "b")
 
 

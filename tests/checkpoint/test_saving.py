@@ -332,7 +332,7 @@ def test_the_average_of_the_weights(tmp_path):
     assert equal(buffers(plain.stages, ["master"]), saved[::4])
 
     flip(with_it / "optimizer.safetensors", -1)  # the last tensor is an average
-    with pytest.raises(DamagedCheckpoint, match=r"the content of ema\.\S+ is not what was written"):
+    with pytest.raises(DamagedCheckpoint, match=r"the content of ema\.\S+ does not match its checksum"):
         checkpoint.load(with_it, run.stages, run.mesh)
     assert checkpoint.load(with_it, plain.stages, plain.mesh) == []
 
@@ -352,7 +352,7 @@ def test_state(tmp_path):
     rewrite(path / "state.json", lambda body: (body.pop("skipped"), body.pop("stream")))
     assert checkpoint.inspect(path, run.cfg.model) == State(7, 99, state.order, 0, None)
     rewrite(path / "state.json", lambda body: body.update(format=1))
-    with pytest.raises(CheckpointError, match="has format 1, this version reads format 2"):
+    with pytest.raises(CheckpointError, match="has format 1, but this version reads format 2"):
         checkpoint.inspect(path, run.cfg.model)
 
 

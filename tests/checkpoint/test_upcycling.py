@@ -154,7 +154,7 @@ def test_dense_layers_and_shared_experts_are_copies_too(tmp_path):
 
 QWEN3_RUN = OWN["qwen3_moe"]
 REFUSED = {  # of a Qwen3 folder -> overrides, what the line must say
-    "a dense run": (["model.model_type=qwen3"], ["model.num_experts", "has none"]),
+    "a dense run": (["model.model_type=qwen3"], ["model.num_experts", "does not use it"]),
     "a dense model": (["model=llama_debug"], ["model.model_type=llama has no experts", "model=moe_debug"]),
     "another width": (
         [*QWEN3_RUN, "model.hidden_size=64", "model.rope_theta=5.0"],
@@ -205,7 +205,7 @@ def test_a_mixture_is_none_to_start_from(tmp_path):
     write(tmp_path, MIXTRAL)
     save_file({f"tensor {i}": torch.zeros(1) for i in range(1000)}, tmp_path / "model.safetensors")
     line = refused([*BASE, *OWN["mixtral"], f"init_from={tmp_path}", "moe.upcycle=true"])
-    assert f"init_from={tmp_path} is a mixture of experts already (mixtral)" in line and "leave moe.upcycle out" in line
+    assert f"init_from={tmp_path} already is a mixture of experts (mixtral)" in line and "remove moe.upcycle" in line
 
 
 def test_a_recipe_may_say_so(tmp_path):

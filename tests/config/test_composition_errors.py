@@ -27,11 +27,11 @@ RECIPES = {  # content of the recipe -> the line; {file} is its path
     ),
     "no package": (
         "train:\n  steps: 5\n",
-        "{file}: its first line must be `# @package _global_`, without which its keys stand below `recipe`",
+        "{file}: its first line must be `# @package _global_`, or its keys are placed under `recipe`",
     ),
     "empty": (
         "",
-        "{file}: its first line must be `# @package _global_`, without which its keys stand below `recipe`",
+        "{file}: its first line must be `# @package _global_`, or its keys are placed under `recipe`",
     ),
     "a word for a number": (
         f"{GLOBAL}train:\n  seq_len: 8\n  steps: many\n",
@@ -47,7 +47,7 @@ RECIPES = {  # content of the recipe -> the line; {file} is its path
     ),
     "a value for a section": (
         f"{GLOBAL}train: 5\n",
-        "{file}:2: train: a section, which takes no value: its keys stand below it, as in train.steps",
+        "{file}:2: train: a section cannot have a value: set its keys, as in train.steps",
     ),
     "indentation": (
         f"{GLOBAL}train:\n  steps: 5\n bad: 1\n",
@@ -59,7 +59,7 @@ RECIPES = {  # content of the recipe -> the line; {file} is its path
         f"{GLOBAL}train:\n  steps: 5\n  steps: 6\n",
         "{file}:4:3: not YAML: found duplicate key steps",
     ),
-    "a list": (f"{GLOBAL}- a\n", "{file}: holds a list, but a file of the configuration holds `key: value` lines"),
+    "a list": (f"{GLOBAL}- a\n", "{file}: contains a list: write `key: value` lines"),
     "a model that there is not": (
         f"{GLOBAL}defaults:\n  - override /model: llama_smal\n",
         f"{{file}}:3: model: llama_smal: no such model; did you mean 'llama_small'? known: {MODELS}",
@@ -70,23 +70,23 @@ RECIPES = {  # content of the recipe -> the line; {file} is its path
     ),
     "a group without override": (
         f"{GLOBAL}defaults:\n  - override /data: text\n  - /model: llama_small\n",
-        "{file}:4: /model: chosen before: write `override /model: ...` in the defaults list",
+        "{file}:4: /model: already chosen: write `override /model: ...` in the defaults list",
     ),
     "the default's group, without override": (
         f"{GLOBAL}defaults:\n  - /model: llama_debug\n",
-        "{file}:3: /model: chosen before: write `override /model: ...` in the defaults list",
+        "{file}:3: /model: already chosen: write `override /model: ...` in the defaults list",
     ),
     "a group without slash": (
         f"{GLOBAL}defaults:\n  - model: llama_small\n",
-        "{file}:3: model: a group begins with a slash there: write `override /model: llama_small`",
+        "{file}:3: model: in a defaults list a group begins with a slash: write `override /model: llama_small`",
     ),
     "an overridden group without slash": (
         f"{GLOBAL}defaults:\n  - override model: llama_small\n",
-        "{file}:3: model: a group begins with a slash there: write `override /model: ...`",
+        "{file}:3: model: in a defaults list a group begins with a slash: write `override /model: ...`",
     ),
     "no package, with a group": (
         "defaults:\n  - override /model: llama_small\ntrain:\n  steps: 5\n",
-        "{file}: its first line must be `# @package _global_`, without which its keys stand below `recipe`",
+        "{file}: its first line must be `# @package _global_`, or its keys are placed under `recipe`",
     ),
     "a base recipe that there is not": (
         f"{GLOBAL}defaults:\n  - llama_smal\n",
@@ -94,7 +94,7 @@ RECIPES = {  # content of the recipe -> the line; {file} is its path
     ),
     "itself as its base": (
         f"{GLOBAL}defaults:\n  - own\n",
-        "{file}: its defaults list leads back to itself: name another recipe there",
+        "{file}: its defaults list includes the file itself: name another recipe there",
     ),
     "defaults that are no list": (
         f"{GLOBAL}defaults:\n  model: llama_small\n",
@@ -102,55 +102,55 @@ RECIPES = {  # content of the recipe -> the line; {file} is its path
     ),
     "a dotted key": (
         f"{GLOBAL}train.steps: 5\n",
-        "{file}:2: train.steps: a file nests its keys: `steps:` stands indented below `train:`",
+        "{file}:2: train.steps: keys are nested in a file: write `steps:` indented under `train:`",
     ),
     "an interpolation that does not close": (
         f"{GLOBAL}train:\n  steps: ${{train.seq_len\n",
-        "{file}:3: train.steps: a reference is written as in ${{run.name}} (no viable alternative at input "
-        "'${{train.seq_len')",
+        "{file}:3: train.steps: invalid reference (no viable alternative at input '${{train.seq_len'): write it as "
+        "${{run.name}}",
     ),
     "an interpolation of no key": (
         f"{GLOBAL}train:\n  steps: ${{train.seqlen}}\n",
-        "{file}:3: train.steps: ${{train.seqlen}} names no key; did you mean 'train.seq_len'? `--cfg job` lists them "
-        "all",
+        "{file}:3: train.steps: ${{train.seqlen}} refers to an unknown key; did you mean 'train.seq_len'? `--cfg job` "
+        "lists them all",
     ),
     "one value for a list": (
         f"{GLOBAL}mesh:\n  order: dp\n",
-        "{file}:3: mesh.order: a list stands in brackets: `[...]`",
+        "{file}:3: mesh.order: a list needs brackets: `[...]`",
     ),
     "a plugin that is no list": (
         f"{GLOBAL}plugins: my.module\n",
-        "{file}: plugins=my.module: a list stands in brackets: 'plugins=[my.module]'",
+        "{file}: plugins=my.module: a list needs brackets: 'plugins=[my.module]'",
     ),
 }  # fmt: skip
 
 COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     "sweep of numbers": (
         ["optim.lr=1e-3,3e-3"],
-        "optim.lr=1e-3,3e-3: a run for each of several values needs --multirun; for one value quote it: "
-        "'optim.lr=\"1e-3,3e-3\"'",
+        "optim.lr=1e-3,3e-3: several values, with a run for each, need --multirun; quote it if it is "
+        "one value: 'optim.lr=\"1e-3,3e-3\"'",
     ),
     "sweep by choice()": (
         ["optim.lr=choice(1,2)"],
-        "optim.lr=choice(1,2): a run for each of several values needs --multirun",
+        "optim.lr=choice(1,2): several values, with a run for each, need --multirun",
     ),
     "sweep of a group": (
         ["model=llama_debug,llama_small"],
-        "model=llama_debug,llama_small: a run for each of several values needs --multirun; for one value quote it: "
-        "'model=\"llama_debug,llama_small\"'",
+        "model=llama_debug,llama_small: several values, with a run for each, need --multirun; quote it if it is "
+        "one value: 'model=\"llama_debug,llama_small\"'",
     ),
     "list without brackets": (
         ["mesh.order=dp,fsdp"],
-        "mesh.order=dp,fsdp: a list stands in brackets: 'mesh.order=[dp,fsdp]'",
+        "mesh.order=dp,fsdp: a list needs brackets: 'mesh.order=[dp,fsdp]'",
     ),
     "loggers without brackets": (
         ["logger=wandb,tensorboard"],
-        "logger=wandb,tensorboard: a list stands in brackets: 'logger=[wandb,tensorboard]'",
+        "logger=wandb,tensorboard: a list needs brackets: 'logger=[wandb,tensorboard]'",
     ),
-    "one value for a list": (["logger.tags=a"], "logger.tags=a: a list stands in brackets: 'logger.tags=[a]'"),
+    "one value for a list": (["logger.tags=a"], "logger.tags=a: a list needs brackets: 'logger.tags=[a]'"),
     "a plugin without brackets": (
         ["plugins=my.module"],
-        "plugins=my.module: a list stands in brackets: 'plugins=[my.module]'",
+        "plugins=my.module: a list needs brackets: 'plugins=[my.module]'",
     ),
     "a blend of numbers": (
         ["data=blend", "data.blend=[3]"],
@@ -162,7 +162,7 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     ),
     "value for a section": (
         ["train=5"],
-        "train=5: train is a section, which takes no value: set its keys, as in train.steps=...",
+        "train=5: train is a section and cannot have a value: set its keys, as in train.steps=...",
     ),
     "no value": (["mesh.fsdp"], "mesh.fsdp: an override is key=value; give mesh.fsdp a value: mesh.fsdp=VALUE"),
     "an option alone": (
@@ -172,29 +172,30 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     "open bracket": (
         ["mesh.order=[dp"],
         "mesh.order=[dp: cannot read the override (no viable alternative at input '[dp'); close brackets and quotes, "
-        "and put a value with special characters in quotes of its own: 'mesh.order=\"[dp\"'",
+        "and put a value with special characters in its own quotes: 'mesh.order=\"[dp\"'",
     ),
     "no entries": (
         ["optim.lr_mult={}"],
-        "optim.lr_mult={}: entries are added to those of the recipe, and this adds none; optim.lr_mult=null: no entry",
+        "optim.lr_mult={}: has no effect, since entries are added to the recipe's; use optim.lr_mult=null to remove "
+        "them",
     ),
     "entries of null": (
         ["optim.lr_mult=null", "optim.lr_mult={lm_head.weight:2}"],
-        "optim.lr_mult={lm_head.weight:2}: the key is null, in a file or an earlier override, "
-        "and takes no entries: leave the null out",
+        "optim.lr_mult={lm_head.weight:2}: a file or an earlier override sets this key to null, "
+        "so entries cannot be added: remove the null",
     ),
     "an entry of null": (
         ["model.rope_scaling=null", "model.rope_scaling.factor=8"],
-        "model.rope_scaling.factor=8: the key is null, in a file or an earlier override, "
-        "and takes no entries: leave the null out",
+        "model.rope_scaling.factor=8: a file or an earlier override sets this key to null, "
+        "so entries cannot be added: remove the null",
     ),
     "deletion of an optional key": (
         ["~train.profile"],
-        "~train.profile: a key of the schema cannot be deleted; train.profile=null turns it off",
+        "~train.profile: cannot delete train.profile, a key of the schema; use train.profile=null to disable it",
     ),
     "deletion of a key": (
         ["~train.steps"],
-        "~train.steps: a key of the schema cannot be deleted; without an override it has its default",
+        "~train.steps: cannot delete train.steps, a key of the schema; remove this override to keep its value",
     ),
     "deletion of no key": (
         ["~train.stepz"],
@@ -202,15 +203,16 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     ),
     "deletion of a group": (
         ["~logger"],
-        "~logger: a group cannot be left out; choose another: logger=jsonl/tensorboard/wandb",
+        "~logger: cannot delete a group; choose another option: logger=jsonl/tensorboard/wandb",
     ),
     "deletion of a rule": (
         ["~layout.rules.mlp"],
-        "~layout.rules.mlp: it has a default, which would come back; layout.rules.mlp=null turns it off",
+        "~layout.rules.mlp: cannot delete layout.rules.mlp: its default would apply again. Use layout.rules.mlp=null "
+        "to disable it",
     ),
     "hydra.run.dir": (
         ["hydra.run.dir=out/1"],
-        "hydra.run.dir=out/1: the run folder is a key of ndtrain: use run.dir=out/1",
+        "hydra.run.dir=out/1: ndtrain has its own key for the run folder: use run.dir=out/1",
     ),
     "hydra.searchpath": (
         ["hydra.searchpath=[mine]"],
@@ -218,20 +220,20 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     ),
     "hydra.mode": (
         ["hydra.mode=MULTIRUN"],
-        "hydra.mode=MULTIRUN: a setting of Hydra, which has no effect on a single run: use --multirun",
+        "hydra.mode=MULTIRUN: a setting of Hydra that has no effect on a single run: use --multirun",
     ),
     "launcher of a single run": (
         ["hydra/launcher=submitit_slurm"],
-        "hydra/launcher=submitit_slurm: a setting of Hydra, which has no effect on a single run: leave it out, or add "
+        "hydra/launcher=submitit_slurm: a setting of Hydra that has no effect on a single run: remove it, or add "
         "--multirun",
     ),
     "interpolation of Hydra": (
         ["run.name=${hydra:runtime.output_dir}"],
-        "run.name: ${hydra:runtime.output_dir} has no value here; use a key of the run, as ${run.name}",
+        "run.name: ${hydra:runtime.output_dir} is not available here; use a key of the run, e.g. ${run.name}",
     ),
     "interpolation of no key": (
         ["run.name=${run.nam}"],
-        "run.name: ${run.nam} names no key; did you mean 'run.name'? `--cfg job` lists them all",
+        "run.name: ${run.nam} refers to an unknown key; did you mean 'run.name'? `--cfg job` lists them all",
     ),
     "missing recipe": (
         ["recipe=llama_smal"],
@@ -239,7 +241,7 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     ),
     "recipe by its file": (
         ["recipe={dir}/recipe/own.yaml"],
-        "recipe={dir}/recipe/own.yaml: no such recipe; give its folder's folder, --config-dir FOLDER recipe=own, for "
+        "recipe={dir}/recipe/own.yaml: no such recipe; use --config-dir FOLDER recipe=own for the file "
         f"FOLDER/recipe/own.yaml; {SHIPPED}",
     ),
     "recipe by its file's name": (
@@ -267,7 +269,7 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     ),
     "multirun, hydra.run.dir": (
         ["--multirun", "hydra.run.dir=out"],
-        "hydra.run.dir=out: the run folder is a key of ndtrain: use run.dir=out",
+        "hydra.run.dir=out: ndtrain has its own key for the run folder: use run.dir=out",
     ),
     "multirun, a deadline out of bounds": (
         ["-m", "hardware.timeout_s=-3,600"],
@@ -275,9 +277,9 @@ COMMANDS = {  # arguments -> the line; {dir} is a folder of the user's
     ),
     "show, a word for a number": (["--cfg", "job", "train.steps=many"], "train.steps=many: must be a whole number"),
     "show what": (["--cfg=jobs"], "--cfg jobs: did you mean 'job'? known: job, hydra, all"),
-    "two flags": (["--cfg", "job", "--multirun"], "--cfg and --multirun: only one of them in one command"),
-    "resolve what": (["--resolve"], "--resolve: only with --cfg job"),
-    "flag without its value": (["--cfg"], "--cfg: a value must follow, as in --cfg job|hydra|all"),
+    "two flags": (["--cfg", "job", "--multirun"], "--cfg and --multirun: use only one of them"),
+    "resolve what": (["--resolve"], "--resolve works only with --cfg job"),
+    "flag without its value": (["--cfg"], "--cfg needs a value, as in --cfg job|hydra|all"),
 }  # fmt: skip
 
 
@@ -355,5 +357,5 @@ def test_a_sweep_that_is_right_runs(own, monkeypatch):
 
 @pytest.mark.parametrize("other", [["recipe=llama_debug"], [], {"recipe": "llama_debug"}], ids=repr)
 def test_compose_takes_strings(other):
-    with pytest.raises(ConfigError, match=f"not a {type(other).__name__}: compose"):
+    with pytest.raises(ConfigError, match=f"not a {type(other).__name__}: call compose"):
         compose(other)

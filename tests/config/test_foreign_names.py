@@ -46,8 +46,8 @@ def test_a_key_or_value_is_found_by_its_meaning(override):
 
 
 FLAGS = {  # arguments -> the error
-    "--recipe llama_debug": "--recipe: an override has no dashes: recipe=llama_debug",
-    "--train.steps=5": "--train.steps: an override has no dashes: train.steps=5",
+    "--recipe llama_debug": "--recipe: write an override without dashes: recipe=llama_debug",
+    "--train.steps=5": "--train.steps: write an override without dashes: train.steps=5",
     "--tensor-model-parallel-size 2": "--tensor-model-parallel-size: no such flag; did you mean 'mesh.tp'? an override "
     "is key=value, without dashes",
     "--multirn": "--multirn: no such flag; did you mean '--multirun'?",

@@ -7,7 +7,7 @@ from ndtrain.config.json_file import read_object
 
 REFUSED = {  # content of the file -> what the line must say
     "no JSON": (b'{"a": ', "does not parse: Expecting value"),
-    "no object": (b"[1]", "does not parse: it holds no object"),
+    "no object": (b"[1]", "does not parse: it is not a JSON object"),
     "no UTF-8": (b'{"a": "\xff"}', "does not parse: 'utf-8' codec"),
     "nested beyond the parser": (b'{"a": ' + b"[" * 100_000, "does not parse: it is nested too deeply"),
     "nested within the parser": (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "does not parse: it is nested too deeply"),

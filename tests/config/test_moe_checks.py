@@ -32,7 +32,7 @@ def test_a_dense_model_has_none():
 
 REFUSED = {
     "no such balance": ("moe_debug", "moe.balance=biased", ["moe.balance=biased", "did you mean 'bias'", "sequence"]),
-    "a dense model": ("llama_debug", "moe.balance=bias", ["moe.balance=bias", "llama has no experts", "leave it out"]),
+    "a dense model": ("llama_debug", "moe.balance=bias", ["moe.balance=bias", "llama has no experts", "remove it"]),
     "a coefficient of nothing": (
         "moe_debug", "moe.aux_coef=0.1 moe.balance=hf", ["moe.aux_coef=0.1", "moe.balance=hf", "router_aux_loss_coef"],
     ),

@@ -61,7 +61,7 @@ def test_resume_auto_takes_all_of_the_run(folder, tmp_path):
 def test_the_folder_may_follow_from_other_keys(folder):
     assert load_config(["resume=auto", f"run.dir={folder.parent}/${{run.name}}", "run.name=run"]).optim.lr == 5e-3
     line = refused("resume=auto", f"run.dir={folder.parent}/${{optim.lr}}")
-    assert "write the folder out" in line
+    assert "write the path without it" in line
 
 
 def test_overrides_change_it(folder):
@@ -115,7 +115,7 @@ def test_a_folder_without_a_run_is_refused(name, tmp_path):
 
 def test_a_sweep_over_runs_is_refused(folder):
     for overrides in (["resume=auto", f"run.dir={folder},other"], [f"resume={folder},auto"]):
-        with pytest.raises(ConfigError, match=r"jobs of a sweep resume several runs.*recipe=NAME"):
+        with pytest.raises(ConfigError, match=r"jobs of this sweep resume different runs.*recipe=NAME"):
             check_overrides(overrides, hydra=True)
     given = check_overrides([f"resume={folder}", "optim.lr=1,2", "run.dir=x-${optim.lr}"], hydra=True)
     assert given[-1].startswith("recipe="), "the jobs do not start from the run"
@@ -144,17 +144,17 @@ def test_keys_that_an_older_version_had_not_have_their_defaults(folder):
 
 
 DAMAGES = {  # content of config.yaml, with SAVED for the right one -> words of the error
-    "empty": ("", ["no section `run`"]),
-    "a list": ("[1, 2]", ["holds a list"]),
+    "empty": ("", ["the section `run` is missing"]),
+    "a list": ("[1, 2]", ["contains a list"]),
     "text": ("run", ["config.yaml"]),
-    "no sections": ("run: 3\nmodel: 4", ["no section `run`"]),
+    "no sections": ("run: 3\nmodel: 4", ["the section `run` is missing"]),
     "a section with a value": ("SAVED\noptim: 3", ["config.yaml", "optim"]),
-    "a bracket": ("SAVED\n{", ["not YAML"]),
-    "binary": ("\0\1\2", ["not YAML"]),
+    "a bracket": ("SAVED\n{", ["not valid YAML"]),
+    "binary": ("\0\1\2", ["not valid YAML"]),
     "deep": ("[" * 50_000, ["nest"]),
     "deep blocks": ("\n".join(" " * n + "a:" for n in range(300)), ["nested too deeply"]),
     "huge": ("a: " + "b" * (1 << 20), ["more than 1,048,576 bytes"]),
-    "aliases": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", ["refers to parts of itself"]),
+    "aliases": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", ["it contains YAML aliases"]),
     "a reference": ("SAVED\nx: ${oc.env:HOME}", ["x=${oc.env:HOME}", "no references"]),
     "a number": ("TYPO", ["train.steps=many", "whole number"]),
 }

@@ -501,8 +501,8 @@ def test_a_tokenizer_without_a_template_is_named(folders, tmp_path):
 
 def test_keys_that_do_not_fit():
     chat = ["recipe=llama_debug", "data=chat", "data.path=x.jsonl"]
-    assert "data.tokenizer=byte: data=chat needs the tokenizer of the model" in config_refusal(chat)
+    assert "data.tokenizer=byte: data=chat needs the model's tokenizer" in config_refusal(chat)
     given_folder = [*chat, "data.tokenizer=folder"]
-    assert config_refusal([*given_folder, "data.pack=false"]).startswith("data.pack=false: data=chat packs")
-    assert config_refusal([*given_folder, "data.date=today"]).startswith("data.date=today: must be a day")
+    assert config_refusal([*given_folder, "data.pack=false"]).startswith("data.pack=false: data=chat always packs")
+    assert config_refusal([*given_folder, "data.date=today"]).startswith("data.date=today: must be a date")
     assert config_refusal([*given_folder, "data.path=null"]).startswith("data.path is missing")

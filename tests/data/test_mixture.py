@@ -385,7 +385,7 @@ ENTRIES = {
     "key without effect": ([{**TEXT, "split": "x"}], r"\[0\].split=x: data=text does not use this key: remove it"),
     "wrong type": ([{**TEXT, "validation": "some"}], r"data.blend\[0\].validation=some: "),
     "path missing": ([{"name": "jsonl", "weight": 1}], r"data.blend\[0\]: data.path is missing: data=jsonl needs it"),
-    "validation of 1": ([{**TEXT, "validation": 1.0}], r"data.blend\[0\]: data.validation=1.0: must lie in"),
+    "validation of 1": ([{**TEXT, "validation": 1.0}], r"data.blend\[0\]: data.validation=1.0: must be in"),
 }
 
 
@@ -440,16 +440,22 @@ def test_corpora_that_do_not_fit(case, tmp_path, letters):
 SETTINGS = {
     "empty blend": ({"name": "blend"}, "data.blend is empty: data=blend needs corpora with weights"),
     "blend for another": ({"blend": [TEXT]}, "data.blend is for data=blend, but data=python: set data=blend"),
-    "a streaming blend": ({"name": "blend", "blend": [TEXT], "streaming": True}, "data.streaming=true: only data=hf"),
-    "streaming text": ({"name": "text", "path": "x", "streaming": True}, "only data=hf streams, data=text is"),
+    "a streaming blend": (
+        {"name": "blend", "blend": [TEXT], "streaming": True},
+        "data.streaming=true: .* only data=hf does",
+    ),
+    "streaming text": (
+        {"name": "text", "path": "x", "streaming": True},
+        "data=text does not support streaming, only data=hf does",
+    ),
     "hf without a path": ({"name": "hf"}, "data.path is missing: data=hf needs it"),
     "validation file of text": (
         {"name": "text", "path": "x", "validation_path": "y"},
-        "data.validation_path=y: only data=bin, .* read it, data=text holds out data.validation of its documents",
+        "data.validation_path=y: data=text does not read it, only data=bin, .* do: set it to null",
     ),
     "split of text": (
         {"name": "text", "path": "x", "eval_split": "test"},
-        "data.eval_split=test: only data=hf has splits",
+        "data.eval_split=test: data=text has no splits, only data=hf has",
     ),
 }
 

@@ -572,7 +572,7 @@ REFUSALS = {
     "out=o data=text": "data.path is missing: data=text needs it",
     "out=o data=text data.path=no": "data.path=no: no such file or folder",
     "out=o data=text data.path=notes.txt data.tokenizer=no": "data.tokenizer=no: no such file",
-    "out=o data=text data.path=notes.txt data.validation=2": r"data.validation=2.0: must lie in \[0, 1\)",
+    "out=o data=text data.path=notes.txt data.validation=2": r"data.validation=2.0: must be in \[0, 1\)",
     "out=notes.txt data=text data.path=notes.txt": r"out=notes.txt: cannot be written \(it is a file\): give a",
     "out=notes.txt/o data=text data.path=notes.txt": r"out=notes.txt/o: cannot be written \(Not a directory\)",
     "out=. data=text data.path=notes.txt": r"out=.: this folder holds other files \(app, bad.jsonl, empty and 1",

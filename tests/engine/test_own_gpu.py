@@ -76,7 +76,7 @@ def join(rank: int, store: dist.Store, visible: int, uuid: str) -> None:
     ("visible", "uuids", "refused"),
     [
         (1, ("GPU-a", "GPU-b", "GPU-c"), None),
-        (1, ("GPU-a", "GPU-b", "GPU-b"), "ranks 1 and 2 see one GPU only, and the same (GPU-b)"),
+        (1, ("GPU-a", "GPU-b", "GPU-b"), "ranks 1 and 2 see only one GPU, and the same one (GPU-b)"),
         (3, ("GPU-a", "GPU-a", "GPU-a"), None),  # each sees all, and its local rank tells which is its own
     ],
 )

@@ -37,7 +37,7 @@ def run(finished: Path, *overrides: str) -> list[str]:
 
 def test_a_complete_run_says_so_and_succeeds(finished, capsys):
     assert main(run(finished, "train.steps=4")) == 0
-    done = f"nothing to do: step 4 of 4 is done already: {checkpoint_of(finished / 'run', 4)}"
+    done = f"nothing to do: step 4 of 4 is already done: {checkpoint_of(finished / 'run', 4)}"
     assert done in capsys.readouterr().out
     assert main(run(finished, "train.steps=9", "train.stop_at=4")) == 0
 
@@ -47,7 +47,7 @@ def test_a_complete_run_says_so_and_succeeds(finished, capsys):
 )
 def test_a_plan_that_ends_before_the_checkpoint_is_refused(finished, plan, key, capsys):
     line = refusal(capsys, run(finished, *plan))
-    assert line.startswith(f"{key}: the run is at step 4 already ({checkpoint_of(finished / 'run', 4)}): raise")
+    assert line.startswith(f"{key}: the run is already at step 4 ({checkpoint_of(finished / 'run', 4)}): raise")
     assert len(rows(finished / "run")) == 4, "the metrics are as they were"
 
 
@@ -64,7 +64,7 @@ def test_the_warmup_of_a_recipe_fits_a_short_run():
     assert warmup_of("train.steps=5") == (4, [])
     for steps, fitting in ((4, 1), (2, 1), (1, 0)):
         warmup, (note,) = warmup_of(f"train.steps={steps}")
-        assert warmup == fitting and f"optim.warmup=4 of the recipe does not fit into {steps} step" in note
+        assert warmup == fitting and f"optim.warmup=4 of the recipe is too long for {steps} step" in note
     assert warmup_of("optim.decay_steps=3")[0] == 1
     assert warmup_of("train.steps=3", "optim.schedule=constant") == (4, [])
 
@@ -78,7 +78,7 @@ def test_an_explicit_warmup_longer_than_the_run_is_refused():
 def test_a_short_run_says_that_its_warmup_is_shorter(tmp_path, capsys):
     args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "train.steps=2")
     assert main([arg for arg in args if not arg.startswith(("optim.warmup", "train.steps=10"))]) == 0
-    assert "warning: optim.warmup=4 of the recipe does not fit into 2 steps: it is 1" in capsys.readouterr().out
+    assert "warning: optim.warmup=4 of the recipe is too long for 2 steps: shortened to 1" in capsys.readouterr().out
     assert "warmup: 1" in (tmp_path / "run/config.yaml").read_text()
 
 
@@ -182,5 +182,5 @@ def test_the_choice_of_rank_0_comes_as_it_was_sent():
         {"state": {}},
         {"resume": 1},
     ):
-        with pytest.raises(ValueError, match="what rank 0 has sent names no checkpoint"):
+        with pytest.raises(ValueError, match="rank 0 sent a message that names no checkpoint"):
             _chosen(sent | change)

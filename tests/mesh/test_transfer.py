@@ -111,5 +111,5 @@ def test_one_rank_copies_to_itself():
 def test_an_element_that_nobody_or_several_hold_is_refused(held, count):
     source = [{"norm": [Held(0, Rows(start, length))]} for start, length in held]
     target = [{"norm": [Held(0, Rows(0, 5))]}] + [{}] * (len(held) - 1)
-    with pytest.raises(ValueError, match=f"norm: 5 elements are wanted, and the source holds {count} of them"):
+    with pytest.raises(ValueError, match=f"norm: 5 elements are needed, but the source has {count}"):
         Transfer(None, 0, source, target, CPU)

@@ -150,7 +150,9 @@ def test_a_run_of_epochs_knows_its_steps_and_goes_on(tmp_path, capsys):
     assert everything.tokens > newest.tokens
     shorter = [arg for arg in args if arg != "train.epochs=2"]
     line = refusal(capsys, [*shorter, "train.epochs=0.5", "resume=auto"])
-    assert line.startswith(f"train.epochs=0.5 (train.steps={math.ceil(count / 2 / BATCH)}): the run is at step {last}")
+    assert line.startswith(
+        f"train.epochs=0.5 (train.steps={math.ceil(count / 2 / BATCH)}): the run is already at step {last}"
+    )
     assert "raise train.epochs to train on" in line
 
 
@@ -175,12 +177,12 @@ def test_steps_of_epochs(epochs, sequences, batch, steps):
 def test_the_user_says_how_long_a_run_is_once():
     debug = ["recipe=llama_debug"]
     both = [*debug, "train.epochs=2", "train.steps=10"]
-    assert config_refusal(both).startswith("train.steps=10 and train.epochs=2: both say how long the run is")
+    assert config_refusal(both).startswith("train.steps=10 and train.epochs=2: both set the run's length")
     assert "train.epochs=0.0: must be positive" in config_refusal([*debug, "train.epochs=0"])
     stream = [*debug, "data=hf", "data.path=x", "data.streaming=true", "train.epochs=2"]
-    assert config_refusal(stream).startswith("train.epochs=2: a stream has no known length: give train.steps")
+    assert config_refusal(stream).startswith("train.epochs=2: a stream has no known length: set train.steps")
     blend = [*debug, "data=blend", "data.blend=[{name: python, weight: 1}]", "train.epochs=2"]
-    assert config_refusal(blend).startswith("train.epochs=2: data=blend repeats its corpora by their weights")
+    assert config_refusal(blend).startswith("train.epochs=2: data=blend repeats its corpora and has no epochs")
     cfg = load_config(debug)
     cfg.train.epochs = 2.0  # of a recipe
     assert resolve(cfg.with_given(["train.steps"]), 1).train.epochs is None
@@ -191,15 +193,15 @@ def test_what_depends_on_the_steps_is_checked_once_they_are_known():
     fitted = resolve_epochs(cfg("optim.schedule=cosine"), 20)
     assert fitted.frozen and fitted.train.steps == 10
     short = resolve_epochs(cfg("optim.schedule=cosine"), 6)
-    assert (short.train.steps, short.optim.warmup) == (3, 1) and "does not fit into 3 steps" in short.notes[-1]
+    assert (short.train.steps, short.optim.warmup) == (3, 1) and "is too long for 3 steps" in short.notes[-1]
     later = cfg("train.stop_at=2000")
-    with pytest.raises(ConfigError, match=r"train.stop_at=2000 lies beyond train.steps=10 \(train.epochs=2\)"):
+    with pytest.raises(ConfigError, match=r"train.stop_at=2000 exceeds train.steps=10 \(train.epochs=2\)"):
         resolve_epochs(later, 20)
     with pytest.raises(ConfigError, match=r"optim.warmup=10 must be less than the 10 steps"):
         resolve_epochs(cfg("optim.warmup=10"), 20)
-    with pytest.raises(ConfigError, match=r"train.profile=11 lies beyond train.steps=10 \(train.epochs=2\)"):
+    with pytest.raises(ConfigError, match=r"train.profile=11 exceeds train.steps=10 \(train.epochs=2\)"):
         resolve_epochs(cfg("train.profile='11'"), 20)
-    with pytest.raises(ConfigError, match=r"train.epochs=2: the data has no known length"):
+    with pytest.raises(ConfigError, match=r"train.epochs=2: the length of the data is unknown"):
         resolve_epochs(cfg(), None)
     whole = cfg("train.steps=3", "train.epochs=null")
     assert resolve_epochs(whole, 20) is whole

@@ -249,7 +249,10 @@ def test_a_window_that_ends_early(tmp_path, corpus, capsys):
     assert steps_in(tmp_path / "run" / "profile") == {"step 1"}
     assert main([*args, "resume=auto", "train.profile=1", "train.stop_at=2"]) == 0
     output = capsys.readouterr().out
-    assert "warning: train.profile=1: the run is at step 1 already" in output and "profile of" not in output
+    assert (
+        "warning: train.profile=1: the run is already at step 1: choose later steps" in output
+        and "profile of" not in output
+    )
 
 
 def test_a_profile_that_cannot_be_written(tmp_path, corpus, capsys):
@@ -264,14 +267,17 @@ def test_a_profile_that_cannot_be_written(tmp_path, corpus, capsys):
 @pytest.mark.parametrize(
     "args, expected",
     [
-        (["train.profile=x"], "train.profile=x: must be a step from 1 on, or steps: 10, or 10-12"),
-        (["train.profile=0"], "train.profile=0: must be a step from 1 on, or steps: 10, or 10-12"),
-        (["train.profile=3-2"], "train.profile=3-2: must be a step from 1 on, or steps: 10, or 10-12"),
-        (["train.profile=9-11"], "train.profile=9-11 lies beyond train.steps=10: choose earlier steps"),
-        (["train.profile=3", "train.stop_at=2"], "train.profile=3 lies beyond train.stop_at=2: choose earlier steps"),
+        (["train.profile=x"], "train.profile=x: must be a step or a range of steps, counted from 1, e.g. 10 or 10-12"),
+        (["train.profile=0"], "train.profile=0: must be a step or a range of steps, counted from 1, e.g. 10 or 10-12"),
+        (
+            ["train.profile=3-2"],
+            "train.profile=3-2: must be a step or a range of steps, counted from 1, e.g. 10 or 10-12",
+        ),
+        (["train.profile=9-11"], "train.profile=9-11 exceeds train.steps=10: choose earlier steps"),
+        (["train.profile=3", "train.stop_at=2"], "train.profile=3 exceeds train.stop_at=2: choose earlier steps"),
         (
             ["train.profile=3", "train.trace=true"],
-            "train.profile=3 slows the step that train.trace=true times: set only one of them",
+            "train.profile=3 would slow down the step that train.trace=true measures: set only one of them",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -32,13 +32,13 @@ def test_the_users_word_decides():
 @pytest.mark.parametrize("recipe", ["llama_debug", "llama_small"])
 def test_short_runs_on_a_cpu_are_not_compiled(recipe):
     on, line = choice(f"recipe={recipe}")
-    assert not on and line.startswith("train.compile=auto: off: ") and "short run" in line
+    assert not on and line.startswith("train.compile=auto: off: ") and "too few to pay for compilation" in line
 
 
 def test_long_runs_on_a_cpu_are_if_there_is_a_compiler():
     with mock.patch.object(compile_choice.shutil, "which", lambda name: name):
         assert choice(*LONG) == (True, "train.compile=auto: on: a long run")
-        assert choice(*LONG, trains=False) == (False, "train.compile=auto: off: nothing is trained")
+        assert choice(*LONG, trains=False) == (False, "train.compile=auto: off: no training")
     with mock.patch.dict(os.environ, NO_COMPILER):
         assert choice(*LONG) == (False, "train.compile=auto: off: no C++ compiler on this machine")
 

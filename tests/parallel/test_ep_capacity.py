@@ -304,14 +304,14 @@ def test_a_run_counts_its_reruns(tmp_path):
     losses = [[row["loss"] for row in found[name]] for name in found]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     logged = "".join(path.read_text() for path in tmp_path.glob("with/**/*.log"))
-    assert logged.count("the step was run again with") >= sum(n > 0 for n in reruns)
+    assert logged.count("expert capacity exceeded; step repeated with capacity factor") >= sum(n > 0 for n in reruns)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 REFUSED = {
     "too little": (["mesh.dp=2", "mesh.ep=2", "moe.capacity=0.9"], 2, ["moe.capacity=0.9", "at least 1"]),
-    "no exchange": (["moe.capacity=2"], 1, ["moe.capacity=2", "mesh.ep=1", "leave it out"]),
+    "no exchange": (["moe.capacity=2"], 1, ["moe.capacity=2", "mesh.ep=1", "remove it"]),
     "a dense model": (["recipe=llama_debug", "moe.capacity=2"], 1, ["moe.capacity=2", "llama has no experts"]),
 }
 

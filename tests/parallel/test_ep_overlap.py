@@ -155,7 +155,7 @@ def test_a_part_is_multiplied_while_others_travel():
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 REFUSED = {
-    "without ep": (["moe.overlap=true"], 1, ["moe.overlap=true", "mesh.ep=1", "leave it out"]),
+    "without ep": (["moe.overlap=true"], 1, ["moe.overlap=true", "mesh.ep=1", "remove it"]),
     "a dense model": (["recipe=llama_debug", "moe.overlap=true"], 1, ["moe.overlap=true", "llama has no experts"]),
     "more parts than experts": (
         ["mesh.dp=2", "mesh.ep=2", "moe.overlap=true", "moe.parts=5"], 2, ["parts=5", "8 / 2 = 4", "lower moe.parts"],

@@ -282,7 +282,7 @@ def test_a_model_without_dense_layers_needs_no_size_of_them():
         (2, ["mesh.tp=2", "model.intermediate_size=144"], "model.intermediate_size / mesh.tp = 72 must be"),
         (4, ["mesh.tp=4", "model.num_key_value_heads=4", "model.head_dim=8"], "num_attention_heads x head_dim"),
         (2, ["mesh.cp=2", "train.seq_len=12"], "train.micro_batch x train.seq_len / mesh.cp = 24 must be"),
-        (1, ["precision.params=fp64"], "precision.params=fp64 goes with precision.compute=fp64 or fp32"),
+        (1, ["precision.params=fp64"], "precision.params=fp64 needs precision.compute=fp64 or fp32"),
     ],
 )
 def test_refusals(ranks, overrides, words):

@@ -38,7 +38,7 @@ def test_null_takes_back_what_a_recipe_says():
 
 def test_a_pattern_matches_a_parameter():
     check_patterns("optim.lr_mult", {"*.down_proj.*": 2, "*.down_prj.*": 1}, NAMES)
-    with pytest.raises(ConfigError, match=r"^optim\.lr_mult: no parameter's name matches \*\.down_prj\.\*; names are"):
+    with pytest.raises(ConfigError, match=r"^optim\.lr_mult: no parameter matches \*\.down_prj\.\*; names are"):
         check_patterns("optim.lr_mult", {"*.down_proj.*": 2, "*.down_prj.*": 2}, NAMES)
     with pytest.raises(ConfigError, match=rf"matches {NAMES[1][:-5]}; did you mean '{NAMES[1]}'\? "):
         check_patterns("optim.lr_mult", {NAMES[1][:-5]: 2}, NAMES)
@@ -50,7 +50,7 @@ def test_factors_are_checked_before_a_run(key):
         line = f"{key}: the factor of * is {float(factor)}: must be finite and at least 0"
         assert config_refusal([f"{key}={{*:{factor}}}"]) == line
     cfg = resolve(load_config([*SHAPE, f"{key}={{*.down_prj.*:2}}"]), 1)
-    with pytest.raises(ConfigError, match=rf"^{key}: no parameter's name matches \*\.down_prj\.\*; "):
+    with pytest.raises(ConfigError, match=rf"^{key}: no parameter matches \*\.down_prj\.\*; "):
         build_stages(cfg, Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")))
 
 

@@ -97,7 +97,7 @@ REFUSED = {  # overrides -> what the error must contain
     "chunks of zb_v": (["schedule=zb_v", "schedule.chunks=3"], ["schedule=zb_v", "2"]),
     "no table": (["schedule=csv"], ["schedule.path", "csv"]),
     "no such table": (["schedule=csv", "schedule.path=none.csv"], ["schedule=csv", "none.csv"]),
-    "split": (["schedule.split=[3]"], ["schedule.split=[3]", "2 together"]),
+    "split": (["schedule.split=[3]"], ["schedule.split=[3]", "2 in all"]),
     "no budget": (["recompute=budget"], ["recompute.budget is missing"]),
     "a budget of no size": (["recompute=budget", "recompute.budget=2GG"], ["recompute.budget=2GG", "2GiB"]),
     "a budget below the least": (["recompute=budget", "recompute.budget=1kB"], ["recompute.budget=1000", "at least"]),
@@ -110,7 +110,7 @@ REFUSED = {  # overrides -> what the error must contain
     "no GPU": (["hardware.device=cuda"], ["hardware.device=cuda", "cpu or auto"]),
     "a kernel of GPUs": (
         ["hardware.device=cpu", "precision.compute=bf16", "hardware.attention=flash"],
-        ["hardware.attention=flash", "leave it at auto"],
+        ["hardware.attention=flash", "set it to auto"],
     ),
     "resume nowhere": (["resume=/no/such/run"], ["resume=/no/such/run", "does not exist", "resume=auto"]),
     "resume a folder without a checkpoint": (["resume=/usr"], ["resume=/usr", "holds no checkpoint", "resume=auto"]),
@@ -161,7 +161,11 @@ WORLDS = {  # (ranks started, overrides) -> what the error must contain; refused
     "batch over the mesh": (8, ["mesh.fsdp=8"], ["train.global_batch=8", "= 16", "try train.global_batch=16"]),
     "layers over pp": (8, ["mesh.pp=8"], ["8 stages", "model.num_hidden_layers=2", "mesh.pp"]),
     "layers over chunks": (4, ["mesh.pp=4", "schedule=zb_v"], ["8 stages", "model.num_hidden_layers=2", "mesh.pp"]),
-    "split over pp": (3, ["mesh.pp=3", "schedule.split=[1,0,1]"], ["split=[1, 0, 1]", "3 stages", "at least 1"]),
+    "split over pp": (
+        3,
+        ["mesh.pp=3", "schedule.split=[1,0,1]"],
+        ["split=[1, 0, 1]", "3 stages", "only the first and the last"],
+    ),
     "heads over tp": (3, ["mesh.tp=3"], ["mesh.tp=3", "model.num_attention_heads=4"]),
     "K/V heads over tp": (
         4,
@@ -284,7 +288,7 @@ def test_a_stop_file_of_an_earlier_run_stops_nothing(args, tmp_path, capsys):
     (tmp_path / "run" / "stop").touch()
     assert main(args()) == 0
     assert len(rows(tmp_path / "run")) == 10 and not (tmp_path / "run" / "stop").exists()
-    assert f"removed {tmp_path / 'run' / 'stop'}, which an earlier run has left" in capsys.readouterr().err
+    assert f"removed {tmp_path / 'run' / 'stop'}, which was left by an earlier run" in capsys.readouterr().err
 
 
 REQUESTS = {  # a request to stop -> (content, seconds before the run looks, whether it is kept)
@@ -382,10 +386,10 @@ def test_a_read_only_run_folder_is_refused(tmp_path, corpus, capsys):
 @pytest.mark.parametrize(
     ("override", "field"),
     [
-        ("model.hidden_size=128", "hidden_size is 64 there and 128 here"),
-        ("model.num_hidden_layers=3", "num_hidden_layers is 2 there and 3 here"),
+        ("model.hidden_size=128", "hidden_size is 64 in the checkpoint and 128 in this run"),
+        ("model.num_hidden_layers=3", "num_hidden_layers is 2 in the checkpoint and 3 in this run"),
         ("model.rope_theta=500", "rope_theta is 10000"),
-        ("model.tie_word_embeddings=true", "tie_word_embeddings is False there and True here"),
+        ("model.tie_word_embeddings=true", "tie_word_embeddings is False in the checkpoint and True in this run"),
         ("model.model_type=qwen3", "qwen3"),
     ],
 )
@@ -400,7 +404,7 @@ def test_another_architecture_is_refused(override, field, resume, finished, corp
 def test_every_difference_to_the_checkpoint_is_named_with_the_way_out(finished, corpus, capsys):
     before = (finished / "config.yaml").read_bytes()
     line = refusal(capsys, arguments(finished, corpus, "resume=auto", "model=moe_debug"))
-    named = ("model.model_type", "model.num_experts", "model.num_experts_per_tok", "leave out the recipe")
+    named = ("model.model_type", "model.num_experts", "model.num_experts_per_tok", "remove the recipe")
     assert all(word in line for word in named) and "rope_parameters" not in line, line
     assert (finished / "config.yaml").read_bytes() == before
 
@@ -469,15 +473,15 @@ DAMAGES = {  # a change of the newest checkpoint -> the word of the error that n
     "state missing": (lambda p: (p / "state.json").unlink(), "state.json"),
     "config missing": (lambda p: (p / "config.json").unlink(), "config.json"),
     "state, deep": (lambda p: (p / "state.json").write_text("[" * 100_000), "nested too deeply"),
-    "state, step in words": (lambda p: edit_state(p, step="4"), "state.json has no step that can be used"),
-    "state, half a step": (lambda p: edit_state(p, step=3.5), "state.json has no step"),
+    "state, step in words": (lambda p: edit_state(p, step="4"), "state.json has no valid step"),
+    "state, half a step": (lambda p: edit_state(p, step=3.5), "state.json has no valid step"),
     "state, another step": (lambda p: edit_state(p, step=5), "holds step 5: rename the folder to step-00000005"),
-    "state, no tokens": (lambda p: edit_state(p, tokens=None), "state.json has no tokens"),
-    "state, no files": (lambda p: edit_state(p, files=None), "state.json has no files"),
-    "state, files elsewhere": (lambda p: edit_state(p, sha256={"../../a": ""}), "state.json has no sha256"),
-    "state, no order": (lambda p: edit_state(p, order=None), "state.json has no order"),
+    "state, no tokens": (lambda p: edit_state(p, tokens=None), "state.json has no valid tokens"),
+    "state, no files": (lambda p: edit_state(p, files=None), "state.json has no valid files"),
+    "state, files elsewhere": (lambda p: edit_state(p, sha256={"../../a": ""}), "state.json has no valid sha256"),
+    "state, no order": (lambda p: edit_state(p, order=None), "state.json has no valid order"),
     "state, no checksums": (lambda p: edit_state(p, checksums={}), "no checksum of tensor model.embed_tokens.weight"),
-    "state, checksums of another kind": (lambda p: edit_state(p, checksums={NORM: [3, 4]}), "has no checksums"),
+    "state, checksums of another kind": (lambda p: edit_state(p, checksums={NORM: [3, 4]}), "has no valid checksums"),
 }  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def test_a_launch_script_waits_for_ranks_that_outlived_torchrun(tmp_path, capsys
     assert not rank.is_alive() or claim.is_lost() is False
     rank.join()
     said = capsys.readouterr().err
-    assert "without its ranks" in said and "rank 0 ended this run: torchrun was killed" in said
+    assert "torchrun has ended before its ranks" in said and "rank 0 ended this run: torchrun was killed" in said
 
 
 def test_a_file_of_an_older_version_is_read(tmp_path):

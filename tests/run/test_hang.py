@@ -153,10 +153,10 @@ def test_a_report_comes_as_it_was_sent():
     ],
 )  # fmt: skip
 def test_what_is_no_report_is_refused(change):
-    with pytest.raises(ValueError, match="no report of rank 1"):
+    with pytest.raises(ValueError, match="not a report of rank 1"):
         Report.from_json(asdict(report(1, record())) | change, 1)
     for other in ("text", [], {}, None):
-        with pytest.raises(ValueError, match="no report of rank 1"):
+        with pytest.raises(ValueError, match="not a report of rank 1"):
             Report.from_json(other, 1)
 
 
@@ -176,7 +176,7 @@ def test_a_rank_that_is_called_says_who_has_called(watchdog):
     assert watchdog.ended.wait(20)
     watchdog._diagnose(report(0), {})
     text = exit_status.read(watchdog.run_dir).error
-    assert text.startswith("hang: rank 3 called: there nothing has moved for 0.5 s (hardware.timeout_s)\n")
+    assert text.startswith("hang: alert from rank 3: nothing has moved for 0.5 s (hardware.timeout_s)\n")
 
 
 @pytest.mark.parametrize(("token", "caller"), [("guess", 3), ("secret", 4), ("secret", "3")])

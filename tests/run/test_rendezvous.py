@@ -67,7 +67,7 @@ def test_the_wait_costs_a_few_operations_a_second_and_the_missing_are_named(monk
     clock = Clock(monkeypatch, [(r / 10, greets(shared, r, f"nonce {r}")) for r in range(1, WORLD) if r not in absent])
     with pytest.raises(dist.DistStoreError) as error:
         shake_hands(signed(counting), 0, WORLD, 120.0)
-    assert str(error.value) == "not all of 64 ranks came within 120 s: ranks 3, 17, 40 did not"
+    assert str(error.value) == "not all of 64 ranks joined within 120 s: ranks 3, 17, 40 did not"
     assert clock.now < 121 and counting.total < 120 * 5 + 2 * WORLD + 50, counting.operations
 
 
@@ -88,7 +88,7 @@ def test_a_rank_of_an_earlier_attempt_is_missing(monkeypatch):
 
 
 def test_a_rank_says_that_rank_0_has_not_replied():
-    with pytest.raises(dist.DistStoreError, match=r"^rank 2 had no reply of rank 0 within 0.1 s"):
+    with pytest.raises(dist.DistStoreError, match=r"^rank 2 had no reply from rank 0 within 0.1 s"):
         shake_hands(signed(dist.HashStore()), 2, 3, 0.1)
 
 
@@ -135,5 +135,5 @@ def test_without_a_place_to_meet_one_line_says_so(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT do not say where they meet"):
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not set"):
         rendezvous.meet(1, 2, 1.0)

@@ -89,7 +89,7 @@ def test_what_is_no_configuration_is_refused(message):
     cfg = load_config(SAME)
     written, messages = Written.of(cfg), SignedStore(dist.HashStore(), "attempt")
     messages.put("configuration", message)
-    with pytest.raises(ConfigError, match="what came from rank 0 is no configuration"):
+    with pytest.raises(ConfigError, match="rank 0 did not send a configuration"):
         shared_config.adopt(messages, 1, resolve(cfg, 2), written, PATIENCE_S)
 
 
@@ -97,7 +97,7 @@ def test_a_rank_that_does_not_answer_is_named():
     cfg = load_config(SAME)
     written, messages = Written.of(cfg), SignedStore(dist.HashStore(), "attempt")
     messages.put("configuration/1", "same")
-    with pytest.raises(dist.DistStoreError, match="rank 2 has not answered to the configuration within 0 s"):
+    with pytest.raises(dist.DistStoreError, match="rank 2 did not confirm the configuration within 0 s"):
         shared_config.publish(messages, 3, resolve(cfg, 2), written, CLAIMED, 0)
 
 

@@ -37,10 +37,10 @@ def test_a_forged_message_is_absent_and_named_once(messages, store, text, capsys
     store.set("attempt/hang/called", text)
     assert messages.read("hang/called") is None and messages.read_all(["hang/called"]) == {}
     assert messages.wait_all(["hang/called"], 0) == {}
-    with pytest.raises(dist.DistStoreError, match="attempt/hang/called that this job has signed came within 0 s"):
+    with pytest.raises(dist.DistStoreError, match="attempt/hang/called signed by this job arrived within 0 s"):
         messages.wait("hang/called", 0)
     err = capsys.readouterr().err
-    assert err.count("ignored: the message attempt/hang/called is not signed by this job") == 1 == err.count("\n")
+    assert err.count("ignored the message attempt/hang/called, which is not signed by this job") == 1 == err.count("\n")
     assert len(caplog.records) == 1
 
 

@@ -79,7 +79,7 @@ def test_benches_tell_torchrun_too(error_file, capsys):
 
 def test_the_last_line(error_file):
     said = lambda local_rank, code, file="none": torchrun.last_line(3, ProcessFailure(local_rank, 1, code, file))
-    assert said(1, -9) == "rank 3 failed: ended by SIGKILL, as the kernel does where memory runs out"
+    assert said(1, -9) == "rank 3 failed: ended by SIGKILL, possibly because the host ran out of memory"
     assert said(1, -11) == "rank 3 failed: ended by SIGSEGV"
     assert said(1, 5) == "rank 3 failed: ended with exit status 5"
     record_error("mesh.fsdp=3: needs 3 ranks")

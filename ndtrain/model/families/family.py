@@ -61,7 +61,7 @@ class Family:
 
     def __post_init__(self) -> None:
         if self.block and self.latent_attention:
-            raise ValueError(f"family {self.model_type}: latent_attention has blocks of its own: leave block out")
+            raise ValueError(f"family {self.model_type}: latent_attention has its own blocks: remove block")
 
     @property
     def causal_lm(self) -> str:
@@ -89,7 +89,7 @@ class Family:
         The refused settings have no field in transformers, so a checkpoint would lose them."""
         for key in self.absent:
             if getattr(m, key):
-                return f"model.{key}=true: model.model_type={self.model_type} has none: set it to false"
+                return f"model.{key}=true: model.model_type={self.model_type} does not support it: set it to false"
         if m.sliding_window is not None and self.sliding_window == "never":
             return (
                 f"model.sliding_window={m.sliding_window}: model.model_type={self.model_type} has no window: set it to "
@@ -99,7 +99,7 @@ class Family:
             value = getattr(m, f.name)
             default = f.default_factory() if callable(f.default_factory) else f.default
             if f.name in OPTIONAL_FIELDS and f.name not in self.own_fields and value != default:
-                said = f"model.{f.name}={written(value)}: model.model_type={self.model_type} has none: leave it out"
-                return f"{said}, or take a recipe's back with model.{f.name}={written(default)}"
+                said = f"model.{f.name}={written(value)}: model.model_type={self.model_type} does not use it: remove it"
+                return f"{said}, or reset the recipe's value with model.{f.name}={written(default)}"
         reason = latent.refusal(m) if self.latent_attention else None
         return reason or (self.moe.refusal(m) if self.moe else None)

@@ -106,8 +106,8 @@ def _rope(config: dict[str, Any], family: Family) -> tuple[float, dict[str, Any]
     thetas = [r["rope_theta"] for r in (*spelled.values(), config) if r.get("rope_theta") is not None]
     if any(s != scalings[0] for s in scalings) or any(t != thetas[0] for t in thetas):
         raise ConfigError(
-            "init_from: rope_parameters in config.json says otherwise than the older rope_scaling and rope_theta: "
-            "take one of them out"
+            "init_from: rope_parameters in config.json contradicts the older rope_scaling and rope_theta: "
+            "remove one of them"
         )
     theta = thetas[0] if thetas else family.rope_theta
     if not is_number(theta) or theta <= 0:
@@ -126,7 +126,7 @@ def _scaling(config: dict[str, Any], key: str, rope: dict[str, Any]) -> dict[str
     if ORIGINAL in needed:  # it may be in either of two places
         beside = config.get(ORIGINAL)
         if beside is not None and said.setdefault(ORIGINAL, beside) != beside:
-            raise refusal(config, ORIGINAL, f"{key} says {said[ORIGINAL]}: take one of them out")
+            raise refusal(config, ORIGINAL, f"{key} has {said[ORIGINAL]}: remove one of them")
         said.setdefault(ORIGINAL, config["max_position_embeddings"])
     else:
         said.pop(ORIGINAL, None)
@@ -165,7 +165,7 @@ def _window(config: dict[str, Any], family: Family) -> int | None:
         raise refusal(config, key, f"each of {layers} layers must have the same attention, {_FULL} or {_SLIDES}")
     slides = types[0] == _SLIDES
     if slides != (window is not None) and (slides or not used):
-        raise refusal(config, "layer_types", f"does not fit sliding_window={window}")
+        raise refusal(config, "layer_types", f"contradicts sliding_window={window}")
     return window if slides else None
 
 

@@ -114,9 +114,7 @@ def check_fields(config: dict[str, Any], family: Family, own: bool) -> None:
         silent = _says_nothing(value) and not (value is False and key in _FALSE_SAYS_SOMETHING)
         if not silent and value not in fine:
             allowed = " or ".join(str(v) for v in fine) or "null"
-            raise refusal(
-                config, key, f"ndtrain has no model of type {family.model_type} that computes so; supported: {allowed}"
-            )
+            raise refusal(config, key, f"not supported for model_type={family.model_type}; supported: {allowed}")
     for key in _SHAPE:
         if config.get(key) is None:
             raise ConfigError(f"init_from: {key} is missing from config.json")
@@ -137,7 +135,7 @@ def with_expert_count(config: dict[str, Any], family: Family) -> dict[str, Any]:
     first, *others = said
     for other in others:
         if said[other] != said[first]:
-            raise refusal(config, other, f"{first} says {said[first]}: take one of them out")
+            raise refusal(config, other, f"contradicts {first}={said[first]}: remove one of them")
     return {key: value for key, value in config.items() if key not in COUNT_SPELLINGS} | {"num_experts": said[first]}
 
 

@@ -35,8 +35,8 @@ def refusal(m: ModelConfig) -> str | None:
             return f"model.{key} is missing: model.model_type={m.model_type} needs it"
     if m.head_dim not in (None, head_dim(m)):
         return (
-            f"model.head_dim={m.head_dim}: with latent attention it is model.qk_nope_head_dim + model.qk_rope_head_dim "
-            f"= {head_dim(m)}: leave it out"
+            f"model.head_dim={m.head_dim}: latent attention sets it to model.qk_nope_head_dim + model.qk_rope_head_dim "
+            f"= {head_dim(m)}: remove it"
         )
     if resolved(m.qk_rope_head_dim) % 2:
         return f"model.qk_rope_head_dim={m.qk_rope_head_dim} must be even (RoPE rotates pairs)"
@@ -47,7 +47,7 @@ def refusal(m: ModelConfig) -> str | None:
         )
     if m.num_key_value_heads != m.num_attention_heads:
         return (
-            f"model.num_key_value_heads={m.num_key_value_heads} must be as model.num_attention_heads="
-            f"{m.num_attention_heads}: every head has a key and value of its own out of the latent"
+            f"model.num_key_value_heads={m.num_key_value_heads} must equal model.num_attention_heads="
+            f"{m.num_attention_heads}: with latent attention every head has its own key and value"
         )
     return None

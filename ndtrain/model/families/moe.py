@@ -126,7 +126,7 @@ class MoE:
             return reason
         if m.first_k_dense_replace > m.num_hidden_layers:
             return (
-                f"model.first_k_dense_replace={m.first_k_dense_replace} is more than "
+                f"model.first_k_dense_replace={m.first_k_dense_replace} exceeds "
                 f"model.num_hidden_layers={m.num_hidden_layers}: lower it"
             )
         if beyond := [i for i in m.mlp_only_layers if not 0 <= i < m.num_hidden_layers]:
@@ -139,8 +139,8 @@ def _refused_choice(m: ModelConfig, experts: int, k: int) -> str | None:
     each, rest = divmod(experts, m.n_group)
     if rest or (m.n_group > 1 and each < 2):
         return (
-            f"model.n_group={m.n_group} must cut model.num_experts={experts} into equal groups of two or more, since a "
-            "group's score is the sum of its best two: change one of them"
+            f"model.n_group={m.n_group} must divide model.num_experts={experts} into equal groups of two or more "
+            "experts, because the two best give a group's score: change one of them"
         )
     if m.topk_group > m.n_group:
         return f"model.topk_group={m.topk_group} exceeds model.n_group={m.n_group}: lower it"

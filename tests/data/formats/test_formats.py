@@ -331,9 +331,9 @@ def test_an_id_beyond_the_vocabulary_is_refused(name, tmp_path):
 
 SETTINGS = {
     "no path": ({"name": "megatron"}, "data.path is missing: data=megatron needs it, e.g. data.path=corpus_text_doc"),
-    "both": ({"name": "llmc", "path": "a", "paths": ["b"]}, "data.path=a and data.paths=.*: data=llmc reads one"),
+    "both": ({"name": "llmc", "path": "a", "paths": ["b"]}, "data.path=a and data.paths=.*: data=llmc reads only one"),
     "paths of text": ({"name": "text", "path": "a", "paths": ["b"]}, "only data=megatron, data=llmc, data=datatrove"),
-    "a type": ({"name": "megatron", "path": "a", "dtype": "uint32"}, "finds the type of the ids in its files"),
+    "a type": ({"name": "megatron", "path": "a", "dtype": "uint32"}, "reads the dtype from its files"),
 }
 
 
