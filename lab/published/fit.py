@@ -46,7 +46,7 @@ Fitted = dict[str, Parameter]
 class Options:
     """Options of `plan fit`."""
 
-    source: str = option("CSV file with the measurements; docs/plan_table.md lists its columns", key="in")
+    source: str = option("CSV file with the measurements; docs/plan_accuracy.md lists its columns", key="in")
     fit: bool = option("fit the rates; false: only report the errors of the planner's own rates", True)
     json: str | None = option("JSON file for all results", None)
     svg: str | None = option("SVG file to draw predicted over measured step times in", None)

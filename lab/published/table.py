@@ -25,7 +25,7 @@ REFUSED = "refused"
 class Options:
     """The options of `plan table`."""
 
-    source: str = option("CSV file with a row per run; docs/plan_table.md lists its columns", key="in")
+    source: str = option("CSV file with a row per run; docs/plan_accuracy.md lists its columns", key="in")
     out: str = option("CSV file to write: the same rows, followed by the predicted columns")
 
 

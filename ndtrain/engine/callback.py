@@ -19,7 +19,7 @@ STOP, MEMORY, DATA_WAIT, BUSY = range(4)
 
 
 class Run(Protocol):
-    """What a callback sees of the `Trainer` that calls it."""
+    """The part of a `Trainer` that its callbacks use."""
 
     cfg: Config
     mesh: Mesh

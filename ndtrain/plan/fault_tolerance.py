@@ -51,7 +51,7 @@ class Assumptions:
     were GPU failures: faulty GPU 148, HBM3 72, SRAM 19, system processor 17, silent data corruption 6, thermal
     interface and sensor 6. All others, software included, count as host failures here: 151 on 2,048 hosts. The mean
     times between failures are therefore 16,384 x 54 x 24 / 268 and 2,048 x 54 x 24 / 151 hours. Other fleets fail more
-    often: docs/plan_goodput.md.
+    often: docs/plan.md.
 
     Restart: 10 minutes without loading. FT-HSDP (arXiv 2602.00277) reports 10 minutes for a whole recovery of 100,000
     GPUs. MegaScale (arXiv 2402.15627, section 6.3) reports less than 10 minutes to detect and diagnose, and 15 minutes

@@ -23,7 +23,7 @@ class Rates:
     """The performance of real machines relative to their data sheets.
 
     Efficiencies are shares of a peak or of a bandwidth. The defaults are fitted to 457 published runs from ten sources:
-    docs/plan_table.md has the errors. `step_s` and `launch_s` are ndtrain's own. `PUBLISHED` has the values for the
+    docs/plan_accuracy.md has the errors. `step_s` and `launch_s` are ndtrain's own. `PUBLISHED` has the values for the
     published trainers.
 
     Attributes:

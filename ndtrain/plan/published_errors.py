@@ -3,7 +3,7 @@
 from ndtrain.plan.accuracy import WITHIN, Accuracy
 from ndtrain.plan.hardware import Hardware
 
-# All rows of the five-fold cross-validation by source in docs/plan_table.md. The rates that predicted a row were fitted
+# All rows of the five-fold cross-validation by source in docs/plan_accuracy.md. The rates that predicted a row were fitted
 # without the row's source.
 ERRORS = Accuracy(
     rows=457,
