@@ -3,8 +3,8 @@
 from ndtrain.plan.accuracy import WITHIN, Accuracy
 from ndtrain.plan.hardware import Hardware
 
-# All rows of the five-fold cross-validation by source in docs/plan_accuracy.md. The rates that predicted a row were fitted
-# without the row's source.
+# All rows of the five-fold cross-validation by source in docs/plan_accuracy.md. The rates that predicted a row were
+# fitted without the row's source.
 ERRORS = Accuracy(
     rows=457,
     median=0.079,
