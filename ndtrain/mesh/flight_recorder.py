@@ -1,6 +1,6 @@
 """The flight recorder of a process: its last few hundred collectives, and its current step and action.
 
-It is always on and costs one or two microseconds per collective. When a run hangs, `runtime/hang_watchdog.py` collects
+It is always on and costs one or two microseconds per collective. When a run hangs, `run/hang_watchdog.py` collects
 the records of every rank.
 """
 

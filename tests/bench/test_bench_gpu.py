@@ -532,7 +532,7 @@ def test_bad_arguments_are_one_line(args, said, capsys, tmp_path, monkeypatch):
 def test_results_of_two_devices_do_not_mix(tmp_path, capsys):
     args = ["gpu", "suite=smoke", "device=cpu", f"folder={tmp_path}"]
     (tmp_path / "gpu-smoke.json").write_text("{")
-    assert main(args) == 2 and "is no JSON" in capsys.readouterr().err
+    assert main(args) == 2 and "is not JSON" in capsys.readouterr().err
     other = {"hardware": {"gpus": ["NVIDIA X, 1, 2"]}, "cases": {"tiny eager": measured()}}
     (tmp_path / "gpu-smoke.json").write_text(json.dumps(other))
     assert main(args) == 2 and "holds results of NVIDIA X" in capsys.readouterr().err

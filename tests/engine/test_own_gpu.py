@@ -124,9 +124,9 @@ THREADS = {
     "data/workers.py": False,
     "model/init.py": False,  # `parallel/build.py` does: the model knows no rank
     "preflight/run.py": True,
-    "runtime/folder_lock.py": False,
-    "runtime/launcher.py": False,
-    "runtime/hang_watchdog.py": False,  # it reads results that another thread has set
+    "run/folder_lock.py": False,
+    "run/launcher.py": False,
+    "run/hang_watchdog.py": False,  # it reads results that another thread has set
 }
 
 

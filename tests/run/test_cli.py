@@ -251,7 +251,7 @@ CORPORA = {  # a maker of the overrides -> what the error must contain
         lambda d: bin_file(d / "ids.bin", [*range(100), 512, *range(100)]),
         ["token id 512 at offset 100", "model.vocab_size=512", "at least 513"],
     ),
-    "odd bin": (lambda d: ["data=bin", f"data.path={d}/odd.bin"], ["odd.bin", "no multiple", "data.dtype"]),
+    "odd bin": (lambda d: ["data=bin", f"data.path={d}/odd.bin"], ["odd.bin", "not a multiple", "data.dtype"]),
     "empty bin": (lambda d: bin_file(d / "none.bin", []), ["none.bin", "no tokens"]),
     "no tokenizer": (lambda d: ["data.tokenizer=/no/file"], ["data.tokenizer=/no/file", "byte, bpe"]),
     "vocabulary too small": (lambda d: ["model.vocab_size=200"], ["model.vocab_size=200", "at least 257"]),
