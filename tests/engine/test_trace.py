@@ -212,7 +212,7 @@ def test_no_room_for_the_trace(tmp_path, corpus, capsys):
 
 @pytest.mark.parametrize("value", ["text", ["clock", 1.0], ["clock", 1.0, [[["F", 0, 0], 1.0]]], ["clock", None, []]])
 def test_what_is_no_log_of_a_rank_is_refused(value):
-    with pytest.raises(ValueError, match="what a rank has sent is no"):
+    with pytest.raises(ValueError, match="a rank sent a message that is not a"):
         _Log.from_json(value)
 
 

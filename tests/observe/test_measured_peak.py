@@ -53,7 +53,7 @@ def test_a_bad_value_is_raised_with_a_line(runs):
 
 @pytest.mark.parametrize(
     ("how", "why"),
-    [(BUSY, "other programs used 50 % of the CPU time of its cores"), (UNEVEN, "took 3.0 times as long")],
+    [(BUSY, "other programs used 50 % of its cores' time"), (UNEVEN, "took 3.0 times as long")],
 )
 def test_a_disturbed_rate_is_measured_again_at_most_twice(runs, how, why):
     best, (line,), whole = runs(1.0, **how)
