@@ -159,7 +159,10 @@ REFUSED = {
         ["recipe=moe_debug", "mesh.dp=3", "mesh.ep=2", "train.global_batch=6"], 3,
         ["mesh.ep=2 must divide mesh.dp x mesh.fsdp x mesh.cp = 3 x 1 x 1 = 3"],
     ),
-    "ranks of other axes": (["recipe=moe_debug", "mesh.tp=2", "mesh.ep=2"], 2, ["mesh.ep=2 must divide mesh.dp x mesh.fsdp x mesh.cp = 1 x 1 x 1 = 1"]),
+    "ranks of other axes": (
+        ["recipe=moe_debug", "mesh.tp=2", "mesh.ep=2"], 2,
+        ["mesh.ep=2 must divide mesh.dp x mesh.fsdp x mesh.cp = 1 x 1 x 1 = 1"],
+    ),
     "experts that it does not divide": (
         ["recipe=moe_debug", "model.num_experts=6", "mesh.dp=4", "mesh.ep=4"], 4,
         ["mesh.ep=4 must divide model.num_experts=6"],
