@@ -68,7 +68,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     print(as_text(tuned))
     if ratio := measured_over_predicted(tuned):
         path = Path(options.folder) / DESCRIPTION
-        write_file("folder", str(path), described(options.hardware, hardware, ratio))
+        write_file("folder", str(path), described(options.hardware, ratio))
         print(f"\nmeasured / predicted: {ratio:.3f}. hardware={path} predicts with it")
     if options.json:
         write_file("json", options.json, json.dumps([t._asdict() for t in tuned], indent=1))
@@ -234,12 +234,8 @@ def measured_over_predicted(tuned: Sequence[Tuned]) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
-def described(name: str, hardware: Hardware, ratio: float) -> str:
-    """Return the description `name` as YAML, changed so that its predictions are longer by the factor `ratio`.
-
-    Args:
-        hardware: the loaded description.
-    """
+def described(name: str, ratio: float) -> str:
+    """Return the description `name` as YAML, changed so that its predictions are longer by the factor `ratio`."""
     body = yaml.safe_load(description_path(name).read_text())
     rates = body.get("rates") or {}
     body["rates"] = rates | {"slower": round(ratio * rates.get("slower", Rates().slower), 6)}

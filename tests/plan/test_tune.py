@@ -63,9 +63,8 @@ def test_rows_of_another_machine_do_not_count(tmp_path, monkeypatch):
 def test_the_measured_rate_is_fed_back(tmp_path):
     from ndtrain.config import load_config, resolve
 
-    hardware = load_hardware("h100")
-    (tmp_path / "tuned.yaml").write_text(described("h100", hardware, 1.25))
-    (tmp_path / "again.yaml").write_text(described(f"{tmp_path}/tuned.yaml", hardware, 2.0))
+    (tmp_path / "tuned.yaml").write_text(described("h100", 1.25))
+    (tmp_path / "again.yaml").write_text(described(f"{tmp_path}/tuned.yaml", 2.0))
     cfg = resolve(load_config(["recipe=llama_debug", "precision.compute=bf16"]), 1)
     plain, tuned, again = (
         Predictor(load_hardware(name)).predict(cfg)
