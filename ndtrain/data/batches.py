@@ -17,10 +17,9 @@ from torch import Tensor
 from ndtrain.data.token_array import Packing
 from ndtrain.device.gpu import use_gpu
 from ndtrain.mesh.sequence_sharding import SequenceSharding
-from ndtrain.model.vocabulary import IGNORE, Targets
+from ndtrain.model.vocabulary import IGNORE, WEIGHTS, Targets
 
 Item = TypeVar("Item")
-WEIGHTS = "weights"  # the column with each token's weight in the loss
 
 
 @dataclass(frozen=True)

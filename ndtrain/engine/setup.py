@@ -39,7 +39,7 @@ from ndtrain.engine.memory_check import require_memory
 from ndtrain.engine.threads import set_threads
 from ndtrain.mesh.json_messages import broadcast_json
 from ndtrain.mesh.mesh import Mesh
-from ndtrain.model.objective import make_objective
+from ndtrain.model.objective import column_names
 from ndtrain.observe import grow_segments, keep_freed_memory
 from ndtrain.optim.lr_schedule import idle_steps
 from ndtrain.parallel.build import Stages, initialise
@@ -633,7 +633,7 @@ def check_columns(cfg: Config, data: Data) -> None:
     Raises:
         ConfigError: a column is missing.
     """
-    wanted = [column.name for column in make_objective(cfg.objective).columns]
+    wanted = column_names(cfg.objective)
     if missing := [name for name in wanted if name not in data.columns]:
         raise ConfigError(
             f"objective={cfg.objective.name}: data={cfg.data.name} has no {', '.join(missing)}: use data=chat, whose "

@@ -10,7 +10,7 @@ from ndtrain.engine.setup import packing_of
 from ndtrain.engine.train_step import Evaluated, Evaluation
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.sharding import BATCH_AXES
-from ndtrain.model.objective import make_objective
+from ndtrain.model.objective import column_names
 from ndtrain.parallel.build import Stages, sequence_sharding
 
 
@@ -47,5 +47,5 @@ def rank_batches(cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int)
     t = cfg.train
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     packing = packing_of(cfg, data)
-    sharding, columns = sequence_sharding(cfg), [column.name for column in make_objective(cfg.objective).columns]
+    sharding, columns = sequence_sharding(cfg), column_names(cfg.objective)
     return microbatches(source, step, rows, resolved(t.micro_batch), sharding, mesh.index("cp"), packing, columns)

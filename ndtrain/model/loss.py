@@ -38,10 +38,12 @@ def chunked_loss(
         vocabulary: how tokens and logits are sharded.
         objective: returns the tokens' weights, and the loss of a chunk's logits with its gradient.
     """
-    sums = torch.zeros(1 + len(objective.sums), dtype=_wide(x_NE.dtype), device=x_NE.device)
+    wide = _wide(x_NE.dtype)
+    scale = scale.to(wide)
+    sums = torch.zeros(1 + len(objective.sums), dtype=wide, device=x_NE.device)
     dx_NE = torch.empty_like(x_NE) if want_gradients else None
     for rows, x_CE, targets_C in vocabulary.chunks(x_NE, targets_N, chunk):
-        weight_C1 = (objective.weights(targets_C).to(sums.dtype) * scale.to(sums.dtype))[:, None]
+        weight_C1 = (objective.weights(targets_C).to(wide) * scale)[:, None]
         targets_C = targets_C._replace(labels=targets_C.labels.where(targets_C.labels != IGNORE, 0))
         of_chunk, dlogits_CV = objective.of_chunk(
             x_CE @ weight_VE.t(), targets_C, weight_C1, vocabulary, want_gradients

@@ -6,6 +6,7 @@ class, registered under the name that `objective=name` selects. It knows nothing
 Shape legend: C tokens of a chunk, V columns of the vocabulary on this device, S sums: the loss and `Objective.sums`.
 """
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,7 @@ from torch import Tensor
 
 from ndtrain.config import ObjectiveConfig
 from ndtrain.config.registry import get, register
-from ndtrain.model.vocabulary import IGNORE, Targets, Vocabulary
-
-WEIGHTS = "weights"  # name of the data column with the weight of each token
+from ndtrain.model.vocabulary import IGNORE, WEIGHTS, Targets, Vocabulary
 
 
 class Column(NamedTuple):
@@ -26,7 +25,7 @@ class Column(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-class Objective:
+class Objective(ABC):
     """A loss that is a sum over tokens. The loss of a step is sum(weight * loss) / sum(weight) over the tokens of the
     global batch. It does not depend on the mesh or on the microbatches.
 
@@ -47,11 +46,12 @@ class Objective:
         """Return the weight of each token, with the shape of the labels: at least 0, and 0 where they are `IGNORE`."""
         return targets.labels != IGNORE
 
+    @abstractmethod
     def read(self, targets_C: Targets, vocabulary: Vocabulary) -> tuple[Tensor, ...]:
         """Return the tensors that `losses` needs from the targets. Token ids are converted to local columns
         (`vocabulary.local`)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def losses(
         self, logits_CV: Tensor, lse_C: Tensor, weight_C1: Tensor, wanted: bool, *read: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -67,7 +67,6 @@ class Objective:
             wanted: whether to compute the gradient. If False, it is None.
             read: the tensors that `read` returned.
         """
-        raise NotImplementedError
 
     def of_chunk(
         self, logits_CV: Tensor, targets_C: Targets, weight_C1: Tensor, vocabulary: Vocabulary, wanted: bool
@@ -153,6 +152,11 @@ CROSS_ENTROPY = CrossEntropy(ObjectiveConfig())
 
 
 # ------------------------------------------------------------------------------------------------------- making one
+
+
+def column_names(cfg: ObjectiveConfig) -> list[str]:
+    """Return the names of the data columns that the configured objective reads."""
+    return [column.name for column in make_objective(cfg).columns]
 
 
 def make_objective(cfg: ObjectiveConfig, compiled: bool = False) -> Objective:

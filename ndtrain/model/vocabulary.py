@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+WEIGHTS = "weights"  # name of the data column with the weight of each token in the loss
 IGNORE = -100  # the label of a token without a loss, as in torch.nn.functional.cross_entropy
 
 

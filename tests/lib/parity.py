@@ -12,7 +12,7 @@ from ndtrain.data.token_array import Packing
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.mesh.sharding import BATCH_AXES
-from ndtrain.model.objective import make_objective
+from ndtrain.model.objective import column_names
 from ndtrain.model.vocabulary import IGNORE
 from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
 from tests.lib.ranks import run_ranks
@@ -80,7 +80,7 @@ class RandomRows(Tokens):
             "teacher_ids": np.stack([d.integers(0, vocab, (length, 3)) for d in draws]),
             "teacher_probs": np.stack([d.dirichlet(np.ones(3), length).astype(np.float32) for d in draws]),
         }
-        return {name: made[name] for name in columns_of(self.cfg)}
+        return {name: made[name] for name in column_names(self.cfg.objective)}
 
     def tokens(self, step: int, rows: Sequence[int]) -> np.ndarray:
         return np.stack([self._row(step, row) for row in rows])
@@ -93,16 +93,14 @@ class RandomRows(Tokens):
         return tokens
 
 
-def columns_of(cfg: Config) -> list[str]:
-    return [column.name for column in make_objective(cfg.objective).columns]
-
-
 def make_batches(cfg: Config, mesh: Mesh, step: int, mask: str) -> list[Batch]:
     """This rank's microbatches of random tokens, sharded over cp."""
     t, sharding, part = cfg.train, sequence_sharding(cfg), mesh.index("cp")
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     packing = Packing(EOS) if cfg.data.pack else None
-    batches = microbatches(RandomRows(cfg), step, rows, t.micro_batch, sharding, part, packing, columns_of(cfg))
+    batches = microbatches(
+        RandomRows(cfg), step, rows, t.micro_batch, sharding, part, packing, column_names(cfg.objective)
+    )
     places = torch.from_numpy(sharding.index(part))
     leading = torch.tensor([MASKS[mask](row, step, t.seq_len) for row in rows]).split(t.micro_batch)
     ignored = [places < first[:, None] for first in leading]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ndtrain.config import Config, ConfigError
-from ndtrain.data.batches import WEIGHTS, Source
+from ndtrain.data.batches import Source
 from ndtrain.data.cache import digest
 from ndtrain.data.chat.conversations import ChatCorpus, ChatFiles, tokenise_chat
 from ndtrain.data.chat.packing import PackedConversations, PackedSequences, PackedValidation
@@ -17,7 +17,8 @@ from ndtrain.data.documents import SPLITS, require_training_text
 from ndtrain.data.order import corpus_seed
 from ndtrain.data.tokenizer import Tokenizer, load_tokenizer
 from ndtrain.mesh.mesh import Mesh
-from ndtrain.model.objective import make_objective
+from ndtrain.model.objective import column_names
+from ndtrain.model.vocabulary import WEIGHTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class ChatData(Data):
                 f"{self.name}: {held.rows:,} rows became {len(held.ends):,} conversations: the chat template renders "
                 "earlier turns differently from the last one, so these turns became separate conversations"
             )
-        if held.has_weights and WEIGHTS not in {column.name for column in make_objective(cfg.objective).columns}:
+        if held.has_weights and WEIGHTS not in column_names(cfg.objective):
             lines.append(
                 f"{self.name}: objective={cfg.objective.name} ignores the weights of the rows, except that messages "
                 "of weight 0 are not trained on; set objective=weighted to use them"

@@ -14,11 +14,12 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from ndtrain.data.batches import WEIGHTS, Batch
+from ndtrain.data.batches import Batch
 from ndtrain.data.cache import atomic_write, digest, load_or_build
 from ndtrain.data.chat.conversations import Conversations
 from ndtrain.data.order import EndlessRun, epoch_indices
 from ndtrain.data.token_array import Packing
+from ndtrain.model.vocabulary import WEIGHTS
 
 _PADDING = 0  # the id of padding: no conversation attends to it, and it is not learned
 
