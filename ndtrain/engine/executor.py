@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from ndtrain.mesh.collectives import reduces_in_place
+from ndtrain.mesh.collectives import Group, all_gather_row, reduces_in_place
 from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.model import Context
-from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Pipeline
-from ndtrain.parallel.recompute import RecomputeGroup, SavedOps
+from ndtrain.parallel.recompute import RecomputeGroup
+from ndtrain.parallel.stages import Stages
 from ndtrain.program import ops
-from ndtrain.program.build import Holdings, UnitFacts, build_program
+from ndtrain.program.build import NO_EXPERTS, Experts, Holdings, UnitFacts, build_program
 from ndtrain.program.ops import Op, RankProgram, Run, Turn
 from ndtrain.program.passes import Layer
 from ndtrain.schedule import Action, Message
@@ -35,13 +35,40 @@ class ActionTiming(NamedTuple):
     ended: float
 
 
+class TokenCount:
+    """The sum of the weights of all tokens of the global batch.
+
+    Args:
+        mine: the sum of the weights of this rank's tokens, fp64 [1].
+        group: the ranks with other tokens.
+    """
+
+    def __init__(self, mine: Tensor, group: Group):
+        self._mine, self._group = mine, group
+
+    def launch(self) -> None:
+        """Launch the gather of all ranks' sums."""
+        self._weights, self._gathered = all_gather_row(self._mine, self._group)
+
+    def wait(self) -> None:
+        """Wait for all ranks' sums."""
+        self._gathered.wait()
+
+    def scale(self) -> Tensor:
+        """Return the factor of the sum of the token losses, a scalar. Call it after `wait`."""
+        total = self._weights.sum()
+        return 1 / total.where(total > 0, 1)
+
+
 class Executor:
     """Runs a rank's row of a schedule over the layers of its stages and their sharded units.
 
     Args:
         losses: the number of sums that the head returns: the loss, and the other sums of the objective.
+        experts: the ops that experts add to the program.
 
     Attributes:
+        ran: the program that ran last.
         timings: list to which the time span of each action is appended; None: no timing. With timings on a GPU, the
             host waits for each action.
     """
@@ -49,16 +76,18 @@ class Executor:
     def __init__(
         self,
         layers: Sequence[Layer],
-        units: ShardedUnits,
+        stages: Stages,
         pipeline: Pipeline,
-        saved_ops: SavedOps,
-        recompute_groups: Sequence[RecomputeGroup],
+        recompute_groups: Sequence[RecomputeGroup] = (),
         losses: int = 1,
+        experts: Experts = NO_EXPERTS,
     ):
+        units = stages.units
         facts = {name: UnitFacts.of(unit.layout, units.plan) for name, unit in units.units.items()}
         in_place = any(reduces_in_place(unit.grad) for unit in units.units.values())
-        self.holdings = Holdings(layers, facts, recompute_groups, in_place).joined()
-        self.layers, self.units, self.pipeline, self.saved_ops = self.holdings.layers, units, pipeline, saved_ops
+        self.holdings = Holdings(layers, facts, recompute_groups, in_place, experts).joined()
+        self.layers, self.units, self.pipeline = self.holdings.layers, units, pipeline
+        self.saved_ops, self.balance, self.capacity = stages.saved_ops, stages.balance, stages.capacity
         self.timings: list[ActionTiming] | None = None
         self._n_losses = losses
         self._names = {a: show(a) for a in pipeline.schedule.table[pipeline.rank]}
@@ -77,15 +106,16 @@ class Executor:
             self._programs[before] = build_program(self.pipeline.schedule, self.pipeline.rank, self.holdings, before)
         return self._programs[before]
 
-    def run(self, contexts: Sequence[Context]) -> Tensor:
+    def run(self, contexts: Sequence[Context], tokens: TokenCount | None = None) -> Tensor:
         """Run the row over all microbatches, and return the sums of this rank's losses [losses], in fp32 or wider.
 
         If the row has backward passes, the gradients are summed over the mesh on return.
 
         Args:
             contexts: one for each microbatch.
+            tokens: counts the tokens, if the row has backward passes.
         """
-        self._contexts = contexts
+        self._contexts, self._tokens = contexts, tokens
         self._inputs: dict[tuple[int, int], Tensor | None] = {}
         self._graphs: dict[tuple[int, int], GradientEdge] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
@@ -94,17 +124,14 @@ class Executor:
         self._local: dict[Message, Tensor] = {}  # results that another stage of this rank has not read yet
         wide = torch.promote_types(self.units.compute, torch.float32)
         self._losses = torch.zeros(self._n_losses, dtype=wide, device=self.units.device)
-        program, number = self.program, 0
-        for op in program.begin:
-            self._sum_gradients(op)
-            number += 1
+        self.ran = program = self.program
+        self._run_ops(program.begin, 0)
+        number = len(program.begin)
         for turn in program.turns:
             self.run_turn(turn, number)
             number += len(turn.ops)
         RECORDER.action = "gradient sums"
-        for index, op in enumerate(program.end, number):
-            RECORDER.op = index
-            self._sum_gradients(op)
+        self._run_ops(program.end, number)
         RECORDER.op = None
         return self._losses
 
@@ -115,7 +142,7 @@ class Executor:
             number: the index of the first op in the program.
         """
         a, units = turn.action, self.units
-        RECORDER.action = self._names[a]
+        RECORDER.action, RECORDER.op = self._names[a], number
         self.pipeline.post(turn.posts)
         if a.kind == "F" and a.stage == 0:
             self._inputs[a.microbatch, self._entry[a.stage]] = None
@@ -142,12 +169,17 @@ class Executor:
                 case ops.Hand():
                     self._local[turn.gives] = self._results.pop()
                 case _:
-                    self._sum_gradients(op)
+                    self.run_op(op)
         if self.timings is not None:
             self.timings.append(ActionTiming(a, began, self._now()))
 
-    def _sum_gradients(self, op: Op) -> None:
-        """Run an op on gradients, or an op at the end of a step."""
+    def _run_ops(self, made: Sequence[Op], number: int) -> None:
+        for index, op in enumerate(made, number):
+            RECORDER.op = index
+            self.run_op(op)
+
+    def run_op(self, op: Op) -> None:
+        """Run an op that is not tied to an action: on gradients, on the count of tokens, or on experts."""
         units = self.units
         match op:
             case ops.Open():
@@ -168,6 +200,16 @@ class Executor:
                 units.sum_tied(op.unit)
             case ops.FinishSends():
                 self.pipeline.finish()
+            case ops.CountTokens():
+                self._tokens.launch()
+            case ops.AwaitTokens():
+                self._tokens.wait()
+            case ops.SumLoads():
+                self.balance.sum_loads()
+            case ops.AwaitLoads():
+                self.balance.await_loads()
+            case ops.CheckCapacity():
+                self.capacity.check()
 
     def _now(self) -> float:
         if self.timings is not None and self.units.device.type == "cuda":

@@ -63,7 +63,7 @@ class Sampler:
             self._model = stages.models[last]
         pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         layers = line_up(segments, last)
-        self._executor = Executor(layers, stages.units, pipeline, stages.saved_ops, [])
+        self._executor = Executor(layers, stages, pipeline)
         self._layout = stages.layouts[f"{EMBED if cfg.model.tie_word_embeddings else HEAD}.weight"]
         self._shares_stream = shards_stream(cfg)
         # created here on all ranks, because only some ranks run the head

@@ -13,7 +13,7 @@ from torch import Tensor
 from ndtrain import schedule as schedules
 from ndtrain.config import AXES, DATA_AXES, Config, LocalShapes
 from ndtrain.data import Batch
-from ndtrain.engine.executor import Executor
+from ndtrain.engine.executor import Executor, TokenCount
 from ndtrain.mesh.collectives import all_gather_row
 from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.mesh.host_device import Readback, upload
@@ -23,8 +23,11 @@ from ndtrain.model.objective import Objective
 from ndtrain.model.vocabulary import IGNORE
 from ndtrain.optim import learning_rate
 from ndtrain.parallel.build import Stages
+from ndtrain.parallel.grad_stats import GradStats
 from ndtrain.parallel.pp import Pipeline
 from ndtrain.parallel.sharded_optimizer import ShardedOptimizer
+from ndtrain.program import ops
+from ndtrain.program.build import NO_EXPERTS, Experts
 from ndtrain.program.passes import line_up
 
 Signals = Callable[[], Sequence[float]]
@@ -90,7 +93,7 @@ class TrainingStep:
         layers = line_up(stages.segments, stages.placement.last)
         pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         losses = 1 + len(stages.objective.sums)
-        self.executor = Executor(layers, stages.units, pipeline, stages.saved_ops, stages.recompute.groups, losses)
+        self.executor = Executor(layers, stages, pipeline, stages.recompute.groups, losses, Experts.of(cfg))
         self.look_ahead = forwards(cfg, mesh, stages, loss=False) if stages.balance.pooled else None
         self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
         self._reruns = 0  # of the current step
@@ -113,28 +116,19 @@ class TrainingStep:
         while True:
             with capacity.in_use():
                 loss = self._forward_backward(batches)
-            if not capacity.overflowed():
+            if not capacity.exceeded:
                 return loss
             capacity.grow()
             self._reruns += 1
 
     def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         self.stages.balance.begin_step()
-        weight = total_weight(self.stages.objective, batches)
-        weights, gathered = all_gather_row(weight, self.mesh.group(*DATA_AXES))
-
-        def loss_scale() -> Tensor:
-            gathered.wait()
-            total = weights.sum()
-            return 1 / total.where(total > 0, 1)
-
-        made = contexts(self.stages, batches, loss_scale)
+        tokens = TokenCount(total_weight(self.stages.objective, batches), self.mesh.group(*DATA_AXES))
+        made = contexts(self.stages, batches, tokens.scale)
         if self.look_ahead is not None:
             with self.stages.balance.looking_ahead():
                 self.look_ahead.run(made)
-        loss = self.executor.run(made)
-        gathered.wait()  # if no stage of this rank has the loss, nothing else has waited
-        return loss
+        return self.executor.run(made, tokens)
 
     def update(self, step: int, loss: Tensor, signals: Signals = lambda: (0.0,)) -> PendingReport:
         """Clip the gradient and update the weights. Change nothing if the loss or the gradient is not finite.
@@ -144,20 +138,32 @@ class TrainingStep:
                 last.
         """
         RECORDER.action = "norm and update"
-        balance = self.stages.balance
-        balanced = balance.start_sum()
-        stats = self.optimizer.reduce_stats(loss)
-        lr = learning_rate(self.cfg.optim, step, self.cfg.train.steps)
-        self.optimizer.step(step, lr, stats)
-        balanced.wait()
-        balance.update(stats.finite)
-        self.stages.units.weights_changed(published=True)
-        rows, work = all_gather_row(upload(signals(), self.mesh.device), self.mesh.world)
+        lr, program = learning_rate(self.cfg.optim, step, self.cfg.train.steps), self.executor.ran
+        for index, op in enumerate(program.update, program.update_at):
+            RECORDER.op = index
+            match op:
+                case ops.GatherStats():
+                    stats = self.optimizer.reduce_stats(loss)
+                case ops.Update():
+                    self.optimizer.step(step, lr, stats)
+                    self.stages.units.weights_changed(published=True)
+                case ops.UpdateBiases():
+                    self.stages.balance.update(stats.finite)
+                case ops.Report():
+                    report = self._report(step, lr, stats, signals())
+                case _:
+                    self.executor.run_op(op)
+        RECORDER.op = None
+        return report
+
+    def _report(self, step: int, lr: float, stats: GradStats, signals: Sequence[float]) -> PendingReport:
+        balance, capacity = self.stages.balance, self.stages.capacity
+        rows, work = all_gather_row(upload(signals, self.mesh.device), self.mesh.world)
         numbers = torch.cat([torch.stack([stats.norm, stats.finite.double()]), stats.losses, balance.numbers()])
         result, tokens = Readback(work, numbers, rows), self.cfg.train.global_batch * self.cfg.train.seq_len
-        capacity = None if self.stages.capacity is None else self.stages.capacity.factor
         names = *self.stages.objective.sums, *balance.names
-        return PendingReport(step, lr, tokens, result, names, self._reruns, capacity)
+        factor = None if capacity is None else capacity.factor
+        return PendingReport(step, lr, tokens, result, names, self._reruns, factor)
 
 
 class Evaluated(NamedTuple):
@@ -204,7 +210,7 @@ def forwards(cfg: Config, mesh: Mesh, stages: Stages, loss: bool = True) -> Exec
     """Return an executor that runs only the forward passes of a step.
 
     Args:
-        loss: True to run head and loss too; otherwise the loss is 0.
+        loss: True to run head and loss too. False: the loss is 0, and the loads of experts are summed.
     """
     schedule = schedules.forwards(stages.placement.schedule)
     layers = line_up(stages.segments, stages.placement.last)
@@ -212,7 +218,8 @@ def forwards(cfg: Config, mesh: Mesh, stages: Stages, loss: bool = True) -> Exec
         none = lambda x, ctx: x.new_zeros(1)
         layers = [layer._replace(run=none, units=()) if layer.loss else layer for layer in layers]
     pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
-    return Executor(layers, stages.units, pipeline, stages.saved_ops, [], 1 + len(stages.objective.sums))
+    losses, experts = 1 + len(stages.objective.sums), NO_EXPERTS if loss else Experts.of(cfg)
+    return Executor(layers, stages, pipeline, (), losses, experts)
 
 
 def contexts(stages: Stages, batches: Sequence[Batch], loss_scale: Callable[[], Tensor]) -> list[Context]:

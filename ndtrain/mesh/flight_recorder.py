@@ -25,6 +25,7 @@ class Entry(NamedTuple):
         group, ranks: (a launch) the process group's name, and its global ranks in order. None and empty for a wait.
         to, source: (a message) ranks of the group, as in `Recorder.launch`.
         among: (a collective) the ranks of the group that take part; None: all ranks.
+        op: the index of the current op in the rank's program, or None.
     """
 
     record: CollectiveRecord
@@ -34,6 +35,7 @@ class Entry(NamedTuple):
     to: int | None = None
     source: int | None = None
     among: Sequence[int] | None = None
+    op: int | None = None
 
 
 class Recorder:
@@ -116,7 +118,9 @@ class Recorder:
         self.last.append(record)
         if self.journal is not None:
             ranks = self.members.get(whole, tuple(range(group.size())))
-            self.journal.append(Entry(record, threading.get_ident(), group.group_name, ranks, to, source, among))
+            self.journal.append(
+                Entry(record, threading.get_ident(), group.group_name, ranks, to, source, among, self.op)
+            )
         return record
 
     def follow(self, record: CollectiveRecord, works: Iterable[Any]) -> None:
@@ -140,7 +144,7 @@ class Recorder:
         record.waited = time.monotonic()
         self._waits[id(record)] = record
         if self.journal is not None:
-            self.journal.append(Entry(record, threading.get_ident()))
+            self.journal.append(Entry(record, threading.get_ident(), op=self.op))
         if self.mark:
             self._marks[id(record)] = mark = self.mark(record)
             mark.__enter__()

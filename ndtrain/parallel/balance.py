@@ -117,12 +117,12 @@ class Balance:
         self.mesh, self.layers = mesh, sparse_layers(cfg.model)
         zeros = lambda width, dtype: torch.zeros(len(self.layers), width, dtype=dtype, device=mesh.device)
         self.bias_LX = zeros(experts, torch.float32)
-        self._rate = moe.bias_rate if moe.balance == "bias" else 0.0
+        self._rate = moe.bias_rate
         self._sums = zeros(experts + LOSSES, torch.float64)  # the sums of this step: loads, then losses
         self._rows: dict[Tensor, int] = {}  # bias of a block -> its row in the sums
         self._counts_here = shards_stream(cfg) or mesh.coords["tp"] == 0
         self.pooled = PooledShares(zeros(experts, torch.float64), tokens) if looks_ahead(cfg) else None
-        self._looks_ahead = False
+        self._looks_ahead, self._pending = False, Pending(())
         self._loss = self._make_loss(cfg)
         self._z_factor = moe.z_loss * len(self.layers)
         self._per_token = 1 / max(1, len(self.layers) * tokens)
@@ -145,7 +145,7 @@ class Balance:
     @property
     def loads_LX(self) -> Tensor:
         """The number of tokens that each expert got in this step, fp64. It counts the tokens of all ranks after
-        `start_sum` has finished."""
+        `await_loads`."""
         return self._sums[:, :-LOSSES]
 
     # --------------------------------------------------------------------------------------------------- in a forward
@@ -172,30 +172,30 @@ class Balance:
 
     @contextmanager
     def looking_ahead(self) -> Iterator[None]:
-        """Run the block as the forward of the whole batch before a step, then compute the pooled shares."""
-        pooled = resolved(self.pooled)
-        pooled.loads_LX.zero_()
+        """Run the block as the forward of the whole batch before a step, which computes the pooled shares."""
+        resolved(self.pooled).loads_LX.zero_()
         self._looks_ahead = True
         try:
             yield
         finally:
             self._looks_ahead = False
-        self._sum(pooled.loads_LX).wait()
-        pooled.fix()
 
     def begin_step(self) -> None:
         self._sums.zero_()
 
-    def start_sum(self) -> Pending:
-        """Start to sum the step's loads and losses over all ranks."""
-        return self._sum(self._sums)
-
-    def _sum(self, mine: Tensor) -> Pending:
-        if not self.layers:
-            return Pending(())
+    def sum_loads(self) -> None:
+        """Start to sum the loads over all ranks: the loads of the forward before the step while it runs, otherwise the
+        loads and losses of the step."""
+        mine = resolved(self.pooled).loads_LX if self._looks_ahead else self._sums
         if not self._counts_here:  # all tp ranks have computed the same sums, and only the first one counts them
             mine.zero_()
-        return all_reduce(mine, self.mesh.world)
+        self._pending = all_reduce(mine, self.mesh.world)
+
+    def await_loads(self) -> None:
+        """Wait for the sum of the loads."""
+        self._pending.wait()
+        if self._looks_ahead:
+            resolved(self.pooled).fix()
 
     def update(self, finite: Tensor) -> None:
         """Move the biases towards equal loads, each by the same amount.
@@ -203,10 +203,9 @@ class Balance:
         Args:
             finite: True if the step's update was made, a scalar on the device; otherwise nothing changes.
         """
-        if self._rate:
-            loads_LX = self.loads_LX
-            missing_LX = loads_LX.sum(1, keepdim=True) - loads_LX * loads_LX.shape[1]  # X times (mean - load), exact
-            self.bias_LX.add_((missing_LX.sign() * finite).float(), alpha=self._rate)
+        loads_LX = self.loads_LX
+        missing_LX = loads_LX.sum(1, keepdim=True) - loads_LX * loads_LX.shape[1]  # X times (mean - load), exact
+        self.bias_LX.add_((missing_LX.sign() * finite).float(), alpha=self._rate)
 
     def numbers(self) -> Tensor:
         """Return the numbers of the step that are logged, fp64 [len(names)], the same on every rank."""

@@ -41,6 +41,7 @@ class Capacity:
     Attributes:
         factor: the size over the mean number of rows. It never shrinks.
         most: the factor with which everything fits, however uneven routing is.
+        exceeded: True if rows of the last step did not fit on at least one rank. It is the same on all ranks.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh):
@@ -48,7 +49,7 @@ class Capacity:
         self._choices = resolved(cfg.model.num_experts_per_tok)
         self.most = self._experts / self._choices
         self.factor = min(resolved(cfg.moe.capacity), self.most)
-        self._in_use = False
+        self._in_use = self.exceeded = False
         self._overflow = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     @contextmanager
@@ -93,13 +94,10 @@ class Capacity:
         """
         self._overflow += overflows
 
-    def overflowed(self) -> bool:
-        """Return True if rows of the last step did not fit on at least one rank. The answer is the same on all ranks.
-        The host waits for it."""
-        if self._overflow.is_meta or self.factor >= self.most:
-            return False
+    def check(self) -> None:
+        """Set `exceeded` for the step that has run. The host waits for the other ranks."""
         (total,) = Readback(all_reduce(self._overflow, self._mesh.world), self._overflow).wait("the rows that fitted")
-        return total.item() > 0
+        self.exceeded = not total.is_meta and total.item() > 0
 
     def grow(self) -> None:
         self.factor = min(2 * self.factor, self.most)

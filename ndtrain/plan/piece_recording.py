@@ -21,7 +21,7 @@ from ndtrain.config.schema import (
     resolved,
 )
 from ndtrain.device.kind import meta_stands_for
-from ndtrain.engine.executor import Executor
+from ndtrain.engine.executor import Executor, TokenCount
 from ndtrain.engine.train_step import contexts
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.mesh.sharding import SHARD_AXES
@@ -38,7 +38,7 @@ from ndtrain.plan.event_log import EventLog
 from ndtrain.plan.events import Piece
 from ndtrain.plan.variants import Save, Variant
 from ndtrain.plan.world import pretended_world
-from ndtrain.program.ops import RankProgram, Run, Turn
+from ndtrain.program.ops import Open, RankProgram, Run, Turn
 from ndtrain.program.passes import Layer, line_up
 from ndtrain.schedule import Action, Schedule
 
@@ -217,7 +217,7 @@ class _Stepper(Executor):
         first = [self.kinds.index(kind) for kind in BLOCKS if kind in self.kinds]
         ops = RecomputeOps.of(cfg)
         recomputed = [group for at in first for group in _recompute_groups(groups, at, ops)]
-        super().__init__(layers, stages.units, pipeline, stages.saved_ops, recomputed)
+        super().__init__(layers, stages, pipeline, recomputed)
         self.log, self.fresh, self.pieces = log, fresh, dict[Variant, Piece]()
         self._of_experts = frozenset(p.unit for p in params(cfg.model).values() if p.expert is not None)
         self._compiled = [bool(cfg.train.compile) and kind in COMPILED_KINDS for kind in self.kinds]
@@ -226,12 +226,13 @@ class _Stepper(Executor):
     def program(self) -> RankProgram:
         """The rank's program, reduced to the passes of layers."""
         whole = super().program
+        opens = tuple(op for op in whole.begin if isinstance(op, Open))
         turns = (turn._replace(ops=tuple(op for op in turn.ops if isinstance(op, Run))) for turn in whole.turns)
-        return replace(whole, turns=tuple(turns), end=())
+        return replace(whole, begin=opens, turns=tuple(turns), end=(), update=())
 
-    def run(self, contexts: Sequence[Context]) -> Tensor:
+    def run(self, contexts: Sequence[Context], tokens: TokenCount | None = None) -> Tensor:
         with self.log.with_collectives():
-            return super().run(contexts)
+            return super().run(contexts, tokens)
 
     def run_turn(self, turn: Turn, number: int) -> None:
         for name, unit in self.units.units.items() if turn.action.kind == "F" else ():

@@ -59,7 +59,6 @@ def lines(cfg: Config, step: StepProgram, plan: RankPlan) -> Iterator[str]:
         yield "a forward before the step, to count expert loads"
         yield from _of_program(plan.look_ahead, words, 0)
     yield from _of_program(plan.program, words, 0)
-    yield "then: loss and gradient norm over all ranks, optimizer update"
 
 
 def _of_program(program: RankProgram, words: "_Words", number: int) -> Iterator[str]:
@@ -86,6 +85,11 @@ def _of_program(program: RankProgram, words: "_Words", number: int) -> Iterator[
         else "end"
     )
     for op in program.end:
+        yield f"{number:6}  {words.of(op)}"
+        number += 1
+    if program.update:
+        yield "norm and update"
+    for op in program.update:
         yield f"{number:6}  {words.of(op)}"
         number += 1
 
@@ -155,6 +159,15 @@ _PLAIN = {
     ops.Hand: "hand     the result to another stage of this rank",
     ops.SumTPReplicas: "sum      gradients replicated across tp ranks",
     ops.FinishSends: "wait     until all messages are sent",
+    ops.CountTokens: "count    tokens  (all-gather over dp+fsdp+cp)",
+    ops.AwaitTokens: "wait     for the count of tokens",
+    ops.SumLoads: "sum      loads of experts  (all-reduce over all ranks)",
+    ops.AwaitLoads: "wait     for the loads of experts",
+    ops.CheckCapacity: "check    that the rows of experts have fitted  (all-reduce over all ranks)",
+    ops.GatherStats: "gather   loss and gradient norm  (all-gather over all ranks)",
+    ops.Update: "update   weights and optimizer state",
+    ops.UpdateBiases: "update   selection biases of experts",
+    ops.Report: "report   the step's numbers  (all-gather over all ranks)",
 }
 
 

@@ -29,7 +29,7 @@ from ndtrain.schedule import Message
 
 HOST, STREAM = 0, 1
 _NEVER = -math.inf
-_UNTIMED = (ops.Accept, ops.Hand, ops.Free, ops.Open, ops.Close)
+_UNTIMED = (ops.Accept, ops.Hand, ops.Free, ops.Open, ops.Close, ops.AwaitTokens)
 CAUSES = ("launch", "tp", "cp", "ep", "fsdp", "dp", "pp")  # costs of a step besides kernels
 
 

@@ -23,7 +23,7 @@ from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute import NOTHING, RecomputeGroup, RecomputeOps, plan_recompute, skipped_ops
 from ndtrain.parallel.unit import StatePlan
 from ndtrain.plan.variants import Variant, variants
-from ndtrain.program.build import Holdings, UnitFacts, build_program
+from ndtrain.program.build import Experts, Holdings, UnitFacts, build_program
 from ndtrain.program.launch_order import check, launches
 from ndtrain.program.ops import Op, RankProgram, Run, Turn
 from ndtrain.program.passes import Layer, line_up
@@ -153,6 +153,10 @@ class _Ranks(Sequence[RankPlan]):
         return {}
 
     @cached_property
+    def experts(self) -> Experts:
+        return Experts.of(self.cfg)
+
+    @cached_property
     def _segments(self) -> dict[int, list[Segment]]:
         return _segments(self.cfg, self.placement)
 
@@ -162,7 +166,7 @@ class _Ranks(Sequence[RankPlan]):
         units = [(name, u.residency, u.shards > 1, summed(u), u.tp_replicated > 0) for name, u in self.units.items()]
         saved = sorted(RecomputeOps.of(self.cfg).always)
         ahead = self.look_ahead is not None
-        how = self.in_graph, self.in_place, ahead
+        how = self.in_graph, self.in_place, ahead, self.experts
         return repr((self.cfg.model, self.cfg.recompute, saved, self.placement.layers, units, how))
 
     def __eq__(self, other: object) -> bool:
@@ -215,9 +219,11 @@ def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
     before, unsharded = None, NOTHING
     if ahead is not None:
         headless = [layer._replace(units=()) if layer.loss else layer for layer in layers]
-        before = _as_recorded(build_program(ahead, rank, Holdings(headless, units, (), step.in_place)), layers, ops)
+        before = _as_recorded(
+            build_program(ahead, rank, Holdings(headless, units, (), step.in_place, step.experts)), layers, ops
+        )
         unsharded = before.unsharded
-    program = build_program(schedule, rank, Holdings(layers, units, groups, step.in_place), unsharded)
+    program = build_program(schedule, rank, Holdings(layers, units, groups, step.in_place, step.experts), unsharded)
     blocks = [i for i, kind in enumerate(kinds) if kind in BLOCKS]
     return RankPlan(
         tuple(units),

@@ -5,10 +5,12 @@ executor runs the result and decides nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ndtrain.config import Config
 from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout, UnitGroups
+from ndtrain.model.transformer import sparse_layers
 from ndtrain.parallel.grad_sums import BUCKET_BYTES
 from ndtrain.parallel.pp import input_of, receives
 from ndtrain.parallel.recompute import RecomputeGroup
@@ -82,6 +84,31 @@ class UnitFacts:
         return self.shards > 1 or not self.residency.shares_master
 
 
+class Experts(NamedTuple):
+    """What a step does for the balance and the buffers of experts.
+
+    Attributes:
+        loads: True if their loads are summed over all ranks.
+        biases: True if their selection biases follow from the loads.
+        capacity: True if the ranks check that the experts' rows have fitted into buffers of a fixed size.
+    """
+
+    loads: bool = False
+    biases: bool = False
+    capacity: bool = False
+
+    @classmethod
+    def of(cls, cfg: Config) -> "Experts":
+        return cls(
+            loads=bool(sparse_layers(cfg.model)),
+            biases=cfg.moe.balance == "bias" and bool(sparse_layers(cfg.model)),
+            capacity=cfg.moe.capacity is not None,
+        )
+
+
+NO_EXPERTS = Experts()
+
+
 @dataclass(frozen=True)
 class Holdings:
     """The layers that a rank computes and the units that it holds.
@@ -91,12 +118,14 @@ class Holdings:
         units: its units, in model order.
         recompute_groups: the blocks that are recomputed.
         in_place: True if a reduce-scatter needs no memory of its own while it is in progress.
+        experts: the ops that experts add to the step.
     """
 
     layers: Sequence[Layer]
     units: Mapping[str, UnitFacts]
     recompute_groups: Sequence[RecomputeGroup] = ()
     in_place: bool = False
+    experts: Experts = NO_EXPERTS
 
     @property
     def reshards(self) -> bool:
@@ -113,7 +142,7 @@ class Holdings:
         if not self.resident:
             return self
         layers, groups = join(self.layers, self.recompute_groups)
-        return Holdings(layers, self.units, groups, self.in_place)
+        return replace(self, layers=layers, recompute_groups=groups)
 
 
 def build_program(
@@ -136,8 +165,8 @@ def build_program(
         hands = ops.Hand() if _is_local(schedule, rank, gives and gives.stage) else ops.Send()
         made = builder.turn(of_action, takes if needs else None, hands if gives else None)
         turns.append(Turn(action, tuple(posted), needs, gives, made))
-    end = tuple(builder.end(row))
-    return RankProgram(begin, tuple(turns), end, builder.unsharded)
+    end, update = tuple(builder.end(row)), tuple(builder.update(row))
+    return RankProgram(begin, tuple(turns), end, update, builder.unsharded)
 
 
 def _result(schedule: Schedule, action: Action) -> Message | None:
@@ -159,13 +188,15 @@ class _Bucket(NamedTuple):
     units: tuple[str, ...]
 
 
-_STATE = ("unsharded", "gathering", "opened", "reducing", "reduced", "buckets", "summing")  # attributes a pass changes
+# attributes that a pass changes
+_STATE = ("counting", "unsharded", "gathering", "opened", "reducing", "reduced", "buckets", "summing")
 
 
 class _Builder:
     """Builds the ops of a rank, action by action, and tracks the state of its units.
 
     Attributes:
+        counting: True if the weights of the tokens are being gathered.
         unsharded, gathering: units whose weights are unsharded, or being gathered.
         opened: units whose unsharded gradient exists.
         reducing: units whose reduction is in progress: (name, True if the step's first, True if the step's last).
@@ -176,6 +207,7 @@ class _Builder:
 
     def __init__(self, holdings: Holdings, unsharded: frozenset[str]):
         self.layers, self.units, self.in_place = holdings.layers, holdings.units, holdings.in_place
+        self.experts, self.counting = holdings.experts, False
         self.unsharded, self.gathering = unsharded, frozenset[str]()
         self.opened, self.reduced = frozenset[str](), frozenset[str]()
         self.reducing: tuple[tuple[str, bool, bool], ...] = ()
@@ -195,8 +227,11 @@ class _Builder:
     # ------------------------------------------------------------------------------------------------ parts of a step
 
     def begin(self, row: Sequence[Action]) -> Iterator[Op]:
-        """Yield the ops before the first action: open the gradients that stay unsharded for the whole step."""
+        """Yield the ops before the first action: count the tokens, and open the gradients that stay unsharded for the
+        whole step."""
         if _trains(row):
+            self.counting = True
+            yield ops.CountTokens()
             for name, unit in self.units.items():
                 if unit.residency.holds_full_grad:
                     yield from self._open(name)
@@ -222,7 +257,10 @@ class _Builder:
         """Yield the ops after the last action: wait until all messages are sent, and sum the gradients."""
         yield ops.FinishSends()
         if not _trains(row):
+            if self.experts.loads:
+                yield from (ops.SumLoads(), ops.AwaitLoads())
             return
+        yield from self._await_tokens()
         yield from self._collect()
         buckets = dict(self.buckets)
         for axes in dict.fromkeys(u.replica_axes for u in self.units.values()):
@@ -233,6 +271,21 @@ class _Builder:
         if any(u.tp_replicated for u in self.units.values()):
             yield ops.SumTPReplicas()
         yield from (ops.SumTied(name) for name, u in self.units.items() if u.tied)
+        if self.experts.capacity:
+            yield ops.CheckCapacity()
+
+    def update(self, row: Sequence[Action]) -> Iterator[Op]:
+        """Yield the ops from the summed gradients to the report of the step."""
+        if not _trains(row):
+            return
+        if self.experts.loads:
+            yield ops.SumLoads()
+        yield from (ops.GatherStats(), ops.Update())
+        if self.experts.loads:
+            yield ops.AwaitLoads()
+        if self.experts.biases:
+            yield ops.UpdateBiases()
+        yield ops.Report()
 
     # ---------------------------------------------------------------------------------------------- parts of an action
 
@@ -251,6 +304,8 @@ class _Builder:
                 self.unsharded |= {name}
                 yield ops.Await(name)
         run, layer = ins.run, self.layers[ins.run.layer]
+        if layer.loss:
+            yield from self._await_tokens()
         if run.kind != "F" or (layer.loss and run.keep_graph):  # the loss computes gradients in its forward
             for name in layer.units:
                 yield from self._open(name)
@@ -264,6 +319,11 @@ class _Builder:
         for name, final in ins.reduce:
             if final or not self.units[name].residency.holds_full_grad:
                 yield from self._reduce(name, final)
+
+    def _await_tokens(self) -> Iterator[Op]:
+        if self.counting:
+            self.counting = False
+            yield ops.AwaitTokens()
 
     def _open(self, name: str) -> Iterator[Op]:
         if name not in self.opened:

@@ -302,15 +302,16 @@ def launches(
 ) -> Iterator[Step]:
     """Yield the launches, waits and computations of a pipeline rank. An action computes for its time in `COST`.
 
-    The collectives over the other axes have this rank as their only member. The ranks along these axes run the same
-    program, so they launch the same collectives in the same order.
+    Collectives over all ranks have the pipeline ranks as their members. Collectives over the other axes have this rank
+    as their only member: the ranks along these axes run the same program, so they launch the same collectives in the
+    same order.
 
     Args:
         rank_of: stage -> pp rank.
         comm: (source, target) -> the name of the pair's communicator.
         seconds: the duration of a message.
     """
-    own = _Own(rank)
+    own = _Own(rank, tuple(range(max(rank_of) + 1)))
     coming: dict[Message, Op] = {}
     for op in program.begin:
         yield from own.steps(op)
@@ -333,15 +334,15 @@ def launches(
                 yield from own.steps(op, at)
         if compute is not None:
             yield compute
-    for op in program.end:
+    for op in (*program.end, *program.update):
         yield from own.steps(op)
 
 
 class _Own:
     """The operations of a rank other than the messages between stages, and the sends that may not have ended yet."""
 
-    def __init__(self, rank: int):
-        self.rank, self.leaving = rank, list[Op]()
+    def __init__(self, rank: int, pipeline: Members):
+        self.rank, self.pipeline, self.leaving = rank, pipeline, list[Op]()
         self._running: dict[tuple[str, str], list[Op]] = defaultdict(list)
 
     def steps(self, op: ops.Op, at: str = "") -> Iterator[Step]:
@@ -360,6 +361,22 @@ class _Own:
                 yield from self._wait("all_reduce", axes)
             case ops.FinishSends():
                 yield from map(Wait, self.leaving)
+            case ops.CountTokens():
+                yield self._launch("all_gather", "tokens", "tokens", at)
+            case ops.AwaitTokens():
+                yield from self._wait("all_gather", "tokens")
+            case ops.SumLoads():
+                yield self._over_all("loads")
+            case ops.AwaitLoads():
+                yield from self._wait("all_reduce", "loads")
+            case ops.CheckCapacity() | ops.GatherStats() | ops.Report():
+                together = self._over_all(type(op).__name__)
+                yield from (together, Wait(together))
+
+    def _over_all(self, key: str) -> Op:
+        op = Op(key, "all ranks", members=self.pipeline)
+        self._running["all_reduce", key].append(op)
+        return op
 
     def _launch(self, name: str, comm: str, key: str, at: str) -> Op:
         if name != "all_reduce" and (name, key) in self._running:

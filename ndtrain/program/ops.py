@@ -147,9 +147,55 @@ class FinishSends:
     """Wait until all messages of this rank are sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class CountTokens:
+    """Launch the gather of the weights of all ranks' tokens, by whose sum the loss is divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitTokens:
+    """Wait for the weights of all ranks' tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SumLoads:
+    """Launch the sum of the experts' loads over all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitLoads:
+    """Wait for the sum of the experts' loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckCapacity:
+    """Sum over all ranks whether rows of experts did not fit, and let the host wait for the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherStats:
+    """Gather all ranks' losses and gradient norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Clip the gradient, and update the weights and the optimizer state."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBiases:
+    """Update the selection biases of experts from their loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Launch the gather of all ranks' signals, and the copy of the step's numbers to the host."""
+
+
 Op = (
     Run | Receive | Accept | Send | Hand | Gather | Await | Free | Open | Close | Reduce | Collect | Sum | AwaitSums
-    | SumTPReplicas | SumTied | FinishSends
+    | SumTPReplicas | SumTied | FinishSends | CountTokens | AwaitTokens | SumLoads | AwaitLoads | CheckCapacity
+    | GatherStats | Update | UpdateBiases | Report
 )  # fmt: skip
 
 
@@ -171,21 +217,27 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The ops of a rank for one step, from clean gradients to gradients summed over the mesh. In an evaluation there
-    are only forwards.
+    """The ops of a rank for one step. In an evaluation there are only forwards.
 
     Attributes:
-        begin, end: ops before the first action and after the last one.
-        unsharded: the units whose weights are unsharded when the program ends.
+        begin, end: ops before the first action and after the last one. The gradients are then summed over the mesh.
+        update: ops from the summed gradients to the report of the step.
+        unsharded: the units whose weights are unsharded before the update.
     """
 
     begin: tuple[Op, ...]
     turns: tuple[Turn, ...]
     end: tuple[Op, ...]
+    update: tuple[Op, ...]
     unsharded: frozenset[str]
+
+    @property
+    def update_at(self) -> int:
+        """The index of the first op of the update."""
+        return len(self.begin) + sum(len(turn.ops) for turn in self.turns) + len(self.end)
 
     def __iter__(self):
         """Yield (action or None, op) for each op in order."""
         yield from ((None, op) for op in self.begin)
         yield from ((turn.action, op) for turn in self.turns for op in turn.ops)
-        yield from ((None, op) for op in self.end)
+        yield from ((None, op) for op in (*self.end, *self.update))

@@ -38,7 +38,7 @@ def spoil(step: TrainingStep, kind: str, number: list[int], bad: tuple[int, ...]
         return
     if kind == "loss":
         run = step.executor.run
-        step.executor.run = lambda contexts: run(contexts) + (float("inf") if number[0] in bad else 0.0)
+        step.executor.run = lambda *args: run(*args) + (float("inf") if number[0] in bad else 0.0)
         return
     units: ShardedUnits = step.executor.units
     close = units.close
@@ -118,13 +118,13 @@ class Spoiled:
     def __init__(self, first: int, last: int):
         self.run, self.first, self.last, self.calls = Executor.run, first, last, 0
 
-    def __call__(self, executor: Executor, contexts):
+    def __call__(self, executor: Executor, *args):
         self.calls += 1
-        loss = self.run(executor, contexts)
+        loss = self.run(executor, *args)
         return loss * float("nan") if self.first <= self.calls <= self.last else loss
 
     def patch(self):
-        return mock.patch.object(Executor, "run", lambda executor, contexts: self(executor, contexts))
+        return mock.patch.object(Executor, "run", lambda executor, *args: self(executor, *args))
 
 
 def spoiled_main(args: list[str], first: int, last: int) -> tuple[int, str]:

@@ -15,6 +15,7 @@ from ndtrain.mesh.sharding import BATCH_AXES
 from ndtrain.model.objective import column_names
 from ndtrain.model.vocabulary import IGNORE
 from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
+from tests.lib.program_launches import compared
 from tests.lib.ranks import run_ranks
 
 STATE = ("gradient", "weight", "exp_avg", "exp_avg_sq")
@@ -110,8 +111,11 @@ def make_batches(cfg: Config, mesh: Mesh, step: int, mask: str) -> list[Batch]:
 def rank_run(
     overrides: list[str], mask: str = "none", kinds: Sequence[tuple[str, str]] = KINDS
 ) -> tuple[Run, list[tuple]]:
-    """Runs train.steps steps on one rank. Returns the run's losses and norms, and the runs of state that this rank
-    holds as (kind, name, shape, global start, values)."""
+    """Runs train.steps steps on one rank, and compares the launches of each step with its program.
+
+    Returns the run's losses and norms, and the runs of state that this rank holds as (kind, name, shape, global start,
+    values).
+    """
     rank, _, world = world_from_env()
     cfg = resolve(load_config(overrides), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
@@ -128,7 +132,10 @@ def rank_run(
 
     step.optimizer.step = keep_first_gradient
     for number in range(1, cfg.train.steps + 1):
-        report = step.run(number, make_batches(cfg, mesh, number, mask)).wait()
+        batches = make_batches(cfg, mesh, number, mask)
+        with compared(step):
+            pending = step.run(number, batches)
+        report = pending.wait()
         run.losses.append(report.loss)
         run.norms.append(report.grad_norm)
         run.balance.append(report.numbers)

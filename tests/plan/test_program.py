@@ -181,7 +181,8 @@ def test_the_command_prints_every_op_once(tmp_path, capsys):
     numbers = [int(line.split()[0]) for line in out.splitlines() if line.split() and line.split()[0].isdigit()]
     assert "checked under NCCL's rules for all 2 pipeline ranks: no deadlock" in out
     assert numbers == list(range(len(made))) and "gather   model.layers.1  (all-gather over fsdp" in out
-    assert made[0] == {"action": "F(microbatch 0, stage 1)", "op": "Gather", "unit": "model.layers.1"}
+    assert made[0] == {"action": None, "op": "CountTokens"} and made[-1] == {"action": None, "op": "Report"}
+    assert made[1] == {"action": "F(microbatch 0, stage 1)", "op": "Gather", "unit": "model.layers.1"}
     assert main(["program", *run[:-1], "rank=4"]) == 2
     assert "rank=4: there are 4 ranks, 0 to 3" in capsys.readouterr().err
 
