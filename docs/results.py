@@ -311,13 +311,13 @@ def collectives() -> str:
     rows = []
     for (operation, count), row in two.items():
         if "ours" in row["forms"] and count in (2**16, 2**20, 2**24):
-            figures = [form[key] for form in (row["forms"]["torch"], row["forms"]["ours"]) for key in ("ms", "busbw")]
+            figures = [row["forms"][form]["ms"] for form in ("torch", "ours")]
             on_four = four.get((operation, count))
             rows.append([
                 operation, size_text(count), *(f"{x:.3g}" for x in figures), spread(row["ratio"]),
                 spread(on_four["ratio"]) if on_four else "",
             ])  # fmt: skip
-    head = ["operation", "size", "PyTorch, ms", "GB/s", "ours, ms", "GB/s", "PyTorch / ours", "over dp of dp=2 tp=2"]
+    head = ["operation", "size", "PyTorch, ms", "ours, ms", "PyTorch / ours", "over dp of dp=2 tp=2"]
     return with_origin(f"{table(head, rows)}\n\n{wrong_text(names)}", *names)
 
 
