@@ -9,10 +9,12 @@ a phone's page can show: at 390 pixels the smallest text is still 9 pixels high.
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
+
+from written import update
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -716,23 +718,5 @@ DRAWINGS = [
 ]
 
 
-def update(made: Iterable[tuple[str, str]], script: str, args: Sequence[str]) -> int:
-    """Writes pictures, (file name, text) each, or with --check compares them; the exit status.
-
-    Args:
-        script: that makes them.
-    """
-    stale = []
-    for name, text in made:
-        path = DOCS / "img" / name
-        if "--check" not in args:
-            path.write_text(text)
-        elif not path.is_file() or path.read_text() != text:
-            stale.append(name)
-    if stale:
-        print(f"stale: {', '.join(stale)}; run python docs/{script}", file=sys.stderr)
-    return 1 if stale else 0
-
-
 if __name__ == "__main__":
-    sys.exit(update(((name, draw()) for name, draw in DRAWINGS), "drawings.py", sys.argv[1:]))
+    sys.exit(update(((DOCS / "img" / name, draw()) for name, draw in DRAWINGS), "drawings.py", sys.argv[1:]))

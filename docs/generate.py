@@ -14,6 +14,8 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from written import update
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
 GENERATED = "<!-- Written by docs/generate.py from ndtrain/config/schema.py. Change the schema, not this page. -->\n"
@@ -172,17 +174,7 @@ def page() -> str:
 
 
 def main(args: list[str]) -> int:
-    if args not in ([], ["--check"]):
-        print(f"error: {' '.join(args)}: known: --check", file=sys.stderr)
-        return 2
-    text = page()
-    if not args:
-        PAGE.write_text(text)
-        return 0
-    if PAGE.exists() and PAGE.read_text() == text:
-        return 0
-    print("docs/configuration.md is stale: run python docs/generate.py", file=sys.stderr)
-    return 1
+    return update([(PAGE, page())], "generate.py", args)
 
 
 if __name__ == "__main__":

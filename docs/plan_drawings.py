@@ -15,10 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from drawings import update
+from written import update
 
 from ndtrain.plan.__main__ import main as plan
 
+IMAGES = Path(__file__).parent / "img"
 LLAMA3 = ["recipe=llama3_405b", "hardware=h100", "nodes=2048"]
 PICTURES = {  # file of docs/img -> arguments of `ndtrain plan`
     "plan_waterfall.svg": ["predict", *LLAMA3],
@@ -30,15 +31,15 @@ PICTURES = {  # file of docs/img -> arguments of `ndtrain plan`
 SLOW = {"plan_scaling.svg"}
 
 
-def drawn(names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Each picture's name and text."""
+def drawn(names: Collection[str]) -> Iterator[tuple[Path, str]]:
+    """Yield the file and the text of each picture."""
     warnings.filterwarnings("ignore", module="torch")
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             made = Path(folder) / name
             if plan([*PICTURES[name], f"svg={made}"]):
                 sys.exit(1)
-            yield name, made.read_text()
+            yield IMAGES / name, made.read_text()
 
 
 if __name__ == "__main__":

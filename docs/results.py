@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from written import update
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 TEXT = ROOT / "docs" / "results_text.md"
@@ -405,17 +407,7 @@ def page() -> str:
 
 
 def main(args: list[str]) -> int:
-    if args not in ([], ["--check"]):
-        print(f"error: {' '.join(args)}: known: --check", file=sys.stderr)
-        return 2
-    text = page()
-    if not args:
-        PAGE.write_text(text)
-        return 0
-    if PAGE.exists() and PAGE.read_text() == text:
-        return 0
-    print("docs/results.md is stale: run python docs/results.py", file=sys.stderr)
-    return 1
+    return update([(PAGE, page())], "results.py", args)
 
 
 if __name__ == "__main__":
