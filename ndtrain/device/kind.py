@@ -6,32 +6,34 @@ tensors on a device that this machine does not have. The code must then take the
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
-_stands_for = "cpu"  # the kind of device that meta tensors represent
+# the kind of device that meta tensors represent
+_STANDS_FOR: ContextVar[str] = ContextVar("_STANDS_FOR", default="cpu")
 
 
 @contextmanager
 def meta_stands_for(kind: str) -> Iterator[None]:
-    """Treat meta tensors as tensors on a device of this kind, "cpu" or "cuda", within the context."""
-    global _stands_for
-    before, _stands_for = _stands_for, kind
+    """Treat meta tensors as tensors on a device of this kind, "cpu" or "cuda", within the context and in this
+    thread."""
+    token = _STANDS_FOR.set(kind)
     try:
         yield
     finally:
-        _stands_for = before
+        _STANDS_FOR.reset(token)
 
 
 def kind_of(device: torch.device) -> str:
     """Return the type of a device, "cpu" or "cuda". For the meta device, return the type that it represents."""
-    return _stands_for if device.type == "meta" else device.type
+    return _STANDS_FOR.get() if device.type == "meta" else device.type
 
 
 def on_gpu(x: Tensor) -> bool:
     """Return True if a GPU computes x."""
-    return x.is_cuda or (x.is_meta and _stands_for == "cuda")
+    return x.is_cuda or (x.is_meta and _STANDS_FOR.get() == "cuda")
 
 
 def host_of(device: torch.device) -> torch.device:
