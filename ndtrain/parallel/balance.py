@@ -24,7 +24,7 @@ from ndtrain.mesh.mesh import Mesh
 from ndtrain.model import Transformer
 from ndtrain.model.families import family_of
 from ndtrain.model.families.moe import softmax
-from ndtrain.model.moe.balance import balance_loss, load_entropy, load_max_over_mean, with_gradient_of, z_loss
+from ndtrain.model.moe.losses import balance_loss, load_entropy, load_max_over_mean, with_gradient_of, z_loss
 from ndtrain.model.moe.router import Routing
 from ndtrain.model.transformer import sparse_layers
 
