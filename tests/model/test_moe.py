@@ -17,8 +17,8 @@ from ndtrain.model import Transformer, flops, params, tensor_dims
 from ndtrain.model.block import grouped_linear, wide_linear
 from ndtrain.model.families.hf_config import to_hf
 from ndtrain.model.moe import permutation
-from ndtrain.model.moe.losses import balance_loss, load_entropy, load_max_over_mean, with_gradient_of, z_loss
 from ndtrain.model.moe.exchange import ExpertRows
+from ndtrain.model.moe.losses import balance_loss, load_entropy, load_max_over_mean, with_gradient_of, z_loss
 from ndtrain.model.moe.permutation import Permutation, combine, permute
 from ndtrain.model.moe.router import sigmoid_top_k, softmax_top_k
 from ndtrain.model.transformer import fused_names
