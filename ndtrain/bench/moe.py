@@ -28,7 +28,7 @@ from ndtrain.model.moe.exchange import ExpertRows
 from ndtrain.model.moe.router import softmax_top_k
 from ndtrain.observe import keep_freed_memory
 from ndtrain.parallel.build import DTYPES, build_stages, initialise
-from ndtrain.parallel.grouped_linear import products
+from ndtrain.parallel.linear.grouped import products
 
 OURS, LOOP, PRODUCTS = "ours", "loop", "products"
 TRANSFORMERS = {"transformers": "eager", "transformers, grouped": "grouped_mm"}  # -> its implementation of experts

@@ -85,8 +85,8 @@ class Ops:
 
     The replacements are in `parallel/`:
 
-    - `fused_grad_accumulation.py`: the ops with weights. Their weight gradients go straight into the flat buffers.
-    - `tp.py`: `linear`, `norm_of_heads`, `for_all_heads`, `embedding`, `core` and `head_loss`.
+    - `linear/`: the ops with weights. Their weight gradients go straight into the flat buffers.
+    - `tp.py`: `norm_of_heads`, `for_all_heads`, `embedding`, `core` and `head_loss`; the communication in `linear`.
     - `cp.py`: `core`. `ep.py`: `exchange`. `balance.py`: `balance`.
     - `expert_slices.py`: `gather_routed` and `reduce_routed`.
     """

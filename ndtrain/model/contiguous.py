@@ -25,10 +25,3 @@ def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Concatenate `parts` along `dim`: a view if they are adjacent in one storage, otherwise a copy."""
     whole = cat_if_contiguous(parts, dim)
     return torch.cat(list(parts), dim) if whole is None else whole
-
-
-def cat_consecutive(parts: Sequence[Tensor], counts: Sequence[int], dim: int) -> list[Tensor]:
-    """Return one concatenation per count: of the first `counts[0]` parts, of the next `counts[1]` parts, and so on."""
-    rest = iter(parts)
-    taken = [[next(rest) for _ in range(count)] for count in counts]
-    return [some[0] if len(some) == 1 else cat(some, dim) for some in taken]

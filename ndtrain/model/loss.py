@@ -4,6 +4,7 @@ Shape legend: N tokens, C tokens of a chunk, E hidden_size, V vocabulary, S sums
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,6 +65,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _HeadLoss(torch.autograd.Function):
+    """The loss from the head's input. It is already scaled. If the weight's gradient is accumulated elsewhere, it is
+    complete when forward returns, and the loss's own gradient has to be 1."""
+
     @staticmethod
     def forward(
         ctx,
@@ -75,9 +79,12 @@ class _HeadLoss(torch.autograd.Function):
         vocabulary: Vocabulary,
         objective: Objective,
         wanted: bool,
+        add: Callable[[Tensor, Tensor], None] | None,
     ) -> Tensor:
-        dw_VE = torch.zeros_like(weight_VE, dtype=_wide(weight_VE.dtype)) if wanted else None
-        add = lambda a, b: accumulate_product(dw_VE, a, b)
+        dw_VE = None
+        if add is None:
+            dw_VE = torch.zeros_like(weight_VE, dtype=_wide(weight_VE.dtype)) if wanted else None
+            add = partial(accumulate_product, dw_VE)
         sums, dx_NE = chunked_loss(x_NE, weight_VE, targets_N, scale, chunk, wanted, add, vocabulary, objective)
         ctx.save_for_backward(dx_NE, dw_VE)
         return sums
@@ -85,7 +92,8 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_S: Tensor):
         dx_NE, dw_VE = ctx.saved_tensors
-        return dx_NE * grad_S[0], dw_VE * grad_S[0], *(None,) * 6
+        d = (dx_NE, None) if dw_VE is None else (dx_NE * grad_S[0], dw_VE * grad_S[0])
+        return *d, *(None,) * 7
 
 
 def head_loss(
@@ -96,6 +104,7 @@ def head_loss(
     chunk: int,
     vocabulary: Vocabulary = LOCAL,
     objective: Objective = CROSS_ENTROPY,
+    add_weight_gradient: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
     """Return scale * the objective's weighted sums over the tokens. The logits are `x @ weight.T`.
 
@@ -107,10 +116,12 @@ def head_loss(
         chunk: number of tokens whose logits exist at a time.
         vocabulary: how tokens and logits are sharded.
         objective: the loss, and the weights of the tokens.
+        add_weight_gradient: as in `chunked_loss`; None: autograd returns the weight's gradient.
 
     Returns:
         [S], fp32 or wider. Only the first element, the loss, has a gradient. The gradient includes terms that the
         objective adds to it, such as a z-loss.
     """
     wanted = torch.is_grad_enabled()  # checked here, because it is always False inside a Function's forward
-    return _HeadLoss.apply(x_NE, weight_VE, targets.flatten(), scale, chunk, vocabulary, objective, wanted)
+    targets_N, add = targets.flatten(), add_weight_gradient
+    return _HeadLoss.apply(x_NE, weight_VE, targets_N, scale, chunk, vocabulary, objective, wanted, add)

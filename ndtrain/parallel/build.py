@@ -1,13 +1,13 @@
 """Construction of a rank's part of the model: the layouts from the tables, the plain model, its flat sharded units, and
 the ops that the mesh replaces."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ndtrain.config import DATA_AXES, Config, ConfigError, shards_stream
 from ndtrain.config.name_patterns import check_patterns
@@ -19,25 +19,28 @@ from ndtrain.mesh.host_device import host_threads, using_threads
 from ndtrain.mesh.mesh import EP, Mesh, MeshSpec
 from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.mesh.sharding import TENSOR_AXIS, Dim, FlatLayout, Layouts, TensorLayout
-from ndtrain.model import Ops, Transformer, dim_sizes, params
-from ndtrain.model.attention.core import local_core
+from ndtrain.model import Context, Ops, Transformer, dim_sizes, params
+from ndtrain.model.attention.core import attend, local_core
 from ndtrain.model.families import family_of
 from ndtrain.model.init import Draw, fill_all, standard_normal
+from ndtrain.model.moe.exchange import Exchange
 from ndtrain.model.objective import Objective, make_objective
-from ndtrain.model.spec import Param
+from ndtrain.model.spec import CORE, Param
 from ndtrain.model.transformer import EMBED, all_ops, fused_names
 from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.compile_choice import choose_compile
 from ndtrain.parallel.cp import cp_core
-from ndtrain.parallel.ep import LANE, ExpertExchange, keep_out_of_graphs, parts_of
+from ndtrain.parallel.ep import LANE, ExpertExchange, SavedExchange, keep_out_of_graphs, parts_of
 from ndtrain.parallel.ep_capacity import Capacity
 from ndtrain.parallel.expert_slices import ExpertSlices
-from ndtrain.parallel.fp8 import Fp8Matmul, check_shapes, multiplies_fp8, prepare_compile
 from ndtrain.parallel.fsdp import ShardedUnits
-from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, MatmulImpl, fused_ops
-from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
 from ndtrain.parallel.grad_sums import TiedReducer, TPReplicaReducer
 from ndtrain.parallel.kernel_choice import choose_kernel
+from ndtrain.parallel.linear.accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.linear.embedding_and_head import embedding, head_loss
+from ndtrain.parallel.linear.fp8 import FP8_MATMUL, check_shapes, multiplies_fp8, prepare_compile
+from ndtrain.parallel.linear.matmul import PLAIN_MATMUL, MatmulImpl
+from ndtrain.parallel.linear.ops import LinearOps
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute import (
     RecomputeOps,
@@ -340,33 +343,56 @@ def _ops(
         capacity: the capacity of the exchanges with `moe.capacity`; None: without it.
         imbalance: as in `build_stages`.
     """
-    matmul, compiled, saved_ops = _matmul_impl(cfg, mesh, graphs.blocks), graphs.blocks, weights.saved_ops
-    ops = fused_ops(weights.accumulator, saved_ops, matmul, weights.fused, objective)
-    if cfg.mesh.ep > 1:
-        parts = cfg.moe.parts if cfg.moe.overlap else 1
-        exchange = ExpertExchange if capacity is None else capacity.exchange
-        group = mesh.group(EP, lane=LANE)
-        ops = replace(ops, exchange=partial(exchange, group, parts, saved_ops, imbalance=imbalance))
+    compiled, saved_ops, accumulator = graphs.blocks, weights.saved_ops, weights.accumulator
+    outside = torch.compiler.disable if compiled else lambda op: op
+    matmul = _matmul_impl(cfg, mesh, compiled)
+    linear = LinearOps(accumulator, saved_ops, weights.fused, matmul)
+    exchange, core = _exchange(cfg, mesh, saved_ops, capacity, imbalance), _core(cfg, mesh, saved_ops, compiled)
+    tensor_parallel = None
+    if cfg.mesh.tp > 1:
+        shards_heads = cfg.layout.rules.get("heads") == "tp"
+        tensor_parallel = TensorParallel(weights.layouts, mesh.group("tp"), cfg.tp, shards_heads)
+        linear = replace(linear, comm_of=tensor_parallel.comm_of)
     if compiled:
         keep_out_of_graphs()
-        outside = torch.compiler.disable
-        core = outside(ops.core) if needs_saved_ops(cfg) else local_core
-        linear = matmul.in_graph if graphs.matmuls else outside(ops.linear)
-        ops = replace(ops, linear=linear, core=core)
-        ops = replace(ops, **{op: outside(getattr(ops, op)) for op in ("wide_linear", "grouped_linear", "exchange")})
-    if cfg.mesh.cp > 1:
-        ops = replace(
-            ops, core=cp_core(sequence_sharding(cfg), mesh.group("cp"), mesh.index("cp"), saved_ops=saved_ops)
-        )
-    if cfg.mesh.tp > 1:
-        tensor_parallel = TensorParallel(
-            weights.layouts, weights.accumulator, mesh.group("tp"), cfg.tp, saved_ops, matmul, weights.fused, objective,
-            shards_heads=cfg.layout.rules.get("heads") == "tp",
-        )  # fmt: skip
+    ops = Ops(
+        linear=matmul.in_graph if graphs.matmuls else outside(linear.linear),
+        wide_linear=outside(linear.wide_linear),
+        grouped_linear=outside(linear.grouped_linear),
+        exchange=outside(exchange),
+        embedding=partial(embedding, accumulator),
+        core=core,
+        head_loss=partial(head_loss, accumulator, objective),
+    )
+    if tensor_parallel is not None:
         ops = tensor_parallel.over(ops, compiled)
         if cfg.layout.rules.get("expert_mlp") == "tp":
             ops = ExpertSlices(tensor_parallel.comm, cfg.tp.sequence_parallel, saved_ops).over(ops, compiled)
     return ops
+
+
+def _exchange(
+    cfg: Config, mesh: Mesh, saved_ops: SavedOps, capacity: Capacity | None, imbalance: float
+) -> Callable[..., Exchange]:
+    """Return the exchange with the experts."""
+    if cfg.mesh.ep == 1:
+        return partial(SavedExchange, saved_ops)
+    exchange = ExpertExchange if capacity is None else capacity.exchange
+    parts = cfg.moe.parts if cfg.moe.overlap else 1
+    return partial(exchange, mesh.group(EP, lane=LANE), parts, saved_ops, imbalance=imbalance)
+
+
+def _core(cfg: Config, mesh: Mesh, saved_ops: SavedOps, compiled: bool) -> Callable[..., Tensor]:
+    """Return the attention core."""
+
+    def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx: Context) -> Tensor:
+        return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, saved_ops.of(CORE))
+
+    if cfg.mesh.cp > 1:
+        return cp_core(sequence_sharding(cfg), mesh.group("cp"), mesh.index("cp"), saved_ops=saved_ops)
+    if not compiled:
+        return core
+    return torch.compiler.disable(core) if needs_saved_ops(cfg) else local_core
 
 
 def _matmul_impl(cfg: Config, mesh: Mesh, compiled: bool) -> MatmulImpl:
@@ -380,7 +406,7 @@ def _matmul_impl(cfg: Config, mesh: Mesh, compiled: bool) -> MatmulImpl:
         )
     if compiled:
         prepare_compile()
-    return Fp8Matmul()
+    return FP8_MATMUL
 
 
 def initialise(stages: Stages, cfg: Config, draw: Draw = standard_normal, only: Collection[str] | None = None) -> None:

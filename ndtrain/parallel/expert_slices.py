@@ -32,7 +32,7 @@ from ndtrain.model import Ops
 from ndtrain.model.moe.permutation import Permutation
 from ndtrain.model.moe.router import Routing
 from ndtrain.model.spec import OUTPUT
-from ndtrain.parallel.fused_grad_accumulation import StreamComm
+from ndtrain.parallel.linear.comm import StreamComm
 from ndtrain.parallel.mappings import gather_tokens, reduce_tokens
 from ndtrain.parallel.recompute import SavedOps
 

@@ -28,10 +28,9 @@ from ndtrain.device.kind import host_of
 from ndtrain.mesh.collectives import Pending, all_gather, reduce_scatter
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.sharding import FlatLayout
-from ndtrain.parallel import compiled_linear
 from ndtrain.parallel.allocations import storage_id
-from ndtrain.parallel.grad_accumulator import GradAccumulator
 from ndtrain.parallel.grad_sums import ReplicaReducer, TiedReducer, TPReplicaReducer
+from ndtrain.parallel.linear.accumulator import GradAccumulator, register
 from ndtrain.parallel.unit import StatePlan, Unit, allocate, resize
 from ndtrain.parallel.whole_tensors import WholeTensors
 
@@ -90,7 +89,7 @@ class ShardedUnits:
         self.units = {name: by_name[name] for name in layouts}
         for unit in self.units.values():
             if in_graph and unit.name in compiled:
-                compiled_linear.register(unit.accumulated, accumulator)
+                register(unit.accumulated, accumulator)
             if unit.name not in compiled and unit.residency.holds_full_grad:
                 self._attach(unit)
 

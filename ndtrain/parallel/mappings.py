@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ndtrain.parallel.fused_grad_accumulation import StreamComm
+from ndtrain.parallel.linear.comm import StreamComm
 
 
 class _Gather(torch.autograd.Function):

@@ -52,21 +52,10 @@ from ndtrain.mesh.collectives import (
 )
 from ndtrain.mesh.sharding import TensorLayout, balanced_split
 from ndtrain.model import Ops
-from ndtrain.model.objective import CROSS_ENTROPY, Objective
 from ndtrain.model.vocabulary import LOCAL, Targets, Vocabulary
-from ndtrain.parallel.fused_grad_accumulation import (
-    PLAIN_MATMUL,
-    Gathered,
-    LinearComm,
-    MatmulImpl,
-    Rows,
-    StreamComm,
-    WeightOps,
-)
-from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.linear.comm import Gathered, LinearComm, Rows, StreamComm
 from ndtrain.parallel.mappings import gather_tokens
 from ndtrain.parallel.norm_of_heads import norm_of_heads
-from ndtrain.parallel.recompute import SavedOps
 
 # --------------------------------------------------------------------------------------- communication around a matmul
 
@@ -255,45 +244,32 @@ class TensorParallel:
 
     Args:
         layouts: each parameter with its layout.
-        accumulator: accumulates the gradients of matrices.
-        saved_ops: the saved outputs of some matmuls, for the recompute of their block.
-        matmul: computes the blocks' matmuls.
-        fused_weights: the first matrix of each fused weight -> the fused weight.
-        objective: computes the loss of the logits of a chunk of tokens.
         shards_heads: True if each rank has some of the query heads, and not all.
     """
 
     def __init__(
         self,
         layouts: Mapping[nn.Parameter, TensorLayout],
-        accumulator: GradAccumulator,
         group: dist.ProcessGroup,
         cfg: TPConfig,
-        saved_ops: SavedOps | None = None,
-        matmul: MatmulImpl = PLAIN_MATMUL,
-        fused_weights: Mapping[nn.Parameter, FusedWeights] | None = None,
-        objective: Objective = CROSS_ENTROPY,
         shards_heads: bool = True,
     ):
         self.layouts, self.group, self.sequence_parallel = layouts, group, cfg.sequence_parallel
         self.shards_heads = shards_heads
         self.comm = (SequenceComm if cfg.sequence_parallel else ReplicatedComm)(group, cfg.overlap)
-        self.ops = WeightOps(accumulator, self.comm_of, saved_ops, matmul, fused_weights, objective)
 
     def over(self, ops: Ops, compiled: bool = False) -> Ops:
-        """Return `ops` with every call over weights replaced.
+        """Return `ops` with the calls replaced that depend on how weights are sharded. `linear` has `comm_of` already.
 
         Args:
-            compiled: True if blocks are compiled; communication cannot be part of a graph, so each matmul breaks it.
+            compiled: True if blocks are compiled; communication cannot be part of a graph.
         """
         outside = torch.compiler.disable if compiled else lambda op: op
         if self.shards_heads:
             norm, shared = partial(norm_of_heads, group=self.group), partial(gather_tokens, comm=self.comm)
             ops = replace(ops, norm_of_heads=outside(norm), for_all_heads=outside(shared))
-        return replace(
-            ops, linear=outside(self.ops.linear), embedding=self.embedding, core=self.local_heads(ops.core),
-            head_loss=self.head_loss,
-        )  # fmt: skip
+        embedding, head_loss = partial(self.embedding, ops.embedding), partial(self.head_loss, ops.head_loss)
+        return replace(ops, embedding=embedding, core=self.local_heads(ops.core), head_loss=head_loss)
 
     def role_of(self, weight: nn.Parameter) -> Role:
         """Return the role of a weight [out, in] or of a table [vocabulary, E]. A table is sharded like a column
@@ -316,19 +292,21 @@ class TensorParallel:
             case Role.REPLICATED:
                 return LinearComm()
 
-    def embedding(self, tokens: Tensor, weight: nn.Parameter) -> Tensor:
+    def embedding(self, look_up: Callable, tokens: Tensor, weight: nn.Parameter) -> Tensor:
         if self.role_of(weight) is Role.REPLICATED:
-            return self.ops.embedding(self._own_tokens(tokens.flatten()), weight, LinearComm())
-        return self.ops.embedding(tokens, weight, LinearComm(reduce_output=self.comm), self._vocabulary(weight))
+            return look_up(self._own_tokens(tokens.flatten()), weight)
+        return look_up(tokens, weight, self.comm, self._sharded(weight))
 
-    def head_loss(self, x: Tensor, weight: nn.Parameter, targets: Targets, scale: Tensor, chunk: int) -> Tensor:
+    def head_loss(
+        self, loss: Callable, x: Tensor, weight: nn.Parameter, targets: Targets, scale: Tensor, chunk: int
+    ) -> Tensor:
         targets = targets.flatten()
         if self.role_of(weight) is Role.REPLICATED:
             targets = targets.map(self._own_tokens)
             vocabulary = LOCAL if self.sequence_parallel else ReplicatedVocab(self.group.rank() == 0)
         else:
-            vocabulary = VocabParallel(self._vocabulary(weight), self.comm, self.group)
-        return self.ops.head_loss(x, weight, targets, scale, chunk, vocabulary)
+            vocabulary = self._sharded(weight)
+        return loss(x, weight, targets, scale, chunk, vocabulary)
 
     def local_heads(self, core: Callable) -> Callable:
         """Return the attention core for this rank's heads. The number of heads follows from q, k and v, and their place
@@ -341,10 +319,10 @@ class TensorParallel:
 
         return local
 
-    def _vocabulary(self, weight: nn.Parameter) -> range:
-        """Return the rows of the table on this rank."""
+    def _sharded(self, weight: nn.Parameter) -> VocabParallel:
+        """Return the vocabulary of a table whose rows are sharded."""
         start, rows = self.layouts[weight].shard[0]
-        return range(start, start + rows)
+        return VocabParallel(range(start, start + rows), self.comm, self.group)
 
     def _own_tokens(self, x_N: Tensor) -> Tensor:
         """Return the tokens of this rank's share of the residual stream: [S, ...] of [N, ...]."""

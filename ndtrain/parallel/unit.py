@@ -14,7 +14,7 @@ from ndtrain.mesh.collectives import Group, Pending
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.sharding import FlatLayout, UnitGroups
 from ndtrain.optim import StateSpec
-from ndtrain.parallel.grad_accumulator import FusedWeights
+from ndtrain.parallel.linear.accumulator import FusedWeights
 
 REDUCTIONS = "reductions"  # the lane of zero 3's reduce-scatters, apart from its gathers
 

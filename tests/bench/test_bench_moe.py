@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ndtrain.bench import moe
 from ndtrain.bench.__main__ import main
 from ndtrain.bench.moe import LOOP, OURS, PRODUCTS, TRANSFORMERS, Options, balanced_products, loop_over, our_block
-from ndtrain.parallel import grouped_linear
+from ndtrain.parallel.linear import grouped
 
 QUICK = ["tokens=32", "hidden=16", "intermediate=8", "rounds=2", "steps=1", "warmup=1", "device=cpu"]
 
@@ -47,7 +47,7 @@ def test_the_loop_makes_the_gradients_of_weights_too():
     loop(x).square().sum().backward()
     block.feed_forward(x).square().sum().backward()
     theirs = next(c.cell_contents for c in loop.__closure__ if isinstance(c.cell_contents, list))
-    first, stacks = block.mixture.experts["0"], block.ops.grouped_linear.stacks
+    first, stacks = block.mixture.experts["0"], block.ops.grouped_linear.__self__.fused_weights
     of_first = first.gate_proj.weight, first.down_proj.weight
     gates_and_ups, downs = (stacks[w].weight.grad.unflatten(0, (4, -1)) for w in of_first)
     for gate_and_up, of_down, (gate, up, down) in zip(gates_and_ups, downs, theirs, strict=True):
@@ -59,14 +59,14 @@ def test_the_products_are_those_of_the_layer(monkeypatch):
     """Those of rows have the layer's shapes, forward and backward, and all together have nine matmuls' FLOPs. All rows
     are in a group, as even as can be."""
     made, sizes, options, device = [], [], Options(tokens=33, hidden=16, intermediate=8), torch.device("cpu")
-    real = grouped_linear.sum_of_products
+    real = grouped.sum_of_products
 
     def record(xs, ws, rows):
         made.extend((tuple(x.shape), tuple(w.shape)) for x, w in zip(xs, ws, strict=True))
         sizes.append(rows.sizes)
         return real(xs, ws, rows)
 
-    monkeypatch.setattr(grouped_linear, "sum_of_products", record)
+    monkeypatch.setattr(grouped, "sum_of_products", record)
     with FlopCounterMode(display=False) as counter:
         balanced_products(options, 4, device)()
     assert counter.get_total_flops() == 9 * 2 * 66 * 16 * 8

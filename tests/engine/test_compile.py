@@ -14,7 +14,7 @@ from ndtrain.engine.train_step import Evaluation, TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.block import linear
 from ndtrain.parallel.build import build_stages, initialise
-from ndtrain.parallel.fused_grad_accumulation import MatmulImpl
+from ndtrain.parallel.linear.matmul import MatmulImpl
 from tests.lib.parity import FP64, compare, make_batches, train
 from tests.lib.ranks import run_ranks
 from tests.parallel.test_parity_tp_cp import MODEL, error
@@ -123,12 +123,15 @@ def test_no_weight_gradient_is_made_in_a_graph(overrides):
 
 
 SELECTIVE, BF16 = ["recompute=selective"], ["precision.compute=bf16"]
-LINEAR, CORE = "Block.linear", "fused_ops.<locals>.core"
+LINEAR, CORE = "Block.linear", "_core.<locals>.core"
 MIXED = [
     "model=moe_debug", "model.model_type=qwen2_moe", "model.mlp_only_layers=[0]",
     "model.shared_expert_intermediate_size=24",
 ]  # fmt: skip
-EXPERTS = {"WeightOps.wide_linear", "DisableContext.__call__", "_SavedPart.receive", "SavedExchange.to_tokens"}
+EXPERTS = {
+    "LinearOps.wide_linear", "LinearOps.grouped_linear", "DisableContext.__call__", "_SavedPart.receive",
+    "SavedExchange.to_tokens",
+}  # fmt: skip
 # Graphs break only at calls that send something, save a result or defer a gradient. The last entry is the number of
 # pieces between them, each of which is at least two graphs: with gradients and without.
 BREAKS = {

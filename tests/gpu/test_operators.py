@@ -28,8 +28,8 @@ from ndtrain.model.attention.kernels import GPU_KERNELS
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.attention.tiles import Kind, Tile
 from ndtrain.model.matmul_accumulate import accumulate_product
-from ndtrain.parallel import fp8
-from ndtrain.parallel.grad_accumulator import GradAccumulator
+from ndtrain.parallel.linear import fp8
+from ndtrain.parallel.linear.accumulator import GradAccumulator
 
 BF16 = torch.bfloat16
 INSTALLED = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"

@@ -25,8 +25,8 @@ from ndtrain.model.attention import flex
 from ndtrain.model.attention.scores import AttentionMod, Scores, alibi_slopes
 from ndtrain.model.attention.tiles import SequenceSlice
 from ndtrain.optim import rounded_adamw
-from ndtrain.parallel import fp8
 from ndtrain.parallel.build import build_stages
+from ndtrain.parallel.linear import fp8
 from tests.lib.sm90 import DEVICE, capture, compile_kernel, generate
 
 pytestmark = [

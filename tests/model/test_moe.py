@@ -22,8 +22,9 @@ from ndtrain.model.moe.losses import balance_loss, load_entropy, load_max_over_m
 from ndtrain.model.moe.permutation import Permutation, combine, permute
 from ndtrain.model.moe.router import sigmoid_top_k, softmax_top_k
 from ndtrain.model.transformer import fused_names
-from ndtrain.parallel.grad_accumulator import FusedWeights, GradAccumulator
-from ndtrain.parallel.grouped_linear import GroupedLinear, serves_grouped, sum_of_products
+from ndtrain.parallel.linear.accumulator import FusedWeights, GradAccumulator
+from ndtrain.parallel.linear.grouped import serves_grouped, sum_of_products
+from ndtrain.parallel.linear.ops import LinearOps
 from ndtrain.parallel.recompute import SavedOps
 
 N, K, X, E, INNER = 7, 2, 5, 8, 12
@@ -202,12 +203,12 @@ def test_grouped_linear_is_the_loop(dtype, out, kinds, deferred):
     for stack, of_kinds in stacks:
         matrices = chain.from_iterable(zip(*of_kinds, strict=True))
         grad_of |= zip(matrices, stack.weight.grad.split(stack.rows), strict=True)
-    op, weights = GroupedLinear(accumulator, SavedOps(), fused), [each for _, of_kinds in stacks for each in of_kinds]
+    ops, weights = LinearOps(accumulator, SavedOps(), fused), [each for _, of_kinds in stacks for each in of_kinds]
     x = drawn(8, E).to(dtype).requires_grad_()
     seeds = [drawn(8, out).to(dtype), drawn(8, out).to(dtype).cos()]
     later = []
     for times in (1, 2):
-        for make, is_reference in ((op, False), (grouped_linear, True)):
+        for make, is_reference in ((ops.grouped_linear, False), (grouped_linear, True)):
             ys = make(x, ExpertRows.of(counts, 8), weights)
             if is_reference:
                 dx, *dws = torch.autograd.grad(ys, [x, *weights[0], *weights[1]], seeds)

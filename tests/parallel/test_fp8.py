@@ -12,12 +12,12 @@ from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.data import microbatches
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
-from ndtrain.parallel import fp8
 from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
-from ndtrain.parallel.compiled_linear import register
-from ndtrain.parallel.fp8 import Fp8Matmul, cast, multiplies_fp8, multiply, prepare_compile
-from ndtrain.parallel.fused_grad_accumulation import Gathered, MatmulImpl
-from ndtrain.parallel.grad_accumulator import GradAccumulator
+from ndtrain.parallel.linear import fp8
+from ndtrain.parallel.linear.accumulator import GradAccumulator, register
+from ndtrain.parallel.linear.comm import Gathered
+from ndtrain.parallel.linear.fp8 import Fp8Matmul, cast, multiplies_fp8, multiply, prepare_compile
+from ndtrain.parallel.linear.matmul import MatmulImpl
 from tests.lib.parity import make_batches, train
 from tests.lib.ranks import run_ranks
 

@@ -1,13 +1,15 @@
 """Gradients that are written straight into the flat buffers, without autograd."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ndtrain.device.kind import on_gpu
+from ndtrain.model.contiguous import cat
 from ndtrain.model.matmul_accumulate import accumulate_by_expert, accumulate_product
 
 
@@ -21,6 +23,20 @@ class FusedWeights(NamedTuple):
 
     weight: nn.Parameter
     rows: tuple[int, ...]
+
+
+def split_outputs(ys: Iterable[Tensor], fused: Sequence[FusedWeights]) -> list[Tensor]:
+    """Split the outputs of fused weights into the outputs of their matrices."""
+    split = (y.split_with_sizes(s.rows, -1) if len(s.rows) > 1 else (y,) for y, s in zip(ys, fused, strict=True))
+    return [y for of_matrices in split for y in of_matrices]
+
+
+def join_gradients(grads: Sequence[Tensor], fused: Sequence[FusedWeights]) -> list[Tensor]:
+    """Concatenate the gradients of the matrices' outputs into the gradients of the fused weights' outputs. This is the
+    inverse of `split_outputs`."""
+    rest = iter(grads)
+    parts = [[next(rest) for _ in s.rows] for s in fused]
+    return [some[0] if len(some) == 1 else cat(some, -1) for some in parts]
 
 
 class GradAccumulator:
@@ -94,3 +110,26 @@ class GradAccumulator:
         if fresh:
             self._fresh.remove(id(p))
         return fresh
+
+
+# Parameter -> the accumulator of its gradient. A compiled graph calls its custom ops with tensors and constants, so an
+# op has no other way to find the accumulator. (A key of it, as a constant, would compile a graph for each accumulator.)
+_ACCUMULATORS = WeakIdKeyDictionary()
+
+
+def register(parameters: Iterable[nn.Parameter], accumulator: GradAccumulator) -> None:
+    """Register the accumulator through which compiled graphs accumulate the gradients of these matrices."""
+    for p in parameters:
+        _ACCUMULATORS[p] = accumulator
+
+
+def accumulator_of(weights: Sequence[Tensor]) -> GradAccumulator:
+    """Return the accumulator of the weights' gradients, which is the same for all.
+
+    Raises:
+        RuntimeError: the graph passes a tensor that is not the Parameter that it was called with.
+    """
+    for w in weights:
+        if w not in _ACCUMULATORS:
+            raise RuntimeError(f"a compiled graph accumulates the gradient of an unknown weight {list(w.shape)}")
+    return _ACCUMULATORS[weights[0]]

@@ -17,7 +17,7 @@ Shape legend: N tokens, I in, O out; of any matrix R rows, C columns.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -29,9 +29,9 @@ from ndtrain.device.kind import kind_of
 from ndtrain.mesh.sharding import Layouts
 from ndtrain.model.opaque import opaque
 from ndtrain.model.spec import OpSpec, Param
-from ndtrain.parallel.compiled_linear import accumulator_of, add_biases, apply
-from ndtrain.parallel.fused_grad_accumulation import PLAIN_MATMUL, Gathered, MatmulImpl, Rows
-from ndtrain.parallel.grad_accumulator import GradAccumulator
+from ndtrain.parallel.linear.accumulator import GradAccumulator, accumulator_of
+from ndtrain.parallel.linear.comm import Gathered, Rows
+from ndtrain.parallel.linear.matmul import PLAIN_MATMUL, MatmulImpl
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TOP = {_E4M3: 9, _E5M2: 16}  # the largest number is 0.875 * 2^this
@@ -172,57 +172,55 @@ class Fp8Matmul(MatmulImpl):
         return multiply(x_NI, w_OI, _OUT, fast=True)
 
     def input_gradient(self, dys: Sequence[Cast], weights: Sequence[Cast]) -> Tensor:
-        dx_NI = multiply(dys[0], weights[0], _OUT)
-        for dy_NO, w_IO in zip(dys[1:], weights[1:], strict=True):
-            dx_NI += multiply(dy_NO, w_IO, _OUT)
-        return dx_NI
+        return reduce(Tensor.add_, (multiply(dy_NO, w_IO, _OUT) for dy_NO, w_IO in zip(dys, weights, strict=True)))
 
     def weight_gradient(self, accumulator: GradAccumulator, w: nn.Parameter, dy_NO: Cast, x_NI: Cast) -> None:
         accumulator.add_made(w, lambda: multiply(dy_NO.t(), x_NI.t(), torch.float32))
 
-    def in_graph(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        return add_biases(apply(_Linear, x, weights), biases)
+    def outputs(self, x_NI: Tensor, weights_OI: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return super().outputs(cast(x_NI, _E4M3), weights_OI)
+
+    def backward(self, dys_NO: Sequence[Tensor], x_NI: Tensor, weights_OI: Sequence[Tensor]) -> Tensor:
+        """Do it in one custom op, but for the casts. The compiler makes each cast in the kernel that computes its
+        input, once for all readers. It also decides what is kept for backward."""
+        dys = [cast(dy_NO, _E5M2) for dy_NO in dys_NO]
+        factors_IO = [self.weight(w_OI, backward=True) for w_OI in weights_OI]
+        casts = [*dys, *factors_IO, *(dy.t() for dy in dys), cast(x_NI, _E4M3).t()]
+        values, units = [c.values for c in casts], [c.unit for c in casts]
+        return linear_backward_fp8(values, units, weights_OI)
 
 
-_PRODUCTS = Fp8Matmul()
+FP8_MATMUL = Fp8Matmul()
 
 
-class _Linear(torch.autograd.Function):
-    """y_i = x @ w_i.T in fp8, as in `compiled_linear.py`. The compiler makes each cast in the kernel that computes its
-    input, once for all readers. It also decides what is kept for backward."""
+class _CompiledFp8Linear(torch.autograd.Function):
+    """y_i = x @ w_i.T with factors in fp8, in a compiled graph."""
 
     @staticmethod
     def forward(ctx, x_NI: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_NI, *weights_OI)
-        return _Linear.outputs(x_NI, weights_OI)
-
-    @staticmethod
-    def outputs(x_NI: Tensor, weights_OI: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        x = cast(x_NI, _E4M3)
-        return tuple(_PRODUCTS.output(x, _PRODUCTS.weight(w_OI, backward=False)) for w_OI in weights_OI)
+        return FP8_MATMUL.outputs(x_NI, weights_OI)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, *weights_OI = ctx.saved_tensors
-        dys_NO = [cast(grad, _E5M2) for grad in grads]
-        factors_IO = [_PRODUCTS.weight(w_OI, backward=True) for w_OI in weights_OI]
-        casts = [*dys_NO, *factors_IO, *(dy_NO.t() for dy_NO in dys_NO), cast(x_NI, _E4M3).t()]
-        values, units = [c.values for c in casts], [c.unit for c in casts]
-        return linear_backward_fp8(values, units, weights_OI), *[None] * len(weights_OI)
+        return FP8_MATMUL.backward(grads, x_NI, weights_OI), *[None] * len(weights_OI)
+
+
+Fp8Matmul.compiled = _CompiledFp8Linear
 
 
 @opaque
 def linear_backward_fp8(values: Sequence[Tensor], units: Sequence[Tensor], weights_OI: Sequence[Tensor]) -> Tensor:
-    """Compute `compiled_linear.linear_backward` with factors in fp8.
+    """Compute `plain_gradients` with factors in fp8, in a compiled graph.
 
     Args:
         values, units: of the casts, in this order: each dy [N, O], each w [I, O], each dy [O, N], x [I, N].
     """
-    casts, n = [Cast(v, u) for v, u in zip(values, units, strict=True)], len(weights_OI)
-    dx_NI = _PRODUCTS.input_gradient(casts[:n], casts[n : 2 * n])
+    casts, n, accumulator = list(map(Cast, values, units)), len(weights_OI), accumulator_of(weights_OI)
+    dx_NI = FP8_MATMUL.input_gradient(casts[:n], casts[n : 2 * n])
     for w_OI, left_ON in zip(weights_OI, casts[2 * n : -1], strict=True):
-        made = partial(multiply, left_ON, casts[-1], torch.float32)
-        accumulator_of(w_OI).add_made(w_OI, made)
+        accumulator.add_made(w_OI, partial(multiply, left_ON, casts[-1], torch.float32))
     return dx_NI
 
 
