@@ -85,7 +85,7 @@ class UnitFacts:
 
 
 class Experts(NamedTuple):
-    """What a step does for the balance and the buffers of experts.
+    """The ops that experts add to a step: for their balance, and for buffers of a fixed size.
 
     Attributes:
         loads: True if their loads are summed over all ranks.
